@@ -16,7 +16,7 @@ from typing import Any
 from partita.app import (
     Mesh,
     Options,
-    cores,
+    count_cores,
     flag,
     is_rank,
     joined,
@@ -316,7 +316,7 @@ def _doctor() -> int:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "system": platform.platform(terse=True),
-        "cores": f"{cores()} usable of {os.cpu_count()}",
+        "cores": f"{count_cores()} usable of {os.cpu_count()}",
         "backends": ", ".join(backends) or "none: torch was built without torch.distributed",
         "gpus": ", ".join(accelerator_names()) or "none",
         "world": (

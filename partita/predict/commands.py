@@ -168,7 +168,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[int, int, str], None]]:
+def _showing_progress() -> Iterator[Callable[[int, int, str], None]]:
     """Within, what is simulated next is shown on standard error: as a bar on a terminal where rich
     is installed, else a line for each."""
     try:
@@ -198,7 +198,7 @@ def run_plan(options: argparse.Namespace) -> int:
                 f"{options.memory}GiB"
             )
         given = argparse.Namespace(**{k: v for k, v in vars(options).items() if k != "batch"})
-        with _progress() as watch:
+        with _showing_progress() as watch:
             found = autoplan(
                 options.model,
                 options.ranks,

@@ -244,7 +244,7 @@ class Explainer:
             places: where each operand stands in the call, and the names of its parameters.
         """
         names = [_name_of(path, parameters) for path, parameters in places]
-        needs = _Needs(names, layouts, itemsizes, work, mesh)
+        needs = _RowNeeds(names, layouts, itemsizes, work, mesh)
         self.calls[-1].rule = str(bound.sentence)
         self.calls[-1].rows = tuple(needs.row(one) for one in considered)
 
@@ -302,7 +302,7 @@ def _layouts_of(values: Any) -> tuple[Layout, ...]:
 
 
 @dataclass(frozen=True)
-class _Needs:
+class _RowNeeds:
     """What the rows of a call ask for, on `mesh`."""
 
     names: Sequence[str]

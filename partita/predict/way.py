@@ -141,7 +141,8 @@ def write_code(shape: ModelShape, way: Way) -> str:
                               "inputs, targets in micro_batches") for line in lines]  # fmt: skip
 
     rows = of.batch * of.micro_batches * way.dp
-    lines += [f"# A step's batch, here drawn: {_count(rows, 'sequence')} of all ranks together."]
+    sequences = f"{rows} sequence{'s' * (rows != 1)}"
+    lines += [f"# A step's batch, here drawn: {sequences} of all ranks together."]
     lines += ["with torch.device(device):"]
     n = of.micro_batches
     if own:
@@ -167,7 +168,3 @@ def train_options(shape: ModelShape, way: Way) -> str:
     said += [f"--layers {of.layers or shape.layers}", f"--width {shape.width}"]
     said += [f"--heads {shape.heads}", f"--context {of.context or shape.context}"]
     return "partita train " + " ".join(said)
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"

@@ -91,7 +91,7 @@ def plan(before: Layout, after: Layout, mesh: Mesh, itemsize: int = 4) -> Plan:
     move = find_single_move(before, after, mesh)
     if move is not None and not pads_heavily(move, mesh, itemsize):
         return Plan((move,))
-    return Plan(_PlanSearch(before, after, mesh, itemsize).path())
+    return Plan(_PlanSearch(before, after, mesh, itemsize).find_path())
 
 
 def _check_layouts(before: Layout, after: Layout, mesh: Mesh) -> None:
@@ -134,11 +134,11 @@ class _PlanSearch:
 
     def __init__(self, before: Layout, after: Layout, mesh: Mesh, itemsize: int):
         self.before, self.mesh, self.itemsize = before, mesh, itemsize
-        self.start, self.goal = self._state(before), self._state(after)
+        self.start, self.goal = self._state_of_layout(before), self._state_of_layout(after)
         self.goal_of = dict(zip(mesh.names, self.goal[1], strict=True))
         self.sizes: dict[Stacks, int] = {}
 
-    def path(self) -> tuple[Move, ...]:
+    def find_path(self) -> tuple[Move, ...]:
         """The moves of the cheapest path; of several, one of those with the fewest moves."""
         cost_of = {self.start: 0.0}
         came: dict[State, State] = {}
@@ -153,7 +153,7 @@ class _PlanSearch:
             if state in done:
                 continue
             done.add(state)
-            for way, n, op, there in self._steps(state):
+            for way, n, op, there in self._next_steps(state):
                 have, got = self._nbytes_of_stacks(state[0]), self._nbytes_of_stacks(there[0])
                 total = cost + seconds_both_ways(way, n, have, got, op)
                 if there not in cost_of or total < cost_of[there]:
@@ -163,11 +163,11 @@ class _PlanSearch:
         states = [self.goal]
         while states[-1] != self.start:
             states.append(came[states[-1]])
-        layouts = [self._layout(s) for s in reversed(states)]
+        layouts = [self._layout_of_state(s) for s in reversed(states)]
         moves = [find_single_move(a, b, self.mesh) for a, b in pairwise(layouts)]
         return tuple(move for move in moves if move is not None)
 
-    def _steps(self, state: State) -> Iterator[tuple[str, int, str, State]]:
+    def _next_steps(self, state: State) -> Iterator[tuple[str, int, str, State]]:
         """`(letters before and after, ranks, op, where it leads)` of each move worth a try."""
         stacks, places = state
         for place in dict.fromkeys(places):
@@ -256,11 +256,11 @@ class _PlanSearch:
             self.sizes[stacks] = numel * self.itemsize
         return self.sizes[stacks]
 
-    def _state(self, layout: Layout) -> State:
+    def _state_of_layout(self, layout: Layout) -> State:
         place = placement_of_each_axis(layout)
         return layout.shards, tuple(place.get(a, "R") for a in self.mesh.names)
 
-    def _layout(self, state: State) -> Layout:
+    def _layout_of_state(self, state: State) -> Layout:
         placed = list(zip(self.mesh.names, state[1], strict=True))
         partial = tuple((a, p) for a, p in placed if LETTERS[p] == "P")
         invariant = tuple(a for a, p in placed if p == "I")

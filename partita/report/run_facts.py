@@ -169,13 +169,13 @@ def check_event(event: Any, facts: dict[str, Any]) -> None:
     Events that no report shows, and what more an event has, are nobody's concern.
     """
     if not isinstance(event, str):
-        raise ValueError(f"no event is called {_shorten(event)}")
+        raise ValueError(f"no event is called {_shorten_value(event)}")
     try:
         _EVENTS.get(event, _any)(facts)
     except _WrongError as wrong:
         said = f"no {wrong.at}"
         if wrong.value is not _ABSENT:
-            said = f"{wrong.at} = {_shorten(wrong.value)}, where {wrong.wanted} belongs"
+            said = f"{wrong.at} = {_shorten_value(wrong.value)}, where {wrong.wanted} belongs"
         raise ValueError(f'the event "{event}" has {said}') from None
 
 
@@ -185,7 +185,7 @@ def parse_mesh(text: str) -> Mesh:
     return Mesh(tuple(name for name, _ in axes), tuple(int(size) for _, size in axes))
 
 
-def _shorten(value: Any) -> str:
+def _shorten_value(value: Any) -> str:
     text = json.dumps(value, default=str)
     return text if len(text) <= 40 else f"{text[:37]}..."
 
@@ -226,7 +226,7 @@ def _whole(value: Any) -> None:
         raise _WrongError(value, "a whole number")
 
 
-def _within(at: str, check: Check, value: Any) -> None:
+def _check_part(at: str, check: Check, value: Any) -> None:
     """Check a part of a value; the error says where it is."""
     try:
         check(value)
@@ -235,7 +235,7 @@ def _within(at: str, check: Check, value: Any) -> None:
         raise
 
 
-def _key(name: str) -> str:
+def _format_key(name: str) -> str:
     return f"[{json.dumps(name)}]"
 
 
@@ -244,7 +244,7 @@ def _list_of(check: Check) -> Check:
         if not isinstance(value, list):
             raise _WrongError(value, "a list")
         for i, one in enumerate(value):
-            _within(f"[{i}]", check, one)
+            _check_part(f"[{i}]", check, one)
 
     return check_list
 
@@ -259,7 +259,7 @@ def _row_of(*checks: Check, least: int | None = None) -> Check:
         if not (len(checks) if least is None else least) <= len(value) <= len(checks):
             raise _WrongError(value, wanted)
         for i, (check, one) in enumerate(zip(checks, value, strict=False)):
-            _within(f"[{i}]", check, one)
+            _check_part(f"[{i}]", check, one)
 
     return check_row
 
@@ -271,7 +271,7 @@ def _table_of(check: Check) -> Check:
         if not isinstance(value, dict):
             raise _WrongError(value, "an object")
         for name, one in value.items():
-            _within(_key(name), check, one)
+            _check_part(_format_key(name), check, one)
 
     return check_table
 
@@ -283,15 +283,16 @@ def _object(also: dict[str, Check] | None = None, **checks: Check) -> Check:
         if not isinstance(value, dict):
             raise _WrongError(value, "an object")
         for name, check in checks.items():
-            _within(_key(name), _there if name not in value else check, value.get(name))
+            given = check if name in value else _refuse_absent
+            _check_part(_format_key(name), given, value.get(name))
         for name, check in (also or {}).items():
             if name in value:
-                _within(_key(name), check, value[name])
+                _check_part(_format_key(name), check, value[name])
 
     return check_object
 
 
-def _there(value: Any) -> None:
+def _refuse_absent(value: Any) -> None:
     raise _WrongError(_ABSENT, "")
 
 
@@ -303,7 +304,7 @@ def _memory(value: Any) -> None:
     for name, bytes_at in value["live"].items():
         if len(bytes_at) != len(value["places"]):
             wrong = _WrongError(bytes_at, f"a number for each of {len(value['places'])} places")
-            wrong.at = f'["live"]{_key(name)}'
+            wrong.at = f'["live"]{_format_key(name)}'
             raise wrong
 
 

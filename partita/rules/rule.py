@@ -194,15 +194,15 @@ def rule(*what: Any) -> Any:
         SentenceError: the sentence cannot be read, or has more terms than an operator of
             `torch.library` takes, or none for a tensor that it always takes.
     """
-    return _teach(what, must_fit=True)
+    return _register_rule(what, must_fit=True)
 
 
 def table_rule(*what: Any) -> Any:
     """`rule`, of partita's own: the operands of a call that it does not fit are gathered."""
-    return _teach(what, must_fit=False)
+    return _register_rule(what, must_fit=False)
 
 
-def _teach(what: Sequence[Any], must_fit: bool) -> Any:
+def _register_rule(what: Sequence[Any], must_fit: bool) -> Any:
     if isinstance(what[0], str):
         text, functions = what[0], what[1:]
         for f in functions:

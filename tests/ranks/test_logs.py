@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from partita.app import Options, make_logs, train
 from partita.app.progress import LiveProgress, Progress
-from partita.app.trainer import build
+from partita.app.trainer import build_model
 from partita.cli import main
 from partita.report import read_log, write_report
 
@@ -59,7 +59,7 @@ def test_a_log_has_a_json_object_for_each_step(run, tmp_path):
 
 def test_operations_of_a_step_are_those_of_its_matrix_products():
     options = replace(OPTIONS, layers=2, accumulate=2)
-    model = build(options, None)
+    model = build_model(options, None)
     tokens = torch.zeros(options.batch, options.context, dtype=torch.int64)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(tokens).sum().backward()

@@ -61,13 +61,11 @@ def run_explain(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         raise
     except LayoutError as error:  # all its lines count: place, reason and fixes
-        print(f"partita explain: {error}", file=sys.stderr)
-        return 2
+        return _refuse("explain", error)
     except BaseException as error:  # the function may raise, and end, as it likes
         name, _, _ = options.call.partition("(")
         said = describe_raised(name.strip(), error, is_user_s=":" in name)
-        print(f"partita explain: {said}", file=sys.stderr)
-        return 2
+        return _refuse("explain", said)
     return 0
 
 
@@ -141,8 +139,7 @@ def run_simulate(options: argparse.Namespace) -> int:
         if options.report:
             found.report(options.report)
     except (ValueError, LayoutError, OSError) as error:
-        print(f"partita simulate: {error}", file=sys.stderr)
-        return 2
+        return _refuse("simulate", error)
     return 0 if found.fits else 1
 
 
@@ -210,8 +207,7 @@ def run_plan(options: argparse.Namespace) -> int:
                 watch=watch,
             )
     except (ValueError, LayoutError, OSError) as error:
-        print(f"partita plan: {error}", file=sys.stderr)
-        return 2
+        return _refuse("plan", error)
     print(found)
     return 0
 
@@ -238,8 +234,13 @@ def run_calibrate(options: argparse.Namespace) -> int:
         text = machine_toml(calibrate(options.ranks))
         options.out.write_text(text)
     except (ValueError, RuntimeError, OSError) as error:
-        print(f"partita calibrate: {error}", file=sys.stderr)
-        return 2
+        return _refuse("calibrate", error)
     print(text, end="")
     print(f"# written to {options.out}")
     return 0
+
+
+def _refuse(command: str, reason: object) -> int:
+    """Say why a command cannot be done; the exit code for that."""
+    print(f"partita {command}: {reason}", file=sys.stderr)
+    return 2

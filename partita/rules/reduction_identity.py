@@ -53,7 +53,7 @@ IDENTITIES: dict[Callable[..., Any], dict[int, Identity]] = {
     torch.count_nonzero: {0: 0},
     torch.any: {0: 0},
     torch.all: {0: 1},
-    decompositions.pending_max: {0: EXTREME},
+    decompositions.partial_max: {0: EXTREME},
     decompositions.power_sum: {0: _identity_of_power_sum},
     decompositions.target_weight: {0: argument_getter(2, "ignore_index", -100)},
     _n.mse_loss: {0: 0, 1: 0},

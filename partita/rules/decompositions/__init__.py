@@ -5,7 +5,7 @@ are written here as other ops, which are called on DTensors and find their own s
 rank must know its place, a small op of our own has a rule with a local kernel.
 """
 
-from .extremes import amax, argmax, first_index, is_at_place, max_dim, pending_max
+from .extremes import amax, argmax, first_index, is_at_place, max_dim, partial_max
 from .losses import cross_entropy, make_mean_loss, nll, target_weight
 from .moments import moments, power_sum, root_of, vector_norm
 from .norms import batch_norm, layer_norm, rms_norm
@@ -26,7 +26,7 @@ __all__ = [
     "max_dim",
     "moments",
     "nll",
-    "pending_max",
+    "partial_max",
     "power_sum",
     "reduced",
     "rms_norm",

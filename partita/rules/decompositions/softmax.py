@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..sentence import Names
-from .extremes import pending_max
+from .extremes import partial_max
 from .partial_operands import reduced, subtract_reduced, widen
 
 __all__ = ["log_softmax", "logsumexp", "softmax"]
@@ -22,7 +22,7 @@ Dim = int | Sequence[int] | None
 
 def _subtract_max(x: Any, dim: Dim) -> tuple[Any, Any]:
     """`(x - top, top)`, where top is the maximum of all pieces."""
-    top = reduced(pending_max(x, dim, True))
+    top = reduced(partial_max(x, dim, True))
     top = top.masked_fill(top.abs() == math.inf, 0)
     return subtract_reduced(x, top), top
 

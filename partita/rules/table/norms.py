@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,34 +19,32 @@ def _format_affine_terms(weight: Any, bias: Any, names: str) -> str:
     return f", {'+ ' * (count == 1)}{' + '.join([names] * count)}" if count else ""
 
 
-def _find_normalized_dims(input: Arg, shape: Sequence[int]) -> list[int]:
-    """The dimensions that a norm over `shape` takes together: the last ones, of these sizes."""
+def _derive_norm(
+    input: Arg, shape: Sequence[int], weight: Any, bias: Any, run: Callable[..., Any]
+) -> str | Decomposition:
+    """A norm over the last dimensions, which are of these sizes; `run`, where one is split."""
     first = input.ndim - len(shape)
     if first < 0 or tuple(shape) != tuple(input.shape[first:]):
         raise ValueError(f"a norm over {tuple(shape)} of {input.shape}")
-    return list(range(first, input.ndim))
+    dims = range(first, input.ndim)
+    if input.is_split(dims):
+        return Decomposition(run)
+    d = " ".join(f"d{i}!" for i in dims)
+    return f"... {d}{_format_affine_terms(weight, bias, d)} -> ... {d}"
 
 
 @rule(torch.layer_norm)
 def layer_norm(
     input: Arg, normalized_shape: Sequence[int], weight: Any = None, bias: Any = None
 ) -> str | Decomposition:
-    dims = _find_normalized_dims(input, normalized_shape)
-    if input.is_split(dims):
-        return Decomposition(decompositions.layer_norm)
-    d = " ".join(f"d{i}!" for i in dims)
-    return f"... {d}{_format_affine_terms(weight, bias, d)} -> ... {d}"
+    return _derive_norm(input, normalized_shape, weight, bias, decompositions.layer_norm)
 
 
 @rule(torch.rms_norm)
 def rms_norm(
     input: Arg, normalized_shape: Sequence[int], weight: Any = None
 ) -> str | Decomposition:
-    dims = _find_normalized_dims(input, normalized_shape)
-    if input.is_split(dims):
-        return Decomposition(decompositions.rms_norm)
-    d = " ".join(f"d{i}!" for i in dims)
-    return f"... {d}{_format_affine_terms(weight, None, d)} -> ... {d}"
+    return _derive_norm(input, normalized_shape, weight, None, decompositions.rms_norm)
 
 
 @rule(torch.group_norm)

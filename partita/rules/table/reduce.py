@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,15 @@ def whole_dim_sentence(x: Arg, dim: Dim, keepdim: bool, outputs: int = 1) -> str
     """The sentence of an op that needs all of `dim` to reduce it."""
     out = str(x.names.without(dim, keepdim))
     return f"{x.names.whole(dim)} -> {', '.join([out] * outputs)}"
+
+
+def _decompose_split(
+    x: Arg, dim: Dim, keepdim: bool, run: Callable[..., Any], outputs: int = 1
+) -> str | Decomposition:
+    """`run`, in place of an op, where `dim` is split; else the sentence that has it whole."""
+    if x.is_split(dim):
+        return Decomposition(run)
+    return whole_dim_sentence(x, dim, keepdim, outputs)
 
 
 # -- sums ------------------------------------------------------------------------------------------
@@ -44,11 +53,7 @@ def nanmean(input: Arg, dim: Dim = None, keepdim: bool = False) -> str | Decompo
         count = (input == input).sum(dim, keepdim)
         return torch.nansum(input, dim, keepdim, **more) / count  # type: ignore[arg-type]
 
-    return (
-        Decomposition(compute_nanmean)
-        if input.is_split(dim)
-        else whole_dim_sentence(input, dim, keepdim)
-    )
+    return _decompose_split(input, dim, keepdim, compute_nanmean)
 
 
 @rule(torch.count_nonzero)
@@ -88,11 +93,11 @@ def prod(input: Arg, dim: Dim = None, keepdim: bool = False) -> str:
 
 def _derive_extreme(input: Arg, dim: Dim, keepdim: bool, sign: int) -> str | Decomposition:
     """A pending maximum has no gradient; so only what needs none is left pending."""
-    if not input.is_split(dim):
-        return whole_dim_sentence(input, dim, keepdim)
-    return Decomposition(
-        lambda input, dim=None, keepdim=False: decompositions.amax(input, dim, keepdim, sign)
-    )
+
+    def compute_extreme(input: Any, dim: Dim = None, keepdim: bool = False) -> Any:
+        return decompositions.amax(input, dim, keepdim, sign)
+
+    return _decompose_split(input, dim, keepdim, compute_extreme)
 
 
 @rule(torch.amax)
@@ -110,11 +115,11 @@ def _max_or_min(input: Arg, dim: Any, keepdim: bool, other: Any, sign: int) -> A
         return "..., ... -> ..."
     if dim is None:
         return _derive_extreme(input, None, False, sign)
-    if input.is_split(dim):
-        return Decomposition(
-            lambda x, dim, keepdim=False: decompositions.max_dim(x, dim, keepdim, sign)
-        )
-    return whole_dim_sentence(input, dim, keepdim, 2)
+
+    def compute_with_place(x: Any, dim: int, keepdim: bool = False) -> Any:
+        return decompositions.max_dim(x, dim, keepdim, sign)
+
+    return _decompose_split(input, dim, keepdim, compute_with_place, 2)
 
 
 @rule(torch.max)
@@ -128,16 +133,13 @@ def min_(input: Arg, dim: Any = None, keepdim: bool = False, *, other: Any = Non
 
 
 def _arg_extreme(sign: int) -> Any:
+    def compute_place(input: Any, dim: int | None = None, keepdim: bool = False) -> Any:
+        return decompositions.argmax(input, dim, keepdim, sign)
+
     def derive_arg_extreme(
         input: Arg, dim: int | None = None, keepdim: bool = False
     ) -> str | Decomposition:
-        if input.is_split(dim):
-            return Decomposition(
-                lambda input, dim=None, keepdim=False: decompositions.argmax(
-                    input, dim, keepdim, sign
-                )
-            )
-        return whole_dim_sentence(input, dim, keepdim)
+        return _decompose_split(input, dim, keepdim, compute_place)
 
     return derive_arg_extreme
 
@@ -156,11 +158,7 @@ def aminmax(input: Arg, *, dim: int | None = None, keepdim: bool = False) -> str
         )
         return torch.return_types.aminmax(both)
 
-    return (
-        Decomposition(compute_aminmax)
-        if input.is_split(dim)
-        else whole_dim_sentence(input, dim, keepdim, 2)
-    )
+    return _decompose_split(input, dim, keepdim, compute_aminmax, 2)
 
 
 @rule(torch.any)
@@ -178,9 +176,7 @@ def all_(input: Arg, dim: Dim = None, keepdim: bool = False) -> str:
 
 @rule(torch.logsumexp, torch.special.logsumexp)
 def logsumexp(input: Arg, dim: Dim, keepdim: bool = False) -> str | Decomposition:
-    if input.is_split(dim):
-        return Decomposition(decompositions.logsumexp)
-    return whole_dim_sentence(input, dim, keepdim)
+    return _decompose_split(input, dim, keepdim, decompositions.logsumexp)
 
 
 def _make_variance_rule(pick: Any, outputs: int) -> Any:
@@ -203,11 +199,7 @@ def _make_variance_rule(pick: Any, outputs: int) -> Any:
         input: Arg, dim: Any = None, _unbiased: bool = True, keepdim: bool = False
     ) -> str | Decomposition:
         dim = None if isinstance(dim, bool) else dim
-        return (
-            Decomposition(run)
-            if input.is_split(dim)
-            else whole_dim_sentence(input, dim, keepdim, outputs)
-        )
+        return _decompose_split(input, dim, keepdim, run, outputs)
 
     return derive
 
@@ -222,13 +214,7 @@ rule(torch.std_mean)(_make_variance_rule(lambda mean, var: (decompositions.root_
 def vector_norm(
     input: Arg, _ord: Any = 2, dim: Dim = None, keepdim: bool = False
 ) -> str | Decomposition:
-    if input.is_split(dim):
-        return Decomposition(
-            lambda x, ord=2, dim=None, keepdim=False, *, dtype=None: decompositions.vector_norm(
-                x, ord, dim, keepdim, dtype
-            )
-        )
-    return whole_dim_sentence(input, dim, keepdim)
+    return _decompose_split(input, dim, keepdim, decompositions.vector_norm)
 
 
 @rule(torch.linalg.norm)
@@ -264,11 +250,7 @@ def norm(
 
     if p == "nuc":
         return None
-    return (
-        Decomposition(compute_norm)
-        if input.is_split(dim)
-        else whole_dim_sentence(input, dim, keepdim)
-    )
+    return _decompose_split(input, dim, keepdim, compute_norm)
 
 
 # -- distances -------------------------------------------------------------------------------------

@@ -157,7 +157,7 @@ def ours() -> Part:
         ),
         (product_by_rows, [c(x(2, 5, 3), x(2, 3, 4)), c(x(2, 3, 5, 3), x(3, 3, 4))]),
         (
-            decompositions.pending_max,
+            decompositions.partial_max,
             [c(x(5, 4), None, False), c(x(5, 4), 0, True, -1), c(numbers, 1, False)],
         ),
         (

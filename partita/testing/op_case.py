@@ -236,34 +236,52 @@ def run_case(mesh: Any, name: str, number: int, reference: Reference, klass: str
         return Outcome(
             "crash", f"{_format_error(error)} ({frame.filename.split('/')[-1]}:{frame.lineno})"
         )
+    fault = (
+        _find_output_fault(outputs, got, reference, unspecified)
+        or _find_operand_fault(operands, reference, unspecified)
+        or _find_gradient_fault(gradients, reference)
+    )
+    return Outcome("wrong", fault) if fault else Outcome("right")
+
+
+def _find_output_fault(
+    outputs: list[Any], got: list[Any], reference: Reference, unspecified: bool
+) -> str:
+    """What is wrong with the results; "" if nothing is. `got` has their values whole."""
     for i, (mine, right) in enumerate(zip(got, reference.outputs, strict=True)):
         if isinstance(right, torch.Tensor):
             if not isinstance(outputs[i], pt.DTensor):
-                kind = type(outputs[i]).__name__
-                return Outcome("wrong", f"output {i} is a {kind}, not a DTensor")
+                return f"output {i} is a {type(outputs[i]).__name__}, not a DTensor"
             if outputs[i].requires_grad != reference.graded[i]:
-                return Outcome("wrong", f"output {i}: requires_grad is {not reference.graded[i]}")
+                return f"output {i}: requires_grad is {not reference.graded[i]}"
         fault = _find_difference(mine, right, unspecified)
         if fault and not _is_nearer(mine, right, reference, 0, i):
-            return Outcome("wrong", f"output {i}: {fault}")
+            return f"output {i}: {fault}"
+    return ""
+
+
+def _find_operand_fault(operands: list[Any], reference: Reference, unspecified: bool) -> str:
+    """What is wrong with the arguments as the call left them."""
     for i, (mine, right) in enumerate(zip(operands, reference.operands, strict=True)):
         fault = _find_difference(mine, right, unspecified)
         if fault and not _is_nearer(mine, right, reference, 1, i):
-            return Outcome("wrong", f"argument {i} after the call: {fault}")
+            return f"argument {i} after the call: {fault}"
+    return ""
+
+
+def _find_gradient_fault(gradients: list[Any], reference: Reference) -> str:
+    """What is wrong with the gradients of the arguments. A zero gradient and none say the same."""
     for i, mine in enumerate(gradients):
         right = reference.gradients[i]
-        if mine is None and right is None:
-            continue
         if mine is None or right is None:
-            # A zero gradient and none say the same.
             there = mine if right is None else right
-            if there.abs().max() == 0 if there.numel() else True:
+            if there is None or not there.numel() or there.abs().max() == 0:
                 continue
-            return Outcome("wrong", f"gradient {i}: {'missing' if mine is None else 'not wanted'}")
+            return f"gradient {i}: {'missing' if mine is None else 'not wanted'}"
         fault = _find_difference(mine, right, False)
         if fault and not _is_nearer(mine, right, reference, 2, i):
-            return Outcome("wrong", f"gradient {i}: {fault}")
-    return Outcome("right")
+            return f"gradient {i}: {fault}"
+    return ""
 
 
 def _outcome_of_error(error: pt.LayoutError) -> Outcome:

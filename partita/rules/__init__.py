@@ -3,16 +3,16 @@
 In reading order: `sentence` (the notation, and names of dimensions), `rows` (what follows for one
 mesh axis), `bind` (a sentence and shapes), `rule` (a sentence and its functions), `table/` (all of
 them), `views` (sentences of reshapes), `piece_kernels` (kernels over a rank's piece),
-`decompositions/` (ops as other ops), `work` (operations), `reduction_identity` (what padding is
-filled with).
+`decompositions/` (ops as other ops), `work` (operations). `table/reduction_identity` says what
+padding is filled with.
 """
 
 from .bind import NUMBER, Bound, Operand, bind
-from .reduction_identity import EXTREME, PaddingFill, find_padding_fills
 from .rows import Row
 from .rule import RULES, Arg, Decomposition, Kernel, KernelCall, KernelRule, LikeRule, Rule, rule
 from .sentence import Names, Sentence, SentenceError, parse
 from .table import LOADED
+from .table.reduction_identity import EXTREME, PaddingFill, find_padding_fills
 from .views import resolve_shape, view_sentence
 from .work import Work, work_of
 

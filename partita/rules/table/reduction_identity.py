@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from . import decompositions
-from .bind import Bound
-from .rule import RULES, Rule
-from .table.getitem import picked
+from .. import decompositions
+from ..bind import Bound
+from ..rule import RULES, Rule
+from .getitem import picked
 
 __all__ = ["EXTREME", "PaddingFill", "find_padding_fills"]
 

@@ -16,7 +16,7 @@ from typing import Any
 from partita.app import (
     Mesh,
     Options,
-    cores,
+    count_cores,
     flag,
     is_rank,
     joined,
@@ -31,11 +31,17 @@ from partita.app import (
 )
 from partita.app.cache_table import ACTIONS, cache
 from partita.comm.device import HOST, Device, accelerator_names, choose_device
-from partita.predict.calibrate_command import add_calibrate, run_calibrate
-from partita.predict.explain_command import add_explain, run_explain
+from partita.predict.commands import (
+    add_calibrate,
+    add_explain,
+    add_plan,
+    add_simulate,
+    run_calibrate,
+    run_explain,
+    run_plan,
+    run_simulate,
+)
 from partita.predict.machine import load_machine
-from partita.predict.plan_command import add_plan, run_plan
-from partita.predict.simulate_command import add_simulate, run_simulate
 from partita.report import check_outputs, check_plotly, read_logs, write_report
 
 __all__ = ["BENCHES", "main"]
@@ -310,7 +316,7 @@ def _doctor() -> int:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "system": platform.platform(terse=True),
-        "cores": f"{cores()} usable of {os.cpu_count()}",
+        "cores": f"{count_cores()} usable of {os.cpu_count()}",
         "backends": ", ".join(backends) or "none: torch was built without torch.distributed",
         "gpus": ", ".join(accelerator_names()) or "none",
         "world": (

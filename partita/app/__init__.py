@@ -1,11 +1,11 @@
-"""The trainer of `partita train`, and how its ranks start.
+"""The trainer of `partita train`, and the start of its ranks.
 
 In reading order: `options`, `launch` with `start_rank` and `failures`, `trainer`, `data`,
 `models/`, `progress`, `logs`, `step_timeline`, `checkpoint_schedule`; `cache_table` (`partita
 cache`).
 """
 
-from .launch import cores, is_rank, joined, launch
+from .launch import count_cores, is_rank, joined, launch
 from .logs import make_logs
 from .options import Mesh, Options, flag, options_in, read_positive, shown_mesh
 from .progress import make_progress
@@ -14,7 +14,7 @@ from .trainer import train, verify
 __all__ = [
     "Mesh",
     "Options",
-    "cores",
+    "count_cores",
     "flag",
     "is_rank",
     "joined",

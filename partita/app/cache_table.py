@@ -1,7 +1,4 @@
-"""The table of compiled programs.
-
-What does `partita cache` show of the compiled programs that are kept, and remove?
-"""
+"""The table of compiled programs that are kept: `partita cache`."""
 
 from __future__ import annotations
 
@@ -27,15 +24,15 @@ def cache(action: str) -> int:
         store = default_store()
         if action == "clear":
             count, nbytes = store.clear()
-            print(f"removed {_programs(count)}, {_size(nbytes)}, from {store.folder}")
+            print(f"removed {_format_count(count)}, {_format_size(nbytes)}, from {store.folder}")
             return 0
     except (ValueError, OSError) as error:
         print(f"partita cache: {error}", file=sys.stderr)
         return 2
     entries = store.entries(check=action == "verify")
     damaged = [e for e in entries if e.problem]
-    print(_table(entries), end="")
-    print(_total(entries, store))
+    print(_format_table(entries), end="")
+    print(_format_total(entries, store))
     if action == "verify":
         for entry in damaged:
             print(f"{entry.path}: {entry.problem}", file=sys.stderr)
@@ -44,11 +41,11 @@ def cache(action: str) -> int:
     return 0
 
 
-def _table(entries: list[Entry]) -> str:
+def _format_table(entries: list[Entry]) -> str:
     if not entries:
         return ""
     head = ("KEY", "SIZE", "USED", "WHAT", "MESH", "TORCH", "COMPILED IN")
-    rows = [head, *(_row(entry) for entry in entries)]
+    rows = [head, *(_format_row(entry) for entry in entries)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
     lines = []
     for row in rows:
@@ -60,15 +57,15 @@ def _table(entries: list[Entry]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _row(entry: Entry) -> tuple[str, ...]:
+def _format_row(entry: Entry) -> tuple[str, ...]:
     def said(name: str) -> str:
         return str(entry.metadata.get(name, "-"))
 
     seconds: Any = entry.metadata.get("seconds")
     return (
         entry.key[:12],
-        _size(entry.nbytes),
-        _age(time.time() - entry.used),
+        _format_size(entry.nbytes),
+        _format_age(time.time() - entry.used),
         entry.problem or said("what").replace(".<locals>", ""),
         said("mesh"),
         said("torch"),
@@ -76,21 +73,22 @@ def _row(entry: Entry) -> tuple[str, ...]:
     )
 
 
-def _age(seconds: float) -> str:
+def _format_age(seconds: float) -> str:
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= length:
             return f"{seconds / length:.0f} {unit} ago"
     return "now"
 
 
-def _programs(count: int) -> str:
+def _format_count(count: int) -> str:
     return f"{count} program{'s' * (count != 1)}"
 
 
-def _total(entries: list[Entry], store: Store) -> str:
+def _format_total(entries: list[Entry], store: Store) -> str:
     total = sum(e.nbytes for e in entries)
-    return f"{_programs(len(entries))}, {_size(total)} of {_size(store.limit)}, in {store.folder}"
+    held = f"{_format_count(len(entries))}, {_format_size(total)}"
+    return f"{held} of {_format_size(store.limit)}, in {store.folder}"
 
 
-def _size(nbytes: int) -> str:
+def _format_size(nbytes: int) -> str:
     return human(nbytes) if nbytes else "0 B"

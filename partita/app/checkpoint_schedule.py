@@ -1,4 +1,4 @@
-"""Checkpoint schedules: when is a run's checkpoint written, and how does a run go on from it?"""
+"""Checkpoint schedules: when a run's checkpoint is written, and how a run goes on from it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class CheckpointSchedule:
             "step": 0,
             "options": options.to_toml(),
         }
-        self._under_way: Any = None
+        self._pending_save: Any = None
         self._saved = 0
 
     def resume(self) -> int:
@@ -71,33 +71,33 @@ class CheckpointSchedule:
         self._saved = self._state["step"]
         return self._saved
 
-    def after(self, step: int) -> None:
+    def after_step(self, step: int) -> None:
         """A step is over: save, if it is time to. Training goes on while the disk is written."""
-        if self._under_way is not None and self._under_way.done():
-            self._wait()
+        if self._pending_save is not None and self._pending_save.done():
+            self._wait_for_save()
         every = self._options.save_every
         if self._path is not None and every and (step + 1) % every == 0:
-            self._wait()
+            self._wait_for_save()
             self._tell("at", phase="save", step=step)
             self._state["step"] = step + 1
-            self._under_way = pt.async_save(self._state, self._path)
+            self._pending_save = pt.async_save(self._state, self._path)
 
     def finish(self) -> None:
         """The run is over: save what has not been saved."""
-        self._wait()
+        self._wait_for_save()
         steps = self._options.steps
         if self._path is not None and self._saved < steps:
             self._tell("at", phase="save", step=steps - 1)
             self._state["step"] = steps
             pt.save(self._state, self._path)
-            self._note(steps)
+            self._tell_saved(steps)
 
-    def _wait(self) -> None:
-        if self._under_way is not None:
-            self._under_way.result()
-            self._under_way = None
-            self._note(self._state["step"])
+    def _wait_for_save(self) -> None:
+        if self._pending_save is not None:
+            self._pending_save.result()
+            self._pending_save = None
+            self._tell_saved(self._state["step"])
 
-    def _note(self, step: int) -> None:
+    def _tell_saved(self, step: int) -> None:
         self._saved = step
         self._tell("saved", step=step, path=str(self._path))

@@ -1,7 +1,4 @@
-"""Training data.
-
-What does the model read? The bytes of text files, in batches that depend on the seed alone.
-"""
+"""Training data: the bytes of text files, in batches that depend on the seed alone."""
 
 from __future__ import annotations
 

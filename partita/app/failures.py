@@ -1,7 +1,4 @@
-"""Failures of ranks.
-
-What does a user read when a rank fails? Which one, why, and where the others were.
-"""
+"""Failures of ranks, as a user reads them: which rank, why, and where the others were."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from typing import Any
 
 from partita.comm import is_lost, user_line_of_error
 
-__all__ = ["Failure", "LastKnown", "failure_of", "obituary", "phase_of"]
+__all__ = ["Failure", "LastKnown", "describe_end_of_job", "failure_of", "phase_of"]
 
 _PHASES = {
     "forward": "in forward of step {}",
@@ -56,10 +53,10 @@ def failure_of(error: BaseException) -> Failure:
     said = "".join(traceback.format_exception(error)).rstrip()
     if isinstance(error, ValueError):
         said = f"{type(error).__name__}: {error}"
-    return Failure(said, is_lost(error), _place(error))
+    return Failure(said, is_lost(error), _place_of_error(error))
 
 
-def _place(error: BaseException) -> str:
+def _place_of_error(error: BaseException) -> str:
     line = user_line_of_error(error)
     return ", ".join(filter(None, [line, *getattr(error, "__notes__", [])]))
 
@@ -89,7 +86,7 @@ class LastKnown:
     stopped: int = 0
 
 
-def obituary(ranks: Sequence[LastKnown], saved: dict[str, Any] | None) -> str:
+def describe_end_of_job(ranks: Sequence[LastKnown], saved: dict[str, Any] | None) -> str:
     """Which rank ended the job, why, and where the others were.
 
     One that fails because a peer is gone is not to blame.
@@ -110,11 +107,11 @@ def obituary(ranks: Sequence[LastKnown], saved: dict[str, Any] | None) -> str:
         lines = [f"every rank failed {phase_of(first.at)}; the job is ended"]
         others = []
     else:
-        lines = [f"rank {first.rank} {_how(first)} {phase_of(first.at)}; the job is ended"]
+        lines = [f"rank {first.rank} {_describe_end(first)} {phase_of(first.at)}; the job is ended"]
         others = [r for r in ranks if r is not first]
     if said := first.failed.said if first.failed else first.log:
         lines.append(said)
-    lines += _where(others)
+    lines += _list_places(others)
     if saved is not None:
         lines.append(
             f"the checkpoint {saved['path']} is that of step {saved['step']}: --resume goes on "
@@ -123,7 +120,7 @@ def obituary(ranks: Sequence[LastKnown], saved: dict[str, Any] | None) -> str:
     return "\n".join(lines)
 
 
-def _how(rank: LastKnown) -> str:
+def _describe_end(rank: LastKnown) -> str:
     if rank.code is not None and rank.code < 0:
         return f"was killed by {signal.Signals(-rank.code).name}"
     if rank.stopped:
@@ -131,7 +128,7 @@ def _how(rank: LastKnown) -> str:
     return "failed" if rank.failed else f"ended with exit code {rank.code}"
 
 
-def _where(others: Sequence[LastKnown]) -> list[str]:
+def _list_places(others: Sequence[LastKnown]) -> list[str]:
     """Where the ranks were that had nothing to do with it; those at one place in one line."""
     places: dict[str, list[str]] = {}
     for r in others:

@@ -32,10 +32,10 @@ import torch.distributed as dist
 
 from partita.comm import LOOPBACK, MEETING, find_ended, join, user_line
 
-from .failures import Failure, LastKnown, failure_of, obituary, phase_of
+from .failures import Failure, LastKnown, describe_end_of_job, failure_of, phase_of
 from .progress import printable
 
-__all__ = ["Rank", "cores", "is_rank", "joined", "launch", "state_of_child"]
+__all__ = ["Rank", "count_cores", "is_rank", "joined", "launch", "state_of_child"]
 
 EVENTS = "PARTITA_EVENTS_FD"
 GRACE = 1.0  # seconds in which the ranks that fail because another one died may die too
@@ -45,7 +45,7 @@ _START = str(Path(__file__).with_name("start_rank.py"))
 _ENDING = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)
 
 
-def cores() -> int:
+def count_cores() -> int:
     """The cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
@@ -71,15 +71,15 @@ class _Child:
     stopped_by: int = 0
     stopped_since: float = 0.0
 
-    def died(self) -> bool:
+    def has_died(self) -> bool:
         """Ended without a word: asked only of what it wrote, which may outlast the process."""
         return self.ended and not self.done
 
-    def last(self) -> LastKnown:
+    def make_last_known(self) -> LastKnown:
         """What is known of it when the job ends."""
-        code = self.process.returncode if self.died() else None
+        code = self.process.returncode if self.has_died() else None
         # A signal from outside says all; what was written before has nothing to do with it.
-        told = not self.died() or self.failed is not None or code in _ENDING
+        told = not self.has_died() or self.failed is not None or code in _ENDING
         log = "" if told else _last_lines(self.log)
         stopped = self.stopped_by if self.has_stopped() else 0
         return LastKnown(self.rank, self.at, code, self.failed, self.failed_when, log, stopped)
@@ -88,7 +88,7 @@ class _Child:
         """Has it been stopped for so long that the job cannot wait for it?"""
         return self.stopped_by != 0 and time.monotonic() - self.stopped_since > PATIENCE
 
-    def look(self) -> None:
+    def note_stop(self) -> None:
         """Note whether it is stopped now, by which signal, and since when."""
         before = self.stopped_by
         self.stopped_by = 0 if self.ended else state_of_child(self.process.pid, os.WSTOPPED)
@@ -121,33 +121,35 @@ def launch(command: list[str], ranks: int, show: Show) -> int:
     try:
         with selectors.DefaultSelector() as selector, tempfile.TemporaryDirectory() as folder:
             for rank in range(ranks):
-                child = _start(command, rank, ranks, os.path.join(folder, "meeting"))
+                child = _start_rank(command, rank, ranks, os.path.join(folder, "meeting"))
                 children.append(child)
                 selector.register(child.events, selectors.EVENT_READ, child)
             while selector.get_map():
-                _listen(selector, told)
+                _read_events(selector, told)
                 for child in children:
-                    child.look()
-                if any(child.died() or child.has_stopped() for child in children):
-                    if any(child.died() for child in children):  # of one that is stopped they wait
+                    child.note_stop()
+                has_died = any(child.has_died() for child in children)
+                if has_died or any(child.has_stopped() for child in children):
+                    if has_died:  # of one that is stopped they wait
                         _gather_last_words(selector, told)
-                    message = obituary([child.last() for child in children], saved)
+                    ends = [child.make_last_known() for child in children]
+                    message = describe_end_of_job(ends, saved)
                     show("job", {"message": message})
                     return 1
         for child in children:
-            _reap(child)
+            _reap_child(child)
         return max(child.process.returncode for child in children)
     except KeyboardInterrupt:
         steps = 1 + max((child.last_step for child in children), default=-1)
         show("job", {"message": f"stopped after {steps} step{'s' * (steps != 1)}"})
         return 130
     finally:
-        _end(children)
+        _end_children(children)
         signal.signal(signal.SIGTERM, before)
 
 
-def _start(command: list[str], rank: int, ranks: int, meeting: str) -> _Child:
-    threads = str(max(1, cores() // ranks))
+def _start_rank(command: list[str], rank: int, ranks: int, meeting: str) -> _Child:
+    threads = str(max(1, count_cores() // ranks))
     receive, send = os.pipe()
     log = tempfile.TemporaryFile()  # noqa: SIM115  closed in _end
     environment = {
@@ -186,7 +188,7 @@ def _without_interrupts() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _listen(selector: selectors.BaseSelector, show: Show, timeout: float = 0.2) -> None:
+def _read_events(selector: selectors.BaseSelector, show: Show, timeout: float = 0.2) -> None:
     ready = {key.fileobj for key, _ in selector.select(timeout)}
     for key in list(selector.get_map().values()):
         child: _Child = key.data
@@ -205,12 +207,12 @@ def _listen(selector: selectors.BaseSelector, show: Show, timeout: float = 0.2) 
                 selector.unregister(child.events)
                 child.ended = True
                 if not child.done:
-                    _reap(child)  # its files are closed: it is about to end
+                    _reap_child(child)  # its files are closed: it is about to end
                 break
             child.unread += piece
             *lines, child.unread = child.unread.split(b"\n")
             for line in lines:
-                _take(child, json.loads(line), show)
+                _take_event(child, json.loads(line), show)
 
 
 def state_of_child(pid: int, which: int) -> int:
@@ -227,7 +229,7 @@ def state_of_child(pid: int, which: int) -> int:
     return 0 if found is None else found.si_status or -1
 
 
-def _reap(child: _Child) -> None:
+def _reap_child(child: _Child) -> None:
     """Wait for its end, and end what it has started: compilers, say."""
     if hasattr(os, "waitid"):  # while it is not reaped, its number is not another's
         with contextlib.suppress(ChildProcessError):
@@ -238,7 +240,7 @@ def _reap(child: _Child) -> None:
     child.process.wait()
 
 
-def _take(child: _Child, message: dict[str, Any], show: Show) -> None:
+def _take_event(child: _Child, message: dict[str, Any], show: Show) -> None:
     event = message.pop("event")
     if event == "done":
         child.done = True
@@ -257,7 +259,7 @@ def _take(child: _Child, message: dict[str, Any], show: Show) -> None:
 def _gather_last_words(selector: selectors.BaseSelector, show: Show) -> None:
     until = time.monotonic() + GRACE
     while selector.get_map() and time.monotonic() < until:
-        _listen(selector, show, timeout=0.05)
+        _read_events(selector, show, timeout=0.05)
 
 
 def _last_lines(log: IO[bytes], count: int = 15) -> str:
@@ -265,13 +267,13 @@ def _last_lines(log: IO[bytes], count: int = 15) -> str:
     return "\n".join(log.read().decode(errors="replace").splitlines()[-count:])
 
 
-def _end(children: list[_Child]) -> None:
+def _end_children(children: list[_Child]) -> None:
     for child in children:
         if child.process.returncode is None:  # its number is its own until it is waited for
             # A rank may hang in a collective, where it heeds nothing milder.
             os.kill(child.process.pid, signal.SIGKILL)
     for child in children:
-        _reap(child)
+        _reap_child(child)
         if child.process.stdin is not None:
             child.process.stdin.close()
         os.close(child.events)
@@ -304,7 +306,7 @@ def joined(show: Show) -> Iterator[Rank]:
     """
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    torch.set_num_threads(max(1, cores() // local_world))
+    torch.set_num_threads(max(1, count_cores() // local_world))
     # Also where torchrun started it: at once, wherever it is, and without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     listener = os.environ.get(EVENTS)
@@ -321,7 +323,7 @@ def joined(show: Show) -> Iterator[Rank]:
         others = [r for r in range(world) if r != rank]
         gone = find_ended(others, GRACE)
         said = f"another rank is gone ({place})" if gone else f"ended by SIGTERM ({place})"
-        _say(f"rank {rank} failed {phase_of(at)}: {said}")
+        _print_error(f"rank {rank} failed {phase_of(at)}: {said}")
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -354,11 +356,11 @@ def joined(show: Show) -> Iterator[Rank]:
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
                 show("job", {"message": said})
             else:
-                _say(said)
+                _print_error(said)
         os._exit(1)  # threads of a broken process group may never end
 
 
-def _say(line: str) -> None:
+def _print_error(line: str) -> None:
     print(printable(line), file=sys.stderr, flush=True)
 
 

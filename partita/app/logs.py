@@ -89,21 +89,21 @@ class Logs:
                 facts["mfu"] = round(self._least_seconds / seconds, 6)
         if event == "job":  # the last that is told of a run, whose process may end before `end`
             if self._begun:
-                self._each(lambda log: log.hear("stopped", facts))
+                self._call_each(lambda log: log.hear("stopped", facts))
             self.end()
             return
         if not self._begun:
             self._begun = True
-            self._each(lambda log: log.begin(self._options))
-        self._each(lambda log: log.hear(event, facts))
+            self._call_each(lambda log: log.begin(self._options))
+        self._call_each(lambda log: log.hear(event, facts))
 
     def end(self) -> None:
         """The run has ended, in whichever way. May be called more than once."""
         if self._begun:
-            self._each(lambda log: log.end())
+            self._call_each(lambda log: log.end())
         self._logs = []
 
-    def _each(self, call: Callable[[RunLog], None]) -> None:
+    def _call_each(self, call: Callable[[RunLog], None]) -> None:
         for log in [*self._logs]:
             try:
                 call(log)
@@ -146,14 +146,16 @@ def make_logs(
         found.append(WandbLog(options.wandb))
     if options.mlflow is not None:
         found.append(MlflowLog(options.mlflow))
-    return Logs(found, _plain(options), options.batch * options.context, show, least_seconds)
+    return Logs(
+        found, _options_by_flag(options), options.batch * options.context, show, least_seconds
+    )
 
 
 def _is_installed(package: str) -> bool:
     return package in sys.modules or importlib.util.find_spec(package) is not None
 
 
-def _plain(options: Options) -> dict[str, Any]:
+def _options_by_flag(options: Options) -> dict[str, Any]:
     """The options that have a value, by flag, as their config file has them."""
     found = {}
     for one in fields(options):
@@ -229,7 +231,7 @@ class ReportPage:
         write_report(self.path, self._run)
 
 
-def _figures(facts: dict[str, Any]) -> dict[str, float]:
+def _figures_of_step(facts: dict[str, Any]) -> dict[str, float]:
     found = {
         "loss": facts["loss"],
         "seconds": facts["seconds"],
@@ -254,7 +256,7 @@ class TensorBoardLog:
 
     def hear(self, event: str, facts: dict[str, Any]) -> None:
         if event == "step":
-            for name, value in _figures(facts).items():
+            for name, value in _figures_of_step(facts).items():
                 self._writer.add_scalar(name, value, facts["step"])
         elif event == "sample":
             self._writer.add_text("sample", _as_code(facts["prompt"] + facts["text"]))
@@ -280,7 +282,7 @@ class WandbLog:
 
     def hear(self, event: str, facts: dict[str, Any]) -> None:
         if event == "step":
-            self._run.log(_figures(facts), step=facts["step"])
+            self._run.log(_figures_of_step(facts), step=facts["step"])
 
     def end(self) -> None:
         self._run.finish()
@@ -300,7 +302,7 @@ class MlflowLog:
 
     def hear(self, event: str, facts: dict[str, Any]) -> None:
         if event == "step":
-            self._mlflow.log_metrics(_figures(facts), step=facts["step"])
+            self._mlflow.log_metrics(_figures_of_step(facts), step=facts["step"])
         elif event == "sample":
             self._mlflow.log_text(facts["prompt"] + facts["text"], "sample.txt")
 

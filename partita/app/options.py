@@ -1,7 +1,4 @@
-"""Options of a training run.
-
-What can be asked of a training run? One table: of flags, of config files, of checkpoints.
-"""
+"""Options of a training run: one table, of flags, of config files and of checkpoints."""
 
 from __future__ import annotations
 

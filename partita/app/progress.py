@@ -1,7 +1,4 @@
-"""Progress of a training run.
-
-What does a user see while a model trains? Lines, or a live bar on a terminal.
-"""
+"""Progress of a training run: lines, or a live bar on a terminal."""
 
 from __future__ import annotations
 
@@ -73,7 +70,8 @@ class Progress:
         seconds = max(statistics.median_low(self._seconds), 1e-9)
         share = "" if self.least_seconds is None else f"  MFU {self.least_seconds / seconds:5.1%}"
         rate = f"{self.tokens / seconds:7,.0f} tokens/s"
-        return f"loss {loss:6.4f}  {rate}{share}  {_size(nbytes):>8}/step  {_size(memory):>8} held"
+        sent, held = _format_size(nbytes), _format_size(memory)
+        return f"loss {loss:6.4f}  {rate}{share}  {sent:>8}/step  {held:>8} held"
 
     # -- events ----------------------------------------------------------------------------------
 
@@ -179,7 +177,7 @@ def make_progress(
     return Progress(**facts)
 
 
-def _size(nbytes: float) -> str:
+def _format_size(nbytes: float) -> str:
     units = ("B", "KiB", "MiB", "GiB")
     rank = min(int(math.log(max(nbytes, 1), 1024)), len(units) - 1)
     return f"{nbytes / 1024**rank:.{1 if rank else 0}f} {units[rank]}"

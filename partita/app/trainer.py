@@ -1,7 +1,4 @@
-"""The trainer.
-
-How is a model trained on a mesh? By an ordinary loop, over tensors that have been spread.
-"""
+"""The trainer: an ordinary loop, over tensors that have been spread on a mesh."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ from .models import GPT
 from .options import Options
 from .step_timeline import StepTimeline
 
-__all__ = ["build", "sample", "train", "verify"]
+__all__ = ["build_model", "sample", "train", "verify"]
 
 Tell = Callable[..., None]
 """Called with the name of an event and its facts: `tell("step", step=3, loss=2.1, ...)`."""
@@ -57,8 +54,8 @@ def train(options: Options, tell: Tell, text: Text | None = None, mesh: Any = No
     device = choose_device(options.device) if mesh is None else Device(mesh.device_type)
     device.select()
     options = replace(options, device=device.type)
-    mesh = _mesh(options, device) if mesh is None else mesh
-    model = build(options, mesh)
+    mesh = _make_mesh(options, device) if mesh is None else mesh
+    model = build_model(options, mesh)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1, foreach=True
     )
@@ -75,7 +72,7 @@ def train(options: Options, tell: Tell, text: Text | None = None, mesh: Any = No
     )
     reported = _ReportedStep(options, mesh, tell, first)
     reported.tell_layouts(model)
-    make_run = _compiled if options.compile else _step
+    make_run = _make_compiled_step if options.compile else _make_eager_step
     run = make_run(model, optimizer, options, reported.marked_tell)
     losses = []
     with ExitStack() as inside:
@@ -102,17 +99,17 @@ def train(options: Options, tell: Tell, text: Text | None = None, mesh: Any = No
             seconds, memory = time.monotonic() - start, device.peak_memory()
             tell("step", step=step, loss=loss, seconds=seconds, nbytes=log.bytes, memory=memory)
             reported.tell_of_step(run, step, log)
-            schedule.after(step)
+            schedule.after_step(step)
         schedule.finish()
         if options.sample:
             tell("at", phase="sample", step=options.steps)
-            with _precision(options, device):
+            with _computing_in_dtype(options, device):
                 written = sample(model, PROMPT, options.sample, seed=options.seed)
             tell("sample", prompt=PROMPT.decode(), text=written.decode(errors="backslashreplace"))
     return losses
 
 
-def build(options: Options, mesh: Any) -> GPT:
+def build_model(options: Options, mesh: Any) -> GPT:
     """The model as `options` ask for it, on `mesh`; on one device where that is None."""
     torch.manual_seed(options.seed)
     model = GPT(  # its first values are drawn on the CPU: the same on every kind of device
@@ -132,7 +129,7 @@ def build(options: Options, mesh: Any) -> GPT:
     return model
 
 
-def _step(model: GPT, optimizer: Any, options: Options, tell: Tell) -> Run:
+def _make_eager_step(model: GPT, optimizer: Any, options: Options, tell: Tell) -> Run:
     """A step: the gradients of its micro-batches, and an update by their sum; gives the loss."""
 
     device = Device(next(model.parameters()).device.type)
@@ -143,7 +140,7 @@ def _step(model: GPT, optimizer: Any, options: Options, tell: Tell) -> Run:
         for k, (inputs, targets) in enumerate(micro_batches, 1):
             with _holding_back(model, options) if k < options.accumulate else nullcontext():
                 tell("at", phase="forward", step=step)
-                with _precision(options, device):
+                with _computing_in_dtype(options, device):
                     logits = model(inputs)
                 loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
                 loss = loss / options.accumulate
@@ -157,9 +154,9 @@ def _step(model: GPT, optimizer: Any, options: Options, tell: Tell) -> Run:
     return run
 
 
-def _compiled(model: GPT, optimizer: Any, options: Options, tell: Tell) -> Run:
+def _make_compiled_step(model: GPT, optimizer: Any, options: Options, tell: Tell) -> Run:
     """The same step as one graph, of which nothing can be told while it runs."""
-    eager = _step(model, optimizer, options, _tell_nothing)
+    eager = _make_eager_step(model, optimizer, options, _tell_nothing)
     graph = pt.compile(lambda micro_batches: eager(micro_batches, 0), state=[model, optimizer])
 
     def run(micro_batches: MicroBatches, step: int) -> Tensor:
@@ -221,7 +218,7 @@ def _holding_back(model: GPT, options: Options) -> AbstractContextManager[None]:
     return pt.no_sync(model) if "dp" in dict(options.mesh) and options.zero < 2 else nullcontext()
 
 
-def _precision(options: Options, device: Device) -> AbstractContextManager[Any]:
+def _computing_in_dtype(options: Options, device: Device) -> AbstractContextManager[Any]:
     """bf16 by autocast; but what ZeRO-3 gathers it has cast before, at half the bytes."""
     if options.dtype == "fp32" or options.zero == 3:
         return nullcontext()
@@ -276,7 +273,7 @@ def sample(model: GPT, prompt: bytes, count: int, *, seed: int) -> bytes:
         recent = tokens[-model.context :]
         window = torch.zeros(1, model.context, dtype=torch.int64)
         window[0, : len(recent)] = torch.tensor(recent)
-        logits = _whole(model(window.to(device)))[0, len(recent) - 1].float().to(HOST)
+        logits = _full_value(model(window.to(device)))[0, len(recent) - 1].float().to(HOST)
         chances = F.softmax(logits / 0.7, dim=-1)
         tokens.append(int(torch.multinomial(chances, 1, generator=generator)))
     return bytes(tokens[len(prompt) :])
@@ -287,12 +284,12 @@ def _share_of_lr(step: int, steps: int) -> float:
     return min(1.0, (step + 1) / WARM_UP) * falling
 
 
-def _mesh(options: Options, device: Device) -> Any:
+def _make_mesh(options: Options, device: Device) -> Any:
     if not options.mesh:
         return None
     names, sizes = zip(*options.mesh, strict=True)
     return pt.init_device_mesh(device.type, sizes, mesh_dim_names=names)
 
 
-def _whole(x: Tensor) -> Tensor:
+def _full_value(x: Tensor) -> Tensor:
     return x.full_tensor() if isinstance(x, pt.DTensor) else x

@@ -1,4 +1,4 @@
-"""What a first step costs by the depth of a model, and over an older checkout of partita.
+"""A bench of depth: what a first step costs by a model's blocks, and over an older checkout.
 
 Each checkout has a process of its own, on a group that carries nothing; they take turns.
 """

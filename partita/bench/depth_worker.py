@@ -47,7 +47,7 @@ _seconds: dict[str, float] = {}
 
 
 def _timed(name: str) -> None:
-    """Have a function of `made` add the seconds that it takes."""
+    """Have a function of `pipeline` add the seconds that it takes."""
     inner = getattr(pipeline, name)
 
     def timed(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What it takes to plan a step for thousands of ranks on one core: capture, passes and schedule.
+"""A bench of dry captures: a step is planned for thousands of ranks on one core.
 
 Nothing has memory and nobody answers: a Llama on the "meta" device, on a dry mesh.
 """

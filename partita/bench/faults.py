@@ -1,4 +1,4 @@
-"""Ranks that are killed, stopped or interrupted at random moments of `partita train`.
+"""A bench of faults: ranks of `partita train`, killed, stopped or interrupted at random moments.
 
 A trial starts a small job, waits for a random moment, sends a signal to a random rank, and looks
 whether the job ends in 15 seconds with an error that names the rank and where it was, without a

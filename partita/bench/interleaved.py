@@ -1,4 +1,4 @@
-"""Interleaved timing: how are several ways to train timed in one run, fairly?
+"""Interleaved timing of several ways to train, in one run.
 
 Each way is a step that is ready to run on every rank of one set of Gloo ranks. All take turns, in
 another order in each round, and a step begins and ends with a barrier. What counts is the ratio of

@@ -1,6 +1,4 @@
-"""Models that are measured.
-
-Which models are measured? Each is what a person writes for one device, as wide as one asks.
+"""Models that are measured: each is what a person writes for one device, as wide as one asks.
 
 Nothing here knows of partita. A model is called with its batch, tensors whose dimension 0 is that
 of the samples, and returns its loss, a scalar.

@@ -1,4 +1,4 @@
-"""What each move and a ZeRO-3 layer of a Llama cost the host, by the number of ranks.
+"""A bench of moves: what each, and a ZeRO-3 layer of a Llama, costs the host by the ranks.
 
 On dry meshes, with tensors on the meta device: what is measured is planning, capture and passes,
 never a copy of data or a peer.

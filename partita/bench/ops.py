@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from partita.testing import opinfo
-from partita.testing.op_case import OUTCOMES, Outcome, together
+from partita.testing.op_case import OUTCOMES, Outcome, merge_outcomes
 from partita.testing.op_layouts import CLASSES
 from partita.testing.op_team import FORK, Axes, Team
 
@@ -83,7 +83,7 @@ def sweep(
         by = found.results[name] = dict.fromkeys(classes, Outcome("right"))
         for klass in classes:
             for number in range(count):
-                outcome = together(team.run((name, number, klass)))
+                outcome = merge_outcomes(team.run((name, number, klass)))
                 found.cases += 1
                 if outcome.kind != "right":
                     outcome = Outcome(outcome.kind, f"sample {number}: {outcome.detail}")
@@ -122,7 +122,7 @@ def _mesh(text: str) -> Axes:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the sweep; 1 if anything is wrong, hangs or crashes."""
     options = _parser().parse_args(argv)
-    names = opinfo.names(options.variants, options.autocast)
+    names = opinfo.list_names(options.variants, options.autocast)
     if options.ops:
         asked = {
             o: [n for n in names if re.match(rf"{re.escape(o)}($|[.:])", n)] for o in options.ops

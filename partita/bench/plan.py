@@ -23,14 +23,13 @@ import partita as pt
 from partita.app.models import GPT, Llama
 from partita.predict.calibrate import calibrate
 from partita.predict.machine import Machine, load_machine
-from partita.predict.plan_space import Way, ways_of
 from partita.predict.strategy import ModelShape, Strategy, make_step
+from partita.predict.way import Way, ways_of
 from partita.predict.way_search import WaySearch
 
-from .experts import ExpertModel, plan_experts
 from .interleaved import in_turns, on_ranks
 from .place import bench_device
-from .spread_steps import make_cnn
+from .spread_steps import ExpertModel, make_cnn, plan_experts
 
 __all__ = ["EXAMPLES", "PlacedWay", "main"]
 

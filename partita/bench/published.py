@@ -17,7 +17,7 @@ from partita.compile.program import Program
 from partita.predict.machine import Machine, load_machine
 from partita.predict.simulate import capture_model
 from partita.predict.strategy import Strategy
-from partita.predict.timeline import play
+from partita.predict.timeline import play_graph
 
 __all__ = ["RUNS", "PublishedRun", "main", "tune_matmul"]
 
@@ -112,10 +112,10 @@ def _compare_runs(name: str, runs: Sequence[PublishedRun]) -> float:
     for place, run in enumerate(runs):
         program, tokens = capture_model(run.model, {"dp": run.ranks}, run.strategy)
         wanted = tokens / run.ranks / run.rate
-        before = play(program, machine).seconds
+        before = play_graph(program, machine).seconds
         if not place:
             machine = tune_matmul(machine, _seconds_of(program), wanted)
-        seconds = play(program, machine).seconds
+        seconds = play_graph(program, machine).seconds
         error = wanted / seconds - 1
         said = f"(as shipped {wanted / before - 1:+.0%})" if not place else f"{error:+9.0%}"
         rates = f"{run.rate:>14,.0f}{tokens / run.ranks / seconds:>12,.0f}"
@@ -129,7 +129,7 @@ def _compare_runs(name: str, runs: Sequence[PublishedRun]) -> float:
 
 
 def _seconds_of(program: Program) -> Callable[[Machine], float]:
-    return lambda machine: play(program, machine).seconds
+    return lambda machine: play_graph(program, machine).seconds
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,9 +1,8 @@
-"""Where a tensor lives. Nothing here knows of torch.
+"""Layouts: which rank of a mesh holds what of a tensor. Nothing here knows of torch.
 
 In reading order: `mesh` (the ranks and their axes), `placement` (what one axis does to a tensor,
 and its dual), `layout` (all axes together, as text too), `errors` (what a user reads),
-`torch_placements` (torch's words for the same); `picture` and `picture_html` (which rank holds
-what, drawn).
+`torch_placements` (torch's words for the same), `picture` (which rank holds what, drawn).
 """
 
 from .errors import Fix, LayoutError

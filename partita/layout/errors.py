@@ -1,4 +1,4 @@
-"""Layout errors: what does a user read when layouts do not fit?"""
+"""Layout errors: a fact, a place, a reason, and the fixes that work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where does a tensor live: its global shape, and what each mesh axis does to it?"""
+"""Layouts: the global shape of a tensor, and what each mesh axis does to it."""
 
 from __future__ import annotations
 
@@ -51,8 +51,7 @@ class Layout:
             raise LayoutError(f"{len(self.shards)} dimensions of shards for shape {self.shape}")
         object.__setattr__(self, "partial", tuple(sorted(self.partial)))
         object.__setattr__(self, "invariant", tuple(sorted(self.invariant)))
-        axes = [a for dim in self.shards for a in dim]
-        axes += [a for a, _ in self.partial] + list(self.invariant)
+        axes = self.axes
         if len(set(axes)) != len(axes):
             raise LayoutError(f"one mesh axis does two things in layout {self}")
 
@@ -116,6 +115,12 @@ class Layout:
             tuple(shape), tuple(map(tuple, shards)), tuple(partial), tuple(invariant), dtype
         )
 
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes that it mentions: those that split a dimension, hold shares or are Invariant."""
+        split = [axis for dim in self.shards for axis in dim]
+        return (*split, *(axis for axis, _ in self.partial), *self.invariant)
+
     def placement(self, axis: str) -> Placement:
         """What `axis` does to this tensor."""
         for dim, axes in enumerate(self.shards):
@@ -154,6 +159,16 @@ class Layout:
             if after != before:
                 out = out.put(axis, after)
         return out
+
+    def check_axes(self, mesh: Mesh) -> None:
+        """Raise LayoutError where an axis that it mentions is not on the mesh."""
+        for axis in self.axes:
+            if axis not in mesh.names:
+                raise LayoutError(
+                    f"no axis {axis!r} on mesh {mesh}",
+                    operands=(f"layout  {self}",),
+                    fixes=tuple(Fix(f"@{name}") for name in mesh.names),
+                )
 
     # -- what one rank holds -------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Meshes: which ranks are there, and how are they arranged?"""
+"""Meshes: ranks, arranged along named axes."""
 
 from __future__ import annotations
 

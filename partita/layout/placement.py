@@ -1,4 +1,4 @@
-"""Placements: what may one mesh axis do to one tensor, and what does that make of its gradient?"""
+"""Placements: what one mesh axis does to one tensor, and so to its gradient."""
 
 from __future__ import annotations
 

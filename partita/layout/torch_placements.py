@@ -1,4 +1,4 @@
-"""torch's own placements (`torch.distributed.tensor.Shard` and its kin), taken as ours.
+"""Torch's own placements (`torch.distributed.tensor.Shard` and its kin), taken as ours.
 
 They are read by their class's name and what they hold: nothing here knows of torch, and to import
 torch's classes takes half a second. What torch has and we have not (a pending average, a product)

@@ -1,10 +1,12 @@
-"""Predictions of a step: what will it cost, before it runs?
+"""Predictions of what a step costs, before it runs.
 
-In reading order: collective_time, machine with measured_curve, kernel_time with kernel_rates,
-timeline, simulation, strategy, simulate, calibrate with calibrate_rank and kernel_deck, plan_space,
-plan_bounds, way_search, plan_code, autoplan; explain and show stand beside them; `rehearsal`,
-`explanation` and `call_text` belong to explain; `explain_command`, `simulate_command`,
-`calibrate_command` and `plan_command` are on the command line.
+In reading order, of a simulation: `collective_time` (formulas of collectives), `machine` (what a
+rank's processor and links do), `kernel_rates` and `kernel_time` (times of kernels), `timeline` (a
+graph played on streams), `simulation` (what was found), `strategy` (named models), `simulate`;
+`calibrate` and `calibrate_rank` measure a machine. Of a plan: `way` (all ways to spread a model),
+`plan_bounds`, `way_search`, `autoplan`. Of an explanation: `explanation` (its data), `rehearsal` (a
+run without memory), `explain`, `call_text` (a call said as text). `show` draws layouts; `commands`
+are on the command line.
 """
 
 from .autoplan import ModelPlan, PlannedWay, autoplan

@@ -12,9 +12,8 @@ from partita.comm.ledger import human
 
 from .machine import Machine, load_machine
 from .plan_bounds import least_bytes
-from .plan_code import train_options, write_code
-from .plan_space import Way, ways_of
 from .strategy import ModelShape, Strategy, StrategyError, check_counts, shape_of
+from .way import Way, train_options, ways_of, write_code
 from .way_search import LEFT, PlannedWay, WaySearch
 
 __all__ = ["MOST", "ModelPlan", "PlannedWay", "autoplan", "read_bytes"]

@@ -1,9 +1,9 @@
 """Calibration: what this machine's ranks reach, measured while all of them work at once.
 
-Every rank makes the calls of `kernel_deck` in turns, and meets the others in collectives between
-them, as in a step. Of a kernel the median call counts, times what interruptions add to all calls.
-Of a collective the time counts from when the last rank begins; how long the others wait for it,
-over what was computed meanwhile, is `straggling`. Nothing of a model is run.
+Every rank (`calibrate_rank`) makes the calls of a deck of kernels in turns, and meets the others in
+collectives between them, as in a step. Of a kernel the median call counts, times what interruptions
+add to all calls. Of a collective the time counts from when the last rank begins; how long the
+others wait for it, over what was computed meanwhile, is `straggling`. Nothing of a model is run.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from typing import Any
 from partita.comm import MEETING
 
 from .collective_time import messages_of
-from .machine import Link, Machine
-from .measured_curve import MeasuredCurve, fit_curve
+from .machine import Link, Machine, MeasuredCurve, fit_curve
 
 __all__ = ["calibrate", "machine_toml"]
 

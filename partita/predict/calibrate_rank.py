@@ -1,14 +1,15 @@
-"""A rank of a calibration: it makes the calls of the deck, and collectives between them."""
+"""A rank of a calibration: calls of a deck of kernels, and collectives between them."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -18,9 +19,8 @@ from partita.comm.device import HOST
 from partita.comm.splits import Splits
 
 from .collective_time import collective_bytes
-from .kernel_deck import DeckCall, draw_order, make_deck
 
-__all__ = ["main"]
+__all__ = ["DeckCall", "draw_order", "main", "make_deck"]
 
 _SECONDS = 20.0  # of all passes
 _KEPT = 4  # results of the last calls, as a step keeps what others read
@@ -28,7 +28,7 @@ _ELEMENTS = (64, 1 << 12, 1 << 15, 1 << 17, 1 << 19, 1 << 21)  # of four bytes, 
 
 
 @dataclass(frozen=True)
-class _Meeting:
+class _TimedCollective:
     """A collective that is measured: its kind, its group's ranks, the bytes that each sends."""
 
     kind: str
@@ -48,17 +48,17 @@ def main() -> None:
 
 
 def _measure(ranks: int) -> dict[str, Any]:
-    deck, meetings = make_deck(), _make_meetings(ranks)
+    deck, collectives = make_deck(), _make_collectives(ranks)
     draw = random.Random(0)  # the same order on all ranks
     seconds: list[list[float]] = [[] for _ in deck]
     met: list[dict[str, Any]] = []
-    _run_pass(deck, meetings, draw, seconds, met)
-    passes = _agree_on_passes(_run_pass(deck, meetings, draw, seconds, met), ranks)
+    _run_pass(deck, collectives, draw, seconds, met)
+    passes = _agree_on_passes(_run_pass(deck, collectives, draw, seconds, met), ranks)
     for one in seconds:
         one.clear()  # what the first calls prepare is no part of the later ones
     met.clear()
     for _ in range(passes):
-        _run_pass(deck, meetings, draw, seconds, met)
+        _run_pass(deck, collectives, draw, seconds, met)
     kernels = [
         {"rate": call.rate, "amount": call.amount, "seconds": found}
         for call, found in zip(deck, seconds, strict=True)
@@ -68,7 +68,7 @@ def _measure(ranks: int) -> dict[str, Any]:
 
 def _run_pass(
     deck: Sequence[DeckCall],
-    meetings: Sequence[_Meeting],
+    collectives: Sequence[_TimedCollective],
     draw: random.Random,
     seconds: list[list[float]],
     met: list[dict[str, Any]],
@@ -76,12 +76,12 @@ def _run_pass(
     """All calls and all collectives once; returns the seconds of the pass."""
     began = time.perf_counter()
     order = draw_order(deck, draw)
-    turns = draw.sample(meetings, len(meetings))
+    turns = draw.sample(collectives, len(collectives))
     every = -(-len(order) // (len(turns) or 1))
     kept: deque[Any] = deque(maxlen=_KEPT)
     for place, number in enumerate(order):
         if turns and place % every == 0:
-            met.append(_time_meeting(turns.pop()))
+            met.append(_time_collective(turns.pop()))
         start = time.perf_counter()
         result = deck[number].run()
         seconds[number].append(time.perf_counter() - start)
@@ -89,11 +89,11 @@ def _run_pass(
     return time.perf_counter() - began
 
 
-def _time_meeting(meeting: _Meeting) -> dict[str, Any]:
+def _time_collective(collective: _TimedCollective) -> dict[str, Any]:
     start = time.perf_counter()
-    meeting.run()
+    collective.run()
     end = time.perf_counter()
-    told = {"kind": meeting.kind, "ranks": meeting.ranks, "nbytes": meeting.nbytes}
+    told = {"kind": collective.kind, "ranks": collective.ranks, "nbytes": collective.nbytes}
     return {**told, "start": start, "end": end}
 
 
@@ -109,7 +109,7 @@ def _agree_on_passes(seconds: float, ranks: int) -> int:
 # -- collectives -----------------------------------------------------------------------------------
 
 
-def _make_meetings(ranks: int) -> list[_Meeting]:
+def _make_collectives(ranks: int) -> list[_TimedCollective]:
     """Collectives of all ranks, and of as many as each smaller axis of a mesh may have."""
     found = []
     for size in (n for n in range(2, ranks + 1) if ranks % n == 0):
@@ -119,11 +119,13 @@ def _make_meetings(ranks: int) -> list[_Meeting]:
         wire = cast(GroupWire, wire_of(mesh))
         wire.process_group(("group",))
         for elements in _ELEMENTS:
-            found += _meetings_of(wire, ("group",), size, elements)
+            found += _collectives_of(wire, ("group",), size, elements)
     return found
 
 
-def _meetings_of(wire: Wire, axes: tuple[str, ...], ranks: int, elements: int) -> list[_Meeting]:
+def _collectives_of(
+    wire: Wire, axes: tuple[str, ...], ranks: int, elements: int
+) -> list[_TimedCollective]:
     """One of each kind that graphs have, as they are run there."""
     x = torch.ones(elements)
     part, each = x[: elements // ranks].clone(), Splits.evenly(ranks, elements // ranks)
@@ -144,9 +146,183 @@ def _meetings_of(wire: Wire, axes: tuple[str, ...], ranks: int, elements: int) -
     calls = {"all_gather": gather, "all_to_all": exchange, "all_reduce": reduce}
     whole = 4.0 * part.numel() * ranks
     return [
-        _Meeting(kind, ranks, collective_bytes(kind, ranks, whole), run)
+        _TimedCollective(kind, ranks, collective_bytes(kind, ranks, whole), run)
         for kind, run in calls.items()
     ]
+
+
+# -- the deck of kernels ---------------------------------------------------------------------------
+# A step runs each call once, between others, over memory that others have used meanwhile. A call
+# that is repeated in a tight loop has its code and its operands in the caches, and what it
+# allocates was just freed. So the calls are made in turns, over pools of tensors, and results are
+# kept for a while.
+
+_aten = torch.ops.aten
+_SIZES = (1 << 8, 1 << 12, 1 << 16, 1 << 18, 1 << 20)  # elements of four bytes
+_LARGE, _HUGE = 1 << 20, 1 << 22
+_POOL = 1 << 23  # bytes of the tensors of one size, where these are smaller
+_IN_A_ROW = 3
+_WIDTH = 128  # of the rows of a kernel that works on rows
+
+
+@dataclass(frozen=True)
+class DeckCall:
+    """One call that is measured.
+
+    Attributes:
+        rate: of `kernel_rates`.
+        amount: bytes that it reads and writes, or operations.
+        run: makes the call; of each run other operands.
+        is_large: it fills caches that are shared, and is measured apart from those that do not.
+    """
+
+    rate: str
+    amount: float
+    run: Callable[[], Any]
+    is_large: bool = False
+
+
+def make_deck() -> list[DeckCall]:
+    """All calls: by bytes, by operations, and those that only cost the host's time."""
+    pools: dict[int, list[torch.Tensor]] = {}
+    return [*_make_host_calls(), *_make_byte_calls(pools), *_make_work_calls()]
+
+
+def draw_order(deck: Sequence[DeckCall], draw: random.Random) -> list[int]:
+    """The numbers of a deck's calls, small ones before large ones, each a few times in a row.
+
+    A step repeats a kind of call too: an optimizer goes through all of its parameters.
+    """
+    found: list[int] = []
+    for is_large in (False, True):
+        numbers = [i for i, call in enumerate(deck) if call.is_large is is_large]
+        draw.shuffle(numbers)
+        found += [i for i in numbers for _ in range(1 if is_large else _IN_A_ROW)]
+    return found
+
+
+def _take_turns(pools: dict[int, list[torch.Tensor]], elements: int) -> Callable[[], torch.Tensor]:
+    """Gives one tensor of a size after the other; all above 0."""
+    if elements not in pools:
+        count = min(max(_POOL // (4 * elements), 3), 64)
+        pools[elements] = [torch.rand(elements) + 0.5 for _ in range(count)]
+    return itertools.cycle(pools[elements]).__next__
+
+
+def _make_host_calls() -> Iterator[DeckCall]:
+    x, number = torch.rand(16, 64), torch.tensor(2.0)
+    yield DeckCall("view", 0.0, lambda: _aten.view.default(x, [64, 16]))
+    yield DeckCall("view", 0.0, lambda: _aten.slice.Tensor(x, 0, 2, 8))
+    yield DeckCall("view", 0.0, lambda: _aten.t.default(x))
+    yield DeckCall("number", 0.0, lambda: _aten.mul.Tensor(number, number))
+    yield DeckCall("number", 0.0, lambda: _aten.sub.Tensor(number, 1))
+
+
+def _make_byte_calls(pools: dict[int, list[torch.Tensor]]) -> Iterator[DeckCall]:
+    for elements in _SIZES:
+        one = _take_turns(pools, elements)
+        calls = [*_make_light_calls(one, 4.0 * elements)]
+        calls += _make_heavy_calls(one, elements, 4.0 * elements)
+        yield from (replace(call, is_large=elements >= _LARGE) for call in calls)
+    for call in _make_light_calls(_take_turns(pools, _HUGE), 4.0 * _HUGE):
+        yield replace(call, is_large=True)
+
+
+def _make_light_calls(one: Callable[[], torch.Tensor], nbytes: float) -> Iterator[DeckCall]:
+    factor = torch.tensor(0.999)
+    yield DeckCall("arithmetic", 3 * nbytes, lambda: _aten.add.Tensor(one(), one()))
+    yield DeckCall("arithmetic", 2 * nbytes, lambda: _aten.mul.Tensor(one(), factor))
+    yield DeckCall("arithmetic", 3 * nbytes, lambda: _aten.lerp.Tensor(one(), one(), factor))
+    yield DeckCall("copy", 2 * nbytes, lambda: _aten.copy_.default(one(), one()))
+    yield DeckCall("copy", 4 * nbytes, lambda: _aten.cat.default([one(), one()]))
+
+
+def _make_heavy_calls(
+    one: Callable[[], torch.Tensor], elements: int, nbytes: float
+) -> Iterator[DeckCall]:
+    shape = [elements // _WIDTH, _WIDTH]
+    weight, bias = torch.rand(_WIDTH), torch.rand(_WIDTH)
+    rows = torch.randint(0, shape[0], (shape[0],))
+
+    def table() -> torch.Tensor:
+        return one().view(shape)
+
+    def heads() -> torch.Tensor:
+        """Rows of 32 elements, in another order than they lie in."""
+        return one().view(-1, 2, elements // 64, 32).transpose(1, 2)
+
+    yield DeckCall("root", 2 * nbytes, lambda: _aten.sqrt.default(one()))
+    yield DeckCall("transcendental", 2 * nbytes, lambda: _aten.gelu.default(one()))
+    yield DeckCall("transcendental", 2 * nbytes, lambda: _aten.exp.default(one()))
+    yield DeckCall("softmax", 2 * nbytes, lambda: _aten._log_softmax.default(table(), 1, False))
+    yield DeckCall(
+        "norm",
+        2 * nbytes,
+        lambda: _aten.native_layer_norm.default(table(), [_WIDTH], weight, bias, 1e-5),
+    )
+    yield DeckCall("reduction", nbytes, lambda: _aten.sum.dim_IntList(table(), [0]))
+    yield DeckCall("reduction", nbytes, lambda: _aten.mean.dim(table(), [1]))
+    dense = {"memory_format": torch.contiguous_format}
+    yield DeckCall("permute", 2 * nbytes, lambda: _aten.clone.default(heads(), **dense))
+    yield DeckCall("gather", 2 * nbytes, lambda: _aten.embedding.default(table(), rows))
+    yield DeckCall(
+        "scatter",
+        2 * nbytes,
+        lambda: _aten.embedding_dense_backward.default(table(), rows, shape[0], -1, False),
+    )
+
+
+def _make_work_calls() -> Iterator[DeckCall]:
+    for size in (32, 64, 128, 256, 512):
+        yield from (replace(call, is_large=size == 512) for call in _make_products(size))
+    half = torch.rand(128, 128).bfloat16()
+    yield DeckCall("matmul_bfloat16", 2.0 * 128**3, lambda: _aten.mm.default(half, half))
+    for length, width in ((32, 32), (128, 32), (256, 64)):
+        yield from _make_attention(length, width)
+    for images in (1, 16):
+        yield from _make_convolutions(images)
+
+
+def _make_products(size: int) -> Iterator[DeckCall]:
+    """A product of two matrices, as forward and as the gradient of a weight has it."""
+    a, b = torch.rand(size, size), torch.rand(size, size)
+    flops = 2.0 * size**3
+    yield DeckCall("matmul", flops, lambda: _aten.mm.default(a, b.t()))
+    yield DeckCall("matmul", flops, lambda: _aten.mm.default(a.t(), b))
+    if size <= 256:
+        many = torch.rand(4, size, size)
+        yield DeckCall("batched_matmul", 4 * flops, lambda: _aten.bmm.default(many, many))
+
+
+def _make_attention(length: int, width: int) -> Iterator[DeckCall]:
+    """Causal attention of two sequences and four heads, forward and backward."""
+    forward = _aten._scaled_dot_product_flash_attention_for_cpu.default
+    backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    q, k, v, gradient = (torch.rand(2, 4, length, width) for _ in range(4))
+    out, logsumexp = forward(q, k, v, 0.0, True)
+    flops = 0.5 * 4 * 2 * 4 * length**2 * width
+    yield DeckCall("attention", flops, lambda: forward(q, k, v, 0.0, True))
+    yield DeckCall(
+        "attention_backward",
+        2.5 * flops,
+        lambda: backward(gradient, q, k, v, out, logsumexp, 0.0, True),
+    )
+
+
+def _make_convolutions(images: int) -> Iterator[DeckCall]:
+    """A convolution of 3 x 3 of images of 8 x 8, and its backward."""
+    x, weight = torch.rand(images, 16, 8, 8), torch.rand(32, 16, 3, 3)
+    how = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    gradient = torch.rand(images, 32, 8, 8)
+    flops = 2.0 * images * 64 * 16 * 32 * 9
+    yield DeckCall("convolution", flops, lambda: _aten.convolution.default(x, weight, None, *how))
+    yield DeckCall(
+        "convolution_backward",
+        2 * flops,
+        lambda: _aten.convolution_backward.default(
+            gradient, x, weight, None, *how, [True, True, False]
+        ),
+    )
 
 
 if __name__ == "__main__":

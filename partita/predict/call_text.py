@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -204,27 +204,8 @@ class _Arguments:
                 fixes=tuple(Fix(name) for name in _DTYPES),
             )
         dtype, wire = _DTYPES[layout.dtype], wire_of(self.mesh)
-        _check_axes(layout, wire.mesh.names, text, str(wire.mesh))
+        layout.check_axes(wire.mesh)
         spec = spec_of(Layout(layout.shape, layout.shards, layout.partial, layout.invariant), wire)
         local = torch.empty(spec.local_shape, dtype=dtype, device="meta")
         found = tagged(local, spec)
         return found.requires_grad_() if dtype.is_floating_point else found
-
-
-def _check_axes(layout: Layout, names: Sequence[str], text: str, mesh: str) -> None:
-    """Raise LayoutError where a layout names an axis that is not there, or one twice."""
-    used = [a for axes in layout.shards for a in axes]
-    used += [a for a, _ in layout.partial] + [*layout.invariant]
-    for axis in used:
-        if axis not in names:
-            raise LayoutError(
-                f"no axis {axis!r} on mesh {mesh}",
-                operands=(f"layout  {text}",),
-                fixes=tuple(Fix(f"@{name}") for name in names),
-            )
-    twice = [axis for axis in dict.fromkeys(used) if used.count(axis) > 1]
-    if twice:
-        raise LayoutError(
-            f"axis {twice[0]} does two things in {text}",
-            reason="an axis splits one dimension, or holds shares, or is invariant",
-        )

@@ -1,5 +1,4 @@
-"""Explanations of plans: which row does each call of a function take, what does that move, and why
-not another?
+"""`pt.explain`: the row that each call of a function takes, what that moves, and why not another.
 
 The function is rehearsed (see `rehearsal`): dispatch plans each call anew and tells an `Explainer`
 the rows that it priced, and the dry wire tells it of each move.
@@ -245,7 +244,7 @@ class Explainer:
             places: where each operand stands in the call, and the names of its parameters.
         """
         names = [_name_of(path, parameters) for path, parameters in places]
-        needs = _Needs(names, layouts, itemsizes, work, mesh)
+        needs = _RowNeeds(names, layouts, itemsizes, work, mesh)
         self.calls[-1].rule = str(bound.sentence)
         self.calls[-1].rows = tuple(needs.row(one) for one in considered)
 
@@ -303,7 +302,7 @@ def _layouts_of(values: Any) -> tuple[Layout, ...]:
 
 
 @dataclass(frozen=True)
-class _Needs:
+class _RowNeeds:
     """What the rows of a call ask for, on `mesh`."""
 
     names: Sequence[str]

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from partita.comm.ledger import human
 from partita.layout import Layout
 
-__all__ = ["ConsideredRow", "ExplainedMove", "ExplainedOp", "Explanation", "counted", "seconds"]
+__all__ = [
+    "ConsideredRow",
+    "ExplainedMove",
+    "ExplainedOp",
+    "Explanation",
+    "format_count",
+    "format_seconds",
+]
 
 _COUNTED_WHOLE = " (causal attention whole)"
 
@@ -150,7 +157,7 @@ class ExplainedOp:
         return " ".join(filter(None, [self.source, self.module and f"in {self.module}"]))
 
     def _format_work(self) -> str:
-        text = f"{counted(self.work)} operations on a rank"
+        text = f"{format_count(self.work)} operations on a rank"
         text += f", repeated along {' '.join(self.repeated)}" * bool(self.repeated)
         return text + _COUNTED_WHOLE * self.is_causal
 
@@ -162,7 +169,7 @@ class ExplainedOp:
         needs = f": {', '.join(second.needs)}" if second.needs else ""
         if more <= 0:
             return f"the next best, {second.row}, costs the same: the first of the rule is taken"
-        return f"the next best, {second.row}, costs {seconds(more)} more{needs}"
+        return f"the next best, {second.row}, costs {format_seconds(more)} more{needs}"
 
 
 @dataclass(frozen=True)
@@ -220,7 +227,7 @@ class Explanation:
         if not self.work:
             return said
         whole = any(op.is_causal for op in _flatten_ops(self.ops))
-        return f"{said}; {counted(self.work)} operations on a rank{_COUNTED_WHOLE * whole}"
+        return f"{said}; {format_count(self.work)} operations on a rank{_COUNTED_WHOLE * whole}"
 
 
 def _flatten_ops(ops: Iterable[ExplainedOp]) -> Iterable[ExplainedOp]:
@@ -231,11 +238,11 @@ def _flatten_ops(ops: Iterable[ExplainedOp]) -> Iterable[ExplainedOp]:
 
 def _rows_of(axis: str, rows: Sequence[ConsideredRow]) -> list[str]:
     width = max(len(row.row) for row in rows)
-    price = max(len(seconds(row.seconds)) for row in rows)
+    price = max(len(format_seconds(row.seconds)) for row in rows)
     lines = [f"  axis {axis}"]
     for row in sorted(rows, key=lambda row: (not row.chosen, row.seconds)):
         mark = "->" if row.chosen else "  "
-        cells = f"    {mark} {row.row:<{width}}  {seconds(row.seconds):>{price}}"
+        cells = f"    {mark} {row.row:<{width}}  {format_seconds(row.seconds):>{price}}"
         lines.append(f"{cells}  {', '.join(row.needs)}".rstrip())
     return lines
 
@@ -271,7 +278,7 @@ def _format_cells(op: ExplainedOp, depth: int) -> tuple[str, ...]:
         _format_layouts(op.results),
         human(sent),
         human(backward),
-        counted(op.work) if op.work else "-",
+        format_count(op.work) if op.work else "-",
         op._format_place(),
     )
 
@@ -280,7 +287,7 @@ def _format_layouts(layouts: Sequence[Layout]) -> str:
     return ", ".join(map(str, layouts))
 
 
-def seconds(time: float) -> str:
+def format_seconds(time: float) -> str:
     """`4.1e-05` as "41 us"; less than a tenth of a microsecond as "0"."""
     for unit, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
         if time >= unit:
@@ -288,7 +295,7 @@ def seconds(time: float) -> str:
     return f"{time * 1e6:.1f} us" if time >= 1e-7 else "0"
 
 
-def counted(number: float) -> str:
+def format_count(number: float) -> str:
     """`65536.0` as "65.5 k"."""
     for unit, name in ((1e15, " P"), (1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
         if number >= unit:

@@ -2,7 +2,7 @@
 
 Kernels that move the same bytes do not take the same time: a processor adds several times as fast
 as it takes exponentials, and a sum over rows reads faster than a permutation writes. A rate is the
-name of those that do alike; `kernel_deck` holds what is measured of each.
+name of those that do alike; `calibrate_rank` has the calls that are measured of each.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 import tomllib
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,13 +20,14 @@ import torch
 
 from .collective_time import COLLECTIVES, Link
 from .kernel_rates import RATES
-from .measured_curve import MeasuredCurve
 
 __all__ = [
     "EFFICIENCIES",
     "Link",
     "Machine",
     "MachineError",
+    "MeasuredCurve",
+    "fit_curve",
     "load_machine",
     "read_link",
     "shipped_machines",
@@ -48,6 +50,53 @@ _UNITS: dict[str, dict[str, float]] = {
 
 class MachineError(ValueError):
     """A machine that is not known, or whose file says what it cannot mean."""
+
+
+@dataclass(frozen=True)
+class MeasuredCurve:
+    """What was measured, joined by straight lines.
+
+    Attributes:
+        amounts: bytes or operations, rising.
+        seconds: of each.
+
+    Raises:
+        ValueError: there is no point, the amounts do not rise, or a time is not above 0.
+    """
+
+    amounts: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.amounts or len(self.amounts) != len(self.seconds):
+            raise ValueError("has as many amounts as seconds, one or more")
+        if self.amounts[0] < 0 or [*self.amounts] != sorted({*self.amounts}):
+            raise ValueError("has amounts that do not rise from 0 or above")
+        if min(self.seconds) <= 0:
+            raise ValueError("has seconds that are not above 0")
+
+    def seconds_of(self, amount: float) -> float:
+        """Seconds of an amount; beyond what was measured, as between the last two amounts."""
+        last = len(self.amounts) - 1
+        if amount <= self.amounts[0] or not last:
+            return self.seconds[0]
+        right = min(bisect_left(self.amounts, amount), last)
+        (a, b), (s, t) = self.amounts[right - 1 : right + 1], self.seconds[right - 1 : right + 1]
+        # A larger amount is never quicker, whatever noise the last two have.
+        return max(s + (t - s) * (amount - a) / (b - a), s)
+
+
+def fit_curve(points: Sequence[tuple[float, float]]) -> MeasuredCurve:
+    """The curve through points (amount, seconds) in any order, made to rise.
+
+    A point that is quicker than one of a smaller amount is noise: it gets the other's seconds.
+    """
+    amounts: list[float] = []
+    seconds: list[float] = []
+    for amount, taken in sorted(points):
+        amounts.append(amount)
+        seconds.append(max(taken, seconds[-1] if seconds else 0.0))
+    return MeasuredCurve(tuple(amounts), tuple(seconds))
 
 
 @dataclass(frozen=True)
@@ -191,7 +240,7 @@ def load_machine(name: str | Path | Machine) -> Machine:
         found = tomllib.loads(path.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise MachineError(f"{path}: {error}") from None
-    return _Reader(str(path)).machine(found)
+    return _Reader(str(path)).read_machine(found)
 
 
 def read_link(text: str) -> tuple[str, Link]:
@@ -205,7 +254,7 @@ def read_link(text: str) -> tuple[str, Link]:
     if not axes.strip() or len(amounts) != 2:
         raise MachineError(f"{text!r} is no link: write dp=10us,50GB/s")
     table = dict(zip(("latency", "bandwidth"), (a.strip() for a in amounts), strict=True))
-    return " ".join(axes.split()), _Reader("--link")._link(axes.strip(), table)
+    return " ".join(axes.split()), _Reader("--link").read_link(axes.strip(), table)
 
 
 class _Reader:
@@ -214,7 +263,7 @@ class _Reader:
     def __init__(self, path: str):
         self.path = path
 
-    def machine(self, found: Mapping[str, Any]) -> Machine:
+    def read_machine(self, found: Mapping[str, Any]) -> Machine:
         amounts = {
             "memory_bytes": "bytes",
             "memory_bandwidth": "bytes per second",
@@ -257,12 +306,12 @@ class _Reader:
                 kind: self._read_share(f"efficiency.{kind}", value)
                 for kind, value in found["efficiency"].items()
             },
-            host=self._link("host", found["host"]),
-            network=self._link("network", found["network"]),
-            kernels=self._curves("kernels", found.get("kernels", {})),
-            collectives=self._curves("collectives", found.get("collectives", {})),
+            host=self.read_link("host", found["host"]),
+            network=self.read_link("network", found["network"]),
+            kernels=self._read_curves("kernels", found.get("kernels", {})),
+            collectives=self._read_curves("collectives", found.get("collectives", {})),
             links={
-                " ".join(name.split()): self._link(f"links.{name}", link)
+                " ".join(name.split()): self.read_link(f"links.{name}", link)
                 for name, link in found.get("links", {}).items()
             },
             **{
@@ -272,10 +321,10 @@ class _Reader:
             },
         )
 
-    def _curves(self, key: str, found: Mapping[str, Any]) -> dict[str, MeasuredCurve]:
-        return {name: self._curve(f"{key}.{name}", table) for name, table in found.items()}
+    def _read_curves(self, key: str, found: Mapping[str, Any]) -> dict[str, MeasuredCurve]:
+        return {name: self._read_curve(f"{key}.{name}", table) for name, table in found.items()}
 
-    def _curve(self, key: str, found: Any) -> MeasuredCurve:
+    def _read_curve(self, key: str, found: Any) -> MeasuredCurve:
         if not isinstance(found, dict):
             raise self._make_error(key, f"is a table: write [{key}]")
         self._check_keys(f"{key}.", found, ["amounts", "seconds"])
@@ -290,7 +339,7 @@ class _Reader:
         except ValueError as error:
             raise self._make_error(key, str(error)) from None
 
-    def _link(self, key: str, found: Any) -> Link:
+    def read_link(self, key: str, found: Any) -> Link:
         if not isinstance(found, dict):
             raise self._make_error(key, f"is a table: write [{key}]")
         self._check_keys(f"{key}.", found, ["latency", "bandwidth"])

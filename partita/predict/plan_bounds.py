@@ -22,10 +22,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from .machine import Machine
-from .measured_curve import MeasuredCurve
-from .plan_space import Way
+from .machine import Machine, MeasuredCurve
 from .strategy import ModelShape
+from .way import Way
 
 __all__ = ["guess_bytes", "guess_seconds", "least_bytes", "least_seconds"]
 
@@ -58,7 +57,7 @@ class _ModelNeeds:
     flops: Counter[torch.dtype] = field(default_factory=Counter)
     products: float = 0.0
 
-    def extended(self, two: _ModelNeeds, layers: int) -> _ModelNeeds:
+    def extend_to_layers(self, two: _ModelNeeds, layers: int) -> _ModelNeeds:
         """Of so many blocks: this is of one, and each further one adds what the second does."""
 
         def extend(a: float, b: float) -> float:
@@ -184,7 +183,7 @@ def _needs_of(shape: ModelShape, way: Way) -> _ModelNeeds:
     if layers <= 2:
         return _measure_needs(shape, layers, of.batch, context)
     one, two = (_measure_needs(shape, n, of.batch, context) for n in (1, 2))
-    return one.extended(two, layers)
+    return one.extend_to_layers(two, layers)
 
 
 @functools.lru_cache(maxsize=256)
@@ -197,7 +196,7 @@ def _measure_needs(shape: ModelShape, layers: int, batch: int, context: int) -> 
     try:
         with torch.device("meta"):
             inputs, targets = shape.make_batch(batch, context)
-            with _counting(module, needs) as read:
+            with _counting_needs(module, needs) as read:
                 shape.loss(module(inputs), targets).backward()
     except Exception:  # it reads a value, or calls what has no kernel for tensors without memory
         return _ModelNeeds(weights=needs.weights)
@@ -213,7 +212,7 @@ def _count_bytes(tensors: Iterable[Tensor]) -> float:
 
 
 @contextmanager
-def _counting(module: nn.Module, needs: _ModelNeeds) -> Iterator[set[int]]:
+def _counting_needs(module: nn.Module, needs: _ModelNeeds) -> Iterator[set[int]]:
     """Within, what the module does is counted into `needs`; gives the ids of what is read."""
     own = {id(p) for p in module.parameters()}
     seen: dict[int, Tensor] = {}

@@ -1,4 +1,4 @@
-"""Rehearsals: a function is run over tensors without memory, on a wire without peers.
+"""Rehearsals: runs of a function over tensors without memory, on a wire without peers.
 
 Parameters, buffers and arguments give way to fakes of the same layouts, and each mesh's wire to a
 dry one at the same place of the same mesh. So the function plans what it would plan, sends nothing

@@ -12,8 +12,7 @@ from torch import nn
 
 from partita.comm import user_line, wire_of
 from partita.layout import Fix, Layout, LayoutError
-from partita.layout.picture import Panel, Picture, draw
-from partita.layout.picture_html import html_of
+from partita.layout.picture import Panel, Picture, draw, html_of
 from partita.tensor.dtensor import DTensor
 
 __all__ = ["Shown", "show"]

@@ -23,7 +23,7 @@ from .machine import Link, Machine, MachineError, load_machine
 from .simulation import Simulation, simulation_of
 from .strategy import ModelShape, Strategy, StrategyError, check_counts, make_step, shape_of
 from .strategy import __file__ as strategy_file
-from .timeline import play
+from .timeline import play_graph
 
 __all__ = ["capture_model", "simulate", "simulate_program", "with_links"]
 
@@ -124,7 +124,7 @@ def simulate_program(
     tokens: int | None = None,
 ) -> Simulation:
     """`simulate` of what is captured already."""
-    played = play(program, machine)
+    played = play_graph(program, machine)
     memory = scheduled(program)
     facts: dict[str, Any] = {"what": what, "mesh": mesh, "machine": machine, "tokens": tokens}
     return simulation_of(program, memory, played, **facts)

@@ -17,7 +17,7 @@ from partita.compile.step_facts import facts_of_layouts, facts_of_memory, facts_
 from partita.report import RunFacts, TimelineEvent, save_trace, write_report
 
 from .machine import Machine
-from .timeline import Play, bytes_per_axis
+from .timeline import PlayedStep, bytes_per_axis
 
 __all__ = ["CLASSES", "Simulation", "simulation_of"]
 
@@ -72,7 +72,7 @@ class Simulation:
     peak: int
     classes: Mapping[str, int]
     holders: tuple[Buffer, ...] = ()
-    timeline: Play = field(default_factory=Play, repr=False, compare=False)
+    timeline: PlayedStep = field(default_factory=PlayedStep, repr=False, compare=False)
     facts: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -180,7 +180,7 @@ class Simulation:
 def simulation_of(
     program: Program,
     memory: Memory,
-    played: Play,
+    played: PlayedStep,
     *,
     what: str,
     mesh: Mapping[str, int],

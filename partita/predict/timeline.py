@@ -23,14 +23,14 @@ from .collective_time import collective_bytes, collective_seconds
 from .kernel_time import Kernel, kernels_of
 from .machine import Machine
 
-__all__ = ["Play", "bytes_per_axis", "play"]
+__all__ = ["PlayedStep", "bytes_per_axis", "play_graph"]
 
 COMPUTE = "compute"
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
 
 
 @dataclass
-class Play:
+class PlayedStep:
     """A step that was played.
 
     Attributes:
@@ -52,7 +52,7 @@ class Play:
     dtype: str = "float32"
 
 
-def play(program: Program, machine: Machine) -> Play:
+def play_graph(program: Program, machine: Machine) -> PlayedStep:
     """Play a program's graph."""
     return _Player(program, machine).run()
 
@@ -60,14 +60,14 @@ def play(program: Program, machine: Machine) -> Play:
 class _Player:
     def __init__(self, program: Program, machine: Machine):
         self.program, self.machine = program.flat(), machine
-        self.found = Play()
+        self.found = PlayedStep()
         self.now = 0.0  # on the compute stream
         self.free: dict[str, float] = {}  # when an axis's links are
         self.ready: dict[fx.Node, tuple[float, str]] = {}  # what is under way, and on what stream
         self.by_dtype: dict[str, float] = {}
         self.met = 0.0  # when the ranks last met in a collective
 
-    def run(self) -> Play:
+    def run(self) -> PlayedStep:
         graph = self.program.graph.graph
         kernels = kernels_of(graph, self.machine.fuses)
         for node in graph.nodes:

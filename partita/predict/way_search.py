@@ -11,10 +11,10 @@ from typing import Any
 
 from .machine import Machine
 from .plan_bounds import guess_bytes, guess_seconds, least_bytes, least_seconds
-from .plan_space import Way
 from .simulate import simulate
 from .simulation import Simulation
 from .strategy import ModelShape
+from .way import Way
 
 __all__ = ["LEFT", "OUTCOMES", "PlannedWay", "WaySearch"]
 
@@ -139,19 +139,19 @@ class WaySearch:
 
     def _think_of(self, way: Way) -> tuple[float, float]:
         """Seconds and bytes as guessed, corrected as those ways that are most alike showed."""
-        seconds, size = self._guess(way)
+        seconds, size = self._guess_cost(way)
         if not self.found:
             return seconds, size
-        nearest = max(map(_likeness(way), self.found))
-        alike = [one for one in self.found if _likeness(way)(one) == nearest]
-        pairs = [(self.found[one], self._guess(one)) for one in alike]
+        nearest = max(map(_make_likeness(way), self.found))
+        alike = [one for one in self.found if _make_likeness(way)(one) == nearest]
+        pairs = [(self.found[one], self._guess_cost(one)) for one in alike]
         ratios = [
             math.exp(sum(math.log(real[i] / said[i]) for real, said in pairs) / len(pairs))
             for i in (0, 1)
         ]
         return seconds * ratios[0], size * ratios[1]
 
-    def _guess(self, way: Way) -> tuple[float, float]:
+    def _guess_cost(self, way: Way) -> tuple[float, float]:
         if way not in self._guessed:
             seconds = guess_seconds(self.model, way, self.machine)
             self._guessed[way] = seconds, guess_bytes(self.model, way)
@@ -192,7 +192,7 @@ class WaySearch:
         third, fourth = (
             self._simulate_once(_replace_strategy(way, micro_batches=n)) for n in (3, 4)
         )
-        seconds, peak = _extend(third, fourth, count - 4)
+        seconds, peak = _extrapolate_batches(third, fourth, count - 4)
         return seconds, math.ceil(peak), fourth
 
     def _layers_of(self, way: Way) -> int:
@@ -222,7 +222,7 @@ class WaySearch:
         second, third = (
             self._simulate_once(_replace_strategy(way, micro_batches=n)) for n in (2, 3)
         )
-        return _extend(second, third, count - 3)[0], third.peak
+        return _extrapolate_batches(second, third, count - 3)[0], third.peak
 
     def _simulate_once(self, way: Way) -> Simulation:
         if way not in self._known:
@@ -230,7 +230,7 @@ class WaySearch:
         return self._known[way]
 
 
-def _extend(before: Simulation, last: Simulation, further: int) -> tuple[float, float]:
+def _extrapolate_batches(before: Simulation, last: Simulation, further: int) -> tuple[float, float]:
     """Seconds and peak with so many further micro-batches that each add what the last did."""
     seconds = last.seconds + further * max(last.seconds - before.seconds, 0.0)
     return seconds, last.peak + further * max(last.peak - before.peak, 0)
@@ -245,7 +245,7 @@ def _keeps_more(one: Way, other: Way) -> bool:
     )  # fmt: skip
 
 
-def _likeness(way: Way) -> Callable[[Way], int]:
+def _make_likeness(way: Way) -> Callable[[Way], int]:
     """In how much another way is like this one."""
 
     def facts_of(way: Way) -> tuple[Any, ...]:

@@ -1,6 +1,4 @@
-"""The cost of a move.
-
-What does a change of layout cost, in bytes that one rank sends and in seconds?
+"""Costs of moves: the bytes that one rank sends, and seconds that rank one way against another.
 
 Bytes are those of ring algorithms (Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective
 Communication Operations in MPICH", section 4), over a group of n ranks:
@@ -22,14 +20,10 @@ decides a choice. So it is with `OPERATIONS_PER_BYTE` and the work of matrix pro
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from partita.layout import Layout, Mesh
 
-from .move import COLLECTIVES, DUAL, KINDS, LETTERS, changes
-
-if TYPE_CHECKING:
-    from .move import Move
+from .move import COLLECTIVES, DUAL, KINDS, LETTERS, Move, find_changed_axes
 
 __all__ = [
     "BANDWIDTH",
@@ -39,11 +33,11 @@ __all__ = [
     "OPERATIONS_PER_BYTE",
     "bytes_of",
     "bytes_sent",
+    "estimate_price",
     "local_numel",
-    "pads",
-    "price",
-    "price_of",
-    "seconds",
+    "pads_heavily",
+    "price_of_move",
+    "seconds_both_ways",
     "seconds_of",
     "seconds_of_work",
 ]
@@ -81,7 +75,7 @@ def bytes_of(kind: str, n: int, have: int) -> int:
 
 
 def seconds_of(nbytes: int) -> float:
-    """A collective by itself, in which a rank sends `nbytes`."""
+    """Seconds of a collective in which a rank sends `nbytes`; its transpose is not in them."""
     return LATENCY + nbytes / BANDWIDTH
 
 
@@ -91,15 +85,15 @@ def seconds_of_work(operations: float) -> float:
     return 3 * operations / (OPERATIONS_PER_BYTE * BANDWIDTH)
 
 
-def price_of(move: Move, mesh: Mesh, itemsize: int) -> float:
+def price_of_move(move: Move, mesh: Mesh, itemsize: int) -> float:
     """Seconds of `move`, and of its transpose if it has one; `itemsize` in bytes."""
     n = math.prod(mesh.size(a) for a in move.axes)
     have = local_numel(move.before.shape, move.before.shards, mesh) * itemsize
     got = local_numel(move.after.shape, move.after.shards, mesh) * itemsize
-    return seconds(move.way, n, have, got, move.op)
+    return seconds_both_ways(move.way, n, have, got, move.op)
 
 
-def pads(move: Move, mesh: Mesh, itemsize: int) -> bool:
+def pads_heavily(move: Move, mesh: Mesh, itemsize: int) -> bool:
     """Does `move` or its transpose carry so much padding that several moves might cost less?
 
     Uneven pieces travel as large as the largest. Another path has at least one collective more.
@@ -124,8 +118,8 @@ def local_numel(shape: tuple[int, ...], shards: tuple[tuple[str, ...], ...], mes
     return numel
 
 
-def seconds(way: str, n: int, have: float, got: float, op: str = "sum") -> float:
-    """A move forward and its transpose backward.
+def seconds_both_ways(way: str, n: int, have: float, got: float, op: str = "sum") -> float:
+    """Seconds of a move forward and of its transpose backward.
 
     Args:
         way: the letters of the placements before and after, such as "SR".
@@ -134,14 +128,14 @@ def seconds(way: str, n: int, have: float, got: float, op: str = "sum") -> float
         got: bytes that a rank holds after.
         op: how shares are reduced; a maximum or minimum has no backward.
     """
-    cost = _one_way(KINDS[way], n, have, got)
+    cost = _seconds_one_way(KINDS[way], n, have, got)
     if op == "sum":
         # A gradient has the local shape of its value: backward the two sizes change places.
-        cost += _one_way(KINDS[DUAL[way[1]] + DUAL[way[0]]], n, got, have)
+        cost += _seconds_one_way(KINDS[DUAL[way[1]] + DUAL[way[0]]], n, got, have)
     return cost
 
 
-def price(before: Layout, after: Layout, mesh: Mesh, itemsize: int = 4) -> float:
+def estimate_price(before: Layout, after: Layout, mesh: Mesh, itemsize: int = 4) -> float:
     """Seconds, forward and backward, of going from `before` to `after`, without a search.
 
     Exact where one move does it. Else an estimate: each kind of change once for all its axes,
@@ -150,7 +144,7 @@ def price(before: Layout, after: Layout, mesh: Mesh, itemsize: int = 4) -> float
     Args:
         itemsize: bytes per element.
     """
-    moved = changes(before, after)
+    moved = find_changed_axes(before, after)
     if not moved:
         return 0.0
     groups: dict[str, int] = {}
@@ -170,9 +164,11 @@ def price(before: Layout, after: Layout, mesh: Mesh, itemsize: int = 4) -> float
             elif way[0] != way[1]:
                 got = have / n if way[1] == "S" else have * n if way[0] == "S" else have
             if way == "PP":  # from one reduce op to another
-                total += seconds("PR", n, have, got, op) + seconds("RP", n, have, got)
+                total += seconds_both_ways("PR", n, have, got, op) + seconds_both_ways(
+                    "RP", n, have, got
+                )
             else:
-                total += seconds(way, n, have, got, op if way[0] == "P" else "sum")
+                total += seconds_both_ways(way, n, have, got, op if way[0] == "P" else "sum")
             have = got
     return total
 
@@ -186,7 +182,7 @@ def _ring_bytes_sent(kind: str, n: int, have: float) -> float:
     return times * (n - 1) * have / n
 
 
-def _one_way(kind: str, n: int, have: float, got: float) -> float:
+def _seconds_one_way(kind: str, n: int, have: float, got: float) -> float:
     if kind == "retype":
         return RETYPE
     if kind in COLLECTIVES and n > 1:
@@ -194,19 +190,4 @@ def _one_way(kind: str, n: int, have: float, got: float) -> float:
     return LAUNCH + max(have, got) / MEMORY
 
 
-_SMALLER_FIRST = (
-    "RS",
-    "IS",
-    "PS",
-    "SS",
-    "PR",
-    "PI",
-    "PP",
-    "IR",
-    "RI",
-    "SR",
-    "SI",
-    "SP",
-    "RP",
-    "IP",
-)
+_SMALLER_FIRST = "RS IS PS SS PR PI PP IR RI SR SI SP RP IP".split()

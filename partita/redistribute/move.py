@@ -1,6 +1,4 @@
-"""Moves.
-
-What can one collective, or one local copy, do to a layout, and what undoes it in backward?
+"""Moves: what one collective, or one local copy, does to a layout, and what undoes it in backward.
 
 | kind           | on each of its axes | sends | its transpose                        |
 |----------------|---------------------|-------|--------------------------------------|
@@ -19,8 +17,8 @@ stack, so that only the innermost ones can leave it and a new one comes innermos
 several axes is one collective over all their ranks, whichever dimensions those split: each rank
 puts the pieces in their places, or cuts them out, by itself.
 
-A new kind is a line of `KINDS`; `cost` says what it sends, and `comm.pieces` (for padded shards
-`comm.padded`) what a rank does of it. Where it is a collective, transports learn that.
+A new kind is a line of `KINDS`; `cost` says what it sends, and `comm.move_steps` (for padded shards
+`comm.padded_moves`) what a rank does of it. Where it is a collective, transports learn that.
 """
 
 from __future__ import annotations
@@ -29,7 +27,17 @@ from dataclasses import dataclass
 
 from partita.layout import Layout, LayoutError, Mesh
 
-__all__ = ["COLLECTIVES", "DUAL", "KINDS", "LETTERS", "Move", "changes", "one_move"]
+__all__ = [
+    "COLLECTIVES",
+    "DUAL",
+    "KINDS",
+    "LETTERS",
+    "Move",
+    "count_common_axes",
+    "find_changed_axes",
+    "find_single_move",
+    "placement_of_each_axis",
+]
 
 KINDS = {
     "SR": "all_gather",
@@ -52,7 +60,7 @@ DUAL = {"S": "S", "R": "P", "P": "R", "I": "I"}
 """`Placement.dual()`, by letter."""
 
 LETTERS = {"S": "S", "R": "R", "I": "I", "sum": "P", "max": "P", "min": "P"}
-"""The letter of a placement, by what `changes` calls it."""
+"""The letter of a placement, by what `find_changed_axes` calls it."""
 
 COLLECTIVES = frozenset(("all_gather", "reduce_scatter", "all_reduce", "all_to_all"))
 
@@ -86,10 +94,8 @@ class Move:
     def way(self) -> str:
         """The letters of the placements that its axes have before and after, such as "SR"."""
         axis = self.axes[0]
-        start, end = (
-            _placement_of_each_axis(self.before).get(axis, "R"),
-            _placement_of_each_axis(self.after).get(axis, "R"),
-        )
+        start = placement_of_each_axis(self.before).get(axis, "R")
+        end = placement_of_each_axis(self.after).get(axis, "R")
         return LETTERS[start] + LETTERS[end]
 
     def transpose(self, mesh: Mesh) -> Move:
@@ -100,10 +106,8 @@ class Move:
         """
         way = self.way
         kind = KINDS[DUAL[way[1]] + DUAL[way[0]]]
-        before, after = (
-            _gradient_of_layout(self.after, mesh, self),
-            _gradient_of_layout(self.before, mesh, self),
-        )
+        before = _gradient_of_layout(self.after, mesh, self)
+        after = _gradient_of_layout(self.before, mesh, self)
         return Move(kind, self.axes, before, after)
 
     def __str__(self) -> str:
@@ -113,21 +117,17 @@ class Move:
         return f"{self.kind}{op} over {over}: {self.before.brief()} -> {self.after.brief()}"
 
 
-def changes(before: Layout, after: Layout) -> dict[str, tuple[str, str]]:
+def find_changed_axes(before: Layout, after: Layout) -> dict[str, tuple[str, str]]:
     """For each axis that must move, what it does before and after.
 
     That is "S", "R", "I" or a reduce op. An axis that stays a shard must move too where it is not
     in the common outer part of its dimension's two stacks.
     """
-    start, end = _placement_of_each_axis(before), _placement_of_each_axis(after)
+    start, end = placement_of_each_axis(before), placement_of_each_axis(after)
     out = {}
     for old, new in zip(before.shards, after.shards, strict=True):
         if old != new:
-            same = 0
-            for a, b in zip(old, new, strict=False):
-                if a != b:
-                    break
-                same += 1
+            same = count_common_axes(old, new)
             for axis in old[same:] + new[same:]:
                 out[axis] = (start.get(axis, "R"), end.get(axis, "R"))
     for axis, here in start.items():
@@ -140,9 +140,9 @@ def changes(before: Layout, after: Layout) -> dict[str, tuple[str, str]]:
     return out
 
 
-def one_move(before: Layout, after: Layout, mesh: Mesh) -> Move | None:
+def find_single_move(before: Layout, after: Layout, mesh: Mesh) -> Move | None:
     """The one move from `before` to `after`, if one does it: none is cheaper but by its padding."""
-    moved = changes(before, after)
+    moved = find_changed_axes(before, after)
     start, end = next(iter(moved.values()))
     way = f"{LETTERS[start]}{LETTERS[end]}"
     if way not in KINDS or any(pair != (start, end) for pair in moved.values()):
@@ -157,7 +157,16 @@ def one_move(before: Layout, after: Layout, mesh: Mesh) -> Move | None:
     return Move(KINDS[way], axes, before, after, op)
 
 
-def _placement_of_each_axis(layout: Layout) -> dict[str, str]:
+def count_common_axes(stack: tuple[str, ...], other: tuple[str, ...]) -> int:
+    """How many axes, from the outermost, two stacks have in common."""
+    same = 0
+    while same < min(len(stack), len(other)) and stack[same] == other[same]:
+        same += 1
+    return same
+
+
+def placement_of_each_axis(layout: Layout) -> dict[str, str]:
+    """What each axis that it mentions does: "S", "I" or a reduce op."""
     out = dict(layout.partial)
     for stack in layout.shards:
         for axis in stack:

@@ -1,6 +1,4 @@
-"""Redistribution plans.
-
-Which moves, in which order, take a tensor from one layout to another at the least cost?
+"""Redistribution plans: the cheapest path of moves from one layout to another.
 
 One move is tried first: it is what nearly all redistributions need, and then no path is cheaper,
 unless uneven pieces are padded so much that two moves send less. Else a uniform-cost search goes
@@ -26,8 +24,8 @@ from itertools import combinations, pairwise, product
 
 from partita.layout import Layout, LayoutError, Mesh
 
-from .cost import bytes_sent, local_numel, pads, price_of, seconds
-from .move import LETTERS, Move, one_move
+from .cost import bytes_sent, local_numel, pads_heavily, price_of_move, seconds_both_ways
+from .move import LETTERS, Move, count_common_axes, find_single_move, placement_of_each_axis
 
 __all__ = ["Plan", "plan"]
 
@@ -64,7 +62,7 @@ class Plan:
 
     def price(self, mesh: Mesh, itemsize: int = 4) -> float:
         """Seconds of all moves and, where they have one, of their transposes."""
-        return sum(price_of(move, mesh, itemsize) for move in self.moves)
+        return sum(price_of_move(move, mesh, itemsize) for move in self.moves)
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.moves)) or "nothing moves"
@@ -90,10 +88,10 @@ def plan(before: Layout, after: Layout, mesh: Mesh, itemsize: int = 4) -> Plan:
         after = Layout(after.shape, after.shards, after.partial, after.invariant, before.dtype)
         if before == after:
             return Plan()
-    move = one_move(before, after, mesh)
-    if move is not None and not pads(move, mesh, itemsize):
+    move = find_single_move(before, after, mesh)
+    if move is not None and not pads_heavily(move, mesh, itemsize):
         return Plan((move,))
-    return Plan(_PlanSearch(before, after, mesh, itemsize).path())
+    return Plan(_PlanSearch(before, after, mesh, itemsize).find_path())
 
 
 def _check_layouts(before: Layout, after: Layout, mesh: Mesh) -> None:
@@ -109,7 +107,7 @@ def _check_layouts(before: Layout, after: Layout, mesh: Mesh) -> None:
             operands=asked,
         )
     for layout in (before, after):
-        for axis in _axes_of_layout(layout):
+        for axis in layout.axes:
             mesh.index(axis)
         if len({op for _, op in layout.partial}) > 1:
             raise LayoutError(
@@ -126,14 +124,6 @@ def _check_layouts(before: Layout, after: Layout, mesh: Mesh) -> None:
             )
 
 
-def _axes_of_layout(layout: Layout) -> Iterator[str]:
-    for stack in layout.shards:
-        yield from stack
-    for axis, _ in layout.partial:
-        yield axis
-    yield from layout.invariant
-
-
 Stacks = tuple[tuple[str, ...], ...]
 State = tuple[Stacks, tuple[str, ...]]
 """The axes that split each dimension, and for each axis of the mesh "S", "R", "I" or its op."""
@@ -144,11 +134,11 @@ class _PlanSearch:
 
     def __init__(self, before: Layout, after: Layout, mesh: Mesh, itemsize: int):
         self.before, self.mesh, self.itemsize = before, mesh, itemsize
-        self.start, self.goal = self._state(before), self._state(after)
+        self.start, self.goal = self._state_of_layout(before), self._state_of_layout(after)
         self.goal_of = dict(zip(mesh.names, self.goal[1], strict=True))
         self.sizes: dict[Stacks, int] = {}
 
-    def path(self) -> tuple[Move, ...]:
+    def find_path(self) -> tuple[Move, ...]:
         """The moves of the cheapest path; of several, one of those with the fewest moves."""
         cost_of = {self.start: 0.0}
         came: dict[State, State] = {}
@@ -163,9 +153,9 @@ class _PlanSearch:
             if state in done:
                 continue
             done.add(state)
-            for way, n, op, there in self._steps(state):
+            for way, n, op, there in self._next_steps(state):
                 have, got = self._nbytes_of_stacks(state[0]), self._nbytes_of_stacks(there[0])
-                total = cost + seconds(way, n, have, got, op)
+                total = cost + seconds_both_ways(way, n, have, got, op)
                 if there not in cost_of or total < cost_of[there]:
                     cost_of[there], came[there] = total, state
                     count += 1
@@ -173,11 +163,11 @@ class _PlanSearch:
         states = [self.goal]
         while states[-1] != self.start:
             states.append(came[states[-1]])
-        layouts = [self._layout(s) for s in reversed(states)]
-        moves = [one_move(a, b, self.mesh) for a, b in pairwise(layouts)]
+        layouts = [self._layout_of_state(s) for s in reversed(states)]
+        moves = [find_single_move(a, b, self.mesh) for a, b in pairwise(layouts)]
         return tuple(move for move in moves if move is not None)
 
-    def _steps(self, state: State) -> Iterator[tuple[str, int, str, State]]:
+    def _next_steps(self, state: State) -> Iterator[tuple[str, int, str, State]]:
         """`(letters before and after, ranks, op, where it leads)` of each move worth a try."""
         stacks, places = state
         for place in dict.fromkeys(places):
@@ -238,7 +228,7 @@ class _PlanSearch:
                     yield free, stacks
             return
         cuts = [
-            range(_count_common_axes(stack, goal), len(stack) + 1)
+            range(count_common_axes(stack, goal), len(stack) + 1)
             for stack, goal in zip(stacks, self.goal[0], strict=True)
         ]
         for cut in product(*cuts):
@@ -250,7 +240,7 @@ class _PlanSearch:
         """`free` put where they belong; those that cannot go there yet behind some one stack."""
         stacks = []
         for stack, goal in zip(base, self.goal[0], strict=True):
-            if _count_common_axes(stack, goal) == len(stack):
+            if count_common_axes(stack, goal) == len(stack):
                 for axis in goal[len(stack) :]:
                     if axis not in free:
                         break
@@ -266,22 +256,12 @@ class _PlanSearch:
             self.sizes[stacks] = numel * self.itemsize
         return self.sizes[stacks]
 
-    def _state(self, layout: Layout) -> State:
-        place = dict(layout.partial)
-        place.update((a, "S") for stack in layout.shards for a in stack)
-        place.update((a, "I") for a in layout.invariant)
+    def _state_of_layout(self, layout: Layout) -> State:
+        place = placement_of_each_axis(layout)
         return layout.shards, tuple(place.get(a, "R") for a in self.mesh.names)
 
-    def _layout(self, state: State) -> Layout:
+    def _layout_of_state(self, state: State) -> Layout:
         placed = list(zip(self.mesh.names, state[1], strict=True))
         partial = tuple((a, p) for a, p in placed if LETTERS[p] == "P")
         invariant = tuple(a for a, p in placed if p == "I")
         return Layout(self.before.shape, state[0], partial, invariant, self.before.dtype)
-
-
-def _count_common_axes(stack: tuple[str, ...], goal: tuple[str, ...]) -> int:
-    """How many axes, from the outermost, the two have in common."""
-    same = 0
-    while same < min(len(stack), len(goal)) and stack[same] == goal[same]:
-        same += 1
-    return same

@@ -1,7 +1,7 @@
 """Reports: a run of training, or a captured step, as one page that needs no network.
 
-In reading order: run_facts (what is known of a run), events (what its log must hold), timeline (of
-a step), page (the page), figures (its pictures), outputs (where files can be written).
+In reading order: `timeline` (of a step), `run_facts` (what is known of a run, and its log),
+`figures` (by plotly), `page` (all of it, as HTML), `outputs` (where files can be written).
 """
 
 from .outputs import check_outputs, check_written_folder

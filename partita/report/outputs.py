@@ -1,4 +1,4 @@
-"""Files and folders that a command will write: can they be, before the work is done?"""
+"""Checks of the files and folders that a command will write, before its work is done."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def check_outputs(outputs: Mapping[str, str | Path | None], inputs: Iterable[Pat
             raise ValueError(f"{option}: {path} is no file in a folder that is there")
         if not os.access(path if path.exists() else folder, os.W_OK):
             raise ValueError(f"{option}: {path} may not be written by this user")
-    taken = {_identity(path): "is what is read" for path in inputs}
+    taken = {_resolve_path(path): "is what is read" for path in inputs}
     for option, path in asked.items():
         if path.exists() and not path.is_file():  # a terminal or a pipe takes all that comes
             continue
-        if _identity(path) in taken:
-            raise ValueError(f"{option}: {path} {taken[_identity(path)]}: name another file")
-        taken[_identity(path)] = f"is what {option} writes, too"
+        if _resolve_path(path) in taken:
+            raise ValueError(f"{option}: {path} {taken[_resolve_path(path)]}: name another file")
+        taken[_resolve_path(path)] = f"is what {option} writes, too"
 
 
-def _identity(path: Path) -> str:
+def _resolve_path(path: Path) -> str:
     return os.path.realpath(path)
 
 

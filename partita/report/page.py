@@ -13,10 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from partita.layout import Layout
-from partita.layout.picture import draw
-from partita.layout.picture_html import html_of
+from partita.layout.picture import draw, html_of
 
-from .events import parse_mesh
 from .figures import (
     COLLECTIVES,
     loss_figure,
@@ -25,7 +23,7 @@ from .figures import (
     passes_figure,
     timeline_figure,
 )
-from .run_facts import RunFacts
+from .run_facts import RunFacts, parse_mesh
 from .timeline import trace_bytes
 
 __all__ = ["check_plotly", "write_report"]

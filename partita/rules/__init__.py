@@ -1,20 +1,19 @@
-"""What an op allows: sentences, and the table of them.
+"""Rules: which ways an op allows its operands to be laid out.
 
-In reading order: `sentence` (the notation), `names` (of dimensions), `bind` (a sentence and
-shapes), `rows` (what follows for one mesh axis), `rule` (a sentence and its functions), `table/`
-(all of them), `views` (sentences of reshapes), `decompositions/` (ops as other ops), `work`
-(operations), `pieces` and `reduction_identity` (kernels over a piece, or padding), `own_op` (ops of
-our own), `split` (simulated ranks, for the prover).
+In reading order: `sentence` (the notation, and names of dimensions), `rows` (what follows for one
+mesh axis), `bind` (a sentence and shapes), `rule` (a sentence and its functions), `table/` (all of
+them), `views` (sentences of reshapes), `piece_kernels` (kernels over a rank's piece),
+`decompositions/` (ops as other ops), `work` (operations). `table/reduction_identity` says what
+padding is filled with.
 """
 
 from .bind import NUMBER, Bound, Operand, bind
-from .names import Names
-from .reduction_identity import EXTREME, Fill, fills
 from .rows import Row
-from .rule import RULES, Arg, Kernel, KernelCall, Like, Rewrite, Rule, Said, rule
-from .sentence import Sentence, SentenceError, parse
+from .rule import RULES, Arg, Decomposition, Kernel, KernelCall, KernelRule, LikeRule, Rule, rule
+from .sentence import Names, Sentence, SentenceError, parse
 from .table import LOADED
-from .views import resolve, views
+from .table.reduction_identity import EXTREME, PaddingFill, find_padding_fills
+from .views import resolve_shape, view_sentence
 from .work import Work, work_of
 
 __all__ = [
@@ -24,24 +23,24 @@ __all__ = [
     "RULES",
     "Arg",
     "Bound",
-    "Fill",
+    "Decomposition",
     "Kernel",
     "KernelCall",
-    "Like",
+    "KernelRule",
+    "LikeRule",
     "Names",
     "Operand",
-    "Rewrite",
+    "PaddingFill",
     "Row",
     "Rule",
-    "Said",
     "Sentence",
     "SentenceError",
     "Work",
     "bind",
-    "fills",
+    "find_padding_fills",
     "parse",
-    "resolve",
+    "resolve_shape",
     "rule",
-    "views",
+    "view_sentence",
     "work_of",
 ]

@@ -1,4 +1,4 @@
-"""Binding: does a sentence fit these shapes, and how large is each of its names?"""
+"""Bound sentences: a rule's sentence fitted to global shapes, with the size of each name."""
 
 from __future__ import annotations
 

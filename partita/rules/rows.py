@@ -1,4 +1,4 @@
-"""Which rows follow from a sentence: how may an op be placed on one mesh axis?
+"""Rows: the legal placements of an op on one mesh axis, as they follow from a sentence.
 
 The meaning that `sentence` states is carried out here, without regard to the size of the axis.
 """

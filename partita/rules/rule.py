@@ -1,4 +1,4 @@
-"""Rules: how is a sentence tied to the functions that it speaks of, and what may it read?
+"""Rules: a sentence, the functions that it is tied to, and what it may read.
 
 A rule sees only the arguments that it declares: they are its parameters, and the key under which
 its plans are cached is computed from just these. What a rule does not declare it cannot read, so
@@ -7,28 +7,31 @@ it cannot be missing from the key either.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .names import Names
-from .sentence import SentenceError, parse
+import torch
+from torch.overrides import handle_torch_function, has_torch_function
+
+from .sentence import Names, SentenceError, parse
 
 __all__ = [
     "ON_NEW_RULE",
     "RULES",
     "Arg",
+    "Decomposition",
     "KernelCall",
-    "Like",
-    "Rewrite",
+    "KernelRule",
+    "LikeRule",
     "Rule",
-    "Said",
+    "own_op",
     "rule",
     "table_rule",
     "teach_rule",
 ]
-
 
 Kernel = Callable[..., Any]
 
@@ -93,8 +96,8 @@ class KernelCall:
 
 
 @dataclass(frozen=True)
-class Said:
-    """A sentence, and what to run on a rank instead of the function itself.
+class KernelRule:
+    """A sentence, and the kernel that a rank runs instead of the function itself.
 
     Attributes:
         text: the sentence.
@@ -115,14 +118,14 @@ class Said:
 
 
 @dataclass(frozen=True)
-class Rewrite:
+class Decomposition:
     """The op, written as other ops: `run` has its signature and is called on DTensors."""
 
     run: Kernel
 
 
 @dataclass(frozen=True)
-class Like:
+class LikeRule:
     """A new tensor whose values do not depend on the operand: it takes the operand's layout.
 
     Shares are not inherited (`ones_like` of shares would be counted once per rank) unless `pending`
@@ -146,7 +149,7 @@ class Rule:
 
     name: str
     text: str = ""
-    derive: Callable[..., str | Said | Rewrite | Like | None] | None = None
+    derive: Callable[..., str | KernelRule | Decomposition | LikeRule | None] | None = None
     params: tuple[inspect.Parameter, ...] = ()
     must_fit: bool = False
 
@@ -179,10 +182,10 @@ def rule(*what: Any) -> Any:
     or operators of `torch.library`. Its terms speak of the first arguments, in order; one that is
     None or a number counts as absent.
 
-    `@pt.rule(f)` decorates a function that returns the sentence, a `Said`, a `Rewrite`, a
-    `Like`, or None ("I have nothing to say of these arguments": the operands are gathered). Its
-    parameters are the function's own, by name and in order; it may leave out any at the end, and
-    one that begins with an underscore only holds its place and is not read.
+    `@pt.rule(f)` decorates a function that returns the sentence, a `KernelRule`, a `Decomposition`,
+    a `LikeRule`, or None ("I have nothing to say of these arguments": the operands are gathered).
+    Its parameters are the function's own, by name and in order; it may leave out any at the end,
+    and one that begins with an underscore only holds its place and is not read.
 
     A call that the sentence does not fit, by its number of tensors or by their shapes, raises
     `LayoutError`: a function that returns None for such calls has their operands gathered.
@@ -191,15 +194,15 @@ def rule(*what: Any) -> Any:
         SentenceError: the sentence cannot be read, or has more terms than an operator of
             `torch.library` takes, or none for a tensor that it always takes.
     """
-    return _teach(what, must_fit=True)
+    return _register_rule(what, must_fit=True)
 
 
 def table_rule(*what: Any) -> Any:
     """`rule`, of partita's own: the operands of a call that it does not fit are gathered."""
-    return _teach(what, must_fit=False)
+    return _register_rule(what, must_fit=False)
 
 
-def _teach(what: Sequence[Any], must_fit: bool) -> Any:
+def _register_rule(what: Sequence[Any], must_fit: bool) -> Any:
     if isinstance(what[0], str):
         text, functions = what[0], what[1:]
         for f in functions:
@@ -230,3 +233,19 @@ def _check_terms(count: int, text: str, function: Any) -> None:
             f"the rule {text!r} has {terms}, and {_name_of(function)} takes "
             f"({', '.join(arguments)}): a rule has a term for each argument up to its last tensor"
         )
+
+
+# -- ops of our own --------------------------------------------------------------------------------
+
+
+def own_op(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Make `run` an op of its own: called on DTensors it finds the rule that it is given."""
+
+    @functools.wraps(run)
+    def call_own_op(*args: Any, **kwargs: Any) -> Any:
+        tensors = tuple(a for a in args if isinstance(a, torch.Tensor))
+        if has_torch_function(tensors):
+            return handle_torch_function(call_own_op, tensors, *args, **kwargs)
+        return run(*args, **kwargs)
+
+    return call_own_op

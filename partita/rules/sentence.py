@@ -1,4 +1,4 @@
-"""Sentences: what does one sentence about an op say that its operands may be, on one mesh axis?
+"""Sentences: the notation of a rule, which says what an op's operands may be on one mesh axis.
 
     "... i * o i + o -> ... o"
 
@@ -23,10 +23,11 @@ Its meaning, one axis at a time:
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-__all__ = ["Dim", "Products", "Sentence", "SentenceError", "Term", "parse"]
+__all__ = ["Dim", "Names", "Products", "Sentence", "SentenceError", "Term", "parse"]
 
 
 class SentenceError(ValueError):
@@ -150,3 +151,61 @@ def _parse_dims(text: str, sentence: str, sizes: dict[str, int]) -> tuple[Dim, .
             inner = tuple(plain(n) for n in joined.split() if n != "1")
             dims.append(Dim(inner, bool(joined_whole), bool(joined_even)))
     return tuple(dims)
+
+
+# -- names, for a rule that writes its sentence ----------------------------------------------------
+
+
+class Names(tuple[str, ...]):
+    """The names of one operand's dimensions, outermost first; `str` is a term of a sentence."""
+
+    def __str__(self) -> str:
+        return " ".join(self)
+
+    def __add__(self, other: object) -> Names:
+        return Names(tuple(self) + tuple(other))  # type: ignore[arg-type]
+
+    def at(self, dim: int) -> int:
+        """`dim` as a non-negative index. Raises IndexError as torch does."""
+        n = max(len(self), 1)
+        if not -n <= dim < n:
+            raise IndexError(f"Dimension out of range (expected [{-n}, {n - 1}], but got {dim})")
+        return dim % n
+
+    def dims(self, dim: int | Sequence[int] | None) -> tuple[int, ...]:
+        """The dimensions that a `dim` argument means; None and `()` mean all."""
+        if dim is None or (not isinstance(dim, int) and len(dim) == 0):
+            return tuple(range(len(self)))
+        found = tuple(self.at(d) for d in ((dim,) if isinstance(dim, int) else dim))
+        return found if self else ()  # torch lets a tensor of no dimensions have dim 0
+
+    def without(self, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Names:
+        """What is left when `dim` is reduced; with `keepdim` a `1` stands in its place."""
+        gone = self.dims(dim)
+        if keepdim:
+            return Names("1" if i in gone else n for i, n in enumerate(self))
+        return Names(n for i, n in enumerate(self) if i not in gone)
+
+    def whole(self, dim: int | Sequence[int] | None = None) -> Names:
+        """The same names, those of `dim` marked `!`."""
+        kept = self.dims(dim)
+        return Names(f"{n}!" if i in kept and n[-1] not in "!1" else n for i, n in enumerate(self))
+
+    def put(self, dim: int, text: str) -> Names:
+        """The same names with `text` in the place of dimension `dim`."""
+        i = self.at(dim)
+        return Names((*self[:i], text, *self[i + 1 :]))
+
+    def insert(self, dim: int, text: str) -> Names:
+        """One more name: `text` becomes dimension `dim`."""
+        i = dim if dim >= 0 else dim + len(self) + 1
+        return Names((*self[:i], text, *self[i:]))
+
+    @staticmethod
+    @lru_cache(maxsize=256)
+    def of(ndim: int, start: str = "a") -> Names:
+        """`ndim` names: a b c ...; beyond z: a1 b1 ..."""
+        first, out = ord(start) - 97, []
+        for i in range(first, first + ndim):
+            out.append(chr(97 + i % 26) + (str(i // 26) if i >= 26 else ""))
+        return Names(out)

@@ -1,6 +1,6 @@
-"""Sentences of views: which sentence says that a tensor of one shape is read as another shape?
+"""Sentences of views: a tensor of one shape is read as another shape.
 
-    views((12, 4), (3, 4, 4))      "+ (a=3 b) c -> a b c"
+    view_sentence((12, 4), (3, 4, 4))      "+ (a=3 b) c -> a b c"
 
 The dimensions of both shapes are cut at every place where either has a boundary. What lies between
 two cuts is a name, and a dimension is the names it is made of. Where the cuts do not nest (6 x 4
@@ -13,12 +13,12 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from .names import Names
+from .sentence import Names
 
-__all__ = ["resolve", "views"]
+__all__ = ["resolve_shape", "view_sentence"]
 
 
-def resolve(numel: int, shape: Sequence[int]) -> tuple[int, ...]:
+def resolve_shape(numel: int, shape: Sequence[int]) -> tuple[int, ...]:
     """`shape` with its `-1`, if it has one, worked out for `numel` elements.
 
     Raises:
@@ -34,7 +34,7 @@ def resolve(numel: int, shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def views(before: Sequence[int], after: Sequence[int]) -> str:
+def view_sentence(before: Sequence[int], after: Sequence[int]) -> str:
     """The sentence for reading a tensor of shape `before` as shape `after` (no -1), both global.
 
     Raises:

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from partita.layout import Layout, Mesh, Partial, Placement, Replicate
-from partita.redistribute import price, seconds_of_work
-from partita.redistribute.cost import LATENCY, local_numel, seconds
+from partita.redistribute import estimate_price, seconds_of_work
+from partita.redistribute.cost import LATENCY, local_numel, seconds_both_ways
 from partita.rules import Bound, Row, Work
 from partita.rules.sentence import Dim
 
@@ -248,12 +248,12 @@ class RowPrice:
                 total += _SECONDS_TO_CUT_PLAIN
                 continue
             moved = layout.put(self.axis, wanted)
-            total += price(layout, moved, self.mesh, self.itemsizes[i])
+            total += estimate_price(layout, moved, self.mesh, self.itemsizes[i])
             if isinstance(wanted, Partial) and _is_split(held) and not self._is_pending():
                 # A piece among zeros is a share of what nobody had to reduce before: somebody has
                 # to now, and sends twice what a gather of the pieces sends.
                 whole = layout.put(self.axis, Replicate())
-                total += price(moved, whole, self.mesh, self.itemsizes[i])
+                total += estimate_price(moved, whole, self.mesh, self.itemsizes[i])
         return total
 
     def _has_exchanges(self, row: Row) -> bool:
@@ -271,7 +271,7 @@ class RowPrice:
         for out, placed in zip(self.bound.outputs, row.outputs, strict=True):
             if isinstance(placed, Partial):
                 size = max(self.itemsizes) * self._local_numel_of_dims(out) / n
-                total += seconds("PS", n, n * size, size, placed.reduce_op)
+                total += seconds_both_ways("PS", n, n * size, size, placed.reduce_op)
         return total
 
     def _local_numel_of_dims(self, dims: Sequence[Dim]) -> float:

@@ -12,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from partita.comm import Wire, agree, user_line, wire_of
 from partita.layout import Fix, LayoutError, Placement
-from partita.rules.pieces import part as cut
+from partita.rules.piece_kernels import narrow_piece
 
 from .agreement import make_no_strides_error
 from .dtensor import DTensor, tagged
@@ -44,7 +44,7 @@ def piece_of(whole: torch.Tensor, spec: Spec) -> torch.Tensor:
     part = whole
     for dim, (offset, length) in enumerate(spec.region):
         if length != part.shape[dim]:
-            part = cut(part, dim, offset, length)
+            part = narrow_piece(part, dim, offset, length)
     part = part.contiguous()
     if part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr():
         # A piece that shares memory would keep the whole value alive. One without elements, which

@@ -25,8 +25,7 @@ from torch._C import _is_torch_function_enabled as _global_view
 
 from partita.comm import is_alone, user_line, wire_of
 from partita.layout import Fix, Layout, LayoutError, Placement, Replicate
-from partita.layout.picture import draw
-from partita.layout.picture_html import html_of
+from partita.layout.picture import draw, html_of
 
 from .agreement import agree_pieces, compare_pieces, make_no_strides_error
 from .autograd import ask_gradient, convert_gradient, make_other_cut_error, moved

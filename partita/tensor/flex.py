@@ -20,8 +20,8 @@ from torch.nn.attention import flex_attention as torchs
 from torch.nn.attention.flex_attention import BlockMask
 
 from partita.layout import Partial, Replicate
-from partita.rules import Arg, Kernel, KernelCall, Said
-from partita.rules.own_op import op
+from partita.rules import Arg, Kernel, KernelCall, KernelRule
+from partita.rules.rule import own_op
 from partita.rules.rule import table_rule as rule
 
 from .autograd import alias_without_base
@@ -130,7 +130,7 @@ def _with_wholes(mod: Any) -> Any:
     )
 
 
-@op
+@own_op
 def _on_pieces(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -144,7 +144,9 @@ def _on_pieces(
 
 
 @rule(_on_pieces)
-def _derive_flex_rule(query: Arg, key: Arg, value: Arg, enable_gqa: bool, outputs: int) -> Said:
+def _derive_flex_rule(
+    query: Arg, key: Arg, value: Arg, enable_gqa: bool, outputs: int
+) -> KernelRule:
     grouped = enable_gqa and query.shape[1] != key.shape[1]
     heads, group = ("(g r)", "g") if grouped else ("h", "h")
     batch = "1" if key.shape[0] == 1 != query.shape[0] else "b"
@@ -160,7 +162,7 @@ def _derive_flex_rule(query: Arg, key: Arg, value: Arg, enable_gqa: bool, output
 
     spread = heads.strip("()")
     work = (f"b {spread} q k d", f"b {spread} q k e")
-    return Said(f"{terms} -> {', '.join(results)}", local, work=work)
+    return KernelRule(f"{terms} -> {', '.join(results)}", local, work=work)
 
 
 Range = tuple[int, ...]

@@ -6,8 +6,8 @@
     targets              y has to become 8@dp 4       each call moves y before it runs
     kernel               none: torch.add runs on the pieces
 
-A rule may also answer with other ops to call in its place (`Rewrite`), or with a new tensor in the
-operand's layout (`Like`). Where it has no answer the operands are gathered (`gathered`).
+A rule may also answer with other ops to call in its place (`Decomposition`), or with a new tensor
+in the operand's layout (`LikeRule`). Where it has no answer the operands are gathered (`gathered`).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from partita.rules import (
     NUMBER,
     Arg,
     Bound,
+    Decomposition,
     Kernel,
     KernelCall,
-    Like,
+    KernelRule,
+    LikeRule,
     Operand,
-    Rewrite,
-    Said,
     SentenceError,
     Work,
     bind,
@@ -154,19 +154,21 @@ def make_plan(
     answer, operands = _ask_rule(call)
     if answer is None:
         return None
-    if isinstance(answer, Rewrite):
+    if isinstance(answer, Decomposition):
         return _plan_rewrite(call, answer)
-    if isinstance(answer, Like):
+    if isinstance(answer, LikeRule):
         return _plan_like_call(call, answer)
     return _plan_sentence(call, answer, operands)
 
 
-def _ask_rule(call: _UnplannedCall) -> tuple[Said | Rewrite | Like | None, list[tuple[Path, Any]]]:
+def _ask_rule(
+    call: _UnplannedCall,
+) -> tuple[KernelRule | Decomposition | LikeRule | None, list[tuple[Path, Any]]]:
     """What the rule says of the call, and the operands in the order of the sentence's terms."""
     rule = call.form.rule
     assert rule is not None
     if rule.derive is None:
-        return Said(rule.text), operands_of_call(call.form, call.args, call.kwargs)
+        return KernelRule(rule.text), operands_of_call(call.form, call.args, call.kwargs)
     positional, named, operands = bind_declared_arguments(call.form, call.args, call.kwargs)
     try:
         answer = rule.derive(
@@ -176,13 +178,13 @@ def _ask_rule(call: _UnplannedCall) -> tuple[Said | Rewrite | Like | None, list[
     except (ValueError, IndexError, TypeError, ArithmeticError):
         call.let_torch_complain()
         raise
-    return Said(answer) if isinstance(answer, str) else answer, operands
+    return KernelRule(answer) if isinstance(answer, str) else answer, operands
 
 
 # -- an op that is written as others ---------------------------------------------------------------
 
 
-def _plan_rewrite(call: _UnplannedCall, answer: Rewrite) -> CallPlan:
+def _plan_rewrite(call: _UnplannedCall, answer: Decomposition) -> CallPlan:
     form = call.form
     rewrite = as_autocast_casts(answer.run, form.name, form.inplace)
     rewrite = _wrap_writing_into_first(rewrite, form) if form.inplace else rewrite
@@ -204,7 +206,7 @@ def _plan_rewrite(call: _UnplannedCall, answer: Rewrite) -> CallPlan:
 # -- a new tensor in the layout of another ---------------------------------------------------------
 
 
-def _plan_like_call(call: _UnplannedCall, answer: Like) -> CallPlan:
+def _plan_like_call(call: _UnplannedCall, answer: LikeRule) -> CallPlan:
     """A tensor of its own in the operand's layout; whole if its shape is another."""
     form, wire, spec = call.form, call.wire, call.args[0]._spec
     if answer.shape == spec.layout.shape:
@@ -233,7 +235,7 @@ def _plan_like_call(call: _UnplannedCall, answer: Like) -> CallPlan:
 
 
 def _plan_sentence(
-    call: _UnplannedCall, answer: Said, operands: Sequence[tuple[Path, Any]]
+    call: _UnplannedCall, answer: KernelRule, operands: Sequence[tuple[Path, Any]]
 ) -> CallPlan | None:
     form, wire = call.form, call.wire
     paths = [path for path, _ in operands]
@@ -400,7 +402,7 @@ def _find_targets(
 
 
 def _make_kernel(
-    call: _UnplannedCall, answer: Said, bound: Bound, choice: Choice, paths: Sequence[Path]
+    call: _UnplannedCall, answer: KernelRule, bound: Bound, choice: Choice, paths: Sequence[Path]
 ) -> Callable[..., Any] | None:
     """What runs on the rank in place of the function; None where the function itself does."""
     form, func, wire, names = call.form, call.func, call.wire, rule_parameters(call.form)

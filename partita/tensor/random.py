@@ -30,8 +30,8 @@ import torch
 from partita.comm import Wire, agree, call_site, is_agreed, is_alone, remember_agreed
 from partita.comm.device import default_generator
 from partita.layout import Fix
-from partita.rules import Kernel, KernelCall, Like, Said
-from partita.rules.pieces import part
+from partita.rules import Kernel, KernelCall, KernelRule, LikeRule
+from partita.rules.piece_kernels import narrow_piece
 from partita.rules.rule import table_rule as rule
 
 from .aliasing import strides_of_whole
@@ -77,7 +77,7 @@ def _draw_piece(
     for dim, name in enumerate(names):
         if name in call.pieces:
             offset, length, _ = call.pieces[name]
-            full = part(full, dim, offset, length)
+            full = narrow_piece(full, dim, offset, length)
     return full
 
 
@@ -88,7 +88,7 @@ def _drawn_strides(x: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
     return torch.empty_like(lies).stride()
 
 
-def _derive_dropout(x: Any, _p: float = 0.5, _train: bool = True) -> Said:
+def _derive_dropout(x: Any, _p: float = 0.5, _train: bool = True) -> KernelRule:
     names = tuple(x.names)
 
     def local(call: KernelCall) -> Kernel | None:
@@ -110,14 +110,14 @@ def _derive_dropout(x: Any, _p: float = 0.5, _train: bool = True) -> Said:
 
         return run_on_piece
 
-    return Said(f"+ {x.names} -> {x.names}", local)
+    return KernelRule(f"+ {x.names} -> {x.names}", local)
 
 
 rule(torch.dropout)(_derive_dropout)
 
 
 @rule(torch.alpha_dropout)
-def _alpha_dropout(x: Any) -> Said:
+def _alpha_dropout(x: Any) -> KernelRule:
     names = tuple(x.names)
 
     def make_local_alpha_kernel(call: KernelCall) -> Kernel | None:
@@ -143,13 +143,13 @@ def _alpha_dropout(x: Any) -> Said:
 
         return kernel
 
-    return Said(f"{x.names} -> {x.names}", make_local_alpha_kernel)
+    return KernelRule(f"{x.names} -> {x.names}", make_local_alpha_kernel)
 
 
 def _register_fill(name: str) -> None:
     fill = getattr(torch.Tensor, name)
 
-    def derive_fill(x: Any) -> Said:
+    def derive_fill(x: Any) -> KernelRule:
         names = tuple(x.names)
 
         def local(call: KernelCall) -> Kernel | None:
@@ -168,7 +168,7 @@ def _register_fill(name: str) -> None:
 
             return run_on_piece
 
-        return Said(f"{x.names} -> {x.names}", local)
+        return KernelRule(f"{x.names} -> {x.names}", local)
 
     rule(fill)(derive_fill)
 
@@ -178,7 +178,7 @@ for _name in FILLS:
 
 
 def _register_like(function: Callable[..., Any]) -> None:
-    def derive_like(x: Any) -> Like:
+    def derive_like(x: Any) -> LikeRule:
         names = tuple(x.names)
 
         def local(call: KernelCall) -> Kernel | None:
@@ -199,7 +199,7 @@ def _register_like(function: Callable[..., Any]) -> None:
 
             return run_on_piece
 
-        return Like(x.shape, local=local)
+        return LikeRule(x.shape, local=local)
 
     rule(function)(derive_like)
 

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from partita.comm import Wire, identity_of_reduction, uneven
 from partita.layout import Layout
-from partita.rules import EXTREME, Bound, Fill, fills
+from partita.rules import EXTREME, Bound, PaddingFill, find_padding_fills
 
 from .arguments import Path, collect_tensors, get_at_path, locate_in_call, replace_at_paths
 from .choose import Choice
@@ -70,7 +70,7 @@ def wrap_filling_padding(
     if not padded:
         return kernel
     assert form.rule is not None
-    found = fills(form.rule, bound, padded)
+    found = find_padding_fills(form.rule, bound, padded)
     if found is None:
         given = [x for x in choice.inputs if x is not None]
         raise uneven(f"{form.name} of {', '.join(x.brief() for x in given)} reduces uneven pieces")
@@ -92,7 +92,7 @@ def wrap_filling_padding(
 
 
 def _fill_operand_padding(
-    x: torch.Tensor, fill: Fill, layout: Layout, wire: Wire, args: Any, kwargs: Any
+    x: torch.Tensor, fill: PaddingFill, layout: Layout, wire: Wire, args: Any, kwargs: Any
 ) -> torch.Tensor:
     value = fill.value
     if value is EXTREME:

@@ -1,4 +1,4 @@
-"""Allocated bytes: how many bytes did an allocator of torch have out at once?
+"""Allocated bytes: the most that an allocator of torch had out at once.
 
 An accelerator's counts by itself. On the CPU every allocation counts, whoever makes it: ops, the
 kernels that Inductor compiled, collectives' staging. torch's profiler hears of them by itself, in

@@ -1,4 +1,4 @@
-"""Cases of ops: does an op on DTensors give what it gives on one device?
+"""Cases of ops: one op on DTensors, compared with what it gives on one device.
 
 A case is one op, one sample and one class of arguments: every tensor argument becomes a DTensor of
 that class (see `op_layouts`). Results, gradients, and the operands themselves after the call are
@@ -24,17 +24,17 @@ from torch._C import DisableTorchFunctionSubclass as Local
 
 import partita as pt
 
-from .op_layouts import distributed
-from .opinfo import Form, chosen, form_of, mapped
+from .op_layouts import distribute_argument
+from .opinfo import Form, choose_samples, form_of, map_tensors
 
 __all__ = [
     "OUTCOMES",
     "Outcome",
     "Reference",
+    "merge_outcomes",
     "reference_of",
     "references",
     "run_case",
-    "together",
 ]
 
 OUTCOMES = ("right", "raise", "wrong", "crash", "hang")
@@ -59,7 +59,7 @@ class Outcome:
         return other if OUTCOMES.index(other.kind) > OUTCOMES.index(self.kind) else self
 
 
-def together(outcomes: Sequence[Outcome]) -> Outcome:
+def merge_outcomes(outcomes: Sequence[Outcome]) -> Outcome:
     """The ranks' outcomes as one: the worst. To raise on some ranks only is a hang in waiting."""
     worst = outcomes[0]
     for o in outcomes[1:]:
@@ -109,10 +109,10 @@ class Reference:
             return t.detach().to(wide.get(t.dtype, t.dtype), copy=True)
 
         out, leaves = self.call(convert)
-        outputs = _flat(out)
+        outputs = _flatten_outputs(out)
         seeds = [s if s is None else convert(0, s) for s in self.seeds]
         operands = [t.detach().clone() for t in leaves]
-        return outputs, operands, _backward(outputs, seeds, leaves)
+        return outputs, operands, _run_backward(outputs, seeds, leaves)
 
 
 # -- one device ------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ def references(name: str, count: int) -> tuple[list[Reference], int]:
     """Up to `count` samples of an op with their results on one device, and how many it refused."""
     form = form_of(name)
     found, refused = [], 0
-    for sample in chosen(form, count):
+    for sample in choose_samples(form, count):
         try:
             found.append(reference_of(form, sample))
         except Exception:
@@ -132,9 +132,9 @@ def references(name: str, count: int) -> tuple[list[Reference], int]:
 
 def reference_of(form: Form, sample: Any) -> Reference:
     """What one device makes of a sample. Raises whatever one device raises."""
-    reference = Reference(_caller(form, sample), narrow=form.autocast)
+    reference = Reference(_make_call(form, sample), narrow=form.autocast)
     out, leaves = reference.call(lambda i, t: t.detach().clone())
-    reference.outputs = _flat(out)
+    reference.outputs = _flatten_outputs(out)
     reference.operands = [t.detach().clone() for t in leaves]
     generator = torch.Generator().manual_seed(1)
     for t in reference.outputs:
@@ -143,14 +143,14 @@ def reference_of(form: Form, sample: Any) -> Reference:
         reference.seeds.append(
             torch.randn(t.shape, generator=generator, dtype=t.dtype) if graded else None
         )
-    reference.gradients = _backward(reference.outputs, reference.seeds, leaves)
+    reference.gradients = _run_backward(reference.outputs, reference.seeds, leaves)
     reference.outputs = [
         t.detach().clone() if isinstance(t, torch.Tensor) else t for t in reference.outputs
     ]
     return reference
 
 
-def _caller(form: Form, sample: Any) -> Callable[[Convert], tuple[Any, list[torch.Tensor]]]:
+def _make_call(form: Form, sample: Any) -> Callable[[Convert], tuple[Any, list[torch.Tensor]]]:
     fills: Any = None
     if form.fills:  # what the op returns without `out=` has the shapes that `out` must have
         with torch.no_grad(), warnings.catch_warnings():
@@ -165,7 +165,7 @@ def _caller(form: Form, sample: Any) -> Callable[[Convert], tuple[Any, list[torc
             leaves.append(new.requires_grad_(t.requires_grad))
             return new
 
-        input, args, kwargs = mapped((sample.input, sample.args, sample.kwargs), one)
+        input, args, kwargs = map_tensors((sample.input, sample.args, sample.kwargs), one)
         if form.fills:
             # Something else than the result, so that it must be written.
             kwargs["out"] = (
@@ -186,15 +186,15 @@ def _caller(form: Form, sample: Any) -> Callable[[Convert], tuple[Any, list[torc
     return call
 
 
-def _flat(out: Any) -> list[Any]:
+def _flatten_outputs(out: Any) -> list[Any]:
     if isinstance(out, dict):
         out = list(out.values())
     if isinstance(out, (tuple, list)) and not isinstance(out, torch.Size):
-        return [t for o in out for t in _flat(o)]
+        return [t for o in out for t in _flatten_outputs(o)]
     return [out]
 
 
-def _backward(
+def _run_backward(
     outputs: list[Any], seeds: list[torch.Tensor | None], leaves: list[torch.Tensor]
 ) -> list[torch.Tensor | None]:
     loss: Any = None
@@ -216,70 +216,90 @@ def run_case(mesh: Any, name: str, number: int, reference: Reference, klass: str
     """Run one case as one rank of `mesh` and compare. Called on every rank alike."""
 
     def convert(i: int, t: torch.Tensor) -> torch.Tensor:
-        return distributed(t, mesh, klass, number + i, first=i == 0)
+        return distribute_argument(t, mesh, klass, number + i, first=i == 0)
 
     unspecified = form_of(name).unspecified
     try:
         out, leaves = reference.call(convert)
-        outputs = _flat(out)
+        outputs = _flatten_outputs(out)
         if len(outputs) != len(reference.outputs):
             want = f"{len(reference.outputs)} outputs"
             return Outcome("wrong", f"{len(outputs)} outputs instead of {want}")
-        operands = [_whole(t) for t in leaves]
-        graded = [] if unspecified else _backward(outputs, reference.seeds, leaves)
-        got = [_whole(t) for t in outputs]
-        gradients = [_whole(g) for g in graded]
+        operands = [_full_value(t) for t in leaves]
+        graded = [] if unspecified else _run_backward(outputs, reference.seeds, leaves)
+        got = [_full_value(t) for t in outputs]
+        gradients = [_full_value(g) for g in graded]
     except pt.LayoutError as error:
-        return _raised(error)
+        return _outcome_of_error(error)
     except Exception as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        return Outcome("crash", f"{_line(error)} ({frame.filename.split('/')[-1]}:{frame.lineno})")
+        return Outcome(
+            "crash", f"{_format_error(error)} ({frame.filename.split('/')[-1]}:{frame.lineno})"
+        )
+    fault = (
+        _find_output_fault(outputs, got, reference, unspecified)
+        or _find_operand_fault(operands, reference, unspecified)
+        or _find_gradient_fault(gradients, reference)
+    )
+    return Outcome("wrong", fault) if fault else Outcome("right")
+
+
+def _find_output_fault(
+    outputs: list[Any], got: list[Any], reference: Reference, unspecified: bool
+) -> str:
+    """What is wrong with the results; "" if nothing is. `got` has their values whole."""
     for i, (mine, right) in enumerate(zip(got, reference.outputs, strict=True)):
         if isinstance(right, torch.Tensor):
             if not isinstance(outputs[i], pt.DTensor):
-                kind = type(outputs[i]).__name__
-                return Outcome("wrong", f"output {i} is a {kind}, not a DTensor")
+                return f"output {i} is a {type(outputs[i]).__name__}, not a DTensor"
             if outputs[i].requires_grad != reference.graded[i]:
-                return Outcome("wrong", f"output {i}: requires_grad is {not reference.graded[i]}")
-        fault = _difference(mine, right, unspecified)
-        if fault and not _nearer(mine, right, reference, 0, i):
-            return Outcome("wrong", f"output {i}: {fault}")
+                return f"output {i}: requires_grad is {not reference.graded[i]}"
+        fault = _find_difference(mine, right, unspecified)
+        if fault and not _is_nearer(mine, right, reference, 0, i):
+            return f"output {i}: {fault}"
+    return ""
+
+
+def _find_operand_fault(operands: list[Any], reference: Reference, unspecified: bool) -> str:
+    """What is wrong with the arguments as the call left them."""
     for i, (mine, right) in enumerate(zip(operands, reference.operands, strict=True)):
-        fault = _difference(mine, right, unspecified)
-        if fault and not _nearer(mine, right, reference, 1, i):
-            return Outcome("wrong", f"argument {i} after the call: {fault}")
+        fault = _find_difference(mine, right, unspecified)
+        if fault and not _is_nearer(mine, right, reference, 1, i):
+            return f"argument {i} after the call: {fault}"
+    return ""
+
+
+def _find_gradient_fault(gradients: list[Any], reference: Reference) -> str:
+    """What is wrong with the gradients of the arguments. A zero gradient and none say the same."""
     for i, mine in enumerate(gradients):
         right = reference.gradients[i]
-        if mine is None and right is None:
-            continue
         if mine is None or right is None:
-            # A zero gradient and none say the same.
             there = mine if right is None else right
-            if there.abs().max() == 0 if there.numel() else True:
+            if there is None or not there.numel() or there.abs().max() == 0:
                 continue
-            return Outcome("wrong", f"gradient {i}: {'missing' if mine is None else 'not wanted'}")
-        fault = _difference(mine, right, False)
-        if fault and not _nearer(mine, right, reference, 2, i):
-            return Outcome("wrong", f"gradient {i}: {fault}")
-    return Outcome("right")
+            return f"gradient {i}: {'missing' if mine is None else 'not wanted'}"
+        fault = _find_difference(mine, right, False)
+        if fault and not _is_nearer(mine, right, reference, 2, i):
+            return f"gradient {i}: {fault}"
+    return ""
 
 
-def _raised(error: pt.LayoutError) -> Outcome:
-    text = _line(error)
+def _outcome_of_error(error: pt.LayoutError) -> Outcome:
+    text = _format_error(error)
     if any(s in text for s in ("ranks ask for", "ranks wait", "which has ended")):
         return Outcome("hang", text)  # simulated ranks that go apart are told; real ones wait
     broken = "does not hold" in text or "where its rule speaks of" in text
     return Outcome("crash" if broken or not (error.reason or error.fixes) else "raise", text)
 
 
-def _whole(value: Any) -> Any:
+def _full_value(value: Any) -> Any:
     if isinstance(value, pt.DTensor):
         with torch.no_grad():
             return value.full_tensor().detach().clone()
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
-def _difference(mine: Any, right: Any, only_kind: bool) -> str:
+def _find_difference(mine: Any, right: Any, only_kind: bool) -> str:
     """What is different; "" if nothing is."""
     if not isinstance(right, torch.Tensor):
         if isinstance(right, float):
@@ -295,7 +315,7 @@ def _difference(mine: Any, right: Any, only_kind: bool) -> str:
             return f"{mine.dtype} instead of {right.dtype}"
         if only_kind or right.numel() == 0:
             return ""
-        mine, right = (_comparable(t.to_dense()) for t in (mine, right))
+        mine, right = (_make_comparable(t.to_dense()) for t in (mine, right))
         if not (right.is_floating_point() or right.is_complex()):
             return "" if torch.equal(mine, right) else "other values"
         finite = right[torch.isfinite(right)].abs()
@@ -306,7 +326,7 @@ def _difference(mine: Any, right: Any, only_kind: bool) -> str:
         return f"off by {float((mine - right).abs().max()):.3g} of {scale:.3g}"
 
 
-def _nearer(mine: Any, right: Any, reference: Reference, which: int, i: int) -> bool:
+def _is_nearer(mine: Any, right: Any, reference: Reference, which: int, i: int) -> bool:
     """Is ours, where it differs, nearer to the exact value than what one device computed?
 
     One device's rounding errors are its own: where its value is within 100 times the tolerance of
@@ -348,12 +368,12 @@ def _as_near(
     return bool((ours <= torch.maximum(held, torch.full_like(held, 8 * whole))).all())
 
 
-def _comparable(t: torch.Tensor) -> torch.Tensor:
+def _make_comparable(t: torch.Tensor) -> torch.Tensor:
     """Torch does not compare numbers of 8 bits."""
     return t.float() if t.is_floating_point() and t.element_size() == 1 else t
 
 
-def _line(error: BaseException) -> str:
+def _format_error(error: BaseException) -> str:
     text = str(error).strip().splitlines() or [""]
     if len(text) > 1 and isinstance(error, pt.LayoutError):
         text[0] += " | " + " ".join(" ".join(text[1:]).split())[:160]

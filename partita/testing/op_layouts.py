@@ -1,4 +1,4 @@
-"""Layouts of arguments: in which layouts are an op's arguments tried?
+"""Classes of layouts, in which an op's arguments are tried.
 
 - replicated: whole on every rank.
 - even: sharded along a dimension that the ranks divide (along any, where there is none).
@@ -17,12 +17,12 @@ import torch
 
 import partita as pt
 
-__all__ = ["CLASSES", "distributed"]
+__all__ = ["CLASSES", "distribute_argument"]
 
 CLASSES = ("replicated", "even", "uneven", "partial", "mixed")
 
 
-def distributed(
+def distribute_argument(
     t: torch.Tensor, mesh: Any, klass: str, turn: int, first: bool = True
 ) -> torch.Tensor:
     """A plain tensor in a layout of class `klass`; `turn` picks one where there are several.
@@ -33,9 +33,9 @@ def distributed(
     # A plain tensor that requires grad has no place beside a DTensor: its gradient has no layout.
     stays = not (first or t.requires_grad)
     t = t.detach()
-    placements = _placements(t, klass, turn, [mesh.size(i) for i in range(mesh.ndim)])
+    placements = _choose_placements(t, klass, turn, [mesh.size(i) for i in range(mesh.ndim)])
     if placements is None:
-        return t.clone() if stays else distributed(t, mesh, "replicated", turn)
+        return t.clone() if stays else distribute_argument(t, mesh, "replicated", turn)
     held = [pt.Replicate() if p.is_partial() else p for p in placements]
     piece = pt.distribute_tensor(t, mesh, held, src_data_rank=None)
     if not any(p.is_partial() for p in placements):
@@ -57,7 +57,7 @@ def distributed(
     return pt.DTensor.from_local(share, mesh, placements, shape=t.shape, stride=t.stride())
 
 
-def _placements(t: torch.Tensor, klass: str, turn: int, sizes: Sequence[int]) -> Any:
+def _choose_placements(t: torch.Tensor, klass: str, turn: int, sizes: Sequence[int]) -> Any:
     """One placement per axis; None to leave `t` a plain tensor."""
     if t.layout is not torch.strided:
         return [pt.Replicate()] * len(sizes)
@@ -69,7 +69,7 @@ def _placements(t: torch.Tensor, klass: str, turn: int, sizes: Sequence[int]) ->
     if klass == "mixed" and dice.random() < 0.15:
         return None
     for axis, parts in enumerate(sizes):
-        shard = _shard(left, klass, turn + axis, parts)
+        shard = _choose_shard_dim(left, klass, turn + axis, parts)
         if klass == "mixed":
             ways = [pt.Replicate(), pt.Invariant()] + [pt.Shard(d) for d in range(t.dim())]
             ways += [pt.Partial("sum")] * (t.element_size() > 1)
@@ -84,7 +84,7 @@ def _placements(t: torch.Tensor, klass: str, turn: int, sizes: Sequence[int]) ->
     return found
 
 
-def _shard(shape: Sequence[int], klass: str, turn: int, parts: int) -> int | None:
+def _choose_shard_dim(shape: Sequence[int], klass: str, turn: int, parts: int) -> int | None:
     if not shape or klass not in ("even", "uneven"):
         return None
     even = [d for d, n in enumerate(shape) if n and n % parts == 0]

@@ -1,4 +1,4 @@
-"""Teams of ranks: how does a sweep survive ops that hang their ranks, or kill them?
+"""Teams of ranks for a sweep, which survives ops that hang their ranks or kill them.
 
 The process that sweeps never computes: it forks the ranks, hands them one case after the other and
 waits for all to answer. Ranks that do not answer in time are hanging, ranks that die have crashed;
@@ -22,7 +22,7 @@ import torch
 import partita as pt
 
 from .op_case import Outcome, references, run_case
-from .opinfo import why_not
+from .opinfo import reason_to_skip
 
 __all__ = ["FORK", "Axes", "Case", "Team"]
 
@@ -36,7 +36,7 @@ Case = tuple[str, int, str]
 # -- in the ranks ----------------------------------------------------------------------------------
 
 
-def _serve(
+def _serve_cases(
     end: Connection, rank: int, store: str, axes: Axes, inprocess: bool, samples: int
 ) -> None:
     """Answer cases until the pipe closes. `(op, -1, "")` asks how many samples an op has, and how
@@ -46,14 +46,14 @@ def _serve(
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 2)  # what kernels print of their own accord
     known: dict[str, Any] = {}
-    mesh: Any = pt.ranks(**dict(axes)) if inprocess else _join(rank, store, axes)
+    mesh: Any = pt.ranks(**dict(axes)) if inprocess else _join_group(rank, store, axes)
     while True:
         try:
             name, number, klass = end.recv()
         except EOFError:
             os._exit(0)
         if name not in known:
-            why = why_not(name)
+            why = reason_to_skip(name)
             known = {name: (why, 0) if why else references(name, samples)}
         found, refused = known[name]
         if number < 0:
@@ -67,7 +67,7 @@ def _serve(
             end.send([run_case(mesh, name, number, found[number], klass)])
 
 
-def _join(rank: int, store: str, axes: Axes) -> Any:
+def _join_group(rank: int, store: str, axes: Axes) -> Any:
     import torch.distributed as dist
 
     size = math.prod(n for _, n in axes)
@@ -107,7 +107,7 @@ class Team:
         for rank in range(1 if self.inprocess else math.prod(n for _, n in self.axes)):
             ours, theirs = FORK.Pipe()
             process = FORK.Process(
-                target=_serve,
+                target=_serve_cases,
                 args=(theirs, rank, store, self.axes, self.inprocess, self.samples),
                 daemon=True,
             )
@@ -128,7 +128,7 @@ class Team:
 
     def samples_of(self, name: str) -> tuple[int, int, str]:
         """How many samples of an op one device runs and refuses; why the op is left out, or ""."""
-        answers = self._ask((name, -1, ""), 120)
+        answers = self._ask_ranks((name, -1, ""), 120)
         if isinstance(answers, Outcome):
             return 0, 0, f"its samples do not run on one device ({answers.detail})"
         count, refused = answers[0]
@@ -138,10 +138,10 @@ class Team:
 
     def run(self, case: Case) -> list[Outcome]:
         """The ranks' outcomes."""
-        answers = self._ask(case, self.limit)
+        answers = self._ask_ranks(case, self.limit)
         return [answers] if isinstance(answers, Outcome) else [o for some in answers for o in some]
 
-    def _ask(self, case: Case, limit: float) -> list[Any] | Outcome:
+    def _ask_ranks(self, case: Case, limit: float) -> list[Any] | Outcome:
         """Each rank's answer; an Outcome if they do not answer."""
         if not self.ends:
             self.start()

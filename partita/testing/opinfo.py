@@ -1,4 +1,4 @@
-"""OpInfo: which ops of torch are there, in which forms, and with which samples?
+"""OpInfo: the ops of torch, their forms, and samples of their arguments.
 
 Torch's own list (OpInfo): for each op arguments that it has to take. An op is named as there; one
 of its other forms, which has the same samples, as `add:method`, `add:inplace`, `add:out`, ..., and
@@ -18,7 +18,16 @@ from typing import Any
 
 import torch
 
-__all__ = ["UNSPECIFIED", "Form", "chosen", "form_of", "leaves", "mapped", "names", "why_not"]
+__all__ = [
+    "UNSPECIFIED",
+    "Form",
+    "choose_samples",
+    "collect_tensors",
+    "form_of",
+    "list_names",
+    "map_tensors",
+    "reason_to_skip",
+]
 
 UNSPECIFIED = {
     "empty_like": "memory that nobody wrote",
@@ -75,7 +84,7 @@ class Form:
         return iter(self.info.sample_inputs_func(self.info, "cpu", self.dtype, graded))
 
 
-def _narrowed(sample: Any, turn: int) -> Any:
+def _narrow_sample(sample: Any, turn: int) -> Any:
     """A sample with its float32 tensors in bfloat16: all, none, or every other."""
     sample, places = copy.copy(sample), itertools.count(turn // 3)
 
@@ -85,7 +94,7 @@ def _narrowed(sample: Any, turn: int) -> Any:
             return t
         return t.detach().to(torch.bfloat16).requires_grad_(t.requires_grad)
 
-    sample.input, sample.args, sample.kwargs = mapped(
+    sample.input, sample.args, sample.kwargs = map_tensors(
         (sample.input, sample.args, sample.kwargs), narrow
     )
     return sample
@@ -100,7 +109,7 @@ def _under_autocast(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @lru_cache(maxsize=1)
-def _database() -> dict[str, Any]:
+def _load_database() -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         # Not public, and nothing public has it: torch's own list of its ops with samples.
@@ -111,7 +120,7 @@ def _database() -> dict[str, Any]:
     return found
 
 
-def _variants(info: Any) -> dict[str, Callable[..., Any]]:
+def _find_variants(info: Any) -> dict[str, Callable[..., Any]]:
     found = {
         "autocast": _under_autocast(info.op),
         "method": info.method_variant,
@@ -126,7 +135,7 @@ def _variants(info: Any) -> dict[str, Callable[..., Any]]:
     return {k: f for k, f in found.items() if f is not None and (f is not info.op or k == "out")}
 
 
-def names(variants: bool = False, autocast: bool = False) -> list[str]:
+def list_names(variants: bool = False, autocast: bool = False) -> list[str]:
     """The name of every OpInfo in torch's order.
 
     Args:
@@ -134,10 +143,10 @@ def names(variants: bool = False, autocast: bool = False) -> list[str]:
         autocast: those of the ops under autocast instead.
     """
     if autocast:
-        return [f"{name}:autocast" for name in _database()]
+        return [f"{name}:autocast" for name in _load_database()]
     if not variants:
-        return list(_database())
-    forms = ((name, v) for name, info in _database().items() for v in _variants(info))
+        return list(_load_database())
+    forms = ((name, v) for name, info in _load_database().items() for v in _find_variants(info))
     return [f"{name}:{v}" for name, v in forms if v != "autocast"]
 
 
@@ -145,13 +154,13 @@ def names(variants: bool = False, autocast: bool = False) -> list[str]:
 def form_of(name: str) -> Form:
     """The form of an op that `name` means."""
     op, _, variant = name.partition(":")
-    info = _database()[op]
-    call = _variants(info)[variant] if variant else info.op
+    info = _load_database()[op]
+    call = _find_variants(info)[variant] if variant else info.op
     dtype = next((d for d in _DTYPES if d in info.supported_dtypes("cpu")), torch.float32)
     return Form(name, info, call, dtype)
 
 
-def why_not(name: str) -> str:
+def reason_to_skip(name: str) -> str:
     """Why an op is not in the sweep; "" if it is."""
     form = form_of(name)
     try:
@@ -160,51 +169,51 @@ def why_not(name: str) -> str:
         return f"its samples raise {type(error).__name__}"
     if not samples:
         return "no samples"
-    if not any(leaves((s.input, s.args, s.kwargs)) for s in samples):
+    if not any(collect_tensors((s.input, s.args, s.kwargs)) for s in samples):
         return "no tensor arguments"
     return ""
 
 
-def leaves(value: Any) -> list[torch.Tensor]:
+def collect_tensors(value: Any) -> list[torch.Tensor]:
     """The tensors in nested tuples, lists and dicts, in order."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, dict):
-        return [t for v in value.values() for t in leaves(v)]
+        return [t for v in value.values() for t in collect_tensors(v)]
     if isinstance(value, (tuple, list)):
-        return [t for v in value for t in leaves(v)]
+        return [t for v in value for t in collect_tensors(v)]
     return []
 
 
-def mapped(value: Any, convert: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def map_tensors(value: Any, convert: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """The same nest with each tensor converted."""
     if isinstance(value, torch.Tensor):
         return convert(value)
     if isinstance(value, dict):
-        return {k: mapped(v, convert) for k, v in value.items()}
+        return {k: map_tensors(v, convert) for k, v in value.items()}
     if isinstance(value, (tuple, list)):
-        new = [mapped(v, convert) for v in value]
+        new = [map_tensors(v, convert) for v in value]
         return type(value)(*new) if hasattr(value, "_fields") else type(value)(new)
     return value
 
 
-def chosen(form: Form, count: int) -> list[Any]:
+def choose_samples(form: Form, count: int) -> list[Any]:
     """`count` samples: small ones that can be sharded first, and each with other arguments."""
 
     def kind(sample: Any) -> Any:
-        shape = [t.dim() for t in leaves((sample.input, sample.args))]
-        others = sorted(f"{k}={v}" for k, v in sample.kwargs.items() if not leaves(v))
-        return str((shape, others, [a for a in sample.args if not leaves(a)]))
+        shape = [t.dim() for t in collect_tensors((sample.input, sample.args))]
+        others = sorted(f"{k}={v}" for k, v in sample.kwargs.items() if not collect_tensors(v))
+        return str((shape, others, [a for a in sample.args if not collect_tensors(a)]))
 
     def size(sample: Any) -> tuple[bool, int]:
-        tensors = leaves((sample.input, sample.args, sample.kwargs))
+        tensors = collect_tensors((sample.input, sample.args, sample.kwargs))
         dull = not any(t.dim() and t.numel() > 1 for t in tensors)
         return dull or any(t.numel() == 0 for t in tensors), sum(t.numel() for t in tensors)
 
     samples = [
         s
         for s in itertools.islice(form.samples(), _MOST_SAMPLES)
-        if leaves((s.input, s.args, s.kwargs))
+        if collect_tensors((s.input, s.args, s.kwargs))
     ]
     order = sorted(range(len(samples)), key=lambda i: (*size(samples[i]), i))
     first: list[Any] = []
@@ -215,5 +224,5 @@ def chosen(form: Form, count: int) -> list[Any]:
         seen.add(k)
     found = (first + again)[:count]
     if form.autocast and found:
-        return [_narrowed(found[i % len(found)], i) for i in range(count)]
+        return [_narrow_sample(found[i % len(found)], i) for i in range(count)]
     return found

@@ -1,4 +1,4 @@
-"""The prover: is every row of a rule right, and which right rows does the rule not know?
+"""The prover: whether every row of a rule is right, and which right rows the rule does not know.
 
 By brute force, on ranks that are simulated one after the other: cut the inputs as the row says
 (pieces of uneven size, shares that are lopsided and of both signs), run the local kernel on each
@@ -26,12 +26,18 @@ from partita.layout import Partial as Shares
 from partita.layout import Placement, Replicate, Shard, chunk
 from partita.rules.bind import Bound, bind
 from partita.rules.rows import Row
-from partita.rules.rule import RULES, KernelCall, Rewrite, Said
+from partita.rules.rule import RULES, Decomposition, KernelCall, KernelRule
 from partita.rules.sentence import parse
-from partita.rules.split import cut, find_difference, joined, same, tolerance_of
 from partita.tensor.forms import form_of
+from partita.testing.simulated_ranks import (
+    are_same,
+    cut_for_ranks,
+    find_difference,
+    join_ranks,
+    tolerance_of,
+)
 
-from .trial import Trial, direction
+from .trial import Trial, draw_cotangent
 
 __all__ = ["Proof", "prove"]
 
@@ -93,34 +99,36 @@ def prove(function: Callable[..., Any], samples: Iterable[Sample], missed: bool 
     for args, kwargs in samples:
         trial = Trial(function, rule, args, kwargs)
         rows: set[str] = set()
-        for said in trial.sayings():
-            rows |= _prove_saying(trial, said, proof)
+        for answer in trial.ask_rule():
+            rows |= _prove_answer(trial, answer, proof)
         if missed and rows:
-            proof.missed += [m for m in _search(trial, rows) if m not in proof.missed]
+            proof.missed += [m for m in _find_missed_rows(trial, rows) if m not in proof.missed]
     return proof
 
 
 # -- one row ---------------------------------------------------------------------------------------
 
 
-def _prove_saying(trial: Trial, said: Said | Rewrite | None, proof: Proof) -> set[str]:
-    if said is None:
+def _prove_answer(
+    trial: Trial, answer: KernelRule | Decomposition | None, proof: Proof
+) -> set[str]:
+    if answer is None:
         return set()
-    if isinstance(said, Rewrite):
+    if isinstance(answer, Decomposition):
         proof.rows += 1
-        reason = _rewrite_differs(trial, said)
+        reason = _find_decomposition_fault(trial, answer)
         if reason:
             proof.wrong.append(f"{trial.rule.name} written as other ops: {reason}")
         return set()
     shapes = [tuple(x.shape) if isinstance(x, torch.Tensor) else x for x in trial.operands]
-    bound = bind(parse(said.text), shapes)
+    bound = bind(parse(answer.text), shapes)
     trial.products = max(trial.products, math.prod(bound.sizes.values()))
     known = set(bound.sizes)
     if any(n not in known for out in bound.outputs for dim in out for n in dim.names):
-        unread = trial.unread()
+        unread = trial.find_unread()
         if unread:
             proof.wrong.append(
-                f'"{said.text}": only the kernel tells the size of the result, and it may depend '
+                f'"{answer.text}": only the kernel tells the size of the result, and it may depend '
                 f"on {unread}, which the rule does not declare"
             )
     for row in bound.rows:
@@ -128,20 +136,20 @@ def _prove_saying(trial: Trial, said: Said | Rewrite | None, proof: Proof) -> se
             if row.split and not bound.can_split(row.split, n):
                 continue
             proof.rows += 1
-            reason = _differs(trial, said, bound, row, n)
+            reason = _find_row_fault(trial, answer, bound, row, n)
             if reason:
-                proof.wrong.append(f'{row} on {n} ranks of "{said.text}" {shapes}: {reason}')
+                proof.wrong.append(f'{row} on {n} ranks of "{answer.text}" {shapes}: {reason}')
     return {str(row) for row in bound.rows}
 
 
-def _rewrite_differs(trial: Trial, said: Rewrite) -> str:
+def _find_decomposition_fault(trial: Trial, answer: Decomposition) -> str:
     def both(kernel: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         inputs = trial.leaves_of(trial.operands)
         outs = trial.run(kernel, inputs)
-        return outs, _gradients(outs, inputs, [direction(x) for x in outs])
+        return outs, _compute_gradients(outs, inputs, [draw_cotangent(x) for x in outs])
 
     try:
-        ours, theirs = both(said.run), both(trial.function)
+        ours, theirs = both(answer.run), both(trial.function)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     for what, a, b in zip(("value", "gradient"), ours, theirs, strict=True):
@@ -154,8 +162,8 @@ def _rewrite_differs(trial: Trial, said: Rewrite) -> str:
     return ""
 
 
-def _kernel(trial: Trial, said: Said, bound: Bound, row: Row, n: int, r: int) -> Any:
-    if said.local is None:
+def _make_kernel(trial: Trial, answer: KernelRule, bound: Bound, row: Row, n: int, r: int) -> Any:
+    if answer.local is None:
         return trial.function
     pieces = {}
     if row.split:
@@ -169,26 +177,26 @@ def _kernel(trial: Trial, said: Said, bound: Bound, row: Row, n: int, r: int) ->
 
     outputs = tuple(tuple(local_size(d.names) for d in out) for out in bound.outputs)
     shapes = tuple(o if isinstance(o, tuple) else None for o in bound.operands)
-    return said.local(KernelCall(trial.function, shapes, outputs, pieces)) or trial.function
+    return answer.local(KernelCall(trial.function, shapes, outputs, pieces)) or trial.function
 
 
-def _differs(trial: Trial, said: Said, bound: Bound, row: Row, n: int) -> str:
+def _find_row_fault(trial: Trial, answer: KernelRule, bound: Bound, row: Row, n: int) -> str:
     """Why the row is wrong; empty where it is right."""
-    kernels = [_kernel(trial, said, bound, row, n, r) for r in range(n)]
+    kernels = [_make_kernel(trial, answer, bound, row, n, r) for r in range(n)]
     try:
-        return _compare(trial, kernels, row.inputs, row.outputs, n)
+        return _compare_outputs(trial, kernels, row.inputs, row.outputs, n)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
 
-def _compare(
+def _compare_outputs(
     trial: Trial,
     kernels: Sequence[Any],
     inputs: Sequence[Placement | None],
     outputs: Sequence[Placement],
     n: int,
 ) -> str:
-    pieces = [cut(x, p, n) for x, p in zip(trial.operands, inputs, strict=True)]
+    pieces = [cut_for_ranks(x, p, n) for x, p in zip(trial.operands, inputs, strict=True)]
     ranks = [trial.leaves_of([column[r] for column in pieces]) for r in range(n)]
     outs = [trial.run(kernel, mine) for kernel, mine in zip(kernels, ranks, strict=True)]
     if len(outs[0]) != len(outputs):
@@ -196,7 +204,7 @@ def _compare(
     for i, p in enumerate(outputs):
         parts = [o[i].detach() for o in outs]
         terms = trial.count_terms(trial.expected[i])
-        got = joined(parts, p, terms)
+        got = join_ranks(parts, p, terms)
         near = tolerance_of([*trial.tensors, got], parts, terms)
         if reason := find_difference(got, trial.expected[i].detach(), near):
             return f"output {i} {reason}"
@@ -215,8 +223,8 @@ def _compare_gradients(
 ) -> str:
     leaves = trial.leaves_of(trial.operands)
     whole = trial.run(trial.function, leaves)
-    directions = [direction(x) for x in whole]
-    expected = _gradients(whole, leaves, directions)
+    directions = [draw_cotangent(x) for x in whole]
+    expected = _compute_gradients(whole, leaves, directions)
     given: list[list[torch.Tensor]] = [[] for _ in range(n)]
     for i, p in enumerate(outputs):
         if isinstance(p, Shard):
@@ -226,16 +234,16 @@ def _compare_gradients(
                 given[r].append(directions[i].narrow(p.dim, at, length))
                 at += length
         else:
-            for r, g in enumerate(cut(directions[i], p.dual(), n)):
+            for r, g in enumerate(cut_for_ranks(directions[i], p.dual(), n)):
                 given[r].append(g)
-    found = [_gradients(o, mine, g) for o, mine, g in zip(outs, ranks, given, strict=True)]
+    found = [_compute_gradients(o, mine, g) for o, mine, g in zip(outs, ranks, given, strict=True)]
     given_by_all = [g for mine in given for g in mine]
     places = [p for p, x in zip(inputs, leaves, strict=True) if _wants_gradient(x)]
     for k, place in enumerate(places):
         assert place is not None
         parts = [f[k] for f in found]
         terms = trial.count_terms(expected[k])
-        got = joined(parts, place.dual(), terms)
+        got = join_ranks(parts, place.dual(), terms)
         near = tolerance_of([*trial.tensors, got], [*parts, *given_by_all], terms)
         if reason := find_difference(got, expected[k], near):
             return f"gradient {k} {reason}"
@@ -246,7 +254,7 @@ def _wants_gradient(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and x.requires_grad
 
 
-def _gradients(
+def _compute_gradients(
     outs: Sequence[torch.Tensor], inputs: Sequence[Any], given: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
     """One for each input that wants one; zeros where it is not used."""
@@ -262,7 +270,7 @@ def _gradients(
 # -- rows that a rule does not know ----------------------------------------------------------------
 
 
-def _search(trial: Trial, known: set[str]) -> Iterator[str]:
+def _find_missed_rows(trial: Trial, known: set[str]) -> Iterator[str]:
     """Every placement of the operands for which the function itself gives a right output."""
     choices: list[list[Placement | None]] = []
     for x in trial.operands:
@@ -279,22 +287,24 @@ def _search(trial: Trial, known: set[str]) -> Iterator[str]:
     for inputs in itertools.product(*choices):
         if all(p is None or p == Replicate() for p in inputs):
             continue
-        for placed in itertools.product(*_outputs(trial, inputs, 2)):
+        for placed in itertools.product(*_find_output_placements(trial, inputs, 2)):
             row = Row(tuple(inputs), tuple(placed))
-            if str(row) not in known and all(_holds(trial, row, n) for n in (2, 3)):
+            if str(row) not in known and all(_is_row_right(trial, row, n) for n in (2, 3)):
                 yield str(row)
 
 
-def _holds(trial: Trial, row: Row, n: int) -> bool:
+def _is_row_right(trial: Trial, row: Row, n: int) -> bool:
     try:
-        return not _compare(trial, [trial.function] * n, row.inputs, row.outputs, n)
+        return not _compare_outputs(trial, [trial.function] * n, row.inputs, row.outputs, n)
     except Exception:
         return False
 
 
-def _outputs(trial: Trial, inputs: Sequence[Placement | None], n: int) -> list[list[Placement]]:
+def _find_output_placements(
+    trial: Trial, inputs: Sequence[Placement | None], n: int
+) -> list[list[Placement]]:
     """For each output the placements that give its value; empty where there is none."""
-    pieces = [cut(x, p, n) for x, p in zip(trial.operands, inputs, strict=True)]
+    pieces = [cut_for_ranks(x, p, n) for x, p in zip(trial.operands, inputs, strict=True)]
     try:
         outs = [trial.run(trial.function, [column[r] for column in pieces]) for r in range(n)]
     except Exception:
@@ -310,7 +320,7 @@ def _outputs(trial: Trial, inputs: Sequence[Placement | None], n: int) -> list[l
                 parts = [o[i] for o in outs]
                 terms = trial.count_terms(whole)
                 near = tolerance_of([*trial.tensors, whole], parts, terms)
-                if same(joined(parts, p, terms), whole, near):
+                if are_same(join_ranks(parts, p, terms), whole, near):
                     fits.append(p)
             except (ValueError, RuntimeError, IndexError):
                 continue

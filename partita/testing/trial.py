@@ -1,4 +1,4 @@
-"""Trials of a rule: what does a rule say of a sample, and what does the sample's function give?"""
+"""Trials of a rule: what it says of one sample, and what the sample's function gives."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from partita.rules.bind import NUMBER
-from partita.rules.rule import Arg, Like, Rewrite, Rule, Said
+from partita.rules.rule import Arg, Decomposition, KernelRule, LikeRule, Rule
 from partita.rules.sentence import parse
 
-__all__ = ["Trial", "direction"]
+__all__ = ["Trial", "draw_cotangent"]
 
 
 class Trial:
@@ -28,19 +28,19 @@ class Trial:
     def __init__(self, function: Any, rule: Rule, args: tuple[Any, ...], kwargs: Any) -> None:
         self.function, self.rule, self.args, self.kwargs = function, rule, args, kwargs
         self.leaves, self.tree = tree_flatten((args, kwargs), is_leaf=lambda x: x is None)
-        self.operands = self._operands()
+        self.operands = self._find_operands()
         where = {id(x): i for i, x in enumerate(self.leaves) if isinstance(x, torch.Tensor)}
         self.places = [where[id(x)] if isinstance(x, torch.Tensor) else None for x in self.operands]
         self.expected = self.run(function, self.operands)
         self.tensors = [x for x in [*self.operands, *self.expected] if isinstance(x, torch.Tensor)]
         self.products = max([x.numel() for x in self.tensors], default=1)
-        self.differentiable = self._differentiable()
+        self.differentiable = self._find_differentiable()
 
     def count_terms(self, value: torch.Tensor) -> int:
         """Of how many terms each element of an output or of a gradient may be the sum."""
         return max(1, self.products // max(1, value.numel()))
 
-    def _declared(self) -> Iterator[tuple[inspect.Parameter, Any]]:
+    def _declared_arguments(self) -> Iterator[tuple[inspect.Parameter, Any]]:
         given, named = list(self.args), dict(self.kwargs)
         for p in self.rule.params:
             if p.kind == p.VAR_POSITIONAL:
@@ -52,7 +52,7 @@ class Trial:
             elif p.name in named:
                 yield p, named[p.name]
 
-    def unread(self) -> list[Any]:
+    def find_unread(self) -> list[Any]:
         """The arguments that are no tensors and in whose places the rule has no parameter."""
         params = self.rule.params
         names = {p.name.lstrip("_") for p in params}
@@ -60,15 +60,15 @@ class Trial:
         more = [*rest, *(x for name, x in self.kwargs.items() if name not in names)]
         return [x for x in more if x is not None and not isinstance(x, torch.Tensor)]
 
-    def _operands(self) -> list[Any]:
+    def _find_operands(self) -> list[Any]:
         if self.rule.derive is None:
             count = len(parse(self.rule.text).terms)
             given = [*self.args, *self.kwargs.values(), *[None] * count][:count]
             return [x if x is None or isinstance(x, torch.Tensor) else NUMBER for x in given]
-        values = [x for _, x in self._declared()]
+        values = [x for _, x in self._declared_arguments()]
         return [x for x in tree_flatten(values)[0] if isinstance(x, torch.Tensor)]
 
-    def _differentiable(self) -> list[bool]:
+    def _find_differentiable(self) -> list[bool]:
         """For each operand, whether torch has a gradient for it."""
         able = []
         for i, x in enumerate(self.operands):
@@ -83,7 +83,7 @@ class Trial:
                     )
                     for out in outs:
                         if out.requires_grad:
-                            torch.autograd.grad(out, leaf, direction(out), allow_unused=True)
+                            torch.autograd.grad(out, leaf, draw_cotangent(out), allow_unused=True)
                 except RuntimeError:
                     able[i] = False
         return able
@@ -95,22 +95,22 @@ class Trial:
             for x, able in zip(tensors, self.differentiable, strict=True)
         ]
 
-    def sayings(self) -> Iterator[Said | Rewrite | None]:
+    def ask_rule(self) -> Iterator[KernelRule | Decomposition | None]:
         """What the rule says: of whole operands, and of each operand with one dimension split."""
         if self.rule.derive is None:
-            yield Said(self.rule.text)
+            yield KernelRule(self.rule.text)
             return
         seen: list[Any] = []
         cases: list[tuple[int, int]] = [(-1, 0)]
         cases += [(i, d) for i, x in enumerate(self.operands) for d in range(x.ndim)]
         for case in cases:
-            said = self._ask(case)
-            text = said.text if isinstance(said, Said) else type(said).__name__
+            answer = self._ask_case(case)
+            text = answer.text if isinstance(answer, KernelRule) else type(answer).__name__
             if text not in seen:
                 seen.append(text)
-                yield said
+                yield answer
 
-    def _ask(self, case: tuple[int, int]) -> Said | Rewrite | None:
+    def _ask_case(self, case: tuple[int, int]) -> KernelRule | Decomposition | None:
         def arg(x: Any) -> Any:
             if not isinstance(x, torch.Tensor):
                 return x
@@ -119,7 +119,7 @@ class Trial:
             return Arg(tuple(x.shape), split)
 
         positional, named = [], {}
-        for p, value in self._declared():
+        for p, value in self._declared_arguments():
             leaves, tree = tree_flatten(value, is_leaf=lambda x: x is None)
             value = tree_unflatten([arg(x) for x in leaves], tree)
             if isinstance(value, tuple) and any(isinstance(v, Arg) for v in value):
@@ -129,10 +129,10 @@ class Trial:
             else:
                 positional.append(value)
         assert self.rule.derive is not None
-        said = self.rule.derive(*positional, **named)
-        if isinstance(said, str):
-            return Said(said)
-        return None if isinstance(said, Like) else said
+        answer = self.rule.derive(*positional, **named)
+        if isinstance(answer, str):
+            return KernelRule(answer)
+        return None if isinstance(answer, LikeRule) else answer
 
     def run(self, kernel: Callable[..., Any], tensors: Sequence[Any]) -> list[torch.Tensor]:
         """`kernel` on the sample with its operands replaced; the tensors that it returns."""
@@ -145,7 +145,7 @@ class Trial:
         return [x for x in tree_flatten(out)[0] if isinstance(x, torch.Tensor)]
 
 
-def direction(x: torch.Tensor) -> torch.Tensor:
+def draw_cotangent(x: torch.Tensor) -> torch.Tensor:
     """A gradient to send back: the same one for the same shape."""
     g = torch.Generator().manual_seed(7)
     noise = torch.randn(x.shape, generator=g, dtype=torch.float64)

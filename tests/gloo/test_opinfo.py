@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 import partita as pt
-from partita.testing.op_case import Outcome, references, run_case, together
+from partita.testing.op_case import Outcome, merge_outcomes, references, run_case
 from partita.testing.op_layouts import CLASSES
 from tests.gloo.launch import run_ranks
 
@@ -48,5 +48,5 @@ def test_ops_of_each_family_give_what_one_device_gives_on_gloo_ranks(half: int) 
     ranks = run_ranks(sweep, 2, asked, timeout=100)
     for name in asked:
         for klass in CLASSES:
-            outcome = together([found[name][klass] for found in ranks])
+            outcome = merge_outcomes([found[name][klass] for found in ranks])
             assert outcome.kind == "right", f"{name} ({klass}): {outcome.detail}"

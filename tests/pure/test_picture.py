@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from partita.layout import Layout, LayoutError, Mesh
-from partita.layout.picture import draw
-from partita.layout.picture_html import html_of
+from partita.layout.picture import draw, html_of
 
 MESH = Mesh(("dp", "tp", "pp"), (2, 2, 3))
 

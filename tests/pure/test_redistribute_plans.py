@@ -8,9 +8,9 @@ from itertools import permutations, product
 import pytest
 
 from partita.layout import Layout, LayoutError, Mesh
-from partita.redistribute import Move, Plan, plan, price
-from partita.redistribute.cost import price_of
-from partita.redistribute.move import changes, one_move
+from partita.redistribute import Move, Plan, estimate_price, plan
+from partita.redistribute.cost import price_of_move
+from partita.redistribute.move import find_changed_axes, find_single_move
 
 M22 = Mesh(("a", "b"), (2, 2))
 M23 = Mesh(("a", "b"), (2, 3))
@@ -73,12 +73,12 @@ def test_what_one_move_can_do_is_one_move(before, after, expected):
 @pytest.mark.parametrize("mesh", [M22, M23], ids=str)
 def test_no_plan_takes_more_collectives_than_axes(mesh):
     for before, after in product(layouts((5, 7), mesh), repeat=2):
-        assert collectives(plan(before, after, mesh)) <= len(changes(before, after))
+        assert collectives(plan(before, after, mesh)) <= len(find_changed_axes(before, after))
 
 
 def test_the_same_layout_needs_no_move():
     assert path("[8@a, 6] {sum b}", "[8@a, 6] {sum b}").moves == ()
-    assert price(Layout.parse("[8@a]"), Layout.parse("[8@a]"), M22) == 0
+    assert estimate_price(Layout.parse("[8@a]"), Layout.parse("[8@a]"), M22) == 0
 
 
 @pytest.mark.parametrize("mesh", [M22, M23], ids=str)
@@ -142,7 +142,7 @@ def test_an_inner_shard_makes_way_for_an_outer_one():
 def within_the_rules(move: Move, goal: Layout) -> bool:
     """The rules that `plan`'s file states of paths to `goal`."""
     goals = {str(goal.placement(a))[0] for a in move.axes}
-    moved = changes(move.before, goal)
+    moved = find_changed_axes(move.before, goal)
     start, end = move.way
     if not all(a in moved for a in move.axes):
         return False
@@ -173,8 +173,10 @@ def cheapest(goal: int, edges: dict[int, list[tuple[int, float]]]) -> dict[int, 
 def test_no_path_of_legal_moves_is_cheaper(shape, mesh):
     every = layouts(shape, mesh)
     number = {layout: i for i, layout in enumerate(every)}
-    moves = [m for pair in permutations(every, 2) if (m := one_move(*pair, mesh)) is not None]
-    priced = [(m, price_of(m, mesh, 4)) for m in moves]
+    moves = [
+        m for pair in permutations(every, 2) if (m := find_single_move(*pair, mesh)) is not None
+    ]
+    priced = [(m, price_of_move(m, mesh, 4)) for m in moves]
     for goal in every:
         edges: dict[int, list[tuple[int, float]]] = {}
         for m, cost in priced:
@@ -277,7 +279,7 @@ def test_an_axis_of_one_rank_sends_nothing():
 def test_a_price_is_exact_for_one_move_and_near_for_a_path(shape, mesh):
     for before, after in permutations(layouts(shape, mesh), 2):
         p = plan(before, after, mesh)
-        estimate, exact = price(before, after, mesh, 4), p.price(mesh, 4)
+        estimate, exact = estimate_price(before, after, mesh, 4), p.price(mesh, 4)
         if len(p.moves) == 1:
             assert estimate == pytest.approx(exact, rel=1e-12)
         else:

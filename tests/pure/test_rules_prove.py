@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from partita.rules import RULES, Arg, Like, Rewrite, Rule, Said, SentenceError, rule
+from partita.rules import RULES, Arg, Decomposition, KernelRule, LikeRule, Rule, SentenceError, rule
 from partita.testing.prove import main, prove
 from partita.testing.samples import samples
 
@@ -34,9 +34,9 @@ MISSED = {
     "places that are written once each, or pieces whose sizes a mask's values tell": "index_put",
     "a tensor that torch skips because it is empty": "cat",
     "torch returns a wrong shape for an empty piece, so the case is kept whole": "addmv",
-    "reducing what is pending first is what they are for": "settled minus",
+    "reducing what is pending first is what they are for": "reduced subtract_reduced",
     "linear, but not of bools, and a rule knows no dtypes": "diff",
-    "it reads where x lies, not what it holds: x comes as it is": "stands_at",
+    "it reads where x lies, not what it holds: x comes as it is": "is_at_place",
 }
 """Right rows that no sentence derives, and why that is well so."""
 
@@ -127,7 +127,7 @@ def local_mean_of_the_local_count(input, dim=None):
     def local(call):
         return (lambda x, dim=None: x.sum(dim) / x.shape[0]) if call.pieces else None
 
-    return Said(f"+ {input.names} -> {input.names.without(dim)}", local)
+    return KernelRule(f"+ {input.names} -> {input.names.without(dim)}", local)
 
 
 def unshifted_triangle(input):
@@ -135,7 +135,7 @@ def unshifted_triangle(input):
 
 
 def softmax_as_exponentials(input, dim):
-    return Rewrite(lambda x, dim: x.exp())
+    return Decomposition(lambda x, dim: x.exp())
 
 
 def size_that_is_not_declared(input):
@@ -211,7 +211,7 @@ def test_a_right_row_that_a_rule_lacks_is_listed():
 def test_a_new_tensor_does_not_inherit_shares_unless_it_is_overwritten():
     x = Arg((4, 5), (1, 1), pending=True)
     for function in (torch.zeros_like, torch.ones_like, torch.full_like):
-        assert RULES[function].derive(x) == Like((4, 5))
+        assert RULES[function].derive(x) == LikeRule((4, 5))
     assert RULES[torch.empty_like].derive(x).pending
     assert RULES[torch.Tensor.new_empty_strided].derive(x, (4, 5)).pending
     assert RULES[torch.Tensor.new_zeros].derive(x, 2, 3).shape == (2, 3)
@@ -222,7 +222,7 @@ def test_statistics_that_are_written_in_place_are_never_moved():
     text = RULES[F.batch_norm].derive(x, s, s, None, None, True)
     assert text == "a! b!, b!, b! -> a! b!"
     assert isinstance(
-        RULES[F.batch_norm].derive(Arg((4, 5), (2, 1)), s, s, None, None, True), Rewrite
+        RULES[F.batch_norm].derive(Arg((4, 5), (2, 1)), s, s, None, None, True), Decomposition
     )
 
 

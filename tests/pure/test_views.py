@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from partita.layout import Shard, chunk
-from partita.rules import bind, parse, resolve, views
+from partita.rules import bind, parse, resolve_shape, view_sentence
 
 
 @pytest.mark.parametrize(
@@ -26,23 +26,23 @@ from partita.rules import bind, parse, resolve, views
     ],
 )
 def test_two_shapes_make_a_sentence(before, after, text):
-    assert views(before, after) == text
+    assert view_sentence(before, after) == text
 
 
 def test_shapes_of_other_sizes_are_no_views():
     with pytest.raises(ValueError, match="cannot be viewed"):
-        views((2, 3), (5,))
+        view_sentence((2, 3), (5,))
 
 
 def test_one_size_may_be_left_to_work_out():
-    assert resolve(24, (4, -1, 2)) == (4, 3, 2)
-    assert resolve(0, (4, 0)) == (4, 0)
+    assert resolve_shape(24, (4, -1, 2)) == (4, 3, 2)
+    assert resolve_shape(0, (4, 0)) == (4, 0)
 
 
 @pytest.mark.parametrize("shape", [(-1, -1), (5, -1), (3, 3), (-2, 12), (0, -1)])
 def test_a_shape_that_cannot_be_worked_out_is_refused(shape):
     with pytest.raises(ValueError, match=r"invalid|inferred"):
-        resolve(24, shape)
+        resolve_shape(24, shape)
 
 
 @st.composite
@@ -80,7 +80,7 @@ def piece(shape, dim, parts, r):
 @given(two_shapes(), st.sampled_from([2, 3]))
 def test_each_rank_holds_the_same_elements_before_and_after(shapes, parts):
     before, after = shapes
-    bound = bind(parse(views(before, after)), [before])
+    bound = bind(parse(view_sentence(before, after)), [before])
     assert bound.output_shape(0, ()) == after
     for row in bound.rows:
         source, target = row.inputs[0], row.outputs[0]
@@ -93,4 +93,6 @@ def test_each_rank_holds_the_same_elements_before_and_after(shapes, parts):
 @given(two_shapes())
 def test_a_view_of_shares_is_shares(shapes):
     before, after = shapes
-    assert "P -> P" in [str(row) for row in bind(parse(views(before, after)), [before]).rows]
+    assert "P -> P" in [
+        str(row) for row in bind(parse(view_sentence(before, after)), [before]).rows
+    ]

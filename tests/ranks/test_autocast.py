@@ -13,9 +13,9 @@ from torch.nn import functional as F
 import partita as pt
 from partita import Partial, Replicate, Shard
 from partita.tensor.autocast import Cast, cast_of
-from partita.testing.op_case import references, run_case, together
-from partita.testing.op_layouts import CLASSES, distributed
-from partita.testing.opinfo import form_of, names
+from partita.testing.op_case import merge_outcomes, references, run_case
+from partita.testing.op_layouts import CLASSES, distribute_argument
+from partita.testing.opinfo import form_of, list_names
 
 PLACES = [Replicate(), Shard(0), Shard(1), Partial()]
 CASTS = {Cast.FLOAT32, Cast.FLOAT32_UNLESS_TOLD, Cast.LOWER, Cast.WIDEST}
@@ -24,7 +24,7 @@ CASTS = {Cast.FLOAT32, Cast.FLOAT32_UNLESS_TOLD, Cast.LOWER, Cast.WIDEST}
 def listed() -> list[str]:
     """Each op of torch's own list with samples that autocast lists, on CPUs or GPUs."""
     found = []
-    for name in names(autocast=True):
+    for name in list_names(autocast=True):
         op = form_of(name).info.aten_name or ""
         if {cast_of(op, "cpu"), cast_of(op, "cuda")} & CASTS:
             found.append(name)
@@ -45,7 +45,7 @@ def test_each_op_on_autocasts_lists_is_as_on_one_device_in_every_class_of_layout
     with pt.ranks(dp=2) as world:
         for name in asked:
             refs, _ = references(name, 3)
-            outcomes = [together(o) for o in zip(*world.run(run, name, refs), strict=True)]
+            outcomes = [merge_outcomes(o) for o in zip(*world.run(run, name, refs), strict=True)]
             ran += bool(refs)
             bad |= {f"{name} {i}": str(o) for i, o in enumerate(outcomes) if o.kind != "right"}
     assert not bad
@@ -116,7 +116,7 @@ def check_close(mine: Any, right: Any, what: str) -> None:
 def test_torchs_own_cases_of_its_lists_are_as_on_one_device(place):
     def convert(mesh: Any, t: torch.Tensor) -> torch.Tensor:
         if place in CLASSES:
-            return distributed(t, mesh, place, turn=0)
+            return distribute_argument(t, mesh, place, turn=0)
         dim = int(place[1])
         placement = Shard(dim) if t.dim() > dim else Replicate()
         return pt.distribute_tensor(t, mesh, [placement])
@@ -156,7 +156,7 @@ def test_a_cross_entropy_of_bf16_logits_is_float32_whatever_is_split(place, more
     right.sum().backward()
 
     def body(mesh: Any) -> Any:
-        x = distributed(logits, mesh, "partial", 0) if place == Partial() else None
+        x = distribute_argument(logits, mesh, "partial", 0) if place == Partial() else None
         if x is None:
             x = pt.distribute_tensor(logits.detach(), mesh, [place])
         x.requires_grad_()

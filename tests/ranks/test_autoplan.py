@@ -18,10 +18,9 @@ from partita.cli import main
 from partita.predict import Link, ModelShape, StrategyError
 from partita.predict.machine import load_machine
 from partita.predict.plan_bounds import least_bytes, least_seconds
-from partita.predict.plan_code import train_options, write_code
-from partita.predict.plan_space import Way, ways_of
 from partita.predict.simulate import capture_model, simulate_program
 from partita.predict.strategy import make_step, shape_of
+from partita.predict.way import Way, train_options, ways_of, write_code
 
 H100 = load_machine("h100")
 SMALL = pt.Strategy(layers=1, context=16)

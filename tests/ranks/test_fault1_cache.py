@@ -25,7 +25,7 @@ import partita as pt
 from partita import Partial, Replicate, Shard
 from partita.tensor.dispatch import op_of
 from partita.testing.op_case import Reference, reference_of, run_case
-from partita.testing.opinfo import Form, chosen, form_of, names
+from partita.testing.opinfo import Form, choose_samples, form_of, list_names
 
 LONG = bool(os.environ.get("PARTITA_LONG"))
 STEPS = 20_000 if LONG else 150
@@ -317,10 +317,10 @@ def test_no_argument_of_any_op_is_forgotten(turn: int) -> None:
         return set(kinds) == {"right"}
 
     with pt.ranks(a=2) as world:
-        for name in [n for n in names()[turn::SLICES] if n not in refused]:
+        for name in [n for n in list_names()[turn::SLICES] if n not in refused]:
             try:
                 form = form_of(name)
-                samples = chosen(form, 1)
+                samples = choose_samples(form, 1)
             except Exception:
                 continue
             for sample in samples:

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from partita.app import Options, make_logs, train
 from partita.app.progress import LiveProgress, Progress
-from partita.app.trainer import build
+from partita.app.trainer import build_model
 from partita.cli import main
 from partita.report import read_log, write_report
 
@@ -59,7 +59,7 @@ def test_a_log_has_a_json_object_for_each_step(run, tmp_path):
 
 def test_operations_of_a_step_are_those_of_its_matrix_products():
     options = replace(OPTIONS, layers=2, accumulate=2)
-    model = build(options, None)
+    model = build_model(options, None)
     tokens = torch.zeros(options.batch, options.context, dtype=torch.int64)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(tokens).sum().backward()
@@ -270,8 +270,8 @@ def test_what_cannot_be_logged_to_is_an_error_before_a_rank_starts(
 
 WORK = {
     "train": ("train", "partita.cli.launch"),
-    "simulate": ("simulate --model gpt --mesh dp=2", "partita.predict.simulate_command.simulate"),
-    "calibrate": ("calibrate", "partita.predict.calibrate_command.calibrate"),
+    "simulate": ("simulate --model gpt --mesh dp=2", "partita.predict.commands.simulate"),
+    "calibrate": ("calibrate", "partita.predict.commands.calibrate"),
     "report": ("report x.jsonl", "partita.cli.read_logs"),
 }
 
@@ -341,7 +341,7 @@ def test_a_simulation_is_printed_also_where_its_files_cannot_be_written(
         def save_trace(self, path):
             raise OSError("no space left")
 
-    monkeypatch.setattr("partita.predict.simulate_command.simulate", lambda *a, **k: Found())
+    monkeypatch.setattr("partita.predict.commands.simulate", lambda *a, **k: Found())
     asked = f"simulate --model gpt --mesh dp=2 --trace {tmp_path / 'x.json'}"
     assert main(asked.split()) == 2
     shown = capsys.readouterr()

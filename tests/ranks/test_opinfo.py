@@ -13,9 +13,9 @@ import torch
 
 import partita as pt
 from partita.rules.rule import RULES, teach_rule
-from partita.testing.op_case import Outcome, Reference, references, run_case, together
+from partita.testing.op_case import Outcome, Reference, merge_outcomes, references, run_case
 from partita.testing.op_layouts import CLASSES
-from partita.testing.opinfo import names
+from partita.testing.opinfo import list_names
 
 REFUSED = {"resize_", "to_sparse", "sparse.mm.reduce", "sparse.sampled_addmm"}
 """They work on memory, or on tensors without strides, of which no layout can speak."""
@@ -42,14 +42,14 @@ def outcomes(some: list[str], samples: int) -> tuple[dict[str, dict[str, Outcome
                 left_out.append(name)
                 continue
             per_class = zip(*world.run(run, name, refs), strict=True)
-            found[name] = dict(zip(CLASSES, map(together, per_class), strict=True))
+            found[name] = dict(zip(CLASSES, map(merge_outcomes, per_class), strict=True))
     return found, left_out
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("turn", range(SLICES))
 def test_each_op_gives_what_one_device_gives(turn: int) -> None:
-    asked = names()[turn::SLICES]
+    asked = list_names()[turn::SLICES]
     found, left_out = outcomes(asked, 3)
     bad = {
         f"{name} ({klass})": str(outcome)

@@ -16,8 +16,14 @@ from partita.layout import LayoutError
 from partita.predict.calibrate import machine_toml
 from partita.predict.collective_time import collective_bytes, collective_seconds
 from partita.predict.kernel_time import count_flops
-from partita.predict.machine import Link, Machine, MachineError, load_machine, shipped_machines
-from partita.predict.measured_curve import MeasuredCurve
+from partita.predict.machine import (
+    Link,
+    Machine,
+    MachineError,
+    MeasuredCurve,
+    load_machine,
+    shipped_machines,
+)
 from partita.predict.strategy import MODELS, Strategy
 
 MACHINES = Path(__file__).parents[2] / "partita/predict/machines"

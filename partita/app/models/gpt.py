@@ -1,7 +1,4 @@
-"""A small GPT.
-
-What is the model? A small GPT over bytes, in ordinary PyTorch: it knows nothing of ranks.
-"""
+"""A small GPT over bytes, in ordinary PyTorch: it knows nothing of ranks."""
 
 from __future__ import annotations
 

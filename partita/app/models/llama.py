@@ -1,7 +1,4 @@
-"""A small Llama.
-
-What is the other model? A small Llama, in ordinary PyTorch: it knows nothing of ranks.
-"""
+"""A small Llama, in ordinary PyTorch: it knows nothing of ranks."""
 
 from __future__ import annotations
 

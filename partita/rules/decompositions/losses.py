@@ -11,16 +11,15 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from ..own_op import op
-from ..rule import Arg
+from ..rule import Arg, own_op
 from ..rule import table_rule as rule
-from .pending import settled, wide
+from .partial_operands import reduced, widen
 from .softmax import log_softmax, logsumexp
 
-__all__ = ["averaged_by_torch", "cross_entropy", "nll", "target_weight"]
+__all__ = ["cross_entropy", "make_mean_loss", "nll", "target_weight"]
 
 
-@op
+@own_op
 def target_weight(target: torch.Tensor, weight: Any, ignore_index: int) -> torch.Tensor:
     """What a mean loss is divided by: the weights of all targets that are not ignored."""
     kept = target != ignore_index
@@ -40,10 +39,10 @@ def _reduce_loss(loss: Any, target: Any, weight: Any, ignore_index: int, reducti
     total = loss.sum()
     if reduction == 2:
         return total
-    return total / settled(target_weight(target, weight, ignore_index)).to(total.dtype)
+    return total / reduced(target_weight(target, weight, ignore_index)).to(total.dtype)
 
 
-def averaged_by_torch(loss: Any) -> Any:
+def make_mean_loss(loss: Any) -> Any:
     """The mean of a loss of classes of which each rank has all, given by index, by torch's own
     kernel: the sum of a rank's samples, over the weight of all."""
 
@@ -56,9 +55,9 @@ def averaged_by_torch(loss: Any) -> Any:
         *smoothing: float,
     ) -> Any:
         # A sum of many is more than a narrow dtype holds.
-        weights = None if weight is None else wide(weight)
-        total = loss(wide(x), target, weights, 2, ignore_index, *smoothing)
-        count = settled(target_weight(target, weights, ignore_index)).to(total.dtype)
+        weights = None if weight is None else widen(weight)
+        total = loss(widen(x), target, weights, 2, ignore_index, *smoothing)
+        count = reduced(target_weight(target, weights, ignore_index)).to(total.dtype)
         return (total / count).to(x.dtype)
 
     return run_in_wide_dtype
@@ -71,7 +70,7 @@ def nll(
     dim = 1 if logp.ndim > 1 else 0
     ignored = target == ignore_index
     index = target.masked_fill(ignored, 0)
-    loss = -wide(torch.gather(logp, dim, index.unsqueeze(dim)).squeeze(dim))
+    loss = -widen(torch.gather(logp, dim, index.unsqueeze(dim)).squeeze(dim))
     if weight is not None:
         loss = loss * F.embedding(index, weight.reshape(-1, 1)).squeeze(-1)
     loss = loss.masked_fill(ignored, 0)
@@ -110,7 +109,7 @@ def _cross_entropy(
     classes = x.shape[dim]
     each = None if weight is None else weight.reshape([-1] + [1] * (x.ndim - dim - 1))
     if x.shape == target.shape:  # probabilities
-        logp = log_softmax(wide(x), dim)
+        logp = log_softmax(widen(x), dim)
         target = target * (1 - smoothing) + smoothing / classes if smoothing else target
         loss = -(logp * target if each is None else logp * target * each).sum(dim)
         if reduction == 0:
@@ -118,17 +117,17 @@ def _cross_entropy(
         return loss.sum() / (math.prod(x.shape) // classes if reduction == 1 else 1)
     # The logits of the targets and the logarithm of the sum are all that is needed of them: no
     # tensor as large as the logits is made beyond the exponentials.
-    logz = settled(logsumexp(wide(x), dim))
+    logz = reduced(logsumexp(widen(x), dim))
     ignored = target == ignore_index
     index = target.masked_fill(ignored, 0)
-    loss = logz - settled(torch.gather(x, dim, index.unsqueeze(dim)).squeeze(dim))
+    loss = logz - reduced(torch.gather(x, dim, index.unsqueeze(dim)).squeeze(dim))
     if weight is not None:
         loss = loss * F.embedding(index, weight.reshape(-1, 1)).squeeze(-1)
     loss = _reduce_loss(loss.masked_fill(ignored, 0), target, weight, ignore_index, reduction)
     if not smoothing:
         return loss
     if each is None:
-        smooth = logz * classes - wide(x).sum(dim)
+        smooth = logz * classes - widen(x).sum(dim)
     else:
         smooth = logz * weight.sum() - (x * each).sum(dim)
     smooth = smooth.masked_fill(ignored, 0)

@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 
-from ..names import Names
-from ..own_op import op
-from ..rule import Arg
+from ..rule import Arg, own_op
 from ..rule import table_rule as rule
+from ..sentence import Names
 from .extremes import amax
-from .pending import minus, settled, wide
+from .partial_operands import reduced, subtract_reduced, widen
 
-__all__ = ["moments", "power_sum", "root", "vector_norm"]
+__all__ = ["moments", "power_sum", "root_of", "vector_norm"]
 
 Dim = int | Sequence[int] | None
 
@@ -29,9 +28,9 @@ def moments(
     """`(mean, variance)` with n - correction in the denominator of the variance."""
     dims = Names.of(x.ndim).dims(dim)
     count = math.prod(x.shape[d] for d in dims)
-    dtype, x = x.dtype, wide(x)
-    mean = settled(x.mean(dims, keepdim=True))
-    away = minus(x, mean)
+    dtype, x = x.dtype, widen(x)
+    mean = reduced(x.mean(dims, keepdim=True))
+    away = subtract_reduced(x, mean)
     square = away * away.conj() if away.is_complex() else away * away
     below = max(count - correction, 0)
     total = (square.real if square.is_complex() else square).sum(dims, keepdim)
@@ -41,7 +40,7 @@ def moments(
     return mean if keepdim else mean.squeeze(dims), variance
 
 
-@op
+@own_op
 def power_sum(x: torch.Tensor, p: float, dim: Dim, keepdim: bool) -> torch.Tensor:
     """The sum of |x|^p over `dim`."""
     size = x.abs()
@@ -64,7 +63,7 @@ def vector_norm(
     x: Any, ord: float = 2, dim: Dim = None, keepdim: bool = False, dtype: Any = None
 ) -> Any:
     x = x if dtype is None else x.to(dtype)
-    return _vector_norm(wide(x), ord, dim, keepdim).to(x.dtype.to_real())
+    return _vector_norm(widen(x), ord, dim, keepdim).to(x.dtype.to_real())
 
 
 def _vector_norm(x: Any, ord: float, dim: Dim, keepdim: bool) -> Any:
@@ -75,11 +74,11 @@ def _vector_norm(x: Any, ord: float, dim: Dim, keepdim: bool) -> Any:
         return torch.where(x != 0, 1.0, x * 0).sum(Names.of(x.ndim).dims(dim), keepdim=keepdim)
     if ord == 1:
         return x.abs().sum(Names.of(x.ndim).dims(dim), keepdim=keepdim)
-    return root(power_sum(x, ord, dim, keepdim), ord)
+    return root_of(power_sum(x, ord, dim, keepdim), ord)
 
 
-def root(total: Any, order: float = 2) -> Any:
+def root_of(total: Any, order: float = 2) -> Any:
     """The root whose gradient at 0 is 0, as torch has it for norms and standard deviations."""
-    total = settled(total)
+    total = reduced(total)
     zero = total == 0
     return (total.masked_fill(zero, 1) ** (1 / order)).masked_fill(zero, 0)

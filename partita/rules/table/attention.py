@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from ..own_op import op
-from ..rule import Arg, Kernel, KernelCall, Rewrite, Said
+from ..rule import Arg, Decomposition, Kernel, KernelCall, KernelRule, own_op
 from ..rule import table_rule as rule
 
 
-@op
+@own_op
 def attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -44,7 +43,7 @@ def _derive_attention(
     is_causal: bool,
     _scale: Any,
     enable_gqa: bool,
-) -> Said | None:
+) -> KernelRule | None:
     grouped = enable_gqa and query.shape[-3] != key.shape[-3]
     if grouped and query.ndim != 4:
         return None
@@ -56,7 +55,7 @@ def _derive_attention(
     text = f"{ours} {q} d!, {heads} k! d!, + {heads} k! e{mask} -> {ours} {q} e"
     spread = ours.replace("(", "").replace(")", "")
     work = (f"{spread} q k d", f"{spread} q k e")
-    return Said(text, _causal if is_causal else None, keeps="q", beyond=True, work=work)
+    return KernelRule(text, _causal if is_causal else None, keeps="q", beyond=True, work=work)
 
 
 def _causal(call: KernelCall) -> Kernel | None:
@@ -105,23 +104,23 @@ def _mask(query: Arg, key: Arg, mask: Arg, names: list[str]) -> str:
 # -- with dropout ----------------------------------------------------------------------------------
 
 
-@op
+@own_op
 def product_by_rows(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """`left @ right`, of whose rows each rank keeps its own."""
     return left @ right
 
 
 @rule(product_by_rows)
-def _product_by_rows(left: Arg, right: Arg) -> Said:
-    return Said("... m k * ... k n -> ... m n", keeps="m")
+def _product_by_rows(left: Arg, right: Arg) -> KernelRule:
+    return KernelRule("... m k * ... k n -> ... m n", keeps="m")
 
 
 @rule(F.scaled_dot_product_attention)
 def scaled_dot_product_attention(
     query: Arg, key: Arg, value: Arg, attn_mask: Any = None
-) -> Rewrite:
+) -> Decomposition:
     # Whether there is dropout is told by a float, which no key may hold: it is asked at each call.
-    return Rewrite(_run_attention)
+    return Decomposition(_run_attention)
 
 
 def _run_attention(

@@ -1,4 +1,4 @@
-"""Convolutions: how is a convolution spread over samples, channels and groups?
+"""Convolutions, spread over samples, channels and groups.
 
 `g` groups of `i` channels come in, and `o` go out. A bias is added once where `i` is split.
 """
@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from ..pieces import of_none
-from ..rule import Arg, Kernel, KernelCall, Said
+from ..piece_kernels import with_dummy_row
+from ..rule import Arg, Kernel, KernelCall, KernelRule
 from ..rule import table_rule as rule
 
 
 def _derive_conv(
     input: Arg, weight: Arg, bias: Any, stride: Any, groups: int, transposed: bool
-) -> Said:
+) -> KernelRule:
     spatial = weight.ndim - 2
     n = "n " * (input.ndim == weight.ndim)
     ins, taps, outs = (" ".join(f"{c}{i}!" for i in range(spatial)) for c in "hky")
@@ -34,7 +34,7 @@ def _derive_conv(
     ]
     channels = "i o" if groups == 1 else "g i o"
     work = f"{n}{channels} {taps.replace('!', '')} {' '.join(map(str, places))}"
-    return Said(
+    return KernelRule(
         f"{n}{x} {ins} * {w} {taps}{shift} -> {n}{y} {outs}", _make_conv_kernel, work=(work,)
     )
 
@@ -42,7 +42,7 @@ def _derive_conv(
 def _make_conv_kernel(call: KernelCall) -> Kernel | None:
     """A convolution of this rank's groups, and of no sample where it has none."""
     empty = call.is_split("n") and not call.pieces["n"][1]
-    run = of_none(call.run) if empty else call.run
+    run = with_dummy_row(call.run) if empty else call.run
     if not call.is_split("g"):
         return run if empty else None
     groups = call.pieces["g"][1]
@@ -64,7 +64,7 @@ def conv(
     padding: Any = 0,
     dilation: Any = 1,
     groups: int = 1,
-) -> Said:
+) -> KernelRule:
     return _derive_conv(input, weight, bias, stride, groups, transposed=False)
 
 
@@ -78,5 +78,5 @@ def conv_transpose(
     output_padding: Any = 0,
     groups: int = 1,
     dilation: Any = 1,
-) -> Said:
+) -> KernelRule:
     return _derive_conv(input, weight, bias, stride, groups, transposed=True)

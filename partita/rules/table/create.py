@@ -1,4 +1,4 @@
-"""Ops that create: which ops make a new tensor that takes after another?"""
+"""Factories: ops that make a new tensor in the layout of another."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from ..rule import Arg, Kernel, KernelCall, Like
+from ..rule import Arg, Kernel, KernelCall, LikeRule
 from ..rule import table_rule as rule
 
 
 def _register_like(*functions: Kernel, pending: bool = False) -> None:
-    def derive(input: Arg) -> Like:
-        return Like(input.shape, pending)
+    def derive(input: Arg) -> LikeRule:
+        return LikeRule(input.shape, pending)
 
     rule(*functions)(derive)
 
@@ -37,12 +37,12 @@ def _make_kernel_factory(rest: int) -> Callable[[KernelCall], Kernel]:
 
 
 def _register_new(*functions: Kernel, pending: bool = False) -> None:
-    def derive(input: Arg, *sizes: Any, size: Any = None) -> Like:
+    def derive(input: Arg, *sizes: Any, size: Any = None) -> LikeRule:
         size = sizes if size is None else (size,)
         one = len(size) >= 1 and isinstance(size[0], list | tuple)
         shape = tuple(size[0]) if one else tuple(n for n in size if type(n) is int)
         # Whether the sizes came one by one or as one tuple: nothing positional follows them.
-        return Like(shape, pending, _make_kernel_factory(len(shape) + 1))
+        return LikeRule(shape, pending, _make_kernel_factory(len(shape) + 1))
 
     rule(*functions)(derive)
 
@@ -52,12 +52,12 @@ _register_new(torch.Tensor.new_empty, pending=True)
 
 
 @rule(torch.Tensor.new_full)
-def new_full(input: Arg, size: Sequence[int]) -> Like:
-    return Like(tuple(size), False, _make_kernel_factory(1))
+def new_full(input: Arg, size: Sequence[int]) -> LikeRule:
+    return LikeRule(tuple(size), False, _make_kernel_factory(1))
 
 
 @rule(torch.Tensor.new_empty_strided)
-def new_empty_strided(input: Arg, size: Sequence[int]) -> Like:
+def new_empty_strided(input: Arg, size: Sequence[int]) -> LikeRule:
     def make_strided_kernel(call: KernelCall) -> Kernel:
         def new(input: Any, size: Any, stride: Sequence[int], **kwargs: Any) -> Any:
             # The order of the strides is kept; their sizes are those of this rank's piece.
@@ -71,4 +71,4 @@ def new_empty_strided(input: Arg, size: Sequence[int]) -> Like:
 
         return new
 
-    return Like(tuple(size), True, make_strided_kernel)
+    return LikeRule(tuple(size), True, make_strided_kernel)

@@ -1,4 +1,4 @@
-"""Embeddings: how is a table read whose rows, or columns, are split?"""
+"""Embeddings: reads of a table whose rows, or columns, are split."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from ..pieces import nothing, own
-from ..rule import Arg, Kernel, KernelCall, Rewrite, Said
+from ..piece_kernels import connected_zeros, index_in_piece
+from ..rule import Arg, Decomposition, Kernel, KernelCall, KernelRule
 from ..rule import table_rule as rule
 
 
 def _rows_of(weight: Any, index: Any, piece: Any, padding_idx: Any) -> Any:
     """Rows of this rank's piece of the table, 0 for what is not in it."""
     offset, length, size = piece
-    at, away = own(index, piece)
+    at, away = index_in_piece(index, piece)
     if not length:
-        return nothing(weight, (*index.shape, weight.shape[1]))
+        return connected_zeros(weight, (*index.shape, weight.shape[1]))
     if padding_idx is None:
         rows = F.embedding(at, weight)
     elif isinstance(offset, torch.Tensor):
@@ -31,7 +31,7 @@ def _rows_of(weight: Any, index: Any, piece: Any, padding_idx: Any) -> Any:
     return rows.masked_fill(away.unsqueeze(-1), 0)
 
 
-def _renormalize_first(lookup: Kernel) -> Rewrite:
+def _renormalize_first(lookup: Kernel) -> Decomposition:
     """First bring the rows that are read to `max_norm`, in the table itself; then `lookup`."""
 
     takes = inspect.signature(lookup)
@@ -46,7 +46,7 @@ def _renormalize_first(lookup: Kernel) -> Rewrite:
         call["max_norm"] = None
         return lookup(**call)
 
-    return Rewrite(run)
+    return Decomposition(run)
 
 
 @rule(F.embedding)
@@ -58,7 +58,7 @@ def embedding(
     _norm_type: Any = 2.0,
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
-) -> Said | Rewrite | None:
+) -> KernelRule | Decomposition | None:
     if max_norm is not None:
         return _renormalize_first(F.embedding)
     if scale_grad_by_freq:
@@ -74,7 +74,7 @@ def embedding(
         # A layout speaks of tensors with strides: a gradient is dense, whatever `sparse` asks for.
         return run if call.is_split("v") else dense if sparse else None
 
-    return Said("[...] * v d -> ... d", make_embedding_kernel)
+    return KernelRule("[...] * v d -> ... d", make_embedding_kernel)
 
 
 @rule(torch.embedding)
@@ -84,7 +84,7 @@ def embedding_builtin(
     padding_idx: int = -1,
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
-) -> Said | None:
+) -> KernelRule | None:
     if scale_grad_by_freq:
         return None
 
@@ -98,7 +98,7 @@ def embedding_builtin(
 
         return run if call.is_split("v") else dense if sparse else None
 
-    return Said("v d * [...] -> ... d", make_builtin_kernel)
+    return KernelRule("v d * [...] -> ... d", make_builtin_kernel)
 
 
 @rule(F.embedding_bag)
@@ -112,7 +112,7 @@ def embedding_bag(
     mode: str = "mean",
     sparse: bool = False,
     per_sample_weights: Any = None,
-) -> str | Rewrite | None:
+) -> str | Decomposition | None:
     if max_norm is not None:
         return _renormalize_first(F.embedding_bag)
     plain = offsets is None and per_sample_weights is None

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ..pieces import part
-from ..rule import Arg, Kernel, KernelCall, Said
+from ..piece_kernels import narrow_piece
+from ..rule import Arg, Kernel, KernelCall, KernelRule
 from ..rule import table_rule as rule
 
 _ALIGNED = 8
@@ -22,7 +22,7 @@ _ALIGNED = 8
 @rule(torch._grouped_mm)
 def grouped_mm(
     self: Arg, mat2: Arg, offs: Arg | None = None, bias: Any = None
-) -> str | Said | None:
+) -> str | KernelRule | None:
     a, b = self, mat2
     if bias is not None or (offs is None) != (a.ndim == b.ndim == 3):
         return None
@@ -35,15 +35,15 @@ def grouped_mm(
     if a.ndim == 2 == b.ndim:
         t = max(_name_aligned_dim("t", a, 1), _name_aligned_dim("t", b, 0))
         text = f"m {t} * {t} {n}, [o!] -> g={offs.shape[0]}! m {n}"
-        return Said(text, _make_kernel_factory(1, 0, None), work=("m t n",))
+        return KernelRule(text, _make_kernel_factory(1, 0, None), work=("m t n",))
     if a.ndim == 2:
-        return Said(
+        return KernelRule(
             f"t {k} * g {k} {n}, [o!] -> t {n}",
             _make_kernel_factory(0, None, 0),
             work=("t k n [g]",),
         )
     t = _name_aligned_dim("t", b, 1)
-    return Said(
+    return KernelRule(
         f"g m {k} * {k} {t}, [o!] -> m {t}", _make_kernel_factory(None, 1, 1), work=("m k t [g]",)
     )
 
@@ -104,8 +104,8 @@ class _Turned:
     def __init__(self, offs: torch.Tensor, groups: tuple[Any, int, int], count: int):
         first, length, _ = groups
         ends = torch.cat([offs.new_zeros(1), offs])
-        self.ends = part(offs, 0, first, length)
-        self.start = part(ends, 0, first, 1)
+        self.ends = narrow_piece(offs, 0, first, length)
+        self.start = narrow_piece(ends, 0, first, 1)
         self.ends = self.ends - self.start
         self.places = torch.arange(count, device=offs.device)
         self.count = max(count, 1)

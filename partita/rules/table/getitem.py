@@ -1,4 +1,4 @@
-"""Indexing: which sentence does x[...] have?
+"""Indexing: the sentences of x[...].
 
 What is not indexed may stay split. An int picks from a split dimension as a contraction does: the
 rank that has the place gives it, the others zeros. So does one tensor of integers. A mask is first
@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
-from ..own_op import op
-from ..pieces import nothing, own, pick_traced
-from ..rule import Arg, Kernel, KernelCall, Rewrite, Said
+from ..piece_kernels import connected_zeros, index_in_piece, pick_traced
+from ..rule import Arg, Decomposition, Kernel, KernelCall, KernelRule, own_op
 from ..rule import table_rule as rule
 
 INDEX = "index"
@@ -78,16 +77,16 @@ def _read_entries(input: Arg, entries: Sequence[Any]) -> _Read:
 
 
 @rule(torch.Tensor.__getitem__)
-def getitem(input: Arg, index: Any) -> Said | Rewrite | None:
+def getitem(input: Arg, index: Any) -> KernelRule | Decomposition | None:
     entries = _entries_of_index(index)
     if any(_is_tensor(e) for e in entries):
-        return Rewrite(_by_kind)
+        return Decomposition(_by_kind)
     full = _fill_ellipsis(entries, input.ndim) if all(map(_is_basic_entry, entries)) else None
     if full is None:
         return None
     read = _read_entries(input, full)
     text = f"+ {' '.join(read.left)} -> {' '.join(n for n in read.out if n)}"
-    return Said(text, lambda call: _make_pick_kernel(call, full, input.names, read.chosen))
+    return KernelRule(text, lambda call: _make_pick_kernel(call, full, input.names, read.chosen))
 
 
 def _entries_of_index(index: Any) -> list[Any]:
@@ -126,7 +125,7 @@ def _make_pick_kernel(
         index.append(mine.get(name, e) if isinstance(e, int) else e)
 
     def run(input: Any, _index: Any) -> Any:
-        return input[tuple(index)] if here else nothing(input, call.outputs[0])
+        return input[tuple(index)] if here else connected_zeros(input, call.outputs[0])
 
     return run
 
@@ -201,7 +200,7 @@ def _dims_used(e: Any) -> int:
     return e.ndim if masked else 1
 
 
-@op
+@own_op
 def picked(input: torch.Tensor, pattern: tuple[Any, ...], *tensors: torch.Tensor) -> torch.Tensor:
     """input[pattern], in which each "index" stands for the next of `tensors`."""
     rest = iter(tensors)
@@ -209,7 +208,7 @@ def picked(input: torch.Tensor, pattern: tuple[Any, ...], *tensors: torch.Tensor
 
 
 @rule(picked)
-def _picked_rule(input: Arg, pattern: Any, *tensors: Any) -> Said | None:
+def _picked_rule(input: Arg, pattern: Any, *tensors: Any) -> KernelRule | None:
     args = [x for t in tensors for x in (t if isinstance(t, list | tuple) else [t])]
     full = _fill_ellipsis(pattern, input.ndim)
     if full is None or not all(_is_basic_entry(e) for e in pattern if not isinstance(e, str)):
@@ -232,17 +231,17 @@ def _picked_rule(input: Arg, pattern: Any, *tensors: Any) -> Said | None:
     terms = " * ".join([" ".join(left), *(f"[{w}]" for w in words)])
     text = f"{terms} -> {' '.join([*kept[:start], shape, *kept[start:]])}"
     if len(args) > 1:
-        return Said(text)
+        return KernelRule(text)
     name, after = left[d], len(kept) - start
 
     def make_tensor_index_kernel(call: KernelCall) -> Kernel | None:
         def run(input: Any, _pattern: Any, index: Any) -> Any:
             if not call.pieces[name][1]:
-                return nothing(input, call.outputs[0])
-            at, away = own(index, call.pieces[name], from_end=True)
+                return connected_zeros(input, call.outputs[0])
+            at, away = index_in_piece(index, call.pieces[name], from_end=True)
             out = input[tuple(at if isinstance(e, str) else e for e in full)]
             return out.masked_fill(away.view([*away.shape, *[1] * after]), 0)
 
         return run if call.is_split(name) else None
 
-    return Said(text, make_tensor_index_kernel)
+    return KernelRule(text, make_tensor_index_kernel)

@@ -1,4 +1,4 @@
-"""Ops of named places: which ops read or write places of a tensor that another tensor names?"""
+"""Gathers and scatters: ops that read or write the places of a tensor that another tensor names."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 
-from ..names import Names
-from ..pieces import nothing, own
-from ..rule import Arg, Kernel, KernelCall, Said
+from ..piece_kernels import connected_zeros, index_in_piece
+from ..rule import Arg, Kernel, KernelCall, KernelRule
 from ..rule import table_rule as rule
+from ..sentence import Names
 
 # -- one dimension by an index ---------------------------------------------------------------------
 
 
 @rule(torch.index_select)
-def index_select(input: Arg, dim: int, index: Arg) -> Said | None:
+def index_select(input: Arg, dim: int, index: Arg) -> KernelRule | None:
     if input.ndim == 0:
         return None
     i = input.names.at(dim)
@@ -27,17 +27,19 @@ def index_select(input: Arg, dim: int, index: Arg) -> Said | None:
         def run(input: Any, dim: int, index: Any) -> Any:
             if not input.shape[i]:
                 shape = [*input.shape[:i], index.numel(), *input.shape[i + 1 :]]
-                return nothing(input, shape)
-            at, away = own(index, call.pieces[name])
+                return connected_zeros(input, shape)
+            at, away = index_in_piece(index, call.pieces[name])
             away = away.view(-1, *[1] * (input.ndim - i - 1))
             return torch.index_select(input, i, at).masked_fill(away, 0)
 
         return run if call.is_split(name) else None
 
-    return Said(f"{ours} * [{'xi' * index.ndim}] -> {out}", make_select_kernel)
+    return KernelRule(f"{ours} * [{'xi' * index.ndim}] -> {out}", make_select_kernel)
 
 
-def _derive_gather(input: Arg, dim: int, index: Arg, picked: Callable[..., Any]) -> Said | None:
+def _derive_gather(
+    input: Arg, dim: int, index: Arg, picked: Callable[..., Any]
+) -> KernelRule | None:
     """`picked(kernel)` is the local function; the kernel takes input, index."""
     if input.ndim == 0 or index.ndim != input.ndim:
         return None
@@ -51,17 +53,17 @@ def _derive_gather(input: Arg, dim: int, index: Arg, picked: Callable[..., Any])
     def local(call: KernelCall) -> Kernel | None:
         def read_own_elements(input: Any, index: Any) -> Any:
             if not input.shape[i]:
-                return nothing(input, index.shape)
-            at, away = own(index, call.pieces["x"])
+                return connected_zeros(input, index.shape)
+            at, away = index_in_piece(index, call.pieces["x"])
             return torch.gather(input, i, at).masked_fill(away, 0)
 
         return picked(read_own_elements) if call.is_split("x") else None
 
-    return Said(f"{ours} * [{theirs}] -> {theirs}", local)
+    return KernelRule(f"{ours} * [{theirs}] -> {theirs}", local)
 
 
 @rule(torch.gather)
-def gather(input: Arg, dim: int, index: Arg) -> Said | None:
+def gather(input: Arg, dim: int, index: Arg) -> KernelRule | None:
     return _derive_gather(
         input, dim, index, lambda run: lambda input, dim, index, **_: run(input, index)
     )
@@ -73,7 +75,7 @@ def take(input: Arg, index: Arg) -> str:
 
 
 @rule(torch.take_along_dim)
-def take_along_dim(input: Arg, indices: Arg, dim: int | None = None) -> Said | None:
+def take_along_dim(input: Arg, indices: Arg, dim: int | None = None) -> KernelRule | None:
     if dim is None or input.ndim != indices.ndim:
         return None
     i = input.names.at(dim)

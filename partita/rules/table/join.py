@@ -1,4 +1,4 @@
-"""Joins and splits: which ops put tensors together, or take one apart?"""
+"""Joins and splits: ops that put tensors together, or take one apart."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..rule import Arg, Rewrite
+from ..rule import Arg, Decomposition
 from ..rule import table_rule as rule
 
 
@@ -40,12 +40,12 @@ def stack(tensors: Sequence[Any], dim: int = 0) -> str | None:
 def _derive_stack_along(dim: int, ndim: int) -> Any:
     """A stack in one direction, as `cat` of tensors of at least `ndim` dimensions."""
 
-    def derive_stack(tensors: Sequence[Any]) -> Rewrite:
+    def derive_stack(tensors: Sequence[Any]) -> Decomposition:
         def run(tensors: Sequence[Any]) -> Any:
             wide = [getattr(torch, f"atleast_{ndim}d")(t) for t in tensors]
             return torch.cat(wide, 0 if dim == 1 and wide[0].ndim == 1 else dim)
 
-        return Rewrite(run)
+        return Decomposition(run)
 
     return derive_stack
 
@@ -56,8 +56,8 @@ rule(torch.dstack)(_derive_stack_along(2, 3))
 
 
 @rule(torch.column_stack)
-def column_stack(tensors: Sequence[Any]) -> Rewrite:
-    return Rewrite(
+def column_stack(tensors: Sequence[Any]) -> Decomposition:
+    return Decomposition(
         lambda tensors: torch.cat([t.reshape(-1, 1) if t.ndim < 2 else t for t in tensors], 1)
     )
 
@@ -127,8 +127,8 @@ def unbind(input: Arg, dim: int = 0) -> str | None:
 
 
 def _derive_split_along(dim: int, ndim: int) -> Any:
-    def derive_split(input: Arg, _indices_or_sections: Any = None) -> Rewrite:
-        return Rewrite(lambda x, n: torch.tensor_split(x, n, 0 if x.ndim < ndim else dim))
+    def derive_split(input: Arg, _indices_or_sections: Any = None) -> Decomposition:
+        return Decomposition(lambda x, n: torch.tensor_split(x, n, 0 if x.ndim < ndim else dim))
 
     return derive_split
 

@@ -1,4 +1,4 @@
-"""Linear algebra: which ops work on each matrix, or along each line, by itself?"""
+"""Linear algebra and Fourier transforms: ops on each matrix, or along each line, by itself."""
 
 from __future__ import annotations
 

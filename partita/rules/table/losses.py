@@ -1,4 +1,4 @@
-"""Losses: which losses are sums over samples, and what is a mean of them divided by?
+"""Losses: sums over samples, and what a mean of them is divided by.
 
 A mean over a split batch is the sum of all losses over the number of all elements: the local
 kernels here know that number, so the result is a share of the mean. The functions of
@@ -16,14 +16,16 @@ from typing import Any
 import torch
 
 from .. import decompositions
-from ..rule import Arg, Kernel, KernelCall, Rewrite, Said
+from ..rule import Arg, Decomposition, Kernel, KernelCall, KernelRule
 from ..rule import table_rule as rule
 
 NONE, MEAN, SUM = 0, 1, 2
 _n = torch._C._nn
 
 
-def _rule_of_loss(terms: str, out: str, count: int, reduction: Any, at: int) -> Said | str | None:
+def _rule_of_loss(
+    terms: str, out: str, count: int, reduction: Any, at: int
+) -> KernelRule | str | None:
     """The rule of a loss.
 
     Args:
@@ -50,13 +52,13 @@ def _rule_of_loss(terms: str, out: str, count: int, reduction: Any, at: int) -> 
 
         return share if call.pieces and count else None
 
-    return Said(f"{terms} -> sum", make_loss_kernel)
+    return KernelRule(f"{terms} -> sum", make_loss_kernel)
 
 
 # -- losses of each element ------------------------------------------------------------------------
 
 
-def _of_elements(operands: Sequence[Any], reduction: Any, at: int) -> Said | str | None:
+def _of_elements(operands: Sequence[Any], reduction: Any, at: int) -> KernelRule | str | None:
     """A loss of each element of operands that are broadcast."""
     args = [x for x in operands if isinstance(x, Arg)]
     count = math.prod(torch.broadcast_shapes(*(x.shape for x in args)))
@@ -166,7 +168,7 @@ def _of_classes(
     reduction: Any,
     run: Callable[..., Any],
     linear: str,
-) -> str | Rewrite | None:
+) -> str | Decomposition | None:
     """A sentence where no rank's help is needed: nothing is split, or nothing is averaged."""
     if reduction not in (NONE, MEAN, SUM):
         return None
@@ -176,9 +178,9 @@ def _of_classes(
     split = input.is_split() or target.is_split()
     probabilities = target.shape == input.shape
     if input.is_split(dim) or (split and reduction == MEAN and probabilities):
-        return Rewrite(run)
+        return Decomposition(run)
     if split and reduction == MEAN:
-        return Rewrite(decompositions.averaged_by_torch(loss))
+        return Decomposition(decompositions.make_mean_loss(loss))
     mark = "!" * (reduction == MEAN)
     names = [f"c{d}!" if d == dim else f"{n}{mark}" for d, n in enumerate(input.names)]
     samples = [n for d, n in enumerate(names) if d != dim]
@@ -197,7 +199,7 @@ def cross_entropy_loss(
     reduction: Any = None,
     _ignore_index: int = -100,
     _label_smoothing: Any = 0.0,
-) -> str | Rewrite | None:
+) -> str | Decomposition | None:
     return _of_classes(
         _n.cross_entropy_loss, input, target, weight, reduction, decompositions.cross_entropy, ""
     )
@@ -210,5 +212,5 @@ def nll_loss_nd(
     weight: Any = None,
     reduction: Any = None,
     _ignore_index: int = -100,
-) -> str | Rewrite | None:
+) -> str | Decomposition | None:
     return _of_classes(_n.nll_loss_nd, input, target, weight, reduction, decompositions.nll, "+ ")

@@ -1,4 +1,4 @@
-"""Matrix products: which ops multiply and add up?"""
+"""Matrix products, and other ops that multiply and add up."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from ..rule import Arg, Rewrite
+from ..rule import Arg, Decomposition
 from ..rule import table_rule as rule
 
 rule("m k * k n -> m n", torch.mm)
@@ -170,5 +170,5 @@ def cdist(x1: Arg, x2: Arg) -> str:
 
 
 @rule(torch.linalg.vecdot)
-def vecdot(x: Arg, y: Arg) -> Rewrite:
-    return Rewrite(lambda x, y, *, dim=-1: (x.conj() * y).sum(dim))
+def vecdot(x: Arg, y: Arg) -> Decomposition:
+    return Decomposition(lambda x, y, *, dim=-1: (x.conj() * y).sum(dim))

@@ -1,4 +1,4 @@
-"""Sorts and scans: which ops put a dimension in order, or run along it?"""
+"""Sorts and scans: ops that put a dimension in order, or run along it."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ import torch
 from torch.nn import functional as F
 
 from .. import decompositions
-from ..rule import Arg, Rewrite
+from ..rule import Arg, Decomposition
 from ..rule import table_rule as rule
-from .pointwise import keeps_sums
-from .reduce import kept_whole
+from .pointwise import is_linear_cast
+from .reduce import whole_dim_sentence
 
 # -- order -----------------------------------------------------------------------------------------
 
 
 @rule(torch.median, torch.nanmedian)
 def median(input: Arg, dim: int | None = None, keepdim: bool = False) -> str:
-    return kept_whole(input, dim, keepdim, 1 if dim is None else 2)
+    return whole_dim_sentence(input, dim, keepdim, 1 if dim is None else 2)
 
 
 @rule(torch.mode)
 def mode(input: Arg, dim: int = -1, keepdim: bool = False) -> str:
-    return kept_whole(input, dim, keepdim, 2)
+    return whole_dim_sentence(input, dim, keepdim, 2)
 
 
 @rule(torch.kthvalue)
 def kthvalue(input: Arg, _k: Any = None, dim: int = -1, keepdim: bool = False) -> str:
-    return kept_whole(input, dim, keepdim, 2)
+    return whole_dim_sentence(input, dim, keepdim, 2)
 
 
 @rule(torch.topk)
@@ -60,7 +60,7 @@ def argsort(input: Arg, dim: int = -1) -> str:
 @rule(torch.cumsum)
 def cumsum(input: Arg, dim: int, *, dtype: Any = None) -> str:
     names = input.names.whole(dim)
-    return f"{'+ ' * keeps_sums(dtype)}{names} -> {names}"
+    return f"{'+ ' * is_linear_cast(dtype)}{names} -> {names}"
 
 
 @rule(torch.cumprod, torch.logcumsumexp)
@@ -99,11 +99,11 @@ def glu(input: Arg, dim: int = -1) -> str:
 def _dim_kept(split: Any) -> Any:
     """`f(input, dim)`, whose dimension must be whole unless it is computed as `split`."""
 
-    def derive_dim_kept(input: Arg, dim: int | None = None) -> str | Rewrite | None:
+    def derive_dim_kept(input: Arg, dim: int | None = None) -> str | Decomposition | None:
         if dim is None:
             return None
         if input.is_split(dim):
-            return Rewrite(split)
+            return Decomposition(split)
         names = input.names.whole(dim)
         return f"{names} -> {names}"
 

@@ -1,7 +1,4 @@
-"""Slices and layouts of a dimension.
-
-Which ops take a part of a dimension, or move and lay out what is in it?
-"""
+"""Parts of a dimension: slices, shifts, pads, triangles and diagonals."""
 
 from __future__ import annotations
 
@@ -11,16 +8,16 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from ..names import Names
-from ..pieces import nothing, pick_traced
-from ..rule import Arg, Kernel, KernelCall, Said
+from ..piece_kernels import connected_zeros, pick_traced
+from ..rule import Arg, Kernel, KernelCall, KernelRule
 from ..rule import table_rule as rule
+from ..sentence import Names
 
 # -- parts of a dimension --------------------------------------------------------------------------
 
 
 @rule(torch.select)
-def select(input: Arg, dim: int, index: int) -> Said | None:
+def select(input: Arg, dim: int, index: int) -> KernelRule | None:
     if not isinstance(index, int):
         return None
     i = input.names.at(dim)
@@ -37,11 +34,11 @@ def select(input: Arg, dim: int, index: int) -> Said | None:
                 return input.select(i, 0).masked_fill(away, 0)
             if 0 <= at < length:
                 return torch.select(input, i, at)
-            return nothing(input, call.outputs[0])
+            return connected_zeros(input, call.outputs[0])
 
         return run if call.is_split(name) else None
 
-    return Said(f"+ {input.names} -> {input.names.without(i)}", make_select_kernel)
+    return KernelRule(f"+ {input.names} -> {input.names.without(i)}", make_select_kernel)
 
 
 @rule(torch.narrow)
@@ -126,16 +123,16 @@ def constant_pad_nd(input: Arg, pad_: Sequence[int], value: Any = None) -> str:
 
 
 @rule(torch.tril)
-def tril(input: Arg) -> Said:
+def tril(input: Arg) -> KernelRule:
     return _derive_triangle(input, True)
 
 
 @rule(torch.triu)
-def triu(input: Arg) -> Said:
+def triu(input: Arg) -> KernelRule:
     return _derive_triangle(input, False)
 
 
-def _derive_triangle(input: Arg, lower: bool) -> Said:
+def _derive_triangle(input: Arg, lower: bool) -> KernelRule:
     rows, columns = input.names[-2:]
 
     def local(call: KernelCall) -> Kernel | None:
@@ -145,7 +142,7 @@ def _derive_triangle(input: Arg, lower: bool) -> Said:
             return _triangle_traced(lower, shift)
         return (lambda input, diagonal=0: call.run(input, diagonal + shift)) if shift else None
 
-    return Said(f"+ {input.names} -> {input.names}", local)
+    return KernelRule(f"+ {input.names} -> {input.names}", local)
 
 
 def _triangle_traced(lower: bool, shift: torch.Tensor) -> Kernel:

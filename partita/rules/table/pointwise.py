@@ -1,7 +1,4 @@
-"""Pointwise ops.
-
-Which ops work on each element by itself, and in which operands are they linear?
-"""
+"""Pointwise ops, and the operands in which they are linear."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from ..rule import Arg, Rewrite
+from ..rule import Arg, Decomposition
 from ..rule import table_rule as rule
 
 LINEAR_UNARY = """neg positive clone detach contiguous alias conj conj_physical resolve_conj
@@ -109,29 +106,31 @@ def prelu(input: Arg, weight: Arg) -> str:
 
 
 @rule(torch.equal)
-def equal(input: Arg, other: Arg) -> Rewrite:
-    return Rewrite(lambda x, y: x.shape == y.shape and bool((x == y).all()))
+def equal(input: Arg, other: Arg) -> Decomposition:
+    return Decomposition(lambda x, y: x.shape == y.shape and bool((x == y).all()))
 
 
 @rule(torch.allclose)
-def allclose(input: Arg, other: Arg) -> Rewrite:
-    return Rewrite(lambda x, y, *args, **kwargs: bool(torch.isclose(x, y, *args, **kwargs).all()))
+def allclose(input: Arg, other: Arg) -> Decomposition:
+    return Decomposition(
+        lambda x, y, *args, **kwargs: bool(torch.isclose(x, y, *args, **kwargs).all())
+    )
 
 
 # -- casts -----------------------------------------------------------------------------------------
 
 
-def keeps_sums(dtype: Any) -> bool:
+def is_linear_cast(dtype: Any) -> bool:
     """Is a cast to `dtype` linear? None is no cast."""
     return dtype is None or dtype.is_floating_point or dtype.is_complex
 
 
 @rule(torch.Tensor.to)
-def to(input: Arg, *args: Any, dtype: Any = None, other: Any = None) -> str | Rewrite:
+def to(input: Arg, *args: Any, dtype: Any = None, other: Any = None) -> str | Decomposition:
     if isinstance(other, Arg) or any(isinstance(a, Arg) for a in args):
-        return Rewrite(_to_other)
+        return Decomposition(_to_other)
     dtypes = [a for a in (*args, dtype) if isinstance(a, torch.dtype)]
-    return "+ ... -> ..." if all(map(keeps_sums, dtypes)) else "... -> ..."
+    return "+ ... -> ..." if all(map(is_linear_cast, dtypes)) else "... -> ..."
 
 
 def _to_other(input: Any, other: Any, *args: Any, **kwargs: Any) -> Any:
@@ -140,12 +139,12 @@ def _to_other(input: Any, other: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @rule(torch.Tensor.type_as)
-def type_as(input: Any, other: Any) -> Rewrite:
-    return Rewrite(lambda input, other: input.to(other.dtype))
+def type_as(input: Any, other: Any) -> Decomposition:
+    return Decomposition(lambda input, other: input.to(other.dtype))
 
 
 @rule(torch.Tensor.type)
 def cast(input: Arg, dtype: Any = None) -> str | None:
-    if isinstance(dtype, torch.dtype) and keeps_sums(dtype):
+    if isinstance(dtype, torch.dtype) and is_linear_cast(dtype):
         return "+ ... -> ..."
     return "... -> ..." if isinstance(dtype, torch.dtype | str) else None

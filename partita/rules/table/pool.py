@@ -1,4 +1,4 @@
-"""Pooling and resampling: which ops pool or resample what is around each place?"""
+"""Pooling and resampling."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from ..own_op import op
-from ..pieces import unless_empty
-from ..rule import Arg, Rewrite, Said
+from ..piece_kernels import empty_piece_kernel
+from ..rule import Arg, Decomposition, KernelRule, own_op
 from ..rule import table_rule as rule
 
 # -- pooling ---------------------------------------------------------------------------------------
@@ -19,17 +18,17 @@ from ..rule import table_rule as rule
 # works the size out.
 
 
-def _derive_pool(input: Arg, ndim: int, linear: bool = False, outputs: int = 1) -> Said:
+def _derive_pool(input: Arg, ndim: int, linear: bool = False, outputs: int = 1) -> KernelRule:
     ins, outs = (" ".join(f"{c}{i}!" for i in range(ndim)) for c in "hy")
     front = "n c%" if input.ndim == ndim + 2 else "c%"
     out = ", ".join([f"{front} {outs}"] * outputs)
-    return Said(f"{'+ ' * linear}{front} {ins} -> {out}", unless_empty("n"))
+    return KernelRule(f"{'+ ' * linear}{front} {ins} -> {out}", empty_piece_kernel("n"))
 
 
 def _average_pool(ndim: int) -> Any:
     def derive_average_pool(
         input: Arg, kernel_size: Any, stride: Any = None, padding: Any = 0, ceil_mode: bool = False
-    ) -> Said:
+    ) -> KernelRule:
         return _derive_pool(input, ndim, linear=True)
 
     return derive_average_pool
@@ -38,7 +37,7 @@ def _average_pool(ndim: int) -> Any:
 def _norm_pool(ndim: int) -> Any:
     def derive_norm_pool(
         input: Arg, _norm_type: Any, kernel_size: Any, stride: Any = None, ceil_mode: bool = False
-    ) -> Said:
+    ) -> KernelRule:
         return _derive_pool(input, ndim)
 
     return derive_norm_pool
@@ -55,14 +54,14 @@ def _max_pool(ndim: int, outputs: int | None = None) -> Any:
         dilation: Any = 1,
         ceil_mode: bool = False,
         return_indices: bool = False,
-    ) -> Said:
+    ) -> KernelRule:
         return _derive_pool(input, ndim, outputs=outputs or 1 + return_indices)
 
     return derive_max_pool
 
 
 def _adaptive_average_pool(ndim: int) -> Any:
-    def derive_adaptive_average_pool(input: Arg, output_size: Any) -> Said:
+    def derive_adaptive_average_pool(input: Arg, output_size: Any) -> KernelRule:
         return _derive_pool(input, ndim, linear=True)
 
     return derive_adaptive_average_pool
@@ -71,7 +70,7 @@ def _adaptive_average_pool(ndim: int) -> Any:
 def _adaptive_max_pool(ndim: int, outputs: int | None = None) -> Any:
     def derive_adaptive_max_pool(
         input: Arg, output_size: Any, return_indices: bool = False
-    ) -> Said:
+    ) -> KernelRule:
         return _derive_pool(input, ndim, outputs=outputs or 1 + return_indices)
 
     return derive_adaptive_max_pool
@@ -94,7 +93,7 @@ for _n in (1, 2, 3):
 
 
 @rule(F.interpolate)
-def interpolate(input: Arg) -> Rewrite:
+def interpolate(input: Arg) -> Decomposition:
     # The size of the result may be told by a float, which no key holds: it is worked out each time.
     def interpolate_to_size(
         input: Any, size: Any = None, scale_factor: Any = None, *args: Any, **more: Any
@@ -108,10 +107,10 @@ def interpolate(input: Arg) -> Rewrite:
             after = tuple(math.floor(n * k) for n, k in zip(spatial, scales, strict=True))
         return resized(input, after, (size, scale_factor, *args), more)
 
-    return Rewrite(interpolate_to_size)
+    return Decomposition(interpolate_to_size)
 
 
-@op
+@own_op
 def resized(
     input: torch.Tensor, after: tuple[int, ...], args: tuple[Any, ...], more: dict[str, Any]
 ) -> torch.Tensor:
@@ -120,10 +119,10 @@ def resized(
 
 
 @rule(resized)
-def _derive_resize(input: Arg, after: Sequence[int]) -> Said:
+def _derive_resize(input: Arg, after: Sequence[int]) -> KernelRule:
     ins = " ".join(f"h{i}!" for i in range(input.ndim - 2))
     outs = " ".join(f"y{i}={n}!" for i, n in enumerate(after))
-    return Said(f"+ n c% {ins} -> n c% {outs}", unless_empty("n"))
+    return KernelRule(f"+ n c% {ins} -> n c% {outs}", empty_piece_kernel("n"))
 
 
 @rule(F.grid_sample)

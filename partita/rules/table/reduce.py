@@ -1,26 +1,35 @@
-"""Reductions: which ops take a dimension together into one value?"""
+"""Reductions: ops that take a dimension together into one value."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
 from .. import decompositions
-from ..rule import Arg, Kernel, KernelCall, Rewrite, Said
+from ..rule import Arg, Decomposition, Kernel, KernelCall, KernelRule
 from ..rule import table_rule as rule
-from .pointwise import keeps_sums
+from .pointwise import is_linear_cast
 
 Dim = int | Sequence[int] | None
 
 
-def kept_whole(x: Arg, dim: Dim, keepdim: bool, outputs: int = 1) -> str:
+def whole_dim_sentence(x: Arg, dim: Dim, keepdim: bool, outputs: int = 1) -> str:
     """The sentence of an op that needs all of `dim` to reduce it."""
     out = str(x.names.without(dim, keepdim))
     return f"{x.names.whole(dim)} -> {', '.join([out] * outputs)}"
+
+
+def _decompose_split(
+    x: Arg, dim: Dim, keepdim: bool, run: Callable[..., Any], outputs: int = 1
+) -> str | Decomposition:
+    """`run`, in place of an op, where `dim` is split; else the sentence that has it whole."""
+    if x.is_split(dim):
+        return Decomposition(run)
+    return whole_dim_sentence(x, dim, keepdim, outputs)
 
 
 # -- sums ------------------------------------------------------------------------------------------
@@ -28,7 +37,7 @@ def kept_whole(x: Arg, dim: Dim, keepdim: bool, outputs: int = 1) -> str:
 
 @rule(torch.sum)
 def sum_(input: Arg, dim: Dim = None, keepdim: bool = False, *, dtype: Any = None) -> str:
-    if not keeps_sums(dtype):
+    if not is_linear_cast(dtype):
         return f"{input.names} -> sum {input.names.without(dim, keepdim)}"
     return f"+ {input.names} -> {input.names.without(dim, keepdim)}"
 
@@ -39,12 +48,12 @@ def nansum(input: Arg, dim: Dim = None, keepdim: bool = False) -> str:
 
 
 @rule(torch.nanmean)
-def nanmean(input: Arg, dim: Dim = None, keepdim: bool = False) -> str | Rewrite:
+def nanmean(input: Arg, dim: Dim = None, keepdim: bool = False) -> str | Decomposition:
     def compute_nanmean(input: Any, dim: Dim = None, keepdim: bool = False, **more: Any) -> Any:
         count = (input == input).sum(dim, keepdim)
         return torch.nansum(input, dim, keepdim, **more) / count  # type: ignore[arg-type]
 
-    return Rewrite(compute_nanmean) if input.is_split(dim) else kept_whole(input, dim, keepdim)
+    return _decompose_split(input, dim, keepdim, compute_nanmean)
 
 
 @rule(torch.count_nonzero)
@@ -58,10 +67,10 @@ def trace(input: Arg) -> str:
 
 
 @rule(torch.mean)
-def mean(input: Arg, dim: Dim = None, keepdim: bool = False) -> str | Said:
+def mean(input: Arg, dim: Dim = None, keepdim: bool = False) -> str | KernelRule:
     names = input.names
     if any(input.shape[d] == 0 for d in names.dims(dim)):
-        return kept_whole(input, dim, keepdim)
+        return whole_dim_sentence(input, dim, keepdim)
 
     def make_mean_kernel(call: KernelCall) -> Kernel | None:
         cut = [call.pieces[names[d]] for d in names.dims(dim) if names[d] in call.pieces]
@@ -71,24 +80,24 @@ def mean(input: Arg, dim: Dim = None, keepdim: bool = False) -> str | Said:
         # The mean of no elements is nan, their sum is 0.
         return lambda *a, **k: call.run(*a, **k) * share if share else torch.sum(*a, **k)
 
-    return Said(f"+ {names} -> {names.without(dim, keepdim)}", make_mean_kernel)
+    return KernelRule(f"+ {names} -> {names.without(dim, keepdim)}", make_mean_kernel)
 
 
 @rule(torch.prod)
 def prod(input: Arg, dim: Dim = None, keepdim: bool = False) -> str:
-    return kept_whole(input, dim, keepdim)
+    return whole_dim_sentence(input, dim, keepdim)
 
 
 # -- the largest, the smallest ---------------------------------------------------------------------
 
 
-def _derive_extreme(input: Arg, dim: Dim, keepdim: bool, sign: int) -> str | Rewrite:
+def _derive_extreme(input: Arg, dim: Dim, keepdim: bool, sign: int) -> str | Decomposition:
     """A pending maximum has no gradient; so only what needs none is left pending."""
-    if not input.is_split(dim):
-        return kept_whole(input, dim, keepdim)
-    return Rewrite(
-        lambda input, dim=None, keepdim=False: decompositions.amax(input, dim, keepdim, sign)
-    )
+
+    def compute_extreme(input: Any, dim: Dim = None, keepdim: bool = False) -> Any:
+        return decompositions.amax(input, dim, keepdim, sign)
+
+    return _decompose_split(input, dim, keepdim, compute_extreme)
 
 
 @rule(torch.amax)
@@ -106,9 +115,11 @@ def _max_or_min(input: Arg, dim: Any, keepdim: bool, other: Any, sign: int) -> A
         return "..., ... -> ..."
     if dim is None:
         return _derive_extreme(input, None, False, sign)
-    if input.is_split(dim):
-        return Rewrite(lambda x, dim, keepdim=False: decompositions.max_dim(x, dim, keepdim, sign))
-    return kept_whole(input, dim, keepdim, 2)
+
+    def compute_with_place(x: Any, dim: int, keepdim: bool = False) -> Any:
+        return decompositions.max_dim(x, dim, keepdim, sign)
+
+    return _decompose_split(input, dim, keepdim, compute_with_place, 2)
 
 
 @rule(torch.max)
@@ -122,16 +133,13 @@ def min_(input: Arg, dim: Any = None, keepdim: bool = False, *, other: Any = Non
 
 
 def _arg_extreme(sign: int) -> Any:
+    def compute_place(input: Any, dim: int | None = None, keepdim: bool = False) -> Any:
+        return decompositions.argmax(input, dim, keepdim, sign)
+
     def derive_arg_extreme(
         input: Arg, dim: int | None = None, keepdim: bool = False
-    ) -> str | Rewrite:
-        if input.is_split(dim):
-            return Rewrite(
-                lambda input, dim=None, keepdim=False: decompositions.argmax(
-                    input, dim, keepdim, sign
-                )
-            )
-        return kept_whole(input, dim, keepdim)
+    ) -> str | Decomposition:
+        return _decompose_split(input, dim, keepdim, compute_place)
 
     return derive_arg_extreme
 
@@ -141,7 +149,7 @@ rule(torch.argmin)(_arg_extreme(-1))
 
 
 @rule(torch.aminmax)
-def aminmax(input: Arg, *, dim: int | None = None, keepdim: bool = False) -> str | Rewrite:
+def aminmax(input: Arg, *, dim: int | None = None, keepdim: bool = False) -> str | Decomposition:
     def compute_aminmax(input: Any, *, dim: int | None = None, keepdim: bool = False) -> Any:
         both = (
             (torch.amin(input, dim, keepdim), torch.amax(input, dim, keepdim))
@@ -150,7 +158,7 @@ def aminmax(input: Arg, *, dim: int | None = None, keepdim: bool = False) -> str
         )
         return torch.return_types.aminmax(both)
 
-    return Rewrite(compute_aminmax) if input.is_split(dim) else kept_whole(input, dim, keepdim, 2)
+    return _decompose_split(input, dim, keepdim, compute_aminmax, 2)
 
 
 @rule(torch.any)
@@ -167,10 +175,8 @@ def all_(input: Arg, dim: Dim = None, keepdim: bool = False) -> str:
 
 
 @rule(torch.logsumexp, torch.special.logsumexp)
-def logsumexp(input: Arg, dim: Dim, keepdim: bool = False) -> str | Rewrite:
-    if input.is_split(dim):
-        return Rewrite(decompositions.logsumexp)
-    return kept_whole(input, dim, keepdim)
+def logsumexp(input: Arg, dim: Dim, keepdim: bool = False) -> str | Decomposition:
+    return _decompose_split(input, dim, keepdim, decompositions.logsumexp)
 
 
 def _make_variance_rule(pick: Any, outputs: int) -> Any:
@@ -191,28 +197,24 @@ def _make_variance_rule(pick: Any, outputs: int) -> Any:
 
     def derive(
         input: Arg, dim: Any = None, _unbiased: bool = True, keepdim: bool = False
-    ) -> str | Rewrite:
+    ) -> str | Decomposition:
         dim = None if isinstance(dim, bool) else dim
-        return Rewrite(run) if input.is_split(dim) else kept_whole(input, dim, keepdim, outputs)
+        return _decompose_split(input, dim, keepdim, run, outputs)
 
     return derive
 
 
 rule(torch.var)(_make_variance_rule(lambda mean, var: var, 1))
-rule(torch.std)(_make_variance_rule(lambda mean, var: decompositions.root(var), 1))
+rule(torch.std)(_make_variance_rule(lambda mean, var: decompositions.root_of(var), 1))
 rule(torch.var_mean)(_make_variance_rule(lambda mean, var: (var, mean), 2))
-rule(torch.std_mean)(_make_variance_rule(lambda mean, var: (decompositions.root(var), mean), 2))
+rule(torch.std_mean)(_make_variance_rule(lambda mean, var: (decompositions.root_of(var), mean), 2))
 
 
 @rule(torch.linalg.vector_norm)
-def vector_norm(input: Arg, _ord: Any = 2, dim: Dim = None, keepdim: bool = False) -> str | Rewrite:
-    if input.is_split(dim):
-        return Rewrite(
-            lambda x, ord=2, dim=None, keepdim=False, *, dtype=None: decompositions.vector_norm(
-                x, ord, dim, keepdim, dtype
-            )
-        )
-    return kept_whole(input, dim, keepdim)
+def vector_norm(
+    input: Arg, _ord: Any = 2, dim: Dim = None, keepdim: bool = False
+) -> str | Decomposition:
+    return _decompose_split(input, dim, keepdim, decompositions.vector_norm)
 
 
 @rule(torch.linalg.norm)
@@ -222,7 +224,7 @@ def linalg_norm(input: Arg, ord: Any = None, dim: Dim = None, keepdim: bool = Fa
     )
     if not flat:
         return None  # a norm of matrices
-    return Rewrite(
+    return Decomposition(
         lambda x, ord=None, dim=None, keepdim=False, *, dtype=None: torch.linalg.vector_norm(
             x, 2 if ord is None else ord, dim, keepdim, dtype=dtype
         )
@@ -232,7 +234,7 @@ def linalg_norm(input: Arg, ord: Any = None, dim: Dim = None, keepdim: bool = Fa
 @rule(torch.norm, torch._C._VariableFunctions.norm)  # type: ignore[attr-defined]
 def norm(
     input: Arg, p: Any = "fro", dim: Dim = None, keepdim: bool = False
-) -> str | Rewrite | None:
+) -> str | Decomposition | None:
     def compute_norm(
         input: Any,
         p: Any = "fro",
@@ -248,15 +250,15 @@ def norm(
 
     if p == "nuc":
         return None
-    return Rewrite(compute_norm) if input.is_split(dim) else kept_whole(input, dim, keepdim)
+    return _decompose_split(input, dim, keepdim, compute_norm)
 
 
 # -- distances -------------------------------------------------------------------------------------
 
 
 @rule(torch.dist)
-def dist(input: Arg, other: Arg) -> Rewrite:
-    return Rewrite(lambda x, y, p=2: torch.linalg.vector_norm(x - y, p))
+def dist(input: Arg, other: Arg) -> Decomposition:
+    return Decomposition(lambda x, y, p=2: torch.linalg.vector_norm(x - y, p))
 
 
 @rule(F.cosine_similarity)

@@ -1,7 +1,4 @@
-"""Views and permutations.
-
-Which ops only read a tensor as another shape, or reorder its dimensions?
-"""
+"""Views and permutations: ops that read a tensor as another shape, or reorder its dimensions."""
 
 from __future__ import annotations
 
@@ -11,10 +8,10 @@ from typing import Any
 
 import torch
 
-from ..names import Names
-from ..rule import Arg, Kernel, KernelCall, Rewrite, Said
+from ..rule import Arg, Decomposition, Kernel, KernelCall, KernelRule
 from ..rule import table_rule as rule
-from ..views import resolve, views
+from ..sentence import Names
+from ..views import resolve_shape, view_sentence
 
 
 def _local_shape(run: Callable[[Any, Sequence[int]], Any]) -> Callable[[KernelCall], Kernel | None]:
@@ -43,63 +40,67 @@ def _flatten_sizes(sizes: Sequence[Any], named: Any = None) -> tuple[Any, ...]:
 
 
 def _derive_view(input: Arg, shape: Sequence[int]) -> str:
-    return views(input.shape, resolve(math.prod(input.shape), shape))
+    return view_sentence(input.shape, resolve_shape(math.prod(input.shape), shape))
 
 
 # -- the same elements in another shape ------------------------------------------------------------
 
 
 @rule(torch.Tensor.view)
-def view(input: Arg, *sizes: Any, shape: Any = None) -> Said | str:
+def view(input: Arg, *sizes: Any, shape: Any = None) -> KernelRule | str:
     shape = _flatten_sizes(sizes, shape)
     if len(shape) == 1 and isinstance(shape[0], torch.dtype):
         last = input.ndim - 1
         return f"{input.names.whole(last)} -> {input.names.put(last, 'z!')}" if input.ndim else "->"
-    return Said(_derive_view(input, shape), _view)
+    return KernelRule(_derive_view(input, shape), _view)
 
 
 @rule(torch.reshape)
-def reshape(input: Arg, *sizes: Any, shape: Any = None) -> Said:
-    return Said(_derive_view(input, _flatten_sizes(sizes, shape)), _reshape)
+def reshape(input: Arg, *sizes: Any, shape: Any = None) -> KernelRule:
+    return KernelRule(_derive_view(input, _flatten_sizes(sizes, shape)), _reshape)
 
 
 @rule(torch.Tensor.view_as)
-def view_as(input: Arg, other: Arg) -> Rewrite:
-    return Rewrite(lambda input, other: input.view(other.shape))
+def view_as(input: Arg, other: Arg) -> Decomposition:
+    return Decomposition(lambda input, other: input.view(other.shape))
 
 
 @rule(torch.Tensor.reshape_as)
-def reshape_as(input: Arg, other: Arg) -> Rewrite:
-    return Rewrite(lambda input, other: input.reshape(other.shape))
+def reshape_as(input: Arg, other: Arg) -> Decomposition:
+    return Decomposition(lambda input, other: input.reshape(other.shape))
 
 
 @rule(torch.flatten)
-def flatten(input: Arg, start_dim: int = 0, end_dim: int = -1) -> Said:
+def flatten(input: Arg, start_dim: int = 0, end_dim: int = -1) -> KernelRule:
     i, j = input.names.at(start_dim), input.names.at(end_dim)
     if i > j:
         raise ValueError(f"flatten from dimension {i} to {j}")
     middle = math.prod(input.shape[i : j + 1])
-    return Said(views(input.shape, (*input.shape[:i], middle, *input.shape[j + 1 :])), _reshape)
+    return KernelRule(
+        view_sentence(input.shape, (*input.shape[:i], middle, *input.shape[j + 1 :])), _reshape
+    )
 
 
 @rule(torch.ravel)
 def ravel(input: Arg) -> str:
-    return views(input.shape, (math.prod(input.shape),))
+    return view_sentence(input.shape, (math.prod(input.shape),))
 
 
 @rule(torch.unflatten, torch.Tensor.unflatten)
-def unflatten(input: Arg, dim: int, sizes: Sequence[int]) -> Said:
+def unflatten(input: Arg, dim: int, sizes: Sequence[int]) -> KernelRule:
     i = input.names.at(dim)
-    inner = resolve(input.shape[i], sizes)
-    return Said(views(input.shape, (*input.shape[:i], *inner, *input.shape[i + 1 :])), _view)
+    inner = resolve_shape(input.shape[i], sizes)
+    return KernelRule(
+        view_sentence(input.shape, (*input.shape[:i], *inner, *input.shape[i + 1 :])), _view
+    )
 
 
 @rule(torch.squeeze)
-def squeeze(input: Arg, dim: int | Sequence[int] | None = None) -> Said:
+def squeeze(input: Arg, dim: int | Sequence[int] | None = None) -> KernelRule:
     gone = range(input.ndim) if dim is None else input.names.dims(dim) if dim != () else ()
     kept = [n for i, n in enumerate(input.shape) if i not in gone or n != 1]
     # A dimension of several that is split down to one on this rank must stay: hence the shape.
-    return Said(views(input.shape, kept), _reshape)
+    return KernelRule(view_sentence(input.shape, kept), _reshape)
 
 
 @rule(torch.unsqueeze)
@@ -108,10 +109,10 @@ def unsqueeze(input: Arg, dim: int) -> str:
     return f"+ {input.names} -> {input.names.insert(i, '1')}"
 
 
-def _at_least(ndim: int) -> Callable[..., Rewrite | Said]:
-    def at_least(*tensors: Any) -> Rewrite | Said:
+def _at_least(ndim: int) -> Callable[..., Decomposition | KernelRule]:
+    def at_least(*tensors: Any) -> Decomposition | KernelRule:
         if len(tensors) != 1 or not isinstance(tensors[0], Arg):
-            return Rewrite(
+            return Decomposition(
                 lambda *xs: tuple(getattr(torch, f"atleast_{ndim}d")(x) for x in _flatten_sizes(xs))
             )
         shape = tensors[0].shape
@@ -120,7 +121,7 @@ def _at_least(ndim: int) -> Callable[..., Rewrite | Said]:
             2: (1,) * (2 - len(shape)) + shape,
             3: {0: (1, 1, 1), 1: (1, *shape, 1), 2: (*shape, 1)}.get(len(shape), shape),
         }[ndim]
-        return Said(views(shape, shape if len(shape) >= ndim else wide), _view)
+        return KernelRule(view_sentence(shape, shape if len(shape) >= ndim else wide), _view)
 
     return at_least
 
@@ -176,7 +177,7 @@ def movedim(input: Arg, source: Any, destination: Any) -> str:
 
 
 @rule(torch.Tensor.expand, torch.broadcast_to)
-def expand(input: Arg, *sizes: Any, size: Any = None) -> Said:
+def expand(input: Arg, *sizes: Any, size: Any = None) -> KernelRule:
     size = _flatten_sizes(sizes, size)
     new = len(size) - input.ndim
     if new < 0 or min(size[:new], default=0) < 0:
@@ -189,22 +190,22 @@ def expand(input: Arg, *sizes: Any, size: Any = None) -> Said:
     ]
     right = [f"z{i}={n}!" for i, n in enumerate(size[:new])]
     right += [f"y{i}={size[new + i]}!" if n == "1" else n for i, n in enumerate(left)]
-    return Said(f"+ {' '.join(left)} -> {' '.join(right)}", _expand)
+    return KernelRule(f"+ {' '.join(left)} -> {' '.join(right)}", _expand)
 
 
 @rule(torch.Tensor.expand_as)
-def expand_as(input: Arg, other: Arg) -> Rewrite:
-    return Rewrite(lambda input, other: input.expand(other.shape))
+def expand_as(input: Arg, other: Arg) -> Decomposition:
+    return Decomposition(lambda input, other: input.expand(other.shape))
 
 
 @rule(torch.broadcast_tensors)
-def broadcast_tensors(*tensors: Any) -> Rewrite:
+def broadcast_tensors(*tensors: Any) -> Decomposition:
     def broadcast_all(*tensors: Any) -> Any:
         tensors = _flatten_sizes(tensors)
         shape = torch.broadcast_shapes(*(t.shape for t in tensors))
         return tuple(t.expand(shape) for t in tensors)
 
-    return Rewrite(broadcast_all)
+    return Decomposition(broadcast_all)
 
 
 @rule(torch.tile, torch.Tensor.repeat)
@@ -230,7 +231,7 @@ def repeat_interleave(input: Arg, repeats: Any = None, dim: int | None = None) -
 
 
 @rule(torch.meshgrid)
-def meshgrid(*tensors: Any, indexing: str | None = None) -> Rewrite:
+def meshgrid(*tensors: Any, indexing: str | None = None) -> Decomposition:
     def expand_to_grids(*tensors: Any, indexing: str | None = None) -> Any:
         tensors = _flatten_sizes(tensors)
         shape = [t.numel() for t in tensors]
@@ -242,7 +243,7 @@ def meshgrid(*tensors: Any, indexing: str | None = None) -> Rewrite:
         swap = indexing == "xy" and n > 1
         return tuple(g.transpose(0, 1) if swap else g for g in grids)
 
-    return Rewrite(expand_to_grids)
+    return Decomposition(expand_to_grids)
 
 
 # -- pixels ----------------------------------------------------------------------------------------

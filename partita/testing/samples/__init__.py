@@ -1,4 +1,4 @@
-"""With which arguments is each rule proved?"""
+"""Samples: the arguments with which each rule is proved."""
 
 from .every import samples
 

@@ -1,4 +1,4 @@
-"""With which arguments are rules of arithmetic, products and sums proved?"""
+"""Samples of pointwise ops, products, linear algebra and reductions."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def pointwise() -> Part:
                 "int_repr",
                 "pin_memory",
                 "rrelu",
-                "settled",
+                "reduced",
             ):
                 continue
             elif rule.name not in ("native_channel_shuffle", "_settled"):
@@ -61,7 +61,7 @@ def pointwise() -> Part:
                 out.append((f, [c(u(5, 4), i(4, 5, 4))]))
             elif whole:
                 out.append((f, [c(i(9, 5, 4) + 1, i(5, 5, 4) + 1)]))
-            elif rule.name not in ("copy_", "fill", "settled"):
+            elif rule.name not in ("copy_", "fill", "reduced"):
                 out.append((f, [c(u(5, 4), u(5, 4)), c(u(5, 4), u(4)), c(u(5, 1), u(1, 4))]))
             done.add(rule.name)
     out += [

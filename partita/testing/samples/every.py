@@ -1,4 +1,4 @@
-"""With which arguments is each rule proved, all of them together?"""
+"""All samples together, by function."""
 
 from __future__ import annotations
 

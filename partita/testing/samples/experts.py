@@ -1,4 +1,4 @@
-"""With which arguments is the rule of grouped products proved?
+"""Samples of grouped products.
 
 torch's kernel takes no dtype that is exact enough to prove anything, so that one of our own stands
 in for it, with the same rule, alignment and rows that are left as they were.

@@ -1,4 +1,4 @@
-"""With which arguments are rules of layers, losses and our own ops proved?"""
+"""Samples of layers, losses and our own ops."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def ours() -> Part:
         ),
         (product_by_rows, [c(x(2, 5, 3), x(2, 3, 4)), c(x(2, 3, 5, 3), x(3, 3, 4))]),
         (
-            decompositions.pending_max,
+            decompositions.partial_max,
             [c(x(5, 4), None, False), c(x(5, 4), 0, True, -1), c(numbers, 1, False)],
         ),
         (
@@ -168,14 +168,14 @@ def ours() -> Part:
                 c(numbers, numbers.amax().view(1, 1), None),
             ],
         ),
-        (decompositions.stands_at, [c(x(5, 4), i(5, 1, 4), 0), c(numbers, i(4, 5, 1), -1)]),
+        (decompositions.is_at_place, [c(x(5, 4), i(5, 1, 4), 0), c(numbers, i(4, 5, 1), -1)]),
         (decompositions.power_sum, [c(x(5, 4), 2, None, False), c(x(5, 4), 3.0, 0, True)]),
         (
             decompositions.target_weight,
             [c(i(4, 5, 2), u(4), 1), c(i(4, 5), None, -100)],
         ),
-        (decompositions.settled, [c(x(5, 4))]),
-        (decompositions.minus, [c(x(5, 4), x(5, 1))]),
+        (decompositions.reduced, [c(x(5, 4))]),
+        (decompositions.subtract_reduced, [c(x(5, 4), x(5, 1))]),
         (
             resized,
             [

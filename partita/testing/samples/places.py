@@ -1,4 +1,4 @@
-"""With which arguments are rules that put values elsewhere proved: shapes, joins, indices?"""
+"""Samples of ops that put values elsewhere: shapes, joins, indices."""
 
 from __future__ import annotations
 

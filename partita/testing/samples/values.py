@@ -1,4 +1,4 @@
-"""Of what are samples made?
+"""Values of which samples are made.
 
 Sizes are small, differ from each other and do not divide evenly by 3, so that on some rank a piece
 is short or missing. Floating values are float64.

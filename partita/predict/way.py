@@ -1,15 +1,83 @@
-"""Programs of a plan: Python, and options of `partita train`, that step a model as a way does."""
+"""Ways to spread a model over ranks: all that there are, and the program of each.
+
+The program is Python, or options of `partita train`, that step a model as the way does.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from partita.parallel import plans
 
-from .plan_space import Way
-from .strategy import ModelShape
+from .machine import Machine
+from .strategy import ModelShape, Strategy
 
-__all__ = ["train_options", "write_code"]
+__all__ = ["Way", "train_options", "ways_of", "write_code"]
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way.
+
+    Attributes:
+        dp, tp: ranks of each axis.
+        strategy: how the model is spread over them, and stepped.
+    """
+
+    dp: int
+    tp: int
+    strategy: Strategy
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """The sizes of the axes of more than one rank; dp=1 where there is one rank."""
+        sizes = {name: n for name, n in (("dp", self.dp), ("tp", self.tp)) if n > 1}
+        return sizes or {"dp": 1}
+
+    def __str__(self) -> str:
+        of = self.strategy
+        axes = ",".join(f"{name}={n}" for name, n in self.mesh.items())
+        said = [axes, f"ZeRO-{of.zero}" if self.dp > 1 else "no ZeRO"]
+        said += ["remat"] * of.remat + ["sequence parallel"] * of.sequence
+        each = f"{of.batch} sequence{'s' * (of.batch != 1)} a rank"
+        said.append(f"{of.micro_batches} x {each}" if of.micro_batches > 1 else each)
+        return ", ".join(said)
+
+
+def ways_of(
+    shape: ModelShape, ranks: int, batch: int, machine: Machine, base: Strategy
+) -> Iterator[Way]:
+    """All ways to step a model on so many ranks, `batch` sequences on all of them together.
+
+    Tensor parallelism stays within a host, and divides the heads; micro-batches are powers of two.
+    """
+    context = base.context or shape.context
+    for tp in range(1, min(ranks, machine.ranks_per_host) + 1):
+        dp = ranks // tp
+        if ranks % tp or shape.heads % tp or shape.groups % tp or batch % dp:
+            continue
+        mine = batch // dp
+        counts = [m for m in (2**k for k in range(mine.bit_length())) if mine % m == 0]
+        for sequence in (False, True)[: 1 + (shape.has_sequence and tp > 1 and context % tp == 0)]:
+            for zero in (0, 1, 2, 3) if dp > 1 else (0,):
+                for remat in (False, True)[: 1 + shape.has_blocks]:
+                    for count in counts:
+                        strategy = dataclasses.replace(
+                            base,
+                            zero=zero,
+                            remat=remat,
+                            sequence=sequence,
+                            batch=mine // count,
+                            micro_batches=count,
+                        )
+                        yield Way(dp, tp, strategy)
+
+
+# -- the program of a way --------------------------------------------------------------------------
+
 
 _PLANS = {plans.gpt: "pt.plans.gpt", plans.llama: "pt.plans.llama"}
 _BYTES = 256
@@ -73,7 +141,8 @@ def write_code(shape: ModelShape, way: Way) -> str:
                               "inputs, targets in micro_batches") for line in lines]  # fmt: skip
 
     rows = of.batch * of.micro_batches * way.dp
-    lines += [f"# A step's batch, here drawn: {_count(rows, 'sequence')} of all ranks together."]
+    sequences = f"{rows} sequence{'s' * (rows != 1)}"
+    lines += [f"# A step's batch, here drawn: {sequences} of all ranks together."]
     lines += ["with torch.device(device):"]
     n = of.micro_batches
     if own:
@@ -99,7 +168,3 @@ def train_options(shape: ModelShape, way: Way) -> str:
     said += [f"--layers {of.layers or shape.layers}", f"--width {shape.width}"]
     said += [f"--heads {shape.heads}", f"--context {of.context or shape.context}"]
     return "partita train " + " ".join(said)
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"

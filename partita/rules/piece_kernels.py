@@ -1,6 +1,4 @@
-"""Kernels over pieces.
-
-What does a kernel do on a rank that has just a piece, or nothing, of a dimension?
+"""Kernels over pieces: what a rank runs that has just a piece, or nothing, of a dimension.
 
 To read places of a split dimension is a contraction: each rank reads those that it has and gives 0
 for the others, and the sum is the value.
@@ -15,10 +13,19 @@ import torch
 
 from .rule import Kernel, KernelCall
 
-__all__ = ["nothing", "of_none", "own", "part", "pick_traced", "unless_empty"]
+__all__ = [
+    "connected_zeros",
+    "empty_piece_kernel",
+    "index_in_piece",
+    "narrow_piece",
+    "pick_traced",
+    "with_dummy_row",
+]
 
 
-def own(index: Any, piece: tuple[int, int, int], *, from_end: bool = False) -> tuple[Any, Any]:
+def index_in_piece(
+    index: Any, piece: tuple[int, int, int], *, from_end: bool = False
+) -> tuple[Any, Any]:
     """`(index within this rank's piece, which of them are other ranks')`.
 
     A place that no rank has stays one that this rank has not: the kernel that reads it says so.
@@ -33,7 +40,7 @@ def own(index: Any, piece: tuple[int, int, int], *, from_end: bool = False) -> t
     return at.masked_fill(away, 0), away
 
 
-def part(x: Any, dim: int, offset: Any, length: int) -> Any:
+def narrow_piece(x: Any, dim: int, offset: Any, length: int) -> Any:
     """`length` places of `x` from `offset` on; where that is a tensor, as in a captured step, whose
     graph must not say where one rank is, they are looked up."""
     if isinstance(offset, torch.Tensor):
@@ -59,25 +66,27 @@ def pick_traced(input: Any, places: Sequence[tuple[int, Any, int]]) -> tuple[Any
     return input, away
 
 
-def nothing(input: Any, shape: Sequence[int]) -> Any:
+def connected_zeros(input: Any, shape: Sequence[int]) -> Any:
     """Zeros that hang on `input` in the graph, so that its gradient is zeros and not None."""
     out = input.new_zeros(shape)
     return out + input.flatten()[:0].sum() if input.requires_grad else out
 
 
-def unless_empty(name: str) -> Callable[[KernelCall], Kernel | None]:
+def empty_piece_kernel(name: str) -> Callable[[KernelCall], Kernel | None]:
     """The kernel of an op that cannot take a first dimension, called `name`, of no elements.
 
     A rank without any runs it on one, and drops the result.
     """
 
     def make_empty_piece_kernel(call: KernelCall) -> Kernel | None:
-        return of_none(call.run) if call.is_split(name) and not call.pieces[name][1] else None
+        return (
+            with_dummy_row(call.run) if call.is_split(name) and not call.pieces[name][1] else None
+        )
 
     return make_empty_piece_kernel
 
 
-def of_none(run: Kernel) -> Kernel:
+def with_dummy_row(run: Kernel) -> Kernel:
     """`run` of nothing: of one element in the first dimension, which is dropped."""
 
     def run_with_dummy_row(input: Any, *args: Any, **kwargs: Any) -> Any:

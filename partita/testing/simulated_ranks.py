@@ -1,4 +1,4 @@
-"""Simulated ranks: how is a value cut over ranks that are simulated, and put together again?
+"""Simulated ranks: a value is cut over ranks, and put together again, on one device.
 
 Pieces are of uneven size; shares are lopsided and of both signs.
 """
@@ -14,7 +14,7 @@ import torch
 from partita.layout import Partial as Shares
 from partita.layout import Placement, Shard, chunk
 
-__all__ = ["cut", "find_difference", "joined", "same", "tolerance_of"]
+__all__ = ["are_same", "cut_for_ranks", "find_difference", "join_ranks", "tolerance_of"]
 
 SCALES = {2: ((3.7, 1.0), (-2.7, -1.0)), 3: ((3.7, 1.0), (-1.2, -2.0), (-1.5, 1.0))}
 """Share r of a value x over n ranks is a * x + b * noise of `SCALES[n][r]`; they add up to x."""
@@ -30,7 +30,7 @@ def _split_into_partials(x: torch.Tensor, n: int) -> list[torch.Tensor]:
     return [a * x + b * (noise * 5).to(x.dtype) for a, b in WHOLE_SCALES[n]]
 
 
-def cut(x: Any, p: Placement | None, n: int) -> list[Any]:
+def cut_for_ranks(x: Any, p: Placement | None, n: int) -> list[Any]:
     if p is None or not isinstance(x, torch.Tensor):
         return [x] * n
     if isinstance(p, Shard):
@@ -38,7 +38,7 @@ def cut(x: Any, p: Placement | None, n: int) -> list[Any]:
     return _split_into_partials(x, n) if isinstance(p, Shares) else [x] * n
 
 
-def joined(parts: Sequence[torch.Tensor], p: Placement, terms: int = 1) -> torch.Tensor:
+def join_ranks(parts: Sequence[torch.Tensor], p: Placement, terms: int = 1) -> torch.Tensor:
     """The value; raises ValueError where ranks differ that should agree.
 
     Args:
@@ -58,7 +58,7 @@ def joined(parts: Sequence[torch.Tensor], p: Placement, terms: int = 1) -> torch
     return parts[0]
 
 
-def same(a: torch.Tensor, b: torch.Tensor, tolerance: float = 0.0) -> bool:
+def are_same(a: torch.Tensor, b: torch.Tensor, tolerance: float = 0.0) -> bool:
     return not find_difference(a, b, max(tolerance, tolerance_of([a])))
 
 

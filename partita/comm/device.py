@@ -22,7 +22,7 @@ __all__ = [
     "DEVICES",
     "HOST",
     "Device",
-    "Recording",
+    "KernelRecording",
     "accelerator_indices",
     "accelerator_names",
     "activities_to_profile",
@@ -94,7 +94,7 @@ class Device:
         """A pool of memory that recordings share, of which one replays at a time."""
         return torch.cuda.graph_pool_handle()
 
-    def record(self, call: Callable[[], Any], device: torch.device, pool: Any) -> Recording:
+    def record(self, call: Callable[[], Any], device: torch.device, pool: Any) -> KernelRecording:
         """Record the kernels of a call without running them.
 
         Args:
@@ -105,7 +105,7 @@ class Device:
         Raises:
             RuntimeError: it did what cannot be recorded: it waited for the device, say.
         """
-        return Recording(call, device, pool)
+        return KernelRecording(call, device, pool)
 
     def peak_memory(self) -> int:
         """The most bytes that this process has held at once: of its accelerator's allocator, or, on
@@ -175,7 +175,7 @@ class Device:
         return torch.autocast(self.type, dtype=dtype)
 
 
-class Recording:
+class KernelRecording:
     """The kernels of one call as a CUDA graph.
 
     Each replay reads and writes the addresses that the recorded call read and wrote, and the

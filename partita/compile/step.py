@@ -47,7 +47,7 @@ from .guards.places import Place
 from .last_program import LastProgram
 
 if TYPE_CHECKING:
-    from .backend.cuda_graphs import HostSplit, RecordedCall
+    from .backend.cuda_graphs import HostSplit, ReplayedProgram
     from .passes import Passes
     from .program import Program
 
@@ -482,8 +482,8 @@ class CompiledStep(LastProgram):
 
     def _make_recorded_call(
         self, program: CapturedProgram, wires: list[Wire], split: HostSplit, device: torch.device
-    ) -> RecordedCall:
-        from .backend.cuda_graphs import RecordedCall
+    ) -> ReplayedProgram:
+        from .backend.cuda_graphs import ReplayedProgram
         from .backend.executor import function_of
 
         def pool() -> Any:
@@ -494,7 +494,7 @@ class CompiledStep(LastProgram):
         host_call = function_of(split.host, {})
         device_call = self._compile(split.device, wires)
         program.built = split.device.built
-        return RecordedCall(split, host_call, device_call, device, pool)
+        return ReplayedProgram(split, host_call, device_call, device, pool)
 
     def _compile(self, program: Program, wires: list[Wire]) -> Callable[..., Any]:
         """Compile a program by the backend; what runs its graph."""

@@ -8,7 +8,7 @@ bias corrections) runs in each call, and what the rest reads of it is copied to 
 - State (parameters, buffers, optimizer state) is read and written where it lies. Where it has
   moved, the kernels are recorded anew; state that moves again is copied like an argument.
 - Arguments are copied to where the recording reads them.
-- Results are copied out of the recording's memory, which the next replay writes.
+- ReplayResults are copied out of the recording's memory, which the next replay writes.
 
 The first call runs as it does without: kernels are compiled and tuned, and process groups connect.
 The second records. Inductor's own CUDA graphs are not used: they leave out a graph that writes its
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from partita.comm.device import HOST, Device, Recording
+from partita.comm.device import HOST, Device, KernelRecording
 from partita.tensor.op_facts import facts_of
 
 from ..capture.equal_calls import tensors_in
@@ -38,8 +38,8 @@ from ..program import Input, Program
 __all__ = [
     "HostSplit",
     "NotRecorded",
-    "RecordedCall",
-    "Results",
+    "ReplayedProgram",
+    "ReplayResults",
     "find_device",
     "split_host_part",
 ]
@@ -303,7 +303,7 @@ def _computes_in_half(node: fx.Node) -> bool:
 
 
 @dataclass(frozen=True)
-class _Recorded:
+class _RecordedProgram:
     """A recording, and the memory that it reads and writes.
 
     Attributes:
@@ -313,15 +313,15 @@ class _Recorded:
         results: make the results of a call, of its inputs.
     """
 
-    recording: Recording
+    recording: KernelRecording
     copies: dict[int, torch.Tensor]
     crossing: list[torch.Tensor]
     fixed: list[int]
     addresses: list[int]
-    results: Results
+    results: ReplayResults
 
 
-class RecordedCall:
+class ReplayedProgram:
     """Runs a program: as it is the first time, recording its kernels the second, then replaying.
 
     Args:
@@ -345,7 +345,7 @@ class RecordedCall:
         self.split, self._host_call, self._device_call = split, host_call, device_call
         self._device, self._pool = device, pool
         self._has_run = False
-        self._recorded: _Recorded | None = None
+        self._recorded: _RecordedProgram | None = None
         taken = split.device.inputs[: len(split.device_inputs)]
         self._is_copied = [given.kind not in _STATE for given in taken]
         self._has_moved = [False for _ in taken]
@@ -372,7 +372,7 @@ class RecordedCall:
         found = {"host": of_host, "device": of_device, "input": inputs}
         return [found[where][at] if where else at for where, at in split.outputs]
 
-    def _ensure_recorded(self, given: Sequence[torch.Tensor]) -> _Recorded:
+    def _ensure_recorded(self, given: Sequence[torch.Tensor]) -> _RecordedProgram:
         """The recording, made where there is none and where state has moved."""
         recorded = self._recorded
         if recorded is not None:
@@ -386,7 +386,7 @@ class RecordedCall:
         self._recorded = self._record(given)
         return self._recorded
 
-    def _record(self, given: Sequence[torch.Tensor]) -> _Recorded:
+    def _record(self, given: Sequence[torch.Tensor]) -> _RecordedProgram:
         copies = {i: _make_like(x) for i, x in enumerate(given) if self._is_copied[i]}
         numbers = [n.tensor for n in self.split.device.inputs[len(given) :]]
         crossing = [_make_like(x, self._device) for x in numbers]
@@ -399,13 +399,13 @@ class RecordedCall:
             raise of_recording(error) from error
         fixed = [i for i in range(len(given)) if i not in copies]
         addresses = [given[i].data_ptr() for i in fixed]
-        results = Results(recording.value, held)
+        results = ReplayResults(recording.value, held)
         recording.value = None  # views of state among it would keep that
-        return _Recorded(recording, copies, crossing, fixed, addresses, results)
+        return _RecordedProgram(recording, copies, crossing, fixed, addresses, results)
 
     def _replay(
         self,
-        recorded: _Recorded,
+        recorded: _RecordedProgram,
         given: Sequence[torch.Tensor],
         crossing: Sequence[torch.Tensor],
     ) -> list[torch.Tensor]:
@@ -455,7 +455,7 @@ class _View:
         return made
 
 
-class Results:
+class ReplayResults:
     """The results of calls, made of what a recording gives.
 
     They share memory with each other, and with the call's inputs, as those of the program do.

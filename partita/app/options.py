@@ -172,6 +172,9 @@ class Options:
         metavar="NAME",
     )
     compile: bool = _option(False, "the step as one graph, compiled: fewer bytes and milliseconds")
+    cuda_graphs: bool = _option(
+        False, "with --compile on GPUs: launch a step's kernels as one, as a CUDA graph"
+    )
     accumulate: int = _option(1, "micro-batches that each batch is cut into", read_positive)
     save: Path | None = _option(  # noqa: RUF009
         None, "keep a checkpoint in this folder", Path, show=str, metavar="DIR"
@@ -241,6 +244,8 @@ class Options:
             raise ValueError(f"--sp splits the sequence over tp, and {shown} has none")
         if self.compile and self.detect_nan:
             raise ValueError("--detect-nan looks into modules, of which a --compile step has none")
+        if self.cuda_graphs and not self.compile:
+            raise ValueError("--cuda-graphs records a step that is one graph: add --compile")
         if self.batch % self.accumulate:
             raise ValueError(
                 f"--batch {self.batch} does not divide into --accumulate {self.accumulate} "

@@ -157,7 +157,11 @@ def _make_eager_step(model: GPT, optimizer: Any, options: Options, tell: Tell) -
 def _make_compiled_step(model: GPT, optimizer: Any, options: Options, tell: Tell) -> Run:
     """The same step as one graph, of which nothing can be told while it runs."""
     eager = _make_eager_step(model, optimizer, options, _tell_nothing)
-    graph = pt.compile(lambda micro_batches: eager(micro_batches, 0), state=[model, optimizer])
+    graph = pt.compile(
+        lambda micro_batches: eager(micro_batches, 0),
+        state=[model, optimizer],
+        cuda_graphs=options.cuda_graphs,
+    )
 
     def run(micro_batches: MicroBatches, step: int) -> Tensor:
         tell("at", phase="graph", step=step)
@@ -250,6 +254,7 @@ def verify(options: Options, tell: Tell, *, compare: bool) -> bool:
         sp=False,
         remat="none",
         compile=False,
+        cuda_graphs=False,
         accumulate=1,
         detect_nan=False,
         check_ranks=False,

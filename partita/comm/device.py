@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
@@ -22,6 +22,7 @@ __all__ = [
     "DEVICES",
     "HOST",
     "Device",
+    "KernelRecording",
     "accelerator_indices",
     "accelerator_names",
     "activities_to_profile",
@@ -83,6 +84,28 @@ class Device:
     def copies_beside_python(self) -> bool:
         """Does a copy to pinned memory go on while the next one is asked for?"""
         return self.type == "cuda"
+
+    @property
+    def records_kernels(self) -> bool:
+        """Can the kernels of a call be recorded, and launched again as one (a CUDA graph)?"""
+        return self.type == "cuda"
+
+    def make_recording_pool(self) -> Any:
+        """A pool of memory that recordings share, of which one replays at a time."""
+        return torch.cuda.graph_pool_handle()
+
+    def record(self, call: Callable[[], Any], device: torch.device, pool: Any) -> KernelRecording:
+        """Record the kernels of a call without running them.
+
+        Args:
+            call: reads and writes tensors of `device` alone, which is of this kind. Its kernels
+                have run before, so that nothing is compiled, loaded or connected meanwhile.
+            pool: of `make_recording_pool`; what the call allocates comes from it.
+
+        Raises:
+            RuntimeError: it did what cannot be recorded: it waited for the device, say.
+        """
+        return KernelRecording(call, device, pool)
 
     def peak_memory(self) -> int:
         """The most bytes that this process has held at once: of its accelerator's allocator, or, on
@@ -150,6 +173,28 @@ class Device:
     def autocast(self, dtype: torch.dtype) -> AbstractContextManager[Any]:
         """Within, kernels that profit from it compute in `dtype`."""
         return torch.autocast(self.type, dtype=dtype)
+
+
+class KernelRecording:
+    """The kernels of one call as a CUDA graph.
+
+    Each replay reads and writes the addresses that the recorded call read and wrote, and the
+    numbers of the default generator go on as if the call had run.
+
+    Attributes:
+        value: what the call returned, whose tensors each replay fills.
+    """
+
+    def __init__(self, call: Callable[[], Any], device: torch.device, pool: Any):
+        self._graph = torch.cuda.CUDAGraph()
+        # Other threads go on meanwhile: those that look after collectives, say.
+        record = torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local")
+        with torch.cuda.device(device), record:
+            self.value = call()
+
+    def replay(self) -> None:
+        """Launch the kernels on the current stream."""
+        self._graph.replay()
 
 
 def choose_device(asked: str) -> Device:

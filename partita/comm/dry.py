@@ -41,6 +41,7 @@ class DryWire(Wire):
     moved_dtypes = frozenset(d for d in vars(torch).values() if isinstance(d, torch.dtype))
     reduced_dtypes = moved_dtypes
     has_peers = False
+    runs_in_streams = True
     kind = "that is dry"
 
     def __init__(

@@ -70,6 +70,7 @@ class GroupWire(Wire):
         self._at_rank = {rank: at for at, rank in self._rank_at.items()}
         self._process_groups: dict[Axes, dist.ProcessGroup] = {}
         self.backend = backend_of(kind)
+        self.runs_in_streams = self.backend.runs_in_streams
         self._control: ControlGroup | None = None
         self._reading_op: str | None = None  # the op that reads the value being moved
 

@@ -49,6 +49,9 @@ class Wire(Transport):
     """Are shards padded to equal size, as they are while a step is captured?"""
     has_peers = True
     """Are there other ranks to compare with?"""
+    runs_in_streams = False
+    """Are its collectives kernels of a device, which can be recorded? Not where ranks meet in
+    Python."""
     kind = "of process groups"
     """In a few words, for errors."""
 

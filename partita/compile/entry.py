@@ -30,6 +30,7 @@ def compile(
     budget: int | None = None,
     blocks: bool | Iterable[nn.Module | type] | None = None,
     sections: bool | None = None,
+    cuda_graphs: bool = False,
 ) -> Any:
     """Capture a training step, forward, loss, backward and update, into one compiled graph.
 
@@ -61,6 +62,9 @@ def compile(
         sections: compile the graph in sections, of which equal ones are compiled once, or as one;
             None for sections where the graph has more than 3,000 calls, and at most half of them
             are left of what is equal.
+        cuda_graphs: record the kernels of a step as a CUDA graph in its second call, and launch
+            them as one in later ones; a step that cannot be recorded runs as ever, with a warning
+            that says why. What a step takes stays with its recording between calls.
 
     Returns:
         A `CompiledStep`; of a module the module itself, whose `forward` is one.
@@ -84,6 +88,7 @@ def compile(
         "budget": budget,
         "blocks": blocks if blocks is None or isinstance(blocks, bool) else tuple(blocks),
         "sections": sections,
+        "cuda_graphs": cuda_graphs,
     }
     BlockChoice.from_option(options["blocks"])
     if step is None:

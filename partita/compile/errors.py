@@ -89,6 +89,15 @@ def of_anomalies() -> CaptureError:
     )
 
 
+def of_recording(error: Exception) -> CaptureError:
+    """The kernels of a step could not be recorded as a CUDA graph."""
+    return not_captured(
+        "a step's kernels cannot be recorded as a CUDA graph",
+        f"{type(error).__name__}: {error}",
+        Fix("cuda_graphs=False", "launches them one by one"),
+    )
+
+
 def cannot_be_kept(budget: int, least: int) -> CaptureError:
     """The error to raise where a step needs more bytes than its budget; `least` suffices."""
     return CaptureError(

@@ -115,6 +115,11 @@ class LastProgram:
         return self.program.artifact
 
     @property
+    def is_recorded(self) -> bool:
+        """Is the next call of the last program one launch of a CUDA graph? Raises as `program`."""
+        return bool(getattr(self.program.call, "is_recorded", False))
+
+    @property
     def key(self) -> str:
         """The key of the last program: equal for equal programs, on every rank and in every run."""
         return self.program.key

@@ -31,6 +31,7 @@ from partita.comm import (
     user_line,
     wait_for_all_ranks,
 )
+from partita.comm.device import Device
 from partita.tensor.watch import HERE
 
 from .call_guard import CallGuard
@@ -48,11 +49,13 @@ from .last_program import LastProgram
 from .section import DEEP
 
 if TYPE_CHECKING:
+    from .backend.cuda_graphs import HostSplit, ReplayedProgram
     from .passes import Passes
+    from .program import Program
 
 __all__ = ["CompiledStep"]
 
-_OPTIONS = "backend fallback without passes keep budget blocks sections".split()
+_OPTIONS = "backend fallback without passes keep budget blocks sections cuda_graphs".split()
 _REFUSED_KEPT = 1024  # signatures of calls that could not be captured
 _MOST_PROGRAMS_TRIED = 64  # by one call
 
@@ -72,11 +75,12 @@ class CompiledStep(LastProgram):
         budget: int | None = None,
         blocks: bool | Iterable[nn.Module | type] | None = None,
         sections: bool | None = None,
+        cuda_graphs: bool = False,
     ):
         functools.update_wrapper(self, step)
         self.step, self._given, self.backend, self.fallback = step, state, backend, fallback
         self.without, self.passes, self.keep = without, passes, max(1, keep)
-        self.budget, self.sections = budget, sections
+        self.budget, self.sections, self.cuda_graphs = budget, sections, cuda_graphs
         self.blocks = blocks if blocks is None or isinstance(blocks, bool) else tuple(blocks)
         self._history = History(self.title)
         # By signature and number of the capture.
@@ -86,6 +90,7 @@ class CompiledStep(LastProgram):
         self._eager: dict[Any, RefusedCall] = {}  # by signature
         self._runs_eagerly: RefusedCall | None = None
         self._raised: StepRaises | None = None
+        self._recording_pool: Any = None  # of memory, for the recordings of all programs
         self._is_running = True  # False within `capture`
         self._state: State | None = None
         self._reached: list[Place] = []  # with state, as runs have shown
@@ -347,7 +352,8 @@ class CompiledStep(LastProgram):
         }
         guesses = found.guesses if found is not None else Guesses()
         blocks = BlockChoice.from_option(self.blocks)
-        if self.budget is None and not self.passes and self.sections is not False:
+        stay_calls = self.budget is None and not self.passes and not self.cuda_graphs
+        if stay_calls and self.sections is not False:
             blocks = dataclasses.replace(blocks, outline_above=0 if self.sections else DEEP)
 
         def make() -> CapturedProgram:
@@ -461,9 +467,41 @@ class CompiledStep(LastProgram):
     def _list_options(self) -> list[str]:
         """The options that are part of a program's key."""
         how = [] if self.sections is None else [f"sections {self.sections}"]
+        how += ["cuda graphs"] if self.cuda_graphs else []
         return [f"backend {self.backend}", *how, f"without {sorted(self.without)}"]
 
     def make_callable(self, program: CapturedProgram, wires: list[Wire]) -> Callable[..., Any]:
+        """What runs a program's graph: compiled by the backend, and recorded where that is asked
+        for and may be."""
+        if not self.cuda_graphs:
+            return self._compile(program, wires)
+        from .backend.cuda_graphs import NotRecorded, find_device, split_host_part
+
+        try:
+            device = find_device(program)
+            split = split_host_part(program, device)
+        except NotRecorded as reason:
+            warnings.warn(f"{self.title} runs without CUDA graphs: {reason}", stacklevel=2)
+            return self._compile(program, wires)
+        return self._make_recorded_call(program, wires, split, device)
+
+    def _make_recorded_call(
+        self, program: CapturedProgram, wires: list[Wire], split: HostSplit, device: torch.device
+    ) -> ReplayedProgram:
+        from .backend.cuda_graphs import ReplayedProgram
+        from .backend.executor import function_of
+
+        def pool() -> Any:
+            if self._recording_pool is None:
+                self._recording_pool = Device(device.type).make_recording_pool()
+            return self._recording_pool
+
+        host_call = function_of(split.host, {})
+        device_call = self._compile(split.device, wires)
+        program.built = split.device.built
+        return ReplayedProgram(split, host_call, device_call, device, pool)
+
+    def _compile(self, program: Program, wires: list[Wire]) -> Callable[..., Any]:
         """Compile a program by the backend; what runs its graph."""
         from .backend.executor import function_of
 

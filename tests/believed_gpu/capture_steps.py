@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from collections import Counter
 from typing import Any
 
@@ -142,6 +143,44 @@ def told_of_optimizers() -> dict[str, Any]:
     return found
 
 
+def told_of_recording(name: str) -> dict[str, Any]:
+    """What of a step is recorded as a CUDA graph, and what is left to the host."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # or it says why it is not recorded
+        program, fast = captured(name, "cuda:0", cuda_graphs=True)
+    whole, _ = captured(name, "cuda:0")
+    split = program.call.split
+
+    def devices(graph: Any) -> list[str]:
+        values = [n.meta.get("val") for n in graph.nodes]
+        return sorted({v.device.type for v in values if isinstance(v, torch.Tensor)})
+
+    recorded = split.device.graph.graph
+    calls = [n for n in recorded.nodes if n.op == "call_function"]
+    crossing = recorded.find_nodes(op="placeholder")[len(split.device_inputs) :]
+    meets = {
+        str(read.meta["val"].dtype)
+        for node in crossing
+        for user in node.users
+        for read in user.all_input_nodes
+    }
+    return {
+        "on the host": devices(split.host.graph),
+        "recorded": devices(recorded),
+        "calls": len(calls),
+        "calls of the whole": sum(n.op == "call_function" for n in whole.graph.graph.nodes),
+        "attention": sum("scaled_dot_product_flash" in str(n.target) for n in calls),
+        "collectives": sum("c10d" in str(n.target) for n in calls),
+        "crossing": len(crossing),
+        "meets": sorted(meets),
+        "keys differ": program.key != whole.key,
+        "is recorded": fast.is_recorded,
+    }
+
+
 if __name__ == "__main__":
-    asked = sys.argv[1]
-    print(json.dumps(told_of_optimizers() if asked == "optimizers" else told(asked)))
+    asked, *rest = sys.argv[1:]
+    if asked == "optimizers":
+        print(json.dumps(told_of_optimizers()))
+    else:
+        print(json.dumps(told_of_recording(asked) if rest == ["recorded"] else told(asked)))

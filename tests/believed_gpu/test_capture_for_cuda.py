@@ -34,8 +34,8 @@ def believing(tmp_path_factory):
     return {**os.environ, "LD_PRELOAD": str(made), "PYTHONPATH": root}
 
 
-def told_of(name, environment):
-    run = [sys.executable, str(HERE / "capture_steps.py"), name]
+def told_of(name, environment, *rest):
+    run = [sys.executable, str(HERE / "capture_steps.py"), name, *rest]
     done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -73,3 +73,17 @@ def test_a_fused_optimizer_is_captured_for_a_gpu_as_a_capturable_one(believing):
     assert told["fused"]["of the host"] == ["number"]  # rates and betas
     assert told["foreach"] == told["one by one"]
     assert told["foreach"]["of the host"] == ["number", "optimizer"]  # its counts, as in eager
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ["gpt", "cast"])
+def test_what_a_cuda_graph_records_of_a_step_takes_nothing_from_the_host(name, believing):
+    told = told_of(name, believing, "recorded")
+    assert told["recorded"] == ["cuda"] and told["on the host"] == ["cpu"]
+    assert told["attention"] == 4 and told["collectives"] > 0  # forward and backward of two layers
+    assert told["calls"] > 0.9 * told["calls of the whole"]
+    # Rates, betas, bias corrections: a few numbers, whatever the number of parameters. None is
+    # rounded to half precision by what it meets.
+    assert 0 < told["crossing"] <= 16
+    assert "torch.bfloat16" not in told["meets"]
+    assert told["keys differ"] and not told["is recorded"]  # it has not run

@@ -16,6 +16,7 @@ _WITHOUT_GPU = (
     "the peak that its allocator counts, against the predicted one",
     "flash attention, bfloat16 and the time of a step as a GPU has them",
     "one key for ranks whose devices have other numbers",
+    "steps in CUDA graphs, and what they take of the host",
 )
 _WITH_ONE = ("more than one rank over NCCL: each group was of one",)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 
@@ -38,3 +40,39 @@ def test_ranks_have_one_key_and_the_losses_of_eager(stage, backend, place):
     assert all(one == per_rank[0] for one in per_rank)  # whichever number its device has
     torch.testing.assert_close(compiled, eager, rtol=1e-6, atol=0)
     assert len(key) == 64
+
+
+def train_recorded(rank, ranks, device, stage, backend):
+    """Losses of eager steps and of recorded ones, at a rate that changes; what is recorded."""
+    mesh = pt.init_device_mesh(device, (ranks,), mesh_dim_names=("dp",))
+    batch = [pt.distribute_tensor(t.to(device), mesh, [pt.Shard(0)]) for t in TOKENS]
+    found, reason = [], ""
+    for recorded in (False, True):
+        model = pt.zero(tiny().to(device), mesh, stage=stage)
+        optimizer = adamw(model.parameters())
+        step = plain_step(model, optimizer)
+        if recorded:
+            step = pt.compile(step, backend=backend, cuda_graphs=True)
+        losses = []
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            for i in range(10):
+                optimizer.param_groups[0]["lr"] = 1e-2 / (i + 1)
+                losses.append(step(*batch))  # read at the end: none is written over
+        found.append([loss.item() for loss in losses])
+        reason = " ".join(str(w.message) for w in heard if "CUDA graphs" in str(w.message))
+    return (*found, step.is_recorded, len(step.reasons), reason)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("backend", ["graph", "inductor"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_step_in_a_cuda_graph_has_the_losses_of_eager(stage, backend, place, record_property):
+    asked = (place.ranks, place.device, stage, backend)
+    per_rank = run_ranks(train_recorded, place.ranks, *asked, timeout=280, device=place.device)
+    record_property(f"ZeRO-{stage}, {backend}, in a CUDA graph", str(per_rank[0][2]))
+    for eager, recorded, is_recorded, captures, reason in per_rank:
+        torch.testing.assert_close(recorded, eager, rtol=1e-5, atol=0)
+        assert captures == 1
+        assert is_recorded != place.is_host
+        assert ("its tensors are on cpu" in reason) == place.is_host

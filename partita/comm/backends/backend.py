@@ -34,11 +34,13 @@ class Backend:
         gathers_by_broadcast: an all-gather is a broadcast of each rank.
         sums_in_rank_order: a reduce-scatter exchanges shares, and adds them in rank order.
         waits_on_host: a wait blocks the processor, so that the rank can look why it lasts.
+        runs_in_streams: a collective is a kernel of the device's, which can be recorded.
     """
 
     gathers_by_broadcast = False
     sums_in_rank_order = False
     waits_on_host = False
+    runs_in_streams = True
 
     def way_of_sum(self, x: torch.Tensor, n: int) -> WayOfSum:
         """How an all-reduce sums `x` over `n` ranks."""

@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from .backend import Backend
-from .gloo import Gloo
+from .gloo import Gloo, GlooOnDevice
 
 __all__ = ["backend_of", "installed_backends"]
 
 
 def backend_of(device_type: str) -> Backend:
     """The backend of meshes of this device type ("cpu", "cuda") in this job."""
-    if device_type == "cpu" and "cpu:gloo" in dist.get_backend_config():
-        return Gloo()
-    return Backend()
+    if f"{device_type}:gloo" not in dist.get_backend_config():
+        return Backend()
+    return Gloo() if device_type == "cpu" else GlooOnDevice()
 
 
 def installed_backends() -> list[str]:

@@ -24,7 +24,7 @@ from ..pending_work import PendingList, PendingSum, PendingWork
 from ..waiting import WatchedWork
 from .backend import Backend, WayOfSum
 
-__all__ = ["Gloo"]
+__all__ = ["Gloo", "GlooOnDevice"]
 
 _SMALL = 1 << 15
 """Bytes up to which an all-reduce gathers all shares: one round instead of two."""
@@ -36,6 +36,7 @@ class Gloo(Backend):
     gathers_by_broadcast = True
     sums_in_rank_order = True
     waits_on_host = True
+    runs_in_streams = False
 
     def way_of_sum(self, x: torch.Tensor, n: int) -> WayOfSum:
         """Of two ranks, a + b is b + a: Gloo's ring gives the same bits, and sends as much. Of more
@@ -123,3 +124,9 @@ class _Gathering:
         self._backend.start_all_gather(self._group, whole, self._piece, self._request).wait()
         if whole is not out:
             out.copy_(whole[: out.numel()])
+
+
+class GlooOnDevice(Backend):
+    """Gloo for tensors of an accelerator: it copies them to the host, and waits there."""
+
+    runs_in_streams = False

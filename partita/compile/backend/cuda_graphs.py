@@ -38,8 +38,8 @@ from ..program import Input, Program
 __all__ = [
     "HostSplit",
     "NotRecorded",
-    "ReplayedProgram",
     "ReplayResults",
+    "ReplayedProgram",
     "find_device",
     "split_host_part",
 ]

@@ -61,7 +61,7 @@ def played(monkeypatch):
     monkeypatch.setattr(Device, "records_kernels", True)
     monkeypatch.setattr(Device, "make_recording_pool", lambda self: None)
     monkeypatch.setattr(Device, "record", lambda self, call, device, pool: PlayedRecording(call))
-    monkeypatch.setattr(cuda_graphs, "_is_of_host", lambda x: x.ndim == 0)
+    monkeypatch.setattr(cuda_graphs, "is_of_host", lambda x: x.ndim == 0)
     monkeypatch.setattr(PlayedRecording, "made", 0)
 
 
@@ -121,8 +121,8 @@ def test_a_step_is_recorded_in_its_second_call_and_runs_no_python_from_the_third
     fast(*first)
     assert not fast.is_recorded
     call, ran = fast.program.call, []
-    run_kernels = call._device_call
-    call._device_call = lambda *given: (ran.append(1), run_kernels(*given))[1]
+    run_kernels = call.device_call
+    call.device_call = lambda *given: (ran.append(1), run_kernels(*given))[1]
     for batch in others:
         fast(*batch)
         assert fast.is_recorded
@@ -312,7 +312,7 @@ def test_a_region_is_not_recorded():
 
 
 def test_what_torch_does_not_record_is_not_recorded(monkeypatch):
-    monkeypatch.setattr(cuda_graphs, "_UNSAFE", frozenset((torch.Tag.reduction,)))
+    monkeypatch.setattr(cuda_graphs, "UNSAFE_TAGS", frozenset((torch.Tag.reduction,)))
     fast = recorded(lambda x: x.sum(0, keepdim=True))
     run_with_warning(fast, "torch does not record aten.sum.dim_IntList, from", torch.ones(2, 2))
 

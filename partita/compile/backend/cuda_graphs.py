@@ -47,7 +47,7 @@ __all__ = [
 Call = Callable[..., Sequence[Any]]
 
 _aten = torch.ops.aten
-_UNSAFE = frozenset(
+UNSAFE_TAGS = frozenset(
     (
         torch.Tag.cudagraph_unsafe,
         torch.Tag.data_dependent_output,
@@ -79,12 +79,12 @@ def find_device(program: Program) -> torch.device:
         raise NotRecorded("it is a region, whose backward autograd calls, and not a whole step")
     nodes = [n for n in program.graph.graph.nodes if n.op in ("placeholder", "call_function")]
     values = [t for n in nodes for t in tensors_in(n.meta.get("val"))]
-    devices = [*{t.device for t in values if not _is_of_host(t)}]
+    devices = [*{t.device for t in values if not is_of_host(t)}]
     if len(devices) != 1 or not Device(devices[0].type).records_kernels:
         lie = " and ".join(sorted({str(t.device) for t in values})) or "no device"
         raise NotRecorded(f"its tensors are on {lie}")
     for node in nodes:
-        if not _UNSAFE.isdisjoint(getattr(node.target, "tags", ())):
+        if not UNSAFE_TAGS.isdisjoint(getattr(node.target, "tags", ())):
             raise NotRecorded(f"torch does not record {node.target}{_describe_source(node)}")
         if is_collective(node):
             wire, axes = program.groups[str(node.args[-1])]
@@ -94,7 +94,8 @@ def find_device(program: Program) -> torch.device:
     return devices[0]
 
 
-def _is_of_host(value: torch.Tensor) -> bool:
+def is_of_host(value: torch.Tensor) -> bool:
+    """Does the host compute such a value?"""
     return value.device == HOST
 
 
@@ -159,7 +160,7 @@ class _HostCut:
         shown = self._tensors_of(node) or [
             t for read in node.all_input_nodes for t in self._tensors_of(read)
         ]
-        return bool(shown) and all(map(_is_of_host, shown))
+        return bool(shown) and all(map(is_of_host, shown))
 
     def _tensors_of(self, node: fx.Node) -> list[torch.Tensor]:
         if node.op == "get_attr":
@@ -326,12 +327,13 @@ class ReplayedProgram:
 
     Args:
         split: the program.
-        host_call, device_call: run its parts.
+        host_call, device_call: run its parts, node by node or compiled.
         device: whose kernels are recorded.
         pool: gives the memory that its recording shares with others of the step.
 
     Attributes:
         split: the program.
+        host_call, device_call: run its parts.
     """
 
     def __init__(
@@ -342,7 +344,7 @@ class ReplayedProgram:
         device: torch.device,
         pool: Callable[[], Any],
     ):
-        self.split, self._host_call, self._device_call = split, host_call, device_call
+        self.split, self.host_call, self.device_call = split, host_call, device_call
         self._device, self._pool = device, pool
         self._has_run = False
         self._recorded: _RecordedProgram | None = None
@@ -361,12 +363,12 @@ class ReplayedProgram:
         given = [inputs[i] for i in split.device_inputs]
         # Before the host computes: where this raises, nothing has changed.
         recorded = self._ensure_recorded(given) if self._has_run else None
-        of_host = self._host_call(*(inputs[i] for i in split.host_inputs))
+        of_host = self.host_call(*(inputs[i] for i in split.host_inputs))
         crossing = of_host[: split.crossing]
         if recorded is not None:
             of_device = self._replay(recorded, given, crossing)
         else:
-            of_device = self._device_call(*given, *(x.to(self._device) for x in crossing))
+            of_device = self.device_call(*given, *(x.to(self._device) for x in crossing))
             self._has_run = True
         found: dict[str | None, Sequence[Any]]
         found = {"host": of_host, "device": of_device, "input": inputs}
@@ -393,7 +395,7 @@ class ReplayedProgram:
         held = [copies.get(i, x) for i, x in enumerate(given)]
         try:
             recording = Device(self._device.type).record(
-                lambda: self._device_call(*held, *crossing), self._device, self._pool()
+                lambda: self.device_call(*held, *crossing), self._device, self._pool()
             )
         except RuntimeError as error:
             raise of_recording(error) from error

@@ -303,12 +303,12 @@ class _Outlining:
     def _find_outer_nodes(self) -> set[fx.Node]:
         """The nodes that are of no block; also those of a trace that others read, as a rank's
         coordinate, which is computed once for all, and constants."""
-        traced = {n for t in self._traces for n in (*t.entered, *_body_of_trace(t))}
-        inside = {n: t for t in self._traces for n in _body_of_trace(t)}
+        own = {n: t for t in self._traces for n in (*t.entered, *_body_of_trace(t))}
         outer = self._live | {*self.step.graph.find_nodes(op="get_attr")}
-        waiting = [r for n in outer for r in n.all_input_nodes if r in traced]
-        for node, trace in inside.items():
-            waiting += [r for r in node.all_input_nodes if inside.get(r, trace) is not trace]
+        waiting = [r for n in outer for r in n.all_input_nodes if r in own]
+        for trace in self._traces:
+            for node in _body_of_trace(trace):
+                waiting += [r for r in node.all_input_nodes if own.get(r) is not trace]
         while waiting:
             node = waiting.pop()
             if node not in outer:

@@ -85,6 +85,8 @@ class BlockTrace:
         numbers: the nodes of the varying floats.
         results, takes: by number, the traced results and outer tensors that require a gradient.
         backwards: by the gradients' strides and dtypes, which inputs train, and torch's modes.
+        writes: the numbers of the tensors from outside that it writes in place. Not empty for the
+            update of an optimizer, and for no other block.
     """
 
     kind: type
@@ -98,6 +100,7 @@ class BlockTrace:
     results: dict[int, torch.Tensor] = field(default_factory=dict)
     takes: dict[int, torch.Tensor] = field(default_factory=dict)
     backwards: dict[Any, BackwardTrace] = field(default_factory=dict)
+    writes: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
         return "'a block'"  # as code: it stands among the operands of a node
@@ -130,7 +133,7 @@ def inline_blocks(graph: fx.Graph) -> tuple[tuple[str, int], ...]:
     """Replace each block node by a copy of its trace, and erase the traces.
 
     Returns:
-        For each structure the name of its class and the number of its blocks.
+        For each structure of modules the name of its class and the number of its blocks.
     """
     calls = [n for n in graph.nodes if n.target in (block_forward, block_backward)]
     if not calls:
@@ -170,7 +173,7 @@ def inline_blocks(graph: fx.Graph) -> tuple[tuple[str, int], ...]:
     for node in reversed(traced):
         if not node.users:  # else it is of no block: a rank's coordinate, computed once for all
             graph.erase_node(node)
-    return tuple((trace.kind.__name__, n) for trace, n in counts.items())
+    return tuple((trace.kind.__name__, n) for trace, n in counts.items() if not trace.writes)
 
 
 @dataclass

@@ -37,7 +37,7 @@ from .capture.capture_context import unprofiled
 from .capture.ctc import REPLACED
 from .capture.fakes import count_writes_of_lists, has_memory, tensors_written
 from .capture.refusals import not_an_input
-from .capture.repeated_calls import RepeatedCalls, is_over_lists
+from .capture.repeated_calls import DETACH, RepeatedCalls, is_over_lists
 from .capture.scalars import taken_as_numbers, with_exact_numbers
 from .errors import CaptureError, not_captured, of_data
 from .guards.modes import kernel_settings
@@ -197,6 +197,8 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _trace_or_repeat(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func is DETACH and (detached := self._repeated.detach(args[0])) is not None:
+            return detached
         key = None if func in REPLACED else self._repeated.key(func, args, kwargs)
         if key is not None and (out := self._repeated.repeat(key, func, args, kwargs)) is not None:
             return out

@@ -9,7 +9,7 @@ parameters. All other optimizers run through dispatch, op by op.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -70,18 +70,23 @@ def _before_step(
     params = [p for group in optimizer.param_groups for p in group["params"]]
     refuse_given_up(params)
     spread = [p for p in params if isinstance(p, DTensor)]
-    if not spread:
-        return None
-    agree_settings(optimizer, spread)
-    _lay_out_state(optimizer, spread)
     # A closure computes new gradients, which only the step itself sees.
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     plain = type(optimizer) in ELEMENTWISE and closure is None
+    if not spread:
+        if not plain or HERE.step_in_blocks is None:
+            return None
+        args, kwargs = _run_own_hooks(optimizer, args, kwargs)
+        _run_step(optimizer, {}, args, kwargs)
+        return _make_idle_step_args(optimizer, args, kwargs)
+    agree_settings(optimizer, spread)
+    _lay_out_state(optimizer, spread)
     owners = {rest.owner: None for p in spread if (rest := state_of(p).rest) is not None}
     if owners and plain and HERE.capturing:
         args, kwargs = _run_own_hooks(optimizer, args, kwargs)
         with step_on_parts(optimizer, spread) as parts:
-            _step_as_plain(optimizer, parts, args, kwargs)
+            originals = dict(zip(parts, spread, strict=True))
+            _step_as_plain(optimizer, parts, args, kwargs, originals)
         return _make_idle_step_args(optimizer, args, kwargs)
     alike = not owners and _lie_alike(optimizer, spread)
     if not alike:
@@ -187,12 +192,15 @@ def _step_as_plain(
     params: list[DTensor],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    originals: Mapping[Any, Any] | None = None,
 ) -> None:
     """Run the step while the class of parameters, gradients and state is that of plain tensors.
 
     torch's kernels take lists of plain tensors a good deal faster than lists of a subclass.
+
+    Args:
+        originals: by a tensor that the optimizer updates, the parameter of which it is a part.
     """
-    step = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]
     state = optimizer.state
     with Local():
         tensors: list[Any] = [g for p in params if (g := _grad(p)) is not None]
@@ -205,7 +213,7 @@ def _step_as_plain(
         for t in tensors:
             t.__class__ = plain
         shapes = {p: p.shape for p in params}
-        step(*args, **kwargs)
+        _run_step(optimizer, originals or {}, args, kwargs)
     finally:
         # Fused kernels do not count versions, by which results made from parameters are kept.
         if any(group.get("fused") for group in optimizer.param_groups):
@@ -219,6 +227,20 @@ def _step_as_plain(
                 continue
             if value.shape == shapes[p]:  # type: ignore[attr-defined]
                 tagged(value, update_spec(p))  # type: ignore[arg-type]
+
+
+def _run_step(
+    optimizer: torch.optim.Optimizer,
+    originals: Mapping[Any, Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Run the optimizer's own step without its hooks; in a captured step block by block."""
+    step = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]
+    if HERE.step_in_blocks is None:
+        step(*args, **kwargs)
+    else:
+        HERE.step_in_blocks(optimizer, lambda: step(*args, **kwargs), originals)
 
 
 @contextmanager

@@ -52,6 +52,9 @@ class _Here(threading.local):
         recorder: notes where the nodes of a captured step come from, while it is captured.
         block: follows the block of a captured step that runs now, if one does.
         explainer: is told how each call is planned; while there is one, all are planned anew.
+        step_in_blocks: while a step of a model with blocks is captured, makes the update of an
+            elementwise optimizer, given it, what runs its step, and of which parameter each tensor
+            that it updates is a part (itself where it is none).
     """
 
     watcher: Any = None
@@ -59,6 +62,7 @@ class _Here(threading.local):
     recorder: Any = None
     block: Any = None
     explainer: Any = None
+    step_in_blocks: Any = None
 
     @cached_property
     def unfinished(self) -> list[Callable[[], None]]:

@@ -29,13 +29,17 @@ class BlocksTraced:
     Attributes:
         structures: for each structure the name of its class and the number of its blocks.
         apart: the names of classes whose modules were each traced as they run, and why.
+        updates: for each update that was traced once what it is of ("AdamW of Block"), and how many
+            are like it.
     """
 
     structures: tuple[tuple[str, int], ...] = ()
     apart: tuple[tuple[str, str], ...] = ()
+    updates: tuple[tuple[str, int], ...] = ()
 
     def __str__(self) -> str:
         lines = [f"{kind}: {count} calls, traced once" for kind, count in self.structures]
+        lines += [f"{name}: {count} updates, traced once" for name, count in self.updates]
         lines += [f"{kind}: each traced as it runs ({reason})" for kind, reason in self.apart]
         return "\n".join(lines)
 
@@ -50,7 +54,7 @@ class BlockChoice:
         least: how many must be alike to be found by the search.
         outline_above: the nodes of a graph above which blocks stay calls; None for never.
         constants: classes in which floats are constants, since torch reads their values.
-        apart: classes that cannot be blocks, and why.
+        apart: classes that cannot be blocks, and why; also of optimizers, whose updates cannot.
     """
 
     named: tuple[nn.Module | type, ...] | None = None
@@ -101,6 +105,11 @@ class BlockChoice:
                 else self._find_repeated_blocks(model)
             )
         return found
+
+    def find_updated(self, models: Iterable[nn.Module]) -> set[nn.Module]:
+        """The blocks whose parameters are updated together: also those that cannot be traced once
+        in forward."""
+        return replace(self, apart=()).find(models)
 
     def _find_named_blocks(self, model: nn.Module) -> Iterator[nn.Module]:
         assert self.named is not None

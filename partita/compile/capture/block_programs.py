@@ -59,7 +59,7 @@ def inline_blocks(graph: fx.Graph, only: Collection[BlockTrace] | None = None) -
         only: of these structures; None for all.
 
     Returns:
-        For each structure the name of its class and the number of its blocks.
+        For each structure of modules the name of its class and the number of its blocks.
     """
     calls = [n for n in graph.nodes if n.target is block_forward]
     counts = Counter(n.args[0] for n in calls if only is None or n.args[0] in only)
@@ -71,7 +71,7 @@ def inline_blocks(graph: fx.Graph, only: Collection[BlockTrace] | None = None) -
     for node in reversed(traced):
         if not node.users:  # else it is of no block: a rank's coordinate, computed once for all
             graph.erase_node(node)
-    return tuple((trace.kind.__name__, n) for trace, n in counts.items())
+    return tuple((trace.kind.__name__, n) for trace, n in counts.items() if not trace.writes)
 
 
 def _body_of_trace(trace: BlockTrace) -> Iterator[fx.Node]:
@@ -223,7 +223,12 @@ class _Outlining:
     def can_outline(self, trace: BlockTrace) -> bool:
         """Can the blocks of this structure be a graph of their own?"""
         calls = self._calls[trace]
-        if trace.numbers or len(calls) < 2 or any(len(self._backs[n]) > 1 for n in calls):
+        if (
+            trace.writes
+            or trace.numbers
+            or len(calls) < 2
+            or any(len(self._backs[n]) > 1 for n in calls)
+        ):
             return False
         if not self._sharing.isdisjoint(calls):
             return False

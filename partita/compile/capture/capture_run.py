@@ -35,6 +35,7 @@ from .answers import AskedQuestions, Guesses, gate_writes, predict_answer
 from .block_calls import BlockCalls
 from .block_choice import BlockChoice, BlocksTraced
 from .block_programs import inline_blocks, outline_blocks
+from .block_updates import BlockUpdates
 from .capture_checks import check_arguments, check_constants, check_operators, check_truth
 from .capture_context import compiling, hidden_from_watchers, lstm_as_calls, slots_swapped
 from .captured_attributes import (
@@ -197,7 +198,8 @@ class CaptureRun:
             )
             program = trace.program(made)
         program.answers = self.questions.answers
-        program.blocks = BlocksTraced(structures, self._blocks.apart_by_name)
+        apart, updates = self._blocks.apart_by_name, self._updates.structures
+        program.blocks = BlocksTraced(structures, apart, updates)
         if not structures:
             program.work = [work for wire in self.wires.values() for work in wire.work]
         return program
@@ -243,8 +245,11 @@ class CaptureRun:
             stack.enter_context(exclusive_access(self._find_tensor_holders()))
             stack.enter_context(self.attributes.restored())
             self._slot_values_before = stack.enter_context(slots_swapped(self.slots, stand_in))
+            self._updates = BlockUpdates(recorder, self.inputs.mode, self._blocks, self.modules)
             stack.enter_context(
-                self.optimizers.standing_in(stand_in, self._make_symbolic_number, recorder)
+                self.optimizers.standing_in(
+                    stand_in, self._make_symbolic_number, recorder, self._updates
+                )
             )
             self._number_slots = stack.enter_context(self._swap_numbers())
             args, kwargs = self._stand_in_arguments()

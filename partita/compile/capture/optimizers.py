@@ -4,7 +4,8 @@ Its state and parameters are inputs like all others, and so are the floats of it
 schedules change: as constants they would make another graph in every step. State that the first
 step would make is made before (`make_optimizer_state`), so that the first step is the same program
 as the others. While it steps, counts are float64 (`with_exact_numbers`), so that bias corrections
-are as exact as eager's Python floats.
+are as exact as eager's Python floats. Where the model has blocks, `block_updates` has each updated
+by itself.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
@@ -32,7 +33,16 @@ from ..errors import not_captured
 from ..node_metadata import Recorder
 from .state_slots import Slot
 
-__all__ = ["CapturedOptimizers", "drop_unused_state", "make_optimizer_state"]
+if TYPE_CHECKING:
+    from .block_updates import BlockUpdates
+
+__all__ = [
+    "CapturedOptimizers",
+    "drop_unused_state",
+    "make_optimizer_state",
+    "narrow_counts",
+    "widen_counts",
+]
 
 MadeState = list[tuple[Optimizer, torch.Tensor]]
 
@@ -187,13 +197,46 @@ class _StateOf:
         self.optimizer.state[self.p][key] = value
 
 
+WidenedCounts = list[tuple[dict[Any, Any], torch.Tensor]]
+
+
+def widen_counts(states: Iterable[dict[Any, Any]], exact: set[int] | None) -> WidenedCounts:
+    """Replace step counts by float64 copies, until `narrow_counts`.
+
+    Args:
+        states: of parameters.
+        exact: gets the ids of products, which eager rounds to float32.
+    """
+    widened: WidenedCounts = []
+    for entries in states:
+        for name in _COUNTS:
+            number = entries.get(name)
+            kept = isinstance(number, torch.Tensor) and number.ndim == 0
+            if not kept or number.dtype != torch.float32:
+                continue
+            if name == "step":
+                widened.append((entries, number))
+                entries[name] = number.double()
+            elif exact is not None:
+                exact.add(id(number))
+    return widened
+
+
+def narrow_counts(widened: WidenedCounts) -> None:
+    """Write float64 counts back into the tensors that they were copied from."""
+    for entries, number in widened:
+        entries["step"] = number.copy_(entries["step"])
+    widened.clear()
+
+
 class CapturedOptimizers:
     """The optimizers of a step while it is captured."""
 
     def __init__(self, optimizers: dict[str, Optimizer]):
         self.optimizers = optimizers
-        self._counts: list[tuple[dict[Any, Any], torch.Tensor]] = []
+        self._counts: WidenedCounts = []
         self._kept: set[int] = set()
+        self._stepped: list[Optimizer] = []
         self._held: dict[Optimizer, dict[Any, dict[Any, Any]]] = {}
 
     @contextmanager
@@ -202,6 +245,7 @@ class CapturedOptimizers:
         stand_in: Callable[[Any], Any],
         number: Callable[..., Any],
         recorder: Recorder,
+        updates: BlockUpdates,
     ) -> Iterator[None]:
         """Within, the optimizers hold stand-ins for their parameters and floats.
 
@@ -210,6 +254,7 @@ class CapturedOptimizers:
         Args:
             stand_in: gives the fake of a tensor.
             number: gives the symbolic float of a float, by name, value, home and path.
+            updates: makes the updates of blocks.
         """
         before = [(name, o, o.state, o.param_groups) for name, o in self.optimizers.items()]
         unscaling = [o for o in self.optimizers.values() if _unscales_by_itself(o)]
@@ -220,17 +265,29 @@ class CapturedOptimizers:
                 recorder.updating = True
                 if _is_of_torch(optimizer):
                     _check_state_is_apart(optimizer)
-                self._widen_counts(optimizer)
                 recorder.exact = self._kept if _is_of_torch(optimizer) else None
+                if not updates.found:
+                    self._counts += widen_counts(optimizer.state.values(), self._kept)
+
+        def begin_rest(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            """Widen the counts of an optimizer that has not stepped in blocks."""
+            if HERE.recorder is recorder and updates.found and optimizer not in self._stepped:
+                self._counts += widen_counts(optimizer.state.values(), self._kept)
+
+        def step_in_blocks(optimizer: Optimizer, run: Any, originals: Any) -> None:
+            self._stepped.append(optimizer)
+            updates.step(optimizer, run, originals)
 
         def end_update(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if HERE.recorder is recorder:
                 recorder.exact = None
-                self._narrow_counts()
+                narrow_counts(self._counts)
+                self._stepped.clear()
                 recorder.updating = False
 
         hooks = [
             register_optimizer_step_pre_hook(begin_update),
+            register_optimizer_step_pre_hook(begin_rest),
             register_optimizer_step_post_hook(end_update),
         ]
         # Private torch, which has no public way to put a hook first: partita's own, registered
@@ -250,34 +307,17 @@ class CapturedOptimizers:
                     self._stand_in_group(name, i, group, stand_in, number)
                     for i, group in enumerate(groups)
                 ]
+            updates.note_parameters()
+            HERE.step_in_blocks = step_in_blocks if updates.found else None
             yield
         finally:
+            HERE.step_in_blocks = None
             for hook in hooks:
                 hook.remove()
             for _, optimizer, state, groups in before:
                 optimizer.state, optimizer.param_groups = state, groups
             for optimizer in unscaling:
                 vars(optimizer)[_UNSCALES] = True
-
-    def _widen_counts(self, optimizer: Optimizer) -> None:
-        """Replace an optimizer's step counts by float64 copies, until `_narrow_counts`."""
-        for entries in optimizer.state.values():
-            for name in _COUNTS:
-                number = entries.get(name)
-                kept = isinstance(number, torch.Tensor) and number.ndim == 0
-                if not kept or number.dtype != torch.float32:
-                    continue
-                if name == "step":
-                    self._counts.append((entries, number))
-                    entries[name] = number.double()
-                else:  # a product, which eager rounds to float32
-                    self._kept.add(id(number))
-
-    def _narrow_counts(self) -> None:
-        """Write float64 counts back into the tensors that they were copied from."""
-        for entries, number in self._counts:
-            entries["step"] = number.copy_(entries["step"])
-        self._counts.clear()
 
     def _stand_in_group(
         self,

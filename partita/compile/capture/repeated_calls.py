@@ -26,8 +26,9 @@ from .equal_calls import call_without_memory, key_of
 from .symbolic import is_symbolic
 from .traced_tensors import known_node_of, node_of_number, set_node_of, tensors_of
 
-__all__ = ["RepeatedCalls", "is_over_lists"]
+__all__ = ["DETACH", "RepeatedCalls", "is_over_lists"]
 
+DETACH = torch.ops.aten.detach.default
 _BY_DATA = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
@@ -63,6 +64,26 @@ class RepeatedCalls:
             return written
         (out,) = tensors_of([node], [like], self._mode)
         return out
+
+    def detach(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Add a node for `x.detach()` and return its value, in the memory of x; None to trace it.
+
+        Each gradient is detached once, when it is read.
+        """
+        if not isinstance(x, FakeTensor):
+            return None
+        with Local(), torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+            if x.layout is not torch.strided or x.is_inference() or x.is_conj() or x.is_neg():
+                return None
+            node = known_node_of(x)
+            like = None if node is None else node.meta.get("val")
+            if not isinstance(like, FakeTensor) or not _have_same_strides(x, like):
+                return None
+            made = FakeTensor(self._mode, x.detach(), x.fake_device)
+        detached = add_call(self._graph, DETACH, (node,))
+        detached.meta["val"] = like
+        set_node_of(made, detached)
+        return made
 
     def call_over_lists(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Add a node for a call over lists, and return its value; `NotImplemented` to trace it.
@@ -151,6 +172,15 @@ def _nodes_of(value: Any) -> Any:
     if isinstance(value, Mapping):
         raise LookupError
     return value
+
+
+def _have_same_strides(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (
+        one.shape == other.shape
+        and one.stride() == other.stride()
+        and one.storage_offset() == other.storage_offset()
+        and one.dtype == other.dtype
+    )
 
 
 @functools.lru_cache(maxsize=4096)

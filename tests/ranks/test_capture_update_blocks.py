@@ -1,0 +1,421 @@
+"""Is an update that is traced once for all alike blocks the update that is traced for each?"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn, optim
+
+import partita as pt
+from partita.compile.graph import canonical
+from tests.programs.steps import squares
+
+WIDTH, BLOCKS = 4, 6
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + torch.tanh(self.linear(self.norm(x)))
+
+
+class Stack(nn.Module):
+    def __init__(self, kind=Block):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(kind() for _ in range(BLOCKS))
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def adamw(model):
+    return optim.AdamW(model.parameters(), 1e-2)
+
+
+def trained(mesh, blocks, optimize=adamw, build=Stack, step_of=squares, place="zero", calls=3):
+    """Losses, parameters and state after some steps, and the captured step."""
+    torch.manual_seed(0)
+    model = build()
+    if mesh is not None and place == "dp":
+        pt.parallelize(model, mesh, {})
+    elif mesh is not None:
+        pt.zero(model, mesh, stage={"zero": 3, "zero 1": 1}[place])
+    optimizer = optimize(model)
+    step = pt.compile(step_of(model, optimizer), backend="graph", blocks=blocks)
+    x = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)
+    if mesh is not None:
+        x = pt.distribute_tensor(x, mesh, [pt.Shard(0)])
+    found = [step(x).detach() for _ in range(calls)]
+    found += [p.detach() for p in model.parameters()]
+    optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
+    for one in optimizers:
+        for state in one.state.values():
+            found += [v for _, v in sorted(state.items()) if isinstance(v, torch.Tensor)]
+    found = [v.full_tensor() if isinstance(v, pt.DTensor) else v.clone() for v in found]
+    return found, step
+
+
+def lines(step):
+    """What the graph computes, in any order; but for where a rank is, which it may ask anywhere."""
+    called = (re.sub(r"%\d+", "%", line) for line in canonical(step.program))
+    return Counter(line for line in called if not re.search(r": i64\[\] |aten\.view\.", line))
+
+
+def check(mesh=None, **how):
+    """The step with blocks is the one without: in values, bit by bit, and in what it computes."""
+    wanted, flat = trained(mesh, False, **how)
+    found, step = trained(mesh, True, **how)
+    assert len(found) == len(wanted)
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.equal(one, other)
+    assert lines(step) == lines(flat)
+    assert not flat.program.blocks.updates
+    return step.program.blocks
+
+
+def check_on_ranks(**how):
+    with pt.ranks(dp=2) as world:
+        return world.run(lambda mesh: check(mesh, **how))[1]
+
+
+ONCE = (("AdamW of Block", BLOCKS),)
+
+
+OPTIMIZERS = {
+    "adamw": (optim.AdamW, {}),
+    "adam with amsgrad": (optim.Adam, {"amsgrad": True, "weight_decay": 0.1}),
+    "adam maximizing": (optim.Adam, {"maximize": True, "weight_decay": 0.1}),
+    "adam one by one": (optim.Adam, {"foreach": False}),
+    "adamw fused": (optim.AdamW, {"fused": True}),
+    "adamw capturable": (optim.AdamW, {"capturable": True}),
+    "sgd": (optim.SGD, {}),
+    "sgd with momentum": (optim.SGD, {"momentum": 0.9, "weight_decay": 0.1}),
+    "sgd with dampening": (optim.SGD, {"momentum": 0.9, "dampening": 0.5}),
+    "sgd with nesterov": (optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    "sgd maximizing": (optim.SGD, {"momentum": 0.9, "maximize": True}),
+    "rmsprop": (optim.RMSprop, {}),
+    "rmsprop centered": (optim.RMSprop, {"centered": True, "momentum": 0.9, "weight_decay": 0.1}),
+    "nadam": (optim.NAdam, {}),
+    "nadam decoupled": (optim.NAdam, {"weight_decay": 0.1, "decoupled_weight_decay": True}),
+    "radam": (optim.RAdam, {"weight_decay": 0.1}),
+    "adagrad": (optim.Adagrad, {"lr_decay": 0.1}),
+    "adadelta": (optim.Adadelta, {"weight_decay": 0.1}),
+    "adamax": (optim.Adamax, {}),
+    "rprop": (optim.Rprop, {}),
+    "asgd": (optim.ASGD, {"weight_decay": 0.1}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["zero", "dp", "zero 1"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_update_is_the_same_with_that_of_a_block_traced_once(name, place):
+    kind, options = OPTIMIZERS[name]
+    blocks = check_on_ranks(
+        optimize=lambda model: kind(model.parameters(), lr=1e-2, **options), place=place
+    )
+    assert blocks.updates == ((f"{kind.__name__} of Block", BLOCKS),)
+    assert not blocks.apart
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_update_of_plain_tensors_is_the_same_with_that_of_a_block_traced_once(name):
+    kind, options = OPTIMIZERS[name]
+    blocks = check(optimize=lambda model: kind(model.parameters(), lr=1e-2, **options))
+    assert blocks.updates == ((f"{kind.__name__} of Block", BLOCKS),)
+
+
+@pytest.mark.parametrize("place", ["zero", "dp", "zero 1"])
+def test_the_update_of_alike_blocks_is_traced_once(place):
+    assert check_on_ranks(place=place).updates == ONCE
+
+
+def test_explain_tells_which_updates_were_traced_once():
+    _, step = trained(None, True)
+    assert f"AdamW of Block: {BLOCKS} updates, traced once" in step.explain()
+
+
+class WithUnused(Block):
+    """Every second one does not use some of its parameters, which are never updated."""
+
+    made = 0
+
+    def __init__(self):
+        super().__init__()
+        WithUnused.made += 1
+        self.number = WithUnused.made
+        self.spare = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        x = super().forward(x)
+        return self.spare(x) if self.number % 2 else x
+
+
+def test_blocks_with_gradients_of_other_parameters_have_other_updates():
+    updates = check_on_ranks(build=lambda: Stack(WithUnused)).updates
+    assert updates == (("AdamW of WithUnused", 3), ("AdamW of WithUnused", 3))
+
+
+def in_two_groups(model):
+    decayed = [p for p in model.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if p.ndim == 1]
+    groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0, "lr": 0.05}]
+    return optim.AdamW(groups, 1e-2)
+
+
+def test_parameter_groups_may_cut_through_blocks():
+    assert check_on_ranks(optimize=in_two_groups).updates == ONCE
+
+
+def with_rates_by_depth(model):
+    groups = [
+        {"params": list(block.parameters()), "lr": 0.01 * (1 + i // 3)}
+        for i, block in enumerate(model.blocks)
+    ]
+    rest = [*model.first.parameters(), *model.last.parameters()]
+    return optim.AdamW([{"params": rest}, *groups], 1e-2)
+
+
+def test_blocks_with_a_learning_rate_of_their_own_are_updated_with_it():
+    check_on_ranks(optimize=with_rates_by_depth)
+
+
+def with_two_rates(model):
+    halves = [list(model.blocks[:3].parameters()), list(model.blocks[3:].parameters())]
+    return optim.AdamW([{"params": halves[0]}, {"params": halves[1], "lr": 0.05}], 1e-2)
+
+
+def test_blocks_of_another_group_are_another_structure():
+    assert check_on_ranks(optimize=with_two_rates).updates == (("AdamW of Block", 3),) * 2
+
+
+def freezing(model):
+    for block in list(model.blocks)[::3]:
+        block.linear.weight.requires_grad_(False)
+    return adamw(model)
+
+
+def test_frozen_parameters_stay():
+    updates = check_on_ranks(optimize=freezing).updates
+    assert sorted(count for _, count in updates) == [2, 4]
+
+
+def test_a_schedule_changes_the_rate_of_all_blocks_in_the_same_program():
+    def run(mesh, captured):
+        torch.manual_seed(0)
+        model = pt.zero(Stack(), mesh, stage=3)
+        optimizer = adamw(model)
+        scheduler = optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        step = squares(model, optimizer)
+        step = pt.compile(step, backend="graph", blocks=True) if captured else step
+        x = pt.distribute_tensor(torch.linspace(-1, 1, 16).view(4, WIDTH), mesh, [pt.Shard(0)])
+        for _ in range(4):
+            step(x)
+            scheduler.step()
+        if captured:
+            assert len(step.reasons) == 1
+        return [p.full_tensor().detach() for p in model.parameters()]
+
+    with pt.ranks(dp=2) as world:
+        wanted, found = world.run(run, False)[0], world.run(run, True)[0]
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+class TiedBetweenBlocks(Stack):
+    def __init__(self):
+        super().__init__()
+        self.blocks[4].linear.weight = self.blocks[1].linear.weight
+
+
+class TiedToTheHead(Stack):
+    def __init__(self):
+        super().__init__()
+        self.last.weight = self.blocks[2].linear.weight
+
+
+@pytest.mark.parametrize("build", [TiedBetweenBlocks, TiedToTheHead])
+def test_a_tied_parameter_is_updated_once(build):
+    ((_, count),) = check_on_ranks(build=build).updates
+    assert count == (5 if build is TiedBetweenBlocks else 6)
+
+
+def test_an_optimizer_may_hold_some_blocks_alone():
+    updates = check_on_ranks(optimize=lambda m: optim.AdamW(m.blocks[1:4].parameters())).updates
+    assert updates == (("AdamW of Block", 3),)
+
+
+def by_two(model, optimizers):
+    def step(x):
+        for one in optimizers:
+            one.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        for one in optimizers:
+            one.step()
+        return loss
+
+    return step
+
+
+def test_two_optimizers_have_updates_of_their_own():
+    def optimize(model):
+        flat = [p for p in model.parameters() if p.ndim == 1]
+        others = [p for p in model.parameters() if p.ndim == 2]
+        return [optim.SGD(others, 0.1, momentum=0.9), optim.AdamW(flat, 1e-2)]
+
+    updates = check_on_ranks(optimize=optimize, step_of=by_two).updates
+    assert updates == (("SGD of Block", BLOCKS), ("AdamW of Block", BLOCKS))
+
+
+def repeated(model, optimizer):
+    inner = squares(model, optimizer)
+
+    def step(x):
+        inner(x)
+        return inner(x)
+
+    return step
+
+
+def test_a_second_update_of_a_step_reads_what_the_first_has_written():
+    assert check_on_ranks(step_of=repeated).updates == (("AdamW of Block", 2 * BLOCKS),)
+
+
+def clipped(model, optimizer):
+    def step(x):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        pt.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def test_clipped_gradients_are_what_blocks_are_updated_with():
+    assert check_on_ranks(step_of=clipped).updates == ONCE
+
+
+def of_sums(model, optimizer):
+    def step(x):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        before = sum(p.detach().sum() for p in model.blocks.parameters())
+        optimizer.step()
+        after = sum(p.detach().sum() for p in model.blocks.parameters())
+        counts = sum(s["step"].sum() for s in optimizer.state.values())
+        return after - before + counts
+
+    return step
+
+
+def test_what_reads_parameters_and_state_after_an_update_reads_what_it_wrote():
+    assert check_on_ranks(step_of=of_sums).updates == ONCE
+
+
+class Counting(Stack):
+    """It counts, in tensors, how often the hooks of its optimizer ran."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("before", torch.zeros(()))
+        self.register_buffer("after", torch.zeros(()))
+
+
+@pytest.mark.parametrize("on_ranks", [False, True])
+def test_hooks_of_a_step_run_once(on_ranks):
+    def run(mesh=None):
+        models = []
+
+        def optimize(model):
+            models.append(model)
+            optimizer = adamw(model)
+            optimizer.register_step_pre_hook(lambda *_: model.before.add_(1) and None)
+            optimizer.register_step_post_hook(lambda *_: model.after.add_(1) and None)
+            return optimizer
+
+        blocks = check(mesh, build=Counting, optimize=optimize)
+        assert [(m.before.item(), m.after.item()) for m in models] == [(3, 3), (3, 3)]
+        return blocks.updates
+
+    if not on_ranks:
+        assert run() == ONCE
+        return
+    with pt.ranks(dp=2) as world:
+        assert world.run(run)[0] == ONCE
+
+
+class Sharing(Stack):
+    """The weights of two blocks are views of one memory."""
+
+    def __init__(self):
+        super().__init__()
+        memory = torch.randn(2, WIDTH, WIDTH)
+        for i in range(2):
+            self.blocks[i].linear.weight = nn.Parameter(memory[i])
+
+
+def test_updates_of_blocks_that_lie_in_one_memory_are_traced_together():
+    wanted, _ = trained(None, False, build=Sharing)
+    found, step = trained(None, True, build=Sharing)
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.equal(one, other)
+    ((kind, reason),) = step.program.blocks.apart
+    assert kind == "AdamW" and "one memory" in reason
+    assert not step.program.blocks.updates
+
+
+class OfItsOwn(optim.AdamW):
+    """A user's optimizer may do what it likes with all parameters together."""
+
+
+def test_an_optimizer_of_the_users_is_traced_as_it_runs():
+    blocks = check_on_ranks(optimize=lambda model: OfItsOwn(model.parameters(), 1e-2))
+    assert not blocks.updates
+    assert blocks.structures == (("Block", BLOCKS),)
+
+
+def with_closure(model, optimizer):
+    def step(x):
+        def closure():
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss
+
+        return optimizer.step(closure)
+
+    return step
+
+
+def test_a_step_with_a_closure_is_traced_as_it_runs():
+    assert not check_on_ranks(step_of=with_closure).updates
+
+
+def accumulated(model, optimizer):
+    def step(x):
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def test_gradients_that_stay_are_added_to():
+    assert check_on_ranks(step_of=accumulated).updates == ONCE

@@ -18,6 +18,8 @@ from .capture.block_nodes import (
     BackwardBody,
     BlockBody,
     block_backward,
+    block_output,
+    calls_of_blocks,
     inline_bodies,
 )
 from .capture.block_programs import BlockProgram, find_late, inline_block_programs
@@ -37,9 +39,13 @@ def lower_blocks(program: CapturedProgram) -> None:
     """Replace the block nodes of a program by calls of sections, and collectives; where a part of a
     block gives another what is no tensor of its own, by copies of the block's calls.
 
+    What is compared before the first run is another graph, small, and has copies.
+
     Raises:
         IllegalGraph: a pass breaks a block's graph.
     """
+    if program.compared is not None:
+        inline_block_programs(program.compared.graph.graph)
     try:
         inline_bodies(program.graph.graph, _Lowering(program).body_of)
     except UnsureOfSections:
@@ -52,6 +58,7 @@ class _Lowering:
     def __init__(self, program: CapturedProgram):
         self.program = program
         self._sections: dict[Any, Section] = {}
+        self._read = _find_read(program.graph.graph)
         self._bodies: dict[BlockProgram, tuple[BlockBody, BackwardBody]] = {}
 
     def body_of(self, node: fx.Node) -> BlockBody | BackwardBody:
@@ -62,11 +69,23 @@ class _Lowering:
         return self._bodies[block][node.target is block_backward]
 
     def _lower(self, block: BlockProgram) -> tuple[BlockBody, BackwardBody]:
+        block = block.without_unread(*self._read[block])
         part = _program_of_block(block, self.program)
         run_passes(part, {*self.program.without, *_OF_STEP})
         late = find_late(part.graph.graph, block.operands) if block.has_backward else set()
         outer = sections_of_blocks(part, late, self._sections)
         return block.bodies(outer)
+
+
+def _find_read(graph: fx.Graph) -> dict[Any, tuple[set[int], set[int]]]:
+    """For each block program the numbers of the results, and of the gradients, that are read of
+    one of its calls: what was only compared is read by nobody."""
+    found: dict[Any, tuple[set[int], set[int]]] = {}
+    for call in calls_of_blocks(graph):
+        read = found.setdefault(call.args[0], (set(), set()))
+        users = (n for n in call.users if n.target is block_output)
+        read[call.target is block_backward].update(n.args[1] for n in users)  # type: ignore[misc]
+    return found
 
 
 def _program_of_block(block: BlockProgram, step: CapturedProgram) -> Program:

@@ -345,8 +345,8 @@ def test_hooks_of_a_step_run_once(on_ranks):
         def optimize(model):
             models.append(model)
             optimizer = adamw(model)
-            optimizer.register_step_pre_hook(lambda *_: model.before.add_(1) and None)
-            optimizer.register_step_post_hook(lambda *_: model.after.add_(1) and None)
+            optimizer.register_step_pre_hook(lambda *_: (model.before.add_(1), None)[1])
+            optimizer.register_step_post_hook(lambda *_: (model.after.add_(1), None)[1])
             return optimizer
 
         blocks = check(mesh, build=Counting, optimize=optimize)

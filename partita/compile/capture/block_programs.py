@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import compress
 from typing import Any
 
 from torch import fx
@@ -114,6 +115,25 @@ class BlockProgram(GraphPart):
 
     def __repr__(self) -> str:
         return f"'a {self.kind.__name__}'"  # as code: it stands among the operands of a node
+
+    def without_unread(self, results: Collection[int], gradients: Collection[int]) -> BlockProgram:
+        """The program that gives of its results and gradients those with these numbers; itself
+        where that is all."""
+        kept = [*(n in results for n in self.results), *(n in gradients for n in self.gradients)]
+        if all(kept):
+            return self
+        graph, of = fx.Graph(), dict[fx.Node, fx.Node]()
+        for node in self.graph.graph.nodes:
+            of[node] = copy_node(graph, node, of.__getitem__)
+        (end,) = graph.find_nodes(op="output")
+        end.args = ([*compress(end.args[0], kept)],)  # type: ignore[arg-type]
+        drop_unused(graph)
+        return replace(
+            self,
+            graph=lazy_graph_module(self.graph, graph),
+            results=[n for n in self.results if n in results],
+            gradients=[n for n in self.gradients if n in gradients],
+        )
 
     def bodies(self, graph: fx.Graph) -> tuple[BlockBody, BackwardBody]:
         """The forward and backward of `graph`, which is its own, or was made of it.

@@ -1,4 +1,4 @@
-"""Block updates: an optimizer's update of one block's parameters, traced once for all that are alike.
+"""Block updates: an optimizer's update of one block's parameters, traced once for all alike.
 
 The update of an elementwise optimizer of torch runs no code of the user's. What it calls is decided
 by the settings of its groups and by the metadata of parameters, gradients and state. So, other than
@@ -35,8 +35,8 @@ from ..graph_nodes import add_call
 from ..node_metadata import Recorder
 from .block_choice import BlockChoice
 from .block_functions import current_modes
-from .block_tape import NotABlock, OperandWriter, SameObject, TakenTensor, bind_recorded
 from .block_nodes import LABELS, block_forward, block_output
+from .block_tape import NotABlock, OperandWriter, SameObject, bind_recorded
 from .block_traces import BlockTrace, BlockTracing, traced_node
 from .capture_context import unprofiled
 from .optimizers import narrow_counts, widen_counts
@@ -109,6 +109,7 @@ class BlockUpdates:
             NotABlock: updates of this optimizer cannot be blocks.
         """
         updates = unprofiled(self._find_updates, optimizer, originals)
+        held = [*optimizer.state]
         shared = _SharedMemory()
         self._step_rest(optimizer, run, updates, shared)
         for update in updates:
@@ -120,6 +121,7 @@ class BlockUpdates:
             shared.add(update.taken, [update.taken[i] for i in trace.block.writes])
         if shared.is_written:
             raise NotABlock(type(optimizer), "what two blocks update lies in one memory")
+        _order_state(optimizer, held)
 
     # -- which updates are blocks ------------------------------------------------------------------
 
@@ -403,6 +405,18 @@ def _results_of(
     if len({id(t) for t in found.values()}) != len(found):
         raise NotABlock(kind, "two parameters get one tensor for their state")
     return found
+
+
+def _order_state(optimizer: Optimizer, held: Sequence[torch.Tensor]) -> None:
+    """Have the state of parameters that got some just now stand in the order of the parameters.
+
+    Args:
+        held: those that had some before.
+    """
+    new = optimizer.state.keys() - {*held}
+    for p in [p for group in optimizer.param_groups for p in group["params"]] if new else ():
+        if p in new:
+            optimizer.state[p] = optimizer.state.pop(p)
 
 
 def _alias_of(t: torch.Tensor) -> torch.Tensor:

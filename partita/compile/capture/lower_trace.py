@@ -26,6 +26,7 @@ from ..graph_nodes import drop_unused
 from ..padding_boundary import border_of
 from ..program import Input, Output
 from ..replicated_input_check import extract_compared
+from .block_nodes import is_block_node
 from .inputs import GraphInputs
 from .shared_results import refuse_cut_views
 
@@ -98,7 +99,7 @@ class StepTrace:
             # A gradient that the step did not accumulate, and that its update has used, would only
             # hold memory. One that accumulates, or is used by nothing, is kept.
             if output.kind == "admitted":
-                admitted.append((value.args[0], next(wires)))
+                admitted.append((_find_compared(value), next(wires)))
             elif output.kind == "gradient" and output.index in updated & dropped:
                 cleared.append(output.index)
             else:
@@ -145,3 +146,9 @@ class StepTrace:
             for node, given in pairs
             if given.kind in ("mark", "gradient") and not node.users
         }
+
+
+def _find_compared(value: fx.Node) -> fx.Node:
+    """What is compared for an "admitted" output, which is a copy of it; that of a block is made in
+    the block."""
+    return value if is_block_node(value) else value.args[0]  # type: ignore[return-value]

@@ -211,8 +211,7 @@ def widen_counts(states: Iterable[dict[Any, Any]], exact: set[int] | None) -> Wi
     for entries in states:
         for name in _COUNTS:
             number = entries.get(name)
-            kept = isinstance(number, torch.Tensor) and number.ndim == 0
-            if not kept or number.dtype != torch.float32:
+            if not isinstance(number, torch.Tensor) or number.ndim or number.dtype != torch.float32:
                 continue
             if name == "step":
                 widened.append((entries, number))

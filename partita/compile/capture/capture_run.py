@@ -133,7 +133,11 @@ class CaptureRun:
         self._error_line, self._called_last, self.raised = "", "", False
         try:
             with inputs.mode, lazy_graph_modules():
-                made = make_fx(self._trace_step, _error_on_data_dependent_ops=True)(*inputs.fakes)
+                made = make_fx(
+                    self._trace_step,
+                    _error_on_data_dependent_ops=True,
+                    _disable_torch_fn_metadata_mode=True,
+                )(*inputs.fakes)
         except Exception as error:
             explained = explain_error(error, self._error_line, self._called_last)
             if explained is error:

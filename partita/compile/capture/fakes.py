@@ -105,9 +105,7 @@ class FakeMaker:
                 meta = torch.empty(shape, dtype=local.dtype, device="meta")
             return self._make_pair(meta, device_at_capture(local))
 
-    def _make_pair(
-        self, meta: torch.Tensor, device: torch.device
-    ) -> tuple[FakeTensor, FakeTensor]:
+    def _make_pair(self, meta: torch.Tensor, device: torch.device) -> tuple[FakeTensor, FakeTensor]:
         return FakeTensor(self._mode, meta, device), FakeTensor(self._mode, meta, device)
 
     def _make_meta(self, local: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ the stack past the frames of partita, torch, NumPy and the standard library.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import sysconfig
@@ -138,6 +139,12 @@ def _is_plumbing(frame: FrameType) -> bool:
     name = frame.f_code.co_filename
     if name.startswith("<"):  # of no file: made by a library, but for `python -c` and notebooks
         return name.startswith("<frozen ") or frame.f_globals.get("__name__") != "__main__"
+    return _is_library_file(name)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_library_file(name: str) -> bool:
+    """Is it a file of torch, numpy or Python's library?"""
     if name.startswith(_TORCH) or _NUMPY in name:
         return True
     return name.startswith(_STDLIB) and "site-packages" not in name

@@ -7,6 +7,7 @@ process that captured it, so that equal programs are equal texts on all ranks.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -150,9 +151,14 @@ def nbytes_of(node: fx.Node) -> int:
 
 def is_collective(node: fx.Node) -> bool:
     """Is it a collective that sends?"""
-    space = getattr(node.target, "namespace", "")
-    named = space == "_c10d_functional" and "wait_tensor" not in str(node.target)
-    return named or node.target in (all_gather, all_to_all)
+    return node.op == "call_function" and _sends(node.target)
+
+
+@functools.lru_cache(maxsize=4096)
+def _sends(target: Any) -> bool:
+    """Do calls of `target` send?"""
+    named = getattr(target, "namespace", "") == "_c10d_functional"
+    return (named and "wait_tensor" not in str(target)) or target in (all_gather, all_to_all)
 
 
 # -- for comparison -------------------------------------------------------------------------------

@@ -363,12 +363,12 @@ class Recorder(TorchDispatchMode):
 
     def note_made(self, node: fx.Node) -> None:
         """Give a note to a node that was added without a call."""
-        node.meta[NOTE] = self._make_note()
+        node.meta[NOTE] = unprofiled(self._make_note)
         self._last = self.newest()
 
     def note_copies(self, nodes: Sequence[fx.Node], made: fx.Node, out: torch.Tensor) -> None:
         """Give a note to nodes that were added without a call, of which `made` makes `out`."""
-        note = self._make_note()
+        note = unprofiled(self._make_note)
         for node in nodes:
             node.meta[NOTE] = note
         self._last = self.newest()

@@ -452,8 +452,12 @@ class CompiledStep(LastProgram):
         slots = [*state.slots, *state.optimizer_slots()]
         tensors = tensors_of_call(slots, args, kwargs)
         wires = dict.fromkeys(t._spec.wire for t in tensors if hasattr(t, "_spec"))
-        names = [name for name, _ in names_of_call(slots, args, kwargs)]
-        why = why or self._history.reason(describe_call(state, tensors, names, (args, kwargs)))
+
+        def describe() -> Any:
+            names = [name for name, _ in names_of_call(slots, args, kwargs)]
+            return describe_call(state, tensors, names, (args, kwargs))
+
+        why = why or self._history.reason(describe)
         for wire in wires:
             if wire.scope.check is not None:
                 wire.check(f"compiled {self.title} is captured at {user_line()}")

@@ -47,6 +47,8 @@ from .block_tape import (
     mark_varying_floats,
     varying_values_in,
 )
+from .capture_context import unprofiled
+from .library_calls import LibraryCalls
 from .symbolic import BlockNumberRead
 
 __all__ = ["BlockFollower", "stand_in"]
@@ -94,6 +96,7 @@ class BlockFollower(TorchFunctionMode):
         self._suspended = False
         self._regions = HERE.recorder.regions_begun
         self._listeners = listeners
+        self._calls = LibraryCalls()
 
     # -- torch calls -------------------------------------------------------------------------------
 
@@ -101,6 +104,11 @@ class BlockFollower(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._suspended or self.is_tracing:
             return func(*args, **kwargs)
+        if self._calls.may_go_unheard(func, args, kwargs):
+            return unprofiled(self._follow_call, func, args, kwargs)
+        return self._follow_call(func, args, kwargs)
+
+    def _follow_call(self, func: Any, args: Any, kwargs: Any) -> Any:
         self._refuse_function(func)
         operands = self._writer.write_operands(func, args, kwargs)
         modes = self._read_modes()
@@ -132,7 +140,7 @@ class BlockFollower(TorchFunctionMode):
         if _get_current_function_mode() is not self:
             raise NotABlock(self.kind, "it follows calls by a mode of its own")
         with _pop_mode_temporarily():
-            return self.__torch_function__(func, (), args)
+            return unprofiled(self._follow_call, func, args, {})
 
     def refuse_always(self, reason: str) -> None:
         """Raise NotABlock, also within a call that is being traced."""

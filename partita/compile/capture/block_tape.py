@@ -22,7 +22,7 @@ from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
-from torch._C import DisableTorchFunctionSubclass as Local
+from torch._C import DisableTorchFunction as Unheard
 from torch._subclasses.fake_tensor import FakeTensor
 
 from partita.tensor.spec import Spec
@@ -296,7 +296,7 @@ _PLAIN = (str, type(None), torch.dtype, torch.device, torch.layout, torch.memory
 
 def _describe(t: torch.Tensor) -> tuple[Any, ...]:
     """The metadata in which tensors from outside must agree for one trace to take either."""
-    with Local():
+    with Unheard():
         return (
             type(t),
             tuple(t.shape),
@@ -333,7 +333,7 @@ class OperandWriter:
         first = args[0] if args else None
         if not isinstance(first, torch.Tensor):
             return operands
-        with Local():
+        with Unheard():
             computes_in_floats = first.is_floating_point()
         places = scalar_places(func) if computes_in_floats else ()
         return mark_ints_as_floats(operands, places) if places else operands

@@ -27,6 +27,7 @@ __all__ = [
     "compiling",
     "errors_not_logged",
     "hidden_from_watchers",
+    "is_profiled",
     "lstm_as_calls",
     "profiled_by",
     "slots_swapped",
@@ -192,6 +193,11 @@ def profiled_by(event: Callable[[FrameType, str, Any], None]) -> Iterator[None]:
     finally:
         _here.event = before[1]
         sys.setprofile(before[0])
+
+
+def is_profiled() -> bool:
+    """Does the function of `profiled_by` hear of calls now?"""
+    return getattr(_here, "event", None) is not None
 
 
 def unprofiled(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:

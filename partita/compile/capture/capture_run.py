@@ -135,10 +135,10 @@ class CaptureRun:
         try:
             with inputs.mode, lazy_graph_modules():
                 made = make_fx(
-                    self._trace_step,
+                    lambda: self._trace_step(),
                     _error_on_data_dependent_ops=True,
                     _disable_torch_fn_metadata_mode=True,
-                )(*inputs.fakes)
+                )()
         except Exception as error:
             explained = explain_error(error, self._error_line, self._called_last)
             if explained is error:
@@ -218,17 +218,17 @@ class CaptureRun:
 
     # -- the run -----------------------------------------------------------------------------------
 
-    def _trace_step(self, *fakes: torch.Tensor) -> list[Any]:
-        """Run the step within `make_fx`; the outputs of the graph."""
+    def _trace_step(self) -> list[Any]:
+        """Run the step within `make_fx`, which is given no inputs; the outputs of the graph."""
         mode = get_proxy_mode()
         assert mode is not None
+        inputs = self.inputs.add_placeholders(mode.tracer.graph)
         recorder = self.recorder = Recorder(mode.tracer.graph, self.inputs.mode)
         self._repeated = RepeatedMoves(recorder, self.inputs.mode)
         stand_in = self.inputs.stand_in
         with ExitStack() as stack:
             stack.enter_context(recorder)
             self._make_wires()
-            inputs = mode.tracer.graph.find_nodes(op="placeholder")
             pairs = zip(inputs, self.inputs.all, strict=True)
             self._readable_inputs = {n: i.tensor for n, i in pairs if _is_whole(i)}
             self._hooks = self.inputs.tag_fakes(self.wires, self._input_attributes.copy)

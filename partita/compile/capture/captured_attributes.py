@@ -194,8 +194,15 @@ def _find_filled_keys(home: dict[str, Any]) -> list[str]:
     return [key for key, value in home.items() if key not in _SLOTS and is_filled(value)]
 
 
+_HOLDING_NOTHING = frozenset((bool, int, float, complex, str, bytes, type(None), type))
+_EMPTIABLE = frozenset((dict, list, tuple, set, collections.OrderedDict))
+
+
 def is_filled(value: Any) -> bool:
     """Is it, or does a container of it hold, a fake tensor or a symbolic number?"""
+    kind = type(value)
+    if kind in _HOLDING_NOTHING or (kind in _EMPTIABLE and not value):
+        return False  # as nearly all attributes of modules
     return any(map(_stands_in, _walk_reachable(value, _in_container)))
 
 

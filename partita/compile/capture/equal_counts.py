@@ -85,14 +85,13 @@ def share_equal_counts(graph: fx.Graph, equal: Sequence[Sequence[fx.Node]]) -> N
 
 def _is_scalar_call(node: fx.Node) -> bool:
     """Is it a deterministic call of an update that makes one number from single numbers?"""
-    if node.op != "call_function" or note_of(node).phase != "update":
+    if node.op != "call_function" or not _is_single(node) or note_of(node).phase != "update":
         return False
     facts = facts_of(node.target)
     return (
         facts.makes_new
         and not facts.draws
         and not is_collective(node)
-        and _is_single(node)
         and all(map(_is_single, node.all_input_nodes))
     )
 

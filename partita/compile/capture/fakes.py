@@ -11,11 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import lru_cache
 from typing import Any
 
 import torch
+from torch._C import DisableTorchFunction as Unheard
 from torch._C import DisableTorchFunctionSubclass as Local
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_impls import fast_detach
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConfig, FakeTensorMode
 from torch.autograd.graph import increment_version
 
 from partita.tensor.dtensor import PLAIN, TYPED, DTensor
@@ -25,6 +28,7 @@ from .symbolic import NumberEnv
 
 __all__ = [
     "FakeDTensor",
+    "FakeMaker",
     "captured_for",
     "count_writes_of_lists",
     "device_at_capture",
@@ -33,6 +37,7 @@ __all__ = [
     "hang_hooks",
     "has_memory",
     "local_of",
+    "make_fake",
     "tensors_written",
     "users_hooks",
 ]
@@ -61,6 +66,117 @@ def fake_mode_of(inputs: Iterable[Any]) -> FakeTensorMode:
     """The mode in which a graph's inputs were made; a new one for a graph that has none."""
     found = (getattr(x, "fake_mode", None) for x in inputs)
     return next((mode for mode in found if mode is not None), None) or FakeTensorMode()
+
+
+class FakeMaker:
+    """Makes fakes of local tensors, each with a snapshot: another fake of the same memory.
+
+    Most inputs of a step are dense tensors of a standard kind, of which shape, strides and memory
+    say all. `FakeTensorMode.from_tensor` asks each for all that a tensor may be, which takes longer
+    than the rest of a capture takes for it, so that it is left to the others.
+
+    Args:
+        tensors: of which fakes may be made. Those that share memory have fakes that do.
+    """
+
+    def __init__(self, mode: FakeTensorMode, tensors: Sequence[torch.Tensor]):
+        self._mode = mode
+        self._memory: dict[int, torch.UntypedStorage] = {}
+        others = [t for t in tensors if not _is_dense(t) and t.layout is torch.strided]
+        self._memory_of_others = {_storage_id(t) for t in others if not t.is_nested}
+
+    def make(self, local: torch.Tensor) -> tuple[FakeTensor, FakeTensor]:
+        """A fake of `local`, and its snapshot."""
+        if device_at_capture(local) != local.device:
+            return self.make_empty(local)
+        if not _is_dense(local) or _storage_id(local) in self._memory_of_others:
+            fake = self._mode.from_tensor(local, static_shapes=True)
+            return fake, fast_detach(self._mode, fake)
+        with _building():
+            return self._make_pair(self._make_meta(local), local.device)
+
+    def make_empty(
+        self, local: torch.Tensor, shape: Sequence[int] | None = None
+    ) -> tuple[FakeTensor, FakeTensor]:
+        """A fake like `local` of other memory, and its snapshot; of another `shape` if given."""
+        with _building():
+            if shape is None:
+                meta = _make_empty_meta(local)
+            else:
+                meta = torch.empty(shape, dtype=local.dtype, device="meta")
+            return self._make_pair(meta, device_at_capture(local))
+
+    def _make_pair(self, meta: torch.Tensor, device: torch.device) -> tuple[FakeTensor, FakeTensor]:
+        return make_fake(self._mode, meta, device), make_fake(self._mode, meta, device)
+
+    def _make_meta(self, local: torch.Tensor) -> torch.Tensor:
+        """A meta tensor like `local`, in the memory of those that share its."""
+        memory, offset = _storage_id(local), local.storage_offset()
+        if memory not in self._memory and not offset:
+            meta = _make_empty_meta(local)
+            self._memory[memory] = meta.untyped_storage()
+            return meta
+        if memory not in self._memory:
+            size = local.untyped_storage().nbytes()
+            self._memory[memory] = torch.UntypedStorage(size, device="meta")
+        meta = torch.empty(0, dtype=local.dtype, device="meta")
+        return meta.set_(self._memory[memory], offset, local.shape, local.stride())
+
+
+def make_fake(mode: FakeTensorMode, meta: torch.Tensor, device: torch.device) -> FakeTensor:
+    """`FakeTensor(mode, meta, device)`, in a third of the time.
+
+    Private torch: that constructor is Python, and most of it is for arguments that nobody gives.
+    """
+    if FakeTensorConfig.debug or (device.type == "meta" and not mode.allow_meta):
+        return FakeTensor(mode, meta, device)
+    attributes = _attributes_of_fakes(device)
+    device = attributes["_fake_device"]
+    fake: FakeTensor = torch.Tensor._make_subclass(  # type: ignore[attr-defined]
+        FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device
+    )
+    if mode._allow_unsafe_data_ptr_access:
+        torch._C._set_warn_deprecated_on_mutable_data_ptr(fake)
+    else:
+        torch._C._set_throw_on_mutable_data_ptr(fake)
+    fake.__dict__.update(attributes, fake_mode=mode)
+    return fake
+
+
+@lru_cache
+def _attributes_of_fakes(device: torch.device) -> dict[str, Any]:
+    """The attributes that torch gives each new fake of a device."""
+    with _building():
+        fake = FakeTensor(FakeTensorMode(), torch.empty(0, device="meta"), device)
+    return dict(fake.__dict__)
+
+
+@contextmanager
+def _building() -> Iterator[None]:
+    """Within, nobody hears of tensors that are made."""
+    with torch._C._DisableTorchDispatch(), Unheard():  # type: ignore[attr-defined]
+        yield
+
+
+def _make_empty_meta(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+
+def _storage_id(x: torch.Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+def _is_dense(x: torch.Tensor) -> bool:
+    """Is it strided, and not quantized, nested, wrapped, of inference mode or yet to conjugate?"""
+    keys = torch._C._dispatch_keys(x)
+    return type(x) is torch.Tensor and bool(keys == _dense_keys(x.device.type))
+
+
+@lru_cache
+def _dense_keys(device: str) -> Any:
+    """The dispatch keys of a dense tensor. Private torch: a tensor of another kind has others."""
+    with torch.inference_mode(False), _building():
+        return torch._C._dispatch_keys(torch.empty(0, device=device))
 
 
 _TARGET: ContextVar[torch.device | None] = ContextVar("captured_for", default=None)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import fx
 from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.comm import TraceWire, Wire, is_uneven
@@ -25,9 +26,10 @@ from partita.tensor.tensor_state import own_state, state_of
 from ..errors import not_captured
 from ..guards.codes import is_user_module
 from ..program import Input
-from .fakes import device_at_capture, fake_mode, hang_hooks, local_of
+from .fakes import FakeMaker, fake_mode, hang_hooks, local_of
 from .state import names_of_call, tensors_of_call
 from .state_slots import Slot
+from .traced_tensors import set_node_of
 
 __all__ = ["WITHOUT_GRADIENT", "GraphInputs"]
 
@@ -59,15 +61,18 @@ class GraphInputs:
         self.all: list[Input] = []
         self.fakes: list[torch.Tensor] = []
         self.identities = _Identities()
+        self._snapshots: list[torch.Tensor] = []
         self._fakes_by_id: dict[int, torch.Tensor] = {}
-        self._coordinates: dict[tuple[Wire, str], torch.Tensor] = {}
+        self._coordinates: dict[tuple[Wire, str], int] = {}  # places among all inputs
         self._by_leaf: dict[int, Input] = {}
         self._originals: dict[int, torch.Tensor] = {}
         names = names_of_call(slots, args, kwargs)
         self.leaves = tensors = tensors_of_call(slots, args, kwargs)
         self._add_coordinates(tensors)
+        seen = set[int]()
         for i, (t, (name, kind)) in enumerate(zip(tensors, names, strict=True)):
-            if isinstance(t, torch.Tensor) and id(t) not in self._fakes_by_id:
+            if isinstance(t, torch.Tensor) and id(t) not in seen:
+                seen.add(id(t))
                 _check_class(t, name)
                 self._by_leaf[i] = self._add(Input(name, kind, t, i))
         for given in list(self._by_leaf.values()):
@@ -79,35 +84,50 @@ class GraphInputs:
                 self._add(Input(name, "gradient", grad, given.index))
             elif given.index not in unmarked and given.tensor.requires_grad:
                 self._add(Input(name, "mark", given.tensor, given.index))
+        self._make_fakes()
 
     def _add_coordinates(self, tensors: Sequence[Any]) -> None:
         wires = dict.fromkeys(t._spec.wire for t in tensors if hasattr(t, "_spec"))
         for wire in wires:
             for axis, at in zip(wire.mesh.names, wire.at, strict=True):
                 if wire.mesh.size(axis) > 1:
+                    self._coordinates[(wire, axis)] = len(self.all)
                     self._add(Input(f"at {axis}", "coordinate", torch.tensor(at)))
-                    self._coordinates[(wire, axis)] = self.fakes[-1]
 
     def _add(self, given: Input) -> Input:
-        local = local_of(given.tensor)
-        spec = given.spec
-        device = device_at_capture(local)
-        if spec is not None and is_uneven(spec.layout, spec.wire.mesh):
-            with self.mode:
-                fake = torch.empty(spec.padded_shape, dtype=local.dtype, device=device)
-        elif given.kind == "mark" or device != local.device:
-            with self.mode:
-                fake = torch.empty_strided(
-                    local.shape, local.stride(), dtype=local.dtype, device=device
-                )
-        else:
-            fake = self.mode.from_tensor(local, static_shapes=True)
-        if given.kind not in ("coordinate", "mark"):
-            self._fakes_by_id[id(given.tensor)] = fake
         self.all.append(given)
-        self.fakes.append(fake)
-        self.identities.add(fake)
         return given
+
+    def _make_fakes(self) -> None:
+        """Make a fake, and a snapshot of it, for each input."""
+        locals_ = [local_of(given.tensor) for given in self.all]
+        makes = FakeMaker(self.mode, locals_)
+        for given, local in zip(self.all, locals_, strict=True):
+            spec = given.spec
+            if spec is not None and is_uneven(spec.layout, spec.wire.mesh):
+                fake, snapshot = makes.make_empty(local, spec.padded_shape)
+            elif given.kind == "mark":
+                fake, snapshot = makes.make_empty(local)
+            else:
+                fake, snapshot = makes.make(local)
+            if given.kind not in ("coordinate", "mark"):
+                self._fakes_by_id[id(given.tensor)] = fake
+            self.fakes.append(fake)
+            self._snapshots.append(snapshot)
+            self.identities.add(fake)
+
+    def add_placeholders(self, graph: fx.Graph) -> list[fx.Node]:
+        """Add the inputs to the graph that is being traced; called before any other node is there.
+
+        The metadata in a node is a snapshot: the fakes are given layouts, and may be written.
+        """
+        nodes = []
+        for i, (fake, snapshot) in enumerate(zip(self.fakes, self._snapshots, strict=True)):
+            node = graph.placeholder(f"arg{i}_1")
+            node.meta["val"] = snapshot
+            set_node_of(fake, node)
+            nodes.append(node)
+        return nodes
 
     def add_made(self, given: Input) -> None:
         """Add an input that capture has made: a number or a cotangent."""
@@ -166,7 +186,7 @@ class GraphInputs:
 
     def coordinates(self, wire: Wire) -> dict[str, torch.Tensor]:
         """By axis of more than one rank, the fake of this rank's coordinate."""
-        return {axis: fake for (w, axis), fake in self._coordinates.items() if w is wire}
+        return {axis: self.fakes[i] for (w, axis), i in self._coordinates.items() if w is wire}
 
     def place_of(self, fake: torch.Tensor) -> int:
         """The index, among the leaves of the call, of the input that has this fake; else -1."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from types import FunctionType
 from typing import Any
 
@@ -34,9 +35,10 @@ from ..errors import CaptureError, not_captured
 from ..guards.codes import is_recorded
 from .fakes import has_memory
 from .inputs import GraphInputs
+from .library_calls import OF_C, LibraryCalls
 from .refusals import not_an_input
 from .symbolic import as_number
-from .tensor_facts import TensorFacts
+from .tensor_facts import TensorFacts, is_fact
 
 __all__ = ["StepFunctionMode", "check_values"]
 
@@ -44,6 +46,7 @@ __all__ = ["StepFunctionMode", "check_values"]
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _OF_LEAVES = {inspect.getattr_static(torch.Tensor, name) for name in STATE_OF_LEAVES}
 """What a real tensor must not be asked in place of its fake: it would answer wrongly."""
+_READING, _ASKING = ("item", "tolist"), ("__bool__", "is_nonzero")
 
 
 class StepFunctionMode(TorchFunctionMode):
@@ -67,6 +70,7 @@ class StepFunctionMode(TorchFunctionMode):
         self.reads_number = ""
         self.meets_unknown_tensors = False
         self._written: dict[int, tuple[Any, torch.Tensor]] = {}
+        self._calls = LibraryCalls()
         with Local():
             self._memory = [(x, x.untyped_storage()._cdata) for x in inputs.fakes]
 
@@ -75,20 +79,23 @@ class StepFunctionMode(TorchFunctionMode):
             self.meets_unknown_tensors = True
             if getattr(func, "__self__", func) in _OF_LEAVES:
                 raise not_an_input(user_line())
+        kwargs = kwargs or {}
         if func == _set_data:
             return self._set_data(*args)
         self.called_last = name = getattr(func, "__name__", "")
-        if name in ("item", "tolist"):
+        if type(func) in OF_C and not _is_followed(func):
+            return self._calls.call(func, args, kwargs)
+        if name in _READING:
             self.reads_number = self.reads_number or user_line()
-            return pytree.tree_map(as_number, func(*args, **(kwargs or {})))
-        if name in ("__bool__", "is_nonzero"):  # torch would ask for a number first
-            return bool(as_number(torch.Tensor.item(*args, **(kwargs or {}))))
+            return pytree.tree_map(as_number, func(*args, **kwargs))
+        if name in _ASKING:  # torch would ask for a number first
+            return bool(as_number(torch.Tensor.item(*args, **kwargs)))
         if facts_of_function(name).changes_shape and args[0] in self._inputs.identities:
             raise _shape_is_changed(name)
         _check_function(func)
         check_values(func, args, kwargs)
         answer = self._facts.answer(func, args)
-        return answer[0] if answer else func(*args, **(kwargs or {}))
+        return answer[0] if answer else self._calls.call(func, args, kwargs)
 
     def _set_data(self, x: Any, value: Any) -> None:
         """`x.data = value`."""
@@ -136,6 +143,18 @@ class StepFunctionMode(TorchFunctionMode):
                     "both would lie in one memory afterwards, and a graph copies",
                     Fix("x.data.copy_(y)", "if each is to have values of its own"),
                 )
+
+
+@lru_cache(maxsize=8192)
+def _is_followed(func: Any) -> bool:
+    """May the mode have to do with calls of a function of C?"""
+    name = getattr(func, "__name__", "")
+    return (
+        name in (*_READING, *_ASKING)
+        or facts_of_function(name).changes_shape
+        or func in _CHECKS
+        or is_fact(func)
+    )
 
 
 def _shape_is_changed(name: str) -> CaptureError:

@@ -26,7 +26,7 @@ from ..guards.codes import is_recorded
 from .inputs import GraphInputs
 from .symbolic import identity_of
 
-__all__ = ["FactCondition", "TensorFacts"]
+__all__ = ["FactCondition", "TensorFacts", "is_fact"]
 
 _HELD = {
     inspect.getattr_static(torch.Tensor, name): name
@@ -101,12 +101,10 @@ class TensorFacts:
         Raises:
             CaptureError: it reads what differs in each call.
         """
-        if getattr(func, "__name__", "") in ("__set__", "__delete__"):
-            return ()  # it sets one
-        asked = getattr(func, "__self__", func)
-        name = _HELD.get(asked) or _LOST.get(asked)
-        if name is None or not args or not _is_asked_by_user(sys._getframe(2)):
+        if not is_fact(func) or not args or not _is_asked_by_user(sys._getframe(2)):
             return ()
+        asked = getattr(func, "__self__", func)
+        name = _HELD.get(asked) or _LOST[asked]
         if asked in _LOST:
             raise not_captured(
                 f"the step asks for {name} of a tensor",
@@ -148,6 +146,13 @@ class TensorFacts:
         with Local():
             memory = fake.untyped_storage()._cdata
             return any(x.untyped_storage()._cdata == memory for x in self._inputs.fakes)
+
+
+def is_fact(func: Any) -> bool:
+    """Does a function of torch read a fact of a tensor, rather than set one or anything else?"""
+    asked = getattr(func, "__self__", func)
+    reads = getattr(func, "__name__", "") not in ("__set__", "__delete__")
+    return reads and (asked in _HELD or asked in _LOST)
 
 
 def _is_asked_by_user(frame: FrameType | None) -> bool:

@@ -19,6 +19,8 @@ from torch.fx.experimental.proxy_tensor import (
     set_proxy_slot,
 )
 
+from .fakes import make_fake
+
 __all__ = [
     "known_node_of",
     "node_of",
@@ -69,9 +71,9 @@ def _make_fake_like(t: torch.Tensor, mode: FakeTensorMode) -> FakeTensor:
     if offset := t.storage_offset():
         last = offset + sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
         meta = torch.empty(last + 1 if t.numel() else offset, dtype=t.dtype, device="meta")
-        return FakeTensor(mode, meta.as_strided(t.shape, t.stride(), offset), t.device)
+        return make_fake(mode, meta.as_strided(t.shape, t.stride(), offset), t.device)
     meta = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
-    return FakeTensor(mode, meta, t.device)
+    return make_fake(mode, meta, t.device)
 
 
 def replace_tensor(stand: FakeTensor, made: FakeTensor) -> None:

@@ -44,7 +44,12 @@ _hooks_of_gradient = _base._post_accumulate_grad_hooks.__get__
 
 def user_attributes_of(t: torch.Tensor) -> tuple[str, ...]:
     """The names of the attributes that a program has set on a tensor, as `_no_weight_decay`."""
-    return tuple([n for n in t.__dict__ if n not in OWN_ATTRIBUTES and not n.startswith("_dynamo")])
+    return _names_of_user(tuple(t.__dict__))
+
+
+@functools.lru_cache(maxsize=4096)  # most tensors have the attributes of others
+def _names_of_user(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple([n for n in names if n not in OWN_ATTRIBUTES and not n.startswith("_dynamo")])
 
 
 def user_hooks_of(t: torch.Tensor) -> tuple[Any, ...]:

@@ -8,7 +8,7 @@ of that program's guards: "x: shape (8, 4) became (6, 4); cfg['k']: 1 became 4".
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +28,7 @@ __all__ = ["Description", "History", "describe_call", "explain_difference"]
 
 Description = dict[str, dict[str, str]]
 """Of a call: for the name of each part, the text of each respect: {"x": {"shape": "(8, 4)"}}."""
+_FIRST_CALL = "the first call"
 _SHOWN = 3  # parts that differ, in a reason
 _REMEMBERED = 1000
 _IN_A_ROW = 3  # captures because of one value, after which it is taken for a counter
@@ -87,7 +88,7 @@ def explain_difference(now: Description, known: Iterable[tuple[Description, Guar
         reversed([*known]), key=lambda other: _count_differences(now, other[0]), default=None
     )
     if nearest is None:
-        return "the first call"
+        return _FIRST_CALL
     was, guards = nearest
     differences = _list_differences(now, was)
     if guards is not None and len(differences) < _SHOWN:
@@ -161,9 +162,11 @@ class History:
         self._changed_in_a_row: list[set[str]] = []
         self._warned_of: set[str] = set()
 
-    def reason(self, description: Description) -> str:
-        """Why a call of this description needs a new program."""
-        return explain_difference(description, self._described.values())
+    def reason(self, describe: Callable[[], Description]) -> str:
+        """Why a call needs a new program; `describe` says what it is."""
+        if not self._described:
+            return _FIRST_CALL
+        return explain_difference(describe(), self._described.values())
 
     def note_capture(
         self, reason: str, key: Any, description: Description, guards: Guards | None, keep: int

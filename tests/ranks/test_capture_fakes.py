@@ -1,0 +1,96 @@
+"""Fakes of a step's inputs are what torch makes of the same tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from partita.compile.capture.fakes import FakeMaker, make_fake
+
+
+def _attributes(fake: FakeTensor) -> dict[str, object]:
+    return {k: v for k, v in fake.__dict__.items() if k != "fake_mode"}
+
+
+def test_a_fake_has_the_attributes_and_dispatch_keys_that_torchs_constructor_gives():
+    mode, meta = FakeTensorMode(), torch.empty(2, 3, device="meta")
+    ours, torchs = (make(mode, meta, torch.device("cpu")) for make in (make_fake, FakeTensor))
+    assert ours.__dict__ == torchs.__dict__
+    assert type(ours) is type(torchs)
+    assert torch._C._dispatch_keys(ours) == torch._C._dispatch_keys(torchs)
+    assert ours.untyped_storage()._cdata == torchs.untyped_storage()._cdata
+    mode.allow_meta = False
+    with pytest.raises(AssertionError, match="allow_meta"):
+        make_fake(mode, meta, torch.device("meta"))
+
+
+def _whole() -> torch.Tensor:
+    return torch.arange(24.0).view(4, 6)
+
+
+def _inference() -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.ones(3)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        _whole,
+        lambda: _whole().t(),
+        lambda: _whole()[1:, 2:4],
+        lambda: torch.ones((), dtype=torch.int64),
+        lambda: torch.ones(0, 3),
+        lambda: torch.ones(3, 1).expand(3, 4),
+        lambda: torch.ones(3, dtype=torch.complex64).conj(),
+        lambda: torch.eye(3).to_sparse(),
+        _inference,
+    ],
+)
+def test_a_fake_has_the_metadata_that_torch_gives_it(make):
+    t = make()
+    mode = FakeTensorMode()
+    expected = FakeTensorMode().from_tensor(t, static_shapes=True)
+    for fake in FakeMaker(mode, [t]).make(t):
+        assert fake.fake_mode is mode
+        assert (fake.shape, fake.dtype, fake.device) == (t.shape, t.dtype, t.device)
+        assert fake.layout is t.layout
+        assert (fake.is_conj(), fake.is_inference()) == (t.is_conj(), t.is_inference())
+        assert torch._C._dispatch_keys(fake) == torch._C._dispatch_keys(expected)
+        assert _attributes(fake) == _attributes(expected)
+        if t.layout is torch.strided:
+            assert fake.stride() == t.stride()
+            assert fake.storage_offset() == t.storage_offset()
+            memory = fake.untyped_storage().nbytes()
+            assert memory == expected.untyped_storage().nbytes()
+
+
+@pytest.mark.parametrize("other", [lambda x: x[1:, 2:4], lambda x: x[:2], lambda x: x.view(24)])
+@pytest.mark.parametrize("first", [False, True])
+def test_fakes_share_memory_where_their_tensors_do(other, first):
+    whole = _whole()
+    both = [other(whole), whole] if first else [whole, other(whole)]
+    makes = FakeMaker(FakeTensorMode(), [*both, torch.ones(2)])
+    memories = {f.untyped_storage()._cdata for t in both for f in makes.make(t)}
+    assert len(memories) == 1
+    (apart, _) = makes.make(torch.ones(2))
+    assert apart.untyped_storage()._cdata not in memories
+
+
+def test_fakes_share_memory_with_one_of_another_kind():
+    z = torch.ones(3, dtype=torch.complex64)
+    makes = FakeMaker(FakeTensorMode(), [z, z.conj()])
+    one, other = makes.make(z)[0], makes.make(z.conj())[0]
+    assert one.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
+def test_an_empty_fake_has_memory_of_its_own_and_may_have_another_shape():
+    t = _whole().t()
+    makes = FakeMaker(FakeTensorMode(), [t])
+    like, padded = makes.make(t)[0], makes.make_empty(t, (8, 6))[0]
+    assert (padded.shape, padded.dtype) == ((8, 6), t.dtype)
+    alike = makes.make_empty(t)[0]
+    assert alike.stride() == t.stride()
+    memories = [f.untyped_storage()._cdata for f in (like, padded, alike)]
+    assert len({*memories}) == 3

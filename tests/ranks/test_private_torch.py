@@ -9,7 +9,9 @@ import _abc
 import abc
 import dis
 import gc
+import importlib
 import inspect
+import pickle
 import subprocess
 import sys
 import types
@@ -45,6 +47,8 @@ from torch.utils.checkpoint import _CheckpointFrame
 from torch.utils.dlpack import to_dlpack
 
 import partita as pt
+from partita.compile.backend.artifact_slimming import remove_compiler_data, remove_input_checks
+from partita.compile.backend.inductor import CONFIG
 from partita.compile.memory.workspace import workspace
 from partita.tensor.engine import (
     after_backward,
@@ -753,3 +757,106 @@ def test_torch_lists_the_operators_that_custom_op_has_made():
     assert OPDEFS["private_torch::listed"] is listed
     assert listed._opoverload._schema.name == "private_torch::listed"
     assert not any(name.startswith(("c10d", "_dtensor", "symm_mem", "aten")) for name in OPDEFS)
+
+
+# -- Inductor --------------------------------------------------------------------------------------
+
+# By name: `partita.compile` is the function.
+INDUCTOR = importlib.import_module("partita.compile.backend.inductor")
+RESULT = {
+    "a saved result": (
+        lambda entry: entry,
+        "compiled_fw compiled_bw maybe_subclass_meta dispatch_wrappers runtime_metadata "
+        "aot_forward_graph_str",
+    ),
+    "its metadata": (
+        lambda entry: entry.runtime_metadata,
+        "mutated_inp_runtime_indices tokens dynamic_outputs num_intermediate_bases output_info "
+        "is_rng_op_functionalized grad_enabled_mutation",
+    ),
+    "what it says of an output": (
+        lambda entry: entry.runtime_metadata.output_info[0],
+        "output_type",
+    ),
+    "its code": (
+        lambda entry: entry.compiled_fw.result,
+        "source_code cache_key fx_kwargs current_callable after_deserialization _triton_bundle",
+    ),
+}
+"""By what Inductor saves of a graph, where it is, and the attributes of it that artifacts are made
+by."""
+
+
+@pytest.mark.slow
+def test_what_inductor_saves_of_a_graph_has_the_form_that_artifacts_are_made_of(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("PARTITA_CACHE", str(tmp_path))
+    saved = []
+
+    def note(text):
+        saved.append(text)
+        return remove_compiler_data(text)
+
+    monkeypatch.setattr(INDUCTOR, "remove_compiler_data", note)
+    pt.compile(lambda x: torch.relu(x @ x) + 1)(torch.ones(32, 32))
+    (text,) = saved
+    entry, *_ = pickle.loads(text)
+    for what, (find, names) in RESULT.items():
+        gone = [name for name in names.split() if not hasattr(find(entry), name)]
+        assert gone == [], f"torch {torch.__version__}: {what} has no {gone}"
+    assert entry.runtime_metadata.output_info[0].output_type.name == "non_alias"
+    code = entry.compiled_fw.result.source_code
+    assert "def call(self, args):" in code or "def call(args):" in code
+    assert "from torch._inductor.select_algorithm import extern_kernels\n" in code
+    assert "empty_strided_cpu(" in code and "Source Nodes: [" in code
+
+
+@pytest.mark.slow
+def test_what_inductor_generates_checks_its_inputs_in_lines_that_can_be_told(tmp_path, monkeypatch):
+    monkeypatch.setenv("PARTITA_CACHE", str(tmp_path))
+    before, after = [], []
+
+    def note(text):
+        before.append(pickle.loads(text)[0].compiled_fw.result.source_code)
+        text = remove_input_checks(text)
+        after.append(pickle.loads(text)[0].compiled_fw.result.source_code)
+        return text
+
+    monkeypatch.setattr(INDUCTOR, "remove_input_checks", note)
+    pt.compile(lambda x: torch.relu(x @ x) + 1)(torch.ones(32, 32))
+    assert "assert_size_stride(arg" in before[0] and "assert_size_stride(arg" not in after[0]
+
+
+@pytest.mark.parametrize(
+    ("home", "names"),
+    [
+        ("torch._inductor.async_compile:AsyncCompile", "cpp_pybinding"),
+        (
+            "torch._inductor.choices:InductorChoices",
+            "can_fuse can_fuse_vertical can_fuse_horizontal",
+        ),
+        ("torch._inductor.codecache:CppPythonBindingsCodeCache", "_load_library"),
+        ("torch._inductor.codecache:FxGraphCache", "cache_hit_post_compile"),
+        ("torch._inductor.graph:GraphLowering", "save_output_code"),
+        ("torch._inductor.scheduler:BaseSchedulerNode", "get_nodes get_buffer_names get_outputs"),
+        ("torch._inductor.scheduler:BaseSchedulerNode", "is_reduction is_extern"),
+        ("torch._inductor.scheduler:Scheduler", "dep_size_hint"),
+        ("torch._inductor.scheduler:SchedulerBuffer", "get_mutations"),
+        ("torch._inductor.standalone_compile:AOTCompiledArtifact", "deserialize serialize"),
+    ],
+)
+def test_classes_of_inductor_have_the_methods_that_are_called_or_exchanged(home, names):
+    module, name = home.split(":")
+    owner = getattr(importlib.import_module(module), name)
+    gone = [one for one in names.split() if not hasattr(owner, one)]
+    assert gone == [], f"torch {torch.__version__}: {home} has no {gone}"
+
+
+def test_settings_of_inductor_that_are_set_are_there():
+    from torch._inductor import config
+
+    names = [*CONFIG, "_post_fusion_custom_pass", "inductor_choices_class"]
+    known = config.save_config_portable() | vars(config)
+    gone = [n for n in names if n not in known and n not in config._config]
+    assert gone == [], f"torch {torch.__version__}: Inductor has no setting {gone}"

@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import partita
 
@@ -140,6 +141,7 @@ HOLDERS: dict[str, Callable[[], Any]] = {
     "_native_batch_norm_legit _scaled_dot_product_flash_attention_for_cpu "
     "_scaled_dot_product_flash_attention_for_cpu_backward": lambda: torch.ops.aten,
     "_opname _overloadname _overloadpacket": lambda: torch.ops.aten.add.Tensor,
+    "_allow_unsafe_data_ptr_access": FakeTensorMode,
     "_version _base _is_view": lambda: torch.ones(1),
     "_cdata": lambda: torch.ones(1).untyped_storage(),
     "_is_param": _source_of("torch.nn.parameter"),

@@ -3,7 +3,8 @@
 In reading order:
 
 - The run: `capture` (runs until one is complete), `capture_run` (one run), `capture_context`,
-  `step_function_mode` and `tensor_facts` (torch functions that the step calls), `fakes`.
+  `step_function_mode`, `library_calls` and `tensor_facts` (torch functions that the step calls),
+  `fakes`.
 - What the step reads: `state_slots`, `state`, `state_search`, `inputs`, `optimizers`.
 - Python numbers and questions: `symbolic`, `numbers`, `scalars`, `answers`, `equal_counts`.
 - What it leaves: `captured_attributes`, `differentiate` (gradients of a region), `outputs`.

@@ -5,7 +5,8 @@ In reading order:
 - The run: `capture` (runs until one is complete), `capture_run` (one run), `capture_context`,
   `step_function_mode`, `library_calls` and `tensor_facts` (torch functions that the step calls),
   `fakes`.
-- What the step reads: `state_slots`, `state`, `state_search`, `inputs`, `optimizers`.
+- What the step reads: `state_slots`, `state`, `state_search`, `inputs`, `optimizers`,
+  `step_counts`.
 - Python numbers and questions: `symbolic`, `numbers`, `scalars`, `answers`, `equal_counts`.
 - What it leaves: `captured_attributes`, `differentiate` (gradients of a region), `outputs`.
 - Blocks traced once: `block_choice`, `block_nodes`, `block_tape`, `block_functions`,

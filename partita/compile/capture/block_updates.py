@@ -39,7 +39,7 @@ from .block_nodes import LABELS, block_forward, block_output
 from .block_tape import NotABlock, OperandWriter, SameObject, bind_recorded
 from .block_traces import BlockTrace, BlockTracing, traced_node
 from .capture_context import unprofiled
-from .optimizers import narrow_counts, widen_counts
+from .step_counts import narrow_counts, widen_counts
 from .step_function_mode import StepFunctionMode
 from .symbolic import is_symbolic
 from .traced_tensors import known_node_of, tensors_of

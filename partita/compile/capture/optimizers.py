@@ -32,6 +32,7 @@ from partita.tensor.watch import HERE
 from ..errors import not_captured
 from ..node_metadata import Recorder
 from .state_slots import Slot
+from .step_counts import COUNTS, WidenedCounts, narrow_counts, widen_counts
 
 if TYPE_CHECKING:
     from .block_updates import BlockUpdates
@@ -40,13 +41,10 @@ __all__ = [
     "CapturedOptimizers",
     "drop_unused_state",
     "make_optimizer_state",
-    "narrow_counts",
-    "widen_counts",
 ]
 
 MadeState = list[tuple[Optimizer, torch.Tensor]]
 
-_COUNTS = ("step", "mu_product")  # of steps, and the product of NAdam's momenta
 _UNSCALES = "_step_supports_amp_scaling"
 """Private torch: the attribute by which fused optimizers tell a GradScaler that they unscale."""
 
@@ -76,7 +74,7 @@ def counts_of(optimizers: Iterable[Optimizer]) -> Iterator[torch.Tensor]:
     """The zero-dimensional tensors in which torch's optimizers count, for each parameter."""
     for optimizer in filter(_is_of_torch, optimizers):
         for entries in optimizer.state.values():
-            for name in _COUNTS:
+            for name in COUNTS:
                 number = entries.get(name)
                 if type(number) is torch.Tensor and number.ndim == 0:
                     yield number
@@ -195,37 +193,6 @@ class _StateOf:
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self.optimizer.state[self.p][key] = value
-
-
-WidenedCounts = list[tuple[dict[Any, Any], torch.Tensor]]
-
-
-def widen_counts(states: Iterable[dict[Any, Any]], exact: set[int] | None) -> WidenedCounts:
-    """Replace step counts by float64 copies, until `narrow_counts`.
-
-    Args:
-        states: of parameters.
-        exact: gets the ids of products, which eager rounds to float32.
-    """
-    widened: WidenedCounts = []
-    for entries in states:
-        for name in _COUNTS:
-            number = entries.get(name)
-            if not isinstance(number, torch.Tensor) or number.ndim or number.dtype != torch.float32:
-                continue
-            if name == "step":
-                widened.append((entries, number))
-                entries[name] = number.double()
-            elif exact is not None:
-                exact.add(id(number))
-    return widened
-
-
-def narrow_counts(widened: WidenedCounts) -> None:
-    """Write float64 counts back into the tensors that they were copied from."""
-    for entries, number in widened:
-        entries["step"] = number.copy_(entries["step"])
-    widened.clear()
 
 
 class CapturedOptimizers:

@@ -1,0 +1,47 @@
+"""Step counts: the numbers in which torch's optimizers count, wider while a step is captured.
+
+In eager a bias correction is reckoned with Python floats. A captured update reckons it with tensors
+of no dimension, which torch holds as float32: so while it steps they are float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+__all__ = ["COUNTS", "WidenedCounts", "narrow_counts", "widen_counts"]
+
+COUNTS = ("step", "mu_product")
+"""Names in an optimizer's state: the count of steps, and the product of NAdam's momenta."""
+
+WidenedCounts = list[tuple[dict[Any, Any], torch.Tensor]]
+
+
+def widen_counts(states: Iterable[dict[Any, Any]], exact: set[int] | None) -> WidenedCounts:
+    """Replace step counts by float64 copies, until `narrow_counts`.
+
+    Args:
+        states: of parameters.
+        exact: gets the ids of products, which eager rounds to float32.
+    """
+    widened: WidenedCounts = []
+    for entries in states:
+        for name in COUNTS:
+            number = entries.get(name)
+            if not isinstance(number, torch.Tensor) or number.ndim or number.dtype != torch.float32:
+                continue
+            if name == "step":
+                widened.append((entries, number))
+                entries[name] = number.double()
+            elif exact is not None:
+                exact.add(id(number))
+    return widened
+
+
+def narrow_counts(widened: WidenedCounts) -> None:
+    """Write float64 counts back into the tensors that they were copied from."""
+    for entries, number in widened:
+        entries["step"] = number.copy_(entries["step"])
+    widened.clear()

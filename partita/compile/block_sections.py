@@ -72,7 +72,7 @@ class _Lowering:
         block = block.without_unread(*self._read[block])
         part = _program_of_block(block, self.program)
         run_passes(part, {*self.program.without, *_OF_STEP})
-        late = find_late(part.graph.graph, block.operands) if block.has_backward else set()
+        late = find_late(part.graph.graph, block.taken) if block.has_backward else set()
         outer = sections_of_blocks(part, late, self._sections)
         return block.bodies(outer)
 

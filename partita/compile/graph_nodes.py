@@ -10,10 +10,11 @@ whose value nobody uses, unless they have an effect: they write, draw or check.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import fx
 from torch.fx import _lazy_graph_module
 
@@ -29,7 +30,10 @@ __all__ = [
     "key_of_operands",
     "lazy_graph_module",
     "lazy_graph_modules",
+    "written_operands",
 ]
+
+_COPY = torch.ops.aten.copy_.default
 
 
 def add_call(
@@ -89,9 +93,26 @@ class GraphPart:
 
     Attributes:
         has_effect: does it write, draw or check?
+        written: the places, among what is given to the part, of what it writes.
     """
 
     has_effect: bool
+    written: tuple[int, ...] = ()
+
+    def operands(self, call: fx.Node) -> Sequence[Any]:
+        """What a call gives to the part."""
+        raise NotImplementedError
+
+
+def written_operands(node: fx.Node) -> Iterator[fx.Node]:
+    """The operands that a call of a graph without writes but into inputs writes: those of `copy_`
+    and of parts in which it is."""
+    if node.target is _COPY:
+        yield node.args[0]  # type: ignore[misc]
+    elif node.args and isinstance(part := node.args[0], GraphPart) and part.written:
+        operands = part.operands(node)
+        for place in part.written:
+            yield operands[place]
 
 
 def drop_unused(graph: fx.Graph) -> None:

@@ -30,8 +30,9 @@ from partita.tensor.tensor_state import state_of
 from .backend.built import Built
 from .capture.fakes import local_of
 from .capture.state_slots import Slot
+from .graph_nodes import written_operands
 from .padding_boundary import Border, border_of
-from .section import calls_within, inline_sections, written_operands
+from .section import calls_within, inline_sections
 
 __all__ = ["Call", "Input", "Output", "Program", "ResultPlace", "written_inputs"]
 

@@ -30,7 +30,6 @@ __all__ = [
     "inline_sections",
     "section_of",
     "sections_in",
-    "written_operands",
 ]
 
 DEEP = 3000
@@ -61,8 +60,13 @@ class Section(GraphPart):
         """Fake tensors like its inputs, for the compiler."""
         return [n.meta["val"] for n in self.graph.graph.find_nodes(op="placeholder")]
 
+    def operands(self, call: fx.Node) -> Sequence[Any]:
+        """What a call gives to the section."""
+        given: Any = call.args[1]
+        return given  # type: ignore[no-any-return]
+
     @cached_property
-    def written(self) -> tuple[int, ...]:
+    def written(self) -> tuple[int, ...]:  # type: ignore[override]
         """The places of the inputs that it writes."""
         inputs = {n: i for i, n in enumerate(self.graph.graph.find_nodes(op="placeholder"))}
         copies = self.graph.graph.find_nodes(op="call_function", target=_COPY)
@@ -146,13 +150,3 @@ def _inline_call(graph: fx.Graph, section: Section, takes: Sequence[fx.Node]) ->
             of[node] = copy_node(graph, node, of.__getitem__)
     (end,) = inner.find_nodes(op="output")
     return [of[n] for n in end.args[0]]  # type: ignore[union-attr, index]
-
-
-def written_operands(node: fx.Node) -> Iterator[fx.Node]:
-    """The operands that a call of a graph without writes but into inputs writes: those of `copy_`
-    and of sections in which it is."""
-    if node.target is _COPY:
-        yield node.args[0]  # type: ignore[misc]
-    elif (section := section_of(node)) is not None:
-        for place in section.written:
-            yield node.args[1][place]  # type: ignore[index, misc]

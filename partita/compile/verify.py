@@ -24,9 +24,10 @@ from partita.tensor.op_facts import facts_of
 
 from .capture.block_nodes import is_block_node
 from .graph import is_collective
+from .graph_nodes import written_operands
 from .node_metadata import note_of
 from .program import Program
-from .section import call_section, written_operands
+from .section import call_section
 
 __all__ = ["SPACES", "IllegalGraph", "verifies_each_pass", "verify"]
 

@@ -10,7 +10,8 @@ In reading order:
 - Python numbers and questions: `symbolic`, `numbers`, `scalars`, `answers`, `equal_counts`.
 - What it leaves: `captured_attributes`, `differentiate` (gradients of a region), `outputs`.
 - Blocks traced once: `block_choice`, `block_nodes`, `block_tape`, `block_functions`,
-  `block_follower`, `block_traces`, `block_calls`, `block_updates`, `block_programs`.
+  `block_follower`, `block_traces`, `block_calls`, `block_updates`, `outlined_updates`,
+  `block_programs`.
 - Calls traced once: `equal_calls`, `repeated_calls`, `repeated_moves`, `traced_tensors`.
 - Writes become values: `functionalize`, `functional_rewrite`, `functional_calls`,
   `functional_memory`, `shared_results`.

@@ -65,6 +65,10 @@ class BlockBody(GraphPart):
     labels: tuple[str, ...] = ()
     numbers: list[fx.Node] = field(default_factory=list)
 
+    def operands(self, call: fx.Node) -> Sequence[Any]:
+        """The operands of the block."""
+        return call.args[2:]
+
     @cached_property
     def has_effect(self) -> bool:  # type: ignore[override]
         """Does a call of it write, draw or check?"""
@@ -84,6 +88,10 @@ class BackwardBody(GraphPart):
     seeds: list[fx.Node]
     gradients: dict[int, fx.Node]
     nodes: list[fx.Node]
+
+    def operands(self, call: fx.Node) -> Sequence[Any]:
+        """The gradients that backward is given."""
+        return call.args[2:]
 
     @cached_property
     def has_effect(self) -> bool:  # type: ignore[override]

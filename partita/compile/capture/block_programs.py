@@ -15,13 +15,22 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import compress
 from typing import Any
 
 from torch import fx
 
 from ..graph import is_collective
-from ..graph_nodes import GraphPart, add_call, copy_node, drop_unused, has_effect, lazy_graph_module
+from ..graph_nodes import (
+    GraphPart,
+    add_call,
+    copy_node,
+    drop_unused,
+    has_effect,
+    lazy_graph_module,
+    written_operands,
+)
 from ..node_metadata import note_of
 from .block_nodes import (
     BackwardBody,
@@ -36,6 +45,7 @@ from .block_nodes import (
 from .block_traces import BlockTrace
 from .functional_rewrite import UnsureOfWrites
 from .functionalize import functionalize_graph
+from .outlined_updates import OutlinedUpdates
 from .shared_results import overlapping_results
 from .symbolic import is_symbolic
 
@@ -72,7 +82,7 @@ def inline_blocks(graph: fx.Graph, only: Collection[BlockTrace] | None = None) -
     for node in reversed(traced):
         if not node.users:  # else it is of no block: a rank's coordinate, computed once for all
             graph.erase_node(node)
-    return tuple((trace.kind.__name__, n) for trace, n in counts.items() if not trace.writes)
+    return tuple((trace.kind.__name__, n) for trace, n in counts.items() if not trace.written)
 
 
 def _body_of_trace(trace: BlockTrace) -> Iterator[fx.Node]:
@@ -91,27 +101,33 @@ class BlockProgram(GraphPart):
     Attributes:
         kind: the class of the blocks.
         graph: see above.
-        operands: how many of the inputs forward takes; the others are given to backward.
+        taken: how many of the inputs forward takes; the others are given to backward.
         results: the numbers of the results, in the order of the outputs.
         gradients: the numbers of the operands whose gradients are the outputs after those.
         has_backward: whether blocks of the structure go backward.
         region, labels: as in `BlockBody`.
+        written: the places of the inputs that it writes.
     """
 
     kind: type
     graph: fx.GraphModule
-    operands: int
+    taken: int
     results: list[int]
     gradients: list[int]
     has_backward: bool
     region: int
     labels: tuple[str, ...]
     has_effect: bool = field(init=False)
+    written: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.has_effect = any(
-            n.op == "call_function" and has_effect(n) for n in self.graph.graph.nodes
-        )
+        graph = self.graph.graph
+        self.has_effect = any(n.op == "call_function" and has_effect(n) for n in graph.nodes)
+        places = {n: i for i, n in enumerate(graph.find_nodes(op="placeholder"))}
+        self.written = tuple(places[w] for n in graph.nodes for w in written_operands(n))
+
+    def operands(self, call: fx.Node) -> Sequence[Any]:
+        return call.args[2:]
 
     def __repr__(self) -> str:
         return f"'a {self.kind.__name__}'"  # as code: it stands among the operands of a node
@@ -142,7 +158,7 @@ class BlockProgram(GraphPart):
             UnsureOfWrites: a result is computed from what backward is given.
         """
         inputs, (end,) = graph.find_nodes(op="placeholder"), graph.find_nodes(op="output")
-        late = find_late(graph, self.operands) if self.has_backward else set()
+        late = find_late(graph, self.taken) if self.has_backward else set()
         calls = [n for n in graph.nodes if n.op == "call_function"]
         outputs: Sequence[Any] = end.args[0]
         made = dict(zip(self.results, outputs, strict=False))
@@ -151,14 +167,14 @@ class BlockProgram(GraphPart):
         gradients = dict(zip(self.gradients, outputs[len(made) :], strict=True))
         forward = BlockBody(
             self.kind,
-            inputs[: self.operands],
+            inputs[: self.taken],
             made,
             [n for n in calls if n not in late],
             self.region,
             self.labels,
         )
         late_calls = [n for n in calls if n in late]
-        return forward, BackwardBody(inputs[self.operands :], gradients, late_calls)
+        return forward, BackwardBody(inputs[self.taken :], gradients, late_calls)
 
 
 def find_late(graph: fx.Graph, operands: int) -> set[fx.Node]:
@@ -193,13 +209,16 @@ class OutlinedBlocks:
     structures: Structures
 
 
-def outline_blocks(step: fx.GraphModule, least: int) -> OutlinedBlocks | None:
+def outline_blocks(
+    step: fx.GraphModule, least: int, equal: Sequence[Sequence[int]] = ()
+) -> OutlinedBlocks | None:
     """A traced step with its blocks outlined; None where it is better inlined.
 
     Structures that have to be are inlined in `step`.
 
     Args:
         least: the nodes that the inlined graph must have for blocks to be outlined.
+        equal: groups of inputs, by place, that hold the same number.
     """
     graph = step.graph
     calls = calls_of_blocks(graph)
@@ -210,7 +229,7 @@ def outline_blocks(step: fx.GraphModule, least: int) -> OutlinedBlocks | None:
         size += len(body.forward if node.target is block_forward else body.nodes)
     if size < least:
         return None
-    outlining = _Outlining(step)
+    outlining = _Outlining(step, equal)
     inlined = [t for t in traces if not outlining.can_outline(t)]
     structures = inline_blocks(graph, inlined)
     if len(inlined) == len(traces):
@@ -225,8 +244,8 @@ def outline_blocks(step: fx.GraphModule, least: int) -> OutlinedBlocks | None:
 class _Outlining:
     """The outlining of the blocks of one traced step."""
 
-    def __init__(self, step: fx.GraphModule):
-        self.step = step
+    def __init__(self, step: fx.GraphModule, equal: Sequence[Sequence[int]]):
+        self.step, self._equal = step, equal
         self._backs: dict[fx.Node, list[fx.Node]] = defaultdict(list)
         self._calls: dict[BlockTrace, list[fx.Node]] = defaultdict(list)
         for node in calls_of_blocks(step.graph):
@@ -243,19 +262,21 @@ class _Outlining:
     def can_outline(self, trace: BlockTrace) -> bool:
         """Can the blocks of this structure be a graph of their own?"""
         calls = self._calls[trace]
-        if (
-            trace.writes
-            or trace.numbers
-            or len(calls) < 2
-            or any(len(self._backs[n]) > 1 for n in calls)
-        ):
+        if trace.numbers or len(calls) < 2 or any(len(self._backs[n]) > 1 for n in calls):
             return False
         if not self._sharing.isdisjoint(calls):
             return False
         if any(note_of(n).region in self._regions for n in calls):
             return False
+        if trace.written and not self._updates.can_outline(calls):
+            return False
         nodes = [*_body_of_trace(trace)]
         return not any(is_symbolic(n.meta.get("val")) for n in nodes)
+
+    @cached_property
+    def _updates(self) -> OutlinedUpdates:
+        traced = {n for t in self._calls for n in (*t.entered, *_body_of_trace(t))}
+        return OutlinedUpdates(self.step.graph, traced, self._equal)
 
     def _find_sharing_neighbours(self) -> set[fx.Node]:
         """Calls of blocks that gather one weight next to each other, or to keep it gathered."""
@@ -327,9 +348,13 @@ class _Outlining:
 
     def _find_outer_nodes(self) -> set[fx.Node]:
         """The nodes that are of no block; also those of a trace that others read, as a rank's
-        coordinate, which is computed once for all, and constants."""
+        coordinate, which is computed once for all, numbers that all updates share, and constants.
+        """
         own = {n: t for t in self._traces for n in (*t.entered, *_body_of_trace(t))}
         outer = self._live | {*self.step.graph.find_nodes(op="get_attr")}
+        for trace in self._traces:
+            if trace.written:
+                outer |= self._updates.find_shared_numbers(trace, self._calls[trace])
         waiting = [r for n in outer for r in n.all_input_nodes if r in own]
         for trace in self._traces:
             for node in _body_of_trace(trace):

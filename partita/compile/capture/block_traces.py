@@ -41,7 +41,7 @@ class BlockTrace(BlockBody):
         likes: by number, a tensor of the metadata of each made tensor.
         results, takes: by number, the traced results and outer tensors that require a gradient.
         backwards: by the gradients' strides and dtypes, which inputs train, and torch's modes.
-        writes: the numbers of the tensors from outside that it writes in place. Not empty for the
+        written: the numbers of the tensors from outside that it writes in place. Not empty for the
             update of an optimizer, and for no other block.
     """
 
@@ -50,7 +50,7 @@ class BlockTrace(BlockBody):
     results: dict[int, torch.Tensor] = field(default_factory=dict)
     takes: dict[int, torch.Tensor] = field(default_factory=dict)
     backwards: dict[Any, BackwardBody] = field(default_factory=dict)
-    writes: tuple[int, ...] = ()
+    written: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
         return "'a block'"  # as code: it stands among the operands of a node

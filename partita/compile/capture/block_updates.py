@@ -118,7 +118,7 @@ class BlockUpdates:
             if trace is None:
                 trace = self._traces[update.key] = self._trace(optimizer, run, update)
             unprofiled(self._emit, optimizer, update, trace, follows)
-            shared.add(update.taken, [update.taken[i] for i in trace.block.writes])
+            shared.add(update.taken, [update.taken[i] for i in trace.block.written])
         if shared.is_written:
             raise NotABlock(type(optimizer), "what two blocks update lies in one memory")
         _order_state(optimizer, held)
@@ -221,7 +221,7 @@ class BlockUpdates:
             narrow_counts(counts)
         results = _results_of(kind, update, inner, before, state)
         with Unheard():
-            writes = tuple(
+            written = tuple(
                 i
                 for i, (t, version) in enumerate(zip(inner, versions, strict=True))
                 if not t.is_inference() and t._version != version
@@ -231,7 +231,7 @@ class BlockUpdates:
                 raise NotABlock(kind, "its state becomes a view of what it updates")
         forward = _without_numbers(tracing.nodes, entered, kind)
         made = {i: traced_node(t, kind) for i, t in enumerate(results.values())}
-        trace = BlockTrace(kind, entered, made, forward, writes=writes)
+        trace = BlockTrace(kind, entered, made, forward, written=written)
         trace.likes = {n: node.meta["val"] for n, node in made.items()}
         name = f"{kind.__name__} of {update.kind.__name__}"
         return _UpdateTrace(name, trace, [*results])
@@ -248,7 +248,7 @@ class BlockUpdates:
         trace.calls += 1
         if follows:  # where it was traced, the aliases' writes were counted
             with Unheard():
-                written = [update.taken[i] for i in block.writes]
+                written = [update.taken[i] for i in block.written]
                 increment_version([t for t in written if not t.is_inference()])
         outputs = []
         for number in block.made:

@@ -159,7 +159,8 @@ class CaptureRun:
             return None
         try:
             with self.inputs.mode:
-                outlined = outline_blocks(made, self._blocks.outline_above)
+                equal = places_of_equal(self.inputs.all, self._equal_counts)
+                outlined = outline_blocks(made, self._blocks.outline_above, equal)
             if outlined is None:
                 return None
             return self._make_program(outlined.graph, outlined.structures)

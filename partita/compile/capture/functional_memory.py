@@ -18,6 +18,7 @@ from torch import fx
 
 from partita.tensor.op_facts import facts_of
 
+from ..graph_nodes import GraphPart, written_operands
 from .equal_calls import tensors_in
 from .functional_calls import UnsureOfWrites
 
@@ -29,6 +30,7 @@ __all__ = [
     "lie_alike",
     "makers_of_shared",
     "memory_that_is_written",
+    "operands_written",
     "part_of",
     "shown_operand",
     "view_of",
@@ -62,7 +64,7 @@ def memory_that_is_written(graph: fx.Graph) -> dict[fx.Node, int]:
             shown[node] = _shown_by_call(node, shown, numbers)
         else:
             shown[node] = [next(numbers) for _ in tensors_in(_value_of(node))]
-        for operand in _written_by(node):
+        for operand in operands_written(node):
             written.update(shown[operand])
     tensors = ((n, m) for n, m in shown.items() if isinstance(n.meta.get("val"), torch.Tensor))
     return {node: memory for node, (memory,) in tensors if memory in written}
@@ -171,11 +173,13 @@ def _value_of(node: fx.Node) -> Any:
     return node.meta.get("val")
 
 
-def _written_by(node: fx.Node) -> list[fx.Node]:
-    """The operands that a call writes."""
+def operands_written(node: fx.Node) -> list[fx.Node]:
+    """The operands that a call writes, in a graph with writes."""
     target: Any = node.target
     if node.op != "call_function":
         return []
+    if node.args and isinstance(node.args[0], GraphPart):
+        return [*written_operands(node)]
     if facts_of(target).statistics:
         statistics = node.args[3:5] if node.args[5] else ()
         return [t for t in statistics if isinstance(t, fx.Node)]

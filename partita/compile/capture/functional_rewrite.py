@@ -18,7 +18,7 @@ from torch import fx
 
 from partita.tensor.op_facts import facts_of
 
-from ..graph_nodes import add_call, lazy_graph_module
+from ..graph_nodes import GraphPart, add_call, lazy_graph_module, written_operands
 from ..node_metadata import NOTE
 from .equal_calls import call_without_memory, tensors_in
 from .functional_calls import (
@@ -94,6 +94,7 @@ class _Rewrite:
         self.other_strides: set[fx.Node] = set()
         self.shared: dict[fx.Node, fx.Node] = {}
         self.mode = _mode_of(graph.graph)
+        self._closed: set[int | None] = set()
         self._note: Any = None
 
     def graph_without_writes(self) -> fx.Graph:
@@ -152,6 +153,9 @@ class _Rewrite:
         elif getattr(target, "_opname", "").startswith("_foreach_"):
             self._call_list(node)
             return
+        elif node.args and isinstance(node.args[0], GraphPart):
+            self._call_part(node)
+            return
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.current_value)
         if changes_without_writes(target, args, kwargs) or is_write(target):
             if is_write(target) and not is_plain_write(target):
@@ -168,6 +172,19 @@ class _Rewrite:
         else:
             self.of[node] = new = self._add_call(target, args, kwargs, node)
             new.meta = {**node.meta, **new.meta}
+
+    def _call_part(self, node: fx.Node) -> None:
+        """Add the call of a part of the graph. Nobody may use later what it writes.
+
+        Raises:
+            UnsureOfWrites: it writes what is no input, or was written before.
+        """
+        args: Any = fx.node.map_arg(node.args, lambda n: _node_of(self.current_value(n)))
+        self.of[node] = new = self._add_call(node.target, args, {}, node)
+        new.meta = {**node.meta, **new.meta}
+        if any(n.op != "placeholder" for n in written_operands(new)):
+            raise UnsureOfWrites
+        self._closed.update(self.memory[n] for n in written_operands(node))
 
     def _call_list(self, node: fx.Node) -> None:
         target, made = node.target, node.meta.get("val")
@@ -233,6 +250,8 @@ class _Rewrite:
     def current_value(self, node: fx.Node) -> Any:
         """The value in the new graph of what an old node shows at this point."""
         memory = self.memory.get(node)
+        if memory in self._closed:
+            raise UnsureOfWrites
         if memory is None or self.made_at[node] == self.written[memory]:
             return self.of[node]
         value = self._remake_view(node, memory)

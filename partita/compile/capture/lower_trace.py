@@ -22,7 +22,7 @@ from partita.tensor.dtensor import tagged
 
 from ..captured_program import CapturedProgram
 from ..conditions import Conditions
-from ..graph_nodes import drop_unused
+from ..graph_nodes import drop_unused, written_operands
 from ..padding_boundary import border_of
 from ..program import Input, Output
 from ..replicated_input_check import extract_compared
@@ -123,9 +123,9 @@ class StepTrace:
             for read in node.all_input_nodes:
                 bits |= reached[read]
             reached[node] = bits
-            if node.target is torch.ops.aten.copy_.default:
-                given = places[node.args[0]]
-                if given.kind != "gradient" and reached[node.args[1]] >> given.index & 1:
+            for written in written_operands(node):
+                given = places[written]
+                if given.kind != "gradient" and bits >> given.index & 1:
                     found.add(given.index)
         return found
 

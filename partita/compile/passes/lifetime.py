@@ -12,10 +12,10 @@ from torch import fx
 
 from partita.tensor.op_facts import facts_of
 
+from ..graph_nodes import written_operands
 from ..node_metadata import note_of
 from ..ordering import behind_needs
 from ..program import Program
-from ..section import written_operands
 
 __all__ = ["lifetime"]
 

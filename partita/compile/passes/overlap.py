@@ -14,10 +14,10 @@ from torch import fx
 from partita.comm.graph_collectives import ALL_REDUCE, WAIT
 
 from ..graph import is_collective, nbytes_of
+from ..graph_nodes import written_operands
 from ..memory.storages import storages_of
 from ..node_metadata import note_of
 from ..program import Program
-from ..section import written_operands
 from .gathered import Runs, is_backward, only_moves, packing_of
 
 __all__ = ["overlap"]

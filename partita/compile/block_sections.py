@@ -8,6 +8,8 @@ Forward and backward are never in one section.
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import fx
@@ -18,6 +20,7 @@ from .capture.block_nodes import (
     BackwardBody,
     BlockBody,
     block_backward,
+    block_forward,
     block_output,
     calls_of_blocks,
     inline_bodies,
@@ -59,6 +62,9 @@ class _Lowering:
         self.program = program
         self._sections: dict[Any, Section] = {}
         self._read = _find_read(program.graph.graph)
+        self._calls: defaultdict[Any, list[fx.Node]] = defaultdict(list)
+        for node in program.graph.graph.find_nodes(op="call_function", target=block_forward):
+            self._calls[node.args[0]].append(node)
         self._bodies: dict[BlockProgram, tuple[BlockBody, BackwardBody]] = {}
 
     def body_of(self, node: fx.Node) -> BlockBody | BackwardBody:
@@ -69,7 +75,10 @@ class _Lowering:
         return self._bodies[block][node.target is block_backward]
 
     def _lower(self, block: BlockProgram) -> tuple[BlockBody, BackwardBody]:
+        equal = [*_find_equal_operands(block, self._calls[block])]
         block = block.without_unread(*self._read[block])
+        if equal:
+            block = block.with_shared_operands(equal)
         part = _program_of_block(block, self.program)
         run_passes(part, {*self.program.without, *_OF_STEP})
         late = find_late(part.graph.graph, block.taken) if block.has_backward else set()
@@ -86,6 +95,16 @@ def _find_read(graph: fx.Graph) -> dict[Any, tuple[set[int], set[int]]]:
         users = (n for n in call.users if n.target is block_output)
         read[call.target is block_backward].update(n.args[1] for n in users)  # type: ignore[misc]
     return found
+
+
+def _find_equal_operands(
+    block: BlockProgram, calls: Sequence[fx.Node]
+) -> Iterator[tuple[int, int]]:
+    """Pairs of places at which each call of a block gives one node, that is not written."""
+    first: dict[tuple[Any, ...], int] = {}
+    for place, given in enumerate(zip(*(block.operands(call) for call in calls), strict=True)):
+        if place not in block.written and first.setdefault(given, place) != place:
+            yield first[given], place
 
 
 def _program_of_block(block: BlockProgram, step: CapturedProgram) -> Program:

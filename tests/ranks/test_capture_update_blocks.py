@@ -11,6 +11,8 @@ from torch import nn, optim
 
 import partita as pt
 from partita.compile.graph import canonical
+from partita.compile.graph_nodes import written_operands
+from partita.compile.section import call_section
 from tests.programs.steps import squares
 
 WIDTH, BLOCKS = 4, 6
@@ -44,7 +46,9 @@ def adamw(model):
     return optim.AdamW(model.parameters(), 1e-2)
 
 
-def trained(mesh, blocks, optimize=adamw, build=Stack, step_of=squares, place="zero", calls=3):
+def trained(
+    mesh, blocks, optimize=adamw, build=Stack, step_of=squares, place="zero", calls=3, sections=None
+):
     """Losses, parameters and state after some steps, and the captured step."""
     torch.manual_seed(0)
     model = build()
@@ -53,7 +57,7 @@ def trained(mesh, blocks, optimize=adamw, build=Stack, step_of=squares, place="z
     elif mesh is not None:
         pt.zero(model, mesh, stage={"zero": 3, "zero 1": 1}[place])
     optimizer = optimize(model)
-    step = pt.compile(step_of(model, optimizer), backend="graph", blocks=blocks)
+    step = pt.compile(step_of(model, optimizer), backend="graph", blocks=blocks, sections=sections)
     x = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)
     if mesh is not None:
         x = pt.distribute_tensor(x, mesh, [pt.Shard(0)])
@@ -74,12 +78,18 @@ def lines(step):
 
 
 def check(mesh=None, **how):
-    """The step with blocks is the one without: in values, bit by bit, and in what it computes."""
+    """The step with blocks is the one without: in values, bit by bit, and in what it computes; so
+    is that in which they stay calls."""
     wanted, flat = trained(mesh, False, **how)
     found, step = trained(mesh, True, **how)
     assert len(found) == len(wanted)
     for one, other in zip(found, wanted, strict=True):
         assert torch.equal(one, other)
+    as_calls, calling = trained(mesh, True, sections=True, **how)
+    assert len(as_calls) == len(wanted)
+    for one, other in zip(as_calls, wanted, strict=True):
+        assert torch.equal(one, other)
+    assert calling.program.blocks == step.program.blocks
     assert lines(step) == lines(flat)
     assert not flat.program.blocks.updates
     return step.program.blocks
@@ -350,7 +360,7 @@ def test_hooks_of_a_step_run_once(on_ranks):
             return optimizer
 
         blocks = check(mesh, build=Counting, optimize=optimize)
-        assert [(m.before.item(), m.after.item()) for m in models] == [(3, 3), (3, 3)]
+        assert [(m.before.item(), m.after.item()) for m in models] == [(3, 3)] * 3
         return blocks.updates
 
     if not on_ranks:
@@ -419,3 +429,22 @@ def accumulated(model, optimizer):
 
 def test_gradients_that_stay_are_added_to():
     assert check_on_ranks(step_of=accumulated).updates == ONCE
+
+
+def test_an_update_that_stays_a_call_is_one_section_that_writes_what_it_takes():
+    _, step = trained(None, True, sections=True)
+    graph = step.program.graph.graph
+    calls = [n for n in graph.nodes if n.target is call_section and n.args[0].written]
+    assert len(calls) == BLOCKS
+    assert len({n.args[0] for n in calls}) == 1
+    weights = sum(1 for _ in Block().parameters())
+    assert len([*written_operands(calls[0])]) == 4 * weights  # each with two averages and a count
+
+
+def test_what_is_computed_from_step_counts_is_computed_once_beside_calls():
+    def powers(step):
+        return sum("pow" in line for line in canonical(step.program))
+
+    _, flat = trained(None, False)
+    _, step = trained(None, True, sections=True)
+    assert powers(step) == powers(flat) > 0

@@ -250,7 +250,8 @@ class _BlockCall:
         self.node = self.calls.add_node(block_forward, self.trace, tuple(self.floats), *self.taken)
         self.node.meta[LABELS] = tuple(self.labels)
         nodes = [self.calls.add_node(block_output, self.node, n) for n in self.numbers]
-        return self.calls.make_fakes(nodes, [self.trace.likes[n] for n in self.numbers])
+        likes = [self.trace.made[n].meta["val"] for n in self.numbers]
+        return self.calls.make_fakes(nodes, likes)
 
     def note_versions(self, tensors: Iterable[torch.Tensor]) -> None:
         """Note the versions of tensors that backward may read, for `check_unwritten`."""

@@ -13,7 +13,7 @@ weight is gathered for neighbouring blocks at once.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import compress
@@ -151,6 +151,16 @@ class BlockProgram(GraphPart):
             gradients=[n for n in self.gradients if n in gradients],
         )
 
+    def with_shared_operands(self, places: Iterable[tuple[int, int]]) -> BlockProgram:
+        """The program that reads, for each pair of places, only the first of two equal operands."""
+        graph, of = fx.Graph(), dict[fx.Node, fx.Node]()
+        for node in self.graph.graph.nodes:
+            of[node] = copy_node(graph, node, of.__getitem__)
+        inputs = graph.find_nodes(op="placeholder")
+        for first, other in places:
+            inputs[other].replace_all_uses_with(inputs[first])
+        return replace(self, graph=lazy_graph_module(self.graph, graph))
+
     def bodies(self, graph: fx.Graph) -> tuple[BlockBody, BackwardBody]:
         """The forward and backward of `graph`, which is its own, or was made of it.
 
@@ -229,16 +239,17 @@ def outline_blocks(
         size += len(body.forward if node.target is block_forward else body.nodes)
     if size < least:
         return None
+    counts = Counter(n.args[0] for n in calls if n.target is block_forward)
+    structures = tuple((t.kind.__name__, counts[t]) for t in traces if not t.written)
     outlining = _Outlining(step, equal)
     inlined = [t for t in traces if not outlining.can_outline(t)]
-    structures = inline_blocks(graph, inlined)
+    inline_blocks(graph, inlined)
     if len(inlined) == len(traces):
         return None
     try:
-        made, outlined = outlining.outline()
+        return OutlinedBlocks(outlining.outline(), structures)
     except UnsureOfWrites:
         return None
-    return OutlinedBlocks(made, (*structures, *outlined))
 
 
 class _Outlining:
@@ -316,8 +327,8 @@ class _Outlining:
 
     # -- the outer graph ---------------------------------------------------------------------------
 
-    def outline(self) -> tuple[fx.GraphModule, Structures]:
-        """The outer graph, and its structures.
+    def outline(self) -> fx.GraphModule:
+        """The outer graph.
 
         Raises:
             UnsureOfWrites: a structure cannot be outlined after all.
@@ -342,9 +353,7 @@ class _Outlining:
                 continue
             of[node] = made = add_call(graph, node.target, fx.node.map_arg(args, of.__getitem__))
             made.meta = dict(node.meta)
-        calls = ((t, calls) for t, calls in self._calls.items() if t in self._traces)
-        structures = tuple((t.kind.__name__, len(calls)) for t, calls in calls)
-        return lazy_graph_module(self.step, graph), structures
+        return lazy_graph_module(self.step, graph)
 
     def _find_outer_nodes(self) -> set[fx.Node]:
         """The nodes that are of no block; also those of a trace that others read, as a rank's

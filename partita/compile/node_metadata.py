@@ -157,6 +157,10 @@ class Recorder(TorchDispatchMode):
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             # Kernels over lists ask it for each operand, several times: a sixth of a trace.
             return args[0].device
+        if func is DETACH and HERE.block is None:
+            out = unprofiled(self._detach, args[0])
+            if out is not None:
+                return out
         return unprofiled(self._call_and_note, func, args, kwargs or {})
 
     def _call_and_note(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -196,9 +200,26 @@ class Recorder(TorchDispatchMode):
                 self._made.append((newest, out))
         return out
 
+    def detach(self, x: torch.Tensor) -> torch.Tensor:
+        """`x.detach()`, of a gradient that is read."""
+        out = unprofiled(self._detach, x)
+        return x.detach() if out is None else out
+
+    def _detach(self, x: torch.Tensor) -> torch.Tensor | None:
+        """`x.detach()`, where that is quick; None where it has to be traced.
+
+        Of each gradient autograd asks for it as it keeps it, and `gradient_of` as it is read.
+        """
+        out = self._repeated.detach(x)
+        if out is not None:
+            node = self.newest()
+            shown: Any = node.args[0]
+            node.meta[NOTE] = shown.meta.get(NOTE, _NOTHING)
+            self._last = node
+            self._made.append((node, out))
+        return out
+
     def _trace_or_repeat(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if func is DETACH and (detached := self._repeated.detach(args[0])) is not None:
-            return detached
         key = None if func in REPLACED else self._repeated.key(func, args, kwargs)
         if key is not None and (out := self._repeated.repeat(key, func, args, kwargs)) is not None:
             return out
@@ -361,17 +382,16 @@ class Recorder(TorchDispatchMode):
         """How many remat regions have begun."""
         return self._regions
 
-    def note_made(self, node: fx.Node) -> None:
-        """Give a note to a node that was added without a call."""
-        node.meta[NOTE] = unprofiled(self._make_note)
-        self._last = self.newest()
-
-    def note_copies(self, nodes: Sequence[fx.Node], made: fx.Node, out: torch.Tensor) -> None:
-        """Give a note to nodes that were added without a call, of which `made` makes `out`."""
+    def note_made(self, *nodes: fx.Node) -> None:
+        """Give a note to nodes that were added without a call."""
         note = unprofiled(self._make_note)
         for node in nodes:
             node.meta[NOTE] = note
         self._last = self.newest()
+
+    def note_copies(self, nodes: Sequence[fx.Node], made: fx.Node, out: torch.Tensor) -> None:
+        """Give a note to nodes that were added without a call, of which `made` makes `out`."""
+        self.note_made(*nodes)
         self._made.append((made, out))
 
     def erase(self, node: fx.Node) -> None:

@@ -27,6 +27,7 @@ from .origin import current
 from .spec import Spec, spec_of
 from .tensor_overrides import find_getter, implements
 from .tensor_state import own_state, state_of
+from .watch import HERE
 
 __all__ = ["BROKEN_OFF", "clear_gradients", "gradient_of", "type_hook"]
 
@@ -56,7 +57,8 @@ def gradient_of(x: DTensor) -> DTensor | None:
         spec = x._spec.gradient
         if grad.layout is not torch.strided:  # sparse, as gather(sparse_grad=True) makes it
             grad = grad.to_dense()
-        typed = tagged(grad.detach(), spec)
+        recorder = HERE.recorder  # of a capture, which need not be asked through torch
+        typed = tagged(grad.detach() if recorder is None else recorder.detach(grad), spec)
         if grad.requires_grad:
             # A gradient with a history (create_graph) keeps it.
             return tagged(grad.view_as(grad), spec)

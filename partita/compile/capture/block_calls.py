@@ -32,6 +32,7 @@ from .block_functions import current_modes, dispatch_listeners
 from .block_nodes import LABELS, BackwardBody, block_backward, block_forward, block_output
 from .block_tape import MadeTensor, NotABlock, VaryingFloatRead
 from .block_traces import BlockTrace, BlockTracing, differentiate_block, traced_node
+from .capture_context import unprofiled
 from .symbolic import BlockNumberRead
 from .traced_tensors import replace_tensor, tensors_of
 
@@ -113,7 +114,7 @@ class BlockCalls:
                         out = forward(*args, **kwargs)
                 except Exception as error:  # which the user may catch, and go on
                     raise NotABlock(kind, f"it raises {type(error).__name__}") from error
-                held = follower.finish_tape()
+                held = unprofiled(follower.finish_tape)
                 if follower.is_new:
                     traces.append(tracing.finish_trace(follower))
         finally:
@@ -121,7 +122,7 @@ class BlockCalls:
             HERE.block = None
         trace = next(t for t in traces if t.tape is follower.tape)
         floats = trace.tape.varying_values(follower.operands)
-        self._emit_call(trace, [*floats.values()], follower, held)
+        unprofiled(self._emit_call, trace, [*floats.values()], follower, held)
         return out
 
     # -- calls in the graph ------------------------------------------------------------------------
@@ -191,11 +192,15 @@ class BlockCalls:
             if is_shown or is_unsure or id(result) in wanted:
                 raise NotABlock(kind, "the gradient of one of several results is looked at")
 
-    def add_node(self, target: Any, *args: Any) -> fx.Node:
-        """Add a call of `target` to the graph."""
-        node = add_call(self.recorder.graph, target, args)
-        self.recorder.note_made(node)
-        return node
+    def add_block_node(
+        self, target: Any, args: Sequence[Any], numbers: Iterable[int]
+    ) -> tuple[fx.Node, list[fx.Node]]:
+        """Add a block's node to the graph, and nodes of what it gives, by `numbers`."""
+        graph = self.recorder.graph
+        node = add_call(graph, target, tuple(args))
+        outputs = [add_call(graph, block_output, (node, n)) for n in numbers]
+        self.recorder.note_made(node, *outputs)
+        return node, outputs
 
     def trace_backward(
         self, trace: BlockTrace, given: Mapping[int, torch.Tensor], trains: Sequence[bool]
@@ -247,9 +252,9 @@ class _BlockCall:
 
     def forward(self) -> list[FakeTensor]:
         """Add the `block_forward` node; the tensors of `numbers` that it makes."""
-        self.node = self.calls.add_node(block_forward, self.trace, tuple(self.floats), *self.taken)
+        args = self.trace, tuple(self.floats), *self.taken
+        self.node, nodes = self.calls.add_block_node(block_forward, args, self.numbers)
         self.node.meta[LABELS] = tuple(self.labels)
-        nodes = [self.calls.add_node(block_output, self.node, n) for n in self.numbers]
         likes = [self.trace.made[n].meta["val"] for n in self.numbers]
         return self.calls.make_fakes(nodes, likes)
 
@@ -282,8 +287,8 @@ class _BlockCall:
         if back is None:
             back = trace.backwards[key] = self.calls.trace_backward(trace, given, trains)
         cotangents = [traced_node(g, trace.kind) for g in given.values()]
-        node = self.calls.add_node(block_backward, back, self.node, *cotangents)
-        nodes = [self.calls.add_node(block_output, node, i) for i in back.gradients]
+        args = back, self.node, *cotangents
+        _, nodes = self.calls.add_block_node(block_backward, args, back.gradients)
         likes = [g.meta["val"] for g in back.gradients.values()]
         made = dict(zip(back.gradients, self.calls.make_fakes(nodes, likes), strict=True))
         return [made.get(i) for i in trace.takes]

@@ -120,7 +120,8 @@ class BlockChoice:
                 yield module
 
     def _find_repeated_blocks(self, model: nn.Module) -> Iterator[nn.Module]:
-        kinds = {m: _structure_of_module(m) for m in model.modules()}
+        kinds: dict[nn.Module, Any] = {}
+        _describe_modules(model, kinds)
         return self._find_outermost_repeats(model, kinds, Counter(kinds.values()))
 
     def _find_outermost_repeats(
@@ -130,7 +131,7 @@ class BlockChoice:
             kind = kinds[child]
             if (
                 counts[kind] >= self.least
-                and len(kind[1]) > _LAYER_PARAMETERS
+                and kind[1] > _LAYER_PARAMETERS
                 and self._can_be_block(child)
             ):
                 yield child
@@ -142,5 +143,21 @@ class BlockChoice:
         return not isinstance(module, _LISTS) and all(kind is not k for k, _ in self.apart)
 
 
-def _structure_of_module(module: nn.Module) -> Any:
-    return type(module), tuple((name, p.shape) for name, p in module.named_parameters())
+def _describe_modules(module: nn.Module, kinds: dict[nn.Module, Any]) -> Any:
+    """Note the structure of a module, and of all within: its class, how many parameters it has, and
+    their names and shapes.
+
+    Returns:
+        The latter two.
+    """
+    if module in kinds:
+        return kinds[module][1:]
+    own = tuple((name, p.shape) for name, p in module._parameters.items() if p is not None)
+    count, within = len(own), []
+    for name, child in module.named_children():
+        more, parameters = _describe_modules(child, kinds)
+        if more:
+            count += more
+            within.append((name, parameters))
+    kinds[module] = type(module), count, (own, *within)
+    return kinds[module][1:]

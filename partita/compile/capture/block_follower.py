@@ -104,9 +104,7 @@ class BlockFollower(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._suspended or self.is_tracing:
             return func(*args, **kwargs)
-        if self._calls.may_go_unheard(func, args, kwargs):
-            return unprofiled(self._follow_call, func, args, kwargs)
-        return self._follow_call(func, args, kwargs)
+        return unprofiled(self._follow_call, func, args, kwargs)
 
     def _follow_call(self, func: Any, args: Any, kwargs: Any) -> Any:
         self._refuse_function(func)
@@ -235,7 +233,7 @@ class BlockFollower(TorchFunctionMode):
         """Call `func`, which reads tensors from outside. Raises NotABlock if it adds a node."""
         before, self.is_tracing = HERE.recorder.newest(), True
         try:
-            answer = func(*args, **kwargs)
+            answer = self._calls.call(func, args, kwargs)
         finally:
             self.is_tracing = False
         if HERE.recorder.newest() is not before:
@@ -331,12 +329,12 @@ class BlockFollower(TorchFunctionMode):
         args, kwargs = bind_operands(self._trace.symbols.__getitem__)
         try:
             with self._trace.tracing():
-                return call.func(*args, **kwargs)
+                return self._calls.call(call.func, args, kwargs)
         except BlockNumberRead:
             self._trace.discard_last_call(self.kind)
         args, kwargs = bind_operands(values.__getitem__)
         with self._trace.tracing():
-            out = call.func(*args, **kwargs)
+            out = self._calls.call(call.func, args, kwargs)
         self._trace.pass_numbers(self.kind, call.func, out, values)
         return out
 

@@ -244,16 +244,13 @@ class BlockUpdates:
         nodes = [traced_node(t, kind) for t in update.taken]
         call = add_call(self._recorder.graph, block_forward, (block, (), *nodes))
         call.meta[LABELS] = ()
-        self._recorder.note_made(call)
         trace.calls += 1
         if follows:  # where it was traced, the aliases' writes were counted
             with Unheard():
                 written = [update.taken[i] for i in block.written]
                 increment_version([t for t in written if not t.is_inference()])
-        outputs = []
-        for number in block.made:
-            outputs.append(add_call(self._recorder.graph, block_output, (call, number)))
-            self._recorder.note_made(outputs[-1])
+        outputs = [add_call(self._recorder.graph, block_output, (call, n)) for n in block.made]
+        self._recorder.note_made(call, *outputs)
         made = tensors_of(outputs, [*block.likes.values()], self._mode)
         for (p, name), value in zip(trace.results, made, strict=True):
             optimizer.state[update.taken[p]][name] = value

@@ -27,8 +27,8 @@ __all__ = [
     "compiling",
     "errors_not_logged",
     "hidden_from_watchers",
-    "is_profiled",
     "lstm_as_calls",
+    "profiled_again",
     "profiled_by",
     "slots_swapped",
     "unprofiled",
@@ -175,7 +175,16 @@ def slots_swapped(slots: Sequence[Slot], stand_in: Callable[[Any], Any]) -> Iter
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-_here = threading.local()
+
+
+class _Here(threading.local):
+    """The profile function of this thread, and that which does not hear now."""
+
+    event: Callable[[FrameType, str, Any], None] | None = None
+    silenced: Callable[[FrameType, str, Any], None] | None = None
+
+
+_here = _Here()
 
 
 @contextmanager
@@ -185,7 +194,7 @@ def profiled_by(event: Callable[[FrameType, str, Any], None]) -> Iterator[None]:
     For each op torch makes about a thousand Python calls over fake tensors. None is the user's, and
     reporting them would take longer than making them.
     """
-    before = sys.getprofile(), getattr(_here, "event", None)
+    before = sys.getprofile(), _here.event
     _here.event = event
     sys.setprofile(event)
     try:
@@ -195,20 +204,29 @@ def profiled_by(event: Callable[[FrameType, str, Any], None]) -> Iterator[None]:
         sys.setprofile(before[0])
 
 
-def is_profiled() -> bool:
-    """Does the function of `profiled_by` hear of calls now?"""
-    return getattr(_here, "event", None) is not None
-
-
 def unprofiled(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
     """`function(*args, **kwargs)` without the profile function: it calls nothing of the user's."""
-    event = getattr(_here, "event", None)
+    event = _here.event
     if event is None:
         return function(*args, **kwargs)
-    _here.event = None
+    _here.event, _here.silenced = None, event
     sys.setprofile(None)
     try:
         return function(*args, **kwargs)
     finally:
-        _here.event = event
+        _here.event, _here.silenced = event, None
         sys.setprofile(event)
+
+
+def profiled_again(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    """`function(*args, **kwargs)`, which may call the user's, within a call by `unprofiled`."""
+    event = _here.silenced
+    if event is None:
+        return function(*args, **kwargs)
+    _here.event, _here.silenced = event, None
+    sys.setprofile(event)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        sys.setprofile(None)
+        _here.event, _here.silenced = None, event

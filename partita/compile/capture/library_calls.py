@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..guards.modes import function_modes
 from .block_functions import dispatch_listeners
-from .capture_context import is_profiled, unprofiled
+from .capture_context import profiled_again
 from .fakes import FakeDTensor
 
 __all__ = ["OF_C", "LibraryCalls"]
@@ -54,18 +54,16 @@ class LibraryCalls:
         self._listeners = dispatch_listeners()
 
     def call(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """`func(*args, **kwargs)`."""
-        if self.may_go_unheard(func, args, kwargs):
-            return unprofiled(func, *args, **kwargs)
-        return func(*args, **kwargs)
+        """`func(*args, **kwargs)`, for who is called by `unprofiled`."""
+        if self._calls_nothing_of_users(func, args, kwargs):
+            return func(*args, **kwargs)
+        return profiled_again(func, *args, **kwargs)
 
-    def may_go_unheard(
+    def _calls_nothing_of_users(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> bool:
-        """Is there a profile function, which would hear of nothing of the user's?"""
-        return (
-            is_profiled()
-            and not self._is_heard
+        return _is_ours(func) or (
+            not self._is_heard
             and _calls_nothing_back(func)
             and all(map(_is_plain, args))
             and all(map(_is_plain, kwargs.values()))
@@ -78,6 +76,11 @@ def _calls_nothing_back(func: Any) -> bool:
     if type(func) in OF_C:
         return func.__name__ not in _CALLING_BACK
     return type(func) is FunctionType and _is_functional(func)
+
+
+def _is_ours(func: Any) -> bool:
+    """Is it a function of partita's, which a follower is given by `call_ours`?"""
+    return type(func) is FunctionType and func.__module__.startswith("partita.")
 
 
 @lru_cache(maxsize=1024)

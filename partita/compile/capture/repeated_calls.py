@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._C import DisableTorchFunction as Unheard
 from torch._C import DisableTorchFunctionSubclass as Local
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
@@ -23,6 +24,7 @@ from partita.tensor.op_facts import facts_of
 
 from ..graph_nodes import add_call
 from .equal_calls import call_without_memory, key_of
+from .fakes import make_fake
 from .symbolic import is_symbolic
 from .traced_tensors import known_node_of, node_of_number, set_node_of, tensors_of
 
@@ -72,14 +74,14 @@ class RepeatedCalls:
         """
         if not isinstance(x, FakeTensor):
             return None
-        with Local(), torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+        with Unheard(), torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
             if x.layout is not torch.strided or x.is_inference() or x.is_conj() or x.is_neg():
                 return None
             node = known_node_of(x)
             like = None if node is None else node.meta.get("val")
             if not isinstance(like, FakeTensor) or not _have_same_strides(x, like):
                 return None
-            made = FakeTensor(self._mode, x.detach(), x.fake_device)
+            made = make_fake(self._mode, x.detach(), x.fake_device)
         detached = add_call(self._graph, DETACH, (node,))
         detached.meta["val"] = like
         set_node_of(made, detached)

@@ -12,10 +12,11 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from partita.tensor.watch import HERE
 
 from ..errors import CaptureError, not_captured
 from ..guards.codes import is_recorded
+from .capture_context import unprofiled
 from .fakes import has_memory
 from .inputs import GraphInputs
 from .library_calls import OF_C, LibraryCalls
@@ -75,11 +77,13 @@ class StepFunctionMode(TorchFunctionMode):
             self._memory = [(x, x.untyped_storage()._cdata) for x in inputs.fakes]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return unprofiled(self._follow_call, func, args, kwargs or {}, sys._getframe(1))
+
+    def _follow_call(self, func: Any, args: Any, kwargs: Any, caller: FrameType) -> Any:
         if args and has_memory(args[0]):
             self.meets_unknown_tensors = True
             if getattr(func, "__self__", func) in _OF_LEAVES:
                 raise not_an_input(user_line())
-        kwargs = kwargs or {}
         if func == _set_data:
             return self._set_data(*args)
         self.called_last = name = getattr(func, "__name__", "")
@@ -94,7 +98,7 @@ class StepFunctionMode(TorchFunctionMode):
             raise _shape_is_changed(name)
         _check_function(func)
         check_values(func, args, kwargs)
-        answer = self._facts.answer(func, args)
+        answer = self._facts.answer(func, args, caller)
         return answer[0] if answer else self._calls.call(func, args, kwargs)
 
     def _set_data(self, x: Any, value: Any) -> None:

@@ -8,7 +8,6 @@ differs in each call: to ask for that is refused.
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import FrameType
@@ -95,13 +94,16 @@ class TensorFacts:
     def conditions(self) -> list[FactCondition]:
         return [*self._found.values()]
 
-    def answer(self, func: Any, args: Any) -> tuple[Any, ...]:
+    def answer(self, func: Any, args: Any, caller: FrameType) -> tuple[Any, ...]:
         """The answer, in a tuple, where a torch function reads a fact of an input; () for others.
+
+        Args:
+            caller: the frame that calls the function.
 
         Raises:
             CaptureError: it reads what differs in each call.
         """
-        if not is_fact(func) or not args or not _is_asked_by_user(sys._getframe(2)):
+        if not is_fact(func) or not args or not _is_asked_by_user(caller):
             return ()
         asked = getattr(func, "__self__", func)
         name = _HELD.get(asked) or _LOST[asked]

@@ -208,7 +208,7 @@ class Calls:
             gc.callbacks.remove(ends)
 
     def _handle_event(self, frame: FrameType, what: str, argument: Any) -> None:
-        if self._collecting:
+        if what == "return" or what == "c_return" or self._collecting:
             return
         kind = self._kinds.get(id(frame.f_code))
         if kind == "library":  # most calls by far

@@ -31,7 +31,14 @@ __all__ = [
     "uninstrument",
 ]
 
-_RECORDS: dict[int, StateReader] = {}  # by thread
+
+class _Here(threading.local):
+    """The record that is told what this thread reads."""
+
+    record: StateReader | None = None
+
+
+_here = _Here()
 _LOCK = threading.RLock()
 _FREED = threading.Condition(_LOCK)
 _EXCHANGED: dict[int, int] = {}  # by id of a module: the thread that has exchanged its tensors
@@ -80,7 +87,7 @@ def _make_recording_getter(kind: type) -> Callable[[Any, str], Any]:
         usual = usual._partita_usual
 
     def __getattribute__(self: Any, name: str) -> Any:
-        record = _RECORDS.get(get_ident())
+        record = _here.record
         if record is not None:
             record.read_attribute(self, name)
         elif _EXCHANGED and id(self) in _EXCHANGED:
@@ -111,16 +118,11 @@ _READERS = frozenset((nn.Module.__getattr__.__code__, _make_recording_getter(nn.
 @contextmanager
 def recorded_by(record: StateReader) -> Iterator[None]:
     """Within, `record` is told what this thread reads."""
-    thread = get_ident()
-    before = _RECORDS.get(thread)
-    _RECORDS[thread] = record
+    before, _here.record = _here.record, record
     try:
         yield
     finally:
-        if before is None:
-            _RECORDS.pop(thread, None)
-        else:
-            _RECORDS[thread] = before
+        _here.record = before
 
 
 @contextmanager

@@ -241,8 +241,10 @@ class ReadRecord:
 
     def read_attribute(self, owner: Any, name: str) -> None:
         """Record that an attribute is read, the first time."""
-        known = self._objects.get(id(owner))
-        if known is None or self._is_paused or name in known.names:
+        if self._is_paused or id(owner) not in self._objects:
+            return
+        known = self._objects[id(owner)]
+        if name in known.names:
             return
         known.names[name] = None
         by_user = is_recorded(sys._getframe(2).f_code.co_filename)

@@ -23,6 +23,7 @@ from torch.optim.optimizer import (
 )
 
 from partita.comm import agree
+from partita.compile.capture.capture_context import unprofiled
 from partita.layout import Fix
 from partita.tensor.construct import piece_of
 from partita.tensor.dtensor import TYPED, DTensor, tagged
@@ -90,7 +91,7 @@ def _before_step(
         return _make_idle_step_args(optimizer, args, kwargs)
     alike = not owners and _lie_alike(optimizer, spread)
     if not alike:
-        reduce_gradients(spread)
+        unprofiled(reduce_gradients, spread)
     if not plain:
         return None
     if not alike and not _lie_alike(optimizer, spread):

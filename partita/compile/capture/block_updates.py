@@ -108,7 +108,15 @@ class BlockUpdates:
         Raises:
             NotABlock: updates of this optimizer cannot be blocks.
         """
-        updates = unprofiled(self._find_updates, optimizer, originals)
+        if self._can_be_split(optimizer):
+            unprofiled(self._step_in_blocks, optimizer, run, originals)
+        else:
+            self._step_rest(optimizer, run, (), _SharedMemory())
+
+    def _step_in_blocks(
+        self, optimizer: Optimizer, run: Run, originals: Mapping[torch.Tensor, torch.Tensor]
+    ) -> None:
+        updates = self._find_updates(optimizer, originals)
         held = [*optimizer.state]
         shared = _SharedMemory()
         self._step_rest(optimizer, run, updates, shared)
@@ -117,7 +125,7 @@ class BlockUpdates:
             follows = trace is not None
             if trace is None:
                 trace = self._traces[update.key] = self._trace(optimizer, run, update)
-            unprofiled(self._emit, optimizer, update, trace, follows)
+            self._emit(optimizer, update, trace, follows)
             shared.add(update.taken, [update.taken[i] for i in trace.block.written])
         if shared.is_written:
             raise NotABlock(type(optimizer), "what two blocks update lies in one memory")
@@ -129,8 +137,6 @@ class BlockUpdates:
         self, optimizer: Optimizer, originals: Mapping[torch.Tensor, torch.Tensor]
     ) -> list[_Update]:
         """The updates of blocks that have an equal."""
-        if not self._can_be_split(optimizer):
-            return []
         groups = UpdateWriter(type(optimizer))
         try:
             settings = [groups.write_settings(group) for group in optimizer.param_groups]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -84,6 +85,7 @@ class Zero:
         self.applied: list[nn.Module] = []
         self.persistent = self.keeps_partial_gradients = self.holds_partial_gradients = False
         self.peak = 0
+        self._unsharded = WeakKeyDictionary[Spec, Spec]()
         self._forwards = 0
         self._token: torch.Tensor | None = None
         self._last: FsdpGroup | None = None
@@ -134,10 +136,13 @@ class Zero:
 
     def make_unsharded_spec(self, spec: Spec) -> Spec:
         """The layout of a parameter of `spec` when it is gathered."""
-        layout = spec.layout
-        for a in self.axes:
-            layout = layout.put(a, Replicate())
-        return spec_of(layout, spec.wire)
+        found = self._unsharded.get(spec)
+        if found is None:
+            layout = spec.layout
+            for a in self.axes:
+                layout = layout.put(a, Replicate())
+            found = self._unsharded[spec] = spec_of(layout, spec.wire)
+        return found
 
     def has_sharded(self, p: torch.Tensor | None) -> bool:
         """Is `p` a parameter sharded as this state shards them?"""

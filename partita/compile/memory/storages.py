@@ -93,6 +93,12 @@ def _shown_by_call(
     found: Storages,
 ) -> Sequence[int]:
     """For each tensor in a call's value its storage."""
+    section = section_of(node)
+    if section is not None:  # what it gives lies in memory of its own
+        nbytes = [t.untyped_storage().nbytes() for t in tensors_in(node.meta["val"])]
+        if extra := workspace_of(section):
+            found.passing[node] = extra
+        return [found.add(node, n) for n in nbytes]
     operands: list[int] = []
 
     def value_of(read: fx.Node) -> Any:
@@ -107,8 +113,7 @@ def _shown_by_call(
         return operands[len(before) : len(before) + len(piece)]
     made = call_without_memory(node.target, args, kwargs, node.meta.get("val"))
     new = [found.add(node, nbytes) for nbytes in made.nbytes]
-    section = section_of(node)
-    extra = workspace_of(section) if section else workspace(node.target, args, made.value)
+    extra = workspace(node.target, args, made.value)
     if is_collective(node):
         extra += staging(node.target, args, made.value, groups, compiled=False)
     if extra:

@@ -40,11 +40,21 @@ def add_call(
     graph: fx.Graph, target: Any, args: Any = (), kwargs: Any = None, name: str | None = None
 ) -> fx.Node:
     """Add a call at the graph's insertion point; as `fx.Graph.call_function`."""
-    node = graph.create_node("call_function", target, name=name)
+    node = graph.create_node("call_function", target, name=name or _name_of(graph, target))
     node.args = args
     if kwargs:
         node.kwargs = kwargs
     return node
+
+
+_names: dict[Any, str] = {}
+
+
+def _name_of(graph: fx.Graph, target: Any) -> str:
+    """How fx calls a node of a target, before it appends a number. Private torch."""
+    if target not in _names:
+        _names[target] = graph._target_to_str(target)
+    return _names[target]
 
 
 def copy_node(graph: fx.Graph, node: fx.Node, of: Callable[[fx.Node], Any]) -> fx.Node:

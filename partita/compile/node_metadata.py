@@ -146,6 +146,8 @@ class Recorder(TorchDispatchMode):
         self._budget: tuple[int, int] | None = None
         self._budgets: list[Any] = []
         self._move = _NOTHING
+        self._noted: tuple[Any, ...] = ()  # of what the last note was made
+        self._note = _NOTHING
         self._moves = 0
         self._last = self.newest()
         self._lines: dict[int, str] = {}
@@ -363,14 +365,19 @@ class Recorder(TorchDispatchMode):
             phase = "update"
         elif self._behind or torch._C._current_graph_task_id() != -1:
             phase = "backward"
-        return replace(
-            self._move,
-            source=self.line(),
-            phase=phase,
-            region=self._region,
-            kept=self._kept,
-            budget=self._budget,
-        )
+        line = self.line()
+        made = self._move, line, phase, self._region, self._kept, self._budget
+        if made != self._noted:
+            self._note = replace(
+                self._move,
+                source=line,
+                phase=phase,
+                region=self._region,
+                kept=self._kept,
+                budget=self._budget,
+            )
+            self._noted = made
+        return self._note
 
     @property
     def marks(self) -> tuple[int, bool, Any]:

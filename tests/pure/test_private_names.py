@@ -142,6 +142,7 @@ HOLDERS: dict[str, Callable[[], Any]] = {
     "_scaled_dot_product_flash_attention_for_cpu_backward": lambda: torch.ops.aten,
     "_opname _overloadname _overloadpacket": lambda: torch.ops.aten.add.Tensor,
     "_allow_unsafe_data_ptr_access": FakeTensorMode,
+    "_target_to_str": torch.fx.Graph,
     "_version _base _is_view": lambda: torch.ones(1),
     "_cdata": lambda: torch.ones(1).untyped_storage(),
     "_is_param": _source_of("torch.nn.parameter"),

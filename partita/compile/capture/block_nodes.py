@@ -190,6 +190,7 @@ class _Copy:
         labels: by the label in the body's notes, the label in the copies.
         region, body_region: the remat regions in which this block and the body lie; 0 for none.
         moves, regions: by the number in the body's notes, the number in the copies.
+        notes: by the id of a note of the body that of the copies.
     """
 
     of: dict[fx.Node, Any]
@@ -198,6 +199,7 @@ class _Copy:
     body_region: int
     moves: dict[int, int] = field(default_factory=dict)
     regions: dict[int, int] = field(default_factory=dict)
+    notes: dict[int, Note] = field(default_factory=dict)
 
 
 @dataclass
@@ -224,7 +226,10 @@ class _Copying:
                     continue
                 copied = copy_node(self.graph, node, lambda n: copy.of.get(n, n))
                 copy.of[node] = copied
-                copied.meta[NOTE] = self._renumber_note(note_of(node), copy)
+                note = note_of(node)
+                if id(note) not in copy.notes:
+                    copy.notes[id(note)] = self._renumber_note(note, copy)
+                copied.meta[NOTE] = copy.notes[id(note)]
 
     def _renumber_note(self, note: Note, copy: _Copy) -> Note:
         """The note with numbers of this copy, so that its moves and regions are its own."""

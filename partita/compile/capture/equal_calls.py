@@ -13,11 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from partita.comm.graph_collectives import WAIT
 from partita.tensor.op_facts import facts_of
+
+from .fakes import make_empty_fake
 
 __all__ = ["MadeByCall", "call_without_memory", "key_of", "tensors_in"]
 
@@ -61,9 +64,10 @@ def call_without_memory(target: Any, args: Any, kwargs: Any, like: Any = None) -
     made = known.get(key)
     if made is None:
         # With operands that share no memory, so that what a view shows does not depend on theirs.
-        own: Any = pytree.tree_map_only(
-            torch.Tensor, lambda t: _make_empty_alike(t, mode), (args, kwargs)
-        )
+        def own_of(value: Any) -> Any:
+            return make_empty_fake(value, mode) if isinstance(value, torch.Tensor) else value
+
+        own: Any = fx.node.map_aggregate((args, kwargs), own_of)
         made = known[key] = _call_and_describe(target, own[0], own[1], mode)
     return made
 
@@ -123,11 +127,6 @@ def _storage_of(t: torch.Tensor) -> torch.UntypedStorage:
     with torch.no_grad():
         values = t._values() if t.layout is torch.sparse_coo else t.values()
     return values.untyped_storage()
-
-
-def _make_empty_alike(t: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
-    with mode, torch.no_grad():
-        return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
 
 
 def _mode_of(values: Iterable[Any]) -> FakeTensorMode | None:

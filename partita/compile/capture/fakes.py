@@ -37,6 +37,7 @@ __all__ = [
     "hang_hooks",
     "has_memory",
     "local_of",
+    "make_empty_fake",
     "make_fake",
     "tensors_written",
     "users_hooks",
@@ -141,6 +142,12 @@ def make_fake(mode: FakeTensorMode, meta: torch.Tensor, device: torch.device) ->
         torch._C._set_throw_on_mutable_data_ptr(fake)
     fake.__dict__.update(attributes, fake_mode=mode)
     return fake
+
+
+def make_empty_fake(t: torch.Tensor, mode: FakeTensorMode) -> FakeTensor:
+    """A fake like `t`, in memory of its own."""
+    with _building():
+        return make_fake(mode, _make_empty_meta(t), t.device)
 
 
 @lru_cache

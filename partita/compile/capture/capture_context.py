@@ -177,14 +177,14 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
-class _Here(threading.local):
+class _Profiling(threading.local):
     """The profile function of this thread, and that which does not hear now."""
 
     event: Callable[[FrameType, str, Any], None] | None = None
     silenced: Callable[[FrameType, str, Any], None] | None = None
 
 
-_here = _Here()
+_profiling = _Profiling()
 
 
 @contextmanager
@@ -194,39 +194,39 @@ def profiled_by(event: Callable[[FrameType, str, Any], None]) -> Iterator[None]:
     For each op torch makes about a thousand Python calls over fake tensors. None is the user's, and
     reporting them would take longer than making them.
     """
-    before = sys.getprofile(), _here.event
-    _here.event = event
+    before = sys.getprofile(), _profiling.event
+    _profiling.event = event
     sys.setprofile(event)
     try:
         yield
     finally:
-        _here.event = before[1]
+        _profiling.event = before[1]
         sys.setprofile(before[0])
 
 
 def unprofiled(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
     """`function(*args, **kwargs)` without the profile function: it calls nothing of the user's."""
-    event = _here.event
+    event = _profiling.event
     if event is None:
         return function(*args, **kwargs)
-    _here.event, _here.silenced = None, event
+    _profiling.event, _profiling.silenced = None, event
     sys.setprofile(None)
     try:
         return function(*args, **kwargs)
     finally:
-        _here.event, _here.silenced = event, None
+        _profiling.event, _profiling.silenced = event, None
         sys.setprofile(event)
 
 
 def profiled_again(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
     """`function(*args, **kwargs)`, which may call the user's, within a call by `unprofiled`."""
-    event = _here.silenced
+    event = _profiling.silenced
     if event is None:
         return function(*args, **kwargs)
-    _here.event, _here.silenced = event, None
+    _profiling.event, _profiling.silenced = event, None
     sys.setprofile(event)
     try:
         return function(*args, **kwargs)
     finally:
         sys.setprofile(None)
-        _here.event, _here.silenced = None, event
+        _profiling.event, _profiling.silenced = None, event

@@ -32,13 +32,13 @@ __all__ = [
 ]
 
 
-class _Here(threading.local):
+class _Recording(threading.local):
     """The record that is told what this thread reads."""
 
     record: StateReader | None = None
 
 
-_here = _Here()
+_recording = _Recording()
 _LOCK = threading.RLock()
 _FREED = threading.Condition(_LOCK)
 _EXCHANGED: dict[int, int] = {}  # by id of a module: the thread that has exchanged its tensors
@@ -87,7 +87,7 @@ def _make_recording_getter(kind: type) -> Callable[[Any, str], Any]:
         usual = usual._partita_usual
 
     def __getattribute__(self: Any, name: str) -> Any:
-        record = _here.record
+        record = _recording.record
         if record is not None:
             record.read_attribute(self, name)
         elif _EXCHANGED and id(self) in _EXCHANGED:
@@ -118,11 +118,11 @@ _READERS = frozenset((nn.Module.__getattr__.__code__, _make_recording_getter(nn.
 @contextmanager
 def recorded_by(record: StateReader) -> Iterator[None]:
     """Within, `record` is told what this thread reads."""
-    before, _here.record = _here.record, record
+    before, _recording.record = _recording.record, record
     try:
         yield
     finally:
-        _here.record = before
+        _recording.record = before
 
 
 @contextmanager

@@ -32,8 +32,7 @@ from partita.tensor.tensor_state import count_writes, own_state, state_of, was_w
 from partita.tensor.watch import HERE, Label
 
 from ..blocks import ParameterSlot
-from .fsdp_group import FsdpGroup
-from .precision import MixedPrecision
+from .fsdp_group import FsdpGroup, GroupOwner
 
 __all__ = ["GraphGather", "refuse_no_sync", "step_on_parts"]
 
@@ -74,21 +73,20 @@ class GraphGather:
             refuse_no_sync()
         # Passes know by the reason whether the gathered value may be freed.
         reason = "persistent" if group.zero.persistent else "gather"
-        # A block's gathers are calls of it; that a parameter is exchanged for its gathered value
+        # A block's gathers are a call of it; that a parameter is exchanged for its gathered value
         # is not.
-        gather: Callable[..., DTensor] = _gather_parameter
+        gather: Callable[..., Sequence[DTensor]] = _gather_parameters
         if HERE.block is not None:
             gather = partial(HERE.block.call_ours, gather)
         with HERE.outside_block():
-            shards = [*group.shards()]
-        for places, p in zip(group.slots, shards, strict=True):
-            if not isinstance(p, FakeTensor):  # of a module that the block has no more
-                continue
-            with HERE.outside_block():
-                after = group.zero.make_unsharded_spec(p._spec)
-                dtypes = _dtypes_of_gather(p, group.zero.precision)
-            whole = gather(p, after, dtypes, Label(group.name), reason)
-            with HERE.outside_block():
+            all_shards = zip(group.slots, group.shards(), strict=True)
+            # Others are of a module that the block has no more.
+            taken = [(places, p) for places, p in all_shards if isinstance(p, FakeTensor)]
+            shards = [p for _, p in taken]
+            gathers = [_describe_gather(p, group.zero) for p in shards]
+        wholes = gather(shards, gathers, Label(group.name), reason) if shards else []
+        with HERE.outside_block():
+            for (places, p), whole in zip(taken, wholes, strict=True):
                 self._install(places, p, whole)
 
     def _install(self, places: Sequence[ParameterSlot], p: DTensor, whole: DTensor) -> None:
@@ -131,22 +129,37 @@ def _write_back(whole: DTensor, p: DTensor) -> None:
 # -- mixed precision -------------------------------------------------------------------------------
 
 
-def _dtypes_of_gather(
-    p: DTensor, precision: MixedPrecision
-) -> tuple[torch.dtype, torch.dtype, torch.dtype] | None:
-    """The dtypes in which `p` is gathered, its gradient sent, and summed; None for its own."""
-    work = precision.param_dtype or p.dtype
+GatherDtypes = tuple[torch.dtype, torch.dtype, torch.dtype]
+
+
+def _describe_gather(p: DTensor, zero: GroupOwner) -> tuple[Spec, GatherDtypes | None]:
+    """What `p` is when it is gathered, and the dtypes in which it is gathered, its gradient sent,
+    and summed; None for its own."""
+    precision, own = zero.precision, p.dtype
+    work = precision.param_dtype or own
     sent = precision.grad_dtype or work
-    summed = precision.reduce_dtype or p.dtype
-    return None if work == sent == summed == p.dtype else (work, sent, summed)
+    summed = precision.reduce_dtype or own
+    dtypes = None if work == sent == summed == own else (work, sent, summed)
+    return zero.make_unsharded_spec(p._spec), dtypes
+
+
+def _gather_parameters(
+    params: Sequence[DTensor],
+    gathers: Sequence[tuple[Spec, GatherDtypes | None]],
+    name: str,
+    reason: str,
+) -> list[DTensor]:
+    """`params` gathered, with a history.
+
+    Args:
+        gathers: for each what `_describe_gather` says.
+    """
+    pairs = zip(params, gathers, strict=True)
+    return [_gather_parameter(p, *gather, name, reason) for p, gather in pairs]
 
 
 def _gather_parameter(
-    p: DTensor,
-    after: Spec,
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype] | None,
-    name: str,
-    reason: str,
+    p: DTensor, after: Spec, dtypes: GatherDtypes | None, name: str, reason: str
 ) -> DTensor:
     """`p` gathered as `after`, with a history."""
     if dtypes is None:

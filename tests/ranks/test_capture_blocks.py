@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import partita as pt
 from partita.compile.graph import canonical
 from partita.compile.ledger_replay import list_sent_moves
+from partita.compile.node_metadata import note_of
+from partita.compile.section import call_section
 from partita.compile.verify import verify
 from tests.programs.steps import squares
 
@@ -887,3 +889,20 @@ def test_captures_that_were_dropped_leave_nothing(blocks):
 
     first = left_by(range(2, 8))
     assert left_by(range(8, 14)) <= first
+
+
+class Scaled(Block):
+    """Floats of a layer's own go into calls that round alike with a tensor in their place."""
+
+    def between(self, h):
+        w = 0.1 * (1 + self.number)
+        return torch.where(h > w, h * w, 3 * w).clamp(-9.0 - w) - h / (1 - w / 2)
+
+
+@pytest.mark.parametrize(("kind", "sections"), [(Scaled, 1), (Weighed, 0)])
+def test_floats_that_differ_between_blocks_are_inputs_where_no_bit_depends_on_it(kind, sections):
+    check(lambda: Stack(kind), squares)
+    _, calling = made(lambda: Stack(kind), squares, None, True, sections=True)
+    calls = [n for n in calling.program.graph.graph.nodes if n.target is call_section]
+    forward = {n.args[0] for n in calls if note_of(n).phase == "forward"}
+    assert len(forward) == sections

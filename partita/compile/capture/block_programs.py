@@ -6,8 +6,9 @@ functionalized, rewritten by passes and compiled once, however many blocks have 
 is left of the step is an outer graph, in which each block is two nodes (`block_nodes`).
 
 A structure stays in the step's graph, inlined, where a graph of its own would not say all of it:
-where floats differ between its blocks, a forward has several backwards, results share memory, or a
-weight is gathered for neighbouring blocks at once.
+where a forward has several backwards, results share memory, or a weight is gathered for
+neighbouring blocks at once. Floats that differ between its blocks are inputs, tensors of no
+dimension.
 """
 
 from __future__ import annotations
@@ -19,8 +20,12 @@ from functools import cached_property
 from itertools import compress
 from typing import Any
 
+import torch
 from torch import fx
 
+from partita.comm.device import HOST
+
+from ..errors import CaptureError
 from ..graph import is_collective
 from ..graph_nodes import (
     GraphPart,
@@ -31,7 +36,7 @@ from ..graph_nodes import (
     lazy_graph_module,
     written_operands,
 )
-from ..node_metadata import note_of
+from ..node_metadata import NOTE, note_of
 from .block_nodes import (
     BackwardBody,
     BlockBody,
@@ -43,15 +48,18 @@ from .block_nodes import (
     is_block_node,
 )
 from .block_traces import BlockTrace
+from .functional_calls import value_of_input
 from .functional_rewrite import UnsureOfWrites
 from .functionalize import functionalize_graph
 from .outlined_updates import OutlinedUpdates
+from .scalars import takes_number_exactly
 from .shared_results import overlapping_results
 from .symbolic import is_symbolic
 
 __all__ = [
     "BlockProgram",
-    "OutlinedBlocks",
+    "Structures",
+    "count_blocks",
     "inline_block_programs",
     "inline_blocks",
     "outline_blocks",
@@ -59,18 +67,24 @@ __all__ = [
 
 Structures = tuple[tuple[str, int], ...]
 
+_SCALAR = torch.ops.aten.scalar_tensor.default
 _NEIGHBOURS = 2
 """A weight that calls so many blocks apart take is gathered once for both (`passes.regather`)."""
 
 
-def inline_blocks(graph: fx.Graph, only: Collection[BlockTrace] | None = None) -> Structures:
+def count_blocks(graph: fx.Graph) -> Structures:
+    """For each structure of modules in a traced graph the name of its class and the number of its
+    blocks."""
+    counts = Counter(n.args[0] for n in calls_of_blocks(graph) if n.target is block_forward)
+    traces: Any = counts.items()
+    return tuple((trace.kind.__name__, n) for trace, n in traces if not trace.written)
+
+
+def inline_blocks(graph: fx.Graph, only: Collection[BlockTrace] | None = None) -> None:
     """Replace block nodes by copies of their traces, and erase the traces.
 
     Args:
         only: of these structures; None for all.
-
-    Returns:
-        For each structure of modules the name of its class and the number of its blocks.
     """
     calls = [n for n in graph.nodes if n.target is block_forward]
     counts = Counter(n.args[0] for n in calls if only is None or n.args[0] in only)
@@ -82,7 +96,6 @@ def inline_blocks(graph: fx.Graph, only: Collection[BlockTrace] | None = None) -
     for node in reversed(traced):
         if not node.users:  # else it is of no block: a rank's coordinate, computed once for all
             graph.erase_node(node)
-    return tuple((trace.kind.__name__, n) for trace, n in counts.items() if not trace.written)
 
 
 def _body_of_trace(trace: BlockTrace) -> Iterator[fx.Node]:
@@ -206,23 +219,11 @@ def find_late(graph: fx.Graph, operands: int) -> set[fx.Node]:
 # -- the graph of a step ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class OutlinedBlocks:
-    """A step's graph with its blocks outlined.
-
-    Attributes:
-        graph: the outer graph, of the same inputs and outputs.
-        structures: for each structure the name of its class and the number of its blocks.
-    """
-
-    graph: fx.GraphModule
-    structures: Structures
-
-
 def outline_blocks(
     step: fx.GraphModule, least: int, equal: Sequence[Sequence[int]] = ()
-) -> OutlinedBlocks | None:
-    """A traced step with its blocks outlined; None where it is better inlined.
+) -> fx.GraphModule | None:
+    """A traced step with its blocks outlined, of the same inputs and outputs; None where it is
+    better inlined.
 
     Structures that have to be are inlined in `step`.
 
@@ -239,17 +240,25 @@ def outline_blocks(
         size += len(body.forward if node.target is block_forward else body.nodes)
     if size < least:
         return None
-    counts = Counter(n.args[0] for n in calls if n.target is block_forward)
-    structures = tuple((t.kind.__name__, counts[t]) for t in traces if not t.written)
     outlining = _Outlining(step, equal)
-    inlined = [t for t in traces if not outlining.can_outline(t)]
-    inline_blocks(graph, inlined)
-    if len(inlined) == len(traces):
-        return None
-    try:
-        return OutlinedBlocks(outlining.outline(), structures)
-    except UnsureOfWrites:
-        return None
+    outlined = [t for t in traces if outlining.can_outline(t)]
+    inline_blocks(graph, [t for t in traces if t not in outlined])
+    while outlined:
+        try:
+            return outlining.outline()
+        except _NoProgram as unsure:
+            inline_blocks(graph, [unsure.trace])
+            outlined.remove(unsure.trace)
+            outlining = _Outlining(step, equal)
+    return None
+
+
+class _NoProgram(Exception):
+    """A block structure cannot be a graph of its own after all."""
+
+    def __init__(self, trace: BlockTrace):
+        super().__init__()
+        self.trace = trace
 
 
 class _Outlining:
@@ -273,7 +282,7 @@ class _Outlining:
     def can_outline(self, trace: BlockTrace) -> bool:
         """Can the blocks of this structure be a graph of their own?"""
         calls = self._calls[trace]
-        if trace.numbers or len(calls) < 2 or any(len(self._backs[n]) > 1 for n in calls):
+        if len(calls) < 2 or any(len(self._backs[n]) > 1 for n in calls):
             return False
         if not self._sharing.isdisjoint(calls):
             return False
@@ -281,8 +290,7 @@ class _Outlining:
             return False
         if trace.written and not self._updates.can_outline(calls):
             return False
-        nodes = [*_body_of_trace(trace)]
-        return not any(is_symbolic(n.meta.get("val")) for n in nodes)
+        return not trace.numbers or all(map(_can_take_tensors, _body_of_trace(trace)))
 
     @cached_property
     def _updates(self) -> OutlinedUpdates:
@@ -331,7 +339,7 @@ class _Outlining:
         """The outer graph.
 
         Raises:
-            UnsureOfWrites: a structure cannot be outlined after all.
+            _NoProgram: a structure cannot be outlined after all.
         """
         step = self.step.graph
         forwards = (n for n in calls_of_blocks(step) if n.target is block_forward)
@@ -344,14 +352,16 @@ class _Outlining:
                 continue
             if node.target is block_forward:
                 program, free, _ = self._program_of(node)
-                args = (program, (), *node.args[2:], *free)
+                numbers = _add_numbers(graph, node)
+                args = (program, (), *node.args[2:], *numbers, *free)
             elif node.target is block_backward:
                 program, _, free = self._program_of(node.args[1])  # type: ignore[arg-type]
                 args = (program, *node.args[1:], *free)
             else:
                 of[node] = copy_node(graph, node, of.__getitem__)
                 continue
-            of[node] = made = add_call(graph, node.target, fx.node.map_arg(args, of.__getitem__))
+            args = fx.node.map_arg(args, lambda n: of.get(n, n))
+            of[node] = made = add_call(graph, node.target, args)
             made.meta = dict(node.meta)
         return lazy_graph_module(self.step, graph)
 
@@ -400,7 +410,10 @@ class _Outlining:
         wanted = self._read_of(backs[0]) if backs else ()
         key = trace, back, results, wanted
         if key not in self._programs:
-            self._programs[key] = self._make_program(*key)
+            try:
+                self._programs[key] = self._make_program(*key)
+            except (UnsureOfWrites, CaptureError):  # the latter by numbers that are tensors here
+                raise _NoProgram(trace) from None
         return self._programs[key]
 
     def _make_program(
@@ -414,9 +427,11 @@ class _Outlining:
         early = [n for n in trace.forward if n not in self._outer]
         seeds = [] if back is None else back.seeds
         late = [n for n in back.nodes if n not in self._outer and n not in seeds] if back else []
-        free_early = self._find_free(early, {*trace.entered, *early})
-        free_late = self._find_free(late, {*trace.entered, *early, *seeds, *late, *free_early})
-        inputs = [*trace.entered, *free_early, *seeds, *free_late]
+        taken = [*trace.entered, *trace.numbers]
+        taken += self._find_free(early, {*taken, *early})
+        free_early = taken[len(trace.entered) + len(trace.numbers) :]
+        free_late = self._find_free(late, {*taken, *early, *seeds, *late})
+        inputs = [*taken, *seeds, *free_late]
         for i, node in enumerate(inputs):
             of[node] = given = graph.placeholder(f"in_{i}")
             given.meta = dict(node.meta)
@@ -429,7 +444,7 @@ class _Outlining:
         program = BlockProgram(
             trace.kind,
             made,
-            len(trace.entered) + len(free_early),
+            len(taken),
             [*results],
             [*gradients],
             back is not None,
@@ -444,6 +459,26 @@ class _Outlining:
     def _find_free(nodes: Sequence[fx.Node], own: set[fx.Node]) -> list[fx.Node]:
         read = [r for n in nodes for r in n.all_input_nodes if r not in own]
         return [*dict.fromkeys(read)]
+
+
+def _can_take_tensors(node: fx.Node) -> bool:
+    """Is it the same call where numbers that differ between blocks are tensors? None is an int."""
+    value = node.meta.get("val")
+    if is_symbolic(value) and not isinstance(value, torch.SymFloat):
+        return False
+    takes_number = any(is_symbolic(n.meta.get("val")) for n in node.all_input_nodes)
+    return not takes_number or takes_number_exactly(node)
+
+
+def _add_numbers(graph: fx.Graph, call: fx.Node) -> list[fx.Node]:
+    """Add the varying floats of a `block_forward` node to a graph, as tensors of no dimension."""
+    trace, floats, *_ = call.args
+    found = []
+    for node, value in zip(trace.numbers, floats, strict=True):  # type: ignore[union-attr, arg-type]
+        made = add_call(graph, _SCALAR, (value,), {"dtype": torch.float64, "device": HOST})
+        made.meta = {"val": value_of_input(node.meta["val"]), NOTE: note_of(call)}
+        found.append(made)
+    return found
 
 
 def _check_results_apart(program: BlockProgram) -> None:

@@ -34,7 +34,7 @@ from ..program import Input
 from .answers import AskedQuestions, Guesses, gate_writes, predict_answer
 from .block_calls import BlockCalls
 from .block_choice import BlockChoice, BlocksTraced
-from .block_programs import inline_blocks, outline_blocks
+from .block_programs import Structures, count_blocks, inline_blocks, outline_blocks
 from .block_updates import BlockUpdates
 from .capture_checks import check_arguments, check_constants, check_operators, check_truth
 from .capture_context import compiling, hidden_from_watchers, lstm_as_calls, slots_swapped
@@ -146,13 +146,16 @@ class CaptureRun:
             raise explained from error
         check_constants(made.graph)
         check_operators(made.graph)
-        if (program := self._outline_program(made)) is None:
-            structures = inline_blocks(made.graph)
+        structures = count_blocks(made.graph)
+        if (program := self._outline_program(made, structures)) is None:
+            inline_blocks(made.graph)
             program = self._make_program(made, structures)
         self.numbers.env.forget()
         return program
 
-    def _outline_program(self, made: fx.GraphModule) -> CapturedProgram | None:
+    def _outline_program(
+        self, made: fx.GraphModule, structures: Structures
+    ) -> CapturedProgram | None:
         """The program in which blocks stand as calls; None where they have to be inlined, or where
         the step has read marks."""
         if self._blocks.outline_above is None or self.outputs.seeds or self.questions.values:
@@ -163,13 +166,11 @@ class CaptureRun:
                 outlined = outline_blocks(made, self._blocks.outline_above, equal)
             if outlined is None:
                 return None
-            return self._make_program(outlined.graph, outlined.structures)
+            return self._make_program(outlined, structures)
         except UnsureOfWrites:
             return None
 
-    def _make_program(
-        self, made: fx.GraphModule, structures: tuple[tuple[str, int], ...]
-    ) -> CapturedProgram | None:
+    def _make_program(self, made: fx.GraphModule, structures: Structures) -> CapturedProgram | None:
         """The program of a traced graph; None where the step has read marks.
 
         Raises:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import fx
 from torch.utils import _pytree as pytree
 
 from partita.comm.device import HOST, Device
@@ -29,6 +30,7 @@ __all__ = [
     "has_scalars",
     "is_scalar_operation",
     "taken_as_numbers",
+    "takes_number_exactly",
     "with_exact_numbers",
 ]
 
@@ -185,6 +187,24 @@ def has_scalars(args: Any, kwargs: Any) -> bool:
 # -- calls -----------------------------------------------------------------------------------------
 
 
+_SUMS = ("add", "sub", "rsub")
+_EXACT = frozenset(
+    """mul div true_divide eq ne lt le gt ge maximum minimum clamp clamp_min clamp_max where fill
+    masked_fill index_fill full full_like new_full scalar_tensor""".split()
+).union(_SUMS)
+"""Calls that round alike whether a number is one of Python or a tensor. Others, as addcmul, are
+several calls of tensors."""
+
+
+def takes_number_exactly(node: fx.Node) -> bool:
+    """Does a call give the same bits where a number among its operands is a tensor?"""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return _name_of(node.target) in ("add", "sub", "mul", "truediv", "neg", "pos")
+    base = _base_op_name(node.target)
+    factor = (*node.args[2:3], node.kwargs.get("alpha")) if base in _SUMS else ()
+    return base in _EXACT and not any(isinstance(a, fx.Node) for a in factor)
+
+
 def call_with_scalars(name: str, args: Sequence[Any], kwargs: dict[str, Any], like: Any) -> Any:
     """Call torch.ops.aten `name` with arguments that contain `Scalar`s.
 
@@ -319,7 +339,7 @@ _CALLS: dict[str, Callable[[str, Sequence[Any], dict[str, Any], Any], Any]] = {
         xlogy""".split(),
         _run_elementwise,
     ),
-    **dict.fromkeys(("add", "sub", "rsub"), _run_add),
+    **dict.fromkeys(_SUMS, _run_add),
     **dict.fromkeys(("addcmul", "addcdiv"), _add_product),
     "lerp": _run_lerp,
     **dict.fromkeys(("clamp", "clamp_min", "clamp_max"), _run_clamp),

@@ -57,8 +57,8 @@ def gradient_of(x: DTensor) -> DTensor | None:
         spec = x._spec.gradient
         if grad.layout is not torch.strided:  # sparse, as gather(sparse_grad=True) makes it
             grad = grad.to_dense()
-        recorder = HERE.recorder  # of a capture, which need not be asked through torch
-        typed = tagged(grad.detach() if recorder is None else recorder.detach(grad), spec)
+        # A capture need not be asked through torch.
+        typed = tagged(HERE.recorder.detach(grad) if HERE.capturing else grad.detach(), spec)
         if grad.requires_grad:
             # A gradient with a history (create_graph) keeps it.
             return tagged(grad.view_as(grad), spec)

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from partita.comm.graph_collectives import WAIT
+from partita.tensor.op_facts import facts_of
 
 from ..capture.equal_calls import tensors_in
 from ..graph import is_collective, line_of
@@ -101,6 +102,7 @@ class _GraphCutter:
         order.sort(key=lambda node: node in late)  # stable
         self.order = [node for node in order if not self._is_remakeable_view(node)]
         self.of: dict[fx.Node, int] = {}  # for each call the number of its part
+        self.is_of_block = known is not None
         self.known: dict[Any, Section] = {} if known is None else known
         self.calls = 0
         self._outer = fx.Graph()
@@ -155,10 +157,27 @@ class _GraphCutter:
         keys = [tuple(map(_key_of_call, run)) for run in runs]
         times = Counter(keys)
         for run, key in zip(runs, keys, strict=True):
-            if times[key] == 1 or len(run) > _LONG:
+            if self.is_of_block:
+                yield from self._split_unpacking(run)
+            elif times[key] == 1 or len(run) > _LONG:
                 yield from self._split_repeats(run)
             elif run:
                 yield run
+
+    def _split_unpacking(self, run: list[fx.Node]) -> Iterator[list[fx.Node]]:
+        """A stretch of calls, cut behind those that unpack what was gathered before it.
+
+        Then the packed parameters are freed, and the next block's gather begins, before what
+        computes with the parameters.
+        """
+        moves = 0
+        for node in run:
+            facts = facts_of(node.target)
+            owners = [o for read in node.all_input_nodes for o in self._find_owners(read)]
+            if not (facts.moves or facts.casts) or any(o.target is not WAIT for o in owners):
+                break
+            moves += 1
+        yield from (part for part in (run[:moves], run[moves:]) if part)
 
     def _split_repeats(self, run: list[fx.Node]) -> Iterator[list[fx.Node]]:
         """A stretch of calls, cut into the repeats of the part that repeats itself in it."""

@@ -97,6 +97,7 @@ class BlockFollower(TorchFunctionMode):
         self._regions = HERE.recorder.regions_begun
         self._listeners = listeners
         self._calls = LibraryCalls()
+        self._ours: set[Callable[..., Any]] = set()
 
     # -- torch calls -------------------------------------------------------------------------------
 
@@ -137,6 +138,7 @@ class BlockFollower(TorchFunctionMode):
             return func(*args)
         if _get_current_function_mode() is not self:
             raise NotABlock(self.kind, "it follows calls by a mode of its own")
+        self._ours.add(func)
         with _pop_mode_temporarily():
             return unprofiled(self._follow_call, func, args, {})
 
@@ -329,14 +331,20 @@ class BlockFollower(TorchFunctionMode):
         args, kwargs = bind_operands(self._trace.symbols.__getitem__)
         try:
             with self._trace.tracing():
-                return self._calls.call(call.func, args, kwargs)
+                return self._run(call.func, args, kwargs)
         except BlockNumberRead:
             self._trace.discard_last_call(self.kind)
         args, kwargs = bind_operands(values.__getitem__)
         with self._trace.tracing():
-            out = self._calls.call(call.func, args, kwargs)
+            out = self._run(call.func, args, kwargs)
         self._trace.pass_numbers(self.kind, call.func, out, values)
         return out
+
+    def _run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """`func(*args, **kwargs)`, during which code of the user's is heard, if any runs."""
+        if func in self._ours:
+            return func(*args, **kwargs)
+        return self._calls.call(func, args, kwargs)
 
     def _enter_taken(self) -> None:
         """Enter the tensors from outside that have no traced tensor yet."""

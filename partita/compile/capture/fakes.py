@@ -113,12 +113,13 @@ class FakeMaker:
     def _make_meta(self, local: torch.Tensor) -> torch.Tensor:
         """A meta tensor like `local`, in the memory of those that share its."""
         memory, offset = _storage_id(local), local.storage_offset()
-        if memory not in self._memory and not offset:
-            meta = _make_empty_meta(local)
-            self._memory[memory] = meta.untyped_storage()
-            return meta
         if memory not in self._memory:
             size = local.untyped_storage().nbytes()
+            if not offset:
+                meta = _make_empty_meta(local)
+                if meta.untyped_storage().nbytes() == size:
+                    self._memory[memory] = meta.untyped_storage()
+                    return meta
             self._memory[memory] = torch.UntypedStorage(size, device="meta")
         meta = torch.empty(0, dtype=local.dtype, device="meta")
         return meta.set_(self._memory[memory], offset, local.shape, local.stride())

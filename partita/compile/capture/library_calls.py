@@ -62,7 +62,7 @@ class LibraryCalls:
     def _calls_nothing_of_users(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> bool:
-        return _is_ours(func) or (
+        return (
             not self._is_heard
             and _calls_nothing_back(func)
             and all(map(_is_plain, args))
@@ -76,11 +76,6 @@ def _calls_nothing_back(func: Any) -> bool:
     if type(func) in OF_C:
         return func.__name__ not in _CALLING_BACK
     return type(func) is FunctionType and _is_functional(func)
-
-
-def _is_ours(func: Any) -> bool:
-    """Is it a function of partita's, which a follower is given by `call_ours`?"""
-    return type(func) is FunctionType and func.__module__.startswith("partita.")
 
 
 @lru_cache(maxsize=1024)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Sequence
+from typing import Any
 
 from torch import fx
 
@@ -55,7 +56,8 @@ class OutlinedUpdates:
         return all(map(self._is_last_to_use, calls))
 
     def _is_last_to_use(self, call: fx.Node) -> bool:
-        given = [self._memory.get(n) for n in call.all_input_nodes]
+        part: Any = call.args[0]
+        given = [self._memory.get(n) for n in part.operands(call)]
         for operand in written_operands(call):
             memory = self._memory[operand]
             if (
@@ -71,24 +73,30 @@ class OutlinedUpdates:
         """The nodes of a trace that compute, from step counts that are equal in all of its blocks,
         what is one number for all of them."""
         counts = {n for i, n in enumerate(trace.entered) if self._is_one_count(i, calls)}
+        held = {self._memory.get(n) for n in counts}
         own, shared = {*trace.entered, *trace.forward}, set(counts)
-        written: set[int | None] = set()  # memory that the block itself writes
+        written: set[int | None] = set()  # memory that the block itself writes, and reads
+        read: set[int | None] = set()
         for node in trace.forward:
             reads = [n for n in node.all_input_nodes if n in own]
             into = operands_written(node)
+            memory = {self._memory[n] for n in into}
             if (
                 reads
                 and shared.issuperset(reads)
-                and counts.isdisjoint(into)
+                and held.isdisjoint(memory)
                 and not facts_of(node.target).draws
                 and all(t.ndim == 0 for t in tensors_in(node.meta.get("val")))
             ):
                 if not written.isdisjoint(self._memory.get(n) for n in reads):
                     return set()
+                if not read.isdisjoint(memory):
+                    return set()
                 shared.add(node)
                 continue
-            written.update(self._memory[n] for n in into)
-            if not shared.isdisjoint(n for n in into if n not in counts):
+            written |= memory
+            read.update(self._memory[n] for n in reads if n in self._memory)
+            if any(n in shared and n not in counts for n in into):
                 return set()
         return shared - counts
 

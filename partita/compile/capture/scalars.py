@@ -201,8 +201,8 @@ def takes_number_exactly(node: fx.Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload):
         return _name_of(node.target) in ("add", "sub", "mul", "truediv", "neg", "pos")
     base = _base_op_name(node.target)
-    factor = (*node.args[2:3], node.kwargs.get("alpha")) if base in _SUMS else ()
-    return base in _EXACT and not any(isinstance(a, fx.Node) for a in factor)
+    factor = (*node.args[2:3], node.kwargs.get("alpha", 1)) if base in _SUMS else ()
+    return base in _EXACT and all(not isinstance(a, fx.Node) and a == 1 for a in factor)
 
 
 def call_with_scalars(name: str, args: Sequence[Any], kwargs: dict[str, Any], like: Any) -> Any:

@@ -159,7 +159,7 @@ class Recorder(TorchDispatchMode):
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             # Kernels over lists ask it for each operand, several times: a sixth of a trace.
             return args[0].device
-        if func is DETACH and HERE.block is None:
+        if func is DETACH:
             out = unprofiled(self._detach, args[0])
             if out is not None:
                 return out
@@ -210,14 +210,14 @@ class Recorder(TorchDispatchMode):
     def _detach(self, x: torch.Tensor) -> torch.Tensor | None:
         """`x.detach()`, where that is quick; None where it has to be traced.
 
-        Of each gradient autograd asks for it as it keeps it, and `gradient_of` as it is read.
+        Autograd asks for it as it keeps a gradient, and `gradient_of` as it is read.
         """
-        out = self._repeated.detach(x)
+        out = self._repeated.detach(x) if HERE.block is None else None
         if out is not None:
             node = self.newest()
             shown: Any = node.args[0]
             node.meta[NOTE] = shown.meta.get(NOTE, _NOTHING)
-            self._last = node
+            self._note_new_nodes()
             self._made.append((node, out))
         return out
 
@@ -394,7 +394,17 @@ class Recorder(TorchDispatchMode):
         note = unprofiled(self._make_note)
         for node in nodes:
             node.meta[NOTE] = note
-        self._last = self.newest()
+        self._note_new_nodes()
+
+    def _note_new_nodes(self) -> None:
+        """Give a note to all new nodes that have none: arithmetic of numbers, of which no call
+        tells."""
+        node = newest = self.newest()
+        while node is not self._last:
+            if NOTE not in node.meta:
+                node.meta[NOTE] = unprofiled(self._make_note)
+            node = node.prev
+        self._last = newest
 
     def note_copies(self, nodes: Sequence[fx.Node], made: fx.Node, out: torch.Tensor) -> None:
         """Give a note to nodes that were added without a call, of which `made` makes `out`."""

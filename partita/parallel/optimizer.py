@@ -23,7 +23,6 @@ from torch.optim.optimizer import (
 )
 
 from partita.comm import agree
-from partita.compile.capture.capture_context import unprofiled
 from partita.layout import Fix
 from partita.tensor.construct import piece_of
 from partita.tensor.dtensor import TYPED, DTensor, tagged
@@ -89,12 +88,12 @@ def _before_step(
             originals = dict(zip(parts, spread, strict=True))
             _step_as_plain(optimizer, parts, args, kwargs, originals)
         return _make_idle_step_args(optimizer, args, kwargs)
-    alike = not owners and unprofiled(_lie_alike, optimizer, spread)
+    alike = not owners and HERE.unheard(_lie_alike, optimizer, spread)
     if not alike:
-        unprofiled(reduce_gradients, spread)
+        HERE.unheard(reduce_gradients, spread)
     if not plain:
         return None
-    if not alike and not unprofiled(_lie_alike, optimizer, spread):
+    if not alike and not HERE.unheard(_lie_alike, optimizer, spread):
         for p in spread:
             if update_spec(p) is not p._spec and p in optimizer.state:
                 lay_out_state(p, optimizer.state[p])

@@ -57,7 +57,7 @@ def gradient_of(x: DTensor) -> DTensor | None:
         spec = x._spec.gradient
         if grad.layout is not torch.strided:  # sparse, as gather(sparse_grad=True) makes it
             grad = grad.to_dense()
-        # A capture need not be asked through torch.
+        # A recorder adds the node by itself, where torch would trace it: a third of the time.
         typed = tagged(HERE.recorder.detach(grad) if HERE.capturing else grad.detach(), spec)
         if grad.requires_grad:
             # A gradient with a history (create_graph) keeps it.

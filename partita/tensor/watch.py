@@ -55,6 +55,7 @@ class _Here(threading.local):
         step_in_blocks: while a step of a model with blocks is captured, makes the update of an
             elementwise optimizer, given it, what runs its step, and of which parameter each tensor
             that it updates is a part (itself where it is none).
+        call_own: while a step is captured, makes a call of which the capture need not hear.
     """
 
     watcher: Any = None
@@ -63,6 +64,11 @@ class _Here(threading.local):
     block: Any = None
     explainer: Any = None
     step_in_blocks: Any = None
+    call_own: Any = None
+
+    def unheard(self, function: Callable[..., Any], *args: Any) -> Any:
+        """`function(*args)`, a function of partita's during which no code of the user's runs."""
+        return function(*args) if self.call_own is None else self.call_own(function, *args)
 
     @cached_property
     def unfinished(self) -> list[Callable[[], None]]:

@@ -138,6 +138,8 @@ class BlockProgram(GraphPart):
         self.has_effect = any(n.op == "call_function" and has_effect(n) for n in graph.nodes)
         places = {n: i for i, n in enumerate(graph.find_nodes(op="placeholder"))}
         self.written = tuple(places[w] for n in graph.nodes for w in written_operands(n))
+        if self.written and self.has_backward:  # which of the two writes is not said
+            raise UnsureOfWrites
 
     def operands(self, call: fx.Node) -> Sequence[Any]:
         return call.args[2:]
@@ -353,14 +355,14 @@ class _Outlining:
             if node.target is block_forward:
                 program, free, _ = self._program_of(node)
                 numbers = _add_numbers(graph, node)
-                args = (program, (), *node.args[2:], *numbers, *free)
+                taken = [of[n] for n in node.args[2:]]
+                args = (program, (), *taken, *numbers, *(of[n] for n in free))
             elif node.target is block_backward:
                 program, _, free = self._program_of(node.args[1])  # type: ignore[arg-type]
-                args = (program, *node.args[1:], *free)
+                args = (program, *(of[n] for n in (*node.args[1:], *free)))
             else:
                 of[node] = copy_node(graph, node, of.__getitem__)
                 continue
-            args = fx.node.map_arg(args, lambda n: of.get(n, n))
             of[node] = made = add_call(graph, node.target, args)
             made.meta = dict(node.meta)
         return lazy_graph_module(self.step, graph)
@@ -412,8 +414,12 @@ class _Outlining:
         if key not in self._programs:
             try:
                 self._programs[key] = self._make_program(*key)
-            except (UnsureOfWrites, CaptureError):  # the latter by numbers that are tensors here
+            except UnsureOfWrites:
                 raise _NoProgram(trace) from None
+            except CaptureError:
+                if not trace.numbers:
+                    raise
+                raise _NoProgram(trace) from None  # they are tensors here
         return self._programs[key]
 
     def _make_program(
@@ -462,7 +468,8 @@ class _Outlining:
 
 
 def _can_take_tensors(node: fx.Node) -> bool:
-    """Is it the same call where numbers that differ between blocks are tensors? None is an int."""
+    """Is it the same call where numbers that differ between blocks are tensors? False where one is
+    an int."""
     value = node.meta.get("val")
     if is_symbolic(value) and not isinstance(value, torch.SymFloat):
         return False

@@ -34,7 +34,7 @@ from partita.tensor.watch import HERE
 from ..graph_nodes import add_call
 from ..node_metadata import Recorder
 from .block_choice import BlockChoice
-from .block_functions import current_modes
+from .block_functions import current_modes, dispatch_listeners
 from .block_nodes import LABELS, block_forward, block_output
 from .block_tape import NotABlock, OperandWriter, SameObject, bind_recorded
 from .block_traces import BlockTrace, BlockTracing, traced_node
@@ -68,6 +68,7 @@ class BlockUpdates:
         models: Iterable[nn.Module],
     ):
         self._recorder, self._mode = recorder, mode
+        self._listeners = dispatch_listeners()
         self._apart = tuple(kind for kind, _ in choice.apart)
         models = list(models)
         blocks = choice.find_updated(models)
@@ -111,7 +112,7 @@ class BlockUpdates:
         if self._can_be_split(optimizer):
             unprofiled(self._step_in_blocks, optimizer, run, originals)
         else:
-            self._step_rest(optimizer, run, (), _SharedMemory())
+            self._step_whole(optimizer, run)
 
     def _step_in_blocks(
         self, optimizer: Optimizer, run: Run, originals: Mapping[torch.Tensor, torch.Tensor]
@@ -170,22 +171,27 @@ class BlockUpdates:
             and own.get("found_inf") is None
             and "_init_group" not in own
             and isinstance(_get_current_function_mode(), StepFunctionMode)
+            and dispatch_listeners() == self._listeners
         )
 
     # -- updates that are traced -------------------------------------------------------------------
+
+    def _step_whole(self, optimizer: Optimizer, run: Run) -> None:
+        """Trace the update of all parameters."""
+        counts = widen_counts(optimizer.state.values(), self._recorder.exact)
+        run()
+        narrow_counts(counts)
 
     def _step_rest(
         self, optimizer: Optimizer, run: Run, updates: Sequence[_Update], shared: _SharedMemory
     ) -> None:
         """Trace the update of all parameters that are not in `updates`."""
+        if not updates:
+            self._step_whole(optimizer, run)
+            return
         groups, state = optimizer.param_groups, optimizer.state
         ours = {p for u in updates for p in u.params}
         rest = [p for group in groups for p in group["params"] if p not in ours]
-        if not updates:
-            counts = widen_counts(state.values(), self._recorder.exact)
-            run()
-            narrow_counts(counts)
-            return
         counts = widen_counts(
             [entries for p, entries in state.items() if p not in ours], self._recorder.exact
         )
@@ -238,7 +244,6 @@ class BlockUpdates:
         forward = _without_numbers(tracing.nodes, entered, kind)
         made = {i: traced_node(t, kind) for i, t in enumerate(results.values())}
         trace = BlockTrace(kind, entered, made, forward, written=written)
-        trace.likes = {n: node.meta["val"] for n, node in made.items()}
         name = f"{kind.__name__} of {update.kind.__name__}"
         return _UpdateTrace(name, trace, [*results])
 
@@ -257,7 +262,7 @@ class BlockUpdates:
                 increment_version([t for t in written if not t.is_inference()])
         outputs = [add_call(self._recorder.graph, block_output, (call, n)) for n in block.made]
         self._recorder.note_made(call, *outputs)
-        made = tensors_of(outputs, [*block.likes.values()], self._mode)
+        made = tensors_of(outputs, [n.meta["val"] for n in block.made.values()], self._mode)
         for (p, name), value in zip(trace.results, made, strict=True):
             optimizer.state[update.taken[p]][name] = value
 
@@ -314,7 +319,8 @@ class UpdateWriter(OperandWriter):
 
     def write_settings(self, group: dict[str, Any]) -> Any:
         """A parameter group as recorded, without its parameters."""
-        return self.write_operand({k: v for k, v in group.items() if k != "params"})
+        settings = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        return self.write_operand(settings)
 
     def fork(self) -> UpdateWriter:
         """A writer that knows the same tensors."""

@@ -130,7 +130,8 @@ def make_fake(mode: FakeTensorMode, meta: torch.Tensor, device: torch.device) ->
 
     Private torch: that constructor is Python, and most of it is for arguments that nobody gives.
     """
-    if FakeTensorConfig.debug or (device.type == "meta" and not mode.allow_meta):
+    has_no_index = device.index is None and device.type not in ("cpu", "meta")
+    if FakeTensorConfig.debug or has_no_index or (device.type == "meta" and not mode.allow_meta):
         return FakeTensor(mode, meta, device)
     attributes = _attributes_of_fakes(device)
     device = attributes["_fake_device"]

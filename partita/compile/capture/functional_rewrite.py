@@ -79,6 +79,7 @@ class _Rewrite:
         latest: by memory and part of it, the count at which that part was written, and its value.
         other_strides: new nodes whose strides are others than those of the old.
         shared: by node of `makers`, its value at the end.
+        closed: memory that a part of the graph has written, which nobody may use any more.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class _Rewrite:
         self.other_strides: set[fx.Node] = set()
         self.shared: dict[fx.Node, fx.Node] = {}
         self.mode = _mode_of(graph.graph)
-        self._closed: set[int | None] = set()
+        self.closed: set[int] = set()
         self._note: Any = None
 
     def graph_without_writes(self) -> fx.Graph:
@@ -184,7 +185,7 @@ class _Rewrite:
         new.meta = {**node.meta, **new.meta}
         if any(n.op != "placeholder" for n in written_operands(new)):
             raise UnsureOfWrites
-        self._closed.update(self.memory[n] for n in written_operands(node))
+        self.closed.update(self.memory[n] for n in written_operands(node))
 
     def _call_list(self, node: fx.Node) -> None:
         target, made = node.target, node.meta.get("val")
@@ -250,7 +251,7 @@ class _Rewrite:
     def current_value(self, node: fx.Node) -> Any:
         """The value in the new graph of what an old node shows at this point."""
         memory = self.memory.get(node)
-        if memory in self._closed:
+        if memory is not None and memory in self.closed:
             raise UnsureOfWrites
         if memory is None or self.made_at[node] == self.written[memory]:
             return self.of[node]

@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..guards.modes import function_modes
 from .block_functions import dispatch_listeners
-from .capture_context import profiled_again
+from .capture_context import profiled_again, unprofiled
 from .fakes import FakeDTensor
 
 __all__ = ["OF_C", "LibraryCalls"]
@@ -58,6 +58,13 @@ class LibraryCalls:
         if self._calls_nothing_of_users(func, args, kwargs):
             return func(*args, **kwargs)
         return profiled_again(func, *args, **kwargs)
+
+    def call_own(self, func: Callable[..., Any], *args: Any) -> Any:
+        """`func(*args)`, a function of partita's, unprofiled unless a mode of the user's hears what
+        it calls of torch."""
+        if function_modes() or dispatch_listeners() != self._listeners:
+            return func(*args)
+        return unprofiled(func, *args)
 
     def _calls_nothing_of_users(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]

@@ -61,7 +61,7 @@ class OutlinedUpdates:
         for operand in written_operands(call):
             memory = self._memory[operand]
             if (
-                _shown_whole(operand).op != "placeholder"
+                _find_base_of_alias(operand).op != "placeholder"
                 or self._writers[memory] != [call]
                 or self._last_uses[memory] > self._places[call]
                 or given.count(memory) > 1
@@ -75,8 +75,8 @@ class OutlinedUpdates:
         counts = {n for i, n in enumerate(trace.entered) if self._is_one_count(i, calls)}
         held = {self._memory.get(n) for n in counts}
         own, shared = {*trace.entered, *trace.forward}, set(counts)
-        written: set[int | None] = set()  # memory that the block itself writes, and reads
-        read: set[int | None] = set()
+        written: set[int | None] = set()  # memory that the block itself writes,
+        read: set[int | None] = set()  # and reads
         for node in trace.forward:
             reads = [n for n in node.all_input_nodes if n in own]
             into = operands_written(node)
@@ -111,11 +111,11 @@ class OutlinedUpdates:
             given: fx.Node = call.args[2 + operand]  # type: ignore[assignment]
             if any(w is not call for w in self._writers.get(self._memory.get(given, -1), ())):
                 return False
-            groups.add(self._groups.get(_shown_whole(given)))
+            groups.add(self._groups.get(_find_base_of_alias(given)))
         return len(groups) == 1 and None not in groups
 
 
-def _shown_whole(node: fx.Node) -> fx.Node:
+def _find_base_of_alias(node: fx.Node) -> fx.Node:
     """The node of which `node` is an alias; itself where it is none."""
     while node.op == "call_function" and facts_of(node.target).is_alias:
         node = node.args[0]  # type: ignore[assignment]

@@ -200,6 +200,9 @@ def takes_number_exactly(node: fx.Node) -> bool:
     """Does a call give the same bits where a number among its operands is a tensor?"""
     if not isinstance(node.target, torch._ops.OpOverload):
         return _name_of(node.target) in ("add", "sub", "mul", "truediv", "neg", "pos")
+    values: list[Any] = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
+    if any(_is_reduced(v) and not v.dim() for v in values):  # the number is rounded to its dtype
+        return False
     base = _base_op_name(node.target)
     factor = (*node.args[2:3], node.kwargs.get("alpha", 1)) if base in _SUMS else ()
     return base in _EXACT and all(not isinstance(a, fx.Node) and a == 1 for a in factor)

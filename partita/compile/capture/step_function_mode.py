@@ -72,7 +72,7 @@ class StepFunctionMode(TorchFunctionMode):
         self.reads_number = ""
         self.meets_unknown_tensors = False
         self._written: dict[int, tuple[Any, torch.Tensor]] = {}
-        self._calls = LibraryCalls()
+        self.calls = LibraryCalls()
         with Local():
             self._memory = [(x, x.untyped_storage()._cdata) for x in inputs.fakes]
 
@@ -88,7 +88,7 @@ class StepFunctionMode(TorchFunctionMode):
             return self._set_data(*args)
         self.called_last = name = getattr(func, "__name__", "")
         if type(func) in OF_C and not _is_followed(func):
-            return self._calls.call(func, args, kwargs)
+            return self.calls.call(func, args, kwargs)
         if name in _READING:
             self.reads_number = self.reads_number or user_line()
             return pytree.tree_map(as_number, func(*args, **kwargs))
@@ -99,7 +99,7 @@ class StepFunctionMode(TorchFunctionMode):
         _check_function(func)
         check_values(func, args, kwargs)
         answer = self._facts.answer(func, args, caller)
-        return answer[0] if answer else self._calls.call(func, args, kwargs)
+        return answer[0] if answer else self.calls.call(func, args, kwargs)
 
     def _set_data(self, x: Any, value: Any) -> None:
         """`x.data = value`."""

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch._C import DisableTorchFunction as Unheard
 
-from partita.compile.capture.capture_context import unprofiled
 from partita.tensor.engine import in_backward, next_node
 from partita.tensor.watch import HERE
 
@@ -54,7 +53,7 @@ class _BlockHooks:
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if HERE.capturing:
             HERE.unfinished.append(self._in_graph.end)
-            unprofiled(self._in_graph.begin)
+            HERE.unheard(self._in_graph.begin)
             return self._prepare_inputs(args, kwargs, None)
         group = self.group
         group.open_forwards.append(None)

@@ -18,7 +18,6 @@ import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 from torch._subclasses.fake_tensor import FakeTensor
 
-from partita.compile.capture.capture_context import unprofiled
 from partita.compile.errors import not_captured
 from partita.layout import Fix
 from partita.redistribute import Plan, plan
@@ -98,7 +97,7 @@ class GraphGather:
     def end(self) -> None:
         """The forward has ended, or was aborted."""
         with HERE.outside_block():
-            unprofiled(self._end_forward)
+            HERE.unheard(self._end_forward)
 
     def _end_forward(self) -> None:
         self.depth -= 1

@@ -37,7 +37,7 @@ __all__ = ["lower_blocks"]
 _OF_STEP = ("overlap", "backend_ways")
 """Passes that place what stands between blocks: they run over the graph of the step alone."""
 
-_OF_UPDATES = ("lifetime",)
+_OF_STEP_AND_UPDATES = ("lifetime",)
 """Passes that place updates: they run over the graph of the step, and over those of updates."""
 
 
@@ -83,8 +83,8 @@ class _Lowering:
         if equal:
             block = block.with_shared_operands(equal)
         part = _program_of_block(block, self.program)
-        of_step = _OF_STEP if block.written else (*_OF_STEP, *_OF_UPDATES)
-        run_passes(part, {*self.program.without, *of_step})
+        left_out = _OF_STEP if block.written else (*_OF_STEP, *_OF_STEP_AND_UPDATES)
+        run_passes(part, {*self.program.without, *left_out})
         late = find_late(part.graph.graph, block.taken) if block.has_backward else set()
         outer = sections_of_blocks(part, late, self._sections)
         return block.bodies(outer)

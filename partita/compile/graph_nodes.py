@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -30,31 +31,30 @@ __all__ = [
     "key_of_operands",
     "lazy_graph_module",
     "lazy_graph_modules",
+    "written_inputs_of",
     "written_operands",
 ]
 
 _COPY = torch.ops.aten.copy_.default
+_GRAPH = fx.Graph()
 
 
 def add_call(
     graph: fx.Graph, target: Any, args: Any = (), kwargs: Any = None, name: str | None = None
 ) -> fx.Node:
     """Add a call at the graph's insertion point; as `fx.Graph.call_function`."""
-    node = graph.create_node("call_function", target, name=name or _name_of(graph, target))
+    node = graph.create_node("call_function", target, name=name or _name_of(target))
     node.args = args
     if kwargs:
         node.kwargs = kwargs
     return node
 
 
-_names: dict[Any, str] = {}
-
-
-def _name_of(graph: fx.Graph, target: Any) -> str:
+@lru_cache(maxsize=4096)
+def _name_of(target: Any) -> str:
     """How fx calls a node of a target, before it appends a number. Private torch."""
-    if target not in _names:
-        _names[target] = graph._target_to_str(target)
-    return _names[target]
+    found: str = _GRAPH._target_to_str(target)
+    return found
 
 
 def copy_node(graph: fx.Graph, node: fx.Node, of: Callable[[fx.Node], Any]) -> fx.Node:
@@ -112,6 +112,12 @@ class GraphPart:
     def operands(self, call: fx.Node) -> Sequence[Any]:
         """What a call gives to the part."""
         raise NotImplementedError
+
+
+def written_inputs_of(graph: fx.Graph) -> tuple[int, ...]:
+    """The places of the inputs that a graph without writes but into inputs writes."""
+    places = {n: i for i, n in enumerate(graph.find_nodes(op="placeholder"))}
+    return tuple(places[written] for node in graph.nodes for written in written_operands(node))
 
 
 def written_operands(node: fx.Node) -> Iterator[fx.Node]:

@@ -20,7 +20,14 @@ from torch import fx
 
 from partita.tensor.op_facts import OpFacts, declare_facts, facts_of
 
-from .graph_nodes import GraphPart, add_call, copy_node, has_effect, lazy_graph_module
+from .graph_nodes import (
+    GraphPart,
+    add_call,
+    copy_node,
+    has_effect,
+    lazy_graph_module,
+    written_inputs_of,
+)
 
 __all__ = [
     "DEEP",
@@ -35,8 +42,6 @@ __all__ = [
 DEEP = 3000
 """Calls in a graph above which it is cut. A smaller one is compiled whole in as little time, and
 the call of a section costs some microseconds."""
-
-_COPY = torch.ops.aten.copy_.default
 
 
 @dataclass(eq=False)
@@ -68,9 +73,7 @@ class Section(GraphPart):
     @cached_property
     def written(self) -> tuple[int, ...]:  # type: ignore[override]
         """The places of the inputs that it writes."""
-        inputs = {n: i for i, n in enumerate(self.graph.graph.find_nodes(op="placeholder"))}
-        copies = self.graph.graph.find_nodes(op="call_function", target=_COPY)
-        return tuple(inputs[n.args[0]] for n in copies)  # type: ignore[index]
+        return written_inputs_of(self.graph.graph)
 
     @cached_property
     def has_effect(self) -> bool:  # type: ignore[override]

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
 
 import partita as pt
+from partita.compile.capture import block_programs
 from partita.compile.graph import canonical
 from partita.compile.ledger_replay import list_sent_moves
 from partita.compile.node_metadata import note_of
@@ -906,3 +907,60 @@ def test_floats_that_differ_between_blocks_are_inputs_where_no_bit_depends_on_it
     calls = [n for n in calling.program.graph.graph.nodes if n.target is call_section]
     forward = {n.args[0] for n in calls if note_of(n).phase == "forward"}
     assert len(forward) == sections
+
+
+class Factored(Block):
+    """A float of a layer's own is added with a factor, which kernels round once."""
+
+    def between(self, h):
+        return torch.add(h, 0.1 * (1 + self.number), alpha=3)
+
+
+class Gated(Block):
+    """A number in bfloat16 is multiplied by a float of the layer's own, which is not rounded."""
+
+    def __init__(self, number):
+        super().__init__(number)
+        self.gate = nn.Parameter(torch.tensor(1.7, dtype=torch.bfloat16))
+
+    def between(self, h):
+        return h * (self.gate * (0.1 * (1 + self.number)))
+
+
+@pytest.mark.parametrize("kind", [Factored, Gated])
+def test_floats_that_a_tensor_would_round_otherwise_are_no_inputs(kind):
+    check(lambda: Stack(kind), squares)
+
+
+class Mixed(nn.Module):
+    """Of two structures one cannot be a graph of its own: its floats go where tensors cannot."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(i) for i in range(3))
+        self.others = nn.ModuleList(Weighed(i) for i in range(3))
+
+    def forward(self, x):
+        for block, other in zip(self.blocks, self.others, strict=True):
+            x = other(block(x))
+        return x
+
+
+def test_a_structure_that_has_to_be_inlined_leaves_the_others_calls(monkeypatch):
+    check(Mixed, squares)
+    # As if it were found out late, when its graph is made.
+    monkeypatch.setattr(block_programs, "_can_take_tensors", lambda node: True)
+    usual = block_programs.functionalize_graph
+
+    def refuse_products(graph, *more):
+        if any("addcmul" in str(n.target) for n in graph.graph.nodes):
+            raise block_programs.UnsureOfWrites
+        return usual(graph, *more)
+
+    monkeypatch.setattr(block_programs, "functionalize_graph", refuse_products)
+    wanted, _ = made(Mixed, squares, None, False)
+    found, step = made(Mixed, squares, None, True, sections=True)
+    assert all(map(torch.equal, found, wanted))
+    calls = [n for n in step.program.graph.graph.nodes if n.target is call_section]
+    # The first block goes back to no gradient of its input: it has no equal.
+    assert sum(note_of(n).phase == "forward" for n in calls) == 2

@@ -40,6 +40,8 @@ def _inference() -> torch.Tensor:
         _whole,
         lambda: _whole().t(),
         lambda: _whole()[1:, 2:4],
+        lambda: _whole()[:2],
+        lambda: _whole()[:, :2],
         lambda: torch.ones((), dtype=torch.int64),
         lambda: torch.ones(0, 3),
         lambda: torch.ones(3, 1).expand(3, 4),

@@ -8,6 +8,8 @@ from collections import Counter
 import pytest
 import torch
 from torch import nn, optim
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import partita as pt
 from partita.compile.graph import canonical
@@ -475,3 +477,39 @@ def test_blocks_that_stay_calls_take_no_more_memory():
     with pt.ranks(dp=2) as world:
         peaks = world.run(lambda mesh: (peak(mesh, True), peak(mesh, False)))[0]
     assert peaks[0] <= 1.01 * peaks[1]
+
+
+def test_parameters_with_names_are_updated_by_blocks():
+    def optimize(model):
+        return optim.AdamW(model.named_parameters(), 1e-2)
+
+    assert check(optimize=optimize).updates == ONCE
+
+
+class HearingCalls(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class HearingFunctions(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", [HearingCalls, HearingFunctions])
+def test_a_mode_around_an_update_hears_all_of_it(kind):
+    def step_of(model, optimizer):
+        def step(x):
+            loss = model(x).square().mean()
+            loss.backward()
+            with kind():
+                optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        return step
+
+    wanted, _ = trained(None, False, step_of=step_of)
+    found, step = trained(None, True, step_of=step_of)
+    assert all(map(torch.equal, found, wanted))
+    assert not step.program.blocks.updates

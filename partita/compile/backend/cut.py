@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import operator
-import sys
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from typing import Any
@@ -79,7 +78,7 @@ def sections_of_blocks(
     Raises:
         UnsureOfSections: a part gives another what is no tensor, or a view.
     """
-    return _GraphCutter(program, sys.maxsize, late, known).cut_graph().outer.graph
+    return _GraphCutter(program, LEAST, late, known).cut_graph().outer.graph
 
 
 class UnsureOfSections(Exception):
@@ -154,12 +153,14 @@ class _GraphCutter:
             if runs[-1] and (runs[-1][-1] in self.late) != (node in self.late):
                 runs.append([])
             runs[-1].append(node)
+        if self.is_of_block:
+            for run in runs:
+                yield from self._split_unpacking(run)
+            return
         keys = [tuple(map(_key_of_call, run)) for run in runs]
         times = Counter(keys)
         for run, key in zip(runs, keys, strict=True):
-            if self.is_of_block:
-                yield from self._split_unpacking(run)
-            elif times[key] == 1 or len(run) > _LONG:
+            if times[key] == 1 or len(run) > _LONG:
                 yield from self._split_repeats(run)
             elif run:
                 yield run

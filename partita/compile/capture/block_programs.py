@@ -34,7 +34,7 @@ from ..graph_nodes import (
     drop_unused,
     has_effect,
     lazy_graph_module,
-    written_operands,
+    written_inputs_of,
 )
 from ..node_metadata import NOTE, note_of
 from .block_nodes import (
@@ -136,8 +136,7 @@ class BlockProgram(GraphPart):
     def __post_init__(self) -> None:
         graph = self.graph.graph
         self.has_effect = any(n.op == "call_function" and has_effect(n) for n in graph.nodes)
-        places = {n: i for i, n in enumerate(graph.find_nodes(op="placeholder"))}
-        self.written = tuple(places[w] for n in graph.nodes for w in written_operands(n))
+        self.written = written_inputs_of(graph)
         if self.written and self.has_backward:  # which of the two writes is not said
             raise UnsureOfWrites
 

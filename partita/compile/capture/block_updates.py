@@ -78,7 +78,7 @@ class BlockUpdates:
         self._traces: dict[Any, _UpdateTrace] = {}
 
     @property
-    def found(self) -> bool:
+    def has_blocks(self) -> bool:
         """Has the step any blocks?"""
         return bool(self._blocks)
 
@@ -97,7 +97,7 @@ class BlockUpdates:
             for p in block.parameters():
                 self._block_of.setdefault(p, number)
 
-    def step(
+    def update_blocks(
         self, optimizer: Optimizer, run: Run, originals: Mapping[torch.Tensor, torch.Tensor]
     ) -> None:
         """Have an optimizer update its parameters, those of each block by themselves.
@@ -128,7 +128,7 @@ class BlockUpdates:
                 trace = self._traces[update.key] = self._trace(optimizer, run, update)
             self._emit(optimizer, update, trace, follows)
             shared.add(update.taken, [update.taken[i] for i in trace.block.written])
-        if shared.is_written:
+        if shared.has_shared_writes:
             raise NotABlock(type(optimizer), "what two blocks update lies in one memory")
         _order_state(optimizer, held)
 
@@ -138,7 +138,7 @@ class BlockUpdates:
         self, optimizer: Optimizer, originals: Mapping[torch.Tensor, torch.Tensor]
     ) -> list[_Update]:
         """The updates of blocks that have an equal."""
-        groups = UpdateWriter(type(optimizer))
+        groups = _UpdateWriter(type(optimizer))
         try:
             settings = [groups.write_settings(group) for group in optimizer.param_groups]
         except NotABlock:
@@ -311,7 +311,7 @@ class _Update:
         return groups, state
 
 
-class UpdateWriter(OperandWriter):
+class _UpdateWriter(OperandWriter):
     """Records what an update is given. A number that is an input is compared by identity."""
 
     def write_operand(self, value: Any) -> Any:
@@ -322,9 +322,9 @@ class UpdateWriter(OperandWriter):
         settings = {k: v for k, v in group.items() if k not in ("params", "param_names")}
         return self.write_operand(settings)
 
-    def fork(self) -> UpdateWriter:
+    def fork(self) -> _UpdateWriter:
         """A writer that knows the same tensors."""
-        made = UpdateWriter(self.kind)
+        made = _UpdateWriter(self.kind)
         made.taken, made.numbers = list(self.taken), dict(self.numbers)
         return made
 
@@ -340,7 +340,7 @@ def _describe_update(
     optimizer: Optimizer,
     kind: type,
     params: Sequence[tuple[int, torch.Tensor]],
-    groups: UpdateWriter,
+    groups: _UpdateWriter,
     settings: Sequence[Any],
     modes: Any,
 ) -> _Update | None:
@@ -423,7 +423,9 @@ def _order_state(optimizer: Optimizer, held: Sequence[torch.Tensor]) -> None:
         held: those that had some before.
     """
     new = optimizer.state.keys() - {*held}
-    for p in [p for group in optimizer.param_groups for p in group["params"]] if new else ():
+    if not new:
+        return
+    for p in [p for group in optimizer.param_groups for p in group["params"]]:
         if p in new:
             optimizer.state[p] = optimizer.state.pop(p)
 
@@ -494,7 +496,7 @@ class _SharedMemory:
             self._written.update(t.untyped_storage()._cdata for t in written)
 
     @property
-    def is_written(self) -> bool:
+    def has_shared_writes(self) -> bool:
         """Is memory written that several updates take?"""
         return not self._shared.isdisjoint(self._written)
 
@@ -502,7 +504,7 @@ class _SharedMemory:
 def _strided_tensors(
     params: Sequence[torch.Tensor], state: Mapping[Any, Any]
 ) -> Iterator[torch.Tensor]:
-    """Parameters, their gradients and their state."""
+    """Parameters, their gradients and their state, those that are strided."""
     for p in params:
         with Unheard():
             found = [p, _grad.__get__(p)]

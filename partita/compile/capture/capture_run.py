@@ -135,6 +135,7 @@ class CaptureRun:
         try:
             with inputs.mode, lazy_graph_modules():
                 made = make_fx(
+                    # Of a method fx would take `self` for an input.
                     lambda: self._trace_step(),
                     _error_on_data_dependent_ops=True,
                     _disable_torch_fn_metadata_mode=True,

@@ -73,8 +73,8 @@ class FakeMaker:
     """Makes fakes of local tensors, each with a snapshot: another fake of the same memory.
 
     Most inputs of a step are dense tensors of a standard kind, of which shape, strides and memory
-    say all. `FakeTensorMode.from_tensor` asks each for all that a tensor may be, which takes longer
-    than the rest of a capture takes for it, so that it is left to the others.
+    say all. Other tensors are left to `FakeTensorMode.from_tensor`, which asks each for all that a
+    tensor may be: that takes longer than all else that a capture does for an input.
 
     Args:
         tensors: of which fakes may be made. Those that share memory have fakes that do.

@@ -101,15 +101,15 @@ class GraphInputs:
     def _make_fakes(self) -> None:
         """Make a fake, and a snapshot of it, for each input."""
         locals_ = [local_of(given.tensor) for given in self.all]
-        makes = FakeMaker(self.mode, locals_)
+        maker = FakeMaker(self.mode, locals_)
         for given, local in zip(self.all, locals_, strict=True):
             spec = given.spec
             if spec is not None and is_uneven(spec.layout, spec.wire.mesh):
-                fake, snapshot = makes.make_empty(local, spec.padded_shape)
+                fake, snapshot = maker.make_empty(local, spec.padded_shape)
             elif given.kind == "mark":
-                fake, snapshot = makes.make_empty(local)
+                fake, snapshot = maker.make_empty(local)
             else:
-                fake, snapshot = makes.make(local)
+                fake, snapshot = maker.make(local)
             if given.kind not in ("coordinate", "mark"):
                 self._fakes_by_id[id(given.tensor)] = fake
             self.fakes.append(fake)

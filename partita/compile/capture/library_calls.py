@@ -2,7 +2,8 @@
 
 The profile function (`guards.calls`) hears of each Python call that a captured step makes, since
 it may be the user's. One function of torch makes hundreds over fake tensors, and hearing of them
-takes longer than making them. Here it is told which functions call nothing of the user's.
+takes longer than making them. `LibraryCalls` tells which functions call nothing of the user's.
+Kernels that a program registers for torch's own ops, and its rules, are not heard.
 """
 
 from __future__ import annotations
@@ -28,9 +29,14 @@ from .block_functions import dispatch_listeners
 from .capture_context import profiled_again, unprofiled
 from .fakes import FakeDTensor
 
-__all__ = ["OF_C", "LibraryCalls"]
+__all__ = ["C_FUNCTION_TYPES", "LibraryCalls"]
 
-OF_C = (BuiltinFunctionType, MethodDescriptorType, MethodWrapperType, WrapperDescriptorType)
+C_FUNCTION_TYPES = (
+    BuiltinFunctionType,
+    MethodDescriptorType,
+    MethodWrapperType,
+    WrapperDescriptorType,
+)
 """Types of functions and methods of C."""
 
 _CALLING_BACK = frozenset(("apply_", "map_", "map2_"))
@@ -54,7 +60,7 @@ class LibraryCalls:
         self._listeners = dispatch_listeners()
 
     def call(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """`func(*args, **kwargs)`, for who is called by `unprofiled`."""
+        """`func(*args, **kwargs)`. Called within `unprofiled`."""
         if self._calls_nothing_of_users(func, args, kwargs):
             return func(*args, **kwargs)
         return profiled_again(func, *args, **kwargs)
@@ -80,7 +86,7 @@ class LibraryCalls:
 
 def _calls_nothing_back(func: Any) -> bool:
     """Is it a function of torch that calls at most its operands' methods?"""
-    if type(func) in OF_C:
+    if type(func) in C_FUNCTION_TYPES:
         return func.__name__ not in _CALLING_BACK
     return type(func) is FunctionType and _is_functional(func)
 

@@ -3,8 +3,8 @@
 Its state and parameters are inputs like all others, and so are the floats of its groups, which
 schedules change: as constants they would make another graph in every step. State that the first
 step would make is made before (`make_optimizer_state`), so that the first step is the same program
-as the others. While it steps, counts are float64 (`with_exact_numbers`), so that bias corrections
-are as exact as eager's Python floats. Where the model has blocks, `block_updates` has each updated
+as the others. While it steps, counts are float64 (`step_counts`), so that bias corrections are as
+exact as eager's Python floats. Where the model has blocks, `block_updates` has each updated
 by itself.
 """
 
@@ -232,17 +232,18 @@ class CapturedOptimizers:
                 if _is_of_torch(optimizer):
                     _check_state_is_apart(optimizer)
                 recorder.exact = self._kept if _is_of_torch(optimizer) else None
-                if not updates.found:
+                if not updates.has_blocks:
                     self._counts += widen_counts(optimizer.state.values(), self._kept)
 
         def begin_rest(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            """Widen the counts of an optimizer that has not stepped in blocks."""
-            if HERE.recorder is recorder and updates.found and optimizer not in self._stepped:
+            """Widen the counts of an optimizer that has not stepped in blocks, as most do within
+            partita's own hook, which runs before this."""
+            if HERE.recorder is recorder and updates.has_blocks and optimizer not in self._stepped:
                 self._counts += widen_counts(optimizer.state.values(), self._kept)
 
         def step_in_blocks(optimizer: Optimizer, run: Any, originals: Any) -> None:
             self._stepped.append(optimizer)
-            updates.step(optimizer, run, originals)
+            updates.update_blocks(optimizer, run, originals)
 
         def end_update(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if HERE.recorder is recorder:
@@ -274,7 +275,7 @@ class CapturedOptimizers:
                     for i, group in enumerate(groups)
                 ]
             updates.note_parameters()
-            HERE.step_in_blocks = step_in_blocks if updates.found else None
+            HERE.step_in_blocks = step_in_blocks if updates.has_blocks else None
             yield
         finally:
             HERE.step_in_blocks = None

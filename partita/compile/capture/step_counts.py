@@ -24,7 +24,10 @@ def widen_counts(states: Iterable[dict[Any, Any]], exact: set[int] | None) -> Wi
 
     Args:
         states: of parameters.
-        exact: gets the ids of products, which eager rounds to float32.
+        exact: gets the ids of products, which eager rounds to float32; None for none.
+
+    Returns:
+        What `narrow_counts` takes.
     """
     widened: WidenedCounts = []
     for entries in states:

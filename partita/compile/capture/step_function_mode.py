@@ -37,7 +37,7 @@ from ..guards.codes import is_recorded
 from .capture_context import unprofiled
 from .fakes import has_memory
 from .inputs import GraphInputs
-from .library_calls import OF_C, LibraryCalls
+from .library_calls import C_FUNCTION_TYPES, LibraryCalls
 from .refusals import not_an_input
 from .symbolic import as_number
 from .tensor_facts import TensorFacts, is_fact
@@ -87,7 +87,7 @@ class StepFunctionMode(TorchFunctionMode):
         if func == _set_data:
             return self._set_data(*args)
         self.called_last = name = getattr(func, "__name__", "")
-        if type(func) in OF_C and not _is_followed(func):
+        if type(func) in C_FUNCTION_TYPES and not _is_followed(func):
             return self.calls.call(func, args, kwargs)
         if name in _READING:
             self.reads_number = self.reads_number or user_line()

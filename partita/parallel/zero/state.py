@@ -85,6 +85,7 @@ class Zero:
         self.applied: list[nn.Module] = []
         self.persistent = self.keeps_partial_gradients = self.holds_partial_gradients = False
         self.peak = 0
+        # Weak: a capture has specs of its own, which hold its wires.
         self._unsharded = WeakKeyDictionary[Spec, Spec]()
         self._forwards = 0
         self._token: torch.Tensor | None = None
@@ -141,7 +142,9 @@ class Zero:
             layout = spec.layout
             for a in self.axes:
                 layout = layout.put(a, Replicate())
-            found = self._unsharded[spec] = spec_of(layout, spec.wire)
+            found = spec_of(layout, spec.wire)
+            if found is not spec:  # else it would hold itself
+                self._unsharded[spec] = found
         return found
 
     def has_sharded(self, p: torch.Tensor | None) -> bool:

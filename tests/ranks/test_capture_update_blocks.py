@@ -513,3 +513,20 @@ def test_a_mode_around_an_update_hears_all_of_it(kind):
     found, step = trained(None, True, step_of=step_of)
     assert all(map(torch.equal, found, wanted))
     assert not step.program.blocks.updates
+
+
+class Complex(Block):
+    """Its update goes through views that are traced again: of inputs whose values are alike."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.randn(WIDTH, dtype=torch.complex64))
+
+    def forward(self, x):
+        return super().forward((x * self.factor).real)
+
+
+@pytest.mark.parametrize("kind", [optim.AdamW, optim.RMSprop])
+def test_complex_parameters_are_updated_by_blocks(kind):
+    blocks = check(build=lambda: Stack(Complex), optimize=lambda m: kind(m.parameters(), 1e-2))
+    assert blocks.updates == ((f"{kind.__name__} of Complex", BLOCKS),)

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 
 from partita.comm.device import HOST
 
@@ -48,6 +49,7 @@ from .block_nodes import (
     is_block_node,
 )
 from .block_traces import BlockTrace
+from .fakes import make_empty_fake
 from .functional_calls import value_of_input
 from .functional_rewrite import UnsureOfWrites
 from .functionalize import functionalize_graph
@@ -437,9 +439,10 @@ class _Outlining:
         free_early = taken[len(trace.entered) + len(trace.numbers) :]
         free_late = self._find_free(late, {*taken, *early, *seeds, *late})
         inputs = [*taken, *seeds, *free_late]
+        known: set[int] = set()
         for i, node in enumerate(inputs):
             of[node] = given = graph.placeholder(f"in_{i}")
-            given.meta = dict(node.meta)
+            given.meta = {**node.meta, "val": _make_distinct(node.meta["val"], known)}
         for node in (*early, *late):
             of[node] = copy_node(graph, node, of.__getitem__)
         gradients = {} if back is None else {i: back.gradients[i] for i in wanted}
@@ -464,6 +467,20 @@ class _Outlining:
     def _find_free(nodes: Sequence[fx.Node], own: set[fx.Node]) -> list[fx.Node]:
         read = [r for n in nodes for r in n.all_input_nodes if r not in own]
         return [*dict.fromkeys(read)]
+
+
+def _make_distinct(value: Any, known: set[int]) -> Any:
+    """A value for an input, in memory of its own: equal calls have made several of them, which
+    share one fake, and inputs are told apart by their fakes.
+
+    Args:
+        known: the memory of the inputs before; that of this one is added.
+    """
+    if isinstance(value, FakeTensor) and value.layout is torch.strided:
+        if value.untyped_storage()._cdata in known:
+            value = make_empty_fake(value, value.fake_mode)
+        known.add(value.untyped_storage()._cdata)
+    return value
 
 
 def _can_take_tensors(node: fx.Node) -> bool:

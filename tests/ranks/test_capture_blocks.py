@@ -964,3 +964,26 @@ def test_a_structure_that_has_to_be_inlined_leaves_the_others_calls(monkeypatch)
     calls = [n for n in step.program.graph.graph.nodes if n.target is call_section]
     # The first block goes back to no gradient of its input: it has no equal.
     assert sum(note_of(n).phase == "forward" for n in calls) == 2
+
+
+class Looking(Block):
+    """The gradient of its table is sparse."""
+
+    def __init__(self, number):
+        super().__init__(number)
+        self.table = nn.Embedding(4, WIDTH, sparse=True)
+
+    def forward(self, x):
+        return super().forward(x) + self.table((x.detach() > 0).long()).sum(1)
+
+
+def test_blocks_with_sparse_gradients_are_traced_each():
+    def step_of(model, _):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        return squares(model, optimizer)
+
+    wanted, _ = made(lambda: Stack(Looking), step_of, None, False)
+    found, step = made(lambda: Stack(Looking), step_of, None, True)
+    assert all(map(torch.equal, found, wanted))
+    ((kind, reason),) = step.program.blocks.apart
+    assert kind == "Looking" and "sparse" in reason

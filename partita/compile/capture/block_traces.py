@@ -178,6 +178,8 @@ class BlockTracing:
                 raise NotABlock(follower.kind, "it writes into what it takes from outside")
             if any(t._version != v for t, v in follower.gathered):
                 raise NotABlock(follower.kind, "it writes into a gathered parameter")
+            if any(t.layout is not torch.strided for t in (*taken, *made)):
+                raise NotABlock(follower.kind, "it computes with sparse tensors")
             memory = {t.untyped_storage()._cdata for t in taken}
             if any(made[n].untyped_storage()._cdata in memory for n in tape.escapes):
                 raise NotABlock(follower.kind, "it gives a view of what it takes from outside")
@@ -216,6 +218,8 @@ def differentiate_block(
         )
     assert traced is not None
     seeds, gradients = traced
+    if any(g is not None and g.layout is not torch.strided for g in gradients):
+        raise NotABlock(trace.kind, "a gradient of what it takes is sparse")
     names = {node.name: node for node in tracing.nodes}
     return BackwardBody(
         [names[seed.node] for seed in seeds],

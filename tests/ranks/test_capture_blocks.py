@@ -932,13 +932,18 @@ def test_floats_that_a_tensor_would_round_otherwise_are_no_inputs(kind):
     check(lambda: Stack(kind), squares)
 
 
+class Sined(Block):
+    def between(self, h):
+        return torch.sin(h)
+
+
 class Mixed(nn.Module):
-    """Of two structures one cannot be a graph of its own: its floats go where tensors cannot."""
+    """Two structures, by turns."""
 
     def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(Block(i) for i in range(3))
-        self.others = nn.ModuleList(Weighed(i) for i in range(3))
+        self.others = nn.ModuleList(Sined(i) for i in range(3))
 
     def forward(self, x):
         for block, other in zip(self.blocks, self.others, strict=True):
@@ -947,23 +952,23 @@ class Mixed(nn.Module):
 
 
 def test_a_structure_that_has_to_be_inlined_leaves_the_others_calls(monkeypatch):
-    check(Mixed, squares)
-    # As if it were found out late, when its graph is made.
-    monkeypatch.setattr(block_programs, "_can_take_tensors", lambda node: True)
+    wanted, _ = made(Mixed, squares, None, False)
     usual = block_programs.functionalize_graph
 
-    def refuse_products(graph, *more):
-        if any("addcmul" in str(n.target) for n in graph.graph.nodes):
+    def refuse_sines(graph, *more):
+        if any("aten.sin" in str(n.target) for n in graph.graph.nodes):
             raise block_programs.UnsureOfWrites
         return usual(graph, *more)
 
-    monkeypatch.setattr(block_programs, "functionalize_graph", refuse_products)
-    wanted, _ = made(Mixed, squares, None, False)
-    found, step = made(Mixed, squares, None, True, sections=True)
-    assert all(map(torch.equal, found, wanted))
-    calls = [n for n in step.program.graph.graph.nodes if n.target is call_section]
-    # The first block goes back to no gradient of its input: it has no equal.
-    assert sum(note_of(n).phase == "forward" for n in calls) == 2
+    for refused, calls_of_forward in ((False, 5), (True, 2)):
+        if refused:
+            monkeypatch.setattr(block_programs, "functionalize_graph", refuse_sines)
+        found, step = made(Mixed, squares, None, True, sections=True)
+        assert all(map(torch.equal, found, wanted))
+        calls = [n for n in step.program.graph.graph.nodes if n.target is call_section]
+        # The first block goes back to no gradient of its input: it has no equal.
+        assert sum(note_of(n).phase == "forward" for n in calls) == calls_of_forward
+        assert len(step.program.blocks.structures) == 3
 
 
 class Looking(Block):

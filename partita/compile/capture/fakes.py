@@ -21,6 +21,7 @@ from torch._subclasses.fake_impls import fast_detach
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConfig, FakeTensorMode
 from torch.autograd.graph import increment_version
 
+from partita.comm.device import HOST
 from partita.tensor.dtensor import PLAIN, TYPED, DTensor
 from partita.tensor.op_facts import facts_of
 
@@ -42,6 +43,8 @@ __all__ = [
     "tensors_written",
     "users_hooks",
 ]
+
+_META = torch.device("meta")
 
 
 class FakeDTensor(DTensor, FakeTensor):
@@ -130,8 +133,8 @@ def make_fake(mode: FakeTensorMode, meta: torch.Tensor, device: torch.device) ->
 
     Private torch: that constructor is Python, and most of it is for arguments that nobody gives.
     """
-    has_no_index = device.index is None and device.type not in ("cpu", "meta")
-    if FakeTensorConfig.debug or has_no_index or (device.type == "meta" and not mode.allow_meta):
+    is_unsure = device.index is None and device not in (HOST, _META)  # torch asks which is current
+    if FakeTensorConfig.debug or is_unsure or (device == _META and not mode.allow_meta):
         return FakeTensor(mode, meta, device)
     attributes = _attributes_of_fakes(device)
     device = attributes["_fake_device"]

@@ -27,7 +27,7 @@ from .capture.block_nodes import (
 )
 from .capture.block_programs import BlockProgram, find_late, inline_block_programs
 from .captured_program import CapturedProgram
-from .graph_nodes import copy_node, lazy_graph_module
+from .graph_nodes import copy_graph, lazy_graph_module
 from .passes import run_passes
 from .program import Input, Output, Program
 from .section import Section
@@ -113,9 +113,7 @@ def _find_equal_operands(
 
 def _program_of_block(block: BlockProgram, step: CapturedProgram) -> Program:
     """A copy of a block's graph, as a program that passes rewrite."""
-    graph, of = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in block.graph.graph.nodes:
-        of[node] = copy_node(graph, node, of.__getitem__)
+    graph = copy_graph(block.graph.graph)
     inputs = graph.find_nodes(op="placeholder")
     (end,) = graph.find_nodes(op="output")
     outputs: Any = end.args[0]

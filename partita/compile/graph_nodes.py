@@ -25,6 +25,7 @@ __all__ = [
     "GraphPart",
     "add_call",
     "checks_value",
+    "copy_graph",
     "copy_node",
     "drop_unused",
     "has_effect",
@@ -64,6 +65,14 @@ def copy_node(graph: fx.Graph, node: fx.Node, of: Callable[[fx.Node], Any]) -> f
     if node.kwargs:
         made.kwargs = fx.node.map_arg(node.kwargs, of)
     made.meta = copy.copy(node.meta)
+    return made
+
+
+def copy_graph(graph: fx.Graph) -> fx.Graph:
+    """A copy of a graph, its output included."""
+    made, of = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in graph.nodes:
+        of[node] = copy_node(made, node, of.__getitem__)
     return made
 
 
@@ -110,8 +119,8 @@ class GraphPart:
     written: tuple[int, ...] = ()
 
     def operands(self, call: fx.Node) -> Sequence[Any]:
-        """What a call gives to the part."""
-        raise NotImplementedError
+        """What a call gives to the part: of a block what stands behind its first two operands."""
+        return call.args[2:]
 
 
 def written_inputs_of(graph: fx.Graph) -> tuple[int, ...]:

@@ -160,7 +160,7 @@ class Recorder(TorchDispatchMode):
             # Kernels over lists ask it for each operand, several times: a sixth of a trace.
             return args[0].device
         if func is DETACH:
-            out = unprofiled(self._detach, args[0])
+            out = unprofiled(self._detach_quickly, args[0])
             if out is not None:
                 return out
         return unprofiled(self._call_and_note, func, args, kwargs or {})
@@ -202,12 +202,7 @@ class Recorder(TorchDispatchMode):
                 self._made.append((newest, out))
         return out
 
-    def detach(self, x: torch.Tensor) -> torch.Tensor:
-        """`x.detach()`, of a gradient that is read."""
-        out = unprofiled(self._detach, x)
-        return x.detach() if out is None else out
-
-    def _detach(self, x: torch.Tensor) -> torch.Tensor | None:
+    def _detach_quickly(self, x: torch.Tensor) -> torch.Tensor | None:
         """`x.detach()`, where that is quick; None where it has to be traced.
 
         Autograd asks for it as it keeps a gradient, and `gradient_of` as it is read.

@@ -143,9 +143,6 @@ class _NoNodes:
 
     def exchange(self, x: Any, value: Any) -> None: ...
 
-    def detach(self, x: torch.Tensor) -> torch.Tensor:
-        return x.detach()
-
 
 @contextmanager
 def _without_nodes() -> Iterator[None]:

@@ -27,7 +27,6 @@ from .origin import current
 from .spec import Spec, spec_of
 from .tensor_overrides import find_getter, implements
 from .tensor_state import own_state, state_of
-from .watch import HERE
 
 __all__ = ["BROKEN_OFF", "clear_gradients", "gradient_of", "type_hook"]
 
@@ -57,8 +56,7 @@ def gradient_of(x: DTensor) -> DTensor | None:
         spec = x._spec.gradient
         if grad.layout is not torch.strided:  # sparse, as gather(sparse_grad=True) makes it
             grad = grad.to_dense()
-        # A recorder adds the node by itself, where torch would trace it: a third of the time.
-        typed = tagged(HERE.recorder.detach(grad) if HERE.capturing else grad.detach(), spec)
+        typed = tagged(grad.detach(), spec)
         if grad.requires_grad:
             # A gradient with a history (create_graph) keeps it.
             return tagged(grad.view_as(grad), spec)

@@ -18,7 +18,7 @@ from partita.compile.capture import block_programs
 from partita.compile.graph import canonical
 from partita.compile.ledger_replay import list_sent_moves
 from partita.compile.node_metadata import note_of
-from partita.compile.section import call_section
+from partita.compile.section import call_section, sections_in
 from partita.compile.verify import verify
 from tests.programs.steps import squares
 
@@ -992,3 +992,18 @@ def test_blocks_with_sparse_gradients_are_traced_each():
     assert all(map(torch.equal, found, wanted))
     ((kind, reason),) = step.program.blocks.apart
     assert kind == "Looking" and "sparse" in reason
+
+
+class Twice(Block):
+    """What backward reads was made by equal calls, which share one fake."""
+
+    def between(self, h):
+        a, b = torch.sin(h) * 2, torch.sin(h + 1) * 2
+        return a * b + torch.cos(b) * a
+
+
+def test_a_section_tells_its_inputs_apart():
+    _, step = made(lambda: Stack(Twice), squares, None, True, sections=True)
+    for section in sections_in(step.program.graph.graph):
+        given = section.example()
+        assert len({x.untyped_storage()._cdata for x in given}) == len(given)

@@ -20,6 +20,7 @@ from partita.comm.graph_collectives import WAIT
 from partita.tensor.op_facts import facts_of
 
 from ..capture.equal_calls import tensors_in
+from ..capture.fakes import make_distinct
 from ..graph import is_collective, line_of
 from ..graph_nodes import add_call, checks_value, copy_node, has_effect, lazy_graph_module
 from ..memory.storages import storages_of
@@ -303,6 +304,7 @@ class _SectionGraph:
         self._cutting = cutting
         self.graph = fx.Graph()
         self.takes: list[fx.Node] = []
+        self._known: set[int] = set()
         self._of: dict[fx.Node, fx.Node] = {}
         self._pieces = self._pieces_of_more(part)
         for node in part:
@@ -367,6 +369,7 @@ class _SectionGraph:
         with graph.inserting_after(last) if last is not None else graph.inserting_before():
             given = self.graph.placeholder(f"in_{len(self.takes)}")
         given.meta = _meta_of(node)
+        given.meta["val"] = make_distinct(given.meta["val"], self._known)
         self.takes.append(node)
         return given
 

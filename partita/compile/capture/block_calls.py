@@ -24,12 +24,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from partita.comm import TraceWire
 from partita.tensor.watch import HERE
 
-from ..graph_nodes import add_call
 from ..node_metadata import Recorder
 from .block_choice import BlockChoice
 from .block_follower import BlockFollower
 from .block_functions import current_modes, dispatch_listeners
-from .block_nodes import LABELS, BackwardBody, block_backward, block_forward, block_output
+from .block_nodes import LABELS, BackwardBody, add_block_node, block_backward, block_forward
 from .block_tape import MadeTensor, NotABlock, VaryingFloatRead
 from .block_traces import BlockTrace, BlockTracing, differentiate_block, traced_node
 from .capture_context import unprofiled
@@ -192,16 +191,6 @@ class BlockCalls:
             if is_shown or is_unsure or id(result) in wanted:
                 raise NotABlock(kind, "the gradient of one of several results is looked at")
 
-    def add_block_node(
-        self, target: Any, args: Sequence[Any], numbers: Iterable[int]
-    ) -> tuple[fx.Node, list[fx.Node]]:
-        """Add a block's node to the graph, and nodes of what it gives, by `numbers`."""
-        graph = self.recorder.graph
-        node = add_call(graph, target, tuple(args))
-        outputs = [add_call(graph, block_output, (node, n)) for n in numbers]
-        self.recorder.note_made(node, *outputs)
-        return node, outputs
-
     def trace_backward(
         self, trace: BlockTrace, given: Mapping[int, torch.Tensor], trains: Sequence[bool]
     ) -> BackwardBody:
@@ -253,7 +242,7 @@ class _BlockCall:
     def forward(self) -> list[FakeTensor]:
         """Add the `block_forward` node; the tensors of `numbers` that it makes."""
         args = self.trace, tuple(self.floats), *self.taken
-        self.node, nodes = self.calls.add_block_node(block_forward, args, self.numbers)
+        self.node, nodes = add_block_node(self.calls.recorder, block_forward, args, self.numbers)
         self.node.meta[LABELS] = tuple(self.labels)
         likes = [self.trace.made[n].meta["val"] for n in self.numbers]
         return self.calls.make_fakes(nodes, likes)
@@ -288,7 +277,7 @@ class _BlockCall:
             back = trace.backwards[key] = self.calls.trace_backward(trace, given, trains)
         cotangents = [traced_node(g, trace.kind) for g in given.values()]
         args = back, self.node, *cotangents
-        _, nodes = self.calls.add_block_node(block_backward, args, back.gradients)
+        _, nodes = add_block_node(self.calls.recorder, block_backward, args, back.gradients)
         likes = [g.meta["val"] for g in back.gradients.values()]
         made = dict(zip(back.gradients, self.calls.make_fakes(nodes, likes), strict=True))
         return [made.get(i) for i in trace.takes]

@@ -10,7 +10,7 @@ graph by copies of the nodes for which they stand.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import count
@@ -21,8 +21,8 @@ from torch import fx
 
 from partita.tensor.op_facts import OpFacts, declare_facts, facts_of
 
-from ..graph_nodes import GraphPart, copy_node, has_effect
-from ..node_metadata import NOTE, Note, note_of
+from ..graph_nodes import GraphPart, add_call, copy_node, has_effect
+from ..node_metadata import NOTE, Note, Recorder, note_of
 from .functional_memory import lie_alike
 from .symbolic import is_symbolic
 
@@ -30,6 +30,7 @@ __all__ = [
     "LABELS",
     "BackwardBody",
     "BlockBody",
+    "add_block_node",
     "block_backward",
     "block_forward",
     "block_number",
@@ -65,10 +66,6 @@ class BlockBody(GraphPart):
     labels: tuple[str, ...] = ()
     numbers: list[fx.Node] = field(default_factory=list)
 
-    def operands(self, call: fx.Node) -> Sequence[Any]:
-        """The operands of the block."""
-        return call.args[2:]
-
     @cached_property
     def has_effect(self) -> bool:  # type: ignore[override]
         """Does a call of it write, draw or check?"""
@@ -88,10 +85,6 @@ class BackwardBody(GraphPart):
     seeds: list[fx.Node]
     gradients: dict[int, fx.Node]
     nodes: list[fx.Node]
-
-    def operands(self, call: fx.Node) -> Sequence[Any]:
-        """The gradients that backward is given."""
-        return call.args[2:]
 
     @cached_property
     def has_effect(self) -> bool:  # type: ignore[override]
@@ -126,6 +119,18 @@ def block_backward(back: Any, forward: Any, *cotangents: Any) -> Any:
 def block_output(made: Any, number: int) -> Any:
     """One of the tensors that a block's forward or backward makes."""
     raise RuntimeError("a block's call was not put in its place")
+
+
+def add_block_node(
+    recorder: Recorder, target: Any, args: Sequence[Any], numbers: Iterable[int]
+) -> tuple[fx.Node, list[fx.Node]]:
+    """Add a block's node to the graph that is being traced, and nodes of what it gives, by
+    `numbers`."""
+    graph = recorder.graph
+    node = add_call(graph, target, tuple(args))
+    outputs = [add_call(graph, block_output, (node, n)) for n in numbers]
+    recorder.note_made(node, *outputs)
+    return node, outputs
 
 
 def is_block_node(node: fx.Node) -> bool:

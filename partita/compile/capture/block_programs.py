@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
 
 from partita.comm.device import HOST
 
@@ -31,6 +30,7 @@ from ..graph import is_collective
 from ..graph_nodes import (
     GraphPart,
     add_call,
+    copy_graph,
     copy_node,
     drop_unused,
     has_effect,
@@ -49,7 +49,7 @@ from .block_nodes import (
     is_block_node,
 )
 from .block_traces import BlockTrace
-from .fakes import make_empty_fake
+from .fakes import make_distinct
 from .functional_calls import value_of_input
 from .functional_rewrite import UnsureOfWrites
 from .functionalize import functionalize_graph
@@ -142,9 +142,6 @@ class BlockProgram(GraphPart):
         if self.written and self.has_backward:  # which of the two writes is not said
             raise UnsureOfWrites
 
-    def operands(self, call: fx.Node) -> Sequence[Any]:
-        return call.args[2:]
-
     def __repr__(self) -> str:
         return f"'a {self.kind.__name__}'"  # as code: it stands among the operands of a node
 
@@ -154,9 +151,7 @@ class BlockProgram(GraphPart):
         kept = [*(n in results for n in self.results), *(n in gradients for n in self.gradients)]
         if all(kept):
             return self
-        graph, of = fx.Graph(), dict[fx.Node, fx.Node]()
-        for node in self.graph.graph.nodes:
-            of[node] = copy_node(graph, node, of.__getitem__)
+        graph = copy_graph(self.graph.graph)
         (end,) = graph.find_nodes(op="output")
         end.args = ([*compress(end.args[0], kept)],)  # type: ignore[arg-type]
         drop_unused(graph)
@@ -169,9 +164,7 @@ class BlockProgram(GraphPart):
 
     def with_shared_operands(self, places: Iterable[tuple[int, int]]) -> BlockProgram:
         """The program that reads, for each pair of places, only the first of two equal operands."""
-        graph, of = fx.Graph(), dict[fx.Node, fx.Node]()
-        for node in self.graph.graph.nodes:
-            of[node] = copy_node(graph, node, of.__getitem__)
+        graph = copy_graph(self.graph.graph)
         inputs = graph.find_nodes(op="placeholder")
         for first, other in places:
             inputs[other].replace_all_uses_with(inputs[first])
@@ -442,7 +435,7 @@ class _Outlining:
         known: set[int] = set()
         for i, node in enumerate(inputs):
             of[node] = given = graph.placeholder(f"in_{i}")
-            given.meta = {**node.meta, "val": _make_distinct(node.meta["val"], known)}
+            given.meta = {**node.meta, "val": make_distinct(node.meta["val"], known)}
         for node in (*early, *late):
             of[node] = copy_node(graph, node, of.__getitem__)
         gradients = {} if back is None else {i: back.gradients[i] for i in wanted}
@@ -467,20 +460,6 @@ class _Outlining:
     def _find_free(nodes: Sequence[fx.Node], own: set[fx.Node]) -> list[fx.Node]:
         read = [r for n in nodes for r in n.all_input_nodes if r not in own]
         return [*dict.fromkeys(read)]
-
-
-def _make_distinct(value: Any, known: set[int]) -> Any:
-    """A value for an input, in memory of its own: equal calls have made several of them, which
-    share one fake, and inputs are told apart by their fakes.
-
-    Args:
-        known: the memory of the inputs before; that of this one is added.
-    """
-    if isinstance(value, FakeTensor) and value.layout is torch.strided:
-        if value.untyped_storage()._cdata in known:
-            value = make_empty_fake(value, value.fake_mode)
-        known.add(value.untyped_storage()._cdata)
-    return value
 
 
 def _can_take_tensors(node: fx.Node) -> bool:

@@ -31,11 +31,10 @@ from torch.overrides import _get_current_function_mode
 
 from partita.tensor.watch import HERE
 
-from ..graph_nodes import add_call
 from ..node_metadata import Recorder
 from .block_choice import BlockChoice
 from .block_functions import current_modes, dispatch_listeners
-from .block_nodes import LABELS, block_forward, block_output
+from .block_nodes import LABELS, add_block_node, block_forward
 from .block_tape import NotABlock, OperandWriter, SameObject, bind_recorded
 from .block_traces import BlockTrace, BlockTracing, traced_node
 from .capture_context import unprofiled
@@ -125,8 +124,8 @@ class BlockUpdates:
             trace = self._traces.get(update.key)
             follows = trace is not None
             if trace is None:
-                trace = self._traces[update.key] = self._trace(optimizer, run, update)
-            self._emit(optimizer, update, trace, follows)
+                trace = self._traces[update.key] = self._trace_update(optimizer, run, update)
+            self._add_update_node(optimizer, update, trace, follows)
             shared.add(update.taken, [update.taken[i] for i in trace.block.written])
         if shared.has_shared_writes:
             raise NotABlock(type(optimizer), "what two blocks update lies in one memory")
@@ -213,7 +212,7 @@ class BlockUpdates:
         pairs = zip(taken, versions, now, strict=True)
         shared.add(taken, [t for t, before, after in pairs if before != after])
 
-    def _trace(self, optimizer: Optimizer, run: Run, update: _Update) -> _UpdateTrace:
+    def _trace_update(self, optimizer: Optimizer, run: Run, update: _Update) -> _UpdateTrace:
         """Trace the update of one block, over aliases of what it takes.
 
         Raises:
@@ -225,9 +224,9 @@ class BlockUpdates:
             inner = [_alias_of(t) for t in update.taken]
             versions = [0 if t.is_inference() else t._version for t in inner]
         entered = [traced_node(t, kind) for t in inner]
-        groups, state = update.bind(inner)
+        groups, state = update.bind_tensors(inner)
         before = {p: dict(entries) for p, entries in state.items()}
-        with tracing.tracing(), _holding(optimizer, groups, state, self._recorder):
+        with tracing.tracing(), _holding_state(optimizer, groups, state, self._recorder):
             counts = widen_counts(state.values(), self._recorder.exact)
             run()
             narrow_counts(counts)
@@ -247,21 +246,20 @@ class BlockUpdates:
         name = f"{kind.__name__} of {update.kind.__name__}"
         return _UpdateTrace(name, trace, [*results])
 
-    def _emit(
+    def _add_update_node(
         self, optimizer: Optimizer, update: _Update, trace: _UpdateTrace, follows: bool
     ) -> None:
         """Add the node of an update, and have the optimizer hold what it makes."""
         kind, block = type(optimizer), trace.block
         nodes = [traced_node(t, kind) for t in update.taken]
-        call = add_call(self._recorder.graph, block_forward, (block, (), *nodes))
+        args = block, (), *nodes
+        call, outputs = add_block_node(self._recorder, block_forward, args, block.made)
         call.meta[LABELS] = ()
         trace.calls += 1
         if follows:  # where it was traced, the aliases' writes were counted
             with Unheard():
                 written = [update.taken[i] for i in block.written]
                 increment_version([t for t in written if not t.is_inference()])
-        outputs = [add_call(self._recorder.graph, block_output, (call, n)) for n in block.made]
-        self._recorder.note_made(call, *outputs)
         made = tensors_of(outputs, [n.meta["val"] for n in block.made.values()], self._mode)
         for (p, name), value in zip(trace.results, made, strict=True):
             optimizer.state[update.taken[p]][name] = value
@@ -288,7 +286,7 @@ class _Update:
     taken: list[torch.Tensor]
     key: Any = field(repr=False)
 
-    def bind(self, inner: Sequence[Any]) -> tuple[list[dict[str, Any]], Any]:
+    def bind_tensors(self, inner: Sequence[Any]) -> tuple[list[dict[str, Any]], Any]:
         """The groups and the state of an optimizer that has this update alone.
 
         Args:
@@ -322,7 +320,7 @@ class _UpdateWriter(OperandWriter):
         settings = {k: v for k, v in group.items() if k not in ("params", "param_names")}
         return self.write_operand(settings)
 
-    def fork(self) -> _UpdateWriter:
+    def copy_writer(self) -> _UpdateWriter:
         """A writer that knows the same tensors."""
         made = _UpdateWriter(self.kind)
         made.taken, made.numbers = list(self.taken), dict(self.numbers)
@@ -351,7 +349,7 @@ def _describe_update(
         params: with the number of the group of each.
         groups, settings: what has recorded the groups' settings, and these.
     """
-    writer = groups.fork()
+    writer = groups.copy_writer()
     recorded: dict[int, list[Any]] = {}
     updated = []
     state = optimizer.state
@@ -439,7 +437,7 @@ def _alias_of(t: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _holding(
+def _holding_state(
     optimizer: Optimizer, groups: list[dict[str, Any]], state: Any, recorder: Recorder
 ) -> Iterator[None]:
     """Within, an optimizer holds these groups and this state, of counts that are its own."""

@@ -38,6 +38,7 @@ __all__ = [
     "hang_hooks",
     "has_memory",
     "local_of",
+    "make_distinct",
     "make_empty_fake",
     "make_fake",
     "tensors_written",
@@ -153,6 +154,20 @@ def make_empty_fake(t: torch.Tensor, mode: FakeTensorMode) -> FakeTensor:
     """A fake like `t`, in memory of its own."""
     with _building():
         return make_fake(mode, _make_empty_meta(t), t.device)
+
+
+def make_distinct(value: Any, known: set[int]) -> Any:
+    """A value for an input, in memory of its own: equal calls have made several of them, which
+    share one fake, and inputs are told apart by their fakes.
+
+    Args:
+        known: the memory of the inputs before; that of this one is added.
+    """
+    if isinstance(value, FakeTensor) and value.layout is torch.strided:
+        if value.untyped_storage()._cdata in known:
+            value = make_empty_fake(value, value.fake_mode)
+        known.add(value.untyped_storage()._cdata)
+    return value
 
 
 @lru_cache

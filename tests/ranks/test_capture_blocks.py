@@ -20,6 +20,7 @@ from partita.compile.ledger_replay import list_sent_moves
 from partita.compile.node_metadata import note_of
 from partita.compile.section import call_section, sections_in
 from partita.compile.verify import verify
+from tests.programs import stacks
 from tests.programs.steps import squares
 
 WIDTH, BLOCKS = 8, 3
@@ -42,18 +43,9 @@ class Block(nn.Module):
         return F.gelu(h)
 
 
-class Stack(nn.Module):
+class Stack(stacks.Stack):
     def __init__(self, kind, count=BLOCKS):
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(kind(i) for i in range(count))
-        self.last = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.last(x)
+        super().__init__((kind(i) for i in range(count)), WIDTH)
 
 
 class Dropping(Block):

@@ -15,6 +15,7 @@ import partita as pt
 from partita.compile.graph import canonical
 from partita.compile.graph_nodes import written_operands
 from partita.compile.section import call_section
+from tests.programs import stacks
 from tests.programs.steps import squares
 
 WIDTH, BLOCKS = 4, 6
@@ -30,18 +31,9 @@ class Block(nn.Module):
         return x + torch.tanh(self.linear(self.norm(x)))
 
 
-class Stack(nn.Module):
+class Stack(stacks.Stack):
     def __init__(self, kind=Block):
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(kind() for _ in range(BLOCKS))
-        self.last = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.last(x)
+        super().__init__((kind() for _ in range(BLOCKS)), WIDTH)
 
 
 def adamw(model):

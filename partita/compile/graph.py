@@ -20,6 +20,7 @@ from partita.comm.device import HOST
 from partita.comm.graph_collectives import all_gather, all_to_all
 from partita.comm.ledger import human
 from partita.tensor.dtensor import short_dtype
+from partita.tensor.spec import Spec
 
 from .node_metadata import note_of
 from .program import Program
@@ -173,11 +174,13 @@ def canonical(program: Program) -> list[str]:
     number: dict[fx.Node, str] = {}
     lines = []
     inputs = iter(program.inputs)
+    layout_of = functools.cache(_format_layout)
+    results: dict[int, str] = {}  # by id: the nodes of equal blocks have one value
     for i, node in enumerate(program.graph.graph.nodes):
         number[node] = f"%{i}"
         if node.op == "placeholder":
             given = next(inputs)
-            layout = "" if given.spec is None else f" {given.spec.layout} on {given.spec.wire.mesh}"
+            layout = "" if given.spec is None else f" {layout_of(given.spec)}"
             text = f"input {given.kind}{layout}"
         elif node.op == "get_attr":
             text = f"constant {_digest_constant(getattr(program.graph, str(node.target)))}"
@@ -185,16 +188,22 @@ def canonical(program: Program) -> list[str]:
             text = f"output {_format_value(node.args[0], number)}"
         else:
             text = _format_call(node, number)
-        lines.append(f"%{i} = {text}{_format_result(node.meta.get('val'))}")
+        value = node.meta.get("val")
+        if id(value) not in results:
+            results[id(value)] = _format_result(value)
+        lines.append(f"%{i} = {text}{results[id(value)]}")
     for output in program.outputs:
-        spec = output.spec
-        layout = "plain" if spec is None else f"{spec.layout} on {spec.wire.mesh}"
+        layout = "plain" if output.spec is None else layout_of(output.spec)
         part = f" of part {output.part}" if output.part else ""
         lines.append(f"{output.kind}{part} {layout}")
     lines.append(f"returns {program.result} of {program.constants}")
     for section in sections_in(program.graph.graph):
         lines += [f"{section}:", *lines_of(section.graph.graph)]
     return lines
+
+
+def _format_layout(spec: Spec) -> str:
+    return f"{spec.layout} on {spec.wire.mesh}"
 
 
 def lines_of(graph: fx.Graph) -> Iterator[str]:

@@ -155,6 +155,11 @@ class Recorder(TorchDispatchMode):
         self._settings = kernel_settings()
         self._made: list[tuple[fx.Node, torch.Tensor]] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Private torch: must each dispatch turn Dynamo off? Capture has, for all of the step."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             # Kernels over lists ask it for each operand, several times: a sixth of a trace.

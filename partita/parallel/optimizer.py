@@ -15,6 +15,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
+from torch._C import DisableTorchFunction as Unheard  # by modes, too
 from torch._C import DisableTorchFunctionSubclass as Local
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import (
@@ -68,7 +69,7 @@ def _before_step(
         return None
     _after_step(optimizer, args, kwargs)  # of a step that failed
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    refuse_given_up(params)
+    HERE.unheard(refuse_given_up, params)
     spread = [p for p in params if isinstance(p, DTensor)]
     # A closure computes new gradients, which only the step itself sees.
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -80,8 +81,8 @@ def _before_step(
         _run_step(optimizer, {}, args, kwargs)
         return _make_idle_step_args(optimizer, args, kwargs)
     agree_settings(optimizer, spread)
-    _lay_out_state(optimizer, spread)
-    owners = {rest.owner: None for p in spread if (rest := state_of(p).rest) is not None}
+    HERE.unheard(_lay_out_state, optimizer, spread)
+    owners = HERE.unheard(_find_owners, spread)
     if owners and plain and HERE.capturing:
         args, kwargs = _run_own_hooks(optimizer, args, kwargs)
         with step_on_parts(optimizer, spread) as parts:
@@ -132,6 +133,12 @@ def agree_settings(optimizer: torch.optim.Optimizer, params: list[DTensor]) -> N
             fixes=(Fix("the same lr, betas, weight_decay, ...", "on every rank"),),
         )
     _agreed.add(optimizer)
+
+
+def _find_owners(params: list[DTensor]) -> list[Any]:
+    """What reduces the gradients of parameters early, each once."""
+    rests = (state_of(p).rest for p in params)
+    return [*dict.fromkeys(rest.owner for rest in rests if rest is not None)]
 
 
 def _lay_out_state(optimizer: torch.optim.Optimizer, params: list[DTensor]) -> None:
@@ -202,11 +209,7 @@ def _step_as_plain(
         originals: by a tensor that the optimizer updates, the parameter of which it is a part.
     """
     state = optimizer.state
-    with Local():
-        tensors: list[Any] = [g for p in params if (g := _grad(p)) is not None]
-    tensors += params
-    for p in params:
-        tensors += [v for v in state[p].values() if isinstance(v, DTensor)] if p in state else ()
+    tensors = HERE.unheard(_list_tensors, optimizer, params)
     typed = type(params[0])  # another class than DTensor while a step is captured
     plain = next(cls for cls, kind in TYPED.items() if kind is typed)
     try:
@@ -227,6 +230,17 @@ def _step_as_plain(
                 continue
             if value.shape == shapes[p]:  # type: ignore[attr-defined]
                 tagged(value, update_spec(p))  # type: ignore[arg-type]
+
+
+def _list_tensors(optimizer: torch.optim.Optimizer, params: list[DTensor]) -> list[Any]:
+    """Gradients, parameters, and what an optimizer's state has of them that is a DTensor."""
+    state = optimizer.state
+    with Unheard():
+        tensors: list[Any] = [g for p in params if (g := _grad(p)) is not None]
+    tensors += params
+    for p in params:
+        tensors += [v for v in state[p].values() if isinstance(v, DTensor)] if p in state else ()
+    return tensors
 
 
 def _run_step(
@@ -270,7 +284,7 @@ def _lie_alike(optimizer: torch.optim.Optimizer, params: list[DTensor]) -> bool:
     """Does each parameter's gradient and state have the parameter's own layout?"""
     if any(type(group.get("lr")) is DTensor for group in optimizer.param_groups):
         return False
-    with Local():
+    with Unheard():
         grads = [_grad(p) for p in params]
     for p, grad in zip(params, grads, strict=True):
         if grad is None:

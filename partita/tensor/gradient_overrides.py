@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch._C import DisableTorchFunction as Unheard  # by modes, too
 from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.comm import user_line
@@ -45,7 +46,7 @@ def _show_gradient(x: torch.Tensor) -> None:
 def gradient_of(x: DTensor) -> DTensor | None:
     """`x.grad` as a DTensor. It is tagged once: later reads give the same object."""
     _show_gradient(x)
-    with Local():
+    with Unheard():
         grad = _grad.__get__(x)
         if grad is None:
             return None
@@ -86,9 +87,9 @@ def _set_grad(x: torch.Tensor, grad: torch.Tensor | None) -> None:
                 fixes=(Fix("x.grad = pt.distribute_tensor(g, mesh, placements)"),),
             )
         grad = lay_out_gradient(x, grad)
-        with Local():
+        with Unheard():
             fits = grad.shape == x.shape
-    with Local():
+    with Unheard():
         if fits:
             _grad.__set__(x, grad)
     if not fits:  # ZeRO leaves each rank a shard of it
@@ -98,7 +99,7 @@ def _set_grad(x: torch.Tensor, grad: torch.Tensor | None) -> None:
 def clear_gradients(tensors: Iterable[torch.Tensor]) -> None:
     """`x.grad = None` for each, quickly where there is none."""
     shown = None
-    with Local():
+    with Unheard():
         for x in tensors:
             rest = state_of(x).rest
             if rest is not None and rest.owner is not shown:
@@ -112,7 +113,7 @@ def clear_gradients(tensors: Iterable[torch.Tensor]) -> None:
 def _del_grad(x: DTensor) -> None:
     _show_gradient(x)
     unmark_settled(x)
-    with Local():
+    with Unheard():
         _grad.__delete__(x)
 
 

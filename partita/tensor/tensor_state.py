@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._C import DisableTorchFunctionSubclass as Local
+from torch._C import DisableTorchFunction as Unheard  # by modes, too
 
 if TYPE_CHECKING:
     from .spec import Spec
@@ -127,13 +127,13 @@ def own_state(x: torch.Tensor) -> TensorState:
 
 def count_writes(x: torch.Tensor) -> int:
     """How many writes of `x` torch has counted (its version); in inference it counts none."""
-    with Local():
+    with Unheard():
         return 0 if x.is_inference() else x._version
 
 
 def count_writes_of(tensors: Iterable[torch.Tensor]) -> list[int]:
     """`count_writes` of each."""
-    with Local():
+    with Unheard():
         return [0 if x.is_inference() else x._version for x in tensors]
 
 

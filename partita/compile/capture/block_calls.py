@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._C import DisableTorchFunction as Unheard
 from torch._C import DisableTorchFunctionSubclass as Local
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
@@ -31,7 +32,7 @@ from .block_functions import current_modes, dispatch_listeners
 from .block_nodes import LABELS, BackwardBody, add_block_node, block_backward, block_forward
 from .block_tape import MadeTensor, NotABlock, VaryingFloatRead
 from .block_traces import BlockTrace, BlockTracing, differentiate_block, traced_node
-from .capture_context import unprofiled
+from .capture_context import profiled_again, unprofiled
 from .symbolic import BlockNumberRead
 from .traced_tensors import replace_tensor, tensors_of
 
@@ -248,13 +249,13 @@ class _BlockCall:
         return self.calls.make_fakes(nodes, likes)
 
     def note_versions(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Note the versions of tensors that backward may read, for `check_unwritten`."""
-        with Local():
+        """Note the versions of tensors that backward may read, for `_check_unwritten`."""
+        with Unheard():
             self._versions += [(t, t._version) for t in tensors if not t.is_inference()]
 
-    def check_unwritten(self) -> None:
+    def _check_unwritten(self) -> None:
         """Raise NotABlock if a tensor that backward may read was written since."""
-        with Local():
+        with Unheard():
             if any(t._version != version for t, version in self._versions):
                 raise NotABlock(
                     self.trace.kind, "what it takes or gives is written before backward"
@@ -269,12 +270,15 @@ class _BlockCall:
             grads: of the results, in the order of `numbers`.
             trains: for each of `trace.takes`, is its gradient needed?
         """
+        self._check_unwritten()
         trace = self.trace
         given = {n: g for n, g in zip(self.numbers, grads, strict=True) if g is not None}
         key = tuple((n, g.stride(), g.dtype) for n, g in given.items()), trains, current_modes()
         back = trace.backwards.get(key)
         if back is None:
-            back = trace.backwards[key] = self.calls.trace_backward(trace, given, trains)
+            # A custom function of the user's may go backward in it.
+            back = profiled_again(self.calls.trace_backward, trace, given, trains)
+            trace.backwards[key] = back
         cotangents = [traced_node(g, trace.kind) for g in given.values()]
         args = back, self.node, *cotangents
         _, nodes = add_block_node(self.calls.recorder, block_backward, args, back.gradients)
@@ -301,9 +305,8 @@ class _BlockFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         if torch.is_grad_enabled():
             raise NotABlock(ctx.call.trace.kind, "its gradients are differentiated again")
-        ctx.call.check_unwritten()
         _ = ctx.saved_tensors
-        return None, *ctx.call.backward(grads, ctx.needs_input_grad[1:])
+        return None, *unprofiled(ctx.call.backward, grads, ctx.needs_input_grad[1:])
 
 
 def _admit_in_block(wire: TraceWire, value: torch.Tensor) -> bool:
@@ -316,7 +319,7 @@ def _admit_in_block(wire: TraceWire, value: torch.Tensor) -> bool:
 
 def _has_hooks(t: torch.Tensor) -> bool:
     """Private torch: where a tensor keeps its hooks."""
-    with Local():
+    with Unheard():
         after = getattr(t, "_post_accumulate_grad_hooks", None)
         return bool(t._backward_hooks) or bool(after)
 

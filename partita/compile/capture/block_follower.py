@@ -87,6 +87,7 @@ class BlockFollower(TorchFunctionMode):
         self.taken, self.labels = self._writer.taken, self._writer.labels
         self._stand_ins: dict[int, FakeTensor] = {}
         self._position = 0
+        self._compared = 0  # tensors from outside, with those of the candidates
         self.tape: BlockTape | None = None
         self.traced_taken: list[torch.Tensor] = []
         self.traced_made: list[torch.Tensor] = []
@@ -194,7 +195,7 @@ class BlockFollower(TorchFunctionMode):
         """
         if self.tape is not None:
             return None
-        described_now = self._writer.describe_taken()
+        compared, described = self._compared, self._writer.describe_taken()
         matching: list[BlockTape] = []
         matched: TapedCall | None = None
         for tape in self._candidates:
@@ -207,12 +208,12 @@ class BlockFollower(TorchFunctionMode):
                 and taped.operands == call.operands
                 and (result is None or taped.result == result)
                 and (matched is None or taped.result == matched.result)
-                and tape.taken[: len(described_now)] == described_now
+                and tape.taken[compared : len(described)] == described[compared:]
             ):
                 matching.append(tape)
                 matched = matched or taped
         if matched is not None:
-            self._candidates = matching
+            self._candidates, self._compared = matching, len(described)
             self._position += 1
             self.operands.append(call.operands)
         return matched

@@ -215,13 +215,10 @@ def find_late(graph: fx.Graph, operands: int) -> set[fx.Node]:
 # -- the graph of a step ---------------------------------------------------------------------------
 
 
-def outline_blocks(
-    step: fx.GraphModule, least: int, equal: Sequence[Sequence[int]] = ()
-) -> fx.GraphModule | None:
-    """A traced step with its blocks outlined, of the same inputs and outputs; None where it is
-    better inlined.
+def outline_blocks(step: fx.GraphModule, least: int, equal: Sequence[Sequence[int]] = ()) -> bool:
+    """Outline the blocks of a traced step; returns whether there are any that can be.
 
-    Structures that have to be are inlined in `step`.
+    Structures that have to be are inlined.
 
     Args:
         least: the nodes that the inlined graph must have for blocks to be outlined.
@@ -235,18 +232,19 @@ def outline_blocks(
         body: Any = node.args[0]
         size += len(body.forward if node.target is block_forward else body.nodes)
     if size < least:
-        return None
+        return False
     outlining = _Outlining(step, equal)
     outlined = [t for t in traces if outlining.can_outline(t)]
     inline_blocks(graph, [t for t in traces if t not in outlined])
     while outlined:
         try:
-            return outlining.outline()
+            outlining.outline()
+            return True
         except _NoProgram as unsure:
             inline_blocks(graph, [unsure.trace])
             outlined.remove(unsure.trace)
             outlining = _Outlining(step, equal)
-    return None
+    return False
 
 
 class _NoProgram(Exception):
@@ -331,35 +329,32 @@ class _Outlining:
 
     # -- the outer graph ---------------------------------------------------------------------------
 
-    def outline(self) -> fx.GraphModule:
-        """The outer graph.
+    def outline(self) -> None:
+        """Make the step's graph the outer graph.
 
         Raises:
-            _NoProgram: a structure cannot be outlined after all.
+            _NoProgram: a structure cannot be outlined after all; the graph is as it was.
         """
         step = self.step.graph
         forwards = (n for n in calls_of_blocks(step) if n.target is block_forward)
         self._traces: set[Any] = {n.args[0] for n in forwards}
         self._live = self._find_live_nodes()
         self._outer = self._find_outer_nodes()
-        graph, of = fx.Graph(), dict[fx.Node, fx.Node]()
-        for node in step.nodes:
-            if node not in self._outer:
-                continue
+        calls = [n for n in calls_of_blocks(step) if n in self._outer]
+        programs = {n: self._program_of(n) for n in calls if n.target is block_forward}
+        inner = [n for n in step.nodes if n not in self._outer]
+        for node in calls:
+            operands: Any = node.args
             if node.target is block_forward:
-                program, free, _ = self._program_of(node)
-                numbers = _add_numbers(graph, node)
-                taken = [of[n] for n in node.args[2:]]
-                args = (program, (), *taken, *numbers, *(of[n] for n in free))
-            elif node.target is block_backward:
-                program, _, free = self._program_of(node.args[1])  # type: ignore[arg-type]
-                args = (program, *(of[n] for n in (*node.args[1:], *free)))
+                program, free, _ = programs[node]
+                operands = ((), *operands[2:], *_add_numbers(step, node), *free)
             else:
-                of[node] = copy_node(graph, node, of.__getitem__)
-                continue
-            of[node] = made = add_call(graph, node.target, args)
-            made.meta = dict(node.meta)
-        return lazy_graph_module(self.step, graph)
+                program, _, free = programs[operands[1]]
+                operands = (*operands[1:], *free)
+            part: Any = program
+            node.args = (part, *operands)
+        for node in reversed(inner):
+            step.erase_node(node)
 
     def _find_outer_nodes(self) -> set[fx.Node]:
         """The nodes that are of no block; also those of a trace that others read, as a rank's
@@ -473,13 +468,14 @@ def _can_take_tensors(node: fx.Node) -> bool:
 
 
 def _add_numbers(graph: fx.Graph, call: fx.Node) -> list[fx.Node]:
-    """Add the varying floats of a `block_forward` node to a graph, as tensors of no dimension."""
+    """Add the varying floats of a `block_forward` node before it, as tensors of no dimension."""
     trace, floats, *_ = call.args
     found = []
-    for node, value in zip(trace.numbers, floats, strict=True):  # type: ignore[union-attr, arg-type]
-        made = add_call(graph, _SCALAR, (value,), {"dtype": torch.float64, "device": HOST})
-        made.meta = {"val": value_of_input(node.meta["val"]), NOTE: note_of(call)}
-        found.append(made)
+    with graph.inserting_before(call):
+        for node, value in zip(trace.numbers, floats, strict=True):  # type: ignore[union-attr, arg-type]
+            made = add_call(graph, _SCALAR, (value,), {"dtype": torch.float64, "device": HOST})
+            made.meta = {"val": value_of_input(node.meta["val"]), NOTE: note_of(call)}
+            found.append(made)
     return found
 
 

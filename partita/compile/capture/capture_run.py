@@ -34,7 +34,13 @@ from ..program import Input
 from .answers import AskedQuestions, Guesses, gate_writes, predict_answer
 from .block_calls import BlockCalls
 from .block_choice import BlockChoice, BlocksTraced
-from .block_programs import Structures, count_blocks, inline_blocks, outline_blocks
+from .block_programs import (
+    Structures,
+    count_blocks,
+    inline_block_programs,
+    inline_blocks,
+    outline_blocks,
+)
 from .block_updates import BlockUpdates
 from .capture_checks import check_arguments, check_constants, check_operators, check_truth
 from .capture_context import compiling, hidden_from_watchers, lstm_as_calls, slots_swapped
@@ -148,28 +154,26 @@ class CaptureRun:
         check_constants(made.graph)
         check_operators(made.graph)
         structures = count_blocks(made.graph)
-        if (program := self._outline_program(made, structures)) is None:
+        if not self._outline_blocks(made):
             inline_blocks(made.graph)
+        try:
+            program = self._make_program(made, structures)
+        except UnsureOfWrites:
+            inline_block_programs(made.graph)
             program = self._make_program(made, structures)
         self.numbers.env.forget()
         return program
 
-    def _outline_program(
-        self, made: fx.GraphModule, structures: Structures
-    ) -> CapturedProgram | None:
-        """The program in which blocks stand as calls; None where they have to be inlined, or where
-        the step has read marks."""
+    def _outline_blocks(self, made: fx.GraphModule) -> bool:
+        """Have blocks stand as calls in a traced graph; False where they have to be inlined."""
         if self._blocks.outline_above is None or self.outputs.seeds or self.questions.values:
-            return None
+            return False
         try:
             with self.inputs.mode:
                 equal = places_of_equal(self.inputs.all, self._equal_counts)
-                outlined = outline_blocks(made, self._blocks.outline_above, equal)
-            if outlined is None:
-                return None
-            return self._make_program(outlined, structures)
+                return outline_blocks(made, self._blocks.outline_above, equal)
         except UnsureOfWrites:
-            return None
+            return False
 
     def _make_program(self, made: fx.GraphModule, structures: Structures) -> CapturedProgram | None:
         """The program of a traced graph; None where the step has read marks.

@@ -78,6 +78,8 @@ def tensors_in(value: Any) -> Sequence[torch.Tensor]:
         return (value,)
     if value is None or isinstance(value, (int, float, str)):
         return ()
+    if type(value) in (list, tuple) and all(isinstance(t, torch.Tensor) for t in value):
+        return value  # type: ignore[no-any-return]
     return [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
 
 

@@ -71,7 +71,8 @@ def share_equal_counts(graph: fx.Graph, equal: Sequence[Sequence[fx.Node]]) -> N
     """
     for first, *others in equal:
         for other in others:
-            other.replace_all_uses_with(first, _is_scalar_call)
+            if any(map(_is_scalar_call, other.users)):
+                other.replace_all_uses_with(first, _is_scalar_call)
     known: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
         if not _is_scalar_call(node):

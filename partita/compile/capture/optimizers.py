@@ -230,7 +230,7 @@ class CapturedOptimizers:
             if HERE.recorder is recorder:
                 recorder.updating = True
                 if _is_of_torch(optimizer):
-                    _check_state_is_apart(optimizer)
+                    HERE.unheard(_check_state_is_apart, optimizer)
                 recorder.exact = self._kept if _is_of_torch(optimizer) else None
                 if not updates.has_blocks:
                     self._counts += widen_counts(optimizer.state.values(), self._kept)

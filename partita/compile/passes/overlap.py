@@ -6,7 +6,7 @@ memory stays within a limit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from torch import fx
@@ -25,6 +25,7 @@ __all__ = ["overlap"]
 _FEW, _SMALL = 16, 1 << 15
 """A collective of at most so many bytes, made of inputs by at most so many calls, begins with the
 step: as one that counts the targets of a batch."""
+_NOTHING: Set[int] = frozenset()
 _ROOM = 1.05
 """How far prefetching may raise the predicted peak, inputs included."""
 
@@ -64,16 +65,20 @@ class _Order:
         self.place = {node: i for i, node in enumerate(self.nodes)}
         self._storages = storages_of(program)
         self.reads = {node: self._read_by(node) for node in self.nodes}
+        self._made = {n: self._storages.made_by(n) for n in self._storages.of}
         self._last = {s: node for node in self.nodes for s in self.reads[node]}
         self._live, self._peak = self._simulate_memory(self.nodes, 0, self._last)
 
-    def _read_by(self, node: fx.Node) -> set[int]:
+    def _read_by(self, node: fx.Node) -> Set[int]:
         """The storages that must be allocated when a node runs."""
         reads = node.all_input_nodes
+        if not reads:
+            return _NOTHING
         # A collective reads its operand until it is waited for; an all-reduce reads a copy.
         if node.target is WAIT and reads[0].target is not ALL_REDUCE:
             reads = [*reads, *reads[0].all_input_nodes]
-        return {s for read in reads for s in self._storages.of[read]}
+        of = self._storages.of
+        return {s for read in reads for s in of[read]}
 
     def written_by(self, node: fx.Node) -> tuple[int, ...]:
         """The storages that a node writes."""
@@ -95,7 +100,7 @@ class _Order:
         before, most = [], live
         for node in nodes:
             before.append(live)
-            for s in found.made_by(node) if node in found.of else ():
+            for s in self._made.get(node, ()):
                 live += nbytes[s]
             most = max(most, live + found.passing.get(node, 0))
             for s in self.reads[node]:

@@ -6,7 +6,8 @@ What does a compiled step cost, over the same compute without communication, and
              parallel by partita (eager and compiled), DDP, FSDP2 (eager and compiled) and
              SimpleFSDP (a parametrization that gathers, compiled); all in turn in one run
     small    D=64, two layers, ZeRO-3 over one process that trains on the full batch
-    tiny     4 blocks of d=16 on a fake group: what a step costs where there is little to compute
+    tiny     4 blocks of d=16 on a fake group: what a step costs where there is little to compute;
+             called once in its turn, and ten times in a row
     guards   what share of a call it takes to look at what the step read of Python (and, beside it,
              at tensors and arguments too): a tiny GPT and a Llama of 24 layers, d=256, compiled
     start    a cold store and a warm one: how long until 4 ranks have made their first step
@@ -160,6 +161,10 @@ def _small(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+_IN_A_ROW = 10
+"""Calls of a tiny step that follow each other in one turn."""
+
+
 def _tiny(options: argparse.Namespace) -> dict[str, Any]:
     """One process on a group that carries nothing: what is left is what a step itself costs."""
     import torch.distributed as dist
@@ -177,21 +182,23 @@ def _tiny(options: argparse.Namespace) -> dict[str, Any]:
         step = how(training(zero(copy.deepcopy(base), mesh, stage=stage)))
         return lambda: step(*rows)
 
-    found = in_turns(
-        {
-            "plain PyTorch": lambda: plain(x, y),
-            "partita dp": spread(0),
-            "partita dp compiled": spread(0, pt.compile),
-            "partita zero 3": spread(3),
-            "partita zero 3 compiled": spread(3, pt.compile),
-            "partita zero 3 as a graph": spread(3, lambda step: pt.compile(step, backend="graph")),
-        },
-        rounds=10 * options.rounds,
-        warm=3,
-    )
+    steps = {
+        "plain PyTorch": lambda: plain(x, y),
+        "partita dp": spread(0),
+        "partita dp compiled": spread(0, pt.compile),
+        "partita zero 3": spread(3),
+        "partita zero 3 compiled": spread(3, pt.compile),
+        "partita zero 3 as a graph": spread(3, lambda step: pt.compile(step, backend="graph")),
+    }
+    found = {}
+    for calls, said in (
+        (1, "each called once in its turn"),
+        (_IN_A_ROW, "as a training loop does"),
+    ):
+        found[said] = in_turns(steps, 10 * options.rounds, 3, calls=calls)
+        print(f"\n{TINY}, AdamW, a fake group of 2; {said}: {calls} in a row")
+        print(table(found[said], "plain PyTorch"), flush=True)
     dist.destroy_process_group()
-    print(f"\n{TINY}, AdamW, a fake group of 2")
-    print(table(found, "plain PyTorch"), flush=True)
     return found
 
 

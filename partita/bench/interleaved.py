@@ -83,9 +83,20 @@ def _timed(
 
 
 def in_turns(
-    steps: dict[str, Step], rounds: int, warm: int, together: Callable[[], Any] = lambda: None
+    steps: dict[str, Step],
+    rounds: int,
+    warm: int,
+    together: Callable[[], Any] = lambda: None,
+    calls: int = 1,
 ) -> dict[str, list[float]]:
-    """Seconds of each step, round by round; `together` waits for the other ranks."""
+    """Seconds of each step, round by round.
+
+    Args:
+        warm: steps of each that are not timed.
+        together: waits for the other ranks.
+        calls: how often each is called in its turn, whose mean counts. Called once, a small step
+            finds the processor's caches full of the others' code and data.
+    """
     for step in steps.values():
         for _ in range(warm):
             step()
@@ -96,11 +107,12 @@ def in_turns(
         for name in names[i % len(names) :] + names[: i % len(names)]:
             finish()
             together()
-            start = time.perf_counter()
-            steps[name]()
+            step, start = steps[name], time.perf_counter()
+            for _ in range(calls):
+                step()
             finish()
             together()
-            seconds[name].append(time.perf_counter() - start)
+            seconds[name].append((time.perf_counter() - start) / calls)
     return seconds
 
 

@@ -29,6 +29,7 @@ from .capture.block_programs import BlockProgram, find_late, inline_block_progra
 from .captured_program import CapturedProgram
 from .graph_nodes import copy_graph, lazy_graph_module
 from .passes import run_passes
+from .passes.gathered import is_gather, packing_of
 from .program import Input, Output, Program
 from .section import Section
 
@@ -86,7 +87,8 @@ class _Lowering:
         left_out = _OF_STEP if block.written else (*_OF_STEP, *_OF_STEP_AND_UPDATES)
         run_passes(part, {*self.program.without, *left_out})
         late = find_late(part.graph.graph, block.taken) if block.has_backward else set()
-        outer = sections_of_blocks(part, late, self._sections)
+        packing = [*_find_packing_of_gathers(part.graph.graph)]
+        outer = sections_of_blocks(part, late, packing, self._sections)
         return block.bodies(outer)
 
 
@@ -99,6 +101,14 @@ def _find_read(graph: fx.Graph) -> dict[Any, tuple[set[int], set[int]]]:
         users = (n for n in call.users if n.target is block_output)
         read[call.target is block_backward].update(n.args[1] for n in users)  # type: ignore[misc]
     return found
+
+
+def _find_packing_of_gathers(graph: fx.Graph) -> Iterator[set[fx.Node]]:
+    """For each gather of a block what packs its operand, where that is made of inputs alone."""
+    for node in filter(is_gather, graph.nodes):
+        packing, sources = packing_of(node)
+        if all(source.op != "call_function" for source in sources):
+            yield packing - {node}
 
 
 def _find_equal_operands(

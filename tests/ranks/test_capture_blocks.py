@@ -18,6 +18,7 @@ from partita.compile.capture import block_programs
 from partita.compile.graph import canonical
 from partita.compile.ledger_replay import list_sent_moves
 from partita.compile.node_metadata import note_of
+from partita.compile.passes.gathered import is_gather, only_moves
 from partita.compile.section import call_section, sections_in
 from partita.compile.verify import verify
 from tests.programs import stacks
@@ -999,3 +1000,40 @@ def test_a_section_tells_its_inputs_apart():
     for section in sections_in(step.program.graph.graph):
         given = section.example()
         assert len({x.untyped_storage()._cdata for x in given}) == len(given)
+
+
+class NormedByHand(nn.Module):
+    """A norm that needs no weight, so that it may run before the block is gathered."""
+
+    def __init__(self, number: int):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)
+        return x + self.down(F.relu(self.up(normed.to(x.dtype))))
+
+
+def gathers_while_computing(mesh):
+    """For each gather in the forward of a step in which blocks stay calls: is anything computed
+    while it is under way?"""
+    model = pt.zero(Stack(NormedByHand, 5), mesh, stage=3, precision=torch.bfloat16)
+    train = squares(model, torch.optim.AdamW(model.parameters()))
+    step = pt.compile(train, backend="graph", blocks=True, sections=True)
+    step(pt.distribute_tensor(torch.ones(64, WIDTH), mesh, [pt.Shard(0)]))
+    nodes = [*step.program.graph.graph.nodes]
+    found = []
+    for start, gather in enumerate(nodes):
+        if is_gather(gather) and note_of(gather).phase == "forward":
+            end = min(nodes.index(user) for user in gather.users)
+            found.append(not all(map(only_moves, nodes[start + 1 : end])))
+    return found
+
+
+def test_a_block_that_stays_a_call_is_gathered_while_the_one_before_computes():
+    with pt.ranks(dp=2) as world:
+        of_first, *others = world.run(gathers_while_computing)[0]
+    assert not of_first
+    assert len(others) == 6
+    assert all(others)

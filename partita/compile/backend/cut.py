@@ -11,6 +11,7 @@ import hashlib
 import operator
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -68,18 +69,23 @@ def sections_of(program: Program, always: bool = False, least: int = LEAST) -> S
 
 
 def sections_of_blocks(
-    program: Program, late: Collection[fx.Node], known: dict[Any, Section]
+    program: Program,
+    late: Collection[fx.Node],
+    packing: Sequence[Collection[fx.Node]],
+    known: dict[Any, Section],
 ) -> fx.Graph:
     """The graph of a block's forward and backward, cut at its collectives and between the two.
 
     Args:
         late: the nodes of backward, which no other reads.
+        packing: for each gather the nodes that make its operand of inputs. They are a section of
+            their own, so that the gather may begin before anything else of the block.
         known: the sections of other blocks; new ones are added.
 
     Raises:
         UnsureOfSections: a part gives another what is no tensor, or a view.
     """
-    return _GraphCutter(program, LEAST, late, known).cut_graph().outer.graph
+    return _GraphCutter(program, LEAST, late, packing, known).cut_graph().outer.graph
 
 
 class UnsureOfSections(Exception):
@@ -94,13 +100,16 @@ class _GraphCutter:
         program: Program,
         least: int,
         late: Collection[fx.Node] = (),
+        packing: Sequence[Collection[fx.Node]] = (),
         known: dict[Any, Section] | None = None,
     ):
         self.program, self.least, self.late = program, least, late
         self.storages = storages_of(program)
+        self._packs = {node: i for i, nodes in enumerate(packing) for node in nodes}
         order = with_early_writes(program.graph.graph, self.storages)
         order.sort(key=lambda node: node in late)  # stable
-        self.order = [node for node in order if not self._is_remakeable_view(node)]
+        order = [node for node in order if not self._is_remakeable_view(node)]
+        self.order = self._with_packing_first(order) if packing else order
         self.of: dict[fx.Node, int] = {}  # for each call the number of its part
         self.is_of_block = known is not None
         self.known: dict[Any, Section] = {} if known is None else known
@@ -156,7 +165,10 @@ class _GraphCutter:
             runs[-1].append(node)
         if self.is_of_block:
             for run in runs:
-                yield from self._split_unpacking(run)
+                packing = [n for n in run if n in self._packs]
+                for _, part in groupby(packing, self._packs.__getitem__):
+                    yield [*part]
+                yield from self._split_unpacking(run[len(packing) :])
             return
         keys = [tuple(map(_key_of_call, run)) for run in runs]
         times = Counter(keys)
@@ -165,6 +177,17 @@ class _GraphCutter:
                 yield from self._split_repeats(run)
             elif run:
                 yield run
+
+    def _with_packing_first(self, order: Sequence[fx.Node]) -> list[fx.Node]:
+        """The order in which what packs for gathers comes first between two collectives."""
+        found: list[fx.Node] = []
+        for between, nodes in groupby(order, _stands_between):
+            if between:
+                found += nodes
+            else:
+                last = len(self._packs)
+                found += sorted(nodes, key=lambda n: (n in self.late, self._packs.get(n, last)))
+        return found
 
     def _split_unpacking(self, run: list[fx.Node]) -> Iterator[list[fx.Node]]:
         """A stretch of calls, cut behind those that unpack what was gathered before it.

@@ -22,7 +22,7 @@ from ..graph import is_collective
 from ..node_metadata import note_of
 from ..section import section_of
 
-__all__ = ["GatheredParameter", "Runs", "is_backward", "only_moves", "packing_of"]
+__all__ = ["GatheredParameter", "Runs", "is_backward", "is_gather", "only_moves", "packing_of"]
 
 _PAD = torch.ops.aten.constant_pad_nd.default
 
@@ -57,7 +57,7 @@ class Runs:
 
     def __init__(self, graph: fx.Graph):
         self.place = {node: i for i, node in enumerate(graph.nodes)}
-        self.found = [self._make_gathered_parameter(n) for n in self.place if _is_gather(n)]
+        self.found = [self._make_gathered_parameter(n) for n in self.place if is_gather(n)]
         uses = sorted(
             {(self.place[user], one.block, user) for one in self.found for user in one.users},
             key=lambda use: use[:2],
@@ -113,7 +113,8 @@ def only_moves(node: fx.Node) -> bool:
     return facts.moves or facts.casts
 
 
-def _is_gather(node: fx.Node) -> bool:
+def is_gather(node: fx.Node) -> bool:
+    """Does it gather a parameter of ZeRO's?"""
     note = note_of(node)
     return (
         is_collective(node) and note.kind == "all_gather" and note.reason in ("gather", "regather")

@@ -880,7 +880,7 @@ ASKED_OF_KERNELS = {
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_kernels_that_inductor_shows_to_its_hooks_tell_what_is_asked_of_them():
+def test_kernels_that_inductor_shows_to_its_hooks_tell_what_is_asked_of_them(tmp_path):
     from torch._inductor import config, custom_graph_pass
     from torch._inductor.choices import InductorChoices
     from torch._inductor.virtualized import V
@@ -889,7 +889,7 @@ def test_kernels_that_inductor_shows_to_its_hooks_tell_what_is_asked_of_them():
 
     class Order(base_of_scheduler_passes(custom_graph_pass)):
         def uuid(self):
-            return "partita's contract: order"
+            return f"partita's contract, order, {tmp_path}"  # compiled before, it is asked nothing
 
         def __call__(self, kernels):
             for kernel in kernels:
@@ -906,7 +906,7 @@ def test_kernels_that_inductor_shows_to_its_hooks_tell_what_is_asked_of_them():
 
     class Choices(InductorChoices):
         def uuid(self):
-            return "partita's contract: choices"
+            return f"partita's contract, choices, {tmp_path}"
 
         @staticmethod
         def can_fuse(scheduler, node1, node2, shared_data_score):

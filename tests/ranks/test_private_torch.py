@@ -880,7 +880,10 @@ ASKED_OF_KERNELS = {
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_kernels_that_inductor_shows_to_its_hooks_tell_what_is_asked_of_them(tmp_path):
+def test_kernels_that_inductor_shows_to_its_hooks_tell_what_is_asked_of_them(tmp_path, monkeypatch):
+    monkeypatch.setenv(
+        "TORCHINDUCTOR_CACHE_DIR", str(tmp_path)
+    )  # of code made before none is asked
     from torch._inductor import config, custom_graph_pass
     from torch._inductor.choices import InductorChoices
     from torch._inductor.virtualized import V
@@ -889,7 +892,7 @@ def test_kernels_that_inductor_shows_to_its_hooks_tell_what_is_asked_of_them(tmp
 
     class Order(base_of_scheduler_passes(custom_graph_pass)):
         def uuid(self):
-            return f"partita's contract, order, {tmp_path}"  # compiled before, it is asked nothing
+            return "partita's contract: order"
 
         def __call__(self, kernels):
             for kernel in kernels:
@@ -906,7 +909,7 @@ def test_kernels_that_inductor_shows_to_its_hooks_tell_what_is_asked_of_them(tmp
 
     class Choices(InductorChoices):
         def uuid(self):
-            return f"partita's contract, choices, {tmp_path}"
+            return "partita's contract: choices"
 
         @staticmethod
         def can_fuse(scheduler, node1, node2, shared_data_score):
@@ -930,7 +933,7 @@ def test_kernels_that_inductor_shows_to_its_hooks_tell_what_is_asked_of_them(tmp
         return total + 1, x.cos(), x.sin()
 
     hooks = {"_post_fusion_custom_pass": Order(), "inductor_choices_class": Choices}
-    with config.patch(hooks), config.patch(fx_graph_cache=False):
+    with config.patch(hooks):
         torch.compile(step)(torch.ones(8, 8), torch.ones(8, 8))
     assert gone == [], f"torch {torch.__version__}: {gone}"
     assert {"whether", "vertical", "horizontal"} <= {*asked}

@@ -351,16 +351,17 @@ def lines_that_name_a_device(modules: list[Module]) -> list[str]:
 
 
 def _names_a_device(node: ast.AST) -> bool:
-    """Is it the name of a device or of a backend ("cpu", "cuda:0", "cpu:gloo"), a question which
-    device a tensor is on (`x.is_cuda`), or a call for one (`torch.cuda.device_count()`, `x.cpu()`)?
+    """Is it the name of a device or of a backend ("cpu", "cuda:0", "cpu:gloo"; "CUDA" and
+    `DeviceType.CUDA`, as C++ has them), a question which device a tensor is on (`x.is_cuda`), or a
+    call for one (`torch.cuda.device_count()`, `x.cpu()`)?
 
     Lists of what torch has, `torch.cuda.random` among others, are no decision.
     """
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return " " not in node.value and node.value.split(":")[0] in DEVICES
+        return " " not in node.value and node.value.split(":")[0].lower() in DEVICES
     if isinstance(node, ast.Attribute):
-        is_kind = ast.unparse(node.value) in ("DeviceType", "ProfilerActivity")
-        return is_kind or node.attr in {f"is_{kind}" for kind in DEVICES}
+        in_cpp = node.attr.isupper() and node.attr.lower() in DEVICES
+        return in_cpp or node.attr in {f"is_{kind}" for kind in DEVICES}
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         home = ast.unparse(node.func.value)
         return node.func.attr in DEVICES or home in {f"torch.{kind}" for kind in DEVICES}

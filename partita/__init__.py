@@ -63,8 +63,7 @@ from .tensor import (
     to_torch,
     zeros,
 )
-
-__version__ = "0.2.0"
+from .versions import __version__ as __version__
 
 __all__ = [
     "CacheInfo",

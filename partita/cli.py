@@ -7,9 +7,11 @@ import importlib
 import math
 import os
 import platform
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ from partita.app import (
     verify,
 )
 from partita.app.cache_table import ACTIONS, cache
-from partita.comm.device import HOST, Device, accelerator_names, choose_device
+from partita.comm.device import HOST, Device, accelerator_names, choose_device, explain_no_gpu
 from partita.predict.commands import (
     add_calibrate,
     add_explain,
@@ -43,6 +45,7 @@ from partita.predict.commands import (
 )
 from partita.predict.machine import load_machine
 from partita.report import check_outputs, check_plotly, read_logs, write_report
+from partita.versions import __version__, describe_torch
 
 __all__ = ["BENCHES", "main"]
 
@@ -304,21 +307,40 @@ def _bench(name: str, device: str, arguments: list[str]) -> int:
 
 # -- doctor ---------------------------------------------------------------------------------------
 
+_USES = {
+    "rich": "a bar of `partita train`: pip install partita[train]",
+    "safetensors": "weights of that format: pip install partita[train]",
+    "plotly": "reports as pages: pip install partita[report]",
+}
+"""By the packages that partita works without, what each is for."""
+
+
+def _describe_package(name: str, use: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return f"none: for {use}"
+
 
 def _doctor() -> int:
-    import torch
-
     from .comm.backends.choose import installed_backends
     from .comm.backends.control import can_compare
+    from .tensor.hot_path import IN_C
 
     backends = installed_backends()
+    compiler = os.environ.get("CXX", "g++")
     rows = {
+        "partita": f"{__version__}, {Path(__file__).parent}",
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": describe_torch(),
         "system": platform.platform(terse=True),
         "cores": f"{count_cores()} usable of {os.cpu_count()}",
         "backends": ", ".join(backends) or "none: torch was built without torch.distributed",
-        "gpus": ", ".join(accelerator_names()) or "none",
+        "gpus": ", ".join(accelerator_names()) or f"none: {explain_no_gpu()}",
+        "dispatch": "in C" if IN_C else "in Python, which is slower: the part in C is not built",
+        "compiler": shutil.which(compiler)
+        or f"none: no {compiler}, with which pt.compile makes its kernels on CPUs",
+        **{name: _describe_package(name, use) for name, use in _USES.items()},
         "world": (
             f"rank {os.environ.get('RANK')} of {os.environ['WORLD_SIZE']}"
             if "WORLD_SIZE" in os.environ
@@ -326,5 +348,5 @@ def _doctor() -> int:
         ),
     }
     for name, value in rows.items():
-        print(f"{name:<10}{value}")
+        print(f"{name:<12}{value}")
     return 0 if can_compare() else 1

@@ -6,13 +6,11 @@ import importlib
 import inspect
 import re
 import runpy
-import tomllib
 from pathlib import Path
 
 import pytest
 
 import partita as pt
-from partita.cli import main
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -26,27 +24,6 @@ CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 def test_a_link_of_a_page_leads_to_a_file(page: Path):
     links = LINK.findall(CODE.sub("", page.read_text()))
     assert [link for link in links if not (page.parent / link).exists()] == []
-
-
-TRAIN = {
-    "train.sbatch": {"$SLURM_NNODES": "2", "$RANKS_PER_NODE": "8", "$RUN": "run"},
-    "train.yaml": {},
-}
-
-
-@pytest.mark.parametrize(("name", "values"), TRAIN.items(), ids=TRAIN)
-def test_the_example_of_a_cluster_asks_for_a_run_that_there_is(name, values, capsys):
-    text = (ROOT / "examples/clusters" / name).read_text()
-    for variable, value in values.items():
-        text = text.replace(variable, value)
-    said = text.partition("torchrun")[2].partition("volumeMounts")[0]
-    words = said.replace("\\\n", " ").replace('"', "").split()
-    words = [word for word in words if word != "-"]
-    at = words.index("-m")
-    assert any(word.startswith("--rdzv-endpoint=") for word in words[:at])
-    assert words[at : at + 3] == ["-m", "partita", "train"]
-    assert main(["train", *words[at + 3 :], "--print-config"]) in (None, 0)
-    assert tomllib.loads(capsys.readouterr().out)["mesh"] == "dp=2,tp=8"
 
 
 def test_every_error_is_in_the_catalogue():

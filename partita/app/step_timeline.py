@@ -57,7 +57,10 @@ class StepTimeline:
     @contextmanager
     def measuring(self) -> Iterator[None]:
         """Within, the step runs."""
-        with _without_its_log(), profile(activities=activities_to_profile()) as found:
+        with (
+            _without_its_log(),
+            profile(activities=activities_to_profile(), acc_events=True) as found,
+        ):
             yield
         self.events = _events_of([*found.events()])
 

@@ -22,6 +22,7 @@ from torch import nn
 
 from partita.comm import ControlPlane, Piece, control_plane, user_line
 from partita.comm.device import HOST
+from partita.comm.tensor_bytes import view_bytes
 from partita.tensor.pieces import piece_held
 
 from .checksums import compute_crcs
@@ -34,7 +35,6 @@ from .full_state import (
     remove_tied_names,
 )
 from .mismatches import Loaded, Mismatches, agree_on_mismatches, describe_tensor, find_mismatches
-from .staging import view_bytes
 from .state import open_module, open_state
 
 __all__ = ["load_safetensors", "save_safetensors"]

@@ -9,7 +9,6 @@ asking each other, whose turn it is. Only what a rank writes is copied. Training
 from __future__ import annotations
 
 import copy
-import ctypes
 import hashlib
 import io
 from collections.abc import Mapping
@@ -21,6 +20,7 @@ from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.comm import Piece
 from partita.comm.device import HOST, Device, finish_copies
+from partita.comm.tensor_bytes import view_bytes
 from partita.layout import Replicate
 from partita.tensor import DTensor
 from partita.tensor.checksum import checksum
@@ -29,7 +29,7 @@ from partita.tensor.spec import Spec
 
 from .state import OpenedState, Path
 
-__all__ = ["Memory", "StagedState", "stage_state", "view_bytes"]
+__all__ = ["Memory", "StagedState", "stage_state"]
 
 Memory = dict[str, torch.Tensor]
 """Buffers by name, kept for the next save: new memory costs five times the copy itself."""
@@ -212,13 +212,3 @@ def _canonicalize_value(value: Any) -> str | None:
 def _hash_tensor(x: torch.Tensor) -> str:
     # hashlib releases the interpreter lock: training goes on.
     return hashlib.sha1(view_bytes(x.detach().to(HOST).contiguous())).hexdigest()
-
-
-def view_bytes(x: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU."""
-    size = x.numel() * x.element_size()
-    if size == 0:
-        return memoryview(b"")
-    memory = (ctypes.c_char * size).from_address(x.data_ptr())
-    memory.owner = x  # type: ignore[attr-defined]  # the view keeps the array alive, and that the tensor
-    return memoryview(memory).cast("B")

@@ -10,7 +10,7 @@ In reading order:
   `padded_moves` and `graph_collectives`
 - the record: `ledger`, `source` (the user's line), `checks` (`strict`, `check_ranks`)
 - what ranks compare: `agreement` (text on a mesh) over `control_group`; `control_plane` (values,
-  on all ranks of the job) with `messages`; `capture_barrier`
+  on all ranks of the job) with `messages` and `tensor_bytes`; `capture_barrier`
 - ranks that wait or are gone: `waiting`, `deadlock`, `presence`
 - how a job begins: `init_rendezvous`, `meshes`, `mesh_handle`
 - devices: `device`, `autocast_state`

@@ -21,6 +21,7 @@ from .deadlock import BEGUN, Need
 from .messages import hash_text
 from .presence import describe_process, make_lost_rank_error, remember_processes
 from .source import user_line
+from .tensor_bytes import copy_bytes
 from .waiting import SLICE, timeout_of_job, wait_longer
 
 __all__ = ["ControlGroup"]
@@ -95,7 +96,7 @@ class ControlGroup:
             count = self._name, BEGUN[self._name]
             need = Need(_append_user_line(why), self._ranks, meets=True, count=count)
             wait_longer(work, need, error, deadline)
-        return [out[i].numpy().tobytes() for i in range(len(self._ranks))]
+        return [copy_bytes(row) for row in out.unbind()]
 
     def _make_divergence_error(self, why: str, deadline: float | None) -> LayoutError:
         """The error where ranks come for different reasons; all ranks make this call."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import ctypes
 import os
 import threading
 import warnings
@@ -30,6 +29,7 @@ from .backends.control import world_group
 from .messages import message, pack, unpack
 from .presence import make_lost_rank_error
 from .ranks import RankWire, running_wire
+from .tensor_bytes import copy_bytes
 
 __all__ = ["BackgroundResult", "ControlPlane", "Decide", "control_plane"]
 
@@ -199,7 +199,7 @@ class _OfGroups(ControlPlane):
         dist.gather(_bytes_tensor(mine, longest), rows, dst=0, group=group)
         if rows is None:
             return None
-        return [_bytes_of(r, int(n)) for r, n in zip(rows, sizes, strict=True)]
+        return [copy_bytes(r[: int(n)]) for r, n in zip(rows, sizes, strict=True)]
 
     def _scatter_bytes_from_first(self, group: Any, all_of_them: list[bytes] | None) -> bytes:
         """The bytes that rank 0 has for this rank."""
@@ -213,7 +213,7 @@ class _OfGroups(ControlPlane):
             rows = [_bytes_tensor(one, longest) for one in all_of_them]
         row = torch.empty(longest, dtype=torch.uint8)
         dist.scatter(row, rows, src=0, group=group)
-        return _bytes_of(row, mine)
+        return copy_bytes(row[:mine])
 
 
 def _pack_or_error(mine: Any) -> bytes:
@@ -232,10 +232,6 @@ def _all_packed(answers: Sequence[Any]) -> list[bytes]:
 
 def _bytes_tensor(data: bytes, length: int) -> torch.Tensor:
     return torch.frombuffer(bytearray(data.ljust(length, b"\0")), dtype=torch.uint8)
-
-
-def _bytes_of(row: torch.Tensor, length: int) -> bytes:
-    return ctypes.string_at(row.data_ptr(), length)
 
 
 class _OfOneProcess(ControlPlane):

@@ -29,11 +29,14 @@ __all__ = [
     "choose_device",
     "default_generator",
     "describe_hardware",
+    "explain_no_gpu",
     "finish_copies",
     "generators_in_use",
     "is_of_host",
     "is_seen_by_processes",
+    "keys_of_kernels",
     "kinds_that_cast",
+    "state_of_host_profiler",
 ]
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -207,19 +210,34 @@ def choose_device(asked: str) -> Device:
         raise ValueError(f"--device {asked!r} is none of {', '.join(DEVICES)}")
     has_cuda = torch.cuda.is_available()
     if asked == "cuda" and not has_cuda:
-        built = torch.version.cuda is not None
-        reason = "no GPU is visible to it" if built else "this torch is built without CUDA"
-        raise ValueError(f"--device cuda: {reason}; --device cpu, or auto, runs here")
+        raise ValueError(f"--device cuda: {explain_no_gpu()}; --device cpu, or auto, runs here")
     return Device("cuda" if asked != "cpu" and has_cuda else "cpu")
+
+
+def explain_no_gpu() -> str:
+    """Why there is no CUDA device, where there is none."""
+    built = torch.version.cuda is not None
+    return "no GPU is visible to torch" if built else "this torch is built without CUDA"
+
+
+def _list_kinds() -> list[str]:
+    """The kinds of devices that a tensor may lie on here. A step for "cuda" is captured where there
+    is none, too."""
+    found = torch.accelerator.current_accelerator()
+    kinds = [HOST.type, "cuda"] if found is None else [HOST.type, "cuda", found.type]
+    return [*dict.fromkeys(kinds)]
 
 
 @cache
 def kinds_that_cast() -> tuple[str, ...]:
-    """The kinds of devices that a tensor may lie on here and autocast knows. A step for "cuda" is
-    captured where there is none, too."""
-    found = torch.accelerator.current_accelerator()
-    kinds = (HOST.type, "cuda") if found is None else (HOST.type, "cuda", found.type)
-    return tuple(k for k in dict.fromkeys(kinds) if torch.amp.is_autocast_available(k))
+    """The kinds of devices that a tensor may lie on here and autocast knows."""
+    return tuple(k for k in _list_kinds() if torch.amp.is_autocast_available(k))
+
+
+def keys_of_kernels() -> list[str]:
+    """By what the dispatcher finds the kernels of each kind of device that a tensor may lie on
+    here. Private torch: it has no public name for them."""
+    return [torch._C._dispatch_key_for_device(kind) for kind in _list_kinds()]
 
 
 def default_generator(device: torch.device) -> torch.Generator:
@@ -268,6 +286,11 @@ def activities_to_profile() -> list[ProfilerActivity]:
     """What torch's profiler listens to here: calls of the host, and kernels of a GPU."""
     host = [ProfilerActivity.CPU]
     return [*host, ProfilerActivity.CUDA] if torch.cuda.is_available() else host
+
+
+def state_of_host_profiler() -> Any:
+    """What has torch's older profiler listen to calls of the host alone. Private torch."""
+    return torch.autograd.ProfilerState.CPU  # type: ignore[attr-defined]
 
 
 def is_of_host(event: Any) -> bool:

@@ -23,6 +23,7 @@ from .device import HOST, Device
 from .pending_work import PendingWork, sum_in_rank_order
 from .source import place_of_user, user_line
 from .splits import Splits
+from .tensor_bytes import copy_bytes
 from .transport import Axes
 from .waiting import timeout_of_job
 from .wire import Wire
@@ -227,7 +228,7 @@ class GroupWire(Wire):
         assert self._reading_op is not None
         mine = b""
         if x.nbytes <= _SMALL:
-            mine = x.detach().to(HOST).contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            mine = copy_bytes(x.detach().to(HOST).contiguous())
         told = self.meet_readers(self._reading_op, mine)
         if not mine:
             return None

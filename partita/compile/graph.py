@@ -19,6 +19,7 @@ from torch import fx
 from partita.comm.device import HOST
 from partita.comm.graph_collectives import all_gather, all_to_all
 from partita.comm.ledger import human
+from partita.comm.tensor_bytes import view_bytes
 from partita.tensor.dtensor import short_dtype
 from partita.tensor.spec import Spec
 
@@ -260,6 +261,5 @@ def _format_result(value: Any) -> str:
 def _digest_constant(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return repr(value)
-    plain = value.detach().to(HOST).contiguous()
-    data = plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+    data = view_bytes(value.detach().to(HOST).contiguous())
     return f"{hashlib.sha256(data).hexdigest()[:16]} {list(value.shape)} {value.dtype}"

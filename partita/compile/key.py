@@ -11,19 +11,19 @@ from __future__ import annotations
 import hashlib
 import platform
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 
 import torch
 
 from partita.comm import Wire, gather_texts, user_line
 from partita.layout import Fix, LayoutError
+from partita.versions import __version__
 
 __all__ = ["agree", "digest_of", "key_of", "versions"]
 
 
 def versions() -> list[str]:
     """The versions and the kind of machine, which also decide what is compiled."""
-    return [f"torch {torch.__version__}", f"partita {version('partita')}", platform.machine()]
+    return [f"torch {torch.__version__}", f"partita {__version__}", platform.machine()]
 
 
 def key_of(lines: Sequence[str]) -> str:

@@ -17,6 +17,8 @@ import torch
 from torch._C import DisableTorchFunction  # type: ignore[attr-defined]  # for modes, too
 from torch._C import _is_torch_function_enabled as _global_view
 
+from partita.comm.device import keys_of_kernels
+
 from .arguments import read_number
 from .dtensor import DTensor
 from .spec import ON_NEW_SPEC, Spec
@@ -58,7 +60,7 @@ def _install_read_kernels(spec: Spec) -> None:
         library = torch.library.Library("aten", "IMPL")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch says that there was a kernel before
-            for key in ("CPU", "CUDA"):
+            for key in keys_of_kernels():
                 if torch._C._dispatch_has_kernel_for_dispatch_key(_OPERATOR, key):
                     library.impl("_local_scalar_dense", _read_scalar, key, allow_override=True)
         installed_libraries.append(library)

@@ -13,8 +13,7 @@ runs the region once and marks it; what is made again in backward is then chosen
 keeps what was drawn.
 
 Private torch: there is no public way to either. `checkpoint` makes a `_CheckpointFrame`, and calls
-the two functions that are replaced below by their names, of which one was another before torch
-2.14.
+the two functions that are replaced below by their names.
 """
 
 from __future__ import annotations
@@ -28,13 +27,15 @@ import torch.utils.checkpoint as torchs
 from torch._C import DisableTorchFunctionSubclass as Local
 from torch.utils.checkpoint import _CheckpointFrame
 
+from partita.versions import frames_hold_inputs, name_of_checkpoint_generator
+
 from .dtensor import DTensor, tagged
 from .watch import HERE
 
 __all__ = ["BEGINS"]
 
 
-_Frame: Any = _CheckpointFrame  # of which torch 2.11 lacks the two methods
+_Frame: Any = _CheckpointFrame
 
 
 def _compare_pieces() -> None:
@@ -71,14 +72,13 @@ def _describe_piece(describe: Any, x: torch.Tensor) -> Any:
 
 
 _compare_pieces()
-if hasattr(_Frame, "save_inputs") and hasattr(_Frame, "get_inputs"):
+if frames_hold_inputs(_Frame):
     _keep_layouts()
 
 
 # -- in a captured step ----------------------------------------------------------------------------
 
-_CHECKPOINT = "_checkpoint_without_reentrant_generator"
-BEGINS = f"{_CHECKPOINT}_impl" if hasattr(torchs, f"{_CHECKPOINT}_impl") else _CHECKPOINT
+BEGINS = name_of_checkpoint_generator(torchs)
 """The name of what `checkpoint` calls before and after a function that it will run again."""
 _begin = getattr(torchs, BEGINS)
 

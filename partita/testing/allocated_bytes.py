@@ -49,7 +49,9 @@ def counts_of(step: Callable[[], Any]) -> int:
     """`counted`, of one run on the CPU."""
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found, _waiting_long():
+    host = [ProfilerActivity.CPU]
+    # `acc_events`: torch 2.12 warns without it, though there is one cycle.
+    with profile(activities=host, profile_memory=True, acc_events=True) as found, _waiting_long():
         step()
     events = found.profiler.kineto_results.events()
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")

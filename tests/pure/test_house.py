@@ -81,6 +81,8 @@ def test_what_depends_on_a_device_is_decided_in_one_place(house, modules):
         "n = torch.cuda.device_count()",
         "y = x.detach().cpu()",
         "kinds = [ProfilerActivity.CUDA]",
+        "state = torch.autograd.ProfilerState.CPU",
+        'library.impl(name, kernel, "CUDA")',
         'mesh = f"cuda:{n}", "cpu:gloo"',
     )
     lines = ['"""On "cpu"."""', *decided, "homes = (torch.random, torch.cuda.random)"]

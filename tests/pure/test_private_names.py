@@ -106,7 +106,7 @@ def test_a_name_that_is_gone_is_found():
 
 _OURS = frozenset(
     """_input_specs _output_specs _saved_specs _layouts _from_verdict _partita_equal_calls
-    _partita_own _partita_usual""".split()
+    _partita_own _partita_usual _zero""".split()
 )
 """Which the package itself sets on objects of others."""
 _OF_OTHERS = frozenset("_fields _init_weights _reset_parameters".split())
@@ -195,7 +195,8 @@ def _own_attributes(tree: ast.Module) -> Iterator[str]:
 
 
 def _attributes_of_objects(tree: ast.Module) -> Iterator[str]:
-    """The private attributes that a file reads of objects, as `x._y` or `getattr(x, "_y")`."""
+    """The private attributes that a file reads of objects, as `x._y`, `getattr(x, "_y")` or
+    `vars(x)["_y"]`."""
     known = _modules_of_python(tree) | _aliases_of_torch(tree)
     for node in ast.walk(tree):
         match node:
@@ -206,6 +207,12 @@ def _attributes_of_objects(tree: ast.Module) -> Iterator[str]:
                     yield name
             case ast.Call(
                 ast.Name("getattr" | "hasattr" | "setattr"), [_, ast.Constant(str(name)), *_]
+            ):
+                yield name
+            case ast.Subscript(_, ast.Constant(str(name))):  # of an object's `__dict__`
+                yield name
+            case ast.Call(
+                ast.Attribute(_, "get" | "pop" | "setdefault"), [ast.Constant(str(name)), *_]
             ):
                 yield name
 

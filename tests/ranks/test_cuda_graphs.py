@@ -114,6 +114,37 @@ def test_a_recorded_step_trains_as_it_did_with_other_batches_rates_and_draws(dro
     assert fast.is_recorded and PlayedRecording.made == 1 and len(fast.reasons) == 1
 
 
+class Blocks(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        built = (torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(6))
+        self.blocks = torch.nn.ModuleList(built)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize(
+    "options", [{"blocks": True}, {"sections": True}, {"blocks": True, "sections": True}], ids=str
+)
+def test_a_recorded_step_of_alike_blocks_trains_as_eager_does(options, remat):
+    found = []
+    for is_recorded in (False, True):
+        model = Blocks()
+        if remat and is_recorded:
+            pt.remat(model, blocks=list(model.blocks))
+        step, _ = training(model)
+        fast = recorded(step, **options) if is_recorded else step
+        losses = [fast(*batch).item() for batch in batches(4)]
+        found.append((losses, [p.detach().clone() for p in model.parameters()]))
+    torch.testing.assert_close(found[1], found[0])
+    assert fast.is_recorded and PlayedRecording.made == 1
+
+
 def test_a_step_is_recorded_in_its_second_call_and_runs_no_python_from_the_third_on():
     step, _ = training(model_of())
     fast = recorded(step)

@@ -17,6 +17,7 @@ import sys
 import types
 import weakref
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -60,6 +61,7 @@ from partita.tensor.engine import (
     saving_hooks,
 )
 from partita.tensor.torch_checkpoint import BEGINS
+from partita.versions import base_of_scheduler_passes
 from tests.gloo.launch import run_ranks
 
 
@@ -860,3 +862,109 @@ def test_settings_of_inductor_that_are_set_are_there():
     known = config.save_config_portable() | vars(config)
     gone = [n for n in names if n not in known and n not in config._config]
     assert gone == [], f"torch {torch.__version__}: Inductor has no setting {gone}"
+
+
+ASKED_OF_KERNELS = {
+    "a kernel": (
+        lambda kernel: kernel,
+        "get_nodes get_buffer_names get_outputs is_reduction is_extern read_writes "
+        "unmet_dependencies",
+    ),
+    "what it reads and writes": (lambda kernel: kernel.read_writes, "reads writes"),
+    "a result of it": (lambda kernel: kernel.get_outputs()[0], "users get_mutations"),
+    "who reads that": (lambda kernel: kernel.get_outputs()[0].users[0], "get_name"),
+    "a part of it": (lambda kernel: kernel.get_nodes()[0].node, "get_origins"),
+}
+"""By what Inductor's hooks are shown, where it is, and the attributes that are asked of it."""
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_kernels_that_inductor_shows_to_its_hooks_tell_what_is_asked_of_them(tmp_path, monkeypatch):
+    monkeypatch.setenv(
+        "TORCHINDUCTOR_CACHE_DIR", str(tmp_path)
+    )  # of code made before none is asked
+    from torch._inductor import config, custom_graph_pass
+    from torch._inductor.choices import InductorChoices
+    from torch._inductor.virtualized import V
+
+    gone, asked, ends, sizes, inputs, origins = [], [], set(), [], [], []
+
+    class Order(base_of_scheduler_passes(custom_graph_pass)):
+        def uuid(self):
+            return "partita's contract: order"
+
+        def __call__(self, kernels):
+            for kernel in kernels:
+                for what, (find, names) in ASKED_OF_KERNELS.items():
+                    gone.extend(
+                        f"{what}: {n}" for n in names.split() if not hasattr(find(kernel), n)
+                    )
+                ends.update(u.get_name() for b in kernel.get_outputs() for u in b.users)
+                inputs.extend(n for b in kernel.get_outputs() for n in b.get_mutations())
+                origins.extend(o.name for p in kernel.get_nodes() for o in p.node.get_origins())
+            assert {*inputs} <= {*V.graph.graph_inputs}
+            assert {*origins} <= {n.name for n in V.graph.module.graph.nodes}
+            return kernels
+
+    class Choices(InductorChoices):
+        def uuid(self):
+            return "partita's contract: choices"
+
+        @staticmethod
+        def can_fuse(scheduler, node1, node2, shared_data_score):
+            asked.append("whether")
+            sizes.extend(scheduler.dep_size_hint(d) for d in node1.read_writes.reads)
+            return InductorChoices.can_fuse(scheduler, node1, node2, shared_data_score)
+
+        @staticmethod
+        def can_fuse_vertical(scheduler, node1, node2, shared_data_score):
+            asked.append("vertical")
+            return InductorChoices.can_fuse_vertical(scheduler, node1, node2, shared_data_score)
+
+        @staticmethod
+        def can_fuse_horizontal(scheduler, node1, node2, shared_data_score):
+            asked.append("horizontal")
+            return InductorChoices.can_fuse_horizontal(scheduler, node1, node2, shared_data_score)
+
+    def step(x, y):
+        total = (x * 2).sum(0)
+        y.add_(x @ x)
+        return total + 1, x.cos(), x.sin()
+
+    hooks = {"_post_fusion_custom_pass": Order(), "inductor_choices_class": Choices}
+    with config.patch(hooks):
+        torch.compile(step)(torch.ones(8, 8), torch.ones(8, 8))
+    assert gone == [], f"torch {torch.__version__}: {gone}"
+    assert {"whether", "vertical", "horizontal"} <= {*asked}
+    assert "OUTPUT" in ends and inputs and origins
+    assert sizes and all(isinstance(size, int) for size in sizes)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_kernel_in_cpp_is_a_function_of_a_module_that_its_file_loads_again(tmp_path):
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+    made, compile = [], AsyncCompile.cpp_pybinding
+
+    def note(self, argtypes, source, *more):
+        made.append((compile(self, argtypes, source, *more), more))
+        return made[-1][0]
+
+    AsyncCompile.cpp_pybinding = note
+    try:
+        x = torch.arange(4.0)
+        torch.compile(lambda x: x.sin() + 1)(x)
+    finally:
+        AsyncCompile.cpp_pybinding = compile
+    ((kernel, more),) = made
+    assert more == ()
+    kernel = kernel.result() if hasattr(kernel, "result") else kernel
+    copied = tmp_path / "partita_copied.so"
+    copied.write_bytes(Path(kernel.__self__.__file__).read_bytes())
+    again = CppPythonBindingsCodeCache._load_library(str(copied), "partita_copied").kernel
+    out = torch.zeros(4)
+    again(x, out)
+    torch.testing.assert_close(out, x.sin() + 1)

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+from partita.versions import INPUT_CHECK
 
 __all__ = [
     "align",
@@ -37,7 +38,6 @@ _LINES = {
         "from partita.compile.backend.artifact_slimming import align\n"
     ),
 }
-_CHECK_OF_INPUT = re.compile(r"^ +assert_size_stride\(\w+, .*, 'input'\)\n", re.MULTILINE)
 _TEXTS = ("runnable_graph_str", "inductor_post_grad_graph_str")
 
 
@@ -61,7 +61,7 @@ def remove_input_checks(saved: bytes) -> bytes:
     """A saved result whose code does not check the shapes and strides of its inputs."""
     entry, *rest = pickle.loads(saved)
     code = entry.compiled_fw.result
-    code.source_code = _CHECK_OF_INPUT.sub("", code.source_code)
+    code.source_code = INPUT_CHECK.sub("", code.source_code)
     return pickle.dumps((entry, *rest))
 
 

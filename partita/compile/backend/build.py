@@ -12,12 +12,12 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from importlib.metadata import version
 from typing import Any
 
 import torch
 
 from partita.comm import Wire
+from partita.versions import __version__
 
 from ..graph_nodes import checks_value
 from ..memory.codegen_memory import memory_of_sections
@@ -105,7 +105,7 @@ def _describe_build(program: Program, what: str) -> dict[str, Any]:
         "program": program.key,
         "nodes": len(program.graph.graph.nodes),
         "torch": torch.__version__,
-        "partita": version("partita"),
+        "partita": __version__,
         "python": platform.python_version(),
         "processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
         "system": sys.platform,

@@ -81,9 +81,11 @@ _aten = torch.ops.aten
 _FORMAT = 4  # of a payload
 # Files that decide what is compiled of a graph, and the schedule of its memory.
 _FILES_OF_COMPILER = (
-    *("backend/inductor.py", "backend/constants.py", "backend/artifact_slimming.py"),
-    *("backend/inductor_scheduling.py", "ordering.py"),
-    *("memory/codegen_memory.py", "memory/workspace.py", "backend/sections.py", "backend/cut.py"),
+    "versions.py",
+    "compile/ordering.py",
+    *(f"compile/memory/{name}.py" for name in ("codegen_memory", "workspace")),
+    *(f"compile/backend/{name}.py" for name in ("artifact_slimming", "constants", "cut")),
+    *(f"compile/backend/{name}.py" for name in ("inductor", "inductor_scheduling", "sections")),
 )
 # Settings of where and how fast something is compiled, which do not change the code.
 _IRRELEVANT_SETTINGS = re.compile(
@@ -239,7 +241,7 @@ def digest_of_compiler(devices: set[torch.device]) -> str:
 
 
 def _digest_of_file(name: str) -> str:
-    return hashlib.sha256(pkgutil.get_data("partita.compile", name) or b"").hexdigest()
+    return hashlib.sha256(pkgutil.get_data("partita", name) or b"").hexdigest()
 
 
 def _find_cpu_features() -> str:

@@ -20,6 +20,8 @@ from torch import fx
 from torch._inductor import custom_graph_pass as torchs
 from torch._inductor.choices import InductorChoices
 
+from partita.versions import base_of_scheduler_passes
+
 from ..node_metadata import note_of
 from ..ordering import behind_needs
 
@@ -104,8 +106,7 @@ def _marks_of_kernel(node: Any) -> set[str]:
 
 # -- the order of fused kernels --------------------------------------------------------------------
 
-# Torch 2.11 has no class of its own for a pass over fused kernels, and takes any graph pass.
-_Pass: Any = getattr(torchs, "CustomSchedulerPass", torchs.CustomGraphPass)
+_Pass: Any = base_of_scheduler_passes(torchs)
 
 
 class InOrder(_Pass):  # type: ignore[misc]

@@ -137,8 +137,7 @@ def make_fake(mode: FakeTensorMode, meta: torch.Tensor, device: torch.device) ->
     is_unsure = device.index is None and device not in (HOST, _META)  # torch asks which is current
     if FakeTensorConfig.debug or is_unsure or (device == _META and not mode.allow_meta):
         return FakeTensor(mode, meta, device)
-    attributes = _attributes_of_fakes(device)
-    device = attributes["_fake_device"]
+    attributes, device = _attributes_of_fakes(device)
     fake: FakeTensor = torch.Tensor._make_subclass(  # type: ignore[attr-defined]
         FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device
     )
@@ -171,11 +170,11 @@ def make_distinct(value: Any, known: set[int]) -> Any:
 
 
 @lru_cache
-def _attributes_of_fakes(device: torch.device) -> dict[str, Any]:
-    """The attributes that torch gives each new fake of a device."""
+def _attributes_of_fakes(device: torch.device) -> tuple[dict[str, Any], torch.device]:
+    """The attributes that torch gives each new fake of a device, and the device with its index."""
     with _building():
         fake = FakeTensor(FakeTensorMode(), torch.empty(0, device="meta"), device)
-    return dict(fake.__dict__)
+    return dict(fake.__dict__), fake.fake_device
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from partita.comm import Wire
-from partita.comm.device import Device
+from partita.comm.device import Device, state_of_host_profiler
 from partita.comm.graph_collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, all_gather
 from partita.tensor.op_facts import facts_of
 
@@ -125,9 +125,9 @@ def _measure_peak(call: Callable[[], Any]) -> int:
 
 
 def _legacy_config() -> Any:
-    """The configuration of a profiler of memory on the CPU alone."""
+    """The configuration of a profiler of the host's memory alone."""
     inner = torch._C._profiler._ExperimentalConfig()
-    state = torch.autograd.ProfilerState.CPU  # type: ignore[attr-defined]
+    state = state_of_host_profiler()
     return torch.autograd.ProfilerConfig(state, False, True, False, False, False, inner)  # type: ignore[attr-defined]
 
 

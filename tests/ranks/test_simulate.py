@@ -24,6 +24,7 @@ from partita.predict.machine import (
     load_machine,
     shipped_machines,
 )
+from partita.predict.simulate import capture_model, simulate_program
 from partita.predict.strategy import MODELS, Strategy
 
 MACHINES = Path(__file__).parents[2] / "partita/predict/machines"
@@ -315,6 +316,37 @@ def test_what_was_measured_prices_a_step_and_the_roofline_the_rest():
                 continue
         if event.kind in ("matmul", "reduce_scatter"):
             assert event.seconds == before[event.name].seconds
+
+
+def test_where_links_take_the_processor_a_sum_is_waited_for_where_it_is_read():
+    # A message lasts 1000 s, a byte 1 s: of a sum the bytes stop the processor, not the messages.
+    slow = {"host": Link(1e3, 1.0), "network": Link(1e3, 1.0), "overlaps": False}
+    slow["kernel_seconds"] = 1e6  # so that any kernel between issue and wait lasts longer
+    machine = dataclasses.replace(UNIT, **slow)
+    asked = Strategy(zero=0, remat=False, layers=1, context=16, precision="float32")
+    program, _ = capture_model("gpt", {"dp": 2}, asked)
+    found = simulate_program(program, {"dp": 2}, machine)
+    kernels = {e.name: e for e in found.events if e.stream == "compute"}
+    nodes = [*program.flat().graph.graph.nodes]
+    exposed, under_way = 0.0, 0
+    for event in (e for e in found.events if e.kind == "all_reduce"):
+        at = next(i for i, n in enumerate(nodes) if n.name == event.name)
+        (wait,) = nodes[at].users
+        meanwhile = [n.name for n in nodes[at : nodes.index(wait)] if n.name in kernels]
+        following = next((kernels[n.name] for n in nodes[at:] if n.name in kernels), None)
+        stopped = (found.seconds if following is None else following.start) - event.start
+        assert stopped == pytest.approx(event.nbytes if meanwhile else event.seconds)
+        under_way += bool(meanwhile)
+        exposed += 0.0 if meanwhile else event.seconds - event.nbytes
+    assert under_way and sum(found.exposed.values()) == pytest.approx(exposed)
+
+
+def test_a_step_is_done_when_the_slowest_rank_is():
+    late = dataclasses.replace(UNIT, overlaps=False, straggling=0.5)
+    found = pt.simulate(*_dry(3), machine=late)
+    last = max(e.start + e.seconds for e in found.events if e.stream == "dp")
+    after = sum(e.seconds for e in found.events if e.stream == "compute" and e.start >= last)
+    assert after > 0 and found.seconds == pytest.approx(last + 1.5 * after)
 
 
 def test_time_is_what_computes_and_what_is_exposed():

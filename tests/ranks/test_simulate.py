@@ -12,6 +12,7 @@ import torch
 
 import partita as pt
 from partita.bench.published import RUNS, tune_matmul
+from partita.compile.memory.storages import scheduled
 from partita.layout import LayoutError
 from partita.predict.calibrate import machine_toml
 from partita.predict.collective_time import collective_bytes, collective_seconds
@@ -370,6 +371,47 @@ def test_the_peak_is_that_of_the_schedule_and_its_classes_make_it_up():
     assert found.classes["weights"] == sum(
         held.nbytes for held in step.memory.held if held.kind == "parameter"
     )
+
+
+class PartlyUsed(torch.nn.Module):
+    """A layer, one that nothing calls, and a buffer that nothing reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = torch.nn.Linear(8, 16), torch.nn.Linear(8, 32)
+        self.register_buffer("table", torch.zeros(5))
+
+    def forward(self, x):
+        return self.used(x).square().mean()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_what_a_rank_holds_and_no_step_reads_is_in_the_peak(stage):
+    mesh = pt.dry_mesh(dp=2)
+    with torch.device("meta"):
+        model, local = PartlyUsed(), torch.zeros(4, 8)
+    pt.zero(model, mesh, stage=stage)
+    x = pt.DTensor.from_local(local, mesh, [pt.Shard(0)])
+    found = pt.simulate(model, mesh, "h100", [x])
+    share = 2 if stage == 3 else 1
+    assert found.classes["weights"] == 4 * (8 * 16 + 16 + 8 * 32 + 32) // share + 4 * 5
+    # No gradient comes to what is not called, and the optimizer keeps nothing of it.
+    state = 2 * 4 * (8 * 16 + 16) // (2 if stage else 1)
+    assert state <= found.classes["optimizer"] <= state + 64
+    step = pt.compile(lambda x: model(x).detach(), backend="graph")
+    assert pt.simulate(step, mesh, "h100", [x]).classes["weights"] == found.classes["weights"]
+
+
+def test_what_kernels_of_a_processor_hold_meanwhile_is_none_of_a_gpus():
+    asked = Strategy(zero=3, remat=False, layers=1, context=16)
+    program, _ = capture_model("gpt", {"dp": 2}, asked)
+    memory = scheduled(program)
+    assert any(b.passing for b in memory.buffers)
+    lasting = tuple(b for b in memory.buffers if not b.passing)
+    for overlaps, buffers in ((True, lasting), (False, memory.buffers)):
+        machine = dataclasses.replace(UNIT, overlaps=overlaps)
+        found = simulate_program(program, {"dp": 2}, machine)
+        assert found.peak == dataclasses.replace(memory, buffers=buffers).total_peak
 
 
 def test_a_trace_is_what_perfetto_reads(tmp_path):

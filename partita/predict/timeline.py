@@ -120,7 +120,9 @@ class _Player:
         curve = self.machine.collectives.get(f"{kind}-{ranks}")
         if curve is not None and self.machine.given_link(axes) is None:
             return curve.seconds_of(sent)
-        return collective_seconds(kind, ranks, sent, self.machine.reached_link(axes, sizes))
+        link = self.machine.reached_link(axes, sizes)
+        alone = self.machine.is_each_on_its_host(axes, sizes)
+        return collective_seconds(kind, ranks, sent, link, each_on_its_host=alone)
 
     def _wait_for_collective(self, node: fx.Node) -> None:
         end, stream = self.ready.pop(node, (0.0, ""))

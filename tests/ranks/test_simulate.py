@@ -61,6 +61,38 @@ def test_an_all_reduce_of_few_bytes_goes_up_trees_and_down_again(ranks, levels):
     assert gathered == (ranks - 1) * 1000 + sent  # no tree: what is gathered differs
 
 
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
+def test_a_gather_of_many_hosts_is_not_as_slow_as_a_ring_of_them(kind):
+    slow = Link(1000.0, 1.0)  # so that messages cost more than bytes
+    sent = collective_bytes(kind, 1024, 1024.0)
+    ring = collective_seconds(kind, 1024, sent, slow)
+    assert ring == 1023 * 1000.0 + sent
+    found = collective_seconds(kind, 1024, sent, slow, each_on_its_host=True)
+    assert found == pytest.approx((10 + 1024 / 5) * 1000.0 + sent / 0.75)
+    # Many bytes go as fast along a ring, whose bandwidth is whole.
+    many = collective_bytes(kind, 8, 1e9)
+    alone = collective_seconds(kind, 8, many, slow, each_on_its_host=True)
+    assert alone == collective_seconds(kind, 8, many, slow)
+
+
+@pytest.mark.parametrize(
+    ("axes", "mesh", "is_alone"),
+    [
+        (("dp",), {"dp": 16, "tp": 8}, True),
+        (("dp",), {"dp": 16, "tp": 16}, True),  # rank 0 of a ring's hosts, or rank 8
+        (("dp",), {"dp": 16, "tp": 4}, False),
+        (("dp",), {"dp": 16}, False),
+        (("tp",), {"dp": 16, "tp": 8}, False),
+        (("dp", "tp"), {"dp": 16, "tp": 8}, False),
+        (("dp",), {"dp": 16, "tp": 6}, False),
+    ],
+)
+def test_who_has_a_host_to_himself_is_seen_by_the_mesh(axes, mesh, is_alone):
+    assert load_machine("h100").is_each_on_its_host(axes, mesh) is is_alone
+    given = dataclasses.replace(load_machine("h100"), links={" ".join(axes): Link(1.0, 1.0)})
+    assert not given.is_each_on_its_host(axes, mesh)
+
+
 def test_a_kind_of_collective_that_is_not_is_refused():
     with pytest.raises(ValueError, match="no collective 'gossip'"):
         collective_seconds("gossip", 4, 1.0, Link(1.0, 1.0))

@@ -41,6 +41,7 @@ from torch.nn.utils import parametrize
 import partita as pt
 from partita.app.models.llama import Llama
 from partita.parallel.zero import zero
+from partita.report import written_file
 
 from . import depth as bench_depth
 from . import dry as bench_dry
@@ -308,7 +309,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     bench_depth.add_options(parser)
     bench_dry.add_options(parser)
     bench_moves.add_options(parser)
-    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--json", type=written_file, metavar="FILE")
     options = parser.parse_args(argv)
     unknown = set(options.parts) - set(PARTS)
     if unknown:
@@ -316,8 +317,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     wanted = options.parts or list(PARTS)
     found = {name: part(options) for name, part in PARTS.items() if name in wanted}
     if options.json:
-        with open(options.json, "w") as file:
-            json.dump(found, file)
+        options.json.write_text(json.dumps(found))
     return 0
 
 

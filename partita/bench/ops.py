@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from partita.report import written_file
 from partita.testing import opinfo
 from partita.testing.op_case import OUTCOMES, Outcome, merge_outcomes
 from partita.testing.op_layouts import CLASSES
@@ -108,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--inprocess", action="store_true", help="simulated ranks in one process: faster")
     add("--jobs", type=int, default=1, help="meshes of ranks at a time (%(default)s)")
     add("--limit", type=float, default=20, help="seconds without an answer that are a hang (20)")
-    add("--json", metavar="FILE", help="write all outcomes there too")
+    add("--json", type=written_file, metavar="FILE", help="write all outcomes there too")
     return parser
 
 
@@ -142,8 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"per op: {found.cases} cases in {seconds:.0f} s, torch {torch.__version__}"
     )
     if options.json:
-        with open(options.json, "w") as file:
-            json.dump(_plain(found, options, seconds), file, indent=1)
+        options.json.write_text(json.dumps(_plain(found, options, seconds), indent=1))
     bad = {o.kind for o in found.worst().values()} - {"right", "raise"}
     return 1 if bad else 0
 

@@ -4,7 +4,8 @@ How near to measured are simulated seconds of a step? This machine is calibrated
 ranks. Then models of the examples train on as many Gloo ranks, compiled and run node by node:
 twelve ways, of ZeRO, tensor parallelism and remat, and eight more of other widths and lengths.
 Calibration sees none of them. Each is simulated, and timed in the same processes; what fails is
-printed too.
+printed too. With --peaks the twelve's predicted peaks of memory stand beside the counted ones
+instead: of the compiled step, and of the same step run eagerly, which nobody predicts.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 from torch import distributed as dist
@@ -21,6 +23,7 @@ from torch import distributed as dist
 import partita as pt
 from partita.predict.calibrate import calibrate
 from partita.predict.machine import Machine, load_machine
+from partita.testing.allocated_bytes import counted
 
 from .interleaved import on_ranks
 from .spread_steps import SpreadStep
@@ -106,6 +109,33 @@ def _measure_step(asked: SpreadStep, machine: Machine, steps: int) -> tuple[floa
     return pt.simulate(step, mesh, machine).seconds, median(seconds[3:])
 
 
+def _count_peaks(rank: int, ranks: int, ways: Sequence[SpreadStep]) -> list[tuple[int, int, int]]:
+    """Of ways the predicted peak above what is held, and the counted ones, compiled and eager."""
+    found = []
+    for asked in ways:
+        step, args, _ = asked.make()
+        for run in (step, step.step):
+            for _ in range(2):
+                run(*args)
+        counts = [counted(partial(run, *args)) for run in (step, step.step)]
+        found.append((step.memory.peak, *counts))
+    return found
+
+
+def _print_peaks() -> None:
+    print(f"\n{'bytes of a rank above what is held':<40}{'predicted':>12}", end="")
+    print(f"{'compiled':>12}{'off by':>9}{'eager':>12}{'off by':>9}")
+    worst = 0.0
+    for ranks in (2, 4):
+        ways = [asked for asked in TWELVE if asked.ranks == ranks]
+        for asked, found in zip(ways, on_ranks(_count_peaks, ranks, ways)[0], strict=True):
+            predicted, *both = found
+            cells = "".join(f"{n:>12,}{predicted / n - 1:>+9.2%}" for n in both)
+            print(f"{asked!s:<40}{predicted:>12,}{cells}")
+            worst = max(worst, abs(predicted / both[0] - 1))
+    print(f"the furthest off of compiled steps: {worst:.2%}")
+
+
 def _print_rows(title: str, rows: Sequence[_Row]) -> None:
     print(f"\n{title:<34}{'simulated':>12}{'measured':>12}{'off by':>9}")
     for row in rows:
@@ -133,7 +163,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=20, help="that are timed (20)")
     each = "a machine file of so many ranks, such as 2=machine.toml (calibrates)"
     parser.add_argument("--machine", action="append", default=[], metavar="RANKS=FILE", help=each)
+    parser.add_argument("--peaks", action="store_true", help="peaks of memory in place of seconds")
     options = parser.parse_args(argv)
+    if options.peaks:
+        return _print_peaks()
     given = dict(one.split("=", 1) for one in options.machine)
     found: dict[SpreadStep, _Row] = {}
     for ranks in (2, 4):

@@ -25,6 +25,7 @@ from torch import nn
 import partita as pt
 from partita.app.models import GPT
 from partita.parallel.zero import zero
+from partita.report import written_file
 
 from .interleaved import Step, measure, table
 from .place import bench_device, make_dp_mesh
@@ -112,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--only", nargs="+", default=(), help="these ways, beside `alone`")
-    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--json", type=written_file, metavar="FILE")
     options = parser.parse_args(argv)
     shape, found = Shape(), {}
     for ranks in options.ranks:
@@ -120,8 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"\n{shape}, {ranks} ranks of {bench_device().type}, {options.rounds} rounds")
         print(table(found[ranks], "alone"))
     if options.json:
-        with open(options.json, "w") as file:
-            json.dump(found, file)
+        options.json.write_text(json.dumps(found))
     return 0
 
 

@@ -1,9 +1,10 @@
 """Calibration: what this machine's ranks reach, measured while all of them work at once.
 
 Every rank (`calibrate_rank`) makes the calls of a deck of kernels in turns, and meets the others in
-collectives between them, as in a step. Of a kernel the median call counts, times what interruptions
-add to all calls. Of a collective the time counts from when the last rank begins; how long the
-others wait for it, over what was computed meanwhile, is `straggling`. Nothing of a model is run.
+collectives between them, as in a step. Of a kernel what the processor works for the median call
+counts, times what passes in all calls over what is worked in them. Of a collective the time counts
+from when the last rank begins to when the first has ended; what passes between two beyond that work
+is `straggling`. Nothing of a model is run.
 """
 
 from __future__ import annotations
@@ -24,10 +25,9 @@ from partita.comm import MEETING
 from .collective_time import messages_of
 from .machine import Link, Machine, MeasuredCurve, fit_curve
 
-__all__ = ["calibrate", "machine_toml"]
+__all__ = ["calibrate", "machine_toml", "make_machine"]
 
 _TIMEOUT = 120.0
-_SLICE = 1e-3  # seconds: a call that takes less is interrupted seldom, and then for long
 
 
 def calibrate(ranks: int) -> Machine:
@@ -54,7 +54,7 @@ def calibrate(ranks: int) -> Machine:
     for rank, (process, (_, error)) in enumerate(zip(processes, told, strict=True)):
         if process.returncode:
             raise RuntimeError(f"rank {rank} ended with {process.returncode}: {error.strip()}")
-    return _make_machine([json.loads(out.strip().splitlines()[-1]) for out, _ in told], ranks)
+    return make_machine([json.loads(out.strip().splitlines()[-1]) for out, _ in told], ranks)
 
 
 def machine_toml(machine: Machine) -> str:
@@ -88,10 +88,12 @@ def _format_row(values: Sequence[float]) -> str:
     return f"[{', '.join(f'{value:.6g}' for value in values)}]"
 
 
-def _make_machine(told: Sequence[Mapping[str, Any]], ranks: int) -> Machine:
-    kernels = _fit_kernels(told)
+def make_machine(told: Sequence[Mapping[str, Any]], ranks: int) -> Machine:
+    """The machine by what its ranks have told of their calls and collectives."""
+    slower = _compare_clocks(told)
+    kernels = _fit_kernels(told, slower)
     bfloat16 = kernels.pop("matmul_bfloat16")
-    collectives, straggling = _fit_collectives(told)
+    collectives, straggling = _fit_collectives(told, slower)
     best = _find_best_rate(kernels["matmul"])
     same = kernels["matmul"].seconds_of(bfloat16.amounts[0])
     link = _fit_link(collectives, ranks)
@@ -121,17 +123,22 @@ def _find_best_rate(curve: MeasuredCurve) -> float:
 # -- kernels ---------------------------------------------------------------------------------------
 
 
-def _fit_kernels(told: Sequence[Mapping[str, Any]]) -> dict[str, MeasuredCurve]:
-    """For each rate its curve: at each amount the mean of the calls and the ranks."""
-    short = [c for one in told for c in one["kernels"] if median(c["seconds"]) < _SLICE]
-    slower = sum(sum(c["seconds"]) for c in short)
-    slower /= sum(median(c["seconds"]) * len(c["seconds"]) for c in short)
+def _compare_clocks(told: Sequence[Mapping[str, Any]]) -> float:
+    """By what calls are slower than a processor works for them: ranks may share processors."""
+    calls = [call for one in told for call in one["kernels"]]
+    return max(sum(sum(c["passed"]) for c in calls) / sum(sum(c["worked"]) for c in calls), 1.0)
+
+
+def _fit_kernels(told: Sequence[Mapping[str, Any]], slower: float) -> dict[str, MeasuredCurve]:
+    """For each rate its curve: at each amount the mean of the calls and the ranks.
+
+    Of a call the median of the seconds in which a processor worked for it counts, in which nothing
+    else that ran meanwhile is; and it takes so many times as long.
+    """
     points: dict[tuple[str, float], list[float]] = {}
-    for one in told:
-        for call in one["kernels"]:
-            middle = median(call["seconds"])
-            seconds = middle * slower if middle < _SLICE else fmean(call["seconds"])
-            points.setdefault((call["rate"], call["amount"]), []).append(seconds)
+    for call in (call for one in told for call in one["kernels"]):
+        seconds = median(call["worked"]) * slower
+        points.setdefault((call["rate"], call["amount"]), []).append(seconds)
     return {
         rate: fit_curve([(a, fmean(s)) for (name, a), s in points.items() if name == rate])
         for rate in dict.fromkeys(name for name, _ in points)
@@ -141,29 +148,61 @@ def _fit_kernels(told: Sequence[Mapping[str, Any]]) -> dict[str, MeasuredCurve]:
 # -- collectives -----------------------------------------------------------------------------------
 
 
-def _fit_collectives(told: Sequence[Mapping[str, Any]]) -> tuple[dict[str, MeasuredCurve], float]:
+def _fit_collectives(
+    told: Sequence[Mapping[str, Any]], slower: float
+) -> tuple[dict[str, MeasuredCurve], float]:
     """The curve of each kind and number of ranks, and how far behind the slowest rank is.
 
-    All ranks tell when they began and ended each collective, by the clock that they share. From the
-    mean of the ends of one to the mean of those of the next it is what is said here: computing,
-    waiting for the slowest, and what remains.
+    All ranks tell when they began and ended each collective, by the clock that they share. It takes
+    from when the last rank begins to when the first one has ended: what another waits for a
+    processor after that is computing that goes on meanwhile, and is not counted twice. From the
+    first end of one collective to the last beginning of the next the slowest computes: a line
+    through what passed and what a rank worked then. Its slope is how far behind the slowest is; and
+    what passes even where nothing is computed, until ranks that slept are awake, is added to each
+    collective.
+
+    Args:
+        slower: by what a rank is slower than the processor works for it.
     """
     points: dict[tuple[str, float], list[float]] = {}
-    computed = waited = 0.0
-    for rows in zip(*(one["collectives"] for one in told), strict=True):
-        begun = max(row["start"] for row in rows)
-        first = rows[0]
-        taken = fmean(row["end"] for row in rows) - begun
-        points.setdefault((f"{first['kind']}-{first['ranks']}", first["nbytes"]), []).append(taken)
-    for before, after in pairwise(zip(*(one["collectives"] for one in told), strict=True)):
-        work = fmean(b["start"] - a["end"] for a, b in zip(before, after, strict=True))
-        computed += work
-        waited += max(b["start"] for b in after) - fmean(b["start"] for b in after)
-    curves = {
-        key: fit_curve([(n, max(median(s), 1e-7)) for (k, n), s in points.items() if k == key])
-        for key in dict.fromkeys(key for key, _ in points)
-    }
-    return curves, waited / computed if computed else 0.0
+    phases: dict[int, list[tuple[float, float]]] = {}
+    rows = zip(*(one["collectives"] for one in told), strict=True)
+    for before, now in pairwise([(), *rows]):
+        ranks = now[0]["ranks"]
+        # Neighbours are a group; each group has its own beginning and end.
+        for group in range(0, len(now), ranks):
+            those = slice(group, group + ranks)
+            begun = max(row["start"] for row in now[those])
+            taken = min(row["end"] for row in now[those]) - begun
+            points.setdefault((f"{now[0]['kind']}-{ranks}", now[0]["nbytes"]), []).append(taken)
+            if before and before[0]["ranks"] == ranks:  # else they do not begin together
+                passed = begun - min(row["end"] for row in before[those])
+                works = zip(before[those], now[those], strict=True)
+                worked = fmean(b["worked"][0] - a["worked"][1] for a, b in works)
+                phases.setdefault(ranks, []).append((worked, passed))
+    slope, awaking = _fit_lines(phases) if phases else (slower, {})
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for (key, nbytes), taken in points.items():
+        beside = awaking.get(int(key.rpartition("-")[2]), 0.0)
+        curves.setdefault(key, []).append((nbytes, max(median(taken), 1e-7) + beside))
+    fitted = {key: fit_curve(found) for key, found in curves.items()}
+    return fitted, max(slope / slower - 1, 0.0)
+
+
+def _fit_lines(
+    points: Mapping[int, Sequence[tuple[float, float]]],
+) -> tuple[float, dict[int, float]]:
+    """Parallel lines through several sets of points: their slope, and the intercept of each.
+
+    None of these is below 0: where one would be, the slope is that of a line through 0.
+    """
+    means = {key: tuple(map(fmean, zip(*each, strict=True))) for key, each in points.items()}
+    apart = [(x - means[k][0], y - means[k][1]) for k, each in points.items() for x, y in each]
+    slope = sum(x * y for x, y in apart) / sum(x * x for x, _ in apart)
+    if any(y < slope * x for x, y in means.values()):
+        xs, ys = zip(*(pair for each in points.values() for pair in each), strict=True)
+        slope = sum(ys) / sum(xs)
+    return slope, {key: max(y - slope * x, 0.0) for key, (x, y) in means.items()}
 
 
 def _fit_link(collectives: Mapping[str, MeasuredCurve], ranks: int) -> Link:

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any, cast
 
 import torch
@@ -50,30 +51,45 @@ def main() -> None:
 def _measure(ranks: int) -> dict[str, Any]:
     deck, collectives = make_deck(), _make_collectives(ranks)
     draw = random.Random(0)  # the same order on all ranks
-    seconds: list[list[float]] = [[] for _ in deck]
+    found: list[list[tuple[float, float]]] = [[] for _ in deck]
     met: list[dict[str, Any]] = []
-    _run_pass(deck, collectives, draw, seconds, met)
-    passes = _agree_on_passes(_run_pass(deck, collectives, draw, seconds, met), ranks)
-    for one in seconds:
+    _run_pass(deck, collectives, draw, found, met)
+    passes = _agree_on_passes(_run_pass(deck, collectives, draw, found, met), ranks)
+    for one in found:
         one.clear()  # what the first calls prepare is no part of the later ones
     met.clear()
     for _ in range(passes):
-        _run_pass(deck, collectives, draw, seconds, met)
+        _run_pass(deck, collectives, draw, found, met)
+    reading = _time_clock()
     kernels = [
-        {"rate": call.rate, "amount": call.amount, "seconds": found}
-        for call, found in zip(deck, seconds, strict=True)
+        {
+            "rate": call.rate,
+            "amount": call.amount,
+            "worked": [max(worked - reading, 1e-9) for worked, _ in pairs],
+            "passed": [passed for _, passed in pairs],
+        }
+        for call, pairs in zip(deck, found, strict=True)
     ]
     return {"kernels": kernels, "collectives": met}
+
+
+def _time_clock() -> float:
+    """Seconds that it takes to read the clock of this thread's work, which are no call's."""
+    pairs = [(time.thread_time(), time.thread_time()) for _ in range(1000)]
+    return median(after - before for before, after in pairs)
 
 
 def _run_pass(
     deck: Sequence[DeckCall],
     collectives: Sequence[_TimedCollective],
     draw: random.Random,
-    seconds: list[list[float]],
+    found: list[list[tuple[float, float]]],
     met: list[dict[str, Any]],
 ) -> float:
-    """All calls and all collectives once; returns the seconds of the pass."""
+    """All calls and all collectives once; returns the seconds of the pass.
+
+    Of each call `found` gets the seconds in which a processor worked for it, and those that passed.
+    """
     began = time.perf_counter()
     order = draw_order(deck, draw)
     turns = draw.sample(collectives, len(collectives))
@@ -82,19 +98,21 @@ def _run_pass(
     for place, number in enumerate(order):
         if turns and place % every == 0:
             met.append(_time_collective(turns.pop()))
-        start = time.perf_counter()
+        start, worked = time.perf_counter(), time.thread_time()
         result = deck[number].run()
-        seconds[number].append(time.perf_counter() - start)
+        worked = time.thread_time() - worked
+        found[number].append((worked, time.perf_counter() - start))
         kept.append(result)
     return time.perf_counter() - began
 
 
 def _time_collective(collective: _TimedCollective) -> dict[str, Any]:
-    start = time.perf_counter()
+    """When it began and ended, by the clock of all ranks and by that of this thread's work."""
+    worked, start = time.thread_time(), time.perf_counter()
     collective.run()
-    end = time.perf_counter()
+    end, worked_after = time.perf_counter(), time.thread_time()
     told = {"kind": collective.kind, "ranks": collective.ranks, "nbytes": collective.nbytes}
-    return {**told, "start": start, "end": end}
+    return {**told, "start": start, "end": end, "worked": (worked, worked_after)}
 
 
 def _agree_on_passes(seconds: float, ranks: int) -> int:
@@ -254,6 +272,15 @@ def _make_heavy_calls(
     yield DeckCall("root", 2 * nbytes, lambda: _aten.sqrt.default(one()))
     yield DeckCall("transcendental", 2 * nbytes, lambda: _aten.gelu.default(one()))
     yield DeckCall("transcendental", 2 * nbytes, lambda: _aten.exp.default(one()))
+    yield DeckCall("sigmoid", 2 * nbytes, lambda: _aten.silu.default(one()))
+    yield DeckCall("unvectorized", 2.25 * nbytes, lambda: _aten.native_dropout(one(), 0.1, True))
+    side = 16 if elements >= 1 << 12 else 4
+    images = [elements // (16 * side * side), 16, side, side]
+    yield DeckCall(
+        "unvectorized",
+        1.75 * nbytes,
+        lambda: _aten.max_pool2d_with_indices.default(one().view(images), [2, 2], [2, 2]),
+    )
     yield DeckCall("softmax", 2 * nbytes, lambda: _aten._log_softmax.default(table(), 1, False))
     yield DeckCall(
         "norm",
@@ -279,8 +306,14 @@ def _make_work_calls() -> Iterator[DeckCall]:
     yield DeckCall("matmul_bfloat16", 2.0 * 128**3, lambda: _aten.mm.default(half, half))
     for length, width in ((32, 32), (128, 32), (256, 64)):
         yield from _make_attention(length, width)
-    for images in (1, 16):
-        yield from _make_convolutions(images)
+    for images, size, channels in ((1, 8, 16), (16, 8, 16), (32, 16, 32)):
+        flops = 2.0 * images * size * size * channels * 2 * channels * 9
+        is_large = images == 32
+        for call in _make_convolutions("", flops, images, size, channels, 2 * channels):
+            yield replace(call, is_large=is_large)
+    for images in (1, 32):  # three colours
+        flops = 2.0 * images * 16 * 16 * 3 * 32 * 9
+        yield from _make_convolutions("thin_", flops, images, 16, 3, 32)
 
 
 def _make_products(size: int) -> Iterator[DeckCall]:
@@ -309,19 +342,21 @@ def _make_attention(length: int, width: int) -> Iterator[DeckCall]:
     )
 
 
-def _make_convolutions(images: int) -> Iterator[DeckCall]:
-    """A convolution of 3 x 3 of images of 8 x 8, and its backward."""
-    x, weight = torch.rand(images, 16, 8, 8), torch.rand(32, 16, 3, 3)
+def _make_convolutions(
+    thin: str, flops: float, images: int, size: int, channels: int, more: int
+) -> Iterator[DeckCall]:
+    """A convolution of 3 x 3 of square images, and its backward."""
+    x, weight = torch.rand(images, channels, size, size), torch.rand(more, channels, 3, 3)
     how = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
-    gradient = torch.rand(images, 32, 8, 8)
-    flops = 2.0 * images * 64 * 16 * 32 * 9
-    yield DeckCall("convolution", flops, lambda: _aten.convolution.default(x, weight, None, *how))
+    gradient = torch.rand(images, more, size, size)
+    forward, backward = _aten.convolution.default, _aten.convolution_backward.default
+    # The gradient of the images themselves is asked for by nobody.
+    wanted, times = ([False, True, False], 1) if thin else ([True, True, False], 2)
+    yield DeckCall(f"{thin}convolution", flops, lambda: forward(x, weight, None, *how))
     yield DeckCall(
-        "convolution_backward",
-        2 * flops,
-        lambda: _aten.convolution_backward.default(
-            gradient, x, weight, None, *how, [True, True, False]
-        ),
+        f"{thin}convolution_backward",
+        times * flops,
+        lambda: backward(gradient, x, weight, None, *how, wanted),
     )
 
 

@@ -217,9 +217,8 @@ class Explainer:
                 _layouts_of(out),
                 call.rows,
                 tuple(call.moves),
-                sum(operations for operations, _ in products),
+                _share_that_is_done(name, args, out) * sum(n for n, _ in products),
                 tuple(dict.fromkeys(a for _, axes in products for a in axes)),
-                is_causal=name == "attention" and args[_IS_CAUSAL] is True,
                 inner=tuple(call.inner),
             )
         )
@@ -272,6 +271,14 @@ class Explainer:
                 moves=(told,),
             )
         )
+
+
+def _share_that_is_done(name: str, args: Sequence[Any], out: Any) -> float:
+    """Which share of an op's operations a kernel makes: half of causal attention's, as simulations
+    count. Queries that are split along their sequence have a mask of their own, and all of them."""
+    if name != "attention" or args[_IS_CAUSAL] is not True or not isinstance(out, DTensor):
+        return 1.0
+    return 1.0 if out.layout_over_mesh.shards[-2] else 0.5
 
 
 def _rule_of(made: CallPlan | None) -> str:

@@ -17,8 +17,6 @@ __all__ = [
     "format_seconds",
 ]
 
-_COUNTED_WHOLE = " (causal attention whole)"
-
 
 @dataclass(frozen=True)
 class ExplainedMove:
@@ -88,10 +86,9 @@ class ExplainedOp:
         operands, results: the layouts, with their dtypes.
         rows: the legal rows that were priced, of each axis in turn.
         moves: what is moved for it, in order.
-        work: multiplications and additions of its matrix products on a rank, forward.
+        work: multiplications and additions of its matrix products on a rank, forward; half of the
+            whole of causal attention, which leaves out what its mask hides.
         repeated: the axes along which every rank does the same of them.
-        is_causal: is it an attention of which the work is counted whole, though a fused kernel
-            leaves out what the mask does, half of it? A simulation counts half.
         inner: the calls that it is written as, where it is.
     """
 
@@ -105,7 +102,6 @@ class ExplainedOp:
     moves: tuple[ExplainedMove, ...] = ()
     work: float = 0.0
     repeated: tuple[str, ...] = ()
-    is_causal: bool = False
     inner: tuple[ExplainedOp, ...] = ()
 
     @property
@@ -158,8 +154,7 @@ class ExplainedOp:
 
     def _format_work(self) -> str:
         text = f"{format_count(self.work)} operations on a rank"
-        text += f", repeated along {' '.join(self.repeated)}" * bool(self.repeated)
-        return text + _COUNTED_WHOLE * self.is_causal
+        return text + f", repeated along {' '.join(self.repeated)}" * bool(self.repeated)
 
     def _explain_choice(self, axis: str) -> str:
         best, second = self.chosen(axis), self.runner_up(axis)
@@ -226,8 +221,7 @@ class Explanation:
             said += f"; {human(self.backward_nbytes)} more in a backward"
         if not self.work:
             return said
-        whole = any(op.is_causal for op in _flatten_ops(self.ops))
-        return f"{said}; {format_count(self.work)} operations on a rank{_COUNTED_WHOLE * whole}"
+        return f"{said}; {format_count(self.work)} operations on a rank"
 
 
 def _flatten_ops(ops: Iterable[ExplainedOp]) -> Iterable[ExplainedOp]:

@@ -234,6 +234,10 @@ def _phase_of_node(node: fx.Node) -> str:
 def _read_at_most(node: fx.Node, operand: fx.Node) -> float:
     """Bytes that a call reads of an operand: of a table no more than it takes from it."""
     name = _name_of_op(node)
+    if "nll_loss" in name and operand in node.args[:2] and len(_shape_of_node(operand)) > 1:
+        # Of the classes forward reads the target's, and backward none.
+        classes = _shape_of_node(operand)[1]
+        return 0.0 if "backward" in name else float(_nbytes_of_node(operand)) / classes
     is_table = any(part in name for part in ("embedding", "index", "gather"))
     if is_table and operand is node.args[0]:
         return float(_nbytes_of_node(node))

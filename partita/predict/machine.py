@@ -185,19 +185,34 @@ class Machine:
             mesh: the size of each axis, outermost first; ranks are counted row-major, and
                 `ranks_per_host` neighbours share a host.
         """
-        span, inner = 1, 1  # the neighbours among which every ring is, and those seen so far
-        for name, size in reversed([*mesh.items()]):
-            inner *= size
-            if name in axes:
-                span = inner
-        # They may begin on one host and end on the next, where hosts do not divide into such.
-        if self.ranks_per_host % span == 0 or inner <= self.ranks_per_host:
+        if self._is_within_hosts(axes, mesh):
             return self.host
         rings = self._count_neighbours(axes, mesh)
         if rings == 1:
             return self.network
         bandwidth = min(self.host.bandwidth, rings * self.network.bandwidth)
         return Link(self.network.latency, bandwidth)
+
+    def is_each_on_its_host(self, axes: Sequence[str], mesh: Mapping[str, int]) -> bool:
+        """Does no collective over these axes have two ranks on a host, where hosts divide so?"""
+        if self.given_link(axes) is not None or self._is_within_hosts(axes, mesh):
+            return False
+        inner = 1  # neighbours along the axes after the last of these, which share no collective
+        for name, size in reversed([*mesh.items()]):
+            if name in axes:
+                break
+            inner *= size
+        return inner % self.ranks_per_host == 0
+
+    def _is_within_hosts(self, axes: Sequence[str], mesh: Mapping[str, int]) -> bool:
+        """Is every ring over these axes within a host?"""
+        span, inner = 1, 1  # the neighbours among which every ring is, and those seen so far
+        for name, size in reversed([*mesh.items()]):
+            inner *= size
+            if name in axes:
+                span = inner
+        # They may begin on one host and end on the next, where hosts do not divide into such.
+        return self.ranks_per_host % span == 0 or inner <= self.ranks_per_host
 
     def _count_neighbours(self, axes: Sequence[str], mesh: Mapping[str, int]) -> int:
         """Ranks of a collective that share a host; 1 where hosts do not divide into such."""

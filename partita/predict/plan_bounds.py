@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -196,12 +195,11 @@ def _measure_needs(shape: ModelShape, layers: int, batch: int, context: int) -> 
     try:
         with torch.device("meta"):
             inputs, targets = shape.make_batch(batch, context)
-            with _counting_needs(module, needs) as read:
+            with _counting_needs(module, needs):
                 shape.loss(module(inputs), targets).backward()
     except Exception:  # it reads a value, or calls what has no kernel for tensors without memory
         return _ModelNeeds(weights=needs.weights)
     trained = [p for p in parameters if p.grad is not None]
-    needs.weights = _count_bytes([p for p in parameters if id(p) in read])  # the step holds no more
     needs.state = 2 * _count_bytes(trained)
     needs.gradients = sum(float(p.numel() * _least_size(p)) for p in trained)
     return needs
@@ -212,8 +210,8 @@ def _count_bytes(tensors: Iterable[Tensor]) -> float:
 
 
 @contextmanager
-def _counting_needs(module: nn.Module, needs: _ModelNeeds) -> Iterator[set[int]]:
-    """Within, what the module does is counted into `needs`; gives the ids of what is read."""
+def _counting_needs(module: nn.Module, needs: _ModelNeeds) -> Iterator[None]:
+    """Within, what the module does is counted into `needs`."""
     own = {id(p) for p in module.parameters()}
     seen: dict[int, Tensor] = {}
 
@@ -230,15 +228,14 @@ def _counting_needs(module: nn.Module, needs: _ModelNeeds) -> Iterator[set[int]]
             needs.results += result.numel() * _least_size(result)
 
     blocks: Any = getattr(module, "blocks", ())
-    counter = _ProductCounter(needs)
     hooks = [block.register_forward_hook(count) for block in blocks]
     try:
         with (
             torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved),
             _WithoutAttention(),
-            counter,
+            _ProductCounter(needs),
         ):
-            yield counter.read
+            yield
     finally:
         for hook in hooks:
             hook.remove()
@@ -262,17 +259,15 @@ class _WithoutAttention(TorchFunctionMode):
 
 
 class _ProductCounter(TorchDispatchMode):
-    """Counts products, their operations and their dtypes, and notes which tensors are read."""
+    """Counts products, their operations and their dtypes."""
 
     def __init__(self, needs: _ModelNeeds):
         super().__init__()
         self.needs = needs
-        self.read: set[int] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        self.read.update(id(x) for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor))
         result = func(*args, **(kwargs or {}))
         count = flop_registry.get(func._overloadpacket)
         if count is not None:

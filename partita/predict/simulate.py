@@ -14,8 +14,10 @@ from partita.comm import own_lines_shown
 from partita.comm.device import HOST
 from partita.compile import CompiledStep
 from partita.compile import compile as compile_step
-from partita.compile.capture.fakes import captured_for
-from partita.compile.memory.storages import scheduled
+from partita.compile.capture.fakes import captured_for, local_of
+from partita.compile.capture.state_search import state_of
+from partita.compile.memory.schedule import HeldInput
+from partita.compile.memory.storages import held_by, scheduled
 from partita.compile.program import Program
 
 from .call_text import read_mesh
@@ -72,7 +74,9 @@ def simulate(
     found = with_links(load_machine(machine), links or {}, sizes)
     if isinstance(step_or_model, str | ModelShape):
         shape = shape_of(step_or_model)
-        program, tokens = capture_model(shape, sizes, strategy or Strategy())
+        step, args, tokens = make_step(shape, sizes, strategy or Strategy())
+        with own_lines_shown(strategy_file):
+            program = _capture_step(step, args)
         what = shape.name
     else:
         step = _step_of(step_or_model) if isinstance(step_or_model, nn.Module) else step_or_model
@@ -80,7 +84,8 @@ def simulate(
         what = getattr(step_or_model, "title", own)
         program = _capture_step(step, args)
         _check_mesh(program, sizes)
-    return simulate_program(program, sizes, found, what=what, tokens=tokens)
+    unread = _count_unread_bytes(step, args, program)
+    return simulate_program(program, sizes, found, what=what, tokens=tokens, unread=unread)
 
 
 def with_links(machine: Machine, links: Mapping[str, Link], axes: Iterable[str]) -> Machine:
@@ -122,10 +127,18 @@ def simulate_program(
     *,
     what: str = "a step",
     tokens: int | None = None,
+    unread: int = 0,
 ) -> Simulation:
-    """`simulate` of what is captured already."""
+    """`simulate` of what is captured already.
+
+    Args:
+        unread: bytes of parameters and buffers that a rank holds, and no step reads.
+    """
     played = play_graph(program, machine)
     memory = scheduled(program)
+    if unread:
+        held = HeldInput("parameters that no step reads", "parameter", unread)
+        memory = dataclasses.replace(memory, held=(*memory.held, held))
     facts: dict[str, Any] = {"what": what, "mesh": mesh, "machine": machine, "tokens": tokens}
     return simulation_of(program, memory, played, **facts)
 
@@ -138,6 +151,19 @@ def _capture_step(step: Callable[..., Any], args: Sequence[Any]) -> Program:
         step = compile_step(step, backend="graph")
     with captured_for(HOST):
         return step.capture(*args)  # type: ignore[attr-defined]
+
+
+def _count_unread_bytes(step: Callable[..., Any], args: Sequence[Any], program: Program) -> int:
+    """Bytes on a rank of the parameters and buffers of modules that a step reaches and does not
+    read: they are none of its program's inputs."""
+    fn = step.step if isinstance(step, CompiledStep) else step
+    modules = state_of(fn, (), args, {}).modules.values()
+    held: dict[int, int] = {}
+    for tensor in (t for m in modules for t in (*m.parameters(), *m.buffers())):
+        storage = local_of(tensor).untyped_storage()
+        held[storage._cdata] = storage.nbytes()
+    read = sum(one.nbytes for one in held_by(program) if one.kind in ("parameter", "buffer"))
+    return max(sum(held.values()) - read, 0)
 
 
 def _check_mesh(program: Program, sizes: Mapping[str, int]) -> None:

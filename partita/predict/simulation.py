@@ -49,7 +49,8 @@ class Simulation:
         dtype: in which most of them are.
         tokens: of a step on all ranks together; None where that is not known.
         peak: bytes at the moment at which most is held. Of the graph as it is run node by node: a
-            compiler that fuses holds less; an allocator's fragments are not in it.
+            compiler that fuses holds less; an allocator's fragments are not in it, nor what a GPU's
+            kernels hold while they run.
         classes: bytes of `peak` by class. Gradients are what an optimizer reads, or a collective
             reduces; activations what forward made; the rest of backward is workspace.
         holders: the biggest buffers at that moment.
@@ -189,11 +190,8 @@ def simulation_of(
 ) -> Simulation:
     """What a program that was played costs."""
     reduced = {machine.name_kernel(name) for name in _find_gradient_names(program)}
-    if (
-        machine.overlaps
-    ):  # what a backend on the CPU copies to send it; GPUs send from where it lies
-        is_copy = lambda buffer: buffer.passing and _is_made_by_collective(buffer)  # noqa: E731
-        memory = replace(memory, buffers=tuple(b for b in memory.buffers if not is_copy(b)))
+    if machine.overlaps:  # what kernels and collectives of CPUs hold meanwhile, GPUs' do not
+        memory = replace(memory, buffers=tuple(b for b in memory.buffers if not b.passing))
     memory = replace(memory, buffers=tuple(_named_for(machine, b) for b in memory.buffers))
     peak, classes, holders = _classes_at_peak(memory, reduced)
     busy = dict(played.busy)
@@ -239,11 +237,6 @@ def _classes_at_peak(
     for buffer in here:
         classes[_class_of(buffer, reduced)] += buffer.nbytes
     return sum(classes.values()), classes, tuple(here[:16])
-
-
-def _is_made_by_collective(buffer: Buffer) -> bool:
-    kinds = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
-    return any(kind in buffer.made_by for kind in kinds)
 
 
 def _class_of(buffer: Buffer, reduced: set[str]) -> str:

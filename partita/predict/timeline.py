@@ -2,7 +2,8 @@
 
 One stream computes; each set of mesh axes that a collective runs over has one more. A collective
 begins where the graph issues it, when its operands are there and its stream is free; its wait joins
-it. Where a machine does not overlap, the processor waits for each collective as it is issued.
+it. Where a machine does not overlap, carrying the bytes takes the processor from when a collective
+is issued, and all but sums are waited for at once.
 """
 
 from __future__ import annotations
@@ -75,13 +76,15 @@ class _Player:
                 continue
             if is_collective(node):
                 self._issue_collective(node)
-            elif "wait_tensor" in str(node.target):
+            elif _is_wait(node):
                 self._wait_for_collective(node.all_input_nodes[0])
             else:
                 self._run_kernel(node, kernels[node])
         for node in list(self.ready):
             self._wait_for_collective(node)
-        self.found.seconds = self.now + self.machine.step_seconds
+        # The step is done when the slowest rank is.
+        late = self.machine.straggling * (self.now - self.met) * bool(self.program.wires)
+        self.found.seconds = self.now + late + self.machine.step_seconds
         if self.by_dtype:
             self.found.dtype = max(self.by_dtype, key=self.by_dtype.__getitem__)
         return self.found
@@ -101,9 +104,14 @@ class _Player:
             self.free[axis] = start + seconds
         self.ready[node] = (start + seconds, stream)
         self._record_event(node, stream, start, seconds, kind, sent)
-        if not self.machine.overlaps:
+        if self.machine.overlaps:
+            return
+        if kind == "all_reduce" and all(_is_wait(user) for user in node.users):
+            # It may be under way while others compute, slower by what carries its bytes.
+            latency = self._seconds_of_collective(kind, ranks, 0.0, axes, sizes)
+            self.now += max(seconds - latency, 0.0)
+        else:
             self._wait_for_collective(node)
-            self.met = self.now
 
     def _seconds_of_collective(
         self, kind: str, ranks: int, sent: float, axes: Sequence[str], sizes: Mapping[str, int]
@@ -112,13 +120,15 @@ class _Player:
         curve = self.machine.collectives.get(f"{kind}-{ranks}")
         if curve is not None and self.machine.given_link(axes) is None:
             return curve.seconds_of(sent)
-        return collective_seconds(kind, ranks, sent, self.machine.reached_link(axes, sizes))
+        link = self.machine.reached_link(axes, sizes)
+        alone = self.machine.is_each_on_its_host(axes, sizes)
+        return collective_seconds(kind, ranks, sent, link, each_on_its_host=alone)
 
     def _wait_for_collective(self, node: fx.Node) -> None:
         end, stream = self.ready.pop(node, (0.0, ""))
         if end > self.now:
             self.found.exposed[stream] = self.found.exposed.get(stream, 0.0) + end - self.now
-            self.now = end
+            self.now = self.met = end
 
     def _run_kernel(self, node: fx.Node, kernel: Kernel) -> None:
         seconds = kernel.seconds(self.machine)
@@ -157,6 +167,10 @@ def bytes_per_axis(program: Program) -> dict[str, int]:
         stream = " ".join(record.axes)
         found[stream] = found.get(stream, 0) + record.nbytes
     return found
+
+
+def _is_wait(node: fx.Node) -> bool:
+    return "wait_tensor" in str(node.target)
 
 
 def _kind_of_collective(node: fx.Node) -> str:

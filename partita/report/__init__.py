@@ -4,7 +4,7 @@ In reading order: `timeline` (of a step), `run_facts` (what is known of a run, a
 `figures` (by plotly), `page` (all of it, as HTML), `outputs` (where files can be written).
 """
 
-from .outputs import check_outputs, check_written_folder
+from .outputs import check_outputs, check_written_folder, written_file
 from .page import check_plotly, write_report
 from .run_facts import RunFacts, read_log, read_logs
 from .timeline import HasTimeline, TimelineEvent, save_trace
@@ -20,4 +20,5 @@ __all__ = [
     "read_logs",
     "save_trace",
     "write_report",
+    "written_file",
 ]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-__all__ = ["check_outputs", "check_written_folder"]
+__all__ = ["check_outputs", "check_written_folder", "written_file"]
 
 
 def check_outputs(outputs: Mapping[str, str | Path | None], inputs: Iterable[Path] = ()) -> None:
@@ -30,6 +31,15 @@ def check_outputs(outputs: Mapping[str, str | Path | None], inputs: Iterable[Pat
         if _resolve_path(path) in taken:
             raise ValueError(f"{option}: {path} {taken[_resolve_path(path)]}: name another file")
         taken[_resolve_path(path)] = f"is what {option} writes, too"
+
+
+def written_file(text: str) -> Path:
+    """The type of an argument that names a file to be written: refused where it cannot be."""
+    try:
+        check_outputs({"": text})
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix(": ")) from None
+    return Path(text)
 
 
 def _resolve_path(path: Path) -> str:

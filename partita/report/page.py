@@ -29,13 +29,15 @@ from .timeline import trace_bytes
 __all__ = ["check_plotly", "write_report"]
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+_TIMES = ("s", "ms", "us")
 _LAYOUTS_SHOWN = 24
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1d1d1f; margin: 0 auto; max-width: 1180px;
        padding: 24px; background: #fff; }
 h1 { font-size: 26px; margin: 0 0 4px; } h2 { font-size: 19px; margin: 34px 0 8px; }
 table { border-collapse: collapse; font-size: 13px; } th { text-align: left; color: #555; }
-td, th { padding: 3px 12px 3px 0; border-bottom: 1px solid #eee; vertical-align: top; }
+td, th { padding: 3px 12px 3px 0; border-bottom: 1px solid #eee; vertical-align: top;
+         white-space: pre-wrap; }
 td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 pre { background: #f6f6f8; padding: 12px; border-radius: 6px; overflow-x: auto; }
 .runs { display: grid; gap: 28px; grid-template-columns: repeat(auto-fit, minmax(480px, 1fr)); }
@@ -130,7 +132,7 @@ def _figure_html(figure: Any) -> str:
 
 
 def _table_html(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Numbers and sizes, which come as text with a leading digit, stand at the right."""
+    """Numbers, sizes and times, which come as text with a leading digit, stand at the right."""
     cells = "".join(f"<th>{escape(h)}</th>" for h in head)
     lines = [f"<tr>{cells}</tr>"] if head else []
     for row in rows:
@@ -143,7 +145,7 @@ def _table_html(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 def _is_figure(text: str) -> bool:
     number, _, unit = text.replace(",", "").partition(" ")
-    return number.rstrip("%").replace(".", "", 1).isdigit() and (not unit or unit in _UNITS)
+    return number.rstrip("%").replace(".", "", 1).isdigit() and unit in ("", *_UNITS, *_TIMES)
 
 
 def _format_size(nbytes: float) -> str:

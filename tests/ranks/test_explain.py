@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import partita as pt
+from partita.app.models import GPT
 from partita.cli import main
 from partita.layout import LayoutError
 
@@ -198,16 +199,28 @@ def test_remat_and_compiled_blocks_are_entered():
     assert [op.op for op in told.ops].count("linear") == 4
 
 
-def test_work_of_causal_attention_is_said_to_be_counted_whole():
+@pytest.mark.parametrize(("split", "share"), [(0, 0.5), (2, 1.0)])
+def test_of_causal_attention_what_its_mask_hides_is_no_work(split, share):
     mesh = pt.dry_mesh(dp=2)
-    x = spread(mesh, S0, shape=(2, 8, 16, 4))
+    x = spread(mesh, pt.Shard(split), shape=(2, 8, 16, 4))
     whole, causal = (
         pt.explain(F.scaled_dot_product_attention, x, x, x, is_causal=is_causal)
         for is_causal in (False, True)
     )
-    assert causal.work == whole.work == 2 * 2 * 8 * 16 * 16 * 4
-    assert "(causal attention whole)" not in str(whole)
-    assert str(causal).count("operations on a rank (causal attention whole)") == 2
+    # Of queries that are split each rank masks its own, and computes what it hides.
+    assert whole.work == 2 * 2 * 8 * 16 * 16 * 4
+    assert causal.work == whole.work * share
+
+
+def test_work_is_what_a_simulation_counts():
+    mesh = pt.dry_mesh(device_type="meta", dp=2)
+    with torch.device("meta"):
+        model = GPT(layers=1, width=32, heads=2, context=16)
+        local = torch.randint(0, 256, (2, 16))
+    pt.parallelize(model, mesh)
+    x = pt.DTensor.from_local(local, mesh, [pt.Shard(0)])
+    found = pt.simulate(lambda x: model(x).detach(), mesh, "h100", [x])
+    assert pt.explain(model, x).work == found.flops > 0
 
 
 def test_a_call_without_dtensors_plans_nothing():

@@ -306,6 +306,17 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(
     assert f"{option}: x may not be written" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("bench", ["compile", "ops", "zero"])
+def test_a_file_of_a_bench_that_cannot_be_written_is_refused_before_it_measures(
+    bench, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", bench, "--json", "no/x.json"])
+    said = capsys.readouterr().err
+    assert "argument --json: no/x.json is no file in a folder that is there" in said
+
+
 @pytest.mark.parametrize("words", ["train --log x --report x", "simulate --trace x --report ./x"])
 def test_two_files_that_are_one_are_refused(words, tmp_path, monkeypatch, capsys):
     pytest.importorskip("plotly")

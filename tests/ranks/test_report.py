@@ -184,6 +184,15 @@ def test_peaks_of_passes_say_that_they_are_above_what_is_held(tmp_path):
     assert "<th>peak above the inputs</th>" in page and "predicted, with what is held" in page
 
 
+def test_numbers_sizes_and_times_of_a_table_stand_at_the_right(tmp_path):
+    rows = [("step", "484 ms", "a roofline"), ("  weights", "487 MiB", ""), ("on", "2 ranks", "")]
+    write_report(tmp_path / "run.html", RunFacts("run", figures=rows))
+    page = (tmp_path / "run.html").read_text()
+    assert '<td class="number">484 ms</td><td>a roofline</td>' in page
+    assert '<td>  weights</td><td class="number">487 MiB</td>' in page
+    assert "<td>2 ranks</td>" in page
+
+
 def test_short_events_are_joined_for_a_picture_and_nothing_is_lost():
     short = [
         TimelineEvent(f"k{i}", "compute", i * 1e-3, 1e-3, ("matmul", "other")[i % 3 == 0])

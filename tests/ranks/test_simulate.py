@@ -12,6 +12,7 @@ import torch
 
 import partita as pt
 from partita.bench.published import RUNS, tune_matmul
+from partita.compile.memory.storages import scheduled
 from partita.layout import LayoutError
 from partita.predict.calibrate import machine_toml
 from partita.predict.collective_time import collective_bytes, collective_seconds
@@ -24,6 +25,7 @@ from partita.predict.machine import (
     load_machine,
     shipped_machines,
 )
+from partita.predict.simulate import capture_model, simulate_program
 from partita.predict.strategy import MODELS, Strategy
 
 MACHINES = Path(__file__).parents[2] / "partita/predict/machines"
@@ -57,6 +59,38 @@ def test_an_all_reduce_of_few_bytes_goes_up_trees_and_down_again(ranks, levels):
     assert (expected < ring) == (ranks > 3)
     gathered = collective_seconds("all_gather", ranks, sent, slow)
     assert gathered == (ranks - 1) * 1000 + sent  # no tree: what is gathered differs
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
+def test_a_gather_of_many_hosts_is_not_as_slow_as_a_ring_of_them(kind):
+    slow = Link(1000.0, 1.0)  # so that messages cost more than bytes
+    sent = collective_bytes(kind, 1024, 1024.0)
+    ring = collective_seconds(kind, 1024, sent, slow)
+    assert ring == 1023 * 1000.0 + sent
+    found = collective_seconds(kind, 1024, sent, slow, each_on_its_host=True)
+    assert found == pytest.approx((10 + 1024 / 5) * 1000.0 + sent / 0.75)
+    # Many bytes go as fast along a ring, whose bandwidth is whole.
+    many = collective_bytes(kind, 8, 1e9)
+    alone = collective_seconds(kind, 8, many, slow, each_on_its_host=True)
+    assert alone == collective_seconds(kind, 8, many, slow)
+
+
+@pytest.mark.parametrize(
+    ("axes", "mesh", "is_alone"),
+    [
+        (("dp",), {"dp": 16, "tp": 8}, True),
+        (("dp",), {"dp": 16, "tp": 16}, True),  # rank 0 of a ring's hosts, or rank 8
+        (("dp",), {"dp": 16, "tp": 4}, False),
+        (("dp",), {"dp": 16}, False),
+        (("tp",), {"dp": 16, "tp": 8}, False),
+        (("dp", "tp"), {"dp": 16, "tp": 8}, False),
+        (("dp",), {"dp": 16, "tp": 6}, False),
+    ],
+)
+def test_who_has_a_host_to_himself_is_seen_by_the_mesh(axes, mesh, is_alone):
+    assert load_machine("h100").is_each_on_its_host(axes, mesh) is is_alone
+    given = dataclasses.replace(load_machine("h100"), links={" ".join(axes): Link(1.0, 1.0)})
+    assert not given.is_each_on_its_host(axes, mesh)
 
 
 def test_a_kind_of_collective_that_is_not_is_refused():
@@ -317,6 +351,37 @@ def test_what_was_measured_prices_a_step_and_the_roofline_the_rest():
             assert event.seconds == before[event.name].seconds
 
 
+def test_where_links_take_the_processor_a_sum_is_waited_for_where_it_is_read():
+    # A message lasts 1000 s, a byte 1 s: of a sum the bytes stop the processor, not the messages.
+    slow = {"host": Link(1e3, 1.0), "network": Link(1e3, 1.0), "overlaps": False}
+    slow["kernel_seconds"] = 1e6  # so that any kernel between issue and wait lasts longer
+    machine = dataclasses.replace(UNIT, **slow)
+    asked = Strategy(zero=0, remat=False, layers=1, context=16, precision="float32")
+    program, _ = capture_model("gpt", {"dp": 2}, asked)
+    found = simulate_program(program, {"dp": 2}, machine)
+    kernels = {e.name: e for e in found.events if e.stream == "compute"}
+    nodes = [*program.flat().graph.graph.nodes]
+    exposed, under_way = 0.0, 0
+    for event in (e for e in found.events if e.kind == "all_reduce"):
+        at = next(i for i, n in enumerate(nodes) if n.name == event.name)
+        (wait,) = nodes[at].users
+        meanwhile = [n.name for n in nodes[at : nodes.index(wait)] if n.name in kernels]
+        following = next((kernels[n.name] for n in nodes[at:] if n.name in kernels), None)
+        stopped = (found.seconds if following is None else following.start) - event.start
+        assert stopped == pytest.approx(event.nbytes if meanwhile else event.seconds)
+        under_way += bool(meanwhile)
+        exposed += 0.0 if meanwhile else event.seconds - event.nbytes
+    assert under_way and sum(found.exposed.values()) == pytest.approx(exposed)
+
+
+def test_a_step_is_done_when_the_slowest_rank_is():
+    late = dataclasses.replace(UNIT, overlaps=False, straggling=0.5)
+    found = pt.simulate(*_dry(3), machine=late)
+    last = max(e.start + e.seconds for e in found.events if e.stream == "dp")
+    after = sum(e.seconds for e in found.events if e.stream == "compute" and e.start >= last)
+    assert after > 0 and found.seconds == pytest.approx(last + 1.5 * after)
+
+
 def test_time_is_what_computes_and_what_is_exposed():
     found = pt.simulate(*_dry(3), machine=UNIT)
     assert found.seconds == pytest.approx(found.compute_seconds + sum(found.exposed.values()))
@@ -338,6 +403,47 @@ def test_the_peak_is_that_of_the_schedule_and_its_classes_make_it_up():
     assert found.classes["weights"] == sum(
         held.nbytes for held in step.memory.held if held.kind == "parameter"
     )
+
+
+class PartlyUsed(torch.nn.Module):
+    """A layer, one that nothing calls, and a buffer that nothing reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = torch.nn.Linear(8, 16), torch.nn.Linear(8, 32)
+        self.register_buffer("table", torch.zeros(5))
+
+    def forward(self, x):
+        return self.used(x).square().mean()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_what_a_rank_holds_and_no_step_reads_is_in_the_peak(stage):
+    mesh = pt.dry_mesh(dp=2)
+    with torch.device("meta"):
+        model, local = PartlyUsed(), torch.zeros(4, 8)
+    pt.zero(model, mesh, stage=stage)
+    x = pt.DTensor.from_local(local, mesh, [pt.Shard(0)])
+    found = pt.simulate(model, mesh, "h100", [x])
+    share = 2 if stage == 3 else 1
+    assert found.classes["weights"] == 4 * (8 * 16 + 16 + 8 * 32 + 32) // share + 4 * 5
+    # No gradient comes to what is not called, and the optimizer keeps nothing of it.
+    state = 2 * 4 * (8 * 16 + 16) // (2 if stage else 1)
+    assert state <= found.classes["optimizer"] <= state + 64
+    step = pt.compile(lambda x: model(x).detach(), backend="graph")
+    assert pt.simulate(step, mesh, "h100", [x]).classes["weights"] == found.classes["weights"]
+
+
+def test_what_kernels_of_a_processor_hold_meanwhile_is_none_of_a_gpus():
+    asked = Strategy(zero=3, remat=False, layers=1, context=16)
+    program, _ = capture_model("gpt", {"dp": 2}, asked)
+    memory = scheduled(program)
+    assert any(b.passing for b in memory.buffers)
+    lasting = tuple(b for b in memory.buffers if not b.passing)
+    for overlaps, buffers in ((True, lasting), (False, memory.buffers)):
+        machine = dataclasses.replace(UNIT, overlaps=overlaps)
+        found = simulate_program(program, {"dp": 2}, machine)
+        assert found.peak == dataclasses.replace(memory, buffers=buffers).total_peak
 
 
 def test_a_trace_is_what_perfetto_reads(tmp_path):

@@ -11,10 +11,11 @@ Communication Operations in MPICH", section 4), over a group of n ranks:
 All sizes are those of the mesh's first rank, which holds the largest piece of an uneven split.
 
 Seconds only rank one way against another: a collective takes `LATENCY` and its bytes over
-`BANDWIDTH`; a local copy takes `LAUNCH` and its bytes over `MEMORY`. The constants are round
-figures for a node of GPUs; where the machine is slower, both latency and bandwidth usually are,
-and only their ratio (about 1 MB: below it the number of collectives counts, above it the bytes)
-decides a choice. So it is with `OPERATIONS_PER_BYTE` and the work of matrix products.
+`BANDWIDTH`, an all-to-all `LATENCY` for each `AT_ONCE` other ranks; a local copy takes `LAUNCH` and
+its bytes over `MEMORY`. The constants are round figures for a node of GPUs; where the machine is
+slower, both latency and bandwidth usually are, and only their ratio (about 1 MB: below it the
+number of collectives counts, above it the bytes) decides a choice. So it is with
+`OPERATIONS_PER_BYTE` and the work of matrix products.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from partita.layout import Layout, Mesh
 from .move import COLLECTIVES, DUAL, KINDS, LETTERS, Move, find_changed_axes
 
 __all__ = [
+    "AT_ONCE",
     "BANDWIDTH",
     "LATENCY",
     "LAUNCH",
@@ -44,6 +46,8 @@ __all__ = [
 
 LATENCY = 20e-6
 """Seconds to start a collective."""
+AT_ONCE = 32
+"""To how many others a rank of an all-to-all sends at once: the rest wait for their turn."""
 BANDWIDTH = 50e9
 """Bytes per second that one rank sends."""
 LAUNCH = 2e-6
@@ -186,8 +190,13 @@ def _seconds_one_way(kind: str, n: int, have: float, got: float) -> float:
     if kind == "retype":
         return RETYPE
     if kind in COLLECTIVES and n > 1:
-        return LATENCY + _ring_bytes_sent(kind, n, have) / BANDWIDTH
+        return _seconds_to_start(kind, n) + _ring_bytes_sent(kind, n, have) / BANDWIDTH
     return LAUNCH + max(have, got) / MEMORY
+
+
+def _seconds_to_start(kind: str, n: int) -> float:
+    """Among thousands of ranks the pieces of an all-to-all are many messages, and small."""
+    return LATENCY * math.ceil((n - 1) / AT_ONCE) if kind == "all_to_all" else LATENCY
 
 
 _SMALLER_FIRST = "RS IS PS SS PR PI PP IR RI SR SI SP RP IP".split()

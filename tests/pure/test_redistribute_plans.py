@@ -196,6 +196,23 @@ def test_three_axes_do_not_explode():
     assert collectives(p) <= 3
 
 
+@pytest.mark.parametrize(
+    ("ranks", "rows", "columns", "moves"),
+    [
+        (8, 9, 1 << 20, ["all_to_all a", "all_gather a"]),
+        (1024, 128, 8192, ["all_gather a"]),
+        (1024, 3584, 8192, ["all_gather a"]),
+    ],
+)
+def test_uneven_rows_are_exchanged_before_they_are_gathered_where_that_is_worth_its_messages(
+    ranks, rows, columns, moves
+):
+    """Pieces of two sizes travel as the larger. To exchange rows for columns, which all divide,
+    sends less, in a message to each other rank."""
+    mesh = Mesh(("a",), (ranks,))
+    assert words(path(f"[{rows}@a, {columns}]", f"[{rows}, {columns}]", mesh, 2)) == moves
+
+
 def test_a_plan_is_cached_and_so_is_its_transpose():
     before, after = Layout.parse("[8@a, 6]"), Layout.parse("[8, 6@b]")
     assert plan(before, after, M22, 4) is plan(before, after, M22, 4)

@@ -20,6 +20,8 @@ from .op_facts import facts_of
 
 __all__ = [
     "ADDRESSES",
+    "FACTS_THAT_CHANGE",
+    "FACTS_THAT_STAY",
     "FILLS",
     "STATE_OF_LEAVES",
     "VIEW_ATTRIBUTES",
@@ -114,6 +116,11 @@ register_post_accumulate_grad_hook""".split()
 """Attributes and methods of what a tensor is to autograd: another would answer for itself."""
 ADDRESSES = "data_ptr untyped_storage storage _typed_storage storage_offset is_set_to".split()
 """Methods that say where a tensor's memory is."""
+FACTS_THAT_STAY = """storage_offset is_leaf grad_fn grad _base _is_view is_shared is_inference
+is_conj is_neg _backward_hooks retains_grad output_nr is_pinned""".split()
+"""Attributes and methods of what a tensor is beside its values, the same in each call of a step."""
+FACTS_THAT_CHANGE = "_version data_ptr untyped_storage storage _typed_storage".split()
+"""Those of which each call may have others."""
 OF_ONE_OPERAND = frozenset("relu silu mish selu relu6 hardswish hardsigmoid".split())
 """Of torch.nn.functional: the builtins of their names take the operand alone, and no `inplace`."""
 

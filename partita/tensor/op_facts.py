@@ -55,6 +55,8 @@ class OpFacts:
         changes_metadata: it changes the shape, the strides or the storage of an operand in place.
         workspace: what its kernel on a CPU takes while it runs: "casts", its operands in the dtype
             in which it computes; "measured", what can only be found by running it; "", nothing.
+        exact_in_numbers: it rounds alike whether a number among its operands is one of Python or a
+            tensor. Others, as addcmul, are several calls of tensors.
         stands_alone: no compiler makes one kernel of it and of its neighbours.
     """
 
@@ -73,6 +75,7 @@ class OpFacts:
     by_storage: bool = False
     changes_metadata: bool = False
     workspace: str = ""
+    exact_in_numbers: bool = False
     stands_alone: bool = False
 
 
@@ -113,6 +116,8 @@ def facts_of(target: Any) -> OpFacts:
         by_storage=is_torchs and name in _BY_STORAGE,
         changes_metadata=torch.Tag.inplace_view in target.tags or full_name in _RESIZES_UNSAID,
         workspace=_find_workspace(target),
+        exact_in_numbers=is_torchs
+        and target._opname.removeprefix("_foreach_").removesuffix("_") in _EXACT_IN_NUMBERS,
         stands_alone=not is_torchs or target._opname in _STAND_ALONE,
     )
 
@@ -160,6 +165,10 @@ _FILLS = frozenset(
 _BY_STORAGE = frozenset("as_strided as_strided_ as_strided_scatter set_ resize_".split())
 _RESIZES_UNSAID = frozenset(("resize_as_sparse_.default", "set_data.default"))
 """They change metadata in place, though they have not the tag that says so."""
+_EXACT_IN_NUMBERS = frozenset(
+    """add sub rsub mul div true_divide eq ne lt le gt ge maximum minimum clamp clamp_min clamp_max
+    where fill masked_fill index_fill full full_like new_full scalar_tensor""".split()
+)
 _STAND_ALONE = frozenset(
     """embedding_dense_backward sort topk cumsum scatter scatter_add index_put gather
     native_dropout max_pool2d_with_indices unique nonzero""".split()

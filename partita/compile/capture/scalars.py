@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from partita.comm.device import HOST, Device
 from partita.layout import Fix
+from partita.tensor.op_facts import facts_of
 
 from ..errors import not_captured
 from .symbolic import is_symbolic
@@ -188,12 +189,6 @@ def has_scalars(args: Any, kwargs: Any) -> bool:
 
 
 _SUMS = ("add", "sub", "rsub")
-_EXACT = frozenset(
-    """mul div true_divide eq ne lt le gt ge maximum minimum clamp clamp_min clamp_max where fill
-    masked_fill index_fill full full_like new_full scalar_tensor""".split()
-).union(_SUMS)
-"""Calls that round alike whether a number is one of Python or a tensor. Others, as addcmul, are
-several calls of tensors."""
 
 
 def takes_number_exactly(node: fx.Node) -> bool:
@@ -203,9 +198,10 @@ def takes_number_exactly(node: fx.Node) -> bool:
     values: list[Any] = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
     if any(_is_reduced(v) and not v.dim() for v in values):  # the number is rounded to its dtype
         return False
-    base = _base_op_name(node.target)
-    factor = (*node.args[2:3], node.kwargs.get("alpha", 1)) if base in _SUMS else ()
-    return base in _EXACT and all(not isinstance(a, fx.Node) and a == 1 for a in factor)
+    is_sum = _base_op_name(node.target) in _SUMS
+    factor = (*node.args[2:3], node.kwargs.get("alpha", 1)) if is_sum else ()
+    is_exact = facts_of(node.target).exact_in_numbers
+    return is_exact and all(not isinstance(a, fx.Node) and a == 1 for a in factor)
 
 
 def call_with_scalars(name: str, args: Sequence[Any], kwargs: dict[str, Any], like: Any) -> Any:

@@ -18,6 +18,7 @@ from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.comm import user_line
 from partita.layout import Fix
+from partita.tensor.function_facts import FACTS_THAT_CHANGE, FACTS_THAT_STAY
 from partita.tensor.tensor_state import count_writes
 
 from ..errors import not_captured
@@ -27,15 +28,8 @@ from .symbolic import identity_of
 
 __all__ = ["FactCondition", "TensorFacts", "is_fact"]
 
-_HELD = {
-    inspect.getattr_static(torch.Tensor, name): name
-    for name in """storage_offset is_leaf grad_fn grad _base _is_view is_shared is_inference is_conj
-    is_neg _backward_hooks retains_grad output_nr is_pinned""".split()
-}
-_LOST = {
-    inspect.getattr_static(torch.Tensor, name): name
-    for name in "_version data_ptr untyped_storage storage _typed_storage".split()
-}
+_HELD = {inspect.getattr_static(torch.Tensor, name): name for name in FACTS_THAT_STAY}
+_LOST = {inspect.getattr_static(torch.Tensor, name): name for name in FACTS_THAT_CHANGE}
 _HELD[identity_of] = "id"
 _OBJECTS = ("grad_fn", "grad", "_base", "_backward_hooks")  # the fact: is there one?
 _OF_MEMORY = ("storage_offset", "is_shared", "is_pinned", "_base")

@@ -489,7 +489,7 @@ class HearingFunctions(TorchFunctionMode):
 
 
 @pytest.mark.parametrize("kind", [HearingCalls, HearingFunctions])
-def test_a_mode_around_an_update_hears_all_of_it(kind):
+def test_an_update_within_a_mode_is_refused_since_the_mode_would_hear_other_calls(kind):
     def step_of(model, optimizer):
         def step(x):
             loss = model(x).square().mean()
@@ -501,10 +501,87 @@ def test_a_mode_around_an_update_hears_all_of_it(kind):
 
         return step
 
-    wanted, _ = trained(None, False, step_of=step_of)
-    found, step = trained(None, True, step_of=step_of)
+    for blocks in (False, True):
+        with pytest.raises(pt.CaptureError, match="optimizer steps within a TorchFunctionMode"):
+            trained(None, blocks, step_of=step_of)
+
+
+@pytest.mark.parametrize("kind", [HearingCalls, HearingFunctions])
+def test_a_mode_around_what_comes_before_an_update_is_captured(kind):
+    def step_of(model, optimizer):
+        def step(x):
+            with kind():
+                loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        return step
+
+    wanted, _ = trained(None, False)
+    found, _ = trained(None, True, step_of=step_of)
     assert all(map(torch.equal, found, wanted))
-    assert not step.program.blocks.updates
+
+
+def step_with(optimizer_of, sections):
+    """Losses of some steps of an optimizer that makes its state in the first, and its state."""
+    torch.manual_seed(0)
+    model = Stack().double()
+    optimizer = optimizer_of(model)
+
+    def step(x):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = step if sections is None else pt.compile(step, backend="graph", sections=sections)
+    x = torch.linspace(-1, 1, 4 * WIDTH, dtype=torch.float64).view(4, WIDTH)
+    losses = torch.stack([run(x).detach() for _ in range(4)])
+    state = {n: sorted(v) for n, v in optimizer.state_dict()["state"].items()}
+    return losses, state, len(getattr(run, "reasons", ()))
+
+
+class Renamed(optim.AdamW):
+    pass
+
+
+class Halving(optim.AdamW):
+    """Halves gradients before it steps as torch's does."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.mul_(0.5)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("sections", [False, True])
+@pytest.mark.parametrize("kind", [Renamed, Halving])
+def test_a_subclass_of_an_optimizer_of_torchs_reckons_as_it_does_in_eager(kind, sections):
+    def optimizer_of(model):
+        return kind(model.parameters(), 0.1)
+
+    wanted, state, _ = step_with(optimizer_of, None)
+    found, its_state, captures = step_with(optimizer_of, sections)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
+    assert its_state == state
+    assert captures == 1
+
+
+def test_a_captured_step_leaves_no_state_of_parameters_without_gradient():
+    unused = nn.Linear(2, 2).double()
+
+    def optimizer_of(model):
+        return optim.AdamW([*unused.parameters(), *model.parameters()], 0.1)
+
+    wanted, state, _ = step_with(optimizer_of, None)
+    found, its_state, _ = step_with(optimizer_of, False)
+    assert its_state == state
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
 
 
 class Complex(Block):

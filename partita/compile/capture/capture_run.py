@@ -29,6 +29,7 @@ from ..errors import not_captured
 from ..graph_nodes import drop_unused, lazy_graph_modules
 from ..guards import Guards, ReadRecord, Write
 from ..guards.instrument import exclusive_access
+from ..guards.modes import without_function_modes
 from ..node_metadata import Recorder
 from ..program import Input
 from .answers import AskedQuestions, Guesses, gate_writes, predict_answer
@@ -382,9 +383,10 @@ class CaptureRun:
         def is_number_input(home: Any, key: Any) -> bool:
             return (id(home), key) in number_places
 
-        return self.record.make_guards(
-            is_number_input, self._slot_identities, self.state.guarded_places()
-        )
+        with without_function_modes():  # which would hear what is asked of tensors
+            return self.record.make_guards(
+                is_number_input, self._slot_identities, self.state.guarded_places()
+            )
 
     def undo(self) -> None:
         """Undo what the step has written into Python objects."""

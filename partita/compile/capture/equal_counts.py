@@ -69,10 +69,10 @@ def share_equal_counts(graph: fx.Graph, equal: Sequence[Sequence[fx.Node]]) -> N
     Args:
         equal: groups of inputs that hold the same number.
     """
-    for first, *others in equal:
-        for other in others:
-            if any(map(_is_scalar_call, other.users)):
-                other.replace_all_uses_with(first, _is_scalar_call)
+    for numbers in equal:
+        read = [n for n in numbers if any(map(_is_scalar_call, n.users))]
+        for other in read[1:]:
+            other.replace_all_uses_with(read[0], _is_scalar_call)
     known: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
         if not _is_scalar_call(node):

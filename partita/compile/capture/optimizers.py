@@ -24,13 +24,16 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from partita.comm import user_line
 from partita.layout import Fix
 from partita.tensor.dtensor import DTensor
 from partita.tensor.grad_state import lay_out_state, update_spec
 from partita.tensor.watch import HERE
 
-from ..errors import not_captured
+from ..errors import CaptureError, not_captured
+from ..guards.modes import has_function_mode
 from ..node_metadata import Recorder
+from .block_functions import dispatch_listeners
 from .state_slots import Slot
 from .step_counts import COUNTS, WidenedCounts, narrow_counts, widen_counts
 
@@ -60,8 +63,8 @@ def make_optimizer_state(optimizers: dict[str, Optimizer]) -> MadeState:
     """
     found: MadeState = []
     for optimizer in optimizers.values():
-        if _is_of_torch(optimizer):
-            if type(optimizer) is torch.optim.SGD:
+        if _is_of_torch(optimizer, "_init_group"):
+            if isinstance(optimizer, torch.optim.SGD):
                 found += _make_momentum(optimizer)
             found += _make_state(optimizer)
             for p, state in optimizer.state.items():
@@ -99,8 +102,23 @@ def _check_state_is_apart(optimizer: Optimizer) -> None:
                 seen.add(id(value))
 
 
-def _is_of_torch(optimizer: Optimizer) -> bool:
-    return f"{type(optimizer).__module__}.".startswith("torch.optim.")
+def _is_of_torch(optimizer: Optimizer, *methods: str) -> bool:
+    """Is it one of torch's, or of a subclass that has torch's own methods of these names (step and
+    what makes state, where none are named)?"""
+    kind = type(optimizer)
+    found = [getattr(kind, name, None) for name in methods or ("step", "_init_group")]
+    homes = [getattr(inspect.unwrap(f), "__module__", "") for f in found if f is not None]
+    return bool(homes) and all(f"{home}.".startswith("torch.optim.") for home in homes)
+
+
+def _steps_under_mode() -> CaptureError:
+    return not_captured(
+        "an optimizer steps within a TorchFunctionMode or TorchDispatchMode of the program's",
+        "its update is captured as kernels over lists of all parameters, so that the mode would "
+        "hear other calls than it does eagerly",
+        Fix("optimizer.step()", "outside of the mode"),
+        place=user_line(),
+    )
 
 
 def _unscales_by_itself(optimizer: Optimizer) -> bool:
@@ -224,10 +242,13 @@ class CapturedOptimizers:
         """
         before = [(name, o, o.state, o.param_groups) for name, o in self.optimizers.items()]
         unscaling = [o for o in self.optimizers.values() if _unscales_by_itself(o)]
+        dispatch_modes, _ = dispatch_listeners()
 
         # Global hooks are called for optimizers of other threads too.
         def begin_update(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if HERE.recorder is recorder:
+                if has_function_mode() or dispatch_listeners()[0] != dispatch_modes:
+                    raise _steps_under_mode()
                 recorder.updating = True
                 if _is_of_torch(optimizer):
                     HERE.unheard(_check_state_is_apart, optimizer)

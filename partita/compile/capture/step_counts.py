@@ -11,12 +11,15 @@ from typing import Any
 
 import torch
 
+from partita.tensor.tensor_state import count_writes
+
 __all__ = ["COUNTS", "WidenedCounts", "narrow_counts", "widen_counts"]
 
 COUNTS = ("step", "mu_product")
 """Names in an optimizer's state: the count of steps, and the product of NAdam's momenta."""
 
-WidenedCounts = list[tuple[dict[Any, Any], torch.Tensor]]
+WidenedCounts = list[tuple[dict[Any, Any], torch.Tensor, torch.Tensor, int]]
+"""For each count: the state that it is in, itself, its float64 copy, and the writes of that."""
 
 
 def widen_counts(states: Iterable[dict[Any, Any]], exact: set[int] | None) -> WidenedCounts:
@@ -36,15 +39,20 @@ def widen_counts(states: Iterable[dict[Any, Any]], exact: set[int] | None) -> Wi
             if not isinstance(number, torch.Tensor) or number.ndim or number.dtype != torch.float32:
                 continue
             if name == "step":
-                widened.append((entries, number))
-                entries[name] = number.double()
+                entries[name] = wide = number.double()
+                widened.append((entries, number, wide, count_writes(wide)))
             elif exact is not None:
                 exact.add(id(number))
     return widened
 
 
 def narrow_counts(widened: WidenedCounts) -> None:
-    """Write float64 counts back into the tensors that they were copied from."""
-    for entries, number in widened:
-        entries["step"] = number.copy_(entries["step"])
+    """Write float64 counts back into the tensors that they were copied from.
+
+    Those of parameters that were not updated stay as they are: they are no inputs of the step then.
+    """
+    for entries, number, wide, writes in widened:
+        now = entries["step"]
+        is_written = now is not wide or count_writes(wide) != writes
+        entries["step"] = number.copy_(now) if is_written else number
     widened.clear()

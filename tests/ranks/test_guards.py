@@ -556,3 +556,19 @@ def test_partitas_own_models_are_recorded_as_a_users_are(monkeypatch):
     monkeypatch.setattr(gpt, "rotate", lambda x, cos, sin: x)
     torch.testing.assert_close(fast(tokens), step(tokens))
     assert len(fast.reasons) == 2 and "rotate" in fast.reasons[1]
+
+
+class KeepingCalls(torch.overrides.TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.calls.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_that_keeps_what_it_hears_in_a_list_is_named():
+    step = pt.compile(torch.nn.Linear(4, 4), backend="graph")
+    with KeepingCalls(), pytest.raises(pt.CaptureError, match=r"the step changes \S+\.calls"):
+        step(torch.ones(2, 4))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import fx
 from torch.utils import _pytree as pytree
@@ -26,11 +26,13 @@ from .capture.block_nodes import (
     inline_bodies,
 )
 from .capture.block_programs import BlockProgram, find_late, inline_block_programs
-from .captured_program import CapturedProgram
 from .graph_nodes import copy_graph, lazy_graph_module
 from .passes import run_passes
 from .program import Input, Output, Program
 from .section import Section
+
+if TYPE_CHECKING:
+    from .captured_program import CapturedProgram
 
 __all__ = ["lower_blocks"]
 
@@ -85,6 +87,7 @@ class _Lowering:
         part = _program_of_block(block, self.program)
         left_out = _OF_STEP if block.written else (*_OF_STEP, *_OF_STEP_AND_UPDATES)
         run_passes(part, {*self.program.without, *left_out})
+        self.program.levels = max(self.program.levels, part.levels)
         late = find_late(part.graph.graph, block.taken) if block.has_backward else set()
         outer = sections_of_blocks(part, late, self._sections)
         return block.bodies(outer)
@@ -126,4 +129,6 @@ def _program_of_block(block: BlockProgram, step: CapturedProgram) -> Program:
         [],
         [],
         step.groups,
+        budget=step.budget,
+        level=step.level,
     )

@@ -217,9 +217,7 @@ def peak_of(program: Program) -> int:
     return peak
 
 
-def _peak_of_call(
-    call: fx.Node, section: Section, storages: Storages, freed: Sequence[int]
-) -> int:
+def _peak_of_call(call: fx.Node, section: Section, storages: Storages, freed: Sequence[int]) -> int:
     """The most bytes that a call of a section adds to those allocated before it, of which it frees
     what nobody reads later."""
     schedule = schedule_of_section(section)

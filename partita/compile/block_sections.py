@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from partita.tensor.op_facts import facts_of
+
 from .backend.cut import UnsureOfSections, sections_of_blocks
 from .capture.block_nodes import (
     BackwardBody,
@@ -27,14 +29,16 @@ from .capture.block_nodes import (
 )
 from .capture.block_programs import BlockProgram, find_late, inline_block_programs
 from .graph_nodes import copy_graph, lazy_graph_module
+from .node_metadata import note_of
 from .passes import run_passes
+from .passes.remat import BLOCK_RESULT
 from .program import Input, Output, Program
 from .section import Section
 
 if TYPE_CHECKING:
     from .captured_program import CapturedProgram
 
-__all__ = ["lower_blocks"]
+__all__ = ["lower_blocks", "mark_results"]
 
 _OF_STEP = ("overlap", "backend_ways")
 """Passes that place what stands between blocks: they run over the graph of the step alone."""
@@ -60,6 +64,17 @@ def lower_blocks(program: CapturedProgram) -> None:
         inline_block_programs(program.graph.graph)
 
 
+def mark_results(block: BlockProgram) -> None:
+    """Mark the calls that make a block's results, wherever they are copied to: under a budget the
+    last to be let go (`passes.remat`)."""
+    (end,) = block.graph.graph.find_nodes(op="output")
+    outputs: Any = end.args[0]
+    for node in outputs[: len(block.results)]:
+        while facts_of(node.target).is_alias:
+            node = node.args[0]
+        node.meta[BLOCK_RESULT] = True
+
+
 class _Lowering:
     """The sections of the block programs of one step."""
 
@@ -80,6 +95,8 @@ class _Lowering:
         return self._bodies[block][node.target is block_backward]
 
     def _lower(self, block: BlockProgram) -> tuple[BlockBody, BackwardBody]:
+        if any(note_of(n).budget is not None for n in block.graph.graph.nodes):
+            return block.bodies(block.graph.graph)  # what is kept is chosen over all that share it
         equal = [*_find_equal_operands(block, self._calls[block])]
         block = block.without_unread(*self._read[block])
         if equal:

@@ -18,7 +18,7 @@ from torch import fx
 
 from partita.comm.ledger import human
 
-from .block_sections import lower_blocks
+from .block_sections import lower_blocks, mark_results
 from .capture.block_nodes import calls_of_blocks
 from .capture.block_programs import inline_block_programs
 from .graph_nodes import lazy_graph_module
@@ -57,7 +57,10 @@ class AsCaptured(Generic[P]):
 
     def __init__(self, program: P):
         self.form = Form()
-        self.has_blocks = bool(calls_of_blocks(program.graph.graph))
+        blocks: Any = {n.args[0] for n in calls_of_blocks(program.graph.graph)}
+        self.has_blocks = bool(blocks)
+        for block in blocks:
+            mark_results(block)
         self._kind, self._root_module = type(program), program.graph
         self._rows = [
             (n, n.op, n.target, n.args, n.kwargs, n.name, dict(n.meta))

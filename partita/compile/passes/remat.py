@@ -18,7 +18,10 @@ from ..program import Program
 from .recompute import can_be_made_again, flops_of, is_late, recompute
 from .remat_regions import find_recomputed_in_regions
 
-__all__ = ["remat"]
+__all__ = ["BLOCK_RESULT", "remat"]
+
+BLOCK_RESULT = "result of a block"
+"""The key, in the `meta` of a node, of a mark: it makes what a block gives."""
 
 _LEVELS = 8
 """Among how many choices a budget finds its own, those apart that go back further."""
@@ -53,8 +56,8 @@ def _make_levels(program: Program) -> list[frozenset[str]]:
 
     First go what is cheap for its bytes. What all of forward passes through stays, so that no
     recompute goes back further than to the one before; at the end of those only every second
-    stays, every fourth, and so on, until none does. What a block takes stays: it is of no call
-    of the block.
+    stays, every fourth, and so on, until none does. What a block takes is of no call of the block,
+    and stays.
     """
     graph = program.graph.graph
     storages = storages_of(program)
@@ -80,7 +83,10 @@ def _find_narrow_points(
     graph: fx.Graph, storages: Storages, saved: Mapping[fx.Node, set[int]]
 ) -> list[fx.Node]:
     """Of the calls in `saved` those beside whose results the rest of forward needs next to nothing
-    else."""
+    else; where it is known what blocks give, only of these.
+
+    So a recompute through several blocks makes again all that a variant of a block would.
+    """
     forward = [n for n in graph.nodes if n.op == "call_function" and note_of(n).phase == "forward"]
     last = {s: n for n in forward for read in n.all_input_nodes for s in storages.of[read]}
     live = 0
@@ -95,7 +101,9 @@ def _find_narrow_points(
                     del last[s]
         if any(live <= _ALONE * storages.nbytes[s] for s in saved.get(node, ())):
             found[node] = None
-    return [*found]
+    marked = (n for n in graph.nodes if BLOCK_RESULT in n.meta)
+    of_blocks = {storages.maker[s] for node in marked for s in storages.of[node]}
+    return [node for node in found if not of_blocks or node in of_blocks]
 
 
 def _find_saved_storages(graph: fx.Graph, storages: Storages) -> dict[fx.Node, set[int]]:

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import fx
 from torch.utils import _pytree as pytree
+
+from partita.tensor.op_facts import facts_of
 
 from .backend.cut import UnsureOfSections, sections_of_blocks
 from .capture.block_nodes import (
@@ -26,14 +28,18 @@ from .capture.block_nodes import (
     inline_bodies,
 )
 from .capture.block_programs import BlockProgram, find_late, inline_block_programs
-from .captured_program import CapturedProgram
 from .graph_nodes import copy_graph, lazy_graph_module
+from .node_metadata import note_of
 from .passes import run_passes
 from .passes.gathered import is_gather, packing_of
+from .passes.remat import BLOCK_RESULT
 from .program import Input, Output, Program
 from .section import Section
 
-__all__ = ["lower_blocks"]
+if TYPE_CHECKING:
+    from .captured_program import CapturedProgram
+
+__all__ = ["lower_blocks", "mark_results"]
 
 _OF_STEP = ("overlap", "backend_ways")
 """Passes that place what stands between blocks: they run over the graph of the step alone."""
@@ -59,6 +65,17 @@ def lower_blocks(program: CapturedProgram) -> None:
         inline_block_programs(program.graph.graph)
 
 
+def mark_results(block: BlockProgram) -> None:
+    """Mark the calls that make a block's results, wherever they are copied to: under a budget the
+    last to be let go (`passes.remat`)."""
+    (end,) = block.graph.graph.find_nodes(op="output")
+    outputs: Any = end.args[0]
+    for node in outputs[: len(block.results)]:
+        while facts_of(node.target).is_alias:
+            node = node.args[0]
+        node.meta[BLOCK_RESULT] = True
+
+
 class _Lowering:
     """The sections of the block programs of one step."""
 
@@ -79,6 +96,8 @@ class _Lowering:
         return self._bodies[block][node.target is block_backward]
 
     def _lower(self, block: BlockProgram) -> tuple[BlockBody, BackwardBody]:
+        if any(note_of(n).budget is not None for n in block.graph.graph.nodes):
+            return block.bodies(block.graph.graph)  # what is kept is chosen over all that share it
         equal = [*_find_equal_operands(block, self._calls[block])]
         block = block.without_unread(*self._read[block])
         if equal:
@@ -86,6 +105,7 @@ class _Lowering:
         part = _program_of_block(block, self.program)
         left_out = _OF_STEP if block.written else (*_OF_STEP, *_OF_STEP_AND_UPDATES)
         run_passes(part, {*self.program.without, *left_out})
+        self.program.levels = max(self.program.levels, part.levels)
         late = find_late(part.graph.graph, block.taken) if block.has_backward else set()
         packing = [*_find_packing_of_gathers(part.graph.graph)]
         outer = sections_of_blocks(part, late, packing, self._sections)
@@ -136,4 +156,6 @@ def _program_of_block(block: BlockProgram, step: CapturedProgram) -> Program:
         [],
         [],
         step.groups,
+        budget=step.budget,
+        level=step.level,
     )

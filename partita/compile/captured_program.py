@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -31,6 +31,9 @@ from .program import Program, ResultPlace
 from .replicated_input_check import Compared
 from .sharing import Sharing
 
+if TYPE_CHECKING:
+    from .budgets import BudgetSearch
+
 __all__ = ["CapturedProgram"]
 
 
@@ -47,6 +50,7 @@ class CapturedProgram(Program):
         blocks: how its blocks were traced.
         work: its matrix products, for ledgers; empty where blocks are traced once.
         captured: the program before any pass.
+        search: finds how it is rewritten for its budget; None where it has none.
         sharing: finds inputs that overlap one that is written.
     """
 
@@ -58,6 +62,7 @@ class CapturedProgram(Program):
     blocks: BlocksTraced = field(default_factory=BlocksTraced)
     work: list[tuple[str, str, tuple[str, ...], float]] = field(default_factory=list)
     captured: AsCaptured[CapturedProgram] | None = field(init=False, default=None)
+    search: BudgetSearch | None = field(init=False, default=None)
     sharing: Sharing = field(init=False)
 
     @cached_property

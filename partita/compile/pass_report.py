@@ -7,8 +7,9 @@ kept as captured (`AsCaptured`), and whoever asks has the passes run over it aga
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from textwrap import indent
 from typing import Any, Generic, TypeVar
@@ -17,23 +18,49 @@ from torch import fx
 
 from partita.comm.ledger import human
 
+from .block_sections import lower_blocks, mark_results
+from .capture.block_nodes import calls_of_blocks
 from .capture.block_programs import inline_block_programs
 from .graph_nodes import lazy_graph_module
 from .memory.storages import memory_of
 from .passes import Change, Passes, record_changes
 from .passes.change import format_figure
+from .passes.recompute import count_made_again
 from .program import Program
+from .section import call_section, section_of
 
-__all__ = ["AsCaptured", "changes_of", "explain_passes", "peaks_of_changes"]
+__all__ = ["AsCaptured", "Form", "changes_of", "explain_passes", "peaks_of_changes"]
 
 P = TypeVar("P", bound=Program)
 
 
+@dataclass(frozen=True)
+class Form:
+    """How a captured step is rewritten.
+
+    Attributes:
+        level: how much is made again for a budget: `Program.level`.
+        in_blocks: blocks stay calls; else they are inlined.
+    """
+
+    level: int = 0
+    in_blocks: bool = False
+
+
 class AsCaptured(Generic[P]):
-    """A copy of a program before the passes: a row for each node, made a program on request, in
-    which blocks are inlined."""
+    """A copy of a program before the passes: a row for each node, made a program on request.
+
+    Attributes:
+        form: that of the programs in which it is shown: for a budget the one that was taken, else
+            blocks are inlined.
+    """
 
     def __init__(self, program: P):
+        self.form = Form()
+        blocks: Any = {n.args[0] for n in calls_of_blocks(program.graph.graph)}
+        self.has_blocks = bool(blocks)
+        for block in blocks:
+            mark_results(block)
         self._kind, self._root_module = type(program), program.graph
         self._rows = [
             (n, n.op, n.target, n.args, n.kwargs, n.name, dict(n.meta))
@@ -43,15 +70,23 @@ class AsCaptured(Generic[P]):
         for name in ("inputs", "outputs"):
             self._parts[name] = list(self._parts[name])
 
-    def program(self) -> P:
-        """A new program like it, which may be changed."""
+    def program(self, form: Form | None = None) -> P:
+        """A new program like it, which may be changed: one of `self.form` unless another is
+        asked for."""
+        form = form or self.form
         parts: dict[str, Any] = {
             **self._parts,
             "graph": lazy_graph_module(self._root_module, self._rebuild_graph()),
+            "level": form.level,
         }
         for name in ("inputs", "outputs"):
             parts[name] = list(parts[name])
-        return self._kind(**parts)
+        program: Any = self._kind(**parts)
+        if form.in_blocks:
+            lower_blocks(program)
+        else:
+            inline_block_programs(program.graph.graph)
+        return program  # type: ignore[no-any-return]
 
     def _rebuild_graph(self) -> fx.Graph:
         graph, of = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -59,7 +94,6 @@ class AsCaptured(Generic[P]):
             given = fx.node.map_arg((args, kwargs), of.__getitem__)
             of[node] = new = graph.create_node(op, target, *given, name=name)
             new.meta = dict(meta)
-        inline_block_programs(graph)
         return graph
 
 
@@ -73,9 +107,27 @@ def explain_passes(captured: AsCaptured[Any], without: Iterable[str], passes: Pa
         texts.append(change.text(*peak))
     if changes:
         texts.append(_summarize_changes(changes[0], changes[-1], peaks))
+    if program.budget is not None:
+        texts.insert(0, f"budget\n{indent(_describe_budget(program, peaks[-1]), '  ')}")
     if blocks := str(program.blocks):
         texts.insert(0, f"blocks\n{indent(blocks, '  ')}")
     return "\n".join(texts)
+
+
+def _describe_budget(program: Program, peak: int) -> str:
+    """What a program makes again for its budget, in each section and between them."""
+    assert program.budget is not None
+    graph = program.graph.graph
+    lines = [f"{human(peak)} of {human(program.budget)}, at level {program.level} of recomputation"]
+    calls = Counter(map(section_of, graph.find_nodes(op="call_function", target=call_section)))
+    for section, count in calls.items():
+        assert section is not None
+        if again := count_made_again(section.graph.graph):
+            lines.append(f"{section.name}: {again} calls made again, each of {count} times")
+    if again := count_made_again(graph):
+        where = " outside of sections" if calls else ""
+        lines.append(f"{again} calls made again{where}")
+    return "\n".join(lines)
 
 
 def peaks_of_changes(

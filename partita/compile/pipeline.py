@@ -14,6 +14,7 @@ from typing import Any
 from partita.comm import Wire
 
 from .block_sections import lower_blocks
+from .budgets import BudgetSearch
 from .capture.answers import Guesses
 from .capture.block_choice import BlockChoice
 from .capture.capture import capture
@@ -22,7 +23,7 @@ from .captured_program import CapturedProgram
 from .errors import CaptureError, cannot_be_kept
 from .graph import canonical
 from .key import agree, digest_of, key_of, versions
-from .memory.storages import memory_of, scheduled
+from .memory.storages import peak_of, scheduled
 from .node_metadata import note_of
 from .pass_report import AsCaptured, changes_of
 from .passes import Passes, order_passes, run_passes
@@ -72,12 +73,14 @@ def make_program(
         if verifies_each_pass():
             verify(program, "capture")
         program.captured = AsCaptured(program)
+        if budget is not None:
+            program.search = BudgetSearch(program.captured, without, passes)
         return program
 
     wires = dict.fromkeys(t._spec.wire for t in tensors if hasattr(t, "_spec"))
     said = (*options, f"budget {budget}")
     with _collector_paused():
-        return _finish_program(capture_program, tensors, wires, without, passes, said)
+        return _finish_program(capture_program, budget, tensors, wires, without, passes, said)
 
 
 @contextmanager
@@ -129,7 +132,7 @@ def kept_within(
     Raises:
         CaptureError: the budget cannot be kept; names the least that can.
     """
-    budget, given, least = program.budget, program.captured, None
+    budget, least = program.budget, None
     while True:
         prepare(program)
         if budget is None:
@@ -138,27 +141,23 @@ def kept_within(
         if taken <= budget:
             return program
         least = taken if least is None else min(least, taken)
-        less = memory_of(program).peak - 1
+        less = peak_of(program) - 1
 
-        def rebuild_with_budget(less: int = less) -> CapturedProgram:
-            assert given is not None
-            tighter = given.program()
-            tighter.budget, tighter.captured = less, given
-            return tighter
+        def take_again(program: CapturedProgram = program) -> CapturedProgram:
+            return program
 
         try:
             said = (*options, f"budget {budget}")
             program = _finish_program(
-                rebuild_with_budget, tensors, program.wires, without, passes, said
+                take_again, less, tensors, program.wires, without, passes, said
             )
         except CaptureError:
             raise cannot_be_kept(budget, least) from None
-        program.budget = budget
 
 
 def _find_peak_bytes(program: CapturedProgram) -> int:
     """The peak bytes of a program as it runs, the most of all ranks; of a region's of its graph."""
-    taken = scheduled(program).peak
+    taken = peak_of(program) if program.built is None else scheduled(program).peak
     for wire in program.wires:
         taken = max(n for (n,) in wire.gather_ints((taken,)))
     return taken
@@ -166,22 +165,31 @@ def _find_peak_bytes(program: CapturedProgram) -> int:
 
 def _finish_program(
     make: Callable[[], CapturedProgram],
+    limit: int | None,
     tensors: Sequence[Any],
     wires: Iterable[Wire],
     without: Iterable[str],
     passes: Passes,
     said: Sequence[str],
 ) -> CapturedProgram:
-    """The program that `make` gives, after passes and split, with its agreed key."""
+    """The program that `make` gives, after passes and split, with its agreed key.
+
+    Args:
+        limit: the most bytes of its predicted peak; None for no limit.
+    """
     failed, lines, where, as_captured = None, [], [], None
     try:
         ran = list(order_passes(passes, without))
         program = make()
-        as_captured = program.captured
-        lower_blocks(program)
-        run_passes(program, without, passes)
+        as_captured, search = program.captured, program.search
+        if limit is not None:
+            assert search is not None
+            program = search.first_within(limit)
+        else:
+            lower_blocks(program)
+            run_passes(program, without, passes)
         program = region_of(program)
-        program.sharing, program.captured = Sharing(program), as_captured
+        program.sharing, program.captured, program.search = Sharing(program), as_captured, search
         if (error := program.sharing.find_error(tensors)) is not None:
             raise error
         lines = [*canonical(program), *versions(), *said[:-1], f"passes {ran}", said[-1]]

@@ -179,6 +179,9 @@ class Program:
         built: the compiled code; None where the graph runs without being compiled.
         metadata: stored beside the compiled code; JSON.
         budget: the most bytes that the step may take above its inputs; None for no limit.
+        level: how much is made again in backward for that: the number of a choice of the pass
+            `remat`, from 0, nothing, on.
+        levels: how many choices it has found.
         without, passes: the names of the passes that are left out, and the user's passes.
     """
 
@@ -194,8 +197,10 @@ class Program:
     built: Built | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     budget: int | None = None
+    level: int = 0
     without: tuple[str, ...] = ()
     passes: Any = ()
+    levels: int = field(init=False, default=1)
     carried: list[Record] | None = field(init=False, default=None)
     _has_run: bool = field(init=False, default=False)
     written: list[int] = field(init=False)

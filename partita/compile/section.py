@@ -32,6 +32,7 @@ from .graph_nodes import (
 __all__ = [
     "DEEP",
     "Section",
+    "SectionSchedule",
     "call_section",
     "calls_within",
     "inline_sections",
@@ -44,6 +45,26 @@ DEEP = 3000
 the call of a section costs some microseconds."""
 
 
+@dataclass(frozen=True)
+class SectionSchedule:
+    """The memory of a section in each of its calls, in bytes; what it reads is not counted.
+
+    Attributes:
+        live: for each call in it what is allocated while that runs.
+        given: what it has allocated in the end: its results.
+        last_reads: for each input the place of the last call that reads it.
+    """
+
+    live: Sequence[int]
+    given: int
+    last_reads: Sequence[int]
+
+    @property
+    def workspace(self) -> int:
+        """The most bytes that are allocated at once beside the results."""
+        return max(self.live, default=0) - self.given
+
+
 @dataclass(eq=False)
 class Section(GraphPart):
     """A part of a graph, as a graph of its own.
@@ -52,14 +73,14 @@ class Section(GraphPart):
         graph: its output is a list.
         key: a hash of its text, equal for equal sections.
         metadata: of its artifact, as JSON.
-        workspace: the most bytes that it has allocated at once beside what it gives, where it runs
-            call by call; None while nobody has asked (`memory.storages`).
+        schedule: of its memory, where it runs call by call; None while nobody has asked
+            (`memory.storages`).
     """
 
     graph: fx.GraphModule
     key: str
     metadata: dict[str, Any] = field(default_factory=dict)
-    workspace: int | None = None
+    schedule: SectionSchedule | None = None
 
     def example(self) -> list[torch.Tensor]:
         """Fake tensors like its inputs, for the compiler."""

@@ -352,7 +352,7 @@ class CompiledStep(LastProgram):
         }
         guesses = found.guesses if found is not None else Guesses()
         blocks = BlockChoice.from_option(self.blocks)
-        stay_calls = self.budget is None and not self.passes and not self.cuda_graphs
+        stay_calls = not self.passes and not self.cuda_graphs
         if stay_calls and self.sections is not False:
             blocks = dataclasses.replace(blocks, outline_above=0 if self.sections else DEEP)
 

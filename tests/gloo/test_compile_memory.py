@@ -12,8 +12,10 @@ import partita as pt
 from partita.bench.models import MODELS
 from partita.bench.predicted import Asked, budgets_kept, kept, off, peaks, ready
 from partita.compile.memory.schedule import Memory
+from partita.compile.section import sections_in
 from partita.testing.allocated_bytes import counted
 from tests.gloo.launch import run_ranks
+from tests.programs.stacks import Stack
 
 EIGHT_LAYERS = Asked("linears", 3, wide=4, samples=32)
 LAYER = 4 * 256 * 256
@@ -160,10 +162,12 @@ def test_a_budget_is_held_against_the_code_that_is_compiled():
 
 
 @pytest.mark.timeout(120)
-def test_where_code_takes_more_than_its_budget_more_is_made_again():
+@pytest.mark.parametrize("sections", [None, True], ids=["whole", "blocks as calls"])
+def test_where_code_takes_more_than_its_budget_more_is_made_again(sections):
     torch.manual_seed(0)
     layers = [m for _ in range(4) for m in (nn.Linear(64, 64), nn.GELU(), nn.Tanh())]
-    model, x = nn.Sequential(*layers), torch.randn(1024, 64)
+    blocks = [nn.Sequential(*layers[:6]), nn.Sequential(*layers[6:])]
+    model, x = Stack(blocks, 64), torch.randn(1024, 64)
     weight, wide = torch.randn(192, 4), torch.randn(1024, 192)
 
     def gradients():
@@ -172,9 +176,14 @@ def test_where_code_takes_more_than_its_budget_more_is_made_again():
             extra = (torch.sin(wide) @ weight).sum() + (torch.cos(wide) @ weight).sum()
         return extra, *torch.autograd.grad(loss, list(model.parameters()))
 
-    budget = warm(pt.compile(gradients, backend="graph")).memory.peak
-    loose, tight = warm(pt.compile(gradients)), warm(pt.compile(gradients, budget=budget))
+    def compiled(**options):
+        return warm(pt.compile(gradients, blocks=True, sections=sections, **options))
+
+    budget = compiled(backend="graph").memory.peak
+    loose, tight = compiled(), compiled(budget=budget)
     assert counted(loose) > budget >= counted(tight)
+    called = [bool(sections_in(step.program.graph.graph)) for step in (loose, tight)]
+    assert called == [sections is True] * 2
     torch.testing.assert_close(tight(), loose())
 
 

@@ -20,6 +20,7 @@ from partita.compile.memory.knapsack import Candidate, choose_kept
 from partita.compile.node_metadata import note_of
 from partita.compile.passes.recompute import flops_of
 from partita.testing.allocated_bytes import counted
+from tests.programs import stacks
 
 aten = torch.ops.aten
 WIDTHS = st.sampled_from([4, 8, 32, 64])
@@ -36,47 +37,72 @@ class Around(nn.Module):
         return x + self.inner(x)
 
 
+KINDS = {
+    "linear": nn.Linear,
+    "around": Around,
+    "norm": lambda width, hidden: nn.LayerNorm(width),
+    "tanh": lambda width, hidden: nn.Tanh(),
+    "softmax": lambda width, hidden: nn.Softmax(-1),
+    "drop": lambda width, hidden: nn.Dropout(0.1),
+}
+ROWS = st.sampled_from([1, 7, 256])
+
+
 @st.composite
 def models(draw):
     """A model, and rows for it."""
     width = first = draw(WIDTHS)
     layers = [nn.Linear(width, width)]  # so that there is a gradient
-    for kind in draw(st.lists(st.sampled_from("linear around norm tanh softmax drop".split()))):
+    for kind in draw(st.lists(st.sampled_from([*KINDS]))):
         hidden = draw(WIDTHS)
-        layers.append(
-            {
-                "linear": lambda w=width, h=hidden: nn.Linear(w, h),
-                "around": lambda w=width, h=hidden: Around(w, h),
-                "norm": lambda w=width: nn.LayerNorm(w),
-                "tanh": nn.Tanh,
-                "softmax": lambda: nn.Softmax(-1),
-                "drop": lambda: nn.Dropout(0.1),
-            }[kind]()
-        )
+        layers.append(KINDS[kind](width, hidden))
         width = hidden if kind == "linear" else width
-    return nn.Sequential(*layers), torch.randn(draw(st.sampled_from([1, 7, 256])), first)
+    return nn.Sequential(*layers), torch.randn(draw(ROWS), first)
 
 
-def compiled(model, x, budget):
+class Block(nn.Module):
+    """What its layers make is added to what it is given."""
+
+    def __init__(self, width, hidden, kinds):
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.layers = nn.Sequential(
+            *(KINDS[kind](width, width if kind == "linear" else hidden) for kind in kinds)
+        )
+
+    def forward(self, x):
+        return x + self.layers(self.first(x))
+
+
+@st.composite
+def deep_models(draw):
+    """A model of blocks that are alike, and rows for it."""
+    width, hidden = draw(WIDTHS), draw(WIDTHS)
+    kinds = draw(st.lists(st.sampled_from([*KINDS]), min_size=1, max_size=4))
+    blocks = (Block(width, hidden, kinds) for _ in range(draw(st.sampled_from([2, 3, 7]))))
+    return stacks.Stack(blocks, width), torch.randn(draw(ROWS), width)
+
+
+def compiled(model, x, budget, **options):
     """A compiled step, and the gradients that it gives."""
 
     def gradients():
         return torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
 
-    step = pt.compile(gradients, backend="graph", budget=budget)
+    step = pt.compile(gradients, backend="graph", budget=budget, **options)
     torch.manual_seed(0)
     return step, step()
 
 
-def least_budget(model, x):
+def least_budget(model, x, **options):
     with pytest.raises(pt.CaptureError, match="cannot be kept") as caught:
-        compiled(model, x, 1)
+        compiled(model, x, 1, **options)
     return int(caught.value.fixes[0].write.removeprefix("budget="))
 
 
 def cost(step):
     """Operations and bytes that are made again."""
-    again = [n for n in step.graph.nodes if note_of(n).again]
+    again = [n for n in step.program.flat().graph.graph.nodes if note_of(n).again]
     return sum(map(flops_of, again)), sum(map(nbytes_of, again))
 
 
@@ -86,17 +112,32 @@ def kept_for_backward(step):
     return sum(b.nbytes for b in step.memory.at(begin))
 
 
+SHARES = st.lists(st.floats(0, 1), min_size=2, max_size=2)
+
+
 @pytest.mark.slow
 @settings(max_examples=8, deadline=None)
-@given(models(), st.lists(st.floats(0, 1), min_size=2, max_size=2))
+@given(models(), SHARES)
 def test_a_budget_is_kept_and_more_never_costs_more_or_keeps_less(case, shares):
-    model, x = case
-    without, wanted = compiled(model, x, None)
-    least, most = least_budget(model, x), without.memory.peak
+    check_budgets(*case, shares)
+
+
+@pytest.mark.slow
+@settings(max_examples=8, deadline=None)
+@given(deep_models(), SHARES)
+def test_a_budget_of_blocks_as_calls_is_kept_and_more_never_costs_more_or_keeps_less(case, shares):
+    check_budgets(*case, shares, blocks=True, sections=True)
+
+
+def check_budgets(model, x, shares, **options):
+    """Budgets are kept, in order, from the least on to what is taken without one; the gradients
+    are those without one."""
+    without, wanted = compiled(model, x, None, **options)
+    least, most = least_budget(model, x, **options), without.memory.peak
     budgets = sorted({least, most, *(least + int(s * (most - least)) for s in shares)})
     steps = []
     for budget in budgets:
-        step, found = compiled(model, x, budget)
+        step, found = compiled(model, x, budget, **options)
         assert counted(step) == step.memory.peak <= budget
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
         steps.append(step)

@@ -9,7 +9,7 @@ these lifetimes into the schedule of a graph.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,11 +21,11 @@ from ..capture.equal_calls import call_without_memory, tensors_in
 from ..graph import is_collective
 from ..node_metadata import note_of
 from ..program import Program
-from ..section import Section, section_of
+from ..section import Section, SectionSchedule, section_of
 from .schedule import Buffer, HeldInput, Memory
 from .workspace import staging, workspace
 
-__all__ = ["Storages", "last_uses", "memory_of", "storages_of"]
+__all__ = ["Storages", "last_uses", "memory_of", "peak_of", "storages_of"]
 
 
 @dataclass
@@ -96,7 +96,7 @@ def _shown_by_call(
     section = section_of(node)
     if section is not None:  # what it gives lies in memory of its own
         nbytes = [t.untyped_storage().nbytes() for t in tensors_in(node.meta["val"])]
-        if extra := workspace_of(section):
+        if extra := schedule_of_section(section).workspace:
             found.passing[node] = extra
         return [found.add(node, n) for n in nbytes]
     operands: list[int] = []
@@ -121,26 +121,29 @@ def _shown_by_call(
     return [operands[i] if i >= 0 else new[-1 - i] for i in made.shows]
 
 
-def workspace_of(section: Section) -> int:
-    """The most bytes that a section has allocated at once beside what it gives.
-
-    What it reads is counted as if it stayed to its end: who reads it last frees it within.
-    """
-    if section.workspace is None:
+def schedule_of_section(section: Section) -> SectionSchedule:
+    """What a section has allocated in each of its calls, and which of these reads an input last."""
+    if section.schedule is None:
         found, nodes = _storages_of_graph(section.graph, {}), section.graph.graph.nodes
+        calls = [n for n in nodes if n.op == "call_function"]
         last = last_uses(nodes, found)
-        (end,) = section.graph.graph.find_nodes(op="output")
-        live = most = 0
-        for node in nodes:
-            made = found.made_by(node) if node.op == "call_function" else ()
-            live += sum(found.nbytes[s] for s in made)
-            most = max(most, live + found.passing.get(node, 0))
-            for s in {s for read in (node, *node.all_input_nodes) for s in found.of.get(read, ())}:
-                if last.get(s) is node and found.maker[s].op == "call_function":
-                    live -= found.nbytes[s]
-        given = {s for node in end.all_input_nodes for s in found.of[node]}
-        section.workspace = most - sum(found.nbytes[s] for s in given)
-    return section.workspace
+        place = {node: i for i, node in enumerate(calls)}
+        live, held = [], 0
+        for node in calls:
+            held += sum(found.nbytes[s] for s in found.made_by(node))
+            live.append(held + found.passing.get(node, 0))
+            held -= sum(found.nbytes[s] for s in _freed_by(node, found, last))
+        inputs = section.graph.graph.find_nodes(op="placeholder")
+        readers = (last.get(s) for n in inputs for s in found.of[n])
+        reads = [place.get(node, len(calls)) if node else len(calls) for node in readers]
+        section.schedule = SectionSchedule(live, held, reads)
+    return section.schedule
+
+
+def _freed_by(node: fx.Node, storages: Storages, last: Mapping[int, fx.Node]) -> list[int]:
+    """The storages that calls have made and that a call is the last to read."""
+    shown = {s for read in (node, *node.all_input_nodes) for s in storages.of.get(read, ())}
+    return [s for s in shown if last.get(s) is node and storages.maker[s].op == "call_function"]
 
 
 def _find_constant(graph: fx.GraphModule, node: fx.Node) -> Any:
@@ -192,6 +195,43 @@ def memory_of(program: Program) -> Memory:
         (*made_at_entry(program, len(nodes)), *buffers),
         tuple(held_by(program)),
     )
+
+
+def peak_of(program: Program) -> int:
+    """The peak of `memory_of` in bytes, which takes no longer where a section is called often."""
+    nodes = program.graph.graph.nodes
+    storages = storages_of(program)
+    last = last_uses(nodes, storages)
+    live = peak = sum(b.nbytes for b in made_at_entry(program, 1))
+    for node in nodes:
+        if node.op != "call_function":
+            continue
+        made = sum(storages.nbytes[s] for s in storages.made_by(node))
+        freed = _freed_by(node, storages, last)
+        section = section_of(node)
+        if section is None:
+            peak = max(peak, live + made + storages.passing.get(node, 0))
+        else:
+            peak = max(peak, live + _peak_of_call(node, section, storages, freed))
+        live += made - sum(storages.nbytes[s] for s in freed)
+    return peak
+
+
+def _peak_of_call(call: fx.Node, section: Section, storages: Storages, freed: Sequence[int]) -> int:
+    """The most bytes that a call of a section adds to those allocated before it, of which it frees
+    what nobody reads later."""
+    schedule = schedule_of_section(section)
+    frees = [0] * (len(schedule.live) + 2)
+    for s in freed:
+        if storages.maker[s] is not call:
+            reads = zip(section.operands(call), schedule.last_reads, strict=True)
+            end = max(place for operand, place in reads if s in storages.of[operand])
+            frees[end + 1] += storages.nbytes[s]
+    gone, most = 0, 0
+    for here, less in zip(schedule.live, frees, strict=False):
+        gone += less
+        most = max(most, here - gone)
+    return most
 
 
 def last_uses(nodes: Iterable[fx.Node], storages: Storages) -> dict[int, fx.Node]:

@@ -144,7 +144,11 @@ def _diff_calls(before: list[str], after: list[str]) -> tuple[str, ...]:
         for line in lines:
             if line.startswith("output ["):  # it lists numbers only
                 continue
-            name = line.split("(", 1)[0] + " :" + line.rsplit(" :", 1)[-1]
+            called, typed, value = line.rpartition(" :")
+            # A call of a section has no one type, but says which section it is.
+            name = (
+                called.split("(", 1)[0] + typed + value if typed else line.split(", [", 1)[0] + ")"
+            )
             found[name] = found.get(name, 0) + 1
         return found
 

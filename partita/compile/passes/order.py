@@ -26,26 +26,21 @@ from .lifetime import lifetime
 from .merge_views import merge_views
 from .overlap import overlap
 from .regather import regather
-from .remat import remat_before
+from .remat import remat
 
 __all__ = ["PASSES", "Pass", "Passes", "order_passes", "record_changes", "run_passes"]
 
-# `remat` keeps a budget of memory in the graph that all passes have made, so it predicts the peak
-# by running the passes behind it on copies of the graph: it is given them.
-_AFTER_REMAT: dict[str, Pass] = {
+PASSES: dict[str, Pass] = {
+    "dedupe": dedupe,
+    "cancel": cancel,
+    "cast": cast,
+    "remat": remat,
     "regather": regather,
     "bucket": bucket,
     "merge_views": merge_views,
     "lifetime": lifetime,
     "overlap": overlap,
     "backend_ways": backend_ways,
-}
-PASSES: dict[str, Pass] = {
-    "dedupe": dedupe,
-    "cancel": cancel,
-    "cast": cast,
-    "remat": remat_before(_AFTER_REMAT),
-    **_AFTER_REMAT,
 }
 
 Passes = Iterable[Pass] | Mapping[str, Pass | Iterable[Pass]]

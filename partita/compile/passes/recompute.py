@@ -7,6 +7,7 @@ operands that are copied likewise or still there.
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
@@ -16,22 +17,36 @@ from torch.utils.flop_counter import flop_registry
 
 from partita.tensor.op_facts import facts_of
 
+from ..graph import nbytes_of
 from ..graph_nodes import copy_node, lazy_graph_module
 from ..node_metadata import NOTE, note_of
 from ..program import Program
+from ..section import Section, section_of
 from ..verify import SPACES
 
-__all__ = ["can_be_made_again", "flops_of", "is_late", "recompute", "trial_of"]
+__all__ = [
+    "can_be_made_again",
+    "cost_of_recompute",
+    "count_made_again",
+    "flops_of",
+    "is_late",
+    "recompute",
+    "trial_of",
+]
 
 
 def can_be_made_again(node: fx.Node) -> bool:
     """Is it a call of forward that can be run again with the same result?
 
-    Of a user's operator nobody knows what that costs, or that it draws nothing.
+    Of a user's operator nobody knows what that costs, or that it draws nothing. What a block makes
+    again is in its own graph; a section is no such call, nor is an item of what one gives.
     """
+    if node.target is operator.getitem:
+        return can_be_made_again(node.args[0])  # type: ignore[arg-type]
     facts = facts_of(node.target)
     return (
         node.op == "call_function"
+        and section_of(node) is None
         and getattr(node.target, "namespace", "aten") in SPACES
         and note_of(node).phase == "forward"
         and not facts.draws
@@ -58,6 +73,11 @@ def recompute(graph: fx.Graph, chosen: set[fx.Node]) -> dict[fx.Node, fx.Node]:
             note = note_of(node)
             reason = "regather" if note.reason == "gather" else note.reason
             made.meta[NOTE] = replace(note, phase="backward", reason=reason, again=True)
+            for user in list(
+                node.users
+            ):  # else all items would stay until the last of them is read
+                if user in chosen and user.target is operator.getitem:
+                    copy_for_backward(user)
         return copies[node]
 
     for node in list(graph.nodes):
@@ -87,3 +107,35 @@ def flops_of(node: fx.Node) -> int:
         return 0
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     return int(count(*args, **kwargs, out_val=node.meta["val"]))
+
+
+def cost_of_recompute(graph: fx.Graph) -> tuple[int, int]:
+    """Operations, and bytes, that a graph makes again, those within each call of a section too.
+
+    Without parameters that are gathered again, which is for `regather` to say.
+    """
+    within: dict[Section, tuple[int, int]] = {}
+    flops = nbytes = 0
+    for node in graph.nodes:
+        section = section_of(node)
+        if section is not None:
+            if section not in within:
+                within[section] = cost_of_recompute(section.graph.graph)
+            flops, nbytes = flops + within[section][0], nbytes + within[section][1]
+        elif _is_made_again(node):
+            flops, nbytes = flops + flops_of(node), nbytes + nbytes_of(node)
+    return flops, nbytes
+
+
+def count_made_again(graph: fx.Graph) -> int:
+    """How many calls of a graph are made again, those within sections not counted; without
+    parameters that are gathered again."""
+    return sum(map(_is_made_again, graph.nodes))
+
+
+def _is_made_again(node: fx.Node) -> bool:
+    note = note_of(node)
+    item_of = node.args[0] if node.target is operator.getitem else node
+    if section_of(item_of) is not None:  # type: ignore[arg-type]
+        return False  # the section says it
+    return note.again and note.reason != "regather"

@@ -1,24 +1,27 @@
-"""Recomputation: what is computed again in backward, so that it need not wait there."""
+"""Recomputation: what is computed again in backward, so that it need not wait there.
+
+For a budget there are choices, in an order (`_make_levels`); a program says by number which one is
+taken in its graph, and in those of its blocks (`compile.budgets` finds the number).
+"""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+import operator
+from collections.abc import Mapping
 
 from torch import fx
 
-from ..errors import cannot_be_kept
-from ..graph import canonical, is_collective, nbytes_of
-from ..graph_nodes import drop_unused
-from ..memory.storages import Storages, memory_of, storages_of
+from ..graph import is_collective, nbytes_of
+from ..memory.storages import Storages, storages_of
 from ..node_metadata import note_of
 from ..program import Program
-from .change import Pass
-from .recompute import can_be_made_again, flops_of, is_late, recompute, trial_of
+from .recompute import can_be_made_again, flops_of, is_late, recompute
 from .remat_regions import find_recomputed_in_regions
 
-__all__ = ["remat_before"]
+__all__ = ["BLOCK_RESULT", "remat"]
+
+BLOCK_RESULT = "result of a block"
+"""The key, in the `meta` of a node, of a mark: it makes what a block gives."""
 
 _LEVELS = 8
 """Among how many choices a budget finds its own, those apart that go back further."""
@@ -27,67 +30,25 @@ _ALONE = 1.25
 """So many times its own bytes may be needed beside what all of forward passes through."""
 
 
-def remat_before(behind: Mapping[str, Pass]) -> Callable[[Program], str]:
-    """The pass that recomputes, where `behind` are the passes that run after it, by name: a budget
-    is kept by the graph that they make."""
+def remat(program: Program) -> str:
+    """What regions of `pt.remat` made, but what their policies keep, is made again in backward.
 
-    def remat(program: Program) -> str:
-        """What regions of `pt.remat` made, but what their policies keep, is made again in backward.
-
-        Right before backward first reads it, from what is there then; a gathered weight is gathered
-        again. Random numbers are kept, never drawn twice. For a budget of the whole step, those
-        values are made again whose recompute costs least for the bytes that it saves, as few of
-        them as keep the predicted peak, of the graph that all passes have made, under it.
-        """
-        made = len(recompute(program.graph.graph, find_recomputed_in_regions(program)))
-        if program.budget is not None:
-            made += _keep_within(program, program.budget, behind)
-        return f"{made} calls are made again in backward"
-
-    return remat
+    Right before backward first reads it, from what is there then; a gathered weight is gathered
+    again. Random numbers are kept, never drawn twice. For a budget of the whole step, those values
+    are made again whose recompute costs least for the bytes that it saves, as few of them as keep
+    the predicted peak, of the graph that all passes have made, under it.
+    """
+    graph = program.graph.graph
+    made = len(recompute(graph, find_recomputed_in_regions(program)))
+    if program.budget is not None:
+        levels = _make_levels(program)
+        names = levels[min(program.level, len(levels) - 1)]
+        program.levels = max(program.levels, len(levels))
+        made += len(recompute(graph, {n for n in graph.nodes if n.name in names}))
+    return f"{made} calls are made again in backward"
 
 
 # -- under a budget --------------------------------------------------------------------------------
-
-
-def _keep_within(program: Program, budget: int, behind: Mapping[str, Pass]) -> int:
-    """Recompute so much that the predicted peak is at most `budget`; how many calls that are.
-
-    Raises:
-        CaptureError: no choice is small enough; it tells the least that is.
-    """
-    # All that the passes behind decide by.
-    notes = [replace(note_of(n), source="", layout="") for n in program.graph.graph.nodes]
-    backends = [type(wire.backend).__qualname__ for wire in program.wires]
-    text = "\n".join([*canonical(program), *map(repr, notes), *backends, *program.without])
-    least = None
-    for names in _make_levels(program):
-        key = hashlib.sha256(f"{text} {sorted(names)}".encode()).hexdigest()
-        tried = _tried_before.get(key)
-        if tried is None:  # another rank, a thread of this process, may be at the same
-            tried = _tried_before[key] = _predict_peak(program, names, behind)
-            for old in [*_tried_before][:-_REMEMBERED]:
-                _tried_before.pop(old, None)
-        least = tried if least is None else min(least, tried)
-        if tried <= budget:
-            graph = program.graph.graph
-            return len(recompute(graph, {n for n in graph.nodes if n.name in names}))
-    assert least is not None
-    raise cannot_be_kept(budget, least)
-
-
-_tried_before: dict[str, int] = {}
-_REMEMBERED = 512
-
-
-def _predict_peak(program: Program, names: frozenset[str], behind: Mapping[str, Pass]) -> int:
-    """The predicted peak of the graph that all passes make if these are recomputed, in bytes."""
-    trial, _ = trial_of(program, names)
-    for name, change in behind.items():
-        if name not in program.without:
-            change(trial)
-            drop_unused(trial.graph.graph)
-    return memory_of(trial).peak
 
 
 def _make_levels(program: Program) -> list[frozenset[str]]:
@@ -95,32 +56,41 @@ def _make_levels(program: Program) -> list[frozenset[str]]:
 
     First go what is cheap for its bytes. What all of forward passes through stays, so that no
     recompute goes back further than to the one before; at the end of those only every second
-    stays, every fourth, and so on.
+    stays, every fourth, and so on, until none does. What a block takes is of no call of the block,
+    and stays.
     """
     graph = program.graph.graph
     storages = storages_of(program)
     saved = _find_saved_storages(graph, storages)
     narrow = _find_narrow_points(graph, storages, saved)
-    ranked = [s for s in saved if s not in narrow]
-    ranked.sort(key=lambda s: (_estimate_seconds(storages.maker[s]) / storages.nbytes[s], s))
+    ranked = sorted((n for n in saved if n not in narrow), key=lambda n: min(saved[n]))
+    ranked.sort(key=lambda n: _estimate_seconds(n) / sum(storages.nbytes[s] for s in saved[n]))
     step = max(1, -(-len(ranked) // _LEVELS))
     dropped = [ranked[:count] for count in range(step, len(ranked) + step, step)]
     stays = 2
-    while stays < 2 * len(narrow):
-        dropped.append(ranked + [s for i, s in enumerate(narrow) if i % stays != stays - 1])
+    while stays < 4 * len(narrow):
+        dropped.append(ranked + [n for i, n in enumerate(narrow) if i % stays != stays - 1])
         stays *= 2
     levels = [frozenset[str]()]
     for some in dropped:
-        held = set(saved).difference(some)
-        levels.append(frozenset(_close_over_inputs(graph, storages, set(some), held)))
+        held = {s for n in set(saved).difference(some) for s in saved[n]}
+        gone = {s for n in some for s in storages.made_by(n)}
+        levels.append(frozenset(_close_over_inputs(graph, storages, gone, held)))
     return list(dict.fromkeys(levels))
 
 
-def _find_narrow_points(graph: fx.Graph, storages: Storages, saved: list[int]) -> list[int]:
-    """Of what is saved, that beside which the rest of forward needs next to nothing else."""
+def _find_narrow_points(
+    graph: fx.Graph, storages: Storages, saved: Mapping[fx.Node, set[int]]
+) -> list[fx.Node]:
+    """Of the calls in `saved` those beside whose results the rest of forward needs next to nothing
+    else; where it is known what blocks give, only of these.
+
+    So a recompute through several blocks makes again all that a variant of a block would.
+    """
     forward = [n for n in graph.nodes if n.op == "call_function" and note_of(n).phase == "forward"]
     last = {s: n for n in forward for read in n.all_input_nodes for s in storages.of[read]}
-    live, found, wanted = 0, [], set(saved)
+    live = 0
+    found: dict[fx.Node, None] = {}
     for node in forward:
         made = storages.made_by(node)
         live += sum(storages.nbytes[s] for s in made if s in last)
@@ -129,20 +99,24 @@ def _find_narrow_points(graph: fx.Graph, storages: Storages, saved: list[int]) -
                 if last.get(s) is node and storages.maker[s].op == "call_function":
                     live -= storages.nbytes[s]
                     del last[s]
-        found += [s for s in made if s in wanted and live <= _ALONE * storages.nbytes[s]]
-    return found
+        if any(live <= _ALONE * storages.nbytes[s] for s in saved.get(node, ())):
+            found[node] = None
+    marked = (n for n in graph.nodes if BLOCK_RESULT in n.meta)
+    of_blocks = {storages.maker[s] for node in marked for s in storages.of[node]}
+    return [node for node in found if not of_blocks or node in of_blocks]
 
 
-def _find_saved_storages(graph: fx.Graph, storages: Storages) -> list[int]:
-    """What forward makes, that can be made again, and backward reads."""
-    found: dict[int, None] = {}
+def _find_saved_storages(graph: fx.Graph, storages: Storages) -> dict[fx.Node, set[int]]:
+    """The calls of forward that can be made again and whose results backward reads: for each those
+    of its storages. What one call makes is let go together, or not."""
+    found: dict[fx.Node, set[int]] = {}
     for node in graph.nodes:
         if is_late(node):
             for read in node.all_input_nodes:
                 for s in storages.of[read]:
                     if can_be_made_again(storages.maker[s]) and storages.nbytes[s]:
-                        found[s] = None
-    return list(found)
+                        found.setdefault(storages.maker[s], set()).add(s)
+    return found
 
 
 def _close_over_inputs(
@@ -153,11 +127,13 @@ def _close_over_inputs(
     chosen = {n for n in chosen if storages.of[n]}
     waiting = list(chosen)
     while waiting:
-        for read in waiting.pop().all_input_nodes:
+        node = waiting.pop()
+        is_item = node.target is operator.getitem  # of what has other items, which may be held
+        for read in node.all_input_nodes:
             if (
                 read not in chosen
                 and can_be_made_again(read)
-                and held.isdisjoint(storages.of[read])
+                and (is_item or held.isdisjoint(storages.of[read]))
             ):
                 chosen.add(read)
                 waiting.append(read)

@@ -1,0 +1,105 @@
+"""Budgets: how much of a step is made again in backward, so that it takes at most so many bytes.
+
+A step can be rewritten in several forms: at each level of the pass `remat`, with blocks as calls or
+inlined. They are tried in one order, whatever the budget, and the first whose predicted peak is
+within it is taken; so a larger budget never takes one that comes later, which makes more again.
+With blocks as calls a level is chosen in each structure's own program and in the graph around them,
+and all blocks of a structure have the same variant. Blocks are inlined where no level of that is
+enough: then what is recomputed may go back through several of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .errors import cannot_be_kept
+from .memory.storages import peak_of
+from .pass_report import AsCaptured, Form
+from .passes import Passes, run_passes
+from .passes.recompute import cost_of_recompute
+from .section import sections_in
+
+if TYPE_CHECKING:
+    from .captured_program import CapturedProgram
+
+__all__ = ["BudgetSearch"]
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """A form of a step, and the peak in bytes that is predicted for it."""
+
+    form: Form
+    peak: int
+
+
+class BudgetSearch:
+    """The forms of one captured step, each rewritten when those before it take too much."""
+
+    def __init__(
+        self,
+        captured: AsCaptured[CapturedProgram],
+        without: Iterable[str],
+        passes: Passes,
+    ):
+        self._captured, self._without, self._passes = captured, without, passes
+        self._untried = self._rewrite_in_order()
+        self._least: int | None = None
+        self._out_of_order: list[_Tried] = []
+
+    def first_within(self, budget: int) -> CapturedProgram:
+        """The step in the first form whose predicted peak is at most `budget` bytes.
+
+        Asked again, the budget must be smaller.
+
+        Raises:
+            CaptureError: there is none; it tells the least that can be kept.
+        """
+        for tried, program in self._untried:
+            if tried.peak <= budget:
+                return self._take(tried.form, program)
+        for tried in self._out_of_order:
+            if tried.peak <= budget:
+                return self._take(tried.form, self._rewrite(tried.form))
+        assert self._least is not None
+        raise cannot_be_kept(budget, self._least)
+
+    def _take(self, form: Form, program: CapturedProgram) -> CapturedProgram:
+        self._captured.form = form
+        return program
+
+    def _rewrite_in_order(self) -> Iterator[tuple[_Tried, CapturedProgram]]:
+        """The forms in their order, each with a lower peak than those before, and more made again.
+
+        One that has a lower peak than those but makes less again comes last: where it were taken
+        for a small budget, one of those would be for a larger.
+        """
+        cost, peak = (0, 0), None
+        for tried, program in self._rewrite_all():
+            self._least = tried.peak if self._least is None else min(self._least, tried.peak)
+            if peak is not None and tried.peak >= peak:
+                continue
+            its_cost = cost_of_recompute(program.graph.graph)
+            if all(a >= b for a, b in zip(its_cost, cost, strict=True)):
+                cost, peak = its_cost, tried.peak
+                yield tried, program
+            else:
+                self._out_of_order.append(tried)
+
+    def _rewrite_all(self) -> Iterator[tuple[_Tried, CapturedProgram]]:
+        for in_blocks in (True, False) if self._captured.has_blocks else (False,):
+            level, levels = 0, 1
+            while level < levels:
+                form = Form(level, in_blocks)
+                program = self._rewrite(form)
+                yield _Tried(form, peak_of(program)), program
+                level, levels = level + 1, program.levels
+            if in_blocks and not sections_in(program.graph.graph):
+                return  # they could not stay calls
+
+    def _rewrite(self, form: Form) -> Any:
+        program = self._captured.program(form)
+        run_passes(program, self._without, self._passes)
+        return program

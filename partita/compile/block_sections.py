@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import fx
 from torch.utils import _pytree as pytree
@@ -36,9 +36,6 @@ from .passes.remat import BLOCK_RESULT
 from .program import Input, Output, Program
 from .section import Section
 
-if TYPE_CHECKING:
-    from .captured_program import CapturedProgram
-
 __all__ = ["lower_blocks", "mark_results"]
 
 _OF_STEP = ("overlap", "backend_ways")
@@ -48,17 +45,13 @@ _OF_STEP_AND_UPDATES = ("lifetime",)
 """Passes that place updates: they run over the graph of the step, and over those of updates."""
 
 
-def lower_blocks(program: CapturedProgram) -> None:
+def lower_blocks(program: Program) -> None:
     """Replace the block nodes of a program by calls of sections, and collectives; where a part of a
     block gives another what is no tensor of its own, by copies of the block's calls.
-
-    What is compared before the first run is another graph, small, and has copies.
 
     Raises:
         IllegalGraph: a pass breaks a block's graph.
     """
-    if program.compared is not None:
-        inline_block_programs(program.compared.graph.graph)
     try:
         inline_bodies(program.graph.graph, _Lowering(program).body_of)
     except UnsureOfSections:
@@ -79,7 +72,7 @@ def mark_results(block: BlockProgram) -> None:
 class _Lowering:
     """The sections of the block programs of one step."""
 
-    def __init__(self, program: CapturedProgram):
+    def __init__(self, program: Program):
         self.program = program
         self._sections: dict[Any, Section] = {}
         self._read = _find_read(program.graph.graph)
@@ -141,7 +134,7 @@ def _find_equal_operands(
             yield first[given], place
 
 
-def _program_of_block(block: BlockProgram, step: CapturedProgram) -> Program:
+def _program_of_block(block: BlockProgram, step: Program) -> Program:
     """A copy of a block's graph, as a program that passes rewrite."""
     graph = copy_graph(block.graph.graph)
     inputs = graph.find_nodes(op="placeholder")

@@ -12,35 +12,35 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Generic, TypeVar
 
 from .errors import cannot_be_kept
 from .memory.storages import peak_of
-from .pass_report import AsCaptured, Form
+from .pass_report import AsCaptured, StepForm
 from .passes import Passes, run_passes
 from .passes.recompute import cost_of_recompute
+from .program import Program
 from .section import sections_in
 
-if TYPE_CHECKING:
-    from .captured_program import CapturedProgram
-
 __all__ = ["BudgetSearch"]
+
+P = TypeVar("P", bound=Program)
 
 
 @dataclass(frozen=True)
 class _Tried:
     """A form of a step, and the peak in bytes that is predicted for it."""
 
-    form: Form
+    form: StepForm
     peak: int
 
 
-class BudgetSearch:
+class BudgetSearch(Generic[P]):
     """The forms of one captured step, each rewritten when those before it take too much."""
 
     def __init__(
         self,
-        captured: AsCaptured[CapturedProgram],
+        captured: AsCaptured[P],
         without: Iterable[str],
         passes: Passes,
     ):
@@ -49,7 +49,7 @@ class BudgetSearch:
         self._least: int | None = None
         self._out_of_order: list[_Tried] = []
 
-    def first_within(self, budget: int) -> CapturedProgram:
+    def first_within(self, budget: int) -> P:
         """The step in the first form whose predicted peak is at most `budget` bytes.
 
         Asked again, the budget must be smaller.
@@ -66,11 +66,11 @@ class BudgetSearch:
         assert self._least is not None
         raise cannot_be_kept(budget, self._least)
 
-    def _take(self, form: Form, program: CapturedProgram) -> CapturedProgram:
+    def _take(self, form: StepForm, program: P) -> P:
         self._captured.form = form
         return program
 
-    def _rewrite_in_order(self) -> Iterator[tuple[_Tried, CapturedProgram]]:
+    def _rewrite_in_order(self) -> Iterator[tuple[_Tried, P]]:
         """The forms in their order, each with a lower peak than those before, and more made again.
 
         One that has a lower peak than those but makes less again comes last: where it were taken
@@ -88,18 +88,18 @@ class BudgetSearch:
             else:
                 self._out_of_order.append(tried)
 
-    def _rewrite_all(self) -> Iterator[tuple[_Tried, CapturedProgram]]:
+    def _rewrite_all(self) -> Iterator[tuple[_Tried, P]]:
         for in_blocks in (True, False) if self._captured.has_blocks else (False,):
             level, levels = 0, 1
             while level < levels:
-                form = Form(level, in_blocks)
+                form = StepForm(level, in_blocks)
                 program = self._rewrite(form)
                 yield _Tried(form, peak_of(program)), program
                 level, levels = level + 1, program.levels
             if in_blocks and not sections_in(program.graph.graph):
                 return  # they could not stay calls
 
-    def _rewrite(self, form: Form) -> Any:
+    def _rewrite(self, form: StepForm) -> P:
         program = self._captured.program(form)
         run_passes(program, self._without, self._passes)
         return program

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -22,6 +22,7 @@ from partita.tensor.padded_storage import give_room
 
 from .arguments import unflatten_call
 from .backend.executor import function_of
+from .budgets import BudgetSearch
 from .capture.answers import Answers
 from .capture.block_choice import BlocksTraced
 from .conditions import Conditions
@@ -30,9 +31,6 @@ from .pass_report import AsCaptured, changes_of
 from .program import Program, ResultPlace
 from .replicated_input_check import Compared
 from .sharing import Sharing
-
-if TYPE_CHECKING:
-    from .budgets import BudgetSearch
 
 __all__ = ["CapturedProgram"]
 
@@ -62,7 +60,7 @@ class CapturedProgram(Program):
     blocks: BlocksTraced = field(default_factory=BlocksTraced)
     work: list[tuple[str, str, tuple[str, ...], float]] = field(default_factory=list)
     captured: AsCaptured[CapturedProgram] | None = field(init=False, default=None)
-    search: BudgetSearch | None = field(init=False, default=None)
+    search: BudgetSearch[CapturedProgram] | None = field(init=False, default=None)
     sharing: Sharing = field(init=False)
 
     @cached_property

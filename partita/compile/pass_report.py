@@ -29,13 +29,13 @@ from .passes.recompute import count_made_again
 from .program import Program
 from .section import call_section, section_of
 
-__all__ = ["AsCaptured", "Form", "changes_of", "explain_passes", "peaks_of_changes"]
+__all__ = ["AsCaptured", "StepForm", "changes_of", "explain_passes", "peaks_of_changes"]
 
 P = TypeVar("P", bound=Program)
 
 
 @dataclass(frozen=True)
-class Form:
+class StepForm:
     """How a captured step is rewritten.
 
     Attributes:
@@ -56,7 +56,7 @@ class AsCaptured(Generic[P]):
     """
 
     def __init__(self, program: P):
-        self.form = Form()
+        self.form = StepForm()
         blocks: Any = {n.args[0] for n in calls_of_blocks(program.graph.graph)}
         self.has_blocks = bool(blocks)
         for block in blocks:
@@ -70,7 +70,7 @@ class AsCaptured(Generic[P]):
         for name in ("inputs", "outputs"):
             self._parts[name] = list(self._parts[name])
 
-    def program(self, form: Form | None = None) -> P:
+    def program(self, form: StepForm | None = None) -> P:
         """A new program like it, which may be changed: one of `self.form` unless another is
         asked for."""
         form = form or self.form

@@ -17,6 +17,7 @@ from .block_sections import lower_blocks
 from .budgets import BudgetSearch
 from .capture.answers import Guesses
 from .capture.block_choice import BlockChoice
+from .capture.block_programs import inline_block_programs
 from .capture.capture import capture
 from .capture.state import State, tensors_of_call
 from .captured_program import CapturedProgram
@@ -72,6 +73,8 @@ def make_program(
         program.budget, program.without, program.passes = budget, tuple(without), passes
         if verifies_each_pass():
             verify(program, "capture")
+        if program.compared is not None:  # another graph, small
+            inline_block_programs(program.compared.graph.graph)
         program.captured = AsCaptured(program)
         if budget is not None:
             program.search = BudgetSearch(program.captured, without, passes)

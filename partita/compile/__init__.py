@@ -6,7 +6,8 @@ In reading order:
 - How a program is made: `pipeline`, which calls `capture/`, `passes/`, `verify`, `key`, `backend/`.
 - What a program is: `program`, `captured_program`, `conditions`, `arguments` (leaves of a call),
   `node_metadata`, `graph_nodes`, `section` (parts that are called), `ordering`, `memory/` (its
-  schedule). What becomes of its blocks: `block_sections`.
+  schedule). What becomes of its blocks: `block_sections`; how much is made again for a budget of
+  memory: `budgets`.
 - A part of an eager model: `region` and `split`.
 - Around a run: `padding_boundary`, `sharing`, `replicated_input_check`, `ledger_replay`, `phases`.
 - What people read: `graph` and `repeats`, `pass_report`, `step_facts`, `last_program`, `errors`.

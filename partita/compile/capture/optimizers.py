@@ -31,7 +31,7 @@ from partita.tensor.grad_state import lay_out_state, update_spec
 from partita.tensor.watch import HERE
 
 from ..errors import CaptureError, not_captured
-from ..guards.modes import has_function_mode
+from ..guards.modes import function_modes
 from ..node_metadata import Recorder
 from .block_functions import dispatch_listeners
 from .state_slots import Slot
@@ -111,9 +111,14 @@ def _is_of_torch(optimizer: Optimizer, *methods: str) -> bool:
     return bool(homes) and all(f"{home}.".startswith("torch.optim.") for home in homes)
 
 
+def _find_modes() -> tuple[Any, ...]:
+    """The user's function modes, and how many dispatch modes there are."""
+    return (*map(id, function_modes()), dispatch_listeners()[0])
+
+
 def _steps_under_mode() -> CaptureError:
     return not_captured(
-        "an optimizer steps within a TorchFunctionMode or TorchDispatchMode of the program's",
+        "an optimizer steps within a TorchFunctionMode or TorchDispatchMode that the step enters",
         "its update is captured as kernels over lists of all parameters, so that the mode would "
         "hear other calls than it does eagerly",
         Fix("optimizer.step()", "outside of the mode"),
@@ -242,12 +247,12 @@ class CapturedOptimizers:
         """
         before = [(name, o, o.state, o.param_groups) for name, o in self.optimizers.items()]
         unscaling = [o for o in self.optimizers.values() if _unscales_by_itself(o)]
-        dispatch_modes, _ = dispatch_listeners()
+        modes = _find_modes()
 
         # Global hooks are called for optimizers of other threads too.
         def begin_update(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if HERE.recorder is recorder:
-                if has_function_mode() or dispatch_listeners()[0] != dispatch_modes:
+                if _find_modes() != modes:
                     raise _steps_under_mode()
                 recorder.updating = True
                 if _is_of_torch(optimizer):

@@ -17,13 +17,7 @@ from partita.comm import read_autocast_state
 from .codes import is_user_module
 from .content_keys import ByIdentity
 
-__all__ = [
-    "active_modes",
-    "function_modes",
-    "has_function_mode",
-    "kernel_settings",
-    "without_function_modes",
-]
+__all__ = ["active_modes", "function_modes", "kernel_settings", "without_function_modes"]
 
 # Private torch: the mode of `with torch.device(...)`.
 _Device = torch.utils._device.DeviceContext
@@ -62,11 +56,6 @@ def function_modes() -> list[Any]:
         return []
     found = map(torch._C._get_function_stack_at, range(count))
     return [m for m in found if isinstance(m, _Device) or is_user_module(type(m).__module__)]
-
-
-def has_function_mode() -> bool:
-    """Is a TorchFunctionMode of the user's active, which hears what is called?"""
-    return any(not isinstance(mode, _Device) for mode in function_modes())
 
 
 @contextmanager

@@ -110,7 +110,7 @@ def _compare_runs(name: str, runs: Sequence[PublishedRun]) -> float:
     print(f"  {'':<56}{'tokens/s a GPU':>26}{'step, s':>20}\n  {'':<56}", end="")
     print(f"{'published':>14}{'simulated':>12}{'published':>11}{'sim.':>9}{'off by':>9}")
     for place, run in enumerate(runs):
-        program, tokens = capture_model(run.model, {"dp": run.ranks}, run.strategy)
+        program, tokens, _ = capture_model(run.model, {"dp": run.ranks}, run.strategy)
         wanted = tokens / run.ranks / run.rate
         before = play_graph(program, machine).seconds
         if not place:

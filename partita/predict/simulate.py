@@ -109,15 +109,17 @@ def _same_axes(one: str, other: str) -> bool:
 
 def capture_model(
     model: str | ModelShape, mesh: Mapping[str, int], strategy: Strategy
-) -> tuple[Program, int]:
-    """A step of a model, and its tokens on all ranks together: one capture serves many machines.
+) -> tuple[Program, int, int]:
+    """A step of a model, its tokens on all ranks together, and the bytes that a rank holds and no
+    step reads: one capture serves many machines.
 
     Raises:
         StrategyError: a model that is not known, or a mesh that does not divide.
     """
     step, args, tokens = make_step(model, mesh, strategy)
     with own_lines_shown(strategy_file):
-        return _capture_step(step, args), tokens
+        program = _capture_step(step, args)
+    return program, tokens, _count_unread_bytes(step, args, program)
 
 
 def simulate_program(

@@ -357,7 +357,7 @@ def test_where_links_take_the_processor_a_sum_is_waited_for_where_it_is_read():
     slow["kernel_seconds"] = 1e6  # so that any kernel between issue and wait lasts longer
     machine = dataclasses.replace(UNIT, **slow)
     asked = Strategy(zero=0, remat=False, layers=1, context=16, precision="float32")
-    program, _ = capture_model("gpt", {"dp": 2}, asked)
+    program, *_ = capture_model("gpt", {"dp": 2}, asked)
     found = simulate_program(program, {"dp": 2}, machine)
     kernels = {e.name: e for e in found.events if e.stream == "compute"}
     nodes = [*program.flat().graph.graph.nodes]
@@ -436,7 +436,7 @@ def test_what_a_rank_holds_and_no_step_reads_is_in_the_peak(stage):
 
 def test_what_kernels_of_a_processor_hold_meanwhile_is_none_of_a_gpus():
     asked = Strategy(zero=3, remat=False, layers=1, context=16)
-    program, _ = capture_model("gpt", {"dp": 2}, asked)
+    program, *_ = capture_model("gpt", {"dp": 2}, asked)
     memory = scheduled(program)
     assert any(b.passing for b in memory.buffers)
     lasting = tuple(b for b in memory.buffers if not b.passing)

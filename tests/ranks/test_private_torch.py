@@ -934,7 +934,7 @@ def test_kernels_that_inductor_shows_to_its_hooks_tell_what_is_asked_of_them(tmp
 
     hooks = {"_post_fusion_custom_pass": Order(), "inductor_choices_class": Choices}
     torch.compiler.reset()
-    with config.patch(hooks | {"force_disable_caches": True}):
+    with config.patch(hooks | {"fx_graph_cache": False}):
         torch.compile(step)(torch.ones(8, 8), torch.ones(8, 8))
     assert gone == [], f"torch {torch.__version__}: {gone}"
     assert {"whether", "vertical", "horizontal"} <= {*asked}

@@ -529,14 +529,7 @@ def step_with(optimizer_of, sections):
     torch.manual_seed(0)
     model = Stack().double()
     optimizer = optimizer_of(model)
-
-    def step(x):
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss
-
+    step = squares(model, optimizer)
     run = step if sections is None else pt.compile(step, backend="graph", sections=sections)
     x = torch.linspace(-1, 1, 4 * WIDTH, dtype=torch.float64).view(4, WIDTH)
     losses = torch.stack([run(x).detach() for _ in range(4)])

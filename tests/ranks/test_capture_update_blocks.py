@@ -552,6 +552,32 @@ class Halving(optim.AdamW):
         return super().step(closure)
 
 
+class KeepingState(optim.SGD):
+    """Makes state of its own, under a name that torch's class has for something else."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["momentum_buffer"] = torch.ones_like(p)
+                state["momentum_buffer"].mul_(0.9).add_(p.grad)
+                p.sub_(state["momentum_buffer"], alpha=group["lr"])
+
+
+def test_a_subclass_that_makes_state_in_its_own_way_does_so_when_captured():
+    def optimizer_of(model):
+        return KeepingState(model.parameters(), 0.1, momentum=0.9)
+
+    wanted, state, _ = step_with(optimizer_of, None)
+    found, its_state, _ = step_with(optimizer_of, False)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
+    assert its_state == state
+
+
 @pytest.mark.parametrize("sections", [False, True])
 @pytest.mark.parametrize("kind", [Renamed, Halving])
 def test_a_subclass_of_an_optimizer_of_torchs_reckons_as_it_does_in_eager(kind, sections):

@@ -14,6 +14,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,7 +64,7 @@ def make_optimizer_state(optimizers: dict[str, Optimizer]) -> MadeState:
     """
     found: MadeState = []
     for optimizer in optimizers.values():
-        if _is_of_torch(optimizer, "_init_group"):
+        if _leaves_state_to_torch(optimizer):
             if isinstance(optimizer, torch.optim.SGD):
                 found += _make_momentum(optimizer)
             found += _make_state(optimizer)
@@ -102,13 +103,34 @@ def _check_state_is_apart(optimizer: Optimizer) -> None:
                 seen.add(id(value))
 
 
-def _is_of_torch(optimizer: Optimizer, *methods: str) -> bool:
-    """Is it one of torch's, or of a subclass that has torch's own methods of these names (step and
-    what makes state, where none are named)?"""
-    kind = type(optimizer)
-    found = [getattr(kind, name, None) for name in methods or ("step", "_init_group")]
-    homes = [getattr(inspect.unwrap(f), "__module__", "") for f in found if f is not None]
-    return bool(homes) and all(f"{home}.".startswith("torch.optim.") for home in homes)
+def _is_of_torch(optimizer: Optimizer) -> bool:
+    """Is it of a class of torch's, or of a subclass that steps and makes state as that does?"""
+    found = [getattr(type(optimizer), name, None) for name in ("step", "_init_group")]
+    return all(_is_defined_in_torch(inspect.unwrap(f)) for f in found if f is not None)
+
+
+def _leaves_state_to_torch(optimizer: Optimizer) -> bool:
+    """Is it of a class of torch's, or of a subclass whose own methods do not name the state?
+
+    Those that do may ask whether there is any, and make it in their own way if not.
+    """
+    for kind in type(optimizer).__mro__:
+        if _is_defined_in_torch(kind):
+            return kind is not Optimizer
+        own = (inspect.unwrap(f) for f in vars(kind).values() if callable(f))
+        if any("state" in _names_in(f.__code__) for f in own if isinstance(f, FunctionType)):
+            return False
+    return False
+
+
+def _is_defined_in_torch(found: Any) -> bool:
+    return f"{found.__module__}.".startswith("torch.optim.")
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """The names of globals and attributes in a function's code, and in those that it defines."""
+    inner = (_names_in(c) for c in code.co_consts if isinstance(c, CodeType))
+    return {*code.co_names}.union(*inner)
 
 
 def _find_modes() -> tuple[Any, ...]:

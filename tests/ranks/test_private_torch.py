@@ -846,6 +846,7 @@ def test_what_inductor_generates_checks_its_inputs_in_lines_that_can_be_told(tmp
         ("torch._inductor.scheduler:Scheduler", "dep_size_hint"),
         ("torch._inductor.scheduler:SchedulerBuffer", "get_mutations"),
         ("torch._inductor.standalone_compile:AOTCompiledArtifact", "deserialize serialize"),
+        ("torch._inductor.virtualized:V", "set_choices_handler"),
     ],
 )
 def test_classes_of_inductor_have_the_methods_that_are_called_or_exchanged(home, names):
@@ -934,7 +935,8 @@ def test_kernels_that_inductor_shows_to_its_hooks_tell_what_is_asked_of_them(tmp
 
     hooks = {"_post_fusion_custom_pass": Order(), "inductor_choices_class": Choices}
     torch.compiler.reset()
-    with config.patch(hooks | {"fx_graph_cache": False}):
+    settings = config.patch(hooks | {"fx_graph_cache": False})
+    with V.set_choices_handler(Choices()), settings:  # a thread keeps those of its first compile
         torch.compile(step)(torch.ones(8, 8), torch.ones(8, 8))
     assert gone == [], f"torch {torch.__version__}: {gone}"
     assert {"whether", "vertical", "horizontal"} <= {*asked}

@@ -286,9 +286,13 @@ def _silence_torch(stack: ExitStack) -> None:
 def _configure_inductor(stack: ExitStack, key: str) -> None:
     import torch._functorch.config as functorch
     from torch._inductor import config
+    from torch._inductor.virtualized import V
 
     from .inductor_scheduling import Choices, InOrder
 
+    # A thread keeps the choices of its first compile, whatever the setting says then: the setting
+    # is for the cache's keys alone. Before it is made, so that the user's are there again after.
+    stack.enter_context(V.set_choices_handler(Choices()))
     stack.enter_context(config.patch(CONFIG))
     hooks = {"_post_fusion_custom_pass": InOrder(), "inductor_choices_class": Choices}
     stack.enter_context(config.patch(hooks))

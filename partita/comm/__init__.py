@@ -35,6 +35,7 @@ from .autocast_state import (
     AutocastState,
     enabled_autocast_dtypes,
     read_autocast_state,
+    switch_off,
     use_autocast_state,
 )
 from .capture_barrier import explain_failed_collective, wait_for_all_ranks
@@ -137,6 +138,7 @@ __all__ = [
     "remember_agreed",
     "strict",
     "substitute_wires",
+    "switch_off",
     "torch_mesh",
     "uneven",
     "unpack",

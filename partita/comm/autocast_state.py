@@ -9,7 +9,13 @@ import torch
 
 from .device import kinds_that_cast
 
-__all__ = ["AutocastState", "enabled_autocast_dtypes", "read_autocast_state", "use_autocast_state"]
+__all__ = [
+    "AutocastState",
+    "enabled_autocast_dtypes",
+    "read_autocast_state",
+    "switch_off",
+    "use_autocast_state",
+]
 
 AutocastState = tuple[tuple[str, bool, torch.dtype], ...]
 """For each kind of device: (its type, is autocast on, the dtype that it casts to)."""
@@ -25,6 +31,11 @@ def read_autocast_state() -> AutocastState:
 def enabled_autocast_dtypes(state: AutocastState) -> tuple[torch.dtype, ...]:
     """The dtypes of the devices for which autocast is on."""
     return tuple(dtype for _, enabled, dtype in state if enabled)
+
+
+def switch_off(state: AutocastState) -> AutocastState:
+    """The state in which autocast is on for no device."""
+    return tuple((kind, False, dtype) for kind, _, dtype in state)
 
 
 @contextmanager

@@ -9,7 +9,8 @@ Forward and backward are never in one section.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
@@ -30,19 +31,39 @@ from .capture.block_nodes import (
 from .capture.block_programs import BlockProgram, find_late, inline_block_programs
 from .graph_nodes import copy_graph, lazy_graph_module
 from .node_metadata import note_of
-from .passes import run_passes
+from .passes import Change, record_changes, run_passes
 from .passes.gathered import is_gather, packing_of
 from .passes.remat import BLOCK_RESULT
 from .program import Input, Output, Program
 from .section import Section
 
-__all__ = ["lower_blocks", "mark_results"]
+__all__ = ["RewrittenBlock", "lower_and_record_blocks", "lower_blocks", "mark_results"]
 
 _OF_STEP = ("overlap", "backend_ways")
 """Passes that place what stands between blocks: they run over the graph of the step alone."""
 
 _OF_STEP_AND_UPDATES = ("lifetime",)
 """Passes that place updates: they run over the graph of the step, and over those of updates."""
+
+
+Rewrite = Callable[[Program, Collection[str]], list[Change]]
+"""Runs the passes over a block's program but those that are named, and returns what each did where
+somebody asks for that."""
+
+
+@dataclass(frozen=True)
+class RewrittenBlock:
+    """What passes did in one block structure.
+
+    Attributes:
+        name: of the class of the blocks.
+        calls: how many blocks of the step are of the structure.
+        changes: of the passes that changed it.
+    """
+
+    name: str
+    calls: int
+    changes: list[Change]
 
 
 def lower_blocks(program: Program) -> None:
@@ -52,10 +73,27 @@ def lower_blocks(program: Program) -> None:
     Raises:
         IllegalGraph: a pass breaks a block's graph.
     """
+
+    def rewrite(part: Program, without: Collection[str]) -> list[Change]:
+        run_passes(part, without)
+        return []
+
+    _lower_blocks(program, rewrite)
+
+
+def lower_and_record_blocks(program: Program) -> list[RewrittenBlock]:
+    """As `lower_blocks`, and tell what passes did in each structure."""
+    return _lower_blocks(program, record_changes)
+
+
+def _lower_blocks(program: Program, rewrite: Rewrite) -> list[RewrittenBlock]:
+    lowering = _Lowering(program, rewrite)
     try:
-        inline_bodies(program.graph.graph, _Lowering(program).body_of)
+        inline_bodies(program.graph.graph, lowering.body_of)
     except UnsureOfSections:
         inline_block_programs(program.graph.graph)
+        return []
+    return lowering.rewritten
 
 
 def mark_results(block: BlockProgram) -> None:
@@ -72,8 +110,9 @@ def mark_results(block: BlockProgram) -> None:
 class _Lowering:
     """The sections of the block programs of one step."""
 
-    def __init__(self, program: Program):
-        self.program = program
+    def __init__(self, program: Program, rewrite: Rewrite):
+        self.program, self._rewrite = program, rewrite
+        self.rewritten: list[RewrittenBlock] = []
         self._sections: dict[Any, Section] = {}
         self._read = _find_read(program.graph.graph)
         self._calls: defaultdict[Any, list[fx.Node]] = defaultdict(list)
@@ -91,13 +130,16 @@ class _Lowering:
     def _lower(self, block: BlockProgram) -> tuple[BlockBody, BackwardBody]:
         if any(note_of(n).budget is not None for n in block.graph.graph.nodes):
             return block.bodies(block.graph.graph)  # what is kept is chosen over all that share it
-        equal = [*_find_equal_operands(block, self._calls[block])]
+        calls = self._calls[block]
+        equal = [*_find_equal_operands(block, calls)]
         block = block.without_unread(*self._read[block])
         if equal:
             block = block.with_shared_operands(equal)
         part = _program_of_block(block, self.program)
         left_out = _OF_STEP if block.written else (*_OF_STEP, *_OF_STEP_AND_UPDATES)
-        run_passes(part, {*self.program.without, *left_out})
+        changes = self._rewrite(part, {*self.program.without, *left_out})
+        changed = [change for change in changes if change.changed]
+        self.rewritten.append(RewrittenBlock(block.kind.__name__, len(calls), changed))
         self.program.levels = max(self.program.levels, part.levels)
         late = find_late(part.graph.graph, block.taken) if block.has_backward else set()
         packing = [*_find_packing_of_gathers(part.graph.graph)]

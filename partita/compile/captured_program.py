@@ -67,7 +67,7 @@ class CapturedProgram(Program):
     def changes(self) -> list[Any]:
         """What each pass did to the graph. The passes run again, which may take seconds."""
         assert self.captured is not None
-        return changes_of(self.captured, self.without, self.passes)
+        return [*changes_of(self.captured, self.without, self.passes)]
 
     def compare(self, tensors: Sequence[Any]) -> None:
         """Raise on all ranks if a number, or a plain value used with DTensors, differs."""

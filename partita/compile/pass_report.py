@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from textwrap import indent
 from typing import Any, Generic, TypeVar
@@ -18,13 +18,18 @@ from torch import fx
 
 from partita.comm.ledger import human
 
-from .block_sections import lower_blocks, mark_results
+from .block_sections import (
+    RewrittenBlock,
+    lower_and_record_blocks,
+    lower_blocks,
+    mark_results,
+)
 from .capture.block_nodes import calls_of_blocks
 from .capture.block_programs import inline_block_programs
 from .graph_nodes import lazy_graph_module
 from .memory.storages import memory_of
-from .passes import Change, Passes, record_changes
-from .passes.change import format_figure
+from .passes import Change, Passes, record_each_change
+from .passes.change import GraphFigures, format_figure
 from .passes.recompute import count_made_again
 from .program import Program
 from .section import call_section, section_of
@@ -51,14 +56,14 @@ class AsCaptured(Generic[P]):
     """A copy of a program before the passes: a row for each node, made a program on request.
 
     Attributes:
-        form: that of the programs in which it is shown: for a budget the one that was taken, else
-            blocks are inlined.
+        form: the one in which it was rewritten: with blocks as calls where it has any, unless a
+            budget took another.
     """
 
     def __init__(self, program: P):
-        self.form = StepForm()
         blocks: Any = {n.args[0] for n in calls_of_blocks(program.graph.graph)}
         self.has_blocks = bool(blocks)
+        self.form = StepForm(in_blocks=self.has_blocks)
         for block in blocks:
             mark_results(block)
         self._kind, self._root_module = type(program), program.graph
@@ -74,19 +79,33 @@ class AsCaptured(Generic[P]):
         """A new program like it, which may be changed: one of `self.form` unless another is
         asked for."""
         form = form or self.form
-        parts: dict[str, Any] = {
-            **self._parts,
-            "graph": lazy_graph_module(self._root_module, self._rebuild_graph()),
-            "level": form.level,
-        }
-        for name in ("inputs", "outputs"):
-            parts[name] = list(parts[name])
-        program: Any = self._kind(**parts)
+        program = self._rebuild_program(form.level)
         if form.in_blocks:
             lower_blocks(program)
         else:
             inline_block_programs(program.graph.graph)
-        return program  # type: ignore[no-any-return]
+        return program
+
+    def inlined(self) -> P:
+        """As `program`, with its blocks inlined."""
+        return self.program(replace(self.form, in_blocks=False))
+
+    def program_and_blocks(self) -> tuple[P, list[RewrittenBlock]]:
+        """As `program`, with what passes did in its blocks, if they stay calls."""
+        if not self.form.in_blocks:
+            return self.program(), []
+        program = self._rebuild_program(self.form.level)
+        return program, lower_and_record_blocks(program)
+
+    def _rebuild_program(self, level: int) -> P:
+        parts: dict[str, Any] = {
+            **self._parts,
+            "graph": lazy_graph_module(self._root_module, self._rebuild_graph()),
+            "level": level,
+        }
+        for name in ("inputs", "outputs"):
+            parts[name] = list(parts[name])
+        return self._kind(**parts)
 
     def _rebuild_graph(self) -> fx.Graph:
         graph, of = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -99,8 +118,7 @@ class AsCaptured(Generic[P]):
 
 def explain_passes(captured: AsCaptured[Any], without: Iterable[str], passes: Passes) -> str:
     """What each pass changes and saves, with a short diff; then all of them together."""
-    program = captured.program()
-    changes, peaks = _changes_and_peaks(program, without, passes)
+    program, changes, peaks = _record_changes(captured, without, passes)
     texts = []
     for change, (before, after) in zip(changes, pairwise(peaks), strict=True):
         peak = [f"predicted peak: {human(before)} -> {human(after)}"] if before != after else []
@@ -135,31 +153,56 @@ def peaks_of_changes(
 ) -> tuple[list[Change], list[int]]:
     """The change of each pass, and the predicted peak (bytes above the inputs) around each."""
     assert captured is not None
-    return _changes_and_peaks(captured.program(), without, passes)
+    _, changes, peaks = _record_changes(captured, without, passes)
+    return changes, peaks
 
 
-def _changes_and_peaks(
-    program: Program, without: Iterable[str], passes: Passes
-) -> tuple[list[Change], list[int]]:
-    peaks = [memory_of(program).peak]
+def changes_of(
+    captured: AsCaptured[Any], without: Iterable[str], passes: Passes
+) -> Iterator[Change]:
+    """The change of each pass in a captured program, one after another.
 
-    def peak_after(change: Change) -> None:
+    The first is that of all passes within blocks, where blocks stay calls.
+    """
+    return (change for _, change in _run_and_record(captured, without, passes))
+
+
+def _record_changes(
+    captured: AsCaptured[P], without: Iterable[str], passes: Passes
+) -> tuple[P, list[Change], list[int]]:
+    """The rewritten program, the change of each pass, and the predicted peaks around them."""
+    before = captured.inlined()
+    program, changes, peaks = before, list[Change](), [memory_of(before).peak]
+    for program, change in _run_and_record(captured, without, passes):
+        changes.append(change)
         peaks.append(peaks[-1] if not change.changed else memory_of(program).peak)
-
-    return _record_quietly(program, without, passes, peak_after), peaks
-
-
-def changes_of(captured: AsCaptured[Any], without: Iterable[str], passes: Passes) -> list[Change]:
-    """The change of each pass in a captured program."""
-    return _record_quietly(captured.program(), without, passes, lambda change: None)
+    return program, changes, peaks
 
 
-def _record_quietly(
-    program: Program, without: Iterable[str], passes: Passes, after: Callable[[Change], None]
-) -> list[Change]:
+def _run_and_record(
+    captured: AsCaptured[P], without: Iterable[str], passes: Passes
+) -> Iterator[tuple[P, Change]]:
+    """Rewrite a captured program; after each pass the program, and what the pass did."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the warnings were given at capture
-        return record_changes(program, without, passes, after)
+        program, blocks = captured.program_and_blocks()
+        if blocks:
+            flat = captured.inlined()
+            yield program, _change_in_blocks(GraphFigures(flat), GraphFigures(program), blocks)
+        for change in record_each_change(program, without, passes):
+            yield program, change
+
+
+def _change_in_blocks(
+    before: GraphFigures, after: GraphFigures, blocks: Iterable[RewrittenBlock]
+) -> Change:
+    """What passes did within blocks, each structure of which is rewritten and cut once."""
+    lines = ["each structure is rewritten once, and its parts between collectives are sections:"]
+    for block in blocks:
+        lines.append(f"{block.name}, {block.calls} times")
+        lines += [f"    {change.name}: {change.did}" for change in block.changes]
+    promise = "Passes within blocks, which stay calls."
+    return before.compare(after, "blocks", promise, "\n    ".join(lines))
 
 
 def _summarize_changes(first: Change, last: Change, peaks: list[int]) -> str:

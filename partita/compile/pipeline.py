@@ -213,9 +213,10 @@ def _digest_stages(
     """(name, digest of the program after it) for capture and each pass, up to one that raises."""
     if captured is None:
         return []
-    found = [("capture", digest_of(canonical(captured.program())))]
+    found = [("capture", digest_of(canonical(captured.inlined())))]
     with suppress(
         Exception
     ):  # other ranks wait for the digests, and the error is raised by the caller
-        found += [(c.name, c.digest) for c in changes_of(captured, without, passes)]
+        for change in changes_of(captured, without, passes):
+            found.append((change.name, change.digest))
     return found

@@ -172,6 +172,18 @@ class AutocastState(Block):
             return F.linear(h, self.down.weight).float().repeat(1, 2)
 
 
+class Casting(Block):
+    """Each block casts for itself, and what partita gathers for it is not cast with it."""
+
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return super().forward(x)
+
+    def between(self, h):
+        with torch.autocast("cpu", enabled=False):
+            return h.float().tanh() * h
+
+
 class InDouble(Block):
     def between(self, h):
         return h.to(torch.float64).exp().to(h.dtype)
@@ -236,7 +248,7 @@ PROGRAMS = {
         *(Block, Dropping, Alternating, Longer, Scaled, Numbered, Masked, WritingInside),
         *(WritingItsInput, WritingWhatItTakes, Counting, Normed, WithFunction, Hooked, Clamping),
         *(Checkpointed, CheckpointedInside, AutocastState, InDouble, Splitting, DroppingPaths),
-        *(Weighed, DroppingMore, Counted, Turned),
+        *(Weighed, DroppingMore, Counted, Turned, Casting),
     )
 }
 
@@ -344,6 +356,23 @@ def test_what_no_call_can_do_is_traced_as_it_runs_and_said(name):
 def test_explain_tells_how_blocks_were_traced():
     _, step = made(lambda: Stack(Block), squares, None, True)
     assert f"Block: {BLOCKS} calls, traced once" in step.explain()
+
+
+@pytest.mark.slow
+def test_explain_tells_of_the_form_that_runs_and_of_what_passes_do_within_its_blocks():
+    def run(mesh):
+        _, step = made(lambda: Stack(Block), squares, mesh, True, sections=True)
+        first, *others = step.program.changes
+        text = step.explain()
+        return first, others, text, len(step.program.graph.graph.nodes)
+
+    with pt.ranks(dp=2) as world:
+        first, others, text, nodes = world.run(run)[0]
+    assert first.name == "blocks" and first.nodes[1] < first.nodes[0]
+    assert f"Block, {BLOCKS} times" in text
+    assert "parameters are gathered again for backward" in text.split("dedupe: A")[0]
+    assert others[-1].nodes[1] == nodes  # as it runs
+    assert f"all together: {first.collectives[0]} -> {others[-1].collectives[1]}" in text
 
 
 # -- what blocks do besides ------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 
-from partita.comm import read_autocast_state, use_autocast_state
+from partita.comm import read_autocast_state, switch_off, use_autocast_state
 from partita.tensor.engine import saving_hooks
 from partita.tensor.function_facts import VIEW_ATTRIBUTES, facts_of_function
 
@@ -114,8 +114,5 @@ def within_modes(modes: tuple[Any, ...], kind: type) -> Iterator[None]:
         if not torch_function:
             stack.enter_context(Local())
         stack.enter_context(torch.set_grad_enabled(grad))
-        now = torch._C._is_any_autocast_enabled()
-        stack.enter_context(use_autocast_state(casts or ()))
-        if now and casts is None:
-            raise NotABlock(kind, "two of its blocks begin alike, and cast otherwise")
+        stack.enter_context(use_autocast_state(casts or switch_off(read_autocast_state())))
         yield

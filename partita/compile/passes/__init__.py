@@ -10,7 +10,15 @@ In reading order:
 """
 
 from .change import Change
-from .order import PASSES, Pass, Passes, order_passes, record_changes, run_passes
+from .order import (
+    PASSES,
+    Pass,
+    Passes,
+    order_passes,
+    record_changes,
+    record_each_change,
+    run_passes,
+)
 from .rewrite import Making, find, put, replace
 
 __all__ = [
@@ -23,6 +31,7 @@ __all__ = [
     "order_passes",
     "put",
     "record_changes",
+    "record_each_change",
     "replace",
     "run_passes",
 ]

@@ -8,7 +8,7 @@ It may count on a legal graph and must leave one (`compile.verify`) that does th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ..capture.shared_results import keep_apart
@@ -28,7 +28,15 @@ from .overlap import overlap
 from .regather import regather
 from .remat import remat
 
-__all__ = ["PASSES", "Pass", "Passes", "order_passes", "record_changes", "run_passes"]
+__all__ = [
+    "PASSES",
+    "Pass",
+    "Passes",
+    "order_passes",
+    "record_changes",
+    "record_each_change",
+    "run_passes",
+]
 
 PASSES: dict[str, Pass] = {
     "dedupe": dedupe,
@@ -86,21 +94,22 @@ def run_passes(program: Program, without: Iterable[str] = (), passes: Passes = (
 
 
 def record_changes(
-    program: Program,
-    without: Iterable[str] = (),
-    passes: Passes = (),
-    after: Callable[[Change], None] = lambda change: None,
+    program: Program, without: Iterable[str] = (), passes: Passes = ()
 ) -> list[Change]:
-    """Run the passes, and return what each did; `after` is told of each at once."""
-    changes = []
+    """Run the passes, and return what each did. Raises as `run_passes`."""
+    return [*record_each_change(program, without, passes)]
+
+
+def record_each_change(
+    program: Program, without: Iterable[str] = (), passes: Passes = ()
+) -> Iterator[Change]:
+    """Run one pass after another, each when what the one before did was taken."""
     before = GraphFigures(program)
     for name, change, did in _run_one_by_one(program, without, passes):
         now = GraphFigures(program)
         promise = (change.__doc__ or name).strip().split("\n")[0]
-        changes.append(before.compare(now, name, promise, did))
-        after(changes[-1])
+        yield before.compare(now, name, promise, did)
         before = now
-    return changes
 
 
 def _run_one_by_one(

@@ -12,7 +12,16 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
-__all__ = ["Ledger", "Record", "RepeatedWork", "Scope", "ledger", "recomputing", "scope"]
+__all__ = [
+    "Ledger",
+    "Record",
+    "RepeatedWork",
+    "Scope",
+    "ledger",
+    "noting_work_in",
+    "recomputing",
+    "scope",
+]
 
 _WORTH_SAYING = 0.01
 """The share of a rank's operations from which on repeated work is reported."""
@@ -78,6 +87,11 @@ class Ledger:
         """Note that `rank` did so many operations, and every other rank along `axes` as well."""
         name = (rank, op, source, axes)
         self._work[name] = self._work.get(name, 0.0) + operations
+
+    def add_work(self, other: Ledger) -> None:
+        """Note the work that `other` has noted, once more."""
+        for name, operations in other._work.items():
+            self._work[name] = self._work.get(name, 0.0) + operations
 
     @property
     def work(self) -> list[tuple[str, str, tuple[str, ...], float]]:
@@ -229,6 +243,18 @@ _thread = threading.local()
 def scope() -> Scope:
     """The scope of the rank that runs here: a rank's thread has its own, a process has one."""
     return getattr(_thread, "scope", _process)
+
+
+@contextmanager
+def noting_work_in(log: Ledger) -> Iterator[None]:
+    """Within, repeated work of a step that is captured is noted in `log`."""
+    own = scope()
+    before = own.captured
+    own.set(captured=log)
+    try:
+        yield
+    finally:
+        own.set(captured=before)
 
 
 def enter_rank_thread(own: Scope) -> None:

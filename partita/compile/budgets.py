@@ -47,7 +47,6 @@ class BudgetSearch(Generic[P]):
         self._captured, self._without, self._passes = captured, without, passes
         self._untried = self._rewrite_in_order()
         self._least: int | None = None
-        self._out_of_order: list[_Tried] = []
 
     def first_within(self, budget: int) -> P:
         """The step in the first form whose predicted peak is at most `budget` bytes.
@@ -59,34 +58,26 @@ class BudgetSearch(Generic[P]):
         """
         for tried, program in self._untried:
             if tried.peak <= budget:
-                return self._take(tried.form, program)
-        for tried in self._out_of_order:
-            if tried.peak <= budget:
-                return self._take(tried.form, self._rewrite(tried.form))
+                self._captured.form = tried.form
+                return program
         assert self._least is not None
         raise cannot_be_kept(budget, self._least)
-
-    def _take(self, form: StepForm, program: P) -> P:
-        self._captured.form = form
-        return program
 
     def _rewrite_in_order(self) -> Iterator[tuple[_Tried, P]]:
         """The forms in their order, each with a lower peak than those before, and more made again.
 
-        One that has a lower peak than those but makes less again comes last: where it were taken
-        for a small budget, one of those would be for a larger.
+        One that has a lower peak and makes less again, or less of one kind, is left out: for a
+        smaller budget less would be made again than for a larger one.
         """
         cost, peak = (0, 0), None
         for tried, program in self._rewrite_all():
-            self._least = tried.peak if self._least is None else min(self._least, tried.peak)
             if peak is not None and tried.peak >= peak:
                 continue
             its_cost = cost_of_recompute(program.graph.graph)
             if all(a >= b for a, b in zip(its_cost, cost, strict=True)):
-                cost, peak = its_cost, tried.peak
+                self._least = peak = tried.peak
+                cost = its_cost
                 yield tried, program
-            else:
-                self._out_of_order.append(tried)
 
     def _rewrite_all(self) -> Iterator[tuple[_Tried, P]]:
         for in_blocks in (True, False) if self._captured.has_blocks else (False,):

@@ -46,7 +46,7 @@ class CapturedProgram(Program):
         writes: what the step changes in Python objects, the same in each call.
         answers: to what torch asks of values, for which the program was made.
         blocks: how its blocks were traced.
-        work: its matrix products, for ledgers; empty where blocks are traced once.
+        work: its matrix products, for ledgers.
         captured: the program before any pass.
         search: finds how it is rewritten for its budget; None where it has none.
         sharing: finds inputs that overlap one that is written.

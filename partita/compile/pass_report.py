@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from textwrap import indent
@@ -102,6 +103,7 @@ class AsCaptured(Generic[P]):
             **self._parts,
             "graph": lazy_graph_module(self._root_module, self._rebuild_graph()),
             "level": level,
+            "metadata": dict(self._parts["metadata"]),
         }
         for name in ("inputs", "outputs"):
             parts[name] = list(parts[name])
@@ -171,8 +173,8 @@ def _record_changes(
     captured: AsCaptured[P], without: Iterable[str], passes: Passes
 ) -> tuple[P, list[Change], list[int]]:
     """The rewritten program, the change of each pass, and the predicted peaks around them."""
-    before = captured.inlined()
-    program, changes, peaks = before, list[Change](), [memory_of(before).peak]
+    before = program = captured.inlined()
+    changes, peaks = list[Change](), [memory_of(before).peak]
     for program, change in _run_and_record(captured, without, passes):
         changes.append(change)
         peaks.append(peaks[-1] if not change.changed else memory_of(program).peak)
@@ -183,14 +185,26 @@ def _run_and_record(
     captured: AsCaptured[P], without: Iterable[str], passes: Passes
 ) -> Iterator[tuple[P, Change]]:
     """Rewrite a captured program; after each pass the program, and what the pass did."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the warnings were given at capture
+    with _without_warnings():
         program, blocks = captured.program_and_blocks()
-        if blocks:
-            flat = captured.inlined()
-            yield program, _change_in_blocks(GraphFigures(flat), GraphFigures(program), blocks)
-        for change in record_each_change(program, without, passes):
-            yield program, change
+        flat = captured.inlined() if blocks else program
+    if blocks:
+        yield program, _change_in_blocks(GraphFigures(flat), GraphFigures(program), blocks)
+    changes = record_each_change(program, without, passes)
+    while True:
+        with _without_warnings():
+            change = next(changes, None)
+        if change is None:
+            return
+        yield program, change
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Within, passes warn of nothing: they did at capture."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _change_in_blocks(

@@ -138,10 +138,9 @@ def kept_within(
     budget, least = program.budget, None
     while True:
         prepare(program)
-        if budget is None:
-            return program
-        taken = _find_peak_bytes(program)
-        if taken <= budget:
+        taken = 0 if budget is None else _find_peak_bytes(program)
+        if budget is None or taken <= budget:
+            program.search = None  # which holds the form that it would try next
             return program
         least = taken if least is None else min(least, taken)
         less = peak_of(program) - 1

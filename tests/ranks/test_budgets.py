@@ -206,7 +206,7 @@ def test_what_norms_take_for_their_gradients_is_known():
         assert counted(step) == step.memory.peak
 
 
-def test_what_was_tried_for_another_program_of_the_same_calls_decides_nothing():
+def test_a_budget_is_kept_by_programs_of_the_same_calls_whose_gathered_weights_stay_and_do_not():
     """Gathered weights that stay, and such that do not, are in the same graph until passes run."""
 
     def run(mesh, persistent, budget):

@@ -506,6 +506,44 @@ def test_an_update_within_a_mode_is_refused_since_the_mode_would_hear_other_call
             trained(None, blocks, step_of=step_of)
 
 
+def step_within(enter):
+    """The step of a model that is updated within what `enter` gives."""
+
+    def step_of(model, optimizer):
+        def step(x):
+            loss = model(x).square().mean()
+            loss.backward()
+            with enter():
+                optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return step
+
+    return step_of
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize(
+    "enter", [torch.inference_mode, lambda: torch.device("cpu"), torch.no_grad]
+)
+def test_an_update_within_a_setting_of_torch_counts_its_steps(enter, blocks):
+    def train(compiled):
+        torch.manual_seed(0)
+        model = Stack().double()
+        optimizer = adamw(model)
+        step = step_within(enter)(model, optimizer)
+        if compiled:
+            step = pt.compile(step, backend="graph", blocks=blocks)
+        losses = [step(torch.ones(4, WIDTH, dtype=torch.float64)) for _ in range(4)]
+        return [*losses, *model.parameters()], {float(s["step"]) for s in optimizer.state.values()}
+
+    (found, counts), (wanted, eager_counts) = train(True), train(False)
+    assert counts == eager_counts == {4.0}
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("kind", [HearingCalls, HearingFunctions])
 def test_a_mode_around_what_comes_before_an_update_is_captured(kind):
     def step_of(model, optimizer):

@@ -105,7 +105,10 @@ class _GraphCutter:
     ):
         self.program, self.least, self.late = program, least, late
         self.storages = storages_of(program)
-        self._packs = {node: i for i, nodes in enumerate(packing) for node in nodes}
+        self._packs: dict[fx.Node, int] = {}
+        for i, nodes in enumerate(packing):
+            for node in nodes:
+                self._packs.setdefault(node, i)  # where two gathers share it, before the first
         order = with_early_writes(program.graph.graph, self.storages)
         order.sort(key=lambda node: node in late)  # stable
         order = [node for node in order if not self._is_remakeable_view(node)]

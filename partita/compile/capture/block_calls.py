@@ -23,6 +23,7 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from partita.comm import TraceWire
+from partita.comm.ledger import scope
 from partita.tensor.watch import HERE
 
 from ..node_metadata import Recorder
@@ -121,6 +122,8 @@ class BlockCalls:
             torch.set_autocast_cache_enabled(casts)
             HERE.block = None
         trace = next(t for t in traces if t.tape is follower.tape)
+        for log in scope().work_ledgers:
+            log.add_work(trace.tape.work)
         floats = trace.tape.varying_values(follower.operands)
         unprofiled(self._emit_call, trace, [*floats.values()], follower, held)
         return out

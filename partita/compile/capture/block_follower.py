@@ -23,6 +23,7 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 
+from partita.comm.ledger import Ledger, noting_work_in
 from partita.tensor.tensor_state import count_writes, state_of
 from partita.tensor.watch import HERE
 
@@ -343,9 +344,15 @@ class BlockFollower(TorchFunctionMode):
 
     def _run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """`func(*args, **kwargs)`, during which code of the user's is heard, if any runs."""
-        if func in self._ours:
-            return func(*args, **kwargs)
-        return self._calls.call(func, args, kwargs)
+        assert self.tape is not None
+        work = Ledger()
+        with noting_work_in(work):
+            if func in self._ours:
+                out = func(*args, **kwargs)
+            else:
+                out = self._calls.call(func, args, kwargs)
+        self.tape.work.add_work(work)  # of a call that was not refused
+        return out
 
     def _enter_taken(self) -> None:
         """Enter the tensors from outside that have no traced tensor yet."""

@@ -25,6 +25,7 @@ import torch
 from torch._C import DisableTorchFunction as Unheard
 from torch._subclasses.fake_tensor import FakeTensor
 
+from partita.comm.ledger import Ledger
 from partita.tensor.spec import Spec
 from partita.tensor.watch import Label
 
@@ -191,6 +192,7 @@ class BlockTape:
         escapes: the numbers of made tensors that were still referenced when forward had returned.
         admitted: (wire, value) for each plain tensor that is taken as equal on all ranks.
         calls_with_varying: the indices of calls whose operands contain a `VaryingFloat`.
+        work: the matrix products of its calls.
     """
 
     calls: list[TapedCall] = field(default_factory=list)
@@ -199,6 +201,7 @@ class BlockTape:
     escapes: frozenset[int] = frozenset()
     admitted: list[tuple[Any, MadeTensor | TakenTensor]] = field(default_factory=list)
     calls_with_varying: list[int] = field(default_factory=list)
+    work: Ledger = field(default_factory=Ledger)
 
     def varying_values(self, operands: Sequence[Any]) -> dict[int, float]:
         """The varying floats, by number, of a block whose calls have these recorded operands."""

@@ -208,8 +208,7 @@ class CaptureRun:
         program.answers = self.questions.answers
         apart, updates = self._blocks.apart_by_name, self._updates.structures
         program.blocks = BlocksTraced(structures, apart, updates)
-        if not structures:
-            program.work = [work for wire in self.wires.values() for work in wire.work]
+        program.work = [work for wire in self.wires.values() for work in wire.work]
         return program
 
     def _collect_conditions(self) -> Conditions:

@@ -32,7 +32,7 @@ from partita.tensor.grad_state import lay_out_state, update_spec
 from partita.tensor.watch import HERE
 
 from ..errors import CaptureError, not_captured
-from ..guards.modes import function_modes
+from ..guards.modes import hearing_modes
 from ..node_metadata import Recorder
 from .block_functions import dispatch_listeners
 from .state_slots import Slot
@@ -134,8 +134,8 @@ def _names_in(code: CodeType) -> set[str]:
 
 
 def _find_modes() -> tuple[Any, ...]:
-    """The user's function modes, and how many dispatch modes there are."""
-    return (*map(id, function_modes()), dispatch_listeners()[0])
+    """The user's modes that hear calls of functions, and how many dispatch modes there are."""
+    return (*map(id, hearing_modes()), dispatch_listeners()[0])
 
 
 def _steps_under_mode() -> CaptureError:

@@ -39,7 +39,8 @@ def widen_counts(states: Iterable[dict[Any, Any]], exact: set[int] | None) -> Wi
             if not isinstance(number, torch.Tensor) or number.ndim or number.dtype != torch.float32:
                 continue
             if name == "step":
-                entries[name] = wide = number.double()
+                with torch.inference_mode(False):  # else nobody would count its writes
+                    entries[name] = wide = number.double()
                 widened.append((entries, number, wide, count_writes(wide)))
             elif exact is not None:
                 exact.add(id(number))

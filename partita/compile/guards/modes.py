@@ -17,7 +17,13 @@ from partita.comm import read_autocast_state
 from .codes import is_user_module
 from .content_keys import ByIdentity
 
-__all__ = ["active_modes", "function_modes", "kernel_settings", "without_function_modes"]
+__all__ = [
+    "active_modes",
+    "function_modes",
+    "hearing_modes",
+    "kernel_settings",
+    "without_function_modes",
+]
 
 # Private torch: the mode of `with torch.device(...)`.
 _Device = torch.utils._device.DeviceContext
@@ -56,6 +62,11 @@ def function_modes() -> list[Any]:
         return []
     found = map(torch._C._get_function_stack_at, range(count))
     return [m for m in found if isinstance(m, _Device) or is_user_module(type(m).__module__)]
+
+
+def hearing_modes() -> list[Any]:
+    """Those of `function_modes` that hear calls: `torch.device` says where tensors are made."""
+    return [mode for mode in function_modes() if not isinstance(mode, _Device)]
 
 
 @contextmanager

@@ -37,11 +37,13 @@ def overlap(program: Program) -> str:
     gathered at once. A reduction is waited for when the next one begins; one that an optimizer's
     step asked for, behind backward. Other collectives begin with the step, if they are small and
     made of inputs alone, and are waited for where they are read. Each change is made only if the
-    predicted peak of memory, the inputs included, stays within 5 % of what it was: where
-    activations fill the memory, nothing is prefetched.
+    predicted peak of memory, the inputs included, stays within 5 % of what it was, and within the
+    step's budget: where activations fill the memory, nothing is prefetched.
     """
     order = _Order(program)
     limit = _ROOM * order.peak()
+    if program.budget is not None:
+        limit = max(order.peak(), min(limit, program.budget + order.count_input_bytes()))
     earlier = sum(_begin_early(order, limit))
     later = sum(_wait_late(order, limit))
     beside = sum(_carry_beside(order, limit))
@@ -87,6 +89,11 @@ class _Order:
     def peak(self) -> int:
         """The peak of memory in bytes, the inputs included."""
         return self._peak
+
+    def count_input_bytes(self) -> int:
+        """The bytes of the graph's inputs."""
+        inputs = (node for node in self.nodes if node.op == "placeholder")
+        return sum(self._storages.nbytes[s] for node in inputs for s in self._made.get(node, ()))
 
     def _simulate_memory(
         self, nodes: Sequence[fx.Node], live: int, last: Mapping[int, fx.Node]

@@ -20,6 +20,7 @@ from partita.tensor.op_facts import facts_of
 from ..graph import nbytes_of
 from ..graph_nodes import copy_node, lazy_graph_module
 from ..node_metadata import NOTE, note_of
+from ..ordering import behind_needs
 from ..program import Program
 from ..section import Section, section_of
 from ..verify import SPACES
@@ -62,30 +63,30 @@ def is_late(node: fx.Node) -> bool:
 def recompute(graph: fx.Graph, chosen: set[fx.Node]) -> dict[fx.Node, fx.Node]:
     """Have backward read copies of `chosen`, made where first read; the copies by node."""
     copies: dict[fx.Node, fx.Node] = {}
+    needs = {node: [n for n in node.all_input_nodes if n in chosen] for node in chosen}
+    made: set[fx.Node] = set()
 
-    def copy_for_backward(node: fx.Node) -> fx.Node:
-        if node not in chosen:
-            return node
-        if node not in copies:
-            for read in node.all_input_nodes:
-                copy_for_backward(read)
-            copies[node] = made = copy_node(graph, node, lambda n: copies.get(n, n))
-            note = note_of(node)
-            reason = "regather" if note.reason == "gather" else note.reason
-            made.meta[NOTE] = replace(note, phase="backward", reason=reason, again=True)
-            for user in list(
-                node.users
-            ):  # else all items would stay until the last of them is read
-                if user in chosen and user.target is operator.getitem:
-                    copy_for_backward(user)
-        return copies[node]
+    def copy_for_backward(node: fx.Node) -> None:
+        copies[node] = again = copy_node(graph, node, lambda n: copies.get(n, n))
+        note = note_of(node)
+        reason = "regather" if note.reason == "gather" else note.reason
+        again.meta[NOTE] = replace(note, phase="backward", reason=reason, again=True)
 
     for node in list(graph.nodes):
-        if is_late(node):
-            for read in node.all_input_nodes:
-                if read in chosen:
-                    with graph.inserting_before(node):
-                        node.replace_input_with(read, copy_for_backward(read))
+        if not is_late(node):
+            continue
+        for read in node.all_input_nodes:
+            if read not in chosen:
+                continue
+            with graph.inserting_before(node):
+                for needed in behind_needs([read], needs, made):
+                    copy_for_backward(needed)
+                    # At once, else all items would stay until the last of them is read.
+                    for item in list(needed.users):
+                        if item in chosen and item.target is operator.getitem and item not in made:
+                            made.add(item)
+                            copy_for_backward(item)
+            node.replace_input_with(read, copies[read])
     return copies
 
 
@@ -138,4 +139,4 @@ def _is_made_again(node: fx.Node) -> bool:
     item_of = node.args[0] if node.target is operator.getitem else node
     if section_of(item_of) is not None:  # type: ignore[arg-type]
         return False  # the section says it
-    return note.again and note.reason != "regather"
+    return note.again and note.reason not in ("gather", "regather")

@@ -35,8 +35,8 @@ def remat(program: Program) -> str:
 
     Right before backward first reads it, from what is there then; a gathered weight is gathered
     again. Random numbers are kept, never drawn twice. For a budget of the whole step, those values
-    are made again whose recompute costs least for the bytes that it saves, as few of them as keep
-    the predicted peak, of the graph that all passes have made, under it.
+    are made again whose recompute costs least for the bytes that it saves, as many as the program's
+    level says.
     """
     graph = program.graph.graph
     made = len(recompute(graph, find_recomputed_in_regions(program)))

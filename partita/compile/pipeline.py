@@ -213,9 +213,8 @@ def _digest_stages(
     if captured is None:
         return []
     found = [("capture", digest_of(canonical(captured.inlined())))]
-    with suppress(
-        Exception
-    ):  # other ranks wait for the digests, and the error is raised by the caller
+    # Other ranks wait for the digests, and the caller raises the error.
+    with suppress(Exception):
         for change in changes_of(captured, without, passes):
             found.append((change.name, change.digest))
     return found

@@ -59,9 +59,8 @@ class RegionInputs:
         self._meta = [_spec_and_gradient(t) for t in tensors]
         with Local():
             graded = torch.empty(0, requires_grad=True)
-            self._saver: Any = _SaveInputs.apply(
-                graded, *tensors
-            )  # without it torch 2.11 lets go of them
+            # Torch 2.11 lets go of them without that name.
+            self._saver: Any = _SaveInputs.apply(graded, *tensors)
 
     def rebuild(self, origins: TensorOrigins) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments like those of the first run, over the same memory, without history.
@@ -69,9 +68,8 @@ class RegionInputs:
         Raises:
             RuntimeError: a tensor was changed in place since.
         """
-        packed = (
-            self._saver.grad_fn.saved_tensors
-        )  # a region around may run again for these, as a program
+        # A region around may run again for these, as a program.
+        packed = self._saver.grad_fn.saved_tensors
         with Local():
             saved = [t.detach() for t in packed]
         for i, (t, (spec, requires_grad)) in enumerate(zip(saved, self._meta, strict=True)):

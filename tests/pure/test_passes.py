@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 import textwrap
 
 import pytest
+import torch
 
 from partita.comm.backends.backend import Backend
 from partita.comm.backends.gloo import Gloo
 from partita.compile.graph_nodes import drop_unused
 from partita.compile.passes import PASSES
+from partita.compile.passes.recompute import recompute
 from tests.graph_text import program_of, text_of
 
 
@@ -384,3 +387,22 @@ def test_overlap_waits_for_what_is_read_late_where_it_is_read():
     lines = rewritten("overlap", text).splitlines()
     assert lines.index("b = wait(a)") == lines.index("e = aten.mul.Tensor(d, b)") - 1
     assert lines[0] == "a = reduce(n)"
+
+
+def test_a_recompute_goes_back_through_any_number_of_calls():
+    depth = 2 * sys.getrecursionlimit()
+    calls = "\n".join(
+        f"x{i} = aten.sin.default(x{i - 1})  # phase='forward'" for i in range(1, depth)
+    )
+    program = program_of(f"""
+x0: argument f32[4]
+{calls}
+g = aten.cos.default(x{depth - 1})  # phase='backward'
+return g
+""")
+    graph = program.graph.graph
+    made = recompute(graph, {n for n in graph.nodes if n.target is torch.ops.aten.sin.default})
+    drop_unused(graph)
+    assert len(made) == depth - 1
+    *again, _ = (line.split("  #")[0] for line in text_of(program).splitlines()[:-1])
+    assert len(again) == depth - 1 and all("sin" in line for line in again)

@@ -410,10 +410,8 @@ class _SectionGraph:
         lines = []
         for node in self.graph.nodes:
             number[node] = f"%{len(number)}"
-            note = note_of(node)
-            lines.append(
-                f"{line_of(node, number)} {note.phase} {note.again}"
-            )  # see `inductor_scheduling`
+            note = note_of(node)  # by it kernels are fused: `inductor_scheduling`
+            lines.append(f"{line_of(node, number)} {note.phase} {note.again}")
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:40]
 
 

@@ -79,8 +79,6 @@ class SectionWriter(GraphWriter):
         if node.target is not WAIT:
             return node.all_input_nodes
         (begun,) = node.all_input_nodes
-        if (
-            begun.op == "placeholder" or begun.target is all_gather
-        ):  # it has read its operand by then
-            return (begun,)
+        if begun.op == "placeholder" or begun.target is all_gather:
+            return (begun,)  # which has read its operand by then
         return (begun, *begun.all_input_nodes)

@@ -154,9 +154,8 @@ class BlockCalls:
             raise NotABlock(trace.kind, "hooks of what it takes run in the order of its calls")
         with Local():
             if trace.results and trace.takes:
-                with (
-                    torch.enable_grad()
-                ):  # a result has a history, so grad mode was on where it was made
+                # A result has a history, so grad mode was on where it was made.
+                with torch.enable_grad():
                     made = _BlockFunction.apply(call, *(taken[i] for i in trace.takes))
             else:
                 made = call.forward()

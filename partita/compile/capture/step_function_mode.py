@@ -126,10 +126,8 @@ class StepFunctionMode(TorchFunctionMode):
             copies = []
             for x, before in self._written.values():
                 value = x.detach()
-                if (
-                    value.untyped_storage()._cdata in held
-                ):  # or it would be overwritten before it is read
-                    value = value.clone()
+                if value.untyped_storage()._cdata in held:
+                    value = value.clone()  # or it would be overwritten before it is read
                 copies.append((before, value))
             for before, value in copies:
                 before.copy_(value)

@@ -62,9 +62,8 @@ def _name_of_module_function(function: Any) -> str:
     module = function.__self__.__name__
     if function in _INTERPRETER_COUNTS:
         return f"{module}.{name}"
-    if module not in _EXTERNAL_MODULES or (
-        module in _SYSTEM_MODULES and name.startswith("W")
-    ):  # WIFEXITED
+    reads_status = module in _SYSTEM_MODULES and name.startswith("W")  # WIFEXITED and its like
+    if module not in _EXTERNAL_MODULES or reads_status:
         return ""
     return f"{_PUBLIC_NAMES.get(module, module.lstrip('_'))}.{name}"
 

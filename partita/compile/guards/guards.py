@@ -195,9 +195,8 @@ class Guards:
                 self._entry_keys.append(guard.place.key)
                 self._entry_values.append(value)
             elif guard.place.key == "()" and not isinstance(guard.expected, Identity):
-                self._compared_places.append(
-                    (guard.expected, guard.place)
-                )  # each answer is a new object
+                # Each answer is a new object.
+                self._compared_places.append((guard.expected, guard.place))
                 continue
             else:
                 self._getters.append(guard.place.get)

@@ -393,9 +393,8 @@ class ReadRecord:
     def reach_object(self, value: Any, name: str) -> None:
         """Have an object's class tell what is read of it from now on."""
         kind = type(value)
-        if not kind.__flags__ & (1 << 9) or not has_settings(
-            kind
-        ):  # not a heap type, or not guarded
+        is_heap_type = kind.__flags__ & (1 << 9)
+        if not is_heap_type or not has_settings(kind):
             return
         if not self._instrument_type(kind):
             return

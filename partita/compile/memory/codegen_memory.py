@@ -237,9 +237,8 @@ class _FakeRun(TorchDispatchMode):
         extra = workspace(func, args, out)
         if getattr(func, "namespace", "") in ("_c10d_functional", "partita"):
             extra += staging(func, args, out, self.program.groups, compiled=True)
-            if (
-                func.namespace == "_c10d_functional" and made
-            ):  # it reads them until it is waited for
+            # It reads them until it is waited for.
+            if func.namespace == "_c10d_functional" and made:
                 self._under_way[id(out.untyped_storage())] = args
         if extra:
             self.done.append(self._make_buffer(extra, str(func), passing=True))

@@ -26,10 +26,8 @@ def grouped_mm(
     a, b = self, mat2
     if bias is not None or (offs is None) != (a.ndim == b.ndim == 3):
         return None
-    k, n = (
-        max(_name_aligned_dim("k", a, -1), _name_aligned_dim("k", b, -2)),
-        _name_aligned_dim("n", b, -1),
-    )  # "!" is before "%"
+    k = max(_name_aligned_dim("k", a, -1), _name_aligned_dim("k", b, -2))  # "!" is before "%"
+    n = _name_aligned_dim("n", b, -1)
     if offs is None:
         return f"g m {k} * g {k} {n} -> g m {n}"
     if a.ndim == 2 == b.ndim:

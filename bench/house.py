@@ -35,9 +35,8 @@ NAMES_DEVICES = ("comm/device.py", "comm/backends/")
 """Where what depends on a device is decided."""
 CORRECTIONS = (
     "tensor/op_facts.py",
-    "tensor/function_facts.py",
     "rules/table/",
-    "rules/decompositions/",
+    "rules/decompositions.py",
 )
 """Where functions of torch are listed: the corrections of their facts, and the rules."""
 

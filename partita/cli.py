@@ -325,7 +325,7 @@ def _describe_package(name: str, use: str) -> str:
 def _doctor() -> int:
     from .comm.backends.choose import installed_backends
     from .comm.backends.control import can_compare
-    from .tensor.hot_path import IN_C
+    from .tensor.plan import IN_C
 
     backends = installed_backends()
     compiler = os.environ.get("CXX", "g++")

@@ -121,7 +121,7 @@ STRICT = ["-W", "error", "-W", "ignore:Failed to initialize NumPy:UserWarning"]
 def run_readme(installed: Environment, cwd: Path) -> str:
     example = re.search(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)[1]
     script = cwd / "readme.py"
-    where = "print(pt.__file__)\nfrom partita.tensor.hot_path import IN_C\nprint(IN_C)\n"
+    where = "print(pt.__file__)\nfrom partita.tensor.plan import IN_C\nprint(IN_C)\n"
     script.write_text(example + where)
     return run(installed.python, *STRICT, script, cwd=cwd)
 

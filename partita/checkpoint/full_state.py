@@ -20,12 +20,9 @@ from partita.comm.device import HOST
 from partita.layout import Fix, LayoutError
 from partita.parallel.parameters import allocate_tensor, find_parameters_and_buffers
 from partita.tensor import DTensor
-from partita.tensor.checksum import checksum
-from partita.tensor.construct import piece_of
-from partita.tensor.dtensor import tagged
-from partita.tensor.mixed_operands import admit
-from partita.tensor.parameter import refuse_lazy
-from partita.tensor.pieces import destination
+from partita.tensor.arguments import admit
+from partita.tensor.construct import piece_of, refuse_lazy
+from partita.tensor.dtensor import checksum, destination, tagged
 
 from .mismatches import (
     NO_TENSOR,

@@ -18,7 +18,7 @@ from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.comm import Piece, control_plane, user_line
 from partita.tensor import DTensor
-from partita.tensor.pieces import piece_held
+from partita.tensor.dtensor import piece_held
 
 from .checksums import NAME, Checksums
 from .folder import find_checkpoint, lock_for_reading

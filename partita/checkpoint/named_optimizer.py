@@ -17,9 +17,9 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from partita.layout import Layout
 from partita.tensor import DTensor
 from partita.tensor.dtensor import tagged
-from partita.tensor.grad_state import update_spec
-from partita.tensor.padded_storage import empty_with_room
+from partita.tensor.dtensor_gradients import update_spec
 from partita.tensor.spec import spec_of
+from partita.tensor.uneven_pieces import empty_with_room
 
 if TYPE_CHECKING:
     from partita.comm.dcp_reading import Metadata

@@ -20,7 +20,7 @@ from partita.comm import Wire, after_import, pack, unpack
 from partita.comm.device import HOST
 from partita.parallel.parameters import find_parameters_and_buffers
 from partita.tensor import DTensor
-from partita.tensor.parameter import stand_for
+from partita.tensor.construct import stand_for
 
 from .full_state import FullCopies, collect_model_tensors
 

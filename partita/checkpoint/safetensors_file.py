@@ -23,7 +23,7 @@ from torch import nn
 from partita.comm import ControlPlane, Piece, control_plane, user_line
 from partita.comm.device import HOST
 from partita.comm.tensor_bytes import view_bytes
-from partita.tensor.pieces import piece_held
+from partita.tensor.dtensor import piece_held
 
 from .checksums import compute_crcs
 from .first_values import initialize_missing

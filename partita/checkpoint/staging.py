@@ -23,8 +23,7 @@ from partita.comm.device import HOST, Device, finish_copies
 from partita.comm.tensor_bytes import view_bytes
 from partita.layout import Replicate
 from partita.tensor import DTensor
-from partita.tensor.checksum import checksum
-from partita.tensor.pieces import holders, piece_held
+from partita.tensor.dtensor import checksum, holders, piece_held
 from partita.tensor.spec import Spec
 
 from .state import OpenedState, Path

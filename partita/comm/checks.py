@@ -90,7 +90,7 @@ class Check:
 
 
 ON_CHECK: list[Callable[[], AbstractContextManager[Any]]] = []
-"""Context managers that `check_ranks()` enters too. `tensor/number_check` adds the comparison of
+"""Context managers that `check_ranks()` enters too. `tensor/arguments` adds the comparison of
 numbers that are given to ops."""
 
 

@@ -1,7 +1,7 @@
 """Conversion of torch's own DTensors: made from a local tensor, and taken apart again.
 
 Nothing is copied: the local tensor is shared. Placements are passed through in torch's terms;
-`tensor/interop` translates them.
+`tensor/construct` translates them.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from partita.comm import agree
 from partita.comm.device import default_generator
 from partita.layout import Fix
 from partita.tensor.dtensor import tagged
-from partita.tensor.gradient_overrides import clear_gradients
-from partita.tensor.padded_storage import give_room
+from partita.tensor.dtensor_gradients import clear_gradients
+from partita.tensor.uneven_pieces import give_room
 
 from .arguments import unflatten_call
 from .backend.executor import function_of

@@ -29,9 +29,8 @@ from partita.redistribute import Move
 from partita.redistribute.cost import bytes_sent
 from partita.tensor.arguments import read_number
 from partita.tensor.dtensor import DTensor
-from partita.tensor.scalar_reads import is_read_in_part
-from partita.tensor.tensor_state import own_state
-from partita.tensor.watch import HERE
+from partita.tensor.tensor_memory import is_read_in_part
+from partita.tensor.tensor_state import HERE, own_state
 
 from .capture.capture_context import unprofiled
 from .capture.ctc import REPLACED

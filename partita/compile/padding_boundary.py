@@ -3,7 +3,7 @@
 A graph is made for the pieces of the first rank, the largest. Where a tensor enters, a smaller
 piece is padded with copies of its last element, so that what is computed of the padding is as
 finite as what is computed of the value; a gradient with zeros. A rank whose piece is empty takes
-the copies from the rank before it. If the piece has room behind it (`tensor/padded_storage.py`), it
+the copies from the rank before it. If the piece has room behind it (`tensor/uneven_pieces.py`), it
 is padded in place, and written there. Where a tensor leaves, the padding is cut off.
 """
 
@@ -18,9 +18,9 @@ from partita.comm import Request, TraceWire, Wire, is_uneven
 from partita.comm.cuts import has_empty, places_of, span
 from partita.comm.device import Device
 from partita.redistribute.cost import bytes_of
-from partita.tensor.engine import holders
-from partita.tensor.padded_storage import find_padded, show_front
+from partita.tensor.autograd import holders
 from partita.tensor.spec import Spec, spec_of
+from partita.tensor.uneven_pieces import find_padded, show_front
 
 __all__ = ["Border", "border_of"]
 

@@ -22,8 +22,7 @@ from torch.autograd.graph import increment_version
 from torch.utils import _pytree as pytree
 
 from partita.comm import Record, Wire
-from partita.tensor.autocast import without_any_autocast
-from partita.tensor.op_facts import facts_of
+from partita.tensor.op_facts import facts_of, without_any_autocast
 from partita.tensor.spec import Spec
 from partita.tensor.tensor_state import state_of
 

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from partita.comm import user_line
 from partita.layout import Fix, LayoutError
-from partita.tensor.autocast import without_any_autocast
+from partita.tensor.op_facts import without_any_autocast
 
 from .backend.built import Built
 from .capture.shared_results import overlapping_results

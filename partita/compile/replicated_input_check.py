@@ -20,7 +20,7 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from partita.comm import Wire, is_alone
 from partita.comm.device import accelerator_indices
 from partita.layout import Fix, LayoutError
-from partita.tensor.checksum import checksum
+from partita.tensor.dtensor import checksum
 
 from .graph_nodes import copy_node, lazy_graph_module
 from .node_metadata import note_of

@@ -32,7 +32,7 @@ from partita.comm import (
     wait_for_all_ranks,
 )
 from partita.comm.device import Device
-from partita.tensor.watch import HERE
+from partita.tensor.tensor_state import HERE
 
 from .call_guard import CallGuard
 from .capture.answers import Guesses, OtherAnswers, StepRaises

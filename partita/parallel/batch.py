@@ -23,9 +23,8 @@ from partita.comm import (
     wire_of,
 )
 from partita.layout import Fix, Layout, LayoutError, Shard
-from partita.tensor.checksum import checksum
 from partita.tensor.construct import piece_of
-from partita.tensor.dtensor import DTensor, tagged
+from partita.tensor.dtensor import DTensor, checksum, tagged
 from partita.tensor.spec import Spec, spec_of
 
 from .module_boundary import Places, in_range

@@ -4,7 +4,7 @@ The gradient of a replicated parameter is partial, and accumulating micro-batche
 shares and sends nothing. Whatever first needs a gradient whole (a clip, an optimizer's step, a norm
 that is printed) reduces it: one all-reduce for each set of axes and dtype, cut into buckets. A
 reduced gradient is not reduced again, and shares that arrive later still add up
-(`tensor/grad_state`). Here is what a user calls; `tensor/grad_buckets` does it.
+(`tensor/dtensor_gradients`). Here is what a user calls; `reduce_pending_gradients` does it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.tensor.dtensor import DTensor
-from partita.tensor.grad_buckets import reduce_pending_gradients
-from partita.tensor.lists import norms
+from partita.tensor.dtensor_gradients import reduce_pending_gradients
+from partita.tensor.foreach import norms
 
 __all__ = ["clip_grad_norm_", "reduce_gradients"]
 

@@ -18,9 +18,9 @@ from partita.comm.device import HOST
 from partita.layout import Fix, LayoutError
 from partita.tensor.construct import spread
 from partita.tensor.dtensor import DTensor, tagged
-from partita.tensor.padded_storage import empty_with_room
 from partita.tensor.spec import Spec
 from partita.tensor.tensor_state import count_writes, was_written_since
+from partita.tensor.uneven_pieces import empty_with_room
 
 from .parameters import HeldParameter, find_parameters_and_buffers, replace_tensor
 

@@ -19,8 +19,8 @@ from torch import nn
 
 from partita.comm import Wire, user_line, wire_of
 from partita.layout import Fix, Layout, LayoutError, Placement, Shard, own_placement
+from partita.tensor.arguments import admit
 from partita.tensor.dtensor import DTensor, laid_out_as, tagged
-from partita.tensor.mixed_operands import admit
 from partita.tensor.spec import Spec, spec_of
 
 __all__ = ["Inputs", "Outputs", "Places", "arguments", "in_range", "register_boundary_hook"]

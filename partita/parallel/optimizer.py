@@ -27,10 +27,9 @@ from partita.comm import agree
 from partita.layout import Fix
 from partita.tensor.construct import piece_of
 from partita.tensor.dtensor import TYPED, DTensor, tagged
-from partita.tensor.dynamo import only_entered
-from partita.tensor.grad_state import lay_out_state, settled_spec, update_spec
-from partita.tensor.tensor_state import own_state, state_of
-from partita.tensor.watch import HERE
+from partita.tensor.dtensor_gradients import lay_out_state, settled_spec, update_spec
+from partita.tensor.tensor_state import HERE, own_state, state_of
+from partita.tensor.torch_patches import only_entered
 
 from .gradients import reduce_gradients
 from .parameters import refuse_given_up

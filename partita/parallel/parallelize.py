@@ -12,8 +12,8 @@ from partita.comm import wire_of
 from partita.tensor.autograd import moved
 from partita.tensor.construct import place_buffer, spread
 from partita.tensor.dtensor import DTensor, tagged
-from partita.tensor.padded_storage import with_room
 from partita.tensor.spec import Spec, spec_of
+from partita.tensor.uneven_pieces import with_room
 
 from .module_boundary import register_boundary_hook
 from .parameters import replace_tensor

@@ -16,11 +16,11 @@ from torch import nn
 from partita.comm import user_line
 from partita.comm.device import HOST
 from partita.layout import Fix, LayoutError
+from partita.tensor.construct import can_hold, hold_value
 from partita.tensor.dtensor import DTensor, tagged
-from partita.tensor.grad_state import is_watched
-from partita.tensor.padded_storage import empty_with_room
-from partita.tensor.parameter import can_hold, hold_value
+from partita.tensor.dtensor_gradients import is_watched
 from partita.tensor.tensor_state import OURS, own_state, state_of
+from partita.tensor.uneven_pieces import empty_with_room
 
 __all__ = [
     "HeldParameter",

@@ -26,13 +26,12 @@ from partita.redistribute import Move, plan
 from partita.redistribute.cost import bytes_sent
 from partita.rules import Bound, Row, Work
 from partita.tensor.arguments import Path
-from partita.tensor.choose import Considered
+from partita.tensor.dispatch import run_gathered
 from partita.tensor.dtensor import DTensor, short_dtype
 from partita.tensor.forms import Form
-from partita.tensor.gathered import run_gathered
 from partita.tensor.plan import CallPlan
-from partita.tensor.plan_call import make_plan
-from partita.tensor.watch import HERE
+from partita.tensor.plan_call import Considered, make_plan
+from partita.tensor.tensor_state import HERE
 
 from .explanation import ConsideredRow, ExplainedMove, ExplainedOp, Explanation
 from .rehearsal import rehearse

@@ -32,7 +32,7 @@ from partita.compile.capture.state_search import state_of
 from partita.layout import Fix, LayoutError
 from partita.tensor.dtensor import DTensor, tagged
 from partita.tensor.spec import spec_of
-from partita.tensor.watch import HERE
+from partita.tensor.tensor_state import HERE
 
 __all__ = ["rehearse"]
 

@@ -18,7 +18,7 @@ from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.comm import read_autocast_state, use_autocast_state
 from partita.comm.device import generators_in_use
-from partita.tensor.function_facts import facts_of_function
+from partita.tensor.op_facts import facts_of_function
 
 __all__ = ["AmbientState", "BufferWrites", "RandomStates", "is_random"]
 

@@ -21,7 +21,7 @@ from partita.comm import Wire, read_autocast_state
 from partita.compile.memory.knapsack import Candidate, choose_kept, make_budget_error
 from partita.parallel.nested_tensors import tensors_in
 from partita.tensor.dtensor import DTensor
-from partita.tensor.watch import HERE
+from partita.tensor.tensor_state import HERE
 
 from .call_key import TensorOrigins, make_argument_key
 from .calls import RecordedCall

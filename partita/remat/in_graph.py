@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from partita.tensor.watch import HERE
+from partita.tensor.tensor_state import HERE
 
 from .call_key import Key, TensorOrigins, find_call_site, make_inputs_key
 from .modes import CallMode, FunctionKind

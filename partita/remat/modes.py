@@ -18,12 +18,11 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from partita.tensor.composite import enter_function
 from partita.tensor.dispatch import op_of
-from partita.tensor.function_facts import VIEW_ATTRIBUTES, facts_of_function
-from partita.tensor.op_facts import facts_of
+from partita.tensor.forms import enter_function
+from partita.tensor.op_facts import VIEW_ATTRIBUTES, facts_of, facts_of_function
 from partita.tensor.tensor_overrides import OVERRIDES, runs_as_torch_has_it
-from partita.tensor.watch import HERE
+from partita.tensor.tensor_state import HERE
 
 __all__ = ["CallMode", "FunctionKind", "KernelMode", "is_internal", "make_call_mode"]
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from partita.compile import CompiledStep
 from partita.tensor.forms import form_of
-from partita.tensor.watch import HERE
+from partita.tensor.tensor_state import HERE
 
 from .call_key import Key, line_of_site
 from .wrapped import Wrapped

@@ -18,8 +18,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from partita.comm import recomputing
 from partita.layout import Fix
-from partita.tensor.engine import frees_graph, without_history
-from partita.tensor.watch import HERE
+from partita.tensor.autograd import frees_graph, without_history
+from partita.tensor.tensor_state import HERE
 
 from .call_key import (
     Key,

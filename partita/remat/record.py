@@ -17,8 +17,8 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from torch.autograd.graph import saved_tensors_hooks
 
 from partita.parallel.nested_tensors import tensors_in
-from partita.tensor.engine import saving_hooks
-from partita.tensor.watch import HERE
+from partita.tensor.autograd import saving_hooks
+from partita.tensor.tensor_state import HERE
 
 from .ambient_state import AmbientState, RandomStates, is_random
 from .call_key import Key, TensorOrigins, find_call_site, make_inputs_key, redistribution_key

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from partita.parallel.blocks import block_modules
-from partita.tensor.watch import HERE
+from partita.tensor.tensor_state import HERE
 
 from .budget import Budget, BudgetedFunction
 from .call_key import run_from_here

@@ -1,20 +1,16 @@
 """Rules: which ways an op allows its operands to be laid out.
 
-In reading order: `sentence` (the notation, and names of dimensions), `rows` (what follows for one
-mesh axis), `bind` (a sentence and shapes), `rule` (a sentence and its functions), `table/` (all of
-them), `views` (sentences of reshapes), `piece_kernels` (kernels over a rank's piece),
-`decompositions/` (ops as other ops), `work` (operations). `table/reduction_identity` says what
-padding is filled with.
+In reading order: `sentence` (the notation, names of dimensions, sentences of reshapes), `bind`
+(what a sentence means for shapes: rows for one mesh axis, and work), `rule` (a sentence and its
+functions; kernels over a rank's piece), `table/` (all of them), `decompositions` (ops as other
+ops). `table/reduction_identity` says what padding is filled with.
 """
 
-from .bind import NUMBER, Bound, Operand, bind
-from .rows import Row
+from .bind import NUMBER, Bound, Operand, Row, Work, bind, work_of
 from .rule import RULES, Arg, Decomposition, Kernel, KernelCall, KernelRule, LikeRule, Rule, rule
-from .sentence import Names, Sentence, SentenceError, parse
+from .sentence import Names, Sentence, SentenceError, parse, resolve_shape, view_sentence
 from .table import LOADED
 from .table.reduction_identity import EXTREME, PaddingFill, find_padding_fills
-from .views import resolve_shape, view_sentence
-from .work import Work, work_of
 
 __all__ = [
     "EXTREME",

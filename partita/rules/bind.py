@@ -1,16 +1,163 @@
-"""Bound sentences: a rule's sentence fitted to global shapes, with the size of each name."""
+"""Bound sentences: what a rule's sentence means for given shapes.
+
+`bind` fits a sentence to global shapes and finds the size of each name. From that follow, without
+regard to the size of a mesh axis, the rows, each a legal way to place the op on one axis
+(`derive_rows`), and the operations of its matrix products (`work_of`).
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 
-from .rows import Row, derive_rows
-from .sentence import Dim, Sentence, SentenceError, Term
+from partita.layout import Invariant, Partial, Placement, Replicate, Shard
 
-__all__ = ["NUMBER", "Bound", "Operand", "bind"]
+from .sentence import Dim, Products, Sentence, SentenceError, Term
+
+__all__ = [
+    "NUMBER",
+    "Bound",
+    "Operand",
+    "Row",
+    "Work",
+    "bind",
+    "derive_rows",
+    "work_of",
+]
+
+# -- rows ------------------------------------------------------------------------------------------
+
+REPLICATE, INVARIANT, SHARES = Replicate(), Invariant(), Partial()
+SHARD = tuple(Shard(d) for d in range(64))
+"""Made once: rows are made often."""
+
+Dims = tuple[Dim, ...]
+WHOLE = -1
+
+
+@dataclass(frozen=True)
+class Row:
+    """One legal way to place an op on one axis: `S(0), R -> S(0)`.
+
+    Attributes:
+        inputs: a placement per operand; None for an operand that is absent or a number.
+        split: the name that is split, or "".
+    """
+
+    inputs: tuple[Placement | None, ...]
+    outputs: tuple[Placement, ...]
+    split: str = ""
+
+    def __str__(self) -> str:
+        left = ", ".join("-" if p is None else str(p) for p in self.inputs)
+        return f"{left} -> {', '.join(map(str, self.outputs))}"
+
+
+def derive_rows(
+    sentence: Sentence,
+    inputs: Sequence[Dims | None],
+    outputs: Sequence[Dims],
+    sizes: dict[str, int],
+    absent: Iterable[int] = (),
+) -> Iterator[Row]:
+    """Every legal row, split names first.
+
+    Args:
+        inputs: each operand's dimensions, `...` written out; None where it is absent or a number.
+        outputs: the same of the results.
+        sizes: elements of each name that an operand has or the sentence gives.
+        absent: which operands are not there at all. (A number is there: added to shares it would
+            be counted once per rank.)
+    """
+    missing = frozenset(absent)
+    groups = [_drop_absent_operands(group, missing) for group in sentence.groups]
+    able = frozenset(
+        i
+        for i, (dims, term) in enumerate(zip(inputs, sentence.terms, strict=True))
+        if dims is not None and not term.index
+    )
+
+    def make_row(placed: Sequence[Placement], results: Sequence[Placement], name: str = "") -> Row:
+        each = (None if d is None else p for d, p in zip(inputs, placed, strict=True))
+        return Row(tuple(each), tuple(results), name)
+
+    held = {n for dims in inputs if dims is not None for d in dims for n in d.names}
+    for name in (n for n in sizes if n in held):
+        where = [None if dims is None else _find_sharded_dim(name, dims, sizes) for dims in inputs]
+        into = [_find_sharded_dim(name, dims, sizes) for dims in outputs]
+        if WHOLE in where or WHOLE in into:
+            continue
+        results = [
+            SHARD[d] if d is not None else SHARES if out.reduce == "sum" else Partial(out.reduce)
+            for d, out in zip(into, sentence.outputs, strict=True)
+        ]
+        contracted = any(
+            d is None and out.reduce == "sum" and not out.said
+            for d, out in zip(into, sentence.outputs, strict=True)
+        )
+        for shares in (
+            _find_partial_addends(groups, where, able) if contracted else [frozenset[int]()]
+        ):
+            placed = [
+                SHARD[d] if d is not None else SHARES if i in shares else REPLICATE
+                for i, d in enumerate(where)
+            ]
+            yield make_row(placed, results, name)
+    if all(out.reduce == "sum" for out in sentence.outputs):
+        for group in groups:
+            for shares in _one_of_each(group.products, able) if group.linear else ():
+                if shares:
+                    placed = [SHARES if i in shares else REPLICATE for i in range(len(inputs))]
+                    yield make_row(placed, [SHARES] * len(outputs))
+    for everywhere in (REPLICATE, INVARIANT):
+        yield make_row([everywhere] * len(inputs), [everywhere] * len(outputs))
+
+
+def _drop_absent_operands(group: Products, absent: frozenset[int]) -> Products:
+    products = (tuple(i for i in p if i not in absent) for p in group.products)
+    return Products(tuple(p for p in products if p), group.linear)
+
+
+def _find_partial_addends(
+    groups: Sequence[Products], where: Sequence[int | None], able: frozenset[int]
+) -> Iterator[frozenset[int]]:
+    """Which operands must be shares when a split name is summed over.
+
+    Just one linear group must have the name, and those of its addends that lack it would be counted
+    once per rank, unless they are shares themselves. Nothing where there is no such group.
+    """
+    having = [
+        g for g in groups if g.linear and any(where[i] is not None for p in g.products for i in p)
+    ]
+    if len(having) == 1:
+        lacking = [p for p in having[0].products if all(where[i] is None for i in p)]
+        yield from _one_of_each(lacking, able)
+
+
+def _one_of_each(
+    products: Sequence[tuple[int, ...]], able: frozenset[int]
+) -> Iterator[frozenset[int]]:
+    """Each way to take one of the operands of every product that are `able` to be shares."""
+    for choice in product(*(tuple(i for i in p if i in able) for p in products)):
+        yield frozenset(choice)
+
+
+def _find_sharded_dim(name: str, dims: Dims, sizes: dict[str, int]) -> int | None:
+    """The dimension that a split of `name` shards; None if none has it, WHOLE if it cannot be."""
+    found: int | None = None
+    for d, dim in enumerate(dims):
+        if name in dim.names:
+            outer = dim.names[: dim.names.index(name)]
+            if dim.whole or found is not None or any(sizes.get(n, 2) != 1 for n in outer):
+                return WHOLE
+            found = d
+    return found
+
+
+# -- a sentence and shapes -------------------------------------------------------------------------
 
 
 class _Number:
@@ -187,3 +334,61 @@ def _spread_output(term: Term, leading: tuple[int, ...]) -> tuple[Dim, ...]:
 
 def _format_shapes(operands: tuple[Operand, ...]) -> str:
     return ", ".join("-" if o is None else str(o) for o in operands)
+
+
+# -- work ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Work:
+    """One product.
+
+    A product that sums over a name is one: a matrix product, a convolution. What other ops compute
+    is little beside the memory that they read, and is not counted.
+
+    Attributes:
+        operations: multiplications and additions, of all ranks together if none repeats another's.
+        names: a rank does its part of them where one of these is split, and else all.
+        factors: which operands are multiplied.
+    """
+
+    operations: int
+    names: frozenset[str]
+    factors: frozenset[int]
+
+
+def work_of(bound: Bound, said: Sequence[str] = ()) -> tuple[Work, ...]:
+    """The products of an op; none if it is no such op, or has nothing to multiply.
+
+    Args:
+        said: the names of each product, and numbers, with which it is as large as they are together
+            (`"... q k d"`; a name in `[ ]` spreads it, but makes it no larger); if there are none
+            they are read from the sentence.
+    """
+    terms = bound.sentence.terms
+    products = [p for group in bound.sentence.groups for p in group.products if len(p) > 1]
+    shown = [p for p in products if not any(terms[i].index for i in p)]  # else: looked up
+    factors = [i for p in shown for i in p] or range(len(bound.inputs))
+    found = [_count_operations(text.split(), bound, factors) for text in said]
+    kept = {n for out in bound.outputs for dim in out for n in dim.names}
+    for multiplied in shown if not said else ():
+        there = [dims for i in multiplied if (dims := bound.inputs[i]) is not None]
+        names = {n for dims in there for dim in dims for n in dim.names}
+        if len(there) > 1 and not names <= kept:
+            found.append(_count_operations(names, bound, multiplied))
+    return tuple(work for work in found if work.operations)
+
+
+def _count_operations(words: Iterable[str], bound: Bound, factors: Iterable[int]) -> Work:
+    numbers, names, spread = [], set[str](), set[str]()
+    for word in words:
+        if word.startswith("["):
+            spread.add(word[1:-1])
+        elif word.isdigit():
+            numbers.append(int(word))
+        elif word == "...":
+            names |= {n for n in bound.sizes if n.startswith(".")}
+        else:
+            names.add(word)
+    size = math.prod(numbers) * math.prod([bound.sizes[n] for n in names])
+    return Work(2 * size, frozenset(names | spread), frozenset(factors))

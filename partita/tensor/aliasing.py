@@ -32,10 +32,9 @@ from partita.layout import Layout
 from .autograd import moved
 from .dtensor import DTensor, tagged
 from .forms import Form
-from .function_facts import facts_of_function
-from .origin import Origin, count_writes_or_none
+from .op_facts import facts_of_function
 from .spec import Spec, spec_of
-from .tensor_state import own_state, state_of
+from .tensor_state import Origin, count_writes_or_none, own_state, state_of
 
 __all__ = [
     "copy_as_on_one_device",

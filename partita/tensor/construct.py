@@ -1,37 +1,68 @@
-"""Construction: functions that make DTensors, of plain tensors, of modules and from nothing."""
+"""Construction: how plain tensors, modules and torch's own DTensors become DTensors, and back.
+
+`distribute_tensor` and `distribute_module` spread what is there, factories (`zeros`, `randn`, ...)
+make a rank's piece alone, `local_map` runs a function on pieces and makes its results DTensors,
+`from_torch` and `to_torch` share memory with `torch.distributed.tensor`. A parameter is known by
+identity to its optimizer, its hooks and other modules, so its value is exchanged, and never it.
+"""
 
 from __future__ import annotations
 
+import functools
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
+from torch._C import DisableTorchFunctionSubclass as Local
+from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
-from partita.comm import Wire, agree, user_line, wire_of
-from partita.layout import Fix, LayoutError, Placement
-from partita.rules.piece_kernels import narrow_piece
+from partita.comm import (
+    Wire,
+    agree,
+    local_of_torch_dtensor,
+    make_torch_dtensor,
+    read_torch_dtensor,
+    torch_mesh,
+    user_line,
+    wire_of,
+)
+from partita.layout import Fix, LayoutError, Partial, Placement, own_placement, split_factors
+from partita.rules.rule import narrow_piece
 
-from .agreement import make_no_strides_error
-from .dtensor import DTensor, tagged
-from .padded_storage import copy_with_room, with_room
-from .parameter import can_hold, hold_value, refuse_lazy
+from .aliasing import global_strides
+from .arguments import find_wire
+from .autograd import moved
+from .dtensor import DTensor, make_no_strides_error, tagged
+from .dtensor_gradients import type_hook
 from .random import run_with_generator_check
-from .spec import Spec, spec_on_mesh
+from .spec import Spec, spec_on_mesh, spec_on_wire
+from .tensor_state import OURS, own_state
+from .uneven_pieces import copy_with_room, tie_to_operands, with_room
 
 __all__ = [
+    "can_hold",
     "distribute_module",
     "distribute_tensor",
     "empty",
+    "from_torch",
     "full",
+    "hold_value",
+    "keep_attributes",
+    "local_map",
     "ones",
     "piece_of",
     "place_buffer",
     "rand",
     "randn",
+    "refuse_lazy",
     "spread",
+    "stand_for",
+    "to_torch",
     "zeros",
 ]
 
@@ -311,3 +342,358 @@ def rand(
 ) -> DTensor:
     """As torch.rand, with the values that one device with the same seed has, in every layout."""
     return _make_drawn(torch.rand, size, device_mesh, placements, requires_grad, dtype)
+
+
+# -- parameters get values -------------------------------------------------------------------------
+
+_data: Any = torch._C.TensorBase.data
+_grad: Any = torch._C.TensorBase.grad
+
+
+def can_hold(p: torch.Tensor, value: torch.Tensor) -> bool:
+    """May `value` become the value of `p`? Not if one of them is on "meta", or on another device
+    type."""
+    return p.is_meta == value.is_meta and p.device.type == value.device.type
+
+
+def refuse_lazy(model: nn.Module, by: str) -> None:
+    """Raise if a lazy module has yet to make its parameters, which `by` needs."""
+    for name, part in model.named_modules():
+        own = *part.named_parameters(recurse=False), *part.named_buffers(recurse=False)
+        for key, tensor in own:
+            if nn.parameter.is_lazy(tensor):
+                raise LayoutError(
+                    f"{by}: {name + '.' if name else ''}{key} has no shape yet",
+                    place=user_line(),
+                    reason=f"{type(part).__name__} makes it when it meets its first batch",
+                    fixes=(Fix("model(batch)", f"once, of plain tensors, before {by}"),),
+                )
+
+
+def hold_value(p: nn.Parameter, value: DTensor) -> torch.Tensor | None:
+    """Make `value` the value of the parameter `p`. Its attributes and hooks stay.
+
+    Returns:
+        Its gradient, which is removed from it: it is in the layout of the old value.
+    """
+    grad = p.grad
+    with Local(), torch.no_grad():
+        _grad.__set__(p, None)
+        if p.is_floating_point():
+            # Through another dtype: the engine then forgets the shape that it has known.
+            other = torch.float32 if p.dtype == torch.float64 else torch.float64
+            _data.__set__(p, torch.empty(0, dtype=other, device=p.device))
+        _data.__set__(p, value.detach())
+    if isinstance(p, DTensor):
+        own_state(p).moved = None
+    else:
+        hooks: dict[int, Any] = p._backward_hooks or {}
+        for number, hook in list(hooks.items()):
+            hooks[number] = type_hook(p, hook)
+        p.__class__ = DTensor  # type: ignore[assignment]
+        p._is_param = True
+        own_state(p).was_plain = True
+    p._spec = value._spec  # type: ignore[attr-defined]
+    for name, own in value.__dict__.items():
+        if name not in OURS:
+            p.__dict__.setdefault(name, own)
+    return grad
+
+
+def stand_for(whole: torch.Tensor, p: torch.Tensor) -> dict[str, Any]:
+    """Give `whole`, which takes the place of the parameter `p` in a module, p's attributes; return
+    them."""
+    given = {key: v for key, v in p.__dict__.items() if key not in OURS}
+    whole.__dict__.update(given)
+    return given
+
+
+def keep_attributes(whole: torch.Tensor, p: torch.Tensor, given: dict[str, Any]) -> None:
+    """Give `p` the attributes that were set on `whole` while it was in p's place; it had `given`
+    then."""
+    now = whole.__dict__
+    if not given and now.keys() <= OURS:
+        return
+    for key in given.keys() - now.keys():
+        p.__dict__.pop(key, None)
+    for key, v in now.items():
+        if key not in OURS and (key not in given or given[key] is not v):
+            p.__dict__[key] = v
+
+
+# -- functions of local tensors --------------------------------------------------------------------
+
+Placements = Sequence[Placement] | None
+
+
+def local_map(
+    func: Callable[..., Any] | None = None,
+    out_placements: Any = None,
+    in_placements: tuple[Placements, ...] | None = None,
+    in_grad_placements: tuple[Placements, ...] | None = None,
+    device_mesh: Any = None,
+    *,
+    redistribute_inputs: bool = False,
+) -> Callable[..., Any]:
+    """A function of DTensors that runs `func` on their local tensors. As torch's `local_map`.
+
+    Arguments and results may be nested in lists, tuples and dicts; placements speak of the tensors
+    and values in them, in order. Without `func`, a decorator. Without a DTensor among the arguments
+    and without `device_mesh`, `func` runs as it is.
+
+    Args:
+        out_placements: the placements of the result (one list), or a tuple of lists for several
+            results; None for a result that is no tensor.
+        in_placements: for each positional argument the placements that it must have; None: any,
+            or no tensor. Of keyword arguments any.
+        in_grad_placements: for each argument how the gradient that `func` computes is placed;
+            by default the dual of the argument's placement.
+        redistribute_inputs: move arguments that have other placements, instead of raising.
+
+    Raises:
+        LayoutError: an argument has other placements than `in_placements` says; placements for
+            more or fewer arguments or results than there are.
+    """
+    if func is None:
+        return functools.partial(
+            local_map,
+            out_placements=out_placements,
+            in_placements=in_placements,
+            in_grad_placements=in_grad_placements,
+            device_mesh=device_mesh,
+            redistribute_inputs=redistribute_inputs,
+        )
+    name = getattr(func, "__name__", str(func))
+
+    @functools.wraps(func)
+    def run_local_map(*args: Any, **kwargs: Any) -> Any:
+        flat, shape_of_args = pytree.tree_flatten(args)
+        flat_kwargs, shape_of_kwargs = pytree.tree_flatten(kwargs)
+        tensors = [t for t in (*flat, *flat_kwargs) if isinstance(t, DTensor)]
+        if device_mesh is not None:
+            wire = wire_of(device_mesh)
+        elif tensors:
+            wire = find_wire("local_map", tensors)
+        else:
+            return func(*args, **kwargs)
+        wanted = _match_placements(in_placements, flat, "in_placements", name)
+        grads = _match_placements(in_grad_placements, flat, "in_grad_placements", name)
+        for i, x in enumerate(flat):
+            if isinstance(x, DTensor):
+                x = _require_placements(x, wanted[i], i, name, redistribute_inputs)
+                flat[i] = _convert_to_local(x, grads[i])
+        flat_kwargs = [
+            _convert_to_local(x, None) if isinstance(x, DTensor) else x for x in flat_kwargs
+        ]
+        lacks_elements = torch.is_grad_enabled() and not all(t._piece().numel() for t in tensors)
+        out = func(
+            *pytree.tree_unflatten(flat, shape_of_args),
+            **pytree.tree_unflatten(flat_kwargs, shape_of_kwargs),
+        )
+        results, shape_of_results = pytree.tree_flatten(out)
+        if lacks_elements:
+            results = _tie_lost_operands(results, [*flat, *flat_kwargs])
+        given = _match_placements(_list_per_result(out_placements), results, "out_placements", name)
+        even = all(_is_even(t._spec) for t in tensors)
+        wrapped = [_wrap_result(o, p, wire, even) for o, p in zip(results, given, strict=True)]
+        return pytree.tree_unflatten(wrapped, shape_of_results)
+
+    return run_local_map
+
+
+def _tie_lost_operands(results: list[Any], locals_: list[Any]) -> list[Any]:
+    """The results of a rank with an empty piece, with all operands in their autograd graph: torch's
+    kernels may have left some out that are in it on other ranks, and an `autograd.Function` may
+    have no gradient for one."""
+    operands = [t for t in locals_ if isinstance(t, torch.Tensor) and t.requires_grad]
+    return [
+        tie_to_operands(r, operands) if isinstance(r, torch.Tensor) and r.is_floating_point() else r
+        for r in results
+    ]
+
+
+def _list_per_result(placements: Any) -> Any:
+    """`out_placements` as a tuple with one entry for each result."""
+    if placements is None or isinstance(own_placement(placements), Placement):
+        return (placements,)
+    several = all(p is None or isinstance(p, (list, tuple)) for p in placements)
+    return placements if several else (placements,)
+
+
+def _match_placements(given: Any, values: list[Any], what: str, name: str) -> Sequence[Placements]:
+    """The placements of each value: `given`, or None for each. Raises LayoutError if their number
+    is not that of the values."""
+    if given is None:
+        return [None] * len(values)
+    if len(given) != len(values):
+        raise LayoutError(
+            f"local_map: {what} has {len(given)} entries, and {name} {len(values)} "
+            + ("results" if what == "out_placements" else "arguments"),
+            place=user_line(),
+            reason="one entry for each tensor or value, also in lists and dicts; None for a value",
+            fixes=(Fix(f"{what}=({', '.join(['[...]'] * len(values))},)"),),
+        )
+    return given  # type: ignore[no-any-return]
+
+
+def _require_placements(x: DTensor, wanted: Placements, i: int, name: str, move: bool) -> DTensor:
+    if wanted is None:
+        return x
+    wanted_spec = spec_on_wire(x._spec.wire, x._spec.layout.shape, wanted)
+    if wanted_spec.layout == x._spec.layout:
+        return x
+    if not move:
+        raise LayoutError(
+            f"local_map: argument {i} of {name} has other placements than in_placements says",
+            place=user_line(),
+            operands=(
+                f"has     {', '.join(map(str, x.placements))}",
+                f"wanted  {', '.join(map(str, wanted_spec.placements))}",
+            ),
+            fixes=(
+                Fix("local_map(..., redistribute_inputs=True)"),
+                Fix(f"x.redistribute(placements={list(wanted_spec.placements)})"),
+            ),
+        )
+    return x.redistribute(placements=wanted)
+
+
+def _convert_to_local(x: DTensor, grads: Placements) -> torch.Tensor:
+    if grads is None:  # the dual: nothing is asked, since `func` is said to compute on pieces
+        return x._piece()
+    return x.to_local(grad_placements=grads)
+
+
+def _is_even(spec: Spec) -> bool:
+    """Does every rank hold equally much?"""
+    mesh = spec.wire.mesh
+    return all(
+        size % math.prod([mesh.size(a) for a in axes]) == 0
+        for size, axes in zip(spec.layout.shape, spec.layout.shards, strict=True)
+    )
+
+
+def _wrap_result(out: Any, placements: Placements, wire: Wire, even: bool) -> Any:
+    """A result of `func` as a DTensor. Where pieces may be uneven the ranks exchange their
+    sizes."""
+    if placements is None or not isinstance(out, torch.Tensor):
+        return out
+    probe = spec_on_wire(wire, out.shape, placements)
+    shape = None
+    if not even and probe.is_sharded:
+        sizes_by_coordinate = dict(
+            zip(wire.mesh.coordinates(), wire.gather_ints(tuple(out.shape)), strict=True)
+        )
+        shape = [
+            sum(
+                sizes[dim]
+                for at, sizes in sizes_by_coordinate.items()
+                if all(i == 0 or a in axes for a, i in zip(wire.mesh.names, at, strict=True))
+            )
+            for dim, axes in enumerate(probe.layout.shards)
+        ]
+    spec = DTensor._spec_of_local(out, wire.device_mesh, placements, shape)
+    with Local():
+        return tagged(out.view_as(out), spec)
+
+
+# -- torch's own DTensor ---------------------------------------------------------------------------
+
+
+def to_torch(x: DTensor) -> Any:
+    """`x` as a `torch.distributed.tensor.DTensor` on the same mesh, sharing its memory.
+
+    Differentiable: the gradient comes back in whatever placements torch gives it, and is taken as
+    the gradient of the value. Invariant becomes Replicate; an order of axes that is not the mesh's
+    becomes torch's `_StridedShard`.
+
+    Raises:
+        LayoutError: the mesh is not one of torch's (ranks in one process, a dry mesh); axes that
+            split a dimension in another order than the mesh's and do not divide it evenly.
+    """
+    spec = x._spec
+    mesh = torch_mesh(spec.wire.device_mesh)
+    if mesh is None:
+        raise LayoutError(
+            f"to_torch: the mesh {spec.wire.mesh} is not one of torch's",
+            place=user_line(),
+            reason="torch's DTensor needs process groups, which these ranks have not",
+            fixes=(
+                Fix("pt.init_device_mesh(...)", "under torchrun or partita train"),
+                Fix("x.full_tensor()", "the whole value, plain"),
+            ),
+        )
+
+    def gradient(local: torch.Tensor, placements: Any) -> torch.Tensor:
+        given = spec_on_wire(spec.wire, spec.shape, placements)
+        return moved(local, given, spec.gradient, "to_torch", "gradient")
+
+    return make_torch_dtensor(
+        x._piece(), mesh, _torch_placements(spec), spec.shape, global_strides(x), gradient
+    )
+
+
+def _torch_placements(spec: Spec) -> list[tuple[str, Any]]:
+    """For each axis of the mesh torch's placement: its name, and its dimension, factor or
+    reduction."""
+    mesh, layout = spec.wire.mesh, spec.layout
+    factors = split_factors(mesh, layout.shards)
+    for size, axes in zip(layout.shape, layout.shards, strict=True):
+        pieces = math.prod(map(mesh.size, axes))
+        if size % pieces and any(factors[a] > 1 for a in axes):
+            raise LayoutError(
+                f"to_torch: {size} elements in uneven pieces, over {' then '.join(axes)}",
+                place=user_line(),
+                operands=(f"x  {layout.brief()} on {mesh}",),
+                reason="torch cuts such a dimension in other places",
+                fixes=(Fix(f"x.redistribute(placements={list(spec.placements)})", "mesh order"),),
+            )
+    placements_of_axes: list[tuple[str, Any]] = []
+    for axis, p in spec.by_axis():
+        if p.is_shard():
+            dim, factor = p.dim, factors[axis]  # type: ignore[attr-defined]
+            placements_of_axes.append(("Shard", dim) if factor == 1 else ("Strided", (dim, factor)))
+        elif isinstance(p, Partial):
+            placements_of_axes.append(("Partial", p.reduce_op))
+        else:
+            placements_of_axes.append(("Replicate", None))
+    return placements_of_axes
+
+
+def from_torch(x: Any) -> DTensor:
+    """A `torch.distributed.tensor.DTensor` as one of ours, on its mesh, sharing its memory.
+
+    Differentiable: `x` gets its gradient as torch's own functions give it, whole where `x` is whole
+    or pending. A pending average becomes a pending sum, of shares that are divided once.
+
+    Raises:
+        LayoutError: a placement that has no meaning here (a pending product); uneven pieces of a
+            `_StridedShard`.
+        TypeError: `x` is no DTensor of torch's.
+    """
+    mesh, placements, shape, _ = read_torch_dtensor(x)
+    divisor, summed = 1, []
+    for i, p in enumerate(placements):
+        if p.is_partial() and getattr(p, "reduce_op", "") == "avg":
+            divisor *= mesh.size(i)
+            p = Partial()
+        summed.append(p)
+    spec = spec_on_mesh(mesh, shape, summed)
+    given = spec.reduced
+
+    def gradient(local: torch.Tensor) -> torch.Tensor:
+        return moved(local, spec.gradient, given, "from_torch", "gradient")
+
+    local = local_of_torch_dtensor(x, _torch_placements(given), gradient, divisor)
+    if local.shape != spec.local_shape:
+        raise LayoutError(
+            "from_torch: torch has cut this tensor in other places",
+            place=user_line(),
+            operands=(
+                f"x  {x.placements} of {tuple(shape)}",
+                f"this rank's piece  {tuple(local.shape)}, here {tuple(spec.local_shape)}",
+            ),
+            reason="a strided shard of uneven pieces is cut by another rule",
+            fixes=(Fix("from_torch(x.redistribute(placements=[Shard(0), Shard(0)]))"),),
+        )
+    return tagged(local, spec)

@@ -2,21 +2,17 @@
 
 `handle` is `DTensor.__torch_function__`, and the hot path: it looks up the plan of the call, runs
 the local kernel with torch-function disabled, and tags the result with its layout. A call without a
-plan goes on to `run_unplanned`, which makes one (`plan_call`) and remembers it (`plan_cache`).
+plan goes on to `run_unplanned`, which makes one (`plan_call`) and remembers it (`plan`).
 
     torch.add(x, y)  ->  handle  ->  Op of torch.add  ->  key (spec of x, spec of y)  ->  CallPlan
 
-Frequent operators and methods skip `handle`. `x + y` on a subclass goes through C++ that parses the
-arguments, builds tuples and calls `__torch_function__`, which costs more than the kernel. So these
-are methods of DTensor itself, generated from one template that does what `handle` does.
-
-`in_c` has both in C, for calls that run as they are; where it was built it replaces what is here.
+Frequent methods skip `handle`; `in_c` has both in C, and where it was built it replaces them.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any
 
@@ -24,26 +20,62 @@ import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 from torch._C import _is_torch_function_enabled, _len_torch_function_stack
 
+from partita.comm import inspect_collectives, user_line
+from partita.layout import Fix, Layout, LayoutError
 from partita.rules import NUMBER
 from partita.rules.rule import ON_NEW_RULE
 
-from .arguments import may_have_numbers, normalize_call, read_numbers, takes_numbers
-from .composite import enter_function
-from .dtensor import DTensor
-from .engine import in_backward
+from .aliasing import gives_view, write_through_copy
+from .arguments import (
+    all_tensors,
+    collect_dtensors,
+    collect_tensors,
+    find_view_copies,
+    find_wire,
+    find_written_operands,
+    get_at_path,
+    make_changed_layout_error,
+    may_have_numbers,
+    normalize_call,
+    read_numbers,
+    read_numbers_of_other_meshes,
+    replace_at_paths,
+    takes_numbers,
+    write_into_plain,
+    writes_view_copy,
+)
+from .autograd import in_backward, moved
+from .dtensor import DTensor, make_no_strides_error, tagged
+from .dtensor_gradients import pending_gradients, reduce_pending_gradients
 from .foreach import run_foreach, run_fused
-from .forms import form_of, is_collective
-from .gathered import run_gathered
-from .hot_path import IN_C
-from .out import run_into_out
-from .plan import CallPlan
-from .plan_cache import HASHABLE, NUMBERS, Op, Run, freeze_value, note_miss, operand_kind
+from .forms import Form, enter_function, form_of, is_collective
+from .op_facts import facts_of_function
+from .plan import (
+    HASHABLE,
+    IN_C,
+    NUMBERS,
+    OPS,
+    CallPlan,
+    Op,
+    Run,
+    Target,
+    freeze_value,
+    note_miss,
+    operand_kind,
+)
 from .plan_call import check_undeclared_tensors, make_plan
+from .random import with_generator_check
+from .spec import Spec, spec_of
 from .tensor_overrides import OVERRIDES, runs_as_torch_has_it
-from .torch_patches import holds_dtensor, operands_of_collective
-from .watch import HERE
+from .tensor_state import HERE
 
-__all__ = ["OPS", "handle", "op_of", "run_unplanned"]
+__all__ = [
+    "handle",
+    "op_of",
+    "run_gathered",
+    "run_into_out",
+    "run_unplanned",
+]
 
 _Tensor = torch.Tensor
 
@@ -75,7 +107,7 @@ def _make_override_run(override: Callable[..., Any] | None, takes_numbers: bool)
     ) -> Any:
         if may_have_numbers(args[1:], kwargs):
             args, kwargs = read_numbers(func, args, kwargs)
-            if not holds_dtensor((args, kwargs)):
+            if not collect_dtensors((args, kwargs)):
                 return func(*args, **kwargs)
         return override(*args, **kwargs)  # type: ignore[misc]
 
@@ -103,7 +135,7 @@ def _gather_and_run(func: Callable[..., Any], args: Any, kwargs: dict[str, Any],
         return _into_out(op, args, kwargs, kwargs["out"])
     if may_have_numbers(args, kwargs):
         args, kwargs = read_numbers(func, args, kwargs)
-        if not holds_dtensor((args, kwargs)):
+        if not collect_dtensors((args, kwargs)):
             return func(*args, **kwargs)
     if HERE.explainer is not None:
         return HERE.explainer.explain_gathered(func, args, kwargs, op.form)
@@ -128,10 +160,6 @@ def _into_out(op: Op, args: Any, kwargs: dict[str, Any], out: Any) -> Any:
     kwargs = {name: value for name, value in kwargs.items() if name != "out"}
     func = op.func if op.form.operator is None else op.form.operator.packet
     return run_into_out(out, func, args, kwargs)
-
-
-OPS: dict[Callable[..., Any], Op] = {}
-"""The Op of each function that was called with a DTensor so far."""
 
 
 def handle(
@@ -180,7 +208,7 @@ def _plan_and_run(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], o
     """Put the arguments in order, find or make the call's plan, and run it."""
     if may_have_numbers(args, kwargs):
         args, kwargs = read_numbers(func, args, kwargs)
-        if not holds_dtensor((args, kwargs)):
+        if not collect_dtensors((args, kwargs)):
             return func(*args, **kwargs)
     args, kwargs, out = normalize_call(op.form, args, kwargs)
     if out is not None:
@@ -251,6 +279,9 @@ DTensor.__torch_function__ = MethodType(handle, DTensor) if IN_C is None else IN
 
 
 # -- methods that skip torch's argument parser -----------------------------------------------------
+# `x + y` on a subclass goes through C++ that parses the arguments, builds tuples and calls
+# `__torch_function__`, which costs more than the kernel. So these are methods of DTensor itself,
+# generated from one template that does what `handle` does.
 
 FAST_METHODS = {
     "self": """abs neg exp log sqrt rsqrt tanh sigmoid relu sin cos square reciprocal detach t erf
@@ -363,3 +394,182 @@ def _make_method_in_python(name: str, kind: str, base: Any, op: Op) -> Any:
 
 _install_fast_methods()
 ON_NEW_RULE.append(_install_fast_methods)
+
+
+# -- collectives -----------------------------------------------------------------------------------
+
+
+def operands_of_collective(name: str, given: Any) -> Any:
+    """What a collective of torch.distributed gets for what it was given.
+
+    What every rank holds whole is, on each, the plain tensor of the same memory.
+
+    Raises:
+        LayoutError: a rank holds a part of a DTensor, which would be taken for its value.
+    """
+    dtensors = collect_dtensors(given)
+    if not dtensors:
+        return given
+    parted = [t for t in dtensors if not t._spec.is_whole]
+    if not parted:
+        return given if "object" in name else _as_plain(given)
+    raise LayoutError(
+        f"torch.distributed: {name} cannot take a DTensor of which a rank holds a part",
+        place=user_line(),
+        operands=tuple(f"DTensor  {t._spec.layout.brief()}" for t in parted)[:2],
+        reason="it would exchange the ranks' pieces as if each were the whole value",
+        fixes=(
+            Fix("x.redistribute(placements=[...])", "reduces or gathers as the layouts say"),
+            Fix("x.full_tensor()", "the whole value, on every rank"),
+            Fix(f"{name}(x.to_local(), ...)", "if it is meant for the pieces"),
+        ),
+    )
+
+
+def _as_plain(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        with Local():
+            return value.view_as(value)
+    if isinstance(value, dict):
+        return {key: _as_plain(v) for key, v in value.items()}
+    return type(value)(map(_as_plain, value)) if isinstance(value, (list, tuple)) else value
+
+
+inspect_collectives(operands_of_collective)
+
+# -- functions without a rule ----------------------------------------------------------------------
+# Their operands are gathered, so that each is whole on every rank, and so is the result. This is
+# right whatever the function does, and the ledger shows what it costs.
+
+
+def run_gathered(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], form: Form
+) -> Any:
+    """Run a call on whole operands; its result is whole.
+
+    An operand that is written keeps its layout, since others may hold it too: it is written as a
+    gathered copy, which is then moved back. Where that layout is pending, the first rank keeps the
+    result and the others hold zeros; of a pending maximum or minimum each keeps it.
+
+    Raises:
+        LayoutError: what is written would have another shape.
+    """
+    tensors = all_tensors(args, kwargs)
+    numbers = read_numbers_of_other_meshes(form.name, tensors)
+    if numbers:
+        args, kwargs = replace_at_paths(args, kwargs, numbers)
+        return func(*args, **kwargs)
+    written = find_written_operands(form, args, kwargs)
+    plain = [path for path, t in tensors if path in written and not isinstance(t, DTensor)]
+    if plain:
+        return write_into_plain(func, form.name, plain, args, kwargs)
+    waiting = pending_gradients(t for _, t in tensors)
+    if waiting:  # a pending gradient that is needed whole is reduced for good
+        reduce_pending_gradients(waiting)
+        return func(*args, **kwargs)
+    wire = find_wire(form.name, [t for _, t in tensors])
+    layouts = [t._spec.layout for _, t in tensors if isinstance(t, DTensor)]
+    invariant = tuple(
+        a for a in wire.mesh.names if not all(x.placement(a).is_replicate() for x in layouts)
+    )
+
+    def make_replicated_spec(shape: Sequence[int]) -> Spec:
+        return spec_of(Layout(tuple(shape), invariant=invariant), wire)
+
+    def make_output_spec(out: torch.Tensor) -> Spec:
+        if out.layout is not torch.strided:
+            raise make_no_strides_error(form.name, out)
+        return make_replicated_spec(out.shape)
+
+    if writes_view_copy(form, args) and written == {(0,)}:
+        return write_through_copy(func, *args, **kwargs)
+    copies = {}
+    targets = []
+    for path, t in tensors:
+        after = make_replicated_spec(t.shape)
+        if not isinstance(t, DTensor):
+            targets.append(Target(path, after, spec_of(Layout(tuple(t.shape)), wire)))
+        elif t._spec is not after:
+            if path not in written:
+                targets.append(Target(path, after))
+            else:
+                with Local():
+                    copies[path] = moved(t, t._spec, after, form.name, "implicit").clone()
+    draws = facts_of_function(form.name).draws
+    plan = CallPlan(
+        form.name,
+        wire,
+        targets=tuple(targets),
+        kernel=(with_generator_check(form.local or func, form, wire) if draws else None)
+        or form.local,
+        make_output_spec=make_output_spec,
+        result_is_view_copy=bool(targets) and gives_view(form, args),
+        view_copies=find_view_copies(tensors),
+    )
+    if not copies:
+        return plan.run(func, args, kwargs)
+    out = plan.run(func, *replace_at_paths(args, kwargs, copies))
+    for path, copy in copies.items():
+        x = get_at_path(args, kwargs, path)
+        if copy.shape != x.shape:
+            raise make_changed_layout_error(form.name, x)
+        layout = x._spec.layout
+        if all(op == "sum" for _, op in layout.partial):
+            x.copy_(tagged(copy, make_replicated_spec(x.shape)))
+            continue
+        # A pending maximum of one value is that value: each rank keeps it whole.
+        with Local():
+            x.copy_(
+                moved(copy, make_replicated_spec(x.shape), x._spec.reduced, form.name, "implicit")
+            )
+    return args[0] if form.inplace else out
+
+
+# -- out= ------------------------------------------------------------------------------------------
+
+
+def run_into_out(
+    out: Any, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    """`func(*args, **kwargs)` written into `out`, a tensor or a tuple of them, which is returned.
+
+    The op runs without it, and its result is moved into the layout of `out` and copied. The
+    refusals are torch's own: no gradient goes through `out`, and its dtype must be able to take the
+    result.
+
+    Raises:
+        RuntimeError: a gradient is wanted, or `out` cannot hold the result's dtype.
+        LayoutError: `out` has another shape than the result.
+    """
+    held = collect_tensors(out)
+    operands = [t for a in (*args, *kwargs.values()) for t in collect_tensors(a)]
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (*held, *operands)):
+        raise RuntimeError(
+            f"{func.__name__}(): functions with out=... arguments don't support automatic "
+            "differentiation, but one of the arguments requires grad."
+        )
+    result = func(*args, **kwargs)
+    for into, value in zip(held, collect_tensors(result), strict=True):
+        if not torch.can_cast(value.dtype, into.dtype):
+            raise RuntimeError(
+                f"result type {value.dtype} can't be cast to the desired output type {into.dtype}"
+            )
+        if into.shape != value.shape and not isinstance(into, DTensor) and not into.numel():
+            into.resize_(value.shape)  # as torch does with memory for nothing
+        if into.shape != value.shape:
+            raise _make_other_shape_error(func.__name__, into, value)
+        into.copy_(value)
+    return out if isinstance(result, torch.Tensor) else type(result)(held)
+
+
+def _make_other_shape_error(name: str, into: torch.Tensor, value: torch.Tensor) -> LayoutError:
+    def describe_operand(t: torch.Tensor) -> str:
+        return t._spec.layout.brief() if isinstance(t, DTensor) else f"plain {tuple(t.shape)}"
+
+    return LayoutError(
+        f"{name}: out= has another shape than the result",
+        place=user_line(),
+        operands=(f"out     {describe_operand(into)}", f"result  {describe_operand(value)}"),
+        reason="a DTensor is not resized: its layout says which part each rank holds",
+        fixes=(Fix(f"y = torch.{name}(...)", "without out="),),
+    )

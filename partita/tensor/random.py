@@ -31,12 +31,12 @@ from partita.comm import Wire, agree, call_site, is_agreed, is_alone, remember_a
 from partita.comm.device import default_generator
 from partita.layout import Fix
 from partita.rules import Kernel, KernelCall, KernelRule, LikeRule
-from partita.rules.piece_kernels import narrow_piece
+from partita.rules.rule import narrow_piece
 from partita.rules.rule import table_rule as rule
 
 from .aliasing import strides_of_whole
 from .forms import Form
-from .function_facts import FILLS
+from .op_facts import FILLS
 
 __all__ = ["random_mode", "run_with_generator_check", "with_generator_check"]
 

@@ -1,31 +1,47 @@
-"""Tensor state: what partita remembers of one tensor, beside its layout.
+"""State: what partita remembers of a tensor beside its value and its spec, and of a thread.
 
-All of it is one `TensorState` in one attribute of the tensor, so that it is clear what a copy does
+Of a tensor all of it is one `TensorState` in one attribute, so that it is clear what a copy does
 not take over, and what a tensor that takes another's place must be given. The spec alone, which
-every op reads, is an attribute of its own (`_spec`).
+every op reads, is an attribute of its own (`_spec`). A view copy (see `aliasing`) has its `Origin`
+there. Of a thread, which runs a rank, `HERE` has who is told of what runs in it, where torch has no
+hook for that: rematerialisation, a capture, `explain`.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch._C import DisableTorchFunction as Unheard  # by modes, too
+from torch._C import DisableTorchFunctionSubclass as Local
+
+# Not public, but a copy may be asked for where torch-function is disabled, and nothing else turns
+# it on again. Without it the view would be taken of the shard.
+from torch._C import _EnableTorchFunction
 
 if TYPE_CHECKING:
     from .spec import Spec
 
 __all__ = [
+    "HERE",
     "OURS",
+    "Label",
     "MovedValue",
+    "Origin",
     "ReopenHook",
     "Rest",
     "TensorState",
+    "Watcher",
     "count_writes",
     "count_writes_of",
+    "count_writes_or_none",
+    "current",
     "own_state",
     "state_of",
     "was_written_since",
@@ -140,3 +156,153 @@ def count_writes_of(tensors: Iterable[torch.Tensor]) -> list[int]:
 def was_written_since(x: torch.Tensor, count: int) -> bool:
     """May `x` have other values than when `count` writes were counted?"""
     return count_writes(x) != count or state_of(x).written_unseen
+
+
+# -- where a view copy comes from ------------------------------------------------------------------
+
+# Not public, but a copy may be asked for where torch-function is disabled, and nothing else turns
+# it on again. Without it the view would be taken of the shard.
+
+
+@dataclass(slots=True)
+class Origin:
+    """What a view copy is of: `view(source, *args, **kwargs)`, of several results number `index`.
+
+    A view copy has memory of its own and would be a view on one device, where a view shows what is
+    written into its base afterwards. So it is taken again when it is read and its source was
+    written since. Torch counts a tensor's writes, and every write of ours is counted on all ranks
+    alike, so that all take it again together. In inference mode nothing is counted, and it is taken
+    again at each read.
+
+    Attributes:
+        source: an alias of the tensor, whose shape stays as it was.
+        source_writes: how often `source` was written before the copy was taken; None in inference.
+        retaken: the copy that was taken last in its place, with what it was taken from:
+            (source, its writes, with gradients?, copy).
+        graded: was it taken where gradients are recorded? Else it has none, wherever it is read.
+    """
+
+    source: Any
+    view: Callable[..., Any]
+    args: Any
+    kwargs: dict[str, Any]
+    index: int | None
+    source_writes: int | None
+    retaken: tuple[Any, int, bool, Any] | None = None
+    graded: bool = field(default_factory=torch.is_grad_enabled)
+
+    def take_again(self, copy: Any) -> Any:
+        """`copy` if it is up to date, else the same part of the source as it is now."""
+        source = current(self.source)
+        count, graded = count_writes_or_none(source), self.graded and torch.is_grad_enabled()
+        if count is not None:
+            if source is self.source and count == self.source_writes:
+                return copy
+            retaken = self.retaken
+            if retaken is not None and retaken[0] is source and retaken[1:3] == (count, graded):
+                return retaken[3]
+        with _EnableTorchFunction(), torch.set_grad_enabled(graded):
+            part = self.view(source, *self.args, **self.kwargs)
+            if self.index is not None:
+                part = part[self.index]
+        if count is not None:
+            self.retaken = (source, count, graded, part)
+        return part
+
+
+def current(x: Any) -> Any:
+    """`x`; where it is a view copy that is out of date, the same part of its source as it is
+    now."""
+    origin = state_of(x).origin
+    return x if origin is None else origin.take_again(x)
+
+
+def count_writes_or_none(x: torch.Tensor) -> int | None:
+    """How often the memory of `x` was written; None where torch does not count."""
+    with Local():
+        return None if x.is_inference() else x._version
+
+
+# -- who watches a thread --------------------------------------------------------------------------
+
+
+class Watcher(Protocol):
+    """What is told of a call, and decides whether it is made.
+
+    A `TorchFunctionMode` is called for torch's own functions. It is not called where an
+    `autograd.Function` is applied (a region that torch compiled is one), where a region that
+    partita compiled is called, or for what a redistribution carries. Rematerialisation runs a part
+    of the program again and must find each call of the first run in the second, so it is told of
+    those.
+    """
+
+    def run_function(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]
+    ) -> Any:
+        """`function.apply(*args, **kwargs)`, or the call of a compiled region; `run()` does it."""
+
+    def announce_write(self, t: torch.Tensor) -> None:
+        """Take note that the autograd.Function that is applied now is about to write `t` in
+        place."""
+
+    def run_redistribution(
+        self, op: str, reason: str, what: Any, x: torch.Tensor, run: Callable[[], torch.Tensor]
+    ) -> torch.Tensor:
+        """The redistribution `what` (a plan of moves) of the local tensor `x`; `run()` carries it
+        out."""
+
+
+class Label(str):
+    """The name of a call in reports. Calls that differ in nothing else are the same call."""
+
+
+class _Here(threading.local):
+    """What watches this thread, which runs a rank.
+
+    Attributes:
+        watcher: the `Watcher` that is told of calls.
+        capturing: is a step being captured (see `compile.capture`)? Its tensors have no memory.
+        recorder: notes where the nodes of a captured step come from, while it is captured.
+        block: follows the block of a captured step that runs now, if one does.
+        explainer: is told how each call is planned; while there is one, all are planned anew.
+        step_in_blocks: while a step of a model with blocks is captured, makes the update of an
+            elementwise optimizer, given it, what runs its step, and of which parameter each tensor
+            that it updates is a part (itself where it is none).
+        call_own: while a step is captured, makes a call of which the capture need not hear.
+    """
+
+    watcher: Any = None
+    capturing: bool = False
+    recorder: Any = None
+    block: Any = None
+    explainer: Any = None
+    step_in_blocks: Any = None
+    call_own: Any = None
+
+    def unheard(self, function: Callable[..., Any], *args: Any) -> Any:
+        """`function(*args)`, a function of partita's during which no code of the user's runs."""
+        return function(*args) if self.call_own is None else self.call_own(function, *args)
+
+    @cached_property
+    def unfinished(self) -> list[Callable[[], None]]:
+        """For what has begun here and not ended (a block's forward), innermost last, the function
+        that ends it."""
+        return []
+
+    @contextmanager
+    def breaking_off(self) -> Iterator[None]:
+        """End what begins inside when it is left, in whichever way: torch does not call a module's
+        forward hooks where its forward raises what is no `Exception`."""
+        n = len(self.unfinished)
+        try:
+            yield
+        finally:
+            while len(self.unfinished) > n:
+                self.unfinished.pop()()
+
+    def outside_block(self) -> AbstractContextManager[None]:
+        """A context in which calls are not taken for a part of the block that is followed."""
+        return nullcontext() if self.block is None else self.block.suspended()
+
+
+HERE = _Here()

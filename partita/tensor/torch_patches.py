@@ -2,8 +2,9 @@
 
 Most of torch asks a tensor's class what a function means for it (`__torch_function__`). These do
 not: they would take this rank's piece for the whole tensor and say nothing. Each is replaced, under
-its public name, by one that asks: where it can mean the right thing it does (see `constructors`,
-too), and the others raise.
+its public name, by one that asks: where it can mean the right thing it does, and the others raise.
+Patches that belong to one thing stand beside it: `Function.apply` in `dtensor_gradients`, an
+operator of ATen in `tensor_memory`, lists of types in `foreach`, flex_attention in `flex`.
 """
 
 from __future__ import annotations
@@ -11,26 +12,50 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable
-from typing import Any
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.func
+import torch.utils.checkpoint as torchs
 import torch.utils.dlpack
 from torch._C import DisableTorchFunctionSubclass as Local
 from torch._C import _is_torch_function_enabled as _global_view
+from torch._C import _len_torch_function_stack
 from torch.jit import _builtins
+from torch.nn.modules import module as torch_module
+from torch.overrides import handle_torch_function
+from torch.utils._device import _device_constructors
+from torch.utils.checkpoint import _CheckpointFrame
+from torch.utils.hooks import BackwardHook
 
-from partita.comm import inspect_collectives, user_line
+from partita.comm import after_import, user_line
 from partita.layout import Fix, LayoutError
+from partita.versions import frames_hold_inputs, name_of_checkpoint_generator
 
-from .dtensor import DTensor
-from .forms import Form
-from .gathered import run_gathered
-from .mixed_operands import refuse_transform
+from . import tensor_memory  # noqa: F401  what users hear comes first
+from .arguments import read_number, refuse_transform
+from .autograd import moved
+from .dispatch import run_gathered
+from .dtensor import DTensor, tagged
+from .forms import Form, form_of
+from .spec import Spec
 from .tensor_overrides import MEMORY, OVERRIDES, make_refusal
+from .tensor_state import HERE
 
-__all__ = ["TRANSFORMS", "holds_dtensor", "put_in_place_of", "refuse_piece"]
+__all__ = [
+    "BEGINS",
+    "TOLD",
+    "TRANSFORMS",
+    "TypedBackwardHook",
+    "holds_dtensor",
+    "only_entered",
+    "put_in_place_of",
+    "refuse_piece",
+]
 
 TRANSFORMS = (
     "functionalize grad grad_and_value hessian jacfwd jacrev jvp linearize vjp vmap"
@@ -226,50 +251,391 @@ def _make_dual(*_: Any, **__: Any) -> Any:
 
 OVERRIDES[torch._VF._make_dual] = _make_dual  # type: ignore[attr-defined]
 
+# -- constructors ----------------------------------------------------------------------------------
+# They ask no tensor among their arguments. `torch.tensor` copies one. Old constructors, which take
+# a tensor's memory, refuse a piece. A number (a size, a bound, a value to fill with) is read on all
+# ranks, by the operator that `tensor_memory` replaces.
 
-# -- collectives -----------------------------------------------------------------------------------
+_LEAVES = frozenset((int, float, bool, complex))
 
 
-def operands_of_collective(name: str, given: Any) -> Any:
-    """What a collective of torch.distributed gets for what it was given.
+def _read_nested_values(data: Any) -> Any:
+    """A list, with the value of each DTensor in it."""
+    if isinstance(data, DTensor):
+        return data.tolist()
+    if isinstance(data, (list, tuple)) and not _LEAVES.issuperset(map(type, data)):
+        return [_read_nested_values(d) for d in data]
+    return data
 
-    What every rank holds whole is, on each, the plain tensor of the same memory.
 
-    Raises:
-        LayoutError: a rank holds a part of a DTensor, which would be taken for its value.
+def _make_tensor(data: Any, **options: Any) -> torch.Tensor:
+    if _len_torch_function_stack():
+        return handle_torch_function(_make_tensor, (), data, **options)  # type: ignore[no-any-return]
+    if not isinstance(data, DTensor):
+        return _plain_tensor(_read_nested_values(data), **options)
+    requires_grad, pinned = options.pop("requires_grad", False), options.pop("pin_memory", False)
+    copy = data.detach().clone().to(**options) if options else data.detach().clone()
+    return (copy.pin_memory() if pinned else copy).requires_grad_(requires_grad)
+
+
+def _as_tensor(data: Any, **options: Any) -> torch.Tensor:
+    if _len_torch_function_stack():
+        return handle_torch_function(_as_tensor, (), data, **options)  # type: ignore[no-any-return]
+    if isinstance(data, DTensor):
+        return data.to(**options) if options else data
+    return _plain_as_tensor(_read_nested_values(data), **options)
+
+
+def _convert_to_tensor(obj: Any, **options: Any) -> torch.Tensor:
+    if _len_torch_function_stack():
+        return handle_torch_function(_convert_to_tensor, (), obj, **options)  # type: ignore[no-any-return]
+    if not isinstance(obj, DTensor):
+        return _plain_asarray(_read_nested_values(obj), **options)
+    copies, requires_grad = options.pop("copy", None), options.pop("requires_grad", None)
+    made = obj.to(**options) if options else obj
+    if made is obj and copies:
+        made = obj.clone()
+    return made if requires_grad is None else made.detach().requires_grad_(requires_grad)
+
+
+_plain_tensor = put_in_place_of("tensor", _make_tensor, torch)
+_plain_as_tensor = put_in_place_of("as_tensor", _as_tensor, torch)
+_plain_asarray = put_in_place_of("asarray", _convert_to_tensor, torch)
+
+
+def _read_one_element(value: Any) -> Any:
+    if type(value) is DTensor and value._spec.shape.numel() == 1 and not value.requires_grad:
+        return read_number(value)
+    return value
+
+
+# -- old constructors ------------------------------------------------------------------------------
+
+
+def _legacy_arguments(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Of `name(x)`, `name([1, 2])` or `name(2, 3)`: a tensor's memory, its values, or sizes."""
+    if len(args) != 1:
+        return tuple(map(_read_one_element, args))
+    refuse_piece(f"{name}(x)", args[0])
+    return args if isinstance(args[0], torch.Tensor) else (_read_nested_values(args[0]),)
+
+
+class _LegacyType(type):
+    """The class of what stands for `torch.FloatTensor` and its kin, which take no subclasses."""
+
+    plain: Any  # what it stands for
+
+    def __call__(cls, *args: Any, **options: Any) -> Any:
+        return cls.plain(*_legacy_arguments(cls.__name__, args), **options)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, cls.plain)
+
+    # Whoever had the type before it was exchanged compares it to what stands there now.
+
+    def __eq__(cls, other: object) -> bool:
+        return _plain_type(other) is cls.plain
+
+    def __hash__(cls) -> int:
+        return hash(cls.plain)
+
+    def __subclasscheck__(cls, subclass: Any) -> bool:
+        return issubclass(_plain_type(subclass), cls.plain)
+
+    def __dir__(cls) -> list[str]:
+        return dir(cls.plain)
+
+    def __getattr__(cls, name: str) -> Any:
+        return getattr(cls.plain, name)
+
+    def __repr__(cls) -> str:
+        return repr(cls.plain)
+
+    @property
+    def __name__(cls) -> str:  # type: ignore[override]
+        # `x.type(torch.FloatTensor)` goes by the name in C, which has the module's too.
+        return cls.plain.__name__  # type: ignore[no-any-return]
+
+
+def _plain_type(kind: Any) -> Any:
+    return kind.plain if isinstance(kind, _LegacyType) else kind
+
+
+_PLAIN_TYPE = type(torch.FloatTensor)
+# Dynamo knows what `x.type(torch.FloatTensor)` is given by the name of its class.
+_LegacyType.__module__, _LegacyType.__qualname__ = _PLAIN_TYPE.__module__, _PLAIN_TYPE.__name__
+
+
+def _stand_for_legacy_types(home: Any) -> None:
+    for name, plain in list(vars(home).items()):
+        if isinstance(plain, _PLAIN_TYPE):
+            space = {"plain": plain, "__module__": home.__name__, "__qualname__": name}
+            setattr(home, name, _LegacyType(f"{home.__name__}.{name}", (), space))
+
+
+_set_default_type = torch.set_default_tensor_type
+
+
+def _set_default_tensor_type(t: Any) -> None:
+    if isinstance(t, str):  # C asks torch for what is called so
+        home, _, name = t.rpartition(".")
+        t = getattr({"torch": torch, "torch.cuda": torch.cuda}.get(home), name, t)
+    _set_default_type(_plain_type(t))
+
+
+for _home in (torch.cuda, torch):
+    _stand_for_legacy_types(_home)
+put_in_place_of("set_default_tensor_type", _set_default_tensor_type, torch)
+
+
+# -- methods of plain tensors ----------------------------------------------------------------------
+
+
+def _look_at_arguments(
+    name: str, arguments: Callable[[str, tuple[Any, ...]], tuple[Any, ...]]
+) -> None:
+    """Let a method of plain tensors take `arguments`: it asks no DTensor among those given."""
+    plain = getattr(torch.Tensor, name)
+
+    @functools.wraps(plain)
+    def method(self: torch.Tensor, *args: Any, **options: Any) -> Any:
+        if not isinstance(self, DTensor) and holds_dtensor((args, options)):
+            if "data" in options:
+                args, options = (options.pop("data"), *args), dict(options)
+            args = arguments(f"x.{name}", args)
+        return plain(self, *args, **options)
+
+    setattr(torch.Tensor, name, method)
+    OVERRIDES[method] = lambda *args, **options: run_gathered(plain, args, options, form_of(plain))
+
+
+_look_at_arguments("new", _legacy_arguments)
+_look_at_arguments("new_tensor", lambda name, args: (_read_nested_values(args[0]), *args[1:]))
+torch.overrides.get_ignored_functions.cache_clear()
+_device_constructors.cache_clear()  # what `torch.set_default_device` goes by
+
+# -- backward hooks of modules ---------------------------------------------------------------------
+
+
+class TypedBackwardHook(BackwardHook):
+    """A `BackwardHook` whose user hooks get and return the gradients of DTensors as DTensors.
+
+    torch has a node of autograd before a module and one behind it, and calls a module's backward
+    hooks with the gradients that pass there. Those are plain pieces. For a module that takes or
+    returns DTensors they are tagged on the way in, and redistributed as they have to be on the way
+    back. Modules without DTensors are served as before.
     """
-    if not holds_dtensor(given):
-        return given
-    parted = [t for t in _collect_dtensors(given) if not t._spec.is_whole]
-    if not parted:
-        return given if "object" in name else _as_plain(given)
-    raise LayoutError(
-        f"torch.distributed: {name} cannot take a DTensor of which a rank holds a part",
-        place=user_line(),
-        operands=tuple(f"DTensor  {t._spec.layout.brief()}" for t in parted)[:2],
-        reason="it would exchange the ranks' pieces as if each were the whole value",
-        fixes=(
-            Fix("x.redistribute(placements=[...])", "reduces or gathers as the layouts say"),
-            Fix("x.full_tensor()", "the whole value, on every rank"),
-            Fix(f"{name}(x.to_local(), ...)", "if it is meant for the pieces"),
-        ),
+
+    def _apply_on_tensors(self, fn: Callable[[Any], None], args: Any) -> Any:
+        specs = [
+            a._spec.gradient if isinstance(a, DTensor) else None
+            for a in args
+            if isinstance(a, torch.Tensor)
+        ]
+        if not any(specs):
+            return super()._apply_on_tensors(fn, args)
+        return super()._apply_on_tensors(lambda node: fn(_TypedNode(node, specs)), args)
+
+
+class _TypedNode:
+    """A node of autograd that lets its hooks see DTensors."""
+
+    def __init__(self, node: Any, specs: list[Spec | None]):
+        self.node, self.specs = node, specs
+
+    def register_hook(self, hook: Callable[..., Any]) -> Any:
+        def call_typed_hook(grad_inputs: tuple[Any, ...], grad_outputs: tuple[Any, ...]) -> Any:
+            out = hook(self._wrap_gradients(grad_inputs), self._wrap_gradients(grad_outputs))
+            return None if out is None else self._unwrap_gradients(out)
+
+        return self.node.register_hook(call_typed_hook)
+
+    def _wrap_gradients(self, grads: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(
+            g if g is None or spec is None else tagged(g.view_as(g), spec)
+            for g, spec in zip(grads, self.specs, strict=True)
+        )
+
+    def _unwrap_gradients(self, grads: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(
+            moved(g, g._spec, spec, "hook", "gradient") if isinstance(g, DTensor) and spec else g
+            for g, spec in zip(grads, self.specs, strict=True)
+        )
+
+
+# torch offers no way in: it makes its BackwardHooks by this name.
+torch_module.BackwardHook = TypedBackwardHook  # type: ignore[misc]
+
+# -- torch.utils.checkpoint ------------------------------------------------------------------------
+# Torch runs a region again in backward, on its inputs, which it saves as autograd saves tensors.
+# Where saved tensors are packed by hooks (an offload, a sharded block) autograd hands them back as
+# plain tensors, so their layouts are kept beside them. And torch compares the metadata of what both
+# runs saved: it is shown this rank's pieces, whichever way they are saved. Releases that do not
+# have `save_inputs` and `get_inputs` save the inputs by an autograd.Function, which is typed
+# anyway. Private torch: there is no public way. `checkpoint` makes a `_CheckpointFrame`, and calls
+# the two functions that are replaced below by their names.
+
+_Frame: Any = _CheckpointFrame
+
+
+def _compare_pieces() -> None:
+    begin = _Frame.__init__
+
+    def __init__(frame: Any, *args: Any, **kwargs: Any) -> None:
+        begin(frame, *args, **kwargs)
+        if frame.metadata_fn is not None:
+            frame.metadata_fn = partial(_describe_piece, frame.metadata_fn)
+
+    _Frame.__init__ = __init__
+
+
+def _keep_layouts() -> None:
+    save, get = _Frame.save_inputs, _Frame.get_inputs
+
+    def save_inputs(frame: Any, *args: Any) -> None:
+        save(frame, *args)
+        frame._layouts = [a._spec if isinstance(a, DTensor) else None for a in args]
+
+    def get_inputs(frame: Any) -> list[Any]:
+        with torch.enable_grad():  # as the region itself is run again: an alias has its history
+            return [
+                tagged(a.view_as(a), spec) if spec is not None and type(a) is torch.Tensor else a
+                for a, spec in zip(get(frame), frame._layouts, strict=True)
+            ]
+
+    _Frame.save_inputs, _Frame.get_inputs = save_inputs, get_inputs
+
+
+def _describe_piece(describe: Any, x: torch.Tensor) -> Any:
+    with Local():
+        return describe(x)
+
+
+_compare_pieces()
+if frames_hold_inputs(_Frame):
+    _keep_layouts()
+
+
+# -- in a captured step ----------------------------------------------------------------------------
+# A region is one as `pt.remat` makes it. Torch runs it again from random numbers that it has put
+# aside: a graph draws when it runs, and the second mask would be another. So capture runs the
+# region once and marks it; what is made again in backward is then chosen in the graph, which keeps
+# what was drawn.
+
+BEGINS = name_of_checkpoint_generator(torchs)
+"""The name of what `checkpoint` calls before and after a function that it will run again."""
+_begin = getattr(torchs, BEGINS)
+
+
+def _begin_or_mark(function: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+    return _mark_remat_region() if HERE.capturing else _begin(function, *args, **kwargs)
+
+
+def _mark_remat_region() -> Iterator[None]:
+    with HERE.recorder.region():
+        yield
+
+
+def _apply_or_mark(cls: type[Any], function: Any, preserve: bool, *args: Any) -> Any:
+    if not HERE.capturing:
+        return super(torchs.CheckpointFunction, cls).apply(function, preserve, *args)
+    # One that runs its forward without gradients has some where an argument has.
+    trains = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+    with HERE.recorder.region(), torch.set_grad_enabled(trains and torch.is_grad_enabled()):
+        return function(*args)
+
+
+setattr(torchs, BEGINS, _begin_or_mark)
+torchs.CheckpointFunction.apply = classmethod(_apply_or_mark)  # type: ignore[assignment]
+
+# -- torch.compile ---------------------------------------------------------------------------------
+# Dynamo knows of a tensor only what its class lets it see: of a DTensor the piece's sizes beside
+# the global ones. It must not trace one. Before anything else it reads an attribute of its own from
+# a tensor (is its address static?); of a DTensor that raises, after which the frame, with all that
+# it calls, runs as it would without `torch.compile`, with one warning. Where a whole graph was
+# asked for, that is the error. Of partita's own code Dynamo enters only what `_ENTERED` names.
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_SAID = (
+    "torch.compile met a DTensor, which it cannot compile: what takes one runs as it is written "
+    "(with fullgraph=True that is an error). pt.compile(step) compiles a step over DTensors"
+)
+
+
+_ENTERED = (
+    "tensor/flex.py",
+    "tensor/torch_patches.py",
+    "parallel/optimizer.py",
+    "remat/",
+)
+"""What Dynamo may enter: functions that stand in torch's own places, where plain programs are
+compiled, too, and regions, which know what they are in a program that is compiled."""
+
+
+def only_entered(function: F) -> F:
+    """Have Dynamo run frames of `function` as they stand, though it enters it from others.
+
+    One that asks `is_dynamo_compiling()` and is compiled by itself has that folded: what Dynamo
+    should do would be what runs. Private: `torch.compiler` keeps Dynamo out of a function callers
+    and all, not of its own frame alone.
+    """
+    frames: Any = torch._C._dynamo.eval_frame
+    strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+    frames.set_code_exec_strategy(function.__code__, strategy)
+    return function
+
+
+def _skip_files(rules: Any) -> None:
+    """Have Dynamo skip the frames of this package; `rules` is its module of what it skips."""
+    package = Path(__file__).parents[1]
+    rules.FORCE_SKIP_FILES.update(
+        str(file)
+        for file in package.rglob("*.py")
+        if not file.relative_to(package).as_posix().startswith(_ENTERED)
     )
 
 
-def _as_plain(value: Any) -> Any:
-    if isinstance(value, DTensor):
+TOLD: list[str] = []
+"""The warning, once this process has given it."""
+
+
+def _refuse_dynamo(x: DTensor) -> Any:
+    """The attribute that Dynamo reads first: it raises what makes Dynamo skip the frame."""
+    if torch._guards.TracingContext.try_get() is None:  # somebody else asks
+        raise AttributeError("_dynamo_static_input_type")
+    from torch._dynamo.exc import Unsupported
+    from torch._dynamo.types import FrameAction, FrameExecStrategy
+
+    if not TOLD:
+        TOLD.append(_SAID)
+        warnings.warn(_SAID, stacklevel=2)
+    refusal = Unsupported(_SAID, "a DTensor of partita", skip_frame=True)
+    refusal.frame_exec_strategy = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
+    raise refusal
+
+
+def _ignore_static_address(x: DTensor, kind: str) -> None:
+    """`mark_static_address` of a DTensor: whatever is compiled does not take it."""
+
+
+DTensor._dynamo_static_input_type = property(_refuse_dynamo, _ignore_static_address)  # type: ignore[attr-defined]
+
+
+def _answer_dynamo(function: Any) -> None:
+    """Let Dynamo ask of a piece what users must not: it looks at what a plain tensor is a view of,
+    and `x.to_local()` is a view of a DTensor."""
+    refused = OVERRIDES[function]
+
+    def answer_or_refuse(x: DTensor, *args: Any, **kwargs: Any) -> Any:
+        if torch._guards.TracingContext.try_get() is None:
+            return refused(x, *args, **kwargs)
         with Local():
-            return value.view_as(value)
-    if isinstance(value, dict):
-        return {key: _as_plain(v) for key, v in value.items()}
-    return type(value)(map(_as_plain, value)) if isinstance(value, (list, tuple)) else value
+            return function(x, *args, **kwargs)
+
+    OVERRIDES[function] = answer_or_refuse
 
 
-def _collect_dtensors(value: Any) -> list[DTensor]:
-    if isinstance(value, DTensor):
-        return [value]
-    parts = value.values() if isinstance(value, dict) else value
-    return [t for v in parts if holds_dtensor(v) for t in _collect_dtensors(v)]
-
-
-inspect_collectives(operands_of_collective)
+_answer_dynamo(torch.Tensor.untyped_storage)
+_answer_dynamo(torch.Tensor.storage_offset)
+after_import("torch._dynamo.trace_rules", _skip_files)  # which takes seconds

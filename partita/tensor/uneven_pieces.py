@@ -1,21 +1,16 @@
-"""Uneven pieces: what an op runs where pieces are padded, or empty on this rank.
+"""Uneven pieces: where their padding lies, and what an op runs where they are padded or empty.
 
-**Padded.** Only while a step is captured are pieces padded (`Wire.padded`). An op that keeps the
-names that are split runs as it is. One that reduces such a name gets operands whose padding adds
-nothing to the result; and since its gradient does not flow into what it did not see, what padding
-got is 0 there.
+    7 elements over 2 ranks    rank 0: 4    rank 1: 3, and room for 1 behind them
 
-**Empty.** Which collectives backward makes must not depend on a rank's own autograd graph, and
-torch's kernels may leave an operand out of the graph where there is nothing to compute, or fail
-there. So an op whose piece is empty on this rank is also run on tensors on "meta" as large as the
-first rank's pieces: what is differentiable there is tied to the result here, with a gradient of
-zeros. And what torch refuses where there are elements, as dtypes that a kernel does not have, is
-refused here, too: else this rank would go on alone. Ranks whose pieces have elements do none of
-this.
+In eager a piece has its true size. The graph that all ranks share takes pieces as large as the
+first rank's, so what stays between steps has room for that in memory, which its storage does not
+show. An op that reduces padding gets such values there as add nothing; one whose piece has no
+element here makes the autograd graph that the ranks with elements make.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -23,17 +18,138 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node, get_gradient_edge, saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.dlpack import to_dlpack
 
 from partita.comm import Wire, identity_of_reduction, uneven
+from partita.comm.cuts import contiguous_strides
+from partita.comm.device import is_seen_by_processes
 from partita.layout import Layout
 from partita.rules import EXTREME, Bound, PaddingFill, find_padding_fills
 
 from .arguments import Path, collect_tensors, get_at_path, locate_in_call, replace_at_paths
-from .choose import Choice
+from .autograd import holders
+from .dtensor import DTensor
 from .forms import Form
-from .function_facts import facts_of_function
+from .op_facts import facts_of_function
+from .plan import Choice
+from .spec import Spec
+from .tensor_state import HERE
 
-__all__ = ["tie_to_operands", "wrap_filling_padding", "wrap_for_empty_pieces"]
+__all__ = [
+    "copy_with_room",
+    "empty_with_room",
+    "find_padded",
+    "give_room",
+    "show_front",
+    "tie_to_operands",
+    "with_room",
+    "wrap_filling_padding",
+    "wrap_for_empty_pieces",
+]
+
+# -- room for padding behind a piece ---------------------------------------------------------------
+# What stays between steps (parameters, their gradients, an optimizer's state) is as large as the
+# first rank's piece on every rank. The storage that a tensor shows is as large as its piece and
+# begins at the same address: whoever copies it, shares it or writes it to a file never meets the
+# padding. And what gives a tensor other memory (`p.data = x`, `model.to(dtype)`) leaves the room
+# behind.
+
+
+_data: Any = torch._C.TensorBase.data
+
+
+def empty_with_room(
+    spec: Spec, dtype: torch.dtype, device: torch.device | str | None
+) -> torch.Tensor:
+    """Memory without values for this rank's piece of `spec`: a plain tensor, contiguous."""
+    if not _has_room(spec, device):
+        return torch.empty(spec.local_shape, dtype=dtype, device=device)
+    whole = torch.empty(math.prod(spec.padded_shape), dtype=dtype, device=device)
+    if type(whole) is not torch.Tensor:  # under a mode of the user's, which makes fakes
+        return torch.empty(spec.local_shape, dtype=dtype, device=device)
+    whole[spec.local_shape.numel() :] = 0
+    return show_front(whole, spec.local_shape)
+
+
+def copy_with_room(local: torch.Tensor, spec: Spec) -> torch.Tensor:
+    """`local`, this rank's piece of `spec`, in memory of its own, contiguous."""
+    if not _has_room(spec, local.device):
+        return local.clone(memory_format=torch.contiguous_format)
+    return empty_with_room(spec, local.dtype, local.device).copy_(local)
+
+
+def with_room(local: torch.Tensor, spec: Spec) -> torch.Tensor:
+    """`local`, this rank's piece of `spec`, contiguous: copied where it lacks the room."""
+    if not _has_room(spec, local.device) or find_padded(local, spec.padded_shape) is not None:
+        return local.contiguous()
+    return copy_with_room(local, spec)
+
+
+def _has_room(spec: Spec, device: torch.device | str | None) -> bool:
+    """Is there padding behind this rank's piece, in memory on `device`?"""
+    if spec.local_shape == spec.padded_shape or not spec.is_padded_behind:
+        return False
+    # What stands for tensors while a step is captured is padded itself.
+    return not HERE.capturing and (device is None or torch.device(device).type != "meta")
+
+
+def show_front(whole: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """The first elements of contiguous memory, as a tensor whose storage has these alone."""
+    count = math.prod(shape)
+    # Through DLPack a storage can show a part of another one's memory, which it keeps.
+    front = torch.from_dlpack(to_dlpack(whole.view(-1).view(torch.uint8)[: count * whole.itemsize]))
+    storage = front.untyped_storage()
+    # What is said of a storage stays with it, whichever tensor shows it.
+    storage.padded = whole  # type: ignore[attr-defined]
+    shown = torch.empty(0, dtype=whole.dtype, device=whole.device)
+    return shown.set_(storage, 0, tuple(shape), contiguous_strides(shape))
+
+
+def find_padded(local: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | None:
+    """`local` and the room behind it as one tensor of `shape`; None where it has no such room.
+
+    Args:
+        shape: as `local`'s, but for one dimension in which it is larger; all before that are 1.
+    """
+    storage = local.untyped_storage()
+    whole: torch.Tensor | None = vars(storage).get("padded")
+    if (
+        whole is None
+        or not local.is_contiguous()
+        or local.numel() * local.itemsize != (storage.nbytes())
+    ):
+        return None
+    # Memory that was moved to where other processes see it (`share_memory_`) has no room there.
+    if storage.nbytes() and storage.data_ptr() != whole.data_ptr():
+        return None
+    if whole.nbytes != math.prod(shape) * local.itemsize:
+        return None
+    if whole.is_inference() and not torch.is_inference_mode_enabled():
+        return None
+    if whole.dtype != local.dtype:
+        whole = whole.view(-1).view(local.dtype)
+    return whole.view(tuple(shape))
+
+
+def give_room(x: torch.Tensor) -> None:
+    """Exchange the memory of `x` for one with room for its padding, if it has none.
+
+    Not where anybody else shows that memory, or it is not torch's own: they would not see any more
+    what is written to `x`.
+    """
+    if not isinstance(x, DTensor) or not x._spec.is_padded_behind:
+        return
+    padded = x._spec.padded_shape
+    # Memory that is made in inference mode could not be trained afterwards.
+    with torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.no_grad():
+        if x.shape == padded or not x.is_leaf or find_padded(x, padded) is not None:
+            return
+        storage = x.untyped_storage()
+        is_alone = holders(storage) == 2 and x.numel() * x.itemsize == storage.nbytes()
+        is_torchs = storage.resizable() and not is_seen_by_processes(storage)
+        if is_alone and is_torchs and not x.is_inference():
+            _data.__set__(x, copy_with_room(x.detach(), x._spec))
+
 
 Shape = tuple[int, ...]
 
@@ -53,6 +169,11 @@ def wrap_filling_padding(
 ) -> Callable[..., Any] | None:
     """What to run on a rank's padded shards: `kernel`, behind what fills the padding of its
     operands if the op reduces over it.
+
+    Only while a step is captured are pieces padded (`Wire.padded`). An op that keeps the names that
+    are split runs as it is. One that reduces such a name gets operands whose padding adds nothing
+    to the result; and since its gradient does not flow into what it did not see, what padding got
+    is 0 there.
 
     Args:
         kernel, func: what runs on even ones; where there is no kernel, the function.
@@ -116,6 +237,14 @@ def wrap_for_empty_pieces(
     names: Sequence[str],
 ) -> Callable[..., Any] | None:
     """What to run where one of the pieces is empty on this rank.
+
+    Which collectives backward makes must not depend on a rank's own autograd graph, and torch's
+    kernels may leave an operand out of the graph where there is nothing to compute, or fail there.
+    So an op whose piece is empty on this rank is also run on tensors on "meta" as large as the
+    first rank's pieces: what is differentiable there is tied to the result here, with a gradient of
+    zeros. And what torch refuses where there are elements, as dtypes that a kernel does not have,
+    is refused here, too: else this rank would go on alone. Ranks whose pieces have elements do none
+    of this.
 
     Args:
         kernel, func: what runs on pieces with elements; where there is no kernel, the function.

@@ -24,8 +24,7 @@ import torch
 
 from partita.layout import Partial as Shares
 from partita.layout import Placement, Replicate, Shard, chunk
-from partita.rules.bind import Bound, bind
-from partita.rules.rows import Row
+from partita.rules.bind import Bound, Row, bind
 from partita.rules.rule import RULES, Decomposition, KernelCall, KernelRule
 from partita.rules.sentence import parse
 from partita.tensor.forms import form_of

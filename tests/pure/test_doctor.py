@@ -42,7 +42,7 @@ def test_what_is_missing_is_said_with_what_it_is_for(diagnose, monkeypatch):
     monkeypatch.setattr("partita.cli.accelerator_names", list)
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    monkeypatch.setattr("partita.tensor.hot_path.IN_C", None)
+    monkeypatch.setattr("partita.tensor.plan.IN_C", None)
     monkeypatch.setenv("CXX", "clang++")
     found = diagnose()
     assert found["gpus"] == "none: this torch is built without CUDA"

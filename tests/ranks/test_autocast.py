@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import partita as pt
 from partita import Partial, Replicate, Shard
-from partita.tensor.autocast import Cast, cast_of
+from partita.tensor.op_facts import Cast, cast_of
 from partita.testing.op_case import merge_outcomes, references, run_case
 from partita.testing.op_layouts import CLASSES, distribute_argument
 from partita.testing.opinfo import form_of, list_names

@@ -15,7 +15,7 @@ from torch.optim import lr_scheduler
 
 import partita as pt
 from partita.compile.guards.codes import is_recorded
-from partita.tensor.plan_cache import declared_key, operand_key
+from partita.tensor.plan import declared_key, operand_key
 
 S = pt.Shard
 x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))

@@ -163,7 +163,7 @@ def test_micro_batches_send_nothing_until_the_step() -> None:
 
 
 def test_large_gradients_travel_in_several_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("partita.tensor.grad_buckets.BUCKET_BYTES", 6 * 6 * 4 * 8)
+    monkeypatch.setattr("partita.tensor.dtensor_gradients.BUCKET_BYTES", 6 * 6 * 4 * 8)
 
     def ranks(mesh: Any) -> None:
         model = put(deep(), mesh)

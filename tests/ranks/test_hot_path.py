@@ -22,11 +22,11 @@ from torch.nn import functional as F
 
 import partita as pt
 from partita import Partial, Replicate, Shard
-from partita.tensor import hot_path
+from partita.tensor import plan
 from partita.tensor.dispatch import op_of
 from partita.tensor.spec import spec_on_mesh
 
-needs_c = pytest.mark.skipif(hot_path.IN_C is None, reason="the hot path in C was not built")
+needs_c = pytest.mark.skipif(plan.IN_C is None, reason="the hot path in C was not built")
 
 KEYED = [
     torch.add,
@@ -100,7 +100,7 @@ def test_a_key_in_c_is_the_key_in_python(tensors, func, args, kwargs, inplace):
     if inplace is not None:
         kwargs = {**kwargs, "inplace": inplace}
     key = op_of(func).key
-    assert type(key) is hot_path.IN_C.Key
+    assert type(key) is plan.IN_C.Key
     args = [filled(v, tensors) for v in args]
     kwargs = {name: filled(v, tensors) for name, v in kwargs.items()}
     # Twice: the first call of an argument that no rule reads learns that it is harmless.
@@ -116,7 +116,7 @@ def test_a_key_in_c_is_the_key_in_python(tensors, func, args, kwargs, inplace):
 PROGRAM = """
 import json, torch, partita as pt
 from partita.bench import dispatch as bench_dispatch
-from partita.tensor import hot_path
+from partita.tensor import plan
 
 def everything(mesh):
     tensors, found = bench_dispatch._spread(pt, mesh, 2), {}
@@ -130,7 +130,7 @@ def everything(mesh):
 with pt.ranks(dp=2) as world:
     found = world.run(everything)[0]
     info = pt.cache_info()
-print(json.dumps({"in_c": hot_path.IN_C is not None, "found": found, "by_op": info.by_op,
+print(json.dumps({"in_c": plan.IN_C is not None, "found": found, "by_op": info.by_op,
                   "hits": info.hits, "misses": info.misses}))
 """
 
@@ -157,10 +157,10 @@ def test_programs_do_the_same_with_it_and_without():
 
 def test_a_module_of_older_sources_is_left_aside(monkeypatch):
     monkeypatch.delenv("PARTITA_HOT_PATH", raising=False)
-    old = SimpleNamespace(FORM=hot_path.FORM - 1)
+    old = SimpleNamespace(FORM=plan.FORM - 1)
     monkeypatch.setitem(sys.modules, "partita.tensor._hot_path", old)
     monkeypatch.setattr("partita.tensor._hot_path", old, raising=False)
-    assert hot_path.load_extension() is None
+    assert plan.load_extension() is None
 
 
 # -- what C has to take care of itself -------------------------------------------------------------

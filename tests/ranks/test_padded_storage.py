@@ -13,8 +13,8 @@ from torch import nn
 
 import partita as pt
 from partita.parallel.zero import flat_buffer
-from partita.tensor.padded_storage import find_padded
 from partita.tensor.spec import spec_on_mesh
+from partita.tensor.uneven_pieces import find_padded
 from tests.programs.steps import squares
 from tests.programs.zero_states import zero_state
 

@@ -51,7 +51,7 @@ import partita as pt
 from partita.compile.backend.artifact_slimming import remove_compiler_data, remove_input_checks
 from partita.compile.backend.inductor import CONFIG
 from partita.compile.memory.workspace import workspace
-from partita.tensor.engine import (
+from partita.tensor.autograd import (
     after_backward,
     backward_pass,
     frees_graph,
@@ -60,7 +60,7 @@ from partita.tensor.engine import (
     next_node,
     saving_hooks,
 )
-from partita.tensor.torch_checkpoint import BEGINS
+from partita.tensor.torch_patches import BEGINS
 from partita.versions import base_of_scheduler_passes
 from tests.gloo.launch import run_ranks
 

@@ -12,8 +12,7 @@ from torch.nn import functional as F
 import partita as pt
 from partita import Replicate, Shard
 from partita.comm import wire_of
-from partita.tensor.dispatch import OPS
-from partita.tensor.plan import CallPlan
+from partita.tensor.plan import OPS, CallPlan
 from tests.programs.split_attention import double, losses
 from tests.programs.steps import squares
 

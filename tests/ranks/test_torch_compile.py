@@ -15,7 +15,6 @@ from torch import nn
 
 import partita as pt
 from partita import Replicate, Shard
-from partita.tensor import dynamo
 
 PLAIN = """
 import copy, io, sys, warnings
@@ -267,7 +266,7 @@ def test_a_compiled_function_takes_plain_tensors_and_dtensors_by_turns():
 
 
 def test_it_is_said_once_and_names_pt_compile(monkeypatch):
-    monkeypatch.setattr(dynamo, "TOLD", [])
+    monkeypatch.setattr(torch_patches, "TOLD", [])
 
     def body(mesh):
         d = pt.distribute_tensor(X, mesh, [Replicate()])

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from partita.comm import TraceWire
 from partita.comm.ledger import scope
-from partita.tensor.watch import HERE
+from partita.tensor.tensor_state import HERE
 
 from ..node_metadata import Recorder
 from .block_choice import BlockChoice

@@ -24,8 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 
 from partita.comm.ledger import Ledger, noting_work_in
-from partita.tensor.tensor_state import count_writes, state_of
-from partita.tensor.watch import HERE
+from partita.tensor.tensor_state import HERE, count_writes, state_of
 
 from .block_functions import (
     current_modes,

@@ -16,8 +16,8 @@ import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.comm import read_autocast_state, switch_off, use_autocast_state
-from partita.tensor.engine import saving_hooks
-from partita.tensor.function_facts import VIEW_ATTRIBUTES, facts_of_function
+from partita.tensor.autograd import saving_hooks
+from partita.tensor.op_facts import VIEW_ATTRIBUTES, facts_of_function
 
 from .block_tape import NotABlock
 

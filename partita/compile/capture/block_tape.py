@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from partita.comm.ledger import Ledger
 from partita.tensor.spec import Spec
-from partita.tensor.watch import Label
+from partita.tensor.tensor_state import Label
 
 from .symbolic import is_symbolic
 

@@ -29,7 +29,7 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 from torch.overrides import _get_current_function_mode
 
-from partita.tensor.watch import HERE
+from partita.tensor.tensor_state import HERE
 
 from ..node_metadata import Recorder
 from .block_choice import BlockChoice

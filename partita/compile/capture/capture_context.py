@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
 )
 
-from partita.tensor.engine import saving_hooks, without_history
-from partita.tensor.watch import HERE
+from partita.tensor.autograd import saving_hooks, without_history
+from partita.tensor.tensor_state import HERE
 
 from .state_slots import Slot
 

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from partita.comm import TraceWire, Wire, substitute_wires
 from partita.layout import LayoutError
-from partita.tensor.watch import HERE
+from partita.tensor.tensor_state import HERE
 
 from ..arguments import classes_of_call, flatten_call, refuse_closed, unflatten_call
 from ..captured_program import CapturedProgram

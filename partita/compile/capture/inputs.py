@@ -19,7 +19,7 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from partita.comm import TraceWire, Wire, is_uneven
 from partita.layout import Fix
 from partita.tensor.dtensor import tagged
-from partita.tensor.grad_state import update_spec
+from partita.tensor.dtensor_gradients import update_spec
 from partita.tensor.spec import Spec, spec_of
 from partita.tensor.tensor_state import own_state, state_of
 

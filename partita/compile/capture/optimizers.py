@@ -28,8 +28,8 @@ from torch.optim.optimizer import (
 from partita.comm import user_line
 from partita.layout import Fix
 from partita.tensor.dtensor import DTensor
-from partita.tensor.grad_state import lay_out_state, update_spec
-from partita.tensor.watch import HERE
+from partita.tensor.dtensor_gradients import lay_out_state, update_spec
+from partita.tensor.tensor_state import HERE
 
 from ..errors import CaptureError, not_captured
 from ..guards.modes import hearing_modes

@@ -29,8 +29,8 @@ from partita.comm import user_line
 from partita.layout import Fix
 from partita.tensor.autograd import moved
 from partita.tensor.dtensor import tagged
-from partita.tensor.function_facts import STATE_OF_LEAVES, facts_of_function
-from partita.tensor.watch import HERE
+from partita.tensor.op_facts import STATE_OF_LEAVES, facts_of_function
+from partita.tensor.tensor_state import HERE
 
 from ..errors import CaptureError, not_captured
 from ..guards.codes import is_recorded

@@ -18,7 +18,7 @@ from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.comm import user_line
 from partita.layout import Fix
-from partita.tensor.function_facts import FACTS_THAT_CHANGE, FACTS_THAT_STAY
+from partita.tensor.op_facts import FACTS_THAT_CHANGE, FACTS_THAT_STAY
 from partita.tensor.tensor_state import count_writes
 
 from ..errors import not_captured

@@ -26,9 +26,9 @@ from partita.comm.cuts import contiguous_strides
 from partita.comm.device import Device
 from partita.layout import Layout
 from partita.redistribute import Move
-from partita.tensor.engine import holders
-from partita.tensor.padded_storage import find_padded
+from partita.tensor.autograd import holders
 from partita.tensor.spec import Spec
+from partita.tensor.uneven_pieces import find_padded
 
 from .released import give_up_memory
 

@@ -17,9 +17,8 @@ from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.comm import user_line
 from partita.layout import Fix, LayoutError
-from partita.tensor.autograd import moved
+from partita.tensor.autograd import in_backward, moved
 from partita.tensor.dtensor import DTensor, tagged
-from partita.tensor.engine import in_backward
 
 from .flat_buffer import PartialGradients
 from .fsdp_group import FsdpGroup

@@ -18,9 +18,9 @@ from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.comm import user_line
 from partita.layout import Fix, LayoutError
+from partita.tensor.autograd import in_backward
+from partita.tensor.construct import keep_attributes, stand_for
 from partita.tensor.dtensor import DTensor, tagged
-from partita.tensor.engine import in_backward
-from partita.tensor.parameter import keep_attributes, stand_for
 from partita.tensor.spec import Spec
 from partita.tensor.tensor_state import count_writes, count_writes_of, own_state, state_of
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch._C import DisableTorchFunction as Unheard
 
-from partita.tensor.engine import in_backward, next_node
-from partita.tensor.watch import HERE
+from partita.tensor.autograd import in_backward, next_node
+from partita.tensor.tensor_state import HERE
 
 from ..nested_tensors import map_tensors, tensors_in
 from .fsdp_backward import ForwardCall, install_gathered, watch_input_gradient

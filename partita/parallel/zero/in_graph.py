@@ -22,13 +22,18 @@ from partita.compile.errors import not_captured
 from partita.layout import Fix
 from partita.redistribute import Plan, plan
 from partita.tensor.autograd import carry_all, keep_missing_gradients, moved
+from partita.tensor.construct import keep_attributes, stand_for
 from partita.tensor.dtensor import DTensor, tagged
-from partita.tensor.grad_buckets import reduce_pending_gradients
-from partita.tensor.grad_state import update_spec
-from partita.tensor.parameter import keep_attributes, stand_for
+from partita.tensor.dtensor_gradients import reduce_pending_gradients, update_spec
 from partita.tensor.spec import Spec
-from partita.tensor.tensor_state import count_writes, own_state, state_of, was_written_since
-from partita.tensor.watch import HERE, Label
+from partita.tensor.tensor_state import (
+    HERE,
+    Label,
+    count_writes,
+    own_state,
+    state_of,
+    was_written_since,
+)
 
 from ..blocks import ParameterSlot
 from .fsdp_group import FsdpGroup, GroupOwner

@@ -17,8 +17,8 @@ from torch._C import DisableTorchFunction as Unheard
 
 from partita.comm import user_line
 from partita.layout import Fix, LayoutError
+from partita.tensor.autograd import holders
 from partita.tensor.dtensor import DTensor
-from partita.tensor.engine import holders
 
 __all__ = ["find_views_of_memory", "give_up_memory"]
 

@@ -11,8 +11,8 @@ import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 from torch.autograd.graph import saved_tensors_hooks
 
+from partita.tensor.autograd import in_backward, saving_hooks, without_history
 from partita.tensor.dtensor import DTensor, tagged
-from partita.tensor.engine import in_backward, saving_hooks, without_history
 from partita.tensor.spec import Spec
 
 from .flat_buffer import FlatBuffer

@@ -17,13 +17,11 @@ from torch import nn
 from partita.comm import user_line, wire_of
 from partita.layout import Fix, LayoutError, Shard
 from partita.tensor.autograd import moved
-from partita.tensor.construct import distribute_tensor, place_buffer
+from partita.tensor.construct import distribute_tensor, hold_value, place_buffer, refuse_lazy
 from partita.tensor.dtensor import DTensor, tagged
-from partita.tensor.padded_storage import with_room
-from partita.tensor.parameter import hold_value, refuse_lazy
 from partita.tensor.spec import Spec, spec_of
-from partita.tensor.tensor_state import own_state, state_of
-from partita.tensor.watch import HERE
+from partita.tensor.tensor_state import HERE, own_state, state_of
+from partita.tensor.uneven_pieces import with_room
 
 from ..blocks import find_blocks
 from .fsdp_hooks import register_hooks

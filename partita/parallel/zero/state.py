@@ -17,9 +17,9 @@ from torch import nn
 from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.layout import Replicate, Shard
+from partita.tensor.autograd import after_backward, backward_pass, in_backward
 from partita.tensor.dtensor import DTensor, tagged
-from partita.tensor.engine import after_backward, backward_pass, in_backward
-from partita.tensor.gradient_overrides import BROKEN_OFF
+from partita.tensor.dtensor_gradients import BROKEN_OFF
 from partita.tensor.spec import Spec, spec_of
 from partita.tensor.tensor_state import Rest, own_state, state_of
 

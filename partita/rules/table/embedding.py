@@ -8,8 +8,15 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from ..piece_kernels import connected_zeros, index_in_piece
-from ..rule import Arg, Decomposition, Kernel, KernelCall, KernelRule
+from ..rule import (
+    Arg,
+    Decomposition,
+    Kernel,
+    KernelCall,
+    KernelRule,
+    connected_zeros,
+    index_in_piece,
+)
 from ..rule import table_rule as rule
 
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from ..piece_kernels import narrow_piece
-from ..rule import Arg, Kernel, KernelCall, KernelRule
+from ..rule import Arg, Kernel, KernelCall, KernelRule, narrow_piece
 from ..rule import table_rule as rule
 
 _ALIGNED = 8

@@ -14,8 +14,17 @@ from typing import Any
 
 import torch
 
-from ..piece_kernels import connected_zeros, index_in_piece, pick_traced
-from ..rule import Arg, Decomposition, Kernel, KernelCall, KernelRule, own_op
+from ..rule import (
+    Arg,
+    Decomposition,
+    Kernel,
+    KernelCall,
+    KernelRule,
+    connected_zeros,
+    index_in_piece,
+    own_op,
+    pick_traced,
+)
 from ..rule import table_rule as rule
 
 INDEX = "index"

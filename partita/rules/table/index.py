@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from ..piece_kernels import connected_zeros, index_in_piece
-from ..rule import Arg, Kernel, KernelCall, KernelRule
+from ..rule import Arg, Kernel, KernelCall, KernelRule, connected_zeros, index_in_piece
 from ..rule import table_rule as rule
 from ..sentence import Names
 

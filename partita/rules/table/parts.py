@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from ..piece_kernels import connected_zeros, pick_traced
-from ..rule import Arg, Kernel, KernelCall, KernelRule
+from ..rule import Arg, Kernel, KernelCall, KernelRule, connected_zeros, pick_traced
 from ..rule import table_rule as rule
 from ..sentence import Names
 

@@ -10,8 +10,7 @@ import torch
 
 from ..rule import Arg, Decomposition, Kernel, KernelCall, KernelRule
 from ..rule import table_rule as rule
-from ..sentence import Names
-from ..views import resolve_shape, view_sentence
+from ..sentence import Names, resolve_shape, view_sentence
 
 
 def _local_shape(run: Callable[[Any, Sequence[int]], Any]) -> Callable[[KernelCall], Kernel | None]:

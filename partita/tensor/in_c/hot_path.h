@@ -1,4 +1,4 @@
-/* The hot path of dispatch in C: what `dispatch.py` and `plan_cache.py` do in Python.
+/* The hot path of dispatch in C: what `dispatch.py` and `plan.py` do in Python.
 
    A step runs thousands of small ops, and what Python takes to find a plan, run a kernel and tag
    its result is as long as a small kernel takes. Here are the three callables of that path. Each
@@ -18,7 +18,7 @@
 #include <Python.h>
 #include <structmember.h>
 
-/* Which form of the contract with Python this is: as `hot_path.FORM`, raised with each change. */
+/* Which form of the contract with Python this is: as `plan.FORM`, raised with each change. */
 #define FORM 1
 
 /* What `connect` is given, and names. They live as long as the process. */

@@ -1,4 +1,4 @@
-/* Key functions: as `plan_cache.operand_key` and `plan_cache.declared_key` make them. */
+/* Key functions: as `plan.operand_key` and `plan.declared_key` make them. */
 
 #include "hot_path.h"
 
@@ -44,7 +44,7 @@ static PyObject *frozen_all(PyObject *values) {
     return out;
 }
 
-/* As `plan_cache.freeze_value`. */
+/* As `plan.freeze_value`. */
 static PyObject *frozen(PyObject *value) {
     PyTypeObject *t = Py_TYPE(value);
     if (t == &PyLong_Type || value == Py_None || t == &PyUnicode_Type) return Py_NewRef(value);

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 from partita.rules import decompositions
 from partita.rules.table.attention import attention, product_by_rows
+from partita.rules.table.conv import resized
 from partita.rules.table.getitem import picked
-from partita.rules.table.pool import resized
 
 from .values import Part, Sample, b, c, i, u, x
 

@@ -1,0 +1,462 @@
+"""Decompositions: ops that need other ranks' results midway, written as other ops.
+
+A softmax over a split dimension needs the maximum and the sum of all pieces in the middle. Such ops
+are written here as other ops, which are called on DTensors and find their own sentences; where a
+rank must know its place, a small op of our own has a rule with a local kernel. All add up in
+float32 or wider, as torch's own kernels do, and return the dtype of their input.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from .rule import Arg, Kernel, KernelCall, KernelRule, own_op
+from .rule import table_rule as rule
+from .sentence import Names
+
+__all__ = [
+    "amax",
+    "argmax",
+    "batch_norm",
+    "cross_entropy",
+    "first_index",
+    "is_at_place",
+    "layer_norm",
+    "log_softmax",
+    "logsumexp",
+    "make_mean_loss",
+    "max_dim",
+    "moments",
+    "nll",
+    "partial_max",
+    "power_sum",
+    "reduced",
+    "rms_norm",
+    "root_of",
+    "softmax",
+    "subtract_reduced",
+    "target_weight",
+    "vector_norm",
+    "widen",
+]
+
+# -- values that are reduced once ------------------------------------------------------------------
+
+
+@own_op
+def reduced(x: torch.Tensor) -> torch.Tensor:
+    """`x`, of which nothing is partial: for a value that is used more than once."""
+    return x.view_as(x)
+
+
+@rule(reduced)
+def _reduced_sentence(x: Arg) -> str:
+    # A dimension that is whole stays whole: what x meets next may be split along another one.
+    names = Names(n if x.is_split(d) else f"{n}!" for d, n in enumerate(x.names))
+    return f"{names} -> {names}"
+
+
+@own_op
+def subtract_reduced(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """x - y where y is small: y is reduced first, and x does not become partial to meet it."""
+    return x - y
+
+
+rule("..., ... -> ...", subtract_reduced)
+
+
+def widen(x: Any) -> Any:
+    """`x` in float32 or wider, in which torch's own kernels compute, too."""
+    narrow = x.is_floating_point() and x.dtype not in (torch.float32, torch.float64)
+    return x.float() if narrow else x
+
+
+# -- maxima and their places -----------------------------------------------------------------------
+
+Dim = int | Sequence[int] | None
+
+
+@own_op
+def partial_max(x: torch.Tensor, dim: Dim, keepdim: bool, sign: int = 1) -> torch.Tensor:
+    """The maximum (`sign` -1: minimum) of this rank's piece, without gradient."""
+    x, dims = x.detach(), Names.of(x.ndim).dims(dim)
+    if any(x.shape[d] == 0 for d in dims):
+        shape = [1 if i in dims else n for i, n in enumerate(x.shape) if keepdim or i not in dims]
+        if x.dtype == torch.bool:
+            return x.new_full(shape, sign < 0)
+        ends = torch.finfo(x.dtype) if x.is_floating_point() else torch.iinfo(x.dtype)
+        worst = -math.inf * sign if x.is_floating_point() else ends.min if sign > 0 else ends.max
+        return x.new_full(shape, worst)
+    return (torch.amax if sign > 0 else torch.amin)(x, dims, keepdim)
+
+
+@rule(partial_max)
+def _partial_max_sentence(x: Arg, dim: Dim, keepdim: bool, sign: int = 1) -> str:
+    return f"{x.names} -> {'max' if sign > 0 else 'min'} {x.names.without(dim, keepdim)}"
+
+
+@own_op
+def first_index(x: torch.Tensor, best: torch.Tensor, dim: int | None) -> torch.Tensor:
+    """The first place along `dim` (kept; None: in the flattened tensor) where `x` is `best`."""
+    return _first_index(x, best, dim, [0] * x.ndim, list(x.shape))
+
+
+def _first_index(x: Any, best: Any, dim: int | None, offset: list[int], size: list[int]) -> Any:
+    hit = (x == best) | (x != x)
+    at = torch.zeros((), dtype=torch.int64, device=x.device)
+    step = 1
+    dims = Names.of(x.ndim).dims(dim)
+    for d in reversed(dims):
+        place = torch.arange(x.shape[d], device=x.device) + offset[d]
+        at = at + place.view(-1, *[1] * (x.ndim - d - 1)) * step
+        step *= size[d]
+    at = torch.where(hit, at, step)
+    if any(x.shape[d] == 0 for d in dims):
+        return at.new_full([1 if d in dims else n for d, n in enumerate(x.shape)], step)
+    return at.amin(dims, keepdim=True)
+
+
+@rule(first_index)
+def _derive_first_index(x: Arg, best: Arg, dim: int | None) -> KernelRule:
+    names = x.names
+    left = names.without(dim, keepdim=True)
+
+    def make_first_index_kernel(call: KernelCall) -> Kernel:
+        offset = [call.pieces.get(n, (0,))[0] for n in names]
+        return lambda x, best, dim: _first_index(x, best, dim, offset, list(call.shapes[0] or ()))
+
+    return KernelRule(f"{names}, {left} -> min {left}", make_first_index_kernel)
+
+
+@own_op
+def is_at_place(x: torch.Tensor, at: torch.Tensor, dim: int) -> torch.Tensor:
+    """For each element of `x`: is `at` (of size 1 along `dim`) its place along `dim`?"""
+    return _is_at_place(x, at, dim, 0)
+
+
+def _is_at_place(x: Any, at: Any, dim: int, offset: int) -> Any:
+    places = torch.arange(x.shape[dim], device=x.device) + offset
+    return places.view(-1, *[1] * (x.ndim - dim % x.ndim - 1)) == at
+
+
+@rule(is_at_place)
+def _derive_is_at_place(x: Arg, at: Arg, dim: int) -> KernelRule:
+    names = x.names
+
+    def make_is_at_place_kernel(call: KernelCall) -> Kernel:
+        offset = call.pieces.get(names[dim], (0,))[0]
+        return lambda x, at, dim: _is_at_place(x, at, dim, offset)
+
+    return KernelRule(
+        f"{names}, {names.without(dim, keepdim=True)} -> {names}", make_is_at_place_kernel
+    )
+
+
+def amax(x: Any, dim: Dim = None, keepdim: bool = False, sign: int = 1) -> Any:
+    """Maximum or minimum; equal elements share the gradient equally, as in torch.amax."""
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return partial_max(x, dim, keepdim, sign)
+    dims = Names.of(x.ndim).dims(dim)
+    hit = x.detach() == partial_max(x, dims, True, sign)
+    total = x.masked_fill(~hit, 0).sum(dims, keepdim)
+    return total / reduced(hit.sum(dims, keepdim))
+
+
+def argmax(x: Any, dim: int | None = None, keepdim: bool = False, sign: int = 1) -> Any:
+    """Where the maximum is: the first place, of equals."""
+    best = partial_max(x, dim, True, sign)
+    at = first_index(x.detach(), best, dim)
+    return at if keepdim else reduced(at).squeeze(Names.of(x.ndim).dims(dim))
+
+
+def max_dim(x: Any, dim: int, keepdim: bool = False, sign: int = 1) -> Any:
+    """The maximum along `dim` and where it is; its gradient goes to that one place."""
+    at = reduced(argmax(x, dim, True, sign))
+    if x.requires_grad and torch.is_grad_enabled():
+        # gather would save x, which torch.max does not: x may be written afterwards.
+        values = x.masked_fill(~is_at_place(x.detach(), at, dim), 0).sum(dim, keepdim=True)
+    else:
+        values = torch.gather(x, dim, at)
+    kind = torch.return_types.max if sign > 0 else torch.return_types.min
+    return kind((values, at) if keepdim else (values.squeeze(dim), at.squeeze(dim)))
+
+
+# -- softmax ---------------------------------------------------------------------------------------
+
+
+def _subtract_max(x: Any, dim: Dim) -> tuple[Any, Any]:
+    """`(x - top, top)`, where top is the maximum of all pieces."""
+    top = reduced(partial_max(x, dim, True))
+    top = top.masked_fill(top.abs() == math.inf, 0)
+    return subtract_reduced(x, top), top
+
+
+def softmax(x: Any, dim: int, dtype: Any = None) -> Any:
+    shifted, _ = _subtract_max(widen(x if dtype is None else x.to(dtype)), dim)
+    e = shifted.exp()
+    return (e / e.sum(dim, keepdim=True)).to(dtype or x.dtype)
+
+
+def log_softmax(x: Any, dim: int, dtype: Any = None) -> Any:
+    shifted, _ = _subtract_max(widen(x if dtype is None else x.to(dtype)), dim)
+    out = subtract_reduced(shifted, shifted.exp().sum(dim, keepdim=True).log())
+    return out.to(dtype or x.dtype)
+
+
+def logsumexp(x: Any, dim: Dim, keepdim: bool = False) -> Any:
+    if not x.is_floating_point():
+        x = x.to(torch.get_default_dtype())
+    shifted, top = _subtract_max(widen(x), dim)
+    out = (shifted.exp().sum(dim, keepdim=True).log() + top).to(x.dtype)
+    return out if keepdim else out.squeeze(Names.of(x.ndim).dims(dim))
+
+
+# -- mean, variance, norm --------------------------------------------------------------------------
+
+
+def moments(
+    x: Any, dim: Dim = None, correction: float = 1, keepdim: bool = False
+) -> tuple[Any, Any]:
+    """`(mean, variance)` with n - correction in the denominator of the variance."""
+    dims = Names.of(x.ndim).dims(dim)
+    count = math.prod(x.shape[d] for d in dims)
+    dtype, x = x.dtype, widen(x)
+    mean = reduced(x.mean(dims, keepdim=True))
+    away = subtract_reduced(x, mean)
+    square = away * away.conj() if away.is_complex() else away * away
+    below = max(count - correction, 0)
+    total = (square.real if square.is_complex() else square).sum(dims, keepdim)
+    variance = total / below if below else total / (total * 0)
+    if dtype.is_floating_point:
+        mean, variance = mean.to(dtype), variance.to(dtype)
+    return mean if keepdim else mean.squeeze(dims), variance
+
+
+@own_op
+def power_sum(x: torch.Tensor, p: float, dim: Dim, keepdim: bool) -> torch.Tensor:
+    """The sum of |x|^p over `dim`."""
+    size = x.abs()
+    if p == 2:
+        powers = size * size
+    elif p < 1:  # has no slope at 0; torch takes it as 0 there
+        zero = size == 0
+        powers = (size.masked_fill(zero, 1) ** p).masked_fill(zero, 0 if p > 0 else math.inf)
+    else:
+        powers = size**p
+    return torch.sum(powers, Names.of(x.ndim).dims(dim), keepdim=keepdim)
+
+
+@rule(power_sum)
+def _power_sum(x: Arg, _p: float, dim: Dim, keepdim: bool) -> str:
+    return f"{x.names} -> sum {x.names.without(dim, keepdim)}"
+
+
+def vector_norm(
+    x: Any, ord: float = 2, dim: Dim = None, keepdim: bool = False, dtype: Any = None
+) -> Any:
+    x = x if dtype is None else x.to(dtype)
+    return _vector_norm(widen(x), ord, dim, keepdim).to(x.dtype.to_real())
+
+
+def _vector_norm(x: Any, ord: float, dim: Dim, keepdim: bool) -> Any:
+    if math.isinf(ord):
+        return amax(x.abs(), dim, keepdim, 1 if ord > 0 else -1)
+    if ord == 0:
+        # 1 where x is not 0, with the gradient that torch gives it: zeros.
+        return torch.where(x != 0, 1.0, x * 0).sum(Names.of(x.ndim).dims(dim), keepdim=keepdim)
+    if ord == 1:
+        return x.abs().sum(Names.of(x.ndim).dims(dim), keepdim=keepdim)
+    return root_of(power_sum(x, ord, dim, keepdim), ord)
+
+
+def root_of(total: Any, order: float = 2) -> Any:
+    """The root whose gradient at 0 is 0, as torch has it for norms and standard deviations."""
+    total = reduced(total)
+    zero = total == 0
+    return (total.masked_fill(zero, 1) ** (1 / order)).masked_fill(zero, 0)
+
+
+# -- normalization ---------------------------------------------------------------------------------
+
+
+def layer_norm(
+    input: Any,
+    normalized_shape: Sequence[int],
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+    *_: Any,
+) -> Any:
+    """The input less its mean, over its deviation, along its last dimensions."""
+    dims = range(-len(normalized_shape), 0)
+    x = widen(input)
+    mean, variance = moments(x, tuple(dims), 0, keepdim=True)
+    out = subtract_reduced(x, mean) * torch.rsqrt(variance + eps)
+    out = out if weight is None else out * weight
+    return (out if bias is None else out + bias).to(input.dtype)
+
+
+def rms_norm(
+    input: Any, normalized_shape: Sequence[int], weight: Any = None, eps: float | None = None
+) -> Any:
+    """The input over the root of the mean of its squares, along its last dimensions."""
+    x = widen(input)
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    dims = tuple(range(-len(normalized_shape), 0))
+    out = x * torch.rsqrt((x * x).mean(dims, keepdim=True) + eps)
+    return (out if weight is None else out * weight).to(input.dtype)
+
+
+def batch_norm(
+    input: Any,
+    running_mean: Any = None,
+    running_var: Any = None,
+    weight: Any = None,
+    bias: Any = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    """The statistics of the whole batch, as on one device; the running ones are updated once."""
+    x = widen(input)
+    dims = [d for d in range(input.ndim) if d != 1]
+    count = math.prod(input.shape[d] for d in dims)
+    if count == 1:
+        raise ValueError(
+            f"Expected more than 1 value per channel when training, got input size {input.shape}"
+        )
+    mean, variance = moments(x, dims, 0, keepdim=True)
+    variance = reduced(variance)
+    with torch.no_grad():
+        for running, new in ((running_mean, mean), (running_var, variance * (count / (count - 1)))):
+            if running is not None:
+                running.mul_(1 - momentum)
+                running.add_(new.detach().reshape(-1).to(running.dtype), alpha=momentum)
+    out = subtract_reduced(x, mean) * torch.rsqrt(variance + eps)
+    shape = [-1] + [1] * (input.ndim - 2)
+    out = out if weight is None else out * weight.reshape(shape)
+    return (out if bias is None else out + bias.reshape(shape)).to(input.dtype)
+
+
+# -- losses of classes -----------------------------------------------------------------------------
+
+
+@own_op
+def target_weight(target: torch.Tensor, weight: Any, ignore_index: int) -> torch.Tensor:
+    """What a mean loss is divided by: the weights of all targets that are not ignored."""
+    kept = target != ignore_index
+    if weight is None:
+        return kept.sum()
+    return (weight[torch.where(kept, target, 0)] * kept).sum()
+
+
+@rule(target_weight)
+def _target_weight(target: Arg, weight: Arg | None, _ignore_index: int) -> str:
+    return f"...{', c!' * (weight is not None)} -> sum"
+
+
+def _reduce_loss(loss: Any, target: Any, weight: Any, ignore_index: int, reduction: int) -> Any:
+    if reduction == 0:
+        return loss
+    total = loss.sum()
+    if reduction == 2:
+        return total
+    return total / reduced(target_weight(target, weight, ignore_index)).to(total.dtype)
+
+
+def make_mean_loss(loss: Any) -> Any:
+    """The mean of a loss of classes of which each rank has all, given by index, by torch's own
+    kernel: the sum of a rank's samples, over the weight of all."""
+
+    def run_in_wide_dtype(
+        x: Any,
+        target: Any,
+        weight: Any = None,
+        reduction: int = 1,
+        ignore_index: int = -100,
+        *smoothing: float,
+    ) -> Any:
+        # A sum of many is more than a narrow dtype holds.
+        weights = None if weight is None else widen(weight)
+        total = loss(widen(x), target, weights, 2, ignore_index, *smoothing)
+        count = reduced(target_weight(target, weights, ignore_index)).to(total.dtype)
+        return (total / count).to(x.dtype)
+
+    return run_in_wide_dtype
+
+
+def nll(
+    logp: Any, target: Any, weight: Any = None, reduction: int = 1, ignore_index: int = -100
+) -> Any:
+    """The negative log likelihood; classes are dimension 1 (0 where there is just one sample)."""
+    dim = 1 if logp.ndim > 1 else 0
+    ignored = target == ignore_index
+    index = target.masked_fill(ignored, 0)
+    loss = -widen(torch.gather(logp, dim, index.unsqueeze(dim)).squeeze(dim))
+    if weight is not None:
+        loss = loss * F.embedding(index, weight.reshape(-1, 1)).squeeze(-1)
+    loss = loss.masked_fill(ignored, 0)
+    return _reduce_loss(loss, target, weight, ignore_index, reduction).to(logp.dtype)
+
+
+def cross_entropy(
+    x: Any,
+    target: Any,
+    weight: Any = None,
+    reduction: int = 1,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Any:
+    """Cross entropy of logits; classes are dimension 1 (0 where there is just one sample).
+
+    Args:
+        target: class indices, or probabilities of the logits' shape.
+        weight: of each class.
+        reduction: 0 none, 1 mean (over the weights of the targets not ignored), 2 sum.
+    """
+    loss = _cross_entropy(x, target, weight, reduction, ignore_index, label_smoothing)
+    return loss.to(x.dtype)
+
+
+def _cross_entropy(
+    x: Any,
+    target: Any,
+    weight: Any,
+    reduction: int,
+    ignore_index: int,
+    label_smoothing: float,
+) -> Any:
+    smoothing = label_smoothing
+    dim = 1 if x.ndim > 1 else 0
+    classes = x.shape[dim]
+    each = None if weight is None else weight.reshape([-1] + [1] * (x.ndim - dim - 1))
+    if x.shape == target.shape:  # probabilities
+        logp = log_softmax(widen(x), dim)
+        target = target * (1 - smoothing) + smoothing / classes if smoothing else target
+        loss = -(logp * target if each is None else logp * target * each).sum(dim)
+        if reduction == 0:
+            return loss
+        return loss.sum() / (math.prod(x.shape) // classes if reduction == 1 else 1)
+    # The logits of the targets and the logarithm of the sum are all that is needed of them: no
+    # tensor as large as the logits is made beyond the exponentials.
+    logz = reduced(logsumexp(widen(x), dim))
+    ignored = target == ignore_index
+    index = target.masked_fill(ignored, 0)
+    loss = logz - reduced(torch.gather(x, dim, index.unsqueeze(dim)).squeeze(dim))
+    if weight is not None:
+        loss = loss * F.embedding(index, weight.reshape(-1, 1)).squeeze(-1)
+    loss = _reduce_loss(loss.masked_fill(ignored, 0), target, weight, ignore_index, reduction)
+    if not smoothing:
+        return loss
+    if each is None:
+        smooth = logz * classes - widen(x).sum(dim)
+    else:
+        smooth = logz * weight.sum() - (x * each).sum(dim)
+    smooth = smooth.masked_fill(ignored, 0)
+    smooth = _reduce_loss(smooth, target, weight, ignore_index, reduction)
+    return loss * (1 - smoothing) + smooth * (smoothing / classes)

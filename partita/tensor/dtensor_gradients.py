@@ -1,0 +1,706 @@
+"""Gradients of DTensors: what `.grad`, `backward` and hooks mean, and when a gradient is reduced.
+
+Autograd computes on pieces. What goes in is made a piece, and what comes out is tagged as a
+DTensor, whose layout is the dual of its value's. So the gradient of a Replicate value is Partial:
+
+    backward       x.grad  Partial      pending
+    clip, step     x.grad  Replicate    settled, by one all-reduce (`reduce_pending_gradients`)
+    backward       x.grad  Partial      a hook: the first rank's share is the value; then added to
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunction as Unheard  # by modes, too
+from torch._C import DisableTorchFunctionSubclass as Local
+from torch._C import _is_torch_function_enabled as _global_view
+from torch.autograd import Function
+from torch.autograd.function import BackwardCFunction, _is_setup_context_defined
+
+from partita.comm import Wire, agree, is_agreed, remember_agreed, user_line
+from partita.layout import Fix, Layout, LayoutError
+from partita.redistribute import plan
+
+from .arguments import admit
+from .autograd import carry_all, moved
+from .dtensor import DTensor, tagged
+from .forms import enter_function
+from .spec import Spec, make_two_meshes_error, spec_of
+from .tensor_overrides import find_getter, implements
+from .tensor_state import HERE, ReopenHook, current, own_state, state_of
+
+__all__ = [
+    "BROKEN_OFF",
+    "BUCKET_BYTES",
+    "clear_gradients",
+    "gradient_of",
+    "is_watched",
+    "lay_out_gradient",
+    "lay_out_state",
+    "make_typed_function",
+    "mark_settled",
+    "pending_gradients",
+    "reduce_pending_gradients",
+    "settled_spec",
+    "store_gradient",
+    "type_hook",
+    "unmark_settled",
+    "update_spec",
+]
+
+T: Any = torch.Tensor
+
+
+def _show_gradient(x: torch.Tensor) -> None:
+    """Have ZeRO add what it keeps of x's gradient to it, before it is read or cleared."""
+    rest = state_of(x).rest
+    if rest is not None:
+        rest.owner.show_gradient()
+
+
+@implements(find_getter("grad"))
+def gradient_of(x: DTensor) -> DTensor | None:
+    """`x.grad` as a DTensor. It is tagged once: later reads give the same object."""
+    _show_gradient(x)
+    with Unheard():
+        grad = _grad.__get__(x)
+        if grad is None:
+            return None
+        if isinstance(grad, DTensor):
+            state = own_state(grad)
+            state.gradient_of = state.gradient_of or weakref.ref(x)
+            return grad
+        spec = x._spec.gradient
+        if grad.layout is not torch.strided:  # sparse, as gather(sparse_grad=True) makes it
+            grad = grad.to_dense()
+        typed = tagged(grad.detach(), spec)
+        if grad.requires_grad:
+            # A gradient with a history (create_graph) keeps it.
+            return tagged(grad.view_as(grad), spec)
+        own_state(typed).gradient_of = weakref.ref(x)
+        _grad.__set__(x, typed)
+        return typed
+
+
+@implements(T.grad.__set__)
+def _set_grad(x: torch.Tensor, grad: torch.Tensor | None) -> None:
+    _show_gradient(x)
+    if grad is None:
+        unmark_settled(x)  # type: ignore[arg-type]
+        fits = True
+    else:
+        if not isinstance(x, DTensor):
+            raise LayoutError(
+                "a plain tensor cannot have a DTensor as its gradient",
+                place=user_line(),
+                fixes=(Fix("t.grad = g.full_tensor()"),),
+            )
+        if not isinstance(grad, DTensor):
+            raise LayoutError(
+                "the gradient of a DTensor is a DTensor",
+                place=user_line(),
+                operands=(f"x  {x._spec.layout.brief()}", f"gradient  plain {tuple(grad.shape)}"),
+                fixes=(Fix("x.grad = pt.distribute_tensor(g, mesh, placements)"),),
+            )
+        grad = lay_out_gradient(x, grad)
+        with Unheard():
+            fits = grad.shape == x.shape
+    with Unheard():
+        if fits:
+            _grad.__set__(x, grad)
+    if not fits:  # ZeRO leaves each rank a shard of it
+        store_gradient(x, grad)  # type: ignore[arg-type]
+
+
+def clear_gradients(tensors: Iterable[torch.Tensor]) -> None:
+    """`x.grad = None` for each, quickly where there is none."""
+    shown = None
+    with Unheard():
+        for x in tensors:
+            rest = state_of(x).rest
+            if rest is not None and rest.owner is not shown:
+                shown = rest.owner
+                shown.show_gradient()
+            if _grad.__get__(x) is not None or is_watched(x):
+                x.grad = None
+
+
+@implements(T.grad.__delete__)
+def _del_grad(x: DTensor) -> None:
+    _show_gradient(x)
+    unmark_settled(x)
+    with Unheard():
+        _grad.__delete__(x)
+
+
+def make_backward_seed(
+    root: DTensor, gradient: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A plain alias of a root of backward, and the local gradient that backward starts from.
+
+    Of a Replicate root it is Partial: the first rank has the gradient, the others zeros. Of a
+    Partial root it is Replicate. Neither needs communication.
+    """
+    root = current(root)
+    spec = root._spec
+    if any(op != "sum" for _, op in spec.layout.partial):
+        after = spec.reduced
+        root = tagged(moved(root, spec, after, "backward", "implicit"), after)
+        spec = after
+    with torch.enable_grad(), Local():
+        plain = root.view_as(root)
+    if gradient is None:
+        if spec.shape.numel() != 1:
+            raise RuntimeError("grad can be implicitly created only for scalar outputs")
+        before = spec.whole
+        with Local():
+            seed = plain.new_ones(spec.shape)
+    elif isinstance(gradient, DTensor):
+        before, seed = gradient._spec, gradient
+    else:
+        before, seed = _spec_of_plain_gradient(gradient, spec, "backward"), gradient
+    if before.shape != spec.shape:
+        raise RuntimeError(
+            f"Mismatch in shape: the gradient has a shape of {before.shape} and the output "
+            f"has a shape of {spec.shape}."
+        )
+    seed = moved(seed, before, spec.gradient, "backward", "implicit")
+    return plain, spec.wire.fill_padding(seed, spec.gradient.layout, 0)
+
+
+def _spec_of_plain_gradient(gradient: torch.Tensor, spec: Spec, op: str) -> Spec:
+    """The spec of a plain gradient that a user gives: a whole value, the same on every rank."""
+    if not gradient.requires_grad:
+        admit(gradient, spec.wire, op)
+    return spec_of(Layout(tuple(gradient.shape)), spec.wire)
+
+
+@implements(T.backward)
+def _run_backward(
+    x: torch.Tensor,
+    gradient: torch.Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    _autograd_backward(x, gradient, retain_graph, create_graph, inputs=inputs)
+
+
+class _BrokenOff(threading.local):
+    def __init__(self) -> None:
+        self.watchers: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+BROKEN_OFF = _BrokenOff()
+"""Its `watchers` have their `reset_after_abort()` called when a backward pass of this thread
+raises: autograd has no hook for that."""
+
+_plain_backward: Any = enter_function(torch.autograd.backward)
+assert _plain_backward is not None
+
+
+@implements(torch.autograd.backward)
+def _autograd_backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+    """torch.autograd.backward, from DTensors or towards them."""
+    roots, seeds = _find_backward_seeds(tensors, grad_tensors)
+    try:
+        _plain_backward(roots, seeds, *args, **kwargs)
+    except BaseException:
+        for watcher in list(BROKEN_OFF.watchers):
+            watcher.reset_after_abort()
+        raise
+
+
+def _find_backward_seeds(outputs: Any, gradients: Any) -> tuple[list[Any], list[Any]]:
+    """The roots of a backward pass as plain tensors, and the local gradient that each starts
+    from."""
+    roots = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
+    given = list(gradients) if isinstance(gradients, (tuple, list)) else [gradients]
+    given += [None] * (len(roots) - len(given))
+    for i, root in enumerate(roots):
+        if isinstance(root, DTensor):
+            roots[i], given[i] = make_backward_seed(root, given[i])
+        elif isinstance(given[i], DTensor):
+            raise LayoutError(
+                "backward of a plain tensor with a DTensor as its gradient",
+                place=user_line(),
+                fixes=(Fix("loss.backward(gradient.full_tensor())"),),
+            )
+    return roots, given
+
+
+_plain_grad: Any = enter_function(torch.autograd.grad)
+assert _plain_grad is not None
+
+
+@implements(torch.autograd.grad)
+def _autograd_grad(
+    outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    """torch.autograd.grad, whose results are DTensors for inputs that are."""
+    outs, given = _find_backward_seeds(outputs, grad_outputs)
+    wanted = list(inputs) if isinstance(inputs, (tuple, list)) else [inputs]
+    grads = _plain_grad(outs, wanted, given, *args, **kwargs)
+    result = []
+    for x, g in zip(wanted, grads, strict=True):
+        if g is not None and isinstance(x, DTensor):
+            g = tagged(g.view_as(g), x._spec.gradient)
+        result.append(g)
+    return tuple(result)
+
+
+def type_hook(x: torch.Tensor, hook: Callable[..., Any]) -> Callable[[torch.Tensor], Any]:
+    """What is registered on `x` for the user's `hook`, which gets the gradient as a DTensor and may
+    return one."""
+    # A parameter may be laid out anew; what an op has made keeps the layout that it had here.
+    known = weakref.ref(x) if x.is_leaf else None
+    spec: Spec | None = getattr(x, "_spec", None)
+
+    def call_typed_hook(grad: torch.Tensor) -> Any:
+        leaf = None if known is None else known()
+        now: Spec = spec if leaf is None else leaf._spec  # type: ignore[attr-defined, assignment]
+        wanted = now.gradient
+        out = hook(tagged(grad.view_as(grad), wanted))
+        if isinstance(out, torch.Tensor):
+            before = (
+                out._spec
+                if isinstance(out, DTensor)
+                else _spec_of_plain_gradient(out, wanted, "hook")
+            )
+            grad = moved(out, before, wanted, "hook", "gradient")
+            return now.wire.fill_padding(grad, wanted.layout, 0)
+        return out
+
+    call_typed_hook.hook = hook  # type: ignore[attr-defined]  # capture hangs it on what stands for x
+    return call_typed_hook
+
+
+@implements(T.register_hook)
+def _register_hook(x: DTensor, hook: Callable[..., Any]) -> Any:
+    """`x.register_hook`."""
+    typed = type_hook(x, hook)
+    with Local():
+        return x.register_hook(typed)
+
+
+DTensor.grad = property(gradient_of, _set_grad, _del_grad)  # type: ignore[assignment]
+
+# -- pending and settled gradients -----------------------------------------------------------------
+# Once a gradient is reduced, by an optimizer's step or a clip, it is whole: settled. If another
+# backward pass is then to add shares to it, the whole value must first become shares again: the
+# first rank keeps it, the others hold zero. That is the move R -> P, which carries nothing. A hook
+# does it (`mark_settled`).
+
+_base: Any = torch._C.TensorBase
+_grad, _requires_grad = _base.grad, _base.requires_grad.__get__
+_hooks = _base._backward_hooks.__get__
+
+
+def settled_spec(x: DTensor) -> Spec:
+    """The spec of x's gradient once it is settled: that of x, or the one that ZeRO keeps it in."""
+    rest = state_of(x).rest
+    return x._spec if rest is None else rest.gradient
+
+
+def update_spec(x: DTensor) -> Spec:
+    """The spec in which an optimizer updates x and keeps its state: that of x, or ZeRO's."""
+    rest = state_of(x).rest
+    return x._spec if rest is None else rest.update
+
+
+def lay_out_state(x: DTensor, state: dict[str, Any]) -> None:
+    """Redistribute what an optimizer keeps of each element of x to `update_spec(x)`: it may have
+    been made, or loaded, in the layout of x."""
+    update = update_spec(x)
+    for name, value in state.items():
+        if isinstance(value, DTensor) and value._spec is not update:
+            before = value._spec
+            if before.wire is update.wire and before.shape == update.shape:
+                with torch.no_grad():
+                    part = moved(value, before, update, "optimizer state", "explicit")
+                state[name] = tagged(part, update)
+
+
+def store_gradient(x: DTensor, grad: DTensor) -> None:
+    """Make `grad` the gradient of x though its local shape is another, which torch would refuse."""
+    # Modes do not hear of it either: it is no write of the program's.
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        whole = x.data
+        if whole.shape != grad.shape:
+            # torch looks at the shape when a gradient is set, and not again.
+            x.data = whole.new_empty(grad.shape)
+        _grad.__set__(x, grad)
+        x.data = whole
+
+
+def lay_out_gradient(x: DTensor, grad: DTensor) -> DTensor:
+    """`grad` in a layout in which x may have it: pending, as autograd leaves it, or settled.
+
+    Raises:
+        LayoutError: another shape or mesh.
+    """
+    spec = x._spec
+    if grad._spec.wire is not spec.wire:
+        raise make_two_meshes_error("x.grad = g", spec.wire, grad._spec.wire)
+    if grad._spec.shape != spec.shape:
+        raise LayoutError(
+            f"a gradient of shape {tuple(grad._spec.shape)} for a tensor of {tuple(spec.shape)}",
+            place=user_line(),
+            operands=(f"x  {spec.layout.brief()}", f"gradient  {grad._spec.layout.brief()}"),
+            fixes=(Fix(f"g.reshape({tuple(spec.shape)})", "if it has as many elements"),),
+        )
+    if grad._spec is spec.gradient:
+        return grad
+    rests = settled_spec(x)
+    if grad._spec is not rests:
+        grad = tagged(moved(grad, grad._spec, rests, "grad", "explicit"), rests)
+    mark_settled(x)
+    return grad
+
+
+def mark_settled(x: DTensor) -> None:
+    """Note that x's gradient is settled: a hook makes it pending before backward adds shares to
+    it."""
+    if x._spec is x._spec.gradient:
+        return
+    with Local():  # or each question to torch would be a function of torch's, of a DTensor
+        if not _requires_grad(x):
+            return
+        watch = state_of(x).reopens
+        if watch is None:
+            known = weakref.ref(x)
+            handle = x.register_hook(lambda _: _restore_partial_gradient(known()))
+            watch = ReopenHook(handle.id, _hooks(x)[handle.id])
+            own_state(x).reopens = watch
+        _hooks(x)[watch.id] = watch.hook
+
+
+def unmark_settled(x: DTensor) -> None:
+    """Note that x has no settled gradient any more: take the hook off."""
+    watch = state_of(x).reopens
+    if watch is not None:
+        with Local():
+            _hooks(x).pop(watch.id, None)
+
+
+def is_watched(x: torch.Tensor) -> bool:
+    """Is the hook of `mark_settled` on x?"""
+    watch = state_of(x).reopens
+    if watch is None:
+        return False
+    with Local():
+        return watch.id in _hooks(x)
+
+
+def _restore_partial_gradient(x: DTensor | None) -> None:
+    if x is None:
+        return
+    unmark_settled(x)
+    # As autograd adds to it: into the tensor that is there, which others may hold, or else anew.
+    stays = not (torch.is_grad_enabled() or HERE.capturing)
+    with Local(), torch.no_grad():
+        grad_now = _grad.__get__(x)
+        if isinstance(grad_now, DTensor) and grad_now._spec is not x._spec.gradient:
+            wire, wanted = grad_now._spec.wire, x._spec.gradient
+            moves = plan(grad_now._spec.layout, wanted.layout, wire.mesh, grad_now.element_size())
+            shares = carry_all(moves, grad_now, wire, "grad", "gradient")
+            if stays and shares.shape == grad_now.shape:
+                grad_now.copy_(shares)
+                tagged(grad_now, wanted)
+            else:
+                _grad.__set__(x, tagged(shares.detach(), wanted))
+
+
+# -- pending gradients are reduced -----------------------------------------------------------------
+
+BUCKET_BYTES = 64 << 20
+"""Bytes of gradients that one all-reduce takes, at most; a larger gradient goes by itself."""
+
+_data, _get_grad = _base.data, _base.grad.__get__
+
+
+def _find_owner(grad: torch.Tensor) -> DTensor | None:
+    """The tensor whose `.grad` this object is now, or None."""
+    reference = state_of(grad).gradient_of
+    owner: DTensor | None = None if reference is None else reference()
+    return owner if owner is not None and owner.grad is grad else None
+
+
+def pending_gradients(values: Iterable[Any]) -> list[DTensor]:
+    """The tensors whose gradients are among `values` and are pending, each once, in order."""
+    owners: dict[int, DTensor] = {}
+    for value in values:
+        if isinstance(value, DTensor) and value._spec.is_pending:
+            owner = _find_owner(value)
+            if owner is not None:
+                owners[id(owner)] = owner
+    return list(owners.values())
+
+
+def reduce_pending_gradients(params: Iterable[DTensor]) -> None:
+    """Reduce the pending gradients of `params`; each is then in the layout of `settled_spec`.
+
+    A gradient object that is reduced keeps its identity, not its memory: what else looks at that
+    memory (a view that somebody took before) goes on holding shares, which are right as shares.
+
+    One all-reduce for each set of axes, dtype and `BUCKET_BYTES`, noted with the reason "settle".
+    Gradients that are not pending are left alone. Waits for those that ZeRO is reducing already.
+    """
+    params = list({id(p): p for p in params}.values())
+    rests = [state_of(p).rest for p in params]
+    for owner in dict.fromkeys(rest.owner for rest in rests if rest is not None):
+        owner.finish()
+    groups: dict[Any, list[DTensor]] = {}
+    with Local():
+        stored = [_get_grad(p) for p in params]
+    for p, g in zip(params, stored, strict=True):
+        if g is None or (isinstance(g, DTensor) and not g._spec.is_pending):
+            continue
+        grad: Any = p.grad  # which types it
+        if not grad._spec.is_pending:
+            continue
+        if settled_spec(p) is not p._spec:
+            _reduce_scatter_gradient(p, grad)
+            continue
+        key = (grad._spec.wire, grad._spec.layout.partial, grad.dtype, grad.device)
+        groups.setdefault(key, []).append(p)
+    _agree_on_gradients(params, groups)
+    for (wire, partial, _, _), group in groups.items():
+        for bucket in _split_into_buckets(group):
+            _reduce_bucket(bucket, wire, partial)
+
+
+def _agree_on_gradients(params: list[DTensor], groups: dict[Any, list[DTensor]]) -> None:
+    """Raise on all ranks unless they have gradients of the same parameters, else their buckets
+    would differ. Compared the first time that these parameters have gradients."""
+    wires: dict[Wire, list[DTensor]] = {}
+    for key, group in groups.items():
+        wires.setdefault(key[0], []).extend(group)
+    for wire, group in wires.items():
+        # By places and specs, which are alike on all ranks; what an object's number is, is not.
+        place = {id(p): i for i, p in enumerate(params)}
+        key = ("gradients", len(params), *[(place[id(p)], p._spec) for p in group])
+        if is_agreed(wire, key):
+            continue
+        descriptions = [f"{place[id(p)]}: {list(p._spec.shape)}" for p in group]
+        agree(
+            "gradients",
+            f"of {len(descriptions)} of {len(params)} parameters: {', '.join(descriptions)}",
+            wire,
+            fact="the ranks have them for other parameters",
+            reason="a parameter's gradient is a sum over ranks, each of which must have its share",
+            fixes=(
+                Fix("loss = loss + 0 * p.sum()", "on ranks that do not use a parameter p"),
+                Fix("the same branch on every rank", "where a condition reads this rank's data"),
+            ),
+        )
+        remember_agreed(wire, key)
+
+
+def _reduce_scatter_gradient(p: DTensor, grad: DTensor) -> None:
+    """Reduce-scatter a gradient of which ZeRO leaves each rank a shard."""
+    wanted = settled_spec(p)
+    with torch.no_grad():
+        rest = state_of(p).rest
+        name = (rest and rest.name) or "gradients"
+        shard = moved(grad, grad._spec, wanted, name, "settle")
+    if type(grad) is DTensor:
+        with Local():
+            _data.__set__(grad, shard)
+    else:  # while a step is captured
+        HERE.recorder.exchange(grad, shard)
+    grad._spec = wanted
+    mark_settled(p)
+
+
+def _split_into_buckets(params: list[DTensor]) -> Iterable[list[DTensor]]:
+    if HERE.capturing:  # when each gradient is there, and so which go together, its graph will tell
+        yield from ([p] for p in params)
+        return
+    bucket: list[DTensor] = []
+    size = 0
+    for p in params:
+        # The largest piece, not this rank's: every rank cuts the same buckets.
+        nbytes = p._spec.largest * p.element_size()
+        if bucket and size + nbytes > BUCKET_BYTES:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(p)
+        size += nbytes
+    if bucket:
+        yield bucket
+
+
+def _reduce_bucket(params: list[DTensor], wire: Wire, partial: tuple[tuple[str, str], ...]) -> None:
+    """One all-reduce of a flat buffer, in which the gradients then live."""
+    mesh = wire.mesh
+    pending = {axis for axis, _ in partial}
+    others = tuple(a for a in mesh.names if a not in pending)
+    # The flat buffers of ranks that hold other shards may differ in size where shards are uneven;
+    # the first rank's is the largest, and all are made as long, so that all make one move.
+    longest = sum(p._spec.largest for p in params)
+    copies = math.prod([mesh.size(a) for a in others])
+    before = Layout((longest * copies,), (others,), partial)
+    after = Layout((longest * copies,), (others,))
+    grads: list[Any] = [p.grad for p in params]
+    with Local(), torch.no_grad():
+        rows = [g.reshape(-1) for g in grads]
+        flat = rows[0] if len(rows) == 1 else torch.cat(rows)
+        used = flat.numel()
+        if used < longest:
+            flat = torch.nn.functional.pad(flat, (0, longest - used))
+        for move in plan(before, after, mesh, flat.element_size()).moves:
+            flat = wire.carry(move, flat, op="gradients", reason="settle")
+        pieces = flat[:used].split([g.numel() for g in grads])
+        for g, piece in zip(grads, pieces, strict=True):
+            whole = piece.view(g.shape)
+            if not g.is_contiguous():  # it keeps the order in memory that autograd gave it
+                whole = torch.empty_like(g).copy_(whole)
+            if type(g) is DTensor:
+                _data.__set__(g, whole)
+            else:  # traced: a graph knows a tensor by its object, and sees only what is written
+                g.copy_(whole)
+    for p, g in zip(params, grads, strict=True):
+        g._spec = p._spec
+        mark_settled(p)
+
+
+# -- an autograd.Function of the user's ------------------------------------------------------------
+# Its forward sees DTensors, as any Python does. Its backward must too, but autograd gives it the
+# local pieces of gradients, and of outputs that were saved. So it runs as a subclass of itself,
+# which tags what comes in by duality, and redistributes what goes back to the layouts of the
+# inputs' gradients. One that is meant for the pieces themselves (a kernel of one's own) is called
+# by `local_map`.
+
+_bound_apply = vars(Function)["apply"].__get__  # of Python, or from torch 2.14 on of C
+_saved = BackwardCFunction.saved_tensors.__get__  # type: ignore[attr-defined]
+
+
+def _apply_watched(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+    if HERE.block is not None:
+        HERE.block.refuse(f"it applies the autograd.Function {cls.__name__}")
+    watcher = HERE.watcher
+    if watcher is None:
+        return _apply_to_dtensors(cls, *args, **kwargs)
+    return watcher.run_function(cls, args, kwargs, lambda: _apply_to_dtensors(cls, *args, **kwargs))
+
+
+def _apply_to_dtensors(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+    if _global_view():
+        for a in (*args, *kwargs.values()):
+            if isinstance(a, DTensor):
+                return _bound_apply(None, make_typed_function(cls))(*args, **kwargs)
+    return _bound_apply(None, cls)(*args, **kwargs)
+
+
+@cache
+def make_typed_function(cls: type[Function]) -> type[Function]:
+    """`cls` with a backward that sees DTensors where its forward did."""
+    body: dict[str, Any] = {}
+    if _is_setup_context_defined(cls.setup_context):
+
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            cls.setup_context(ctx, inputs, output)
+            _remember_specs(ctx, inputs, output)
+
+        body["setup_context"] = staticmethod(setup_context)
+    else:
+
+        def forward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+            out = cls.forward(ctx, *args, **kwargs)
+            _remember_specs(ctx, args, out)
+            return out
+
+        body["forward"] = staticmethod(forward)
+    # A Function has its backward under one of two names.
+    name = "backward" if cls.vjp is Function.vjp else "vjp"
+    user_backward: Callable[..., Any] = getattr(cls, name)
+
+    def backward(ctx: Any, *grads: Any) -> Any:
+        out = user_backward(ctx, *map(_type_gradient, grads, ctx._output_specs))
+        outs = out if isinstance(out, (tuple, list)) else (out,)
+        # A backward may return fewer gradients than there were arguments, or None more.
+        specs = (*ctx._input_specs, *[None] * len(outs))
+        return tuple(
+            _lay_out_returned_gradient(g, spec, cls.__name__)
+            for g, spec in zip(outs, specs, strict=False)
+        )
+
+    body[name] = staticmethod(backward)
+    typed = type(cls.__name__, (cls,), body)
+    typed._backward_cls.saved_tensors = property(_get_saved_tensors)  # type: ignore[attr-defined]
+    return typed
+
+
+def _remember_specs(ctx: Any, inputs: Any, output: Any) -> None:
+    outputs = output if isinstance(output, (tuple, list)) else (output,)
+    ctx._input_specs, ctx._output_specs = _specs_of_values(inputs), _specs_of_values(outputs)
+    ctx._saved_specs = _specs_of_values(ctx.to_save or ())
+
+
+def _specs_of_values(values: Any) -> tuple[Spec | None, ...]:
+    return tuple(v._spec if isinstance(v, DTensor) else None for v in values)
+
+
+def _type_gradient(grad: torch.Tensor | None, spec: Spec | None) -> torch.Tensor | None:
+    if grad is None or spec is None:
+        return grad
+    return tagged(grad.view_as(grad), spec.gradient)
+
+
+def _get_saved_tensors(ctx: Any) -> tuple[Any, ...]:
+    """`ctx.saved_tensors` with DTensors: autograd gives a saved input back as it was, and a saved
+    output as a plain piece."""
+    return tuple(
+        t if t is None or spec is None or isinstance(t, DTensor) else tagged(t.view_as(t), spec)
+        for t, spec in zip(_saved(ctx), ctx._saved_specs, strict=True)
+    )
+
+
+def _lay_out_returned_gradient(grad: Any, spec: Spec | None, name: str) -> Any:
+    """The local gradient of an input of `spec`, of the gradient that the user's backward
+    returned."""
+    if not isinstance(grad, torch.Tensor):
+        return grad
+    if spec is None:
+        if isinstance(grad, DTensor):
+            raise LayoutError(
+                f"{name}.backward returned a DTensor as the gradient of a plain tensor",
+                operands=(f"gradient  {grad._spec.layout.brief()}",),
+                fixes=(Fix("return g.full_tensor()"),),
+            )
+        return grad
+    if isinstance(grad, DTensor):
+        before = grad._spec
+    else:
+        if grad.shape != spec.shape:
+            raise LayoutError(
+                f"{name}.backward returned a plain tensor as the gradient of a DTensor",
+                place=user_line(),
+                operands=(
+                    f"gradient  plain {tuple(grad.shape)}",
+                    f"input     {spec.layout.brief()} on {spec.wire.mesh}",
+                ),
+                reason="a plain tensor is taken as one whole value, and this is not its shape",
+                fixes=(
+                    Fix("pt.DTensor.from_local(g, mesh, placements)", "if it is a piece"),
+                    Fix(f"pt.local_map({name}.apply, ...)", "to work on pieces altogether"),
+                ),
+            )
+        admit(grad.detach(), spec.wire, f"{name}.backward")
+        before = spec_of(Layout(tuple(grad.shape)), spec.wire)
+    grad = moved(grad, before, spec.gradient, name, "gradient")
+    return spec.wire.fill_padding(grad, spec.gradient.layout, 0)
+
+
+# A Function is applied by a class method of its base; torch asks no override about it. Dynamo knows
+# it by its name, and enters none of it.
+_apply_watched.__name__ = "apply"
+Function.apply = classmethod(_apply_watched)  # type: ignore[assignment]

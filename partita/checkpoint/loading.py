@@ -33,7 +33,7 @@ from .mismatches import (
 from .state import OpenedState, open_state
 
 if TYPE_CHECKING:
-    from partita.comm.dcp_reading import Metadata
+    from partita.comm.dcp_format import Metadata
 
 __all__ = ["load"]
 
@@ -114,7 +114,7 @@ class _LoadJob:
         return None
 
     def _open_folder(self, folder: Path) -> None:
-        from partita.comm.dcp_reading import Reader
+        from partita.comm.dcp_format import Reader
 
         path = folder / ".metadata"
         content, self._checksums = path.read_bytes(), Checksums.read(folder)
@@ -136,7 +136,7 @@ class _LoadJob:
         """Raise ValueError where a chunk is missing or damaged. Reads the values, but does not put
         them into the state yet.
         """
-        from partita.comm.dcp_reading import LoadPieces
+        from partita.comm.dcp_format import LoadPieces
 
         pieces, values, self._emptied = _find_destinations(self._inside, self._reader.metadata)
         planner = self._planner = LoadPieces(pieces, values, self._reader, self._weights_only)
@@ -176,7 +176,7 @@ def _find_destinations(
 
 
 def _describe_stored(stored: Any) -> str:
-    from partita.comm.dcp_reading import TensorStorageMetadata
+    from partita.comm.dcp_format import TensorStorageMetadata
 
     if isinstance(stored, TensorStorageMetadata):
         return describe_tensor(stored.size, stored.properties.dtype)

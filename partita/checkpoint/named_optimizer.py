@@ -22,7 +22,7 @@ from partita.tensor.spec import spec_of
 from partita.tensor.uneven_pieces import empty_with_room
 
 if TYPE_CHECKING:
-    from partita.comm.dcp_reading import Metadata
+    from partita.comm.dcp_format import Metadata
 
 __all__ = ["name_parameters", "open_optimizer", "strip_wrapper_names"]
 

@@ -21,8 +21,7 @@ import torch
 from torch import nn
 
 from partita.comm import ControlPlane, Piece, control_plane, user_line
-from partita.comm.device import HOST
-from partita.comm.tensor_bytes import view_bytes
+from partita.comm.device import HOST, view_bytes
 from partita.tensor.dtensor import piece_held
 
 from .checksums import compute_crcs

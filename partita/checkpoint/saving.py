@@ -103,7 +103,7 @@ class _SaveJob:
     # -- on every rank ---------------------------------------------------------------------------
 
     def _offer_items(self) -> Any:
-        from partita.comm.dcp_writing import SavePieces, plan_to_rows
+        from partita.comm.dcp_format import SavePieces, plan_to_rows
 
         if isinstance(self._brought, Exception):
             return self._brought
@@ -114,7 +114,7 @@ class _SaveJob:
         return plan_to_rows(self._plan), staged.paths, self._home
 
     def _write_items(self, kept: list[int], folder: Path) -> Any:
-        from partita.comm.dcp_writing import Writer, results_to_rows
+        from partita.comm.dcp_format import Writer, results_to_rows
 
         assert isinstance(self._brought, StagedState)
         try:
@@ -136,7 +136,7 @@ class _SaveJob:
 
     def _divide_items(self, brought: list[tuple[Any, Any, Path]]) -> list[tuple[list[int], Path]]:
         """For each rank, the indices of the items that it is to write, and the folder."""
-        from partita.comm.dcp_writing import plan_from_rows
+        from partita.comm.dcp_format import plan_from_rows
 
         homes = sorted({str(home) for _, _, home in brought})
         if len(homes) > 1:
@@ -151,7 +151,7 @@ class _SaveJob:
         ]
 
     def _publish_checkpoint(self, written: list[tuple[Any, dict[str, str]]]) -> list[None]:
-        from partita.comm.dcp_writing import Writer, results_from_rows
+        from partita.comm.dcp_format import Writer, results_from_rows
 
         _compare_fingerprints([found for _, found in written])
         assert self._new is not None

@@ -19,8 +19,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.comm import Piece
-from partita.comm.device import HOST, Device, finish_copies
-from partita.comm.tensor_bytes import view_bytes
+from partita.comm.device import HOST, Device, finish_copies, view_bytes
 from partita.layout import Replicate
 from partita.tensor import DTensor
 from partita.tensor.dtensor import checksum, holders, piece_held

@@ -18,7 +18,7 @@ from partita.tensor import DTensor
 from .named_optimizer import name_parameters, open_optimizer, strip_wrapper_names
 
 if TYPE_CHECKING:
-    from partita.comm.dcp_reading import Metadata
+    from partita.comm.dcp_format import Metadata
 
 __all__ = ["Leaf", "OpenedState", "Path", "open_module", "open_state"]
 

@@ -2,28 +2,29 @@
 
 In reading order:
 
-- a move: `collective_request` (why a collective runs), `transport` (the collectives of one rank),
-  `wire` (`carry`: a move on a transport), `move_steps` (each kind of move as a function) with
-  `cuts`, `sides` and `splits` (which elements go where), `pending_work` (moves under way)
-- transports: `groups` (process groups) with `backends/`, `ranks` and `world` (ranks that are
-  threads of one process), `dry` (no peers), `trace` (nodes of a captured graph) with
-  `padded_moves` and `graph_collectives`
-- the record: `ledger`, `source` (the user's line), `checks` (`strict`, `check_ranks`)
-- what ranks compare: `agreement` (text on a mesh) over `control_group`; `control_plane` (values,
-  on all ranks of the job) with `messages` and `tensor_bytes`; `capture_barrier`
-- ranks that wait or are gone: `waiting`, `deadlock`, `presence`
-- how a job begins: `init_rendezvous`, `meshes`, `mesh_handle`
-- devices: `device`, `autocast_state`
-- torch's own: `dcp_reading`, `dcp_writing` and `checkpoint_piece` (checkpoints), `torch_dtensors`,
-  `torch_state_dicts`, `torch_collectives`, `after_import`
+- a move: `collective` (what is asked for, what is under way), `transport` (the collectives of one
+  rank, of any dtype), `cuts` (which elements go where), `move_steps` (each kind of move as a
+  function), `wire` (`carry`: a move on a transport; mesh handles)
+- the record: `ledger` (moves, `strict`, `check_ranks`), `source` (the user's line)
+- transports: `groups` (process groups, and what their ranks compare over) with `backends/`,
+  `ranks` (ranks that are threads of one process), `dry` (no peers), `trace` (nodes of a captured
+  graph, between padded pieces)
+- what ranks agree on: `agreement` (texts on a mesh; values on all ranks of the job), `messages`
+- ranks that wait or are gone: `waiting`
+- how a job begins: `meshes`; where it computes: `device`
+- torch's own: `torch_distributed` (its DTensors, and its functions that meet ours), `dcp_format`
+  (checkpoints)
 """
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from .after_import import after_import
 from .agreement import (
+    BackgroundResult,
+    ControlPlane,
+    Decide,
     agree,
     agree_first,
+    control_plane,
     digest_of_text,
     gather_texts,
     is_agreed,
@@ -31,29 +32,28 @@ from .agreement import (
     make_disagreement_error,
     remember_agreed,
 )
-from .autocast_state import (
+from .collective import PendingWork, Request
+from .device import (
     AutocastState,
     enabled_autocast_dtypes,
     read_autocast_state,
     switch_off,
     use_autocast_state,
 )
-from .capture_barrier import explain_failed_collective, wait_for_all_ranks
-from .checkpoint_piece import Piece, Region
-from .checks import ON_CHECK, check_ranks, strict
-from .collective_request import Request
-from .control_plane import BackgroundResult, ControlPlane, Decide, control_plane
 from .dry import DryWire, dry_mesh
-from .groups import GroupWire
-from .init_rendezvous import LOOPBACK, MEETING, join
-from .ledger import Ledger, Record, ledger, recomputing
-from .mesh_handle import MeshHandle
-from .meshes import describe_saved_mesh, find_saved_wire, init_device_mesh, wire_of
+from .groups import GroupWire, explain_failed_collective, wait_for_all_ranks
+from .ledger import ON_CHECK, Ledger, Record, check_ranks, ledger, recomputing, strict
+from .meshes import (
+    LOOPBACK,
+    MEETING,
+    describe_saved_mesh,
+    find_saved_wire,
+    init_device_mesh,
+    join,
+    wire_of,
+)
 from .messages import message, pack, unpack
 from .move_steps import identity_of_reduction
-from .padded_moves import Uneven, is_uneven, uneven
-from .pending_work import PendingWork
-from .presence import RankGoneError, find_ended, is_lost
 from .ranks import World, ranks
 from .source import (
     call_site,
@@ -62,17 +62,20 @@ from .source import (
     user_line,
     user_line_of_error,
 )
-from .torch_collectives import inspect_collectives
-from .torch_dtensors import (
+from .torch_distributed import (
+    Piece,
+    Region,
+    after_import,
+    inspect_collectives,
     local_of_torch_dtensor,
     make_torch_dtensor,
+    patch_state_dicts,
     read_torch_dtensor,
     torch_mesh,
 )
-from .torch_state_dicts import patch_state_dicts
-from .trace import TraceWire, active_wire, substitute_wires
-from .waiting import begin_graph, end_graph
-from .wire import Wire
+from .trace import TraceWire, Uneven, active_wire, is_uneven, substitute_wires, uneven
+from .waiting import RankGoneError, begin_graph, end_graph, find_ended, is_lost
+from .wire import MeshHandle, Wire
 
 __all__ = [
     "LOOPBACK",

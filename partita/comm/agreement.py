@@ -1,27 +1,48 @@
-"""Agreement of ranks: text that must be equal on all ranks of a mesh is compared, and where it is
-not each rank raises one error that names two of them.
+"""Agreement of ranks: a text that must be equal on all ranks of a mesh, and a decision of all ranks
+of the job on something that is no tensor of the program.
 
     agree("from_local", "f32[8, 16] Shard(0)", wire)
+    paths = control_plane().decide(mine, lambda brought: [brought[0]] * len(brought))
 
-A digest of the text is exchanged first, and the text itself only where digests differ. What a
-program passes is compared the first time that a line of it does so (`agree_first`), and each time
-under `check_ranks()`: in the steady state nothing is sent.
+`agree` exchanges a digest, and the text only where digests differ; each rank then raises one error
+that names two of them. What a program passes is compared the first time that a line of it does so
+(`agree_first`), and each time under `check_ranks()`: in the steady state nothing is sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import copy
+import os
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from partita.layout import Fix, LayoutError
 
-from .messages import hash_text
+from .backends.control import world_group
+from .device import copy_bytes
+from .messages import hash_text, message, pack, unpack
+from .ranks import RankWire, running_wire
 from .source import call_site, user_line
 from .trace import TraceWire
+from .waiting import make_lost_rank_error
 from .wire import Wire
 
 __all__ = [
+    "BackgroundResult",
+    "ControlPlane",
+    "Decide",
     "agree",
     "agree_first",
+    "control_plane",
     "digest_of_text",
     "gather_texts",
     "is_agreed",
@@ -124,3 +145,301 @@ def make_disagreement_error(
 def digest_of_text(text: str) -> int:
     """63 bits that are the same in every process."""
     return int.from_bytes(hash_text(text)[:8], "big") >> 1
+
+
+# -- the control plane -----------------------------------------------------------------------------
+
+Answer = Callable[[list[Any]], Sequence[Any]]
+Decide = Callable[[Any, Answer], Any]
+PATIENCE = 1800.0  # seconds that a rank's thread waits for those of other ranks of one process
+
+
+class BackgroundResult(Future[Any]):
+    """The result of work in a background thread: `result()`, `done()`, `exception()`.
+
+    An error that nobody asks for is warned of when the object is dropped.
+    """
+
+    _asked = False
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Wait for the work, at most `timeout` seconds; return its result or raise its error."""
+        self._asked = True
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait for the work, at most `timeout` seconds, and return its error or None."""
+        self._asked = True
+        return super().exception(timeout)
+
+    def __del__(self) -> None:
+        if self.done() and not self._asked and (error := super().exception()) is not None:
+            warnings.warn(f"{type(error).__name__}: {error}", RuntimeWarning, stacklevel=2)
+
+
+class ControlPlane:
+    """All ranks of the job, as one of them sees it.
+
+    Attributes:
+        rank: this rank's number.
+        size: how many ranks there are.
+    """
+
+    rank = 0
+    size = 1
+
+    def __init__(self) -> None:
+        self._background: BackgroundResult | None = None
+        self._worker: tuple[int, ThreadPoolExecutor] | None = None  # (process, its thread)
+
+    def decide(self, mine: Any, answer: Answer) -> Any:
+        """Return rank 0's answer to what all ranks bring. Every rank calls this.
+
+        Args:
+            mine: what this rank brings, or an exception where it has failed.
+            answer: called on rank 0 with every rank's `mine`, in rank order; returns what each
+                rank gets, in rank order.
+
+        Raises:
+            Exception: what `answer` raised, or what the first failed rank brought; on every rank.
+        """
+        self.wait()
+        return _unwrap_outcome(self._decide(mine, answer))
+
+    def run_in_background(self, run: Callable[[Decide], Any]) -> BackgroundResult:
+        """Start `run(decide)` in another thread of every rank, after the last one has ended.
+
+        Every rank calls this. Within `run`, only the given `decide` reaches the other ranks.
+        One thread serves all calls: starting a new one would wait until it runs.
+        """
+        self.wait()
+        decide = self._background_decide()
+        self._background = outcome = BackgroundResult()
+        if self._worker is None or self._worker[0] != os.getpid():
+            name = f"partita, beside rank {self.rank}"
+            self._worker = os.getpid(), ThreadPoolExecutor(1, name)
+        self._worker[1].submit(
+            _run_into_future,
+            run,
+            lambda mine, answer: _unwrap_outcome(decide(mine, answer)),
+            [outcome],
+        )
+        self._wait_until_all_started()
+        return outcome
+
+    def wait(self) -> None:
+        """Wait until what was started in the background has ended on this rank."""
+        if self._background is not None:
+            wait([self._background])
+            self._background = None
+
+    # -- what subclasses override ------------------------------------------------------------------
+
+    def _decide(self, mine: Any, answer: Answer) -> Any:
+        return _compute_outcomes([mine], answer)[0]
+
+    def _background_decide(self) -> Decide:
+        return self._decide
+
+    def _wait_until_all_started(self) -> None:
+        """From now on a rank may block until its thread ends, though in-process ranks take
+        turns."""
+
+
+def _run_into_future(
+    run: Callable[[Decide], Any], decide: Decide, outcomes: list[BackgroundResult]
+) -> None:
+    # An error's traceback holds this frame and its callers', none of which may hold the error.
+    outcome: BackgroundResult | None = outcomes.pop()
+    assert outcome is not None
+    try:
+        with torch.no_grad():
+            result = run(decide)
+    except BaseException as error:
+        outcome.set_exception(error)
+        outcome = None
+    else:
+        outcome.set_result(result)
+
+
+class _OfGroups(ControlPlane):
+    """The ranks of the default process group, over a group of their own.
+
+    Of its own, so that a thread may use it while the program's collectives run.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        # Weak, since torch owns its groups: one kept alive would hold its threads until the end.
+        self._world = weakref.ref(dist.group.WORLD)
+        self._group = weakref.ref(world_group())
+
+    @property
+    def is_current(self) -> bool:
+        """Are the process groups still those for which this was made?"""
+        return self._world() is dist.group.WORLD
+
+    def _decide(self, mine: Any, answer: Answer) -> Any:
+        group = self._group()
+        if group is None:
+            raise RuntimeError("the process groups were destroyed before all ranks had agreed")
+        try:
+            brought = self._gather_bytes_to_first(group, _pack_or_error(mine))
+            answers = None
+            if brought is not None:
+                answers = _all_packed(_compute_outcomes(list(map(unpack, brought)), answer))
+            got = unpack(self._scatter_bytes_from_first(group, answers))
+        except RuntimeError as error:  # of the group: `answer`'s own are outcomes
+            if (
+                gone := make_lost_rank_error(error, "agrees with all ranks", range(self.size))
+            ) is None:
+                raise
+            raise gone from error
+        if isinstance(got, _Failed) and got.rank == self.rank:
+            mine.__notes__ = got.error.__notes__
+            got.error = mine  # of its own class, and with its traceback
+        return got
+
+    # Payloads differ in length, so lengths are sent first. Not `gather_object`: it would unpickle
+    # whatever comes.
+
+    def _gather_bytes_to_first(self, group: Any, mine: bytes) -> list[bytes] | None:
+        """Every rank's bytes on rank 0; None on the others."""
+        sizes = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([len(mine)]), group=group)
+        longest = max(map(int, sizes))
+        rows = None
+        if self.rank == 0:
+            rows = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
+        dist.gather(_bytes_tensor(mine, longest), rows, dst=0, group=group)
+        if rows is None:
+            return None
+        return [copy_bytes(r[: int(n)]) for r, n in zip(rows, sizes, strict=True)]
+
+    def _scatter_bytes_from_first(self, group: Any, all_of_them: list[bytes] | None) -> bytes:
+        """The bytes that rank 0 has for this rank."""
+        size, rows = torch.empty(2, dtype=torch.int64), None  # (own length, the longest)
+        if all_of_them is not None:
+            lengths = list(map(len, all_of_them))
+            rows = [torch.tensor([n, max(lengths)]) for n in lengths]
+        dist.scatter(size, rows, src=0, group=group)
+        mine, longest = size.tolist()
+        if all_of_them is not None:
+            rows = [_bytes_tensor(one, longest) for one in all_of_them]
+        row = torch.empty(longest, dtype=torch.uint8)
+        dist.scatter(row, rows, src=0, group=group)
+        return copy_bytes(row[:mine])
+
+
+def _pack_or_error(mine: Any) -> bytes:
+    try:
+        return pack(mine)
+    except TypeError as error:
+        return pack(error)  # which all ranks raise
+
+
+def _all_packed(answers: Sequence[Any]) -> list[bytes]:
+    try:
+        return list(map(pack, answers))
+    except TypeError as error:
+        return [pack(_Failed(error))] * len(answers)
+
+
+def _bytes_tensor(data: bytes, length: int) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data.ljust(length, b"\0")), dtype=torch.uint8)
+
+
+class _OfOneProcess(ControlPlane):
+    """The ranks of a running `pt.ranks` world."""
+
+    def __init__(self, wire: RankWire):
+        super().__init__()
+        self._wire, self.rank, self.size = wire, wire.rank, wire.mesh.size()
+
+    def _decide(self, mine: Any, answer: Answer) -> Any:
+        return self._wire.together(mine, lambda brought: _compute_outcomes(brought, answer))
+
+    def _background_decide(self) -> Decide:
+        board: _Board = self.decide(None, lambda brought: [_Board(self.size)] * self.size)
+        return lambda mine, answer: board.decide(self.rank, mine, answer)
+
+    def _wait_until_all_started(self) -> None:
+        self._decide(None, lambda brought: brought)
+
+
+class _Board:
+    """Where the background threads of in-process ranks meet."""
+
+    def __init__(self, size: int):
+        self._brought: list[Any] = [None] * size
+        self._outcomes: Sequence[Any] = ()
+        self._answer: Answer | None = None
+        self._meeting = threading.Barrier(size, self._answer_meeting, PATIENCE)
+
+    def decide(self, rank: int, mine: Any, answer: Answer) -> Any:
+        self._brought[rank] = mine
+        if rank == 0:
+            self._answer = answer
+        self._meeting.wait()
+        return self._outcomes[rank]
+
+    def _answer_meeting(self) -> None:
+        assert self._answer is not None
+        self._outcomes = _compute_outcomes(self._brought, self._answer)
+
+
+# -- outcomes --------------------------------------------------------------------------------------
+
+
+@message
+@dataclass(eq=False)
+class _Failed:
+    """An error on its way to all ranks, which `rank` raised; None: the answer raised it."""
+
+    error: BaseException
+    rank: int | None = None
+
+
+def _compute_outcomes(brought: list[Any], answer: Answer) -> Sequence[Any]:
+    for rank, one in enumerate(brought):
+        if isinstance(one, BaseException):
+            if len(brought) > 1:
+                one.add_note(f"on rank {rank} of {len(brought)}")
+            return [_Failed(one, rank)] * len(brought)
+    try:
+        return answer(brought)
+    except Exception as error:
+        return [_Failed(error)] * len(brought)
+
+
+def _unwrap_outcome(outcome: Any) -> Any:
+    if isinstance(outcome, _Failed):
+        error, line = outcome.error, outcome.error.__traceback__
+        with contextlib.suppress(Exception):  # some errors cannot be copied
+            error = copy.copy(error)  # each rank adds its own lines to the traceback
+        raise error.with_traceback(line) from None
+    return outcome
+
+
+# -- the control plane of this code ----------------------------------------------------------------
+
+_alone = ControlPlane()
+_of_groups: _OfGroups | None = None
+
+
+def control_plane() -> ControlPlane:
+    """The control plane of the job that this code runs in. At first all ranks must call it."""
+    global _of_groups
+    wire = running_wire()
+    if wire is not None:
+        found: ControlPlane = wire.__dict__.setdefault("control_plane", None) or _OfOneProcess(wire)
+        wire.__dict__["control_plane"] = found
+        return found
+    if not (dist.is_available() and dist.is_initialized()):
+        return _alone
+    if dist.get_backend() == "fake":
+        raise LayoutError("the ranks of the fake backend cannot agree: there is only this one")
+    if _of_groups is None or not _of_groups.is_current:
+        _of_groups = _OfGroups()
+    return _of_groups

@@ -1,4 +1,5 @@
-"""The device of tensors: where ranks compute, and whatever depends on its kind.
+"""The device of tensors: where ranks compute, and whatever depends on its kind, the state of
+autocast and the bytes of host memory with it.
 
 No other file asks which kind a device is. Each property below is one difference that was met, and
 says what it is; a device that is none of those known answers as an accelerator does.
@@ -6,10 +7,11 @@ says what it is; a device that is none of those known answers as an accelerator 
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
@@ -21,14 +23,17 @@ from torch.profiler import ProfilerActivity
 __all__ = [
     "DEVICES",
     "HOST",
+    "AutocastState",
     "Device",
     "KernelRecording",
     "accelerator_indices",
     "accelerator_names",
     "activities_to_profile",
     "choose_device",
+    "copy_bytes",
     "default_generator",
     "describe_hardware",
+    "enabled_autocast_dtypes",
     "explain_no_gpu",
     "finish_copies",
     "generators_in_use",
@@ -36,7 +41,11 @@ __all__ = [
     "is_seen_by_processes",
     "keys_of_kernels",
     "kinds_that_cast",
+    "read_autocast_state",
     "state_of_host_profiler",
+    "switch_off",
+    "use_autocast_state",
+    "view_bytes",
 ]
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -304,3 +313,62 @@ def describe_hardware(device: torch.device) -> str:
         return ""
     found = torch.cuda.get_device_properties(device)
     return f"{device} {torch.version.cuda} {found.name} {found.major}.{found.minor}"
+
+
+# -- autocast --------------------------------------------------------------------------------------
+
+AutocastState = tuple[tuple[str, bool, torch.dtype], ...]
+"""For each kind of device: (its type, is autocast on, the dtype that it casts to)."""
+
+
+def read_autocast_state() -> AutocastState:
+    """The state of autocast in this thread."""
+    return tuple(
+        (k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds_that_cast()
+    )
+
+
+def enabled_autocast_dtypes(state: AutocastState) -> tuple[torch.dtype, ...]:
+    """The dtypes of the devices for which autocast is on."""
+    return tuple(dtype for _, enabled, dtype in state if enabled)
+
+
+def switch_off(state: AutocastState) -> AutocastState:
+    """The state in which autocast is on for no device."""
+    return tuple((kind, False, dtype) for kind, _, dtype in state)
+
+
+@contextmanager
+def use_autocast_state(state: AutocastState, *, cache: bool | None = None) -> Iterator[None]:
+    """Within, autocast is in `state`; afterwards as it was before.
+
+    Args:
+        cache: does autocast keep what it has cast? None: as outside.
+    """
+    cache_was_on = torch.is_autocast_cache_enabled()
+    with ExitStack() as stack:
+        stack.callback(torch.set_autocast_cache_enabled, cache_was_on)
+        torch.set_autocast_cache_enabled(cache_was_on if cache is None else cache)
+        for kind, enabled, dtype in state:
+            if enabled or torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+        yield
+
+
+# -- bytes of host memory --------------------------------------------------------------------------
+
+
+def view_bytes(x: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU."""
+    if x.nbytes == 0:
+        return memoryview(b"")
+    x = x.resolve_conj().resolve_neg()
+    memory = (ctypes.c_char * x.nbytes).from_address(x.data_ptr())
+    memory.owner = x  # type: ignore[attr-defined]  # the view keeps the array alive, and that the tensor
+    return memoryview(memory).cast("B")
+
+
+def copy_bytes(x: torch.Tensor) -> bytes:
+    """What a contiguous tensor on the CPU holds."""
+    x = x.resolve_conj().resolve_neg()
+    return ctypes.string_at(x.data_ptr(), x.nbytes) if x.nbytes else b""

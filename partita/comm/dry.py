@@ -11,15 +11,13 @@ import torch
 from partita.layout import Coordinate, Fix, LayoutError, Mesh
 from partita.redistribute.cost import BANDWIDTH, LATENCY
 
-from .collective_request import Request
+from .collective import Request, Splits
 from .cuts import unravel
 from .device import HOST
 from .ledger import Scope, scope
-from .mesh_handle import MeshHandle
 from .source import user_line
-from .splits import Splits
 from .transport import Axes
-from .wire import Wire
+from .wire import MeshHandle, Wire
 
 __all__ = ["DryWire", "dry_mesh"]
 

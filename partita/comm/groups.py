@@ -1,13 +1,22 @@
-"""The wire over process groups: which group serves which axes, and what ranks compare.
+"""Process groups: the wire over them, and how its ranks meet apart from the groups that carry
+tensors.
 
-How a kind of process group does a collective is told by its `Backend` (`backends`).
+How a kind of process group does a collective is told by its `Backend` (`backends`). What ranks
+compare and read goes over the mesh's `ControlGroup`, a process group of its own: each message
+begins with a digest of its reason, so it cannot be taken for one of another kind, nor for a tensor.
+Where some ranks may be in collectives that others know nothing of, ranks wait for one another by
+keys in the job's store (`wait_for_all_ranks`), which no collective of another kind can answer.
 """
 
 from __future__ import annotations
 
+import contextlib
 import struct
-from collections.abc import Iterator
+import time
+import warnings
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -16,21 +25,36 @@ from torch.distributed.device_mesh import DeviceMesh
 from partita.layout import Coordinate, Fix, LayoutError, Mesh
 
 from .backends.choose import backend_of
-from .capture_barrier import wait_for_all_ranks
-from .collective_request import Request
-from .control_group import ControlGroup
-from .device import HOST, Device
-from .pending_work import PendingWork, sum_in_rank_order
+from .backends.control import rendezvous_group
+from .collective import PendingWork, Request, Splits, sum_in_rank_order
+from .device import HOST, Device, copy_bytes
+from .messages import hash_text
 from .source import place_of_user, user_line
-from .splits import Splits
-from .tensor_bytes import copy_bytes
 from .transport import Axes
-from .waiting import timeout_of_job
+from .waiting import (
+    BEGUN,
+    TIME_SLICE,
+    Need,
+    describe_process,
+    find_ended,
+    format_ranks,
+    make_lost_rank_error,
+    make_rank_gone_error,
+    remember_processes,
+    timeout_of_job,
+    verdict_of_others,
+    wait_longer,
+)
 from .wire import Wire
 
-__all__ = ["GroupWire"]
+__all__ = [
+    "ControlGroup",
+    "GroupWire",
+    "explain_failed_collective",
+    "wait_for_all_ranks",
+]
 
-_SMALL = 1 << 13
+_SMALL_READ = 1 << 13
 """Bytes up to which a value that the program reads is sent over the control group."""
 _COMMON = frozenset(
     (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -227,7 +251,7 @@ class GroupWire(Wire):
         here."""
         assert self._reading_op is not None
         mine = b""
-        if x.nbytes <= _SMALL:
+        if x.nbytes <= _SMALL_READ:
             mine = copy_bytes(x.detach().to(HOST).contiguous())
         told = self.meet_readers(self._reading_op, mine)
         if not mine:
@@ -248,3 +272,182 @@ class GroupWire(Wire):
     def check(self, text: str) -> None:
         if self.scope.check is not None and self.mesh.size() > 1:
             self.scope.check.compare(self, text)
+
+
+# -- the control group -----------------------------------------------------------------------------
+
+_MESSAGE_HEAD = struct.Struct("<8sq")
+"""The digest of the reason, and the length of the payload in bytes."""
+_PAYLOAD_INLINE = 112
+"""Bytes of the payload that fit in the first message; a longer payload takes a second one."""
+_MESSAGE_BYTES = _MESSAGE_HEAD.size + _PAYLOAD_INLINE
+
+
+class ControlGroup:
+    """One rank's end of the control group of a mesh of more than one rank.
+
+    All ranks make it together: in `init_device_mesh`, or at their first exchange.
+    """
+
+    def __init__(self, name: str, ranks: Sequence[int]):
+        """Args:
+        name: equal on all ranks of the mesh, and of no other mesh.
+        ranks: of the mesh, in mesh order, by their numbers in the job.
+        """
+        self._name, self._ranks = f"partita/control/{name}", list(ranks)
+        why = "makes the control group of a mesh"
+        try:
+            self._group = rendezvous_group(self._name, self._ranks, timeout_of_job())
+        except RuntimeError as error:
+            if (gone := make_lost_rank_error(error, _append_user_line(why), self._ranks)) is None:
+                raise
+            raise gone from error
+        BEGUN[self._name] = 0
+        # A rank that ended now would close connections that slower ranks have yet to accept.
+        remember_processes(self._ranks, self.exchange(why, describe_process()))
+
+    def exchange(
+        self, why: str, mine: bytes, deadline: float | None = None, place: str = ""
+    ) -> list[bytes]:
+        """Every rank's payload `mine`, in mesh order, if all ranks come for the same reason.
+
+        Args:
+            why: the reason, which must be equal on all ranks: "compares from_local".
+            deadline: seconds to wait for ranks of which nothing is known; by default the timeout of
+                `init_process_group`.
+            place: the line at which all must be, where that matters.
+
+        Raises:
+            LayoutError: on all ranks, naming two with different reasons, or the ranks that do not
+                come.
+        """
+        head = _MESSAGE_HEAD.pack(hash_text(why + place, 8), len(mine))
+        rows = self._gather((head + mine).ljust(_MESSAGE_BYTES)[:_MESSAGE_BYTES], why, deadline)
+        heads = [_MESSAGE_HEAD.unpack_from(row) for row in rows]
+        if any(digest != heads[0][0] for digest, _ in heads):
+            raise self._make_divergence_error(why, deadline)
+        longest = max(length for _, length in heads)
+        if longest <= _PAYLOAD_INLINE:
+            return [
+                row[_MESSAGE_HEAD.size : _MESSAGE_HEAD.size + n]
+                for row, (_, n) in zip(rows, heads, strict=True)
+            ]
+        rows = self._gather(mine.ljust(longest), why, deadline)
+        return [row[:n] for row, (_, n) in zip(rows, heads, strict=True)]
+
+    def _gather(self, mine: bytes, why: str, deadline: float | None) -> list[bytes]:
+        x = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        out = x.new_empty((len(self._ranks), len(mine)))
+        work = self._group._allgather_base(out.view(-1), x)
+        BEGUN[self._name] += 1
+        try:
+            work.wait(TIME_SLICE)
+        except RuntimeError as error:
+            count = self._name, BEGUN[self._name]
+            need = Need(_append_user_line(why), self._ranks, meets=True, count=count)
+            wait_longer(work, need, error, deadline)
+        return [copy_bytes(row) for row in out.unbind()]
+
+    def _make_divergence_error(self, why: str, deadline: float | None) -> LayoutError:
+        """The error where ranks come for different reasons; all ranks make this call."""
+        mine = _append_user_line(why).encode()
+        lengths = self._gather(struct.pack("<q", len(mine)), why, deadline)
+        longest = max(struct.unpack("<q", n)[0] for n in lengths)
+        rows = self._gather(mine.ljust(longest), why, deadline)
+        texts = [row.decode(errors="replace").rstrip() for row in rows]
+        other = next(i for i, text in enumerate(texts) if text != texts[0])
+        return LayoutError(
+            "ranks ask for different things",
+            place=user_line(),
+            operands=(f"rank 0     {texts[0]}", f"rank {other:<5} {texts[other]}"),
+            reason="every rank of a mesh must make the same moves, and read the same values, in "
+            "the same order",
+            fixes=(
+                Fix("value = x.item()", "on every rank, and then `if rank == 0: print(value)`"),
+            ),
+        )
+
+
+def _append_user_line(why: str) -> str:
+    """The reason with the user's line: "compares from_local, at train.py:10"."""
+    return f"{why}, at {user_line() or 'no line'}"
+
+
+# -- the capture barrier ---------------------------------------------------------------------------
+
+PATIENCE = 20.0
+"""Seconds after which a rank that waits warns."""
+_LOOK = 0.002, 0.1  # seconds between two looks into the store: at first, and at most
+_calls_of_barrier: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+_FIX_OF_PARTED_RANKS = Fix(
+    "the same shapes, layouts, modes and Python values on every rank",
+    "in each call; pt.check_ranks() finds at once which differ",
+)
+
+
+def wait_for_all_ranks(wire: Wire, why: str) -> None:
+    """Return when all ranks of the mesh have made this call as often as this rank.
+
+    Args:
+        why: what this rank comes for, for the others to read.
+
+    Raises:
+        LayoutError: some did not come for as long as the job waits for a rank (the timeout of
+            `init_process_group`). After `PATIENCE` seconds a warning names them.
+        RankGoneError: one has ended.
+    """
+    group = wire.group_of_all()
+    if group is None:
+        return
+    me, store = dist.get_rank(), group.get_group_store()
+    number = _calls_of_barrier[group] = _calls_of_barrier.get(group, 0) + 1
+    store.set(_barrier_key(number, me), why)
+    begun, warned, nap = time.monotonic(), False, _LOOK[0]
+    away = [r for r in dist.get_process_group_ranks(group) if r != me]
+    while away := [r for r in away if not store.check([_barrier_key(number, r)])]:
+        waited = time.monotonic() - begun
+        if waited > store.timeout.total_seconds():
+            raise LayoutError(
+                f"rank {me} waited {waited:.0f} s for {format_ranks(away)}",
+                place=user_line(),
+                operands=(f"rank {me}  {why}",),
+                reason="the others go on without it, or have ended",
+                fixes=(_FIX_OF_PARTED_RANKS,),
+            )
+        if nap == _LOOK[1] and (ended := find_ended(away)):
+            raise make_rank_gone_error(ended, why)
+        if waited > PATIENCE and not warned:
+            warned = True
+            warnings.warn(f"rank {me} {why}; {format_ranks(away)} has not come yet", stacklevel=2)
+        time.sleep(nap)
+        nap = min(2 * nap, _LOOK[1])
+    if number > 1:
+        store.delete_key(_barrier_key(number - 1, me))
+
+
+def explain_failed_collective(wire: Wire, failure: RuntimeError) -> LayoutError | None:
+    """The error that tells why a collective of this rank failed, with `failure`: other ranks wait
+    at the barrier, or have found a deadlock, or a rank is gone. None where none of this is so."""
+    group = wire.group_of_all()
+    if group is None:
+        return None
+    if (told := verdict_of_others()) is not None:
+        return told
+    ranks = dist.get_process_group_ranks(group)
+    with contextlib.suppress(Exception):  # the store ends with the rank that holds it
+        me, store = dist.get_rank(), group.get_group_store()
+        number = _calls_of_barrier.get(group, 0) + 1
+        for r in ranks:
+            if store.check([_barrier_key(number, r)]):
+                return LayoutError(
+                    f"rank {r} does not make the same moves as rank {me}",
+                    place=user_line(),
+                    operands=(f"rank {r}  {store.get(_barrier_key(number, r)).decode()}",),
+                    reason=f"rank {me} runs what it has captured",
+                    fixes=(_FIX_OF_PARTED_RANKS,),
+                )
+    return make_lost_rank_error(failure, "runs what it has captured", ranks)
+
+
+def _barrier_key(number: int, rank: int) -> str:
+    return f"partita/roll call {number}/{rank}"

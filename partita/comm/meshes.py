@@ -1,13 +1,18 @@
-"""Meshes: `init_device_mesh`, which checks that a mesh fits the job, and the wire of each mesh.
-
-Meshes that arrange the same ranks alike share one wire.
+"""Meshes of a job: `init_device_mesh`, which checks that a mesh fits the job; the wire of each
+mesh, one for all that arrange the same ranks alike; and `join`, by which ranks find each other.
 """
 
 from __future__ import annotations
 
+import atexit
+import json
 import math
 import os
+import sys
+import time
+import uuid
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -16,15 +21,22 @@ from torch.distributed.device_mesh import init_device_mesh as _init_device_mesh
 
 from partita.layout import Fix, LayoutError
 
+from .backends.control import prepare_control
 from .groups import GroupWire
-from .init_rendezvous import join
-from .mesh_handle import MeshHandle, find_handle
 from .ranks import RankWire, running_wire
 from .source import user_line
 from .trace import active_wire
-from .wire import Wire
+from .wire import MeshHandle, Wire, find_handle
 
-__all__ = ["describe_saved_mesh", "find_saved_wire", "init_device_mesh", "wire_of"]
+__all__ = [
+    "LOOPBACK",
+    "MEETING",
+    "describe_saved_mesh",
+    "find_saved_wire",
+    "init_device_mesh",
+    "join",
+    "wire_of",
+]
 
 
 def init_device_mesh(
@@ -188,3 +200,65 @@ def find_saved_wire(saved: tuple[Any, ...]) -> Wire:
 
 def _shape_of_ranks(ranks: Any) -> tuple[int, ...]:
     return (len(ranks), *_shape_of_ranks(ranks[0])) if isinstance(ranks, list) else ()
+
+
+# -- how ranks find each other ---------------------------------------------------------------------
+
+MEETING = "PARTITA_MEETING"
+"""The environment's name for the file in which the ranks of one machine meet."""
+LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
+"""The network interface that no other machine can reach."""
+
+_LOOK_INTO_STORE = 0.02  # seconds between two looks into the store
+_GRACE_OF_THREADS = 0.2  # seconds that threads have to end what they do, when the process ends
+
+
+def join(backend: str | None = None, timeout: timedelta = timedelta(minutes=10)) -> None:
+    """Begin the default process group of the job that the environment describes, as torchrun does.
+
+    Args:
+        backend: as torch's; None for one that serves every device.
+
+    Raises:
+        TimeoutError: the other ranks did not come within `timeout`.
+    """
+    # A thread of a group's may be the last to let go of a tensor, for which it needs Python: where
+    # Python is ending just then, the process aborts.
+    atexit.register(time.sleep, _GRACE_OF_THREADS)
+    prepare_control(os.environ, LOOPBACK)
+    if (meeting := os.environ.get(MEETING)) is not None:
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        file = dist.FileStore(meeting, world)
+        dist.init_process_group(backend, store=file, rank=rank, world_size=world, timeout=timeout)
+        return
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
+    fresh = dist.PrefixStore(_agree_on_round_name(store, rank, world, timeout), store)
+    dist.init_process_group(backend, store=fresh, rank=rank, world_size=world, timeout=timeout)
+
+
+def _agree_on_round_name(store: dist.Store, rank: int, world: int, timeout: timedelta) -> str:
+    """A name that all ranks of this round have, and none of an earlier one."""
+    until = time.monotonic() + timeout.total_seconds()
+    me = uuid.uuid4().hex
+    name = me  # rank 0's
+    if rank == 0:
+        store.set("partita/round", name)
+    while time.monotonic() < until:
+        if rank == 0:
+            answers = [f"partita/{name}/{other}" for other in range(1, world)]
+            if not answers or store.check(answers):
+                store.set(
+                    f"partita/{name}/all", json.dumps([store.get(a).decode() for a in answers])
+                )
+                return name
+        elif store.check(["partita/round"]):
+            name = store.get("partita/round").decode()  # it may yet be that of an earlier round,
+            store.set(f"partita/{name}/{rank}", me)
+            everyone = f"partita/{name}/all"
+            if store.check([everyone]) and me in json.loads(store.get(everyone)):  # without me
+                return name
+        time.sleep(_LOOK_INTO_STORE)
+    raise TimeoutError(f"rank {rank} of {world} waited {timeout} for the other ranks to start")

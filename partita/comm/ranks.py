@@ -1,29 +1,379 @@
-"""In-process ranks: the wire between ranks that are threads of one process.
+"""In-process ranks: ranks that are threads of one process, in the same order every time, which
+never hang, and the wire between them.
 
-Every rank of the mesh brings its tensors to a collective; the last one to arrive does it for all of
-them, group by group and in rank order, so that sums are the same in every run.
+Only the rank that has the baton runs: until it needs the others or ends, then the next one. The
+last to arrive at a collective does it for all, group by group and in rank order, and goes on. So
+nothing races, and sums are the same in every run. When no rank can go on, that is known at once,
+and every rank raises an error that says what two of them were waiting for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextvars
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from partita.layout import LayoutError, Mesh
 
-from .collective_request import Request
-from .ledger import Scope
-from .mesh_handle import MeshHandle
-from .splits import Splits
+from .collective import Request, Splits
+from .device import read_autocast_state, use_autocast_state
+from .ledger import Scope, enter_check_hooks, enter_rank_thread, scope
+from .source import user_line
 from .transport import Axes
-from .wire import Wire
-from .world import MeetingCall, Payload, World, running_rank
+from .wire import MeshHandle, Wire
 
-__all__ = ["RankWire", "World", "ranks", "running_wire"]
+__all__ = [
+    "RankWire",
+    "World",
+    "ranks",
+    "running_rank",
+    "running_wire",
+]
 
+Payload = tuple[Any, ...]
 Action = Callable[[Sequence[Payload]], None]
+WireOf = Callable[["World", int, MeshHandle, tuple[int, ...], Scope], Wire]
+READY, WAITING, ENDED = "ready", "waiting", "ended"
+
+_running = threading.local()
+
+
+class World:
+    """Ranks of one process on one mesh. Made by `ranks`.
+
+    Args:
+        wire_of: makes a rank's wire of this world, the rank's number, the handle of a mesh, the
+            ranks
+            of that mesh, and the rank's scope.
+    """
+
+    def __init__(self, mesh: Mesh, wire_of: WireOf):
+        self.mesh, n = mesh, mesh.size()
+        self._wire_of = wire_of
+        self._scopes = [Scope() for _ in range(n)]
+        numbers = torch.arange(n).view(mesh.sizes)
+        self._handles = [
+            MeshHandle(mesh, at, numbers, self._wire_maker(r))
+            for r, at in enumerate(mesh.coordinates())
+        ]
+        self._active = False
+
+    def _wire_maker(self, rank: int) -> Callable[[MeshHandle, tuple[int, ...]], Wire]:
+        return lambda handle, members: self._wire_of(
+            self, rank, handle, members, self._scopes[rank]
+        )
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        return None
+
+    def handle(self, rank: int) -> MeshHandle:
+        """The mesh as rank `rank` gets it; the same object in each run."""
+        return self._handles[rank]
+
+    def run(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call `fn(mesh, *args, **kwargs)` once per rank and return the results in rank order.
+
+        All ranks start with the caller's CPU generator state, grad mode and context variables; each
+        has a generator of its own from there on, and the caller continues with that of rank 0.
+
+        Raises:
+            LayoutError: ranks asked for different things, or some waited for one that had ended;
+                every rank raised it.
+            Exception: what `fn` raised, of the first rank that did, with a note that names it.
+        """
+        if self._active or getattr(_running, "world", None) is not None:
+            raise LayoutError("world.run was called by a rank; a rank cannot start ranks")
+        n = self.mesh.size()
+        self._active = True
+        self._state = [READY] * n
+        self._calls: list[MeetingCall | None] = [None] * n
+        self._verdict: list[Verdict | None] = [None] * n
+        self._failures: dict[int, BaseException] = {}
+        self._stopped: Verdict | None = None
+        self._go = [threading.Lock() for _ in range(n)]
+        for lock in self._go:
+            lock.acquire()
+        self._over = threading.Event()
+        self._generator = [torch.get_rng_state()] * n
+        results: list[Any] = [None] * n
+        outer = scope()
+        for own in self._scopes:
+            own.copy_from(outer)
+        carried = _CallerState()
+        threads = [
+            threading.Thread(
+                target=contextvars.copy_context().run,
+                args=(self._run_rank, r, partial(fn, **kwargs), args, results, carried),
+                name=f"rank {r}",
+                daemon=True,
+            )
+            for r in range(n)
+        ]
+        try:
+            for thread in threads:
+                thread.start()
+            self._go[0].release()
+            try:
+                self._over.wait()
+            except KeyboardInterrupt:
+                self._stopped = Verdict("interrupted")  # each rank stops at its next collective
+                raise
+            for thread in threads:
+                thread.join()
+        finally:
+            self._active = False
+        torch.set_rng_state(self._generator[0])
+        if self._failures:
+            self._raise_original()
+        return results
+
+    # -- one rank's thread -----------------------------------------------------------------------
+
+    def _run_rank(
+        self,
+        r: int,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        results: list[Any],
+        carried: _CallerState,
+    ) -> None:
+        self._go[r].acquire()
+        _running.world, _running.rank = self, r
+        enter_rank_thread(self._scopes[r])
+        torch.set_rng_state(self._generator[r])
+        try:
+            checked = self._scopes[r].check is not None
+            with carried.restored(), enter_check_hooks() if checked else nullcontext():
+                results[r] = fn(self._handles[r], *args)
+        except BaseException as error:
+            self._failures[r] = error
+            if self._stopped is None and not is_from_verdict(error):
+                self._stopped = Verdict(
+                    f"rank {r} raised {describe_error(error)}, so the other ranks stop", (), error
+                )
+        self._generator[r] = torch.get_rng_state()
+        self._state[r] = ENDED
+        self._resume_next_rank(r)
+
+    def _resume_next_rank(self, r: int) -> None:
+        """Hand the baton to the next rank that can run. Called by the rank that has it."""
+        n = self.mesh.size()
+        order = [(r + i) % n for i in range(1, n + 1)]
+        waiting = [i for i in range(n) if self._state[i] == WAITING]
+        if waiting and (self._stopped or not any(self._state[i] == READY for i in order)):
+            verdict = self._stopped or self._nobody_can_go_on(waiting)
+            for i in waiting:
+                self._state[i], self._verdict[i] = READY, self._verdict[i] or verdict
+        for i in order:
+            if self._state[i] == READY:
+                self._go[i].release()
+                return
+        self._over.set()
+
+    # -- a collective ----------------------------------------------------------------------------
+
+    def meet(self, call: MeetingCall, action: Action) -> None:
+        """Wait for the ranks of the call's mesh; the last to arrive performs all their calls."""
+        r = call.rank
+        if getattr(_running, "world", None) is not self or _running.rank != r:
+            raise LayoutError(
+                f"{call.request.describe()}: rank {r} of ranks({self.mesh}) is not running here",
+                place=user_line(),
+                reason="its tensors can meet the other ranks' only inside world.run, on its rank",
+            )
+        self._raise_verdict(r)
+        if self._stopped is not None:
+            raise self._stopped.error()
+        self._state[r], self._calls[r] = WAITING, call
+        arrived = [
+            c
+            for m in call.mesh_ranks
+            if self._state[m] == WAITING
+            and (c := self._calls[m]) is not None
+            and c.mesh_ranks == call.mesh_ranks
+        ]
+        if len(arrived) == len(call.mesh_ranks):
+            self._perform_meeting(arrived, action)
+        else:
+            self._generator[r] = torch.get_rng_state()
+            self._resume_next_rank(r)
+            self._go[r].acquire()
+            torch.set_rng_state(self._generator[r])
+        self._calls[r] = call.frame = None
+        self._raise_verdict(r)
+
+    def _perform_meeting(self, calls: list[MeetingCall], action: Action) -> None:
+        first = calls[0]
+        other = next((c for c in calls if not first.agrees(c)), None)
+        verdict = None
+        if other is not None:
+            what = (first.describe(), other.describe())
+            verdict = Verdict("ranks ask for different things", what)
+        else:
+            by_rank = {c.rank: c.payload for c in calls}
+            try:
+                with torch.no_grad():
+                    for group in dict.fromkeys(c.group for c in calls):
+                        # The move is done for all ranks: a mode of the rank that comes last (a
+                        # checkpoint's, which counts ops) must not see it.
+                        with _disable_current_modes():
+                            action([by_rank[m] for m in group])
+            except Exception as error:
+                verdict = Verdict(
+                    f"{first.request.describe()} failed: {describe_error(error)}", (), error
+                )
+            by_rank.clear()
+        for c in calls:
+            c.payload = ()  # its rank may stay here for long while the others go on
+            self._state[c.rank], self._verdict[c.rank] = READY, verdict
+        if verdict is not None:  # ranks that have not come would wait in vain later
+            for i, state in enumerate(self._state):
+                if state != ENDED:
+                    self._verdict[i], self._state[i] = verdict, READY
+
+    def _raise_verdict(self, r: int) -> None:
+        verdict, self._verdict[r] = self._verdict[r], None
+        if verdict is not None:
+            raise verdict.error()
+
+    def _nobody_can_go_on(self, waiting: list[int]) -> Verdict:
+        """Each rank waits for one that waits elsewhere or has ended: name such a pair."""
+        for r in waiting:
+            call = self._calls[r]
+            assert call is not None
+            for m in call.mesh_ranks:
+                other = self._calls[m]
+                if self._state[m] == ENDED:
+                    error = self._failures.get(m)
+                    how = (
+                        f"raised {describe_error(error)}" if error else "returned from its function"
+                    )
+                    return Verdict(
+                        f"rank {r} waits for rank {m}, which has ended",
+                        (call.describe(), f"rank {m}  {how}"),
+                    )
+                if other is not None and other.mesh_ranks != call.mesh_ranks:
+                    return Verdict(
+                        "ranks wait for each other on different meshes",
+                        (call.describe(), other.describe()),
+                    )
+        raise AssertionError("a complete group was left waiting")
+
+    def _raise_original(self) -> None:
+        ours = {r: e for r, e in self._failures.items() if not is_from_verdict(e)}
+        rank = min(ours or self._failures)
+        error = self._failures[rank]
+        note = f"on rank {rank} of ranks({self.mesh})"
+        if note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
+        self._failures = {}
+        raise error
+
+
+class _CallerState:
+    """State that a thread does not inherit and a rank should: grad mode, inference mode,
+    autocast."""
+
+    def __init__(self) -> None:
+        self.grad, self.inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        self.casting = read_autocast_state()
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        with ExitStack() as modes:
+            if self.inference:
+                modes.enter_context(torch.inference_mode())
+            modes.enter_context(use_autocast_state(self.casting))
+            modes.enter_context(torch.enable_grad() if self.grad else torch.no_grad())
+            yield
+
+
+def running_rank() -> MeshHandle | None:
+    """The mesh of the world as the rank of this thread sees it; None where no rank runs."""
+    world = getattr(_running, "world", None)
+    return None if world is None else world.handle(_running.rank)
+
+
+# -- what ranks bring to a meeting, and why they must stop -----------------------------------------
+
+
+class MeetingCall:
+    """One rank's call of a collective.
+
+    Attributes:
+        mesh_ranks: the ranks of its mesh, which must all make an equal call, in whatever groups.
+        group: the ranks among them that exchange data with this one, in group order.
+        key: what must be equal besides the move: the primitive, the dtype and its options.
+        payload: the rank's tensors.
+        frame: of the caller, for errors.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        mesh_ranks: tuple[int, ...],
+        group: tuple[int, ...],
+        key: tuple[Any, ...],
+        request: Request,
+        payload: Payload,
+    ):
+        self.rank, self.mesh_ranks, self.group = rank, mesh_ranks, group
+        self.key, self.request, self.payload = key, request, payload
+        self.frame: FrameType | None = sys._getframe(2)
+
+    def agrees(self, other: MeetingCall) -> bool:
+        a, b = self.request, other.request
+        return self.key == other.key and a.kind == b.kind and (a.move is b.move or a.move == b.move)
+
+    def describe(self) -> str:
+        dtype = str(self.key[1]).removeprefix("torch.")
+        at = user_line(self.frame) or "no line"
+        return f"rank {self.rank}  {self.request.describe()} ({dtype})  at {at}"
+
+
+class Verdict:
+    """Why ranks must stop. Makes an error for each of them, since each has its own traceback."""
+
+    def __init__(self, fact: str, calls: tuple[str, ...] = (), cause: BaseException | None = None):
+        self.fact, self.calls, self.cause = fact, calls, cause
+
+    def error(self) -> LayoutError:
+        reason = "every rank of a mesh must make the same moves in the same order"
+        error = LayoutError(self.fact, operands=self.calls, reason="" if self.cause else reason)
+        error.__cause__ = self.cause
+        error._from_verdict = True  # type: ignore[attr-defined]
+        return error
+
+
+def is_from_verdict(error: BaseException) -> bool:
+    """Was it raised by a `Verdict`, or because of such an error?"""
+    seen: set[int] = set()
+    one: BaseException | None = error
+    while one is not None and id(one) not in seen:
+        if getattr(one, "_from_verdict", False):
+            return True
+        seen.add(id(one))
+        one = one.__cause__ or one.__context__
+    return False
+
+
+def describe_error(error: BaseException) -> str:
+    """`ValueError: the first line of its text`."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+# -- the wire of a rank ----------------------------------------------------------------------------
 
 
 def running_wire() -> RankWire | None:
@@ -52,7 +402,12 @@ class RankWire(Wire):
         self._numbers: dict[Axes, tuple[int, ...]] = {}
 
     def _meet_group(
-        self, key: tuple[Any, ...], axes: Axes, request: Request, payload: Payload, action: Action
+        self,
+        key: tuple[Any, ...],
+        axes: Axes,
+        request: Request,
+        payload: Payload,
+        action: Action,
     ) -> None:
         group = self._numbers.get(axes)
         if group is None:

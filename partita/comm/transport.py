@@ -13,9 +13,7 @@ import torch
 from partita.layout import Coordinate, LayoutError, Mesh
 
 from .backends.backend import Backend
-from .collective_request import Request
-from .pending_work import CompletedWork, PendingSum, PendingWork
-from .splits import Splits
+from .collective import CompletedWork, PendingSum, PendingWork, Request, Splits
 
 __all__ = ["Axes", "Transport", "without_lazy_bits"]
 

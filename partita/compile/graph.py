@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from partita.comm.device import HOST
-from partita.comm.graph_collectives import all_gather, all_to_all
+from partita.comm.collective import all_gather, all_to_all
+from partita.comm.device import HOST, view_bytes
 from partita.comm.ledger import human
-from partita.comm.tensor_bytes import view_bytes
 from partita.tensor.dtensor import short_dtype
 from partita.tensor.spec import Spec
 

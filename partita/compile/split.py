@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from partita.comm.graph_collectives import WAIT
+from partita.comm.collective import WAIT
 from partita.tensor.op_facts import facts_of
 
 from .graph_nodes import add_call, copy_node, drop_unused, lazy_graph_module

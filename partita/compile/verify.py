@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from partita.comm.graph_collectives import WAIT
+from partita.comm.collective import WAIT
 from partita.layout import LayoutError
 from partita.tensor.forms import find_unknown_effect
 from partita.tensor.op_facts import facts_of

@@ -1,15 +1,14 @@
 """Layouts: which rank of a mesh holds what of a tensor. Nothing here knows of torch.
 
 In reading order: `mesh` (the ranks and their axes), `placement` (what one axis does to a tensor,
-and its dual), `layout` (all axes together, as text too), `errors` (what a user reads),
-`torch_placements` (torch's words for the same), `picture` (which rank holds what, drawn).
+its dual, and torch's words for it), `layout` (all axes together, as text too), `errors` (what a
+user reads), `picture` (which rank holds what, drawn).
 """
 
 from .errors import Fix, LayoutError
 from .layout import Layout, chunk
 from .mesh import Coordinate, Mesh
-from .placement import Invariant, Partial, Placement, Replicate, Shard
-from .torch_placements import own_placement, split_factors
+from .placement import Invariant, Partial, Placement, Replicate, Shard, own_placement, split_factors
 
 __all__ = [
     "Coordinate",

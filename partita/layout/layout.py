@@ -9,8 +9,15 @@ from functools import lru_cache
 
 from .errors import Fix, LayoutError
 from .mesh import Coordinate, Mesh
-from .placement import Invariant, Partial, Placement, Replicate, Shard
-from .torch_placements import own_placement, own_placements
+from .placement import (
+    Invariant,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    own_placement,
+    own_placements,
+)
 
 __all__ = ["Layout", "chunk"]
 

@@ -16,8 +16,8 @@ from typing import Any, cast
 import torch
 
 from partita.comm import GroupWire, Request, Wire, init_device_mesh, join, wire_of
+from partita.comm.collective import Splits
 from partita.comm.device import HOST
-from partita.comm.splits import Splits
 
 from .collective_time import collective_bytes
 

@@ -18,7 +18,7 @@ several axes is one collective over all their ranks, whichever dimensions those 
 puts the pieces in their places, or cuts them out, by itself.
 
 A new kind is a line of `KINDS`; `cost` says what it sends, and `comm.move_steps` (for padded shards
-`comm.padded_moves`) what a rank does of it. Where it is a collective, transports learn that.
+`comm.trace`) what a rank does of it. Where it is a collective, transports learn that.
 """
 
 from __future__ import annotations

@@ -314,12 +314,12 @@ class DTensor(torch.Tensor):
     # -- what torch.distributed.checkpoint asks a tensor that is spread, by these names ----------
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        from partita.comm.dcp_writing import write_items  # it takes half a second
+        from partita.comm.dcp_format import write_items  # it takes half a second
 
         return write_items(fqn, piece_held(self))
 
     def __create_chunk_list__(self) -> list[Any]:
-        from partita.comm.dcp_reading import chunks
+        from partita.comm.dcp_format import chunks
 
         piece = piece_held(self)
         return chunks(piece.region, piece.shape)

@@ -15,8 +15,14 @@ from torch.distributed import _functional_collectives as functional
 import partita as pt
 from partita import LayoutError, Replicate, Shard
 from partita.comm import begin_graph, end_graph
-from partita.comm.deadlock import Need, verdict_of_others
-from partita.comm.waiting import SLICE, STUCK, wait_longer, wait_with_others
+from partita.comm.waiting import (
+    SLICE,
+    STUCK,
+    Need,
+    verdict_of_others,
+    wait_longer,
+    wait_with_others,
+)
 from tests.gloo.launch import run_ranks
 
 HERE = "tests/gloo/test_agreement.py"

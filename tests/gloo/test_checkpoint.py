@@ -145,15 +145,15 @@ def test_nothing_that_comes_from_another_rank_is_unpickled(tmp_path):
 def kill_at(moment: str) -> None:
     """Make this process kill itself at a moment of its next save."""
     from partita.checkpoint import folder
-    from partita.comm import dcp_writing
+    from partita.comm import dcp_format
 
     def die(*_: Any, **__: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     if moment == "before its file":
-        dcp_writing.Writer.write_data = die
+        dcp_format.Writer.write_data = die
     elif moment == "within its file":
-        resolve, resolved = dcp_writing.SavePieces.resolve_data, []
+        resolve, resolved = dcp_format.SavePieces.resolve_data, []
 
         def resolve_once(self: Any, item: Any) -> Any:
             if resolved:
@@ -161,15 +161,15 @@ def kill_at(moment: str) -> None:
             resolved.append(item)
             return resolve(self, item)
 
-        dcp_writing.SavePieces.resolve_data = resolve_once
+        dcp_format.SavePieces.resolve_data = resolve_once
     elif moment == "after its file":
-        write = dcp_writing.Writer.write_data
+        write = dcp_format.Writer.write_data
 
         def write_and_die(self: Any, *args: Any) -> Any:
             write(self, *args)
             die()
 
-        dcp_writing.Writer.write_data = write_and_die
+        dcp_format.Writer.write_data = write_and_die
     elif moment == "within the metadata":
         replace = Path.rename
         Path.rename = lambda self, to: die() if self.name == ".metadata.tmp" else replace(self, to)
@@ -264,10 +264,10 @@ def test_training_goes_on_while_it_saves_and_does_not_change(tmp_path):
 
 
 def fail_on_one_disk(rank: int, path: str) -> str:
-    from partita.comm import dcp_writing
+    from partita.comm import dcp_format
 
     if rank == 1:
-        dcp_writing.Writer.write_data = no_space
+        dcp_format.Writer.write_data = no_space
     state = state_of(mesh_of((2,)), WHOLE, 9)
     saving = pt.async_save(state, path)
     with pytest.raises(OSError, match="No space left") as caught:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import partita as pt
-from partita.comm.graph_collectives import sum_of_shares
+from partita.comm.collective import sum_of_shares
 from partita.testing.allocated_bytes import counted
 from tests.gloo.launch import run_ranks
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from partita.comm import deadlock
-from partita.comm.deadlock import Need, collect_posts, make_post, put_post, withdraw_post
+from partita.comm import waiting
+from partita.comm.waiting import Need, collect_posts, make_post, put_post, withdraw_post
 
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
-    monkeypatch.setattr(deadlock, "LEAVING", threading.Event())
+    monkeypatch.setattr(waiting, "LEAVING", threading.Event())
     return dist.HashStore()
 
 
@@ -50,7 +50,7 @@ def test_the_first_to_go_on_leaves_the_second(store):
 def test_that_a_rank_has_ended_is_the_last_that_it_says(store):
     post = make_post(Need("runs a graph", [0, 1]))
     put_post(store, 0, post)
-    deadlock.LEAVING.set()
+    waiting.LEAVING.set()
     store.set("partita/waits/0", json.dumps({"text": "has ended", "ended": True, "ranks": []}))
     withdraw_post(store, 0, post)
     assert text_that_is_seen(store) == "has ended"

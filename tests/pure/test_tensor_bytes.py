@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from partita.comm.tensor_bytes import copy_bytes, view_bytes
+from partita.comm.device import copy_bytes, view_bytes
 
 COMPLEX = torch.tensor([1 + 2j, 3 - 4j])
 

@@ -16,7 +16,7 @@ import torch
 
 import partita as pt
 from partita.checkpoint import folder
-from partita.comm import dcp_reading, dcp_writing
+from partita.comm import dcp_format
 from tests.ranks.checkpoint_samples import (
     SAVED_AS,
     VALUES,
@@ -179,7 +179,7 @@ def test_names_are_those_that_torch_gives(tmp_path):
     }
     flat, paths = flatten_state_dict(state)
     pt.save(state, tmp_path / "c")
-    metadata = dcp_reading.Reader(tmp_path / "c").read_metadata()
+    metadata = dcp_format.Reader(tmp_path / "c").read_metadata()
     assert set(metadata.state_dict_metadata) == set(flat)
     assert metadata.planner_data == paths
 
@@ -298,14 +298,14 @@ def test_a_rank_that_fails_alone_makes_all_fail_and_leaves_what_was_there(failin
 
 
 def test_a_disk_that_fails_on_one_rank_is_an_error_on_all(saved, monkeypatch):
-    write = dcp_writing.Writer.write_data
+    write = dcp_format.Writer.write_data
 
     def write_or_fail(self: Any, plan: Any, planner: Any) -> Any:
         if any(item.index.fqn == "b" for item in plan.items):
             raise OSError(28, "No space left on device")
         return write(self, plan, planner)
 
-    monkeypatch.setattr(dcp_writing.Writer, "write_data", write_or_fail)
+    monkeypatch.setattr(dcp_format.Writer, "write_data", write_or_fail)
 
     def program(mesh: Any) -> None:
         a, b = (pt.ones(4, device_mesh=mesh, placements=[R]) for _ in range(2))

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import partita as pt
-from partita.comm import dcp_reading
+from partita.comm import dcp_format
 from tests.ranks.checkpoint_samples import (
     model_of,
     put,
@@ -143,7 +143,7 @@ def test_without_its_module_an_optimizer_is_saved_by_number_as_torch_does(tmp_pa
     optimizer = torch.optim.AdamW(model.parameters())
     train(model, optimizer, None, range(1))
     pt.save({"optimizer": optimizer}, tmp_path / "c")
-    names = dcp_reading.Reader(tmp_path / "c").read_metadata().state_dict_metadata
+    names = dcp_format.Reader(tmp_path / "c").read_metadata().state_dict_metadata
     assert "optimizer.state.3.exp_avg" in names
     fresh = torch.optim.AdamW(model_of(1).parameters())
     pt.load({"optimizer": fresh}, tmp_path / "c")
@@ -196,7 +196,7 @@ def test_names_are_those_without_torch_compile(tmp_path):
     optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9)
     train(model, optimizer, None, range(1))
     pt.save({"model": torch.compile(model), "optimizer": optimizer}, tmp_path / "c")
-    names = dcp_reading.Reader(tmp_path / "c").read_metadata().state_dict_metadata
+    names = dcp_format.Reader(tmp_path / "c").read_metadata().state_dict_metadata
     assert {"model.0.weight", "optimizer.state.0.weight.momentum_buffer"} < set(names)
     wrapped = torch.compile(model_of(1))
     pt.load({"model": wrapped}, tmp_path / "c", strict=False)
@@ -242,11 +242,11 @@ def test_it_loads_from_one_stage_of_zero_into_another(first, then, tmp_path):
 
 def everything(path: Path) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint, whole."""
-    found = dcp_reading.Reader(path).read_metadata().state_dict_metadata
+    found = dcp_format.Reader(path).read_metadata().state_dict_metadata
     state = {
         name: torch.empty(stored.size, dtype=stored.properties.dtype)
         for name, stored in found.items()
-        if isinstance(stored, dcp_reading.TensorStorageMetadata)
+        if isinstance(stored, dcp_format.TensorStorageMetadata)
     }
     pt.load(state, path, strict=False)
     return state

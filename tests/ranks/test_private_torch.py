@@ -317,7 +317,7 @@ def test_a_checkpoint_compares_what_was_saved_by_a_function_of_its_own():
 
 
 def test_state_dicts_are_walked_by_functions_that_ask_for_torchs_own_dtensor():
-    """`partita.comm.torch_state_dicts` takes their places."""
+    """`partita.comm.torch_distributed` takes their places."""
     from torch.distributed import _state_dict_utils as walk
     from torch.distributed.checkpoint import _state_dict_stager
     from torch.distributed.checkpoint import state_dict as door

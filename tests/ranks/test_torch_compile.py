@@ -15,6 +15,7 @@ from torch import nn
 
 import partita as pt
 from partita import Replicate, Shard
+from partita.tensor import torch_patches
 
 PLAIN = """
 import copy, io, sys, warnings

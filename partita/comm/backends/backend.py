@@ -11,9 +11,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from ..collective_request import Request
-from ..pending_work import PendingSum, PendingWork
-from ..splits import Splits
+from ..collective import PendingSum, PendingWork, Request, Splits
 
 __all__ = ["Backend", "WayOfSum"]
 

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..collective_request import Request
-from ..pending_work import PendingList, PendingSum, PendingWork
+from ..collective import PendingList, PendingSum, PendingWork, Request
 from ..waiting import WatchedWork
 from .backend import Backend, WayOfSum
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from partita.comm.graph_collectives import WAIT
+from partita.comm.collective import WAIT
 from partita.tensor.op_facts import facts_of
 
 from ..capture.equal_calls import tensors_in

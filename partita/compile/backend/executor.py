@@ -22,17 +22,17 @@ import torch
 from torch import fx
 
 from partita.comm import PendingWork, Request, Wire
-from partita.comm.graph_collectives import (
+from partita.comm.collective import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,
     BROADCAST,
     REDUCE_SCATTER,
     WAIT,
+    Splits,
     all_gather,
     all_to_all,
 )
-from partita.comm.splits import Splits
 
 from ..node_metadata import note_of
 from ..section import Section, section_of

@@ -30,8 +30,8 @@ from typing import Any
 import torch
 from torch._guards import TracingContext, tracing
 
+from partita.comm.collective import ALL_TO_ALL, all_to_all
 from partita.comm.device import describe_hardware
-from partita.comm.graph_collectives import ALL_TO_ALL, all_to_all
 
 from ..capture.fakes import fake_mode_of
 from ..memory.codegen_memory import code_of

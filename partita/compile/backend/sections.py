@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from partita.comm.graph_collectives import WAIT, all_gather
+from partita.comm.collective import WAIT, all_gather
 
 from ..section import Section
 from .executor import GraphWriter, Groups, run_with_places

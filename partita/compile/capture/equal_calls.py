@@ -17,7 +17,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from partita.comm.graph_collectives import WAIT
+from partita.comm.collective import WAIT
 from partita.tensor.op_facts import facts_of
 
 from .fakes import make_empty_fake

@@ -20,7 +20,7 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-from partita.comm.graph_collectives import WAIT
+from partita.comm.collective import WAIT
 from partita.layout import Fix
 from partita.tensor.op_facts import facts_of
 

@@ -22,7 +22,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from partita.comm.graph_collectives import WAIT
+from partita.comm.collective import WAIT
 
 from ..backend.constants import constants_of, names_of_constants
 from ..backend.executor import FILE as OUTER_FILE

@@ -17,8 +17,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from partita.comm import Wire
+from partita.comm.collective import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, all_gather
 from partita.comm.device import Device, state_of_host_profiler
-from partita.comm.graph_collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, all_gather
 from partita.tensor.op_facts import facts_of
 
 __all__ = ["staging", "workspace"]

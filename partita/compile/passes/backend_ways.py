@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from partita.comm.backends.backend import WayOfSum
-from partita.comm.graph_collectives import (
+from partita.comm.collective import (
     ALL_GATHER,
     ALL_REDUCE,
     REDUCE_SCATTER,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from partita.comm.graph_collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT
+from partita.comm.collective import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT
 from partita.tensor.op_facts import facts_of
 
 from ..graph import is_collective

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from partita.comm.graph_collectives import WAIT
+from partita.comm.collective import WAIT
 from partita.tensor.op_facts import facts_of
 
 from ..graph import is_collective

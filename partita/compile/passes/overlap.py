@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import fx
 
-from partita.comm.graph_collectives import ALL_REDUCE, WAIT
+from partita.comm.collective import ALL_REDUCE, WAIT
 
 from ..graph import is_collective, nbytes_of
 from ..graph_nodes import written_operands

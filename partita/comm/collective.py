@@ -1,0 +1,233 @@
+"""Collectives: what one is asked for, how its buffers are divided among ranks, what is waited for
+while it is under way, and what it is called in a captured graph.
+
+Shares that ranks exchange are added in the order of the ranks (`sum_in_rank_order`; in graphs
+`sum_of_shares`): the sum is the same bits whichever collective brought them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from partita.redistribute import Move
+
+__all__ = [
+    "ALL_GATHER",
+    "ALL_REDUCE",
+    "ALL_TO_ALL",
+    "BROADCAST",
+    "REDUCE_SCATTER",
+    "WAIT",
+    "CompletedWork",
+    "PendingList",
+    "PendingSum",
+    "PendingWork",
+    "Request",
+    "Splits",
+    "all_gather",
+    "all_to_all",
+    "sum_in_rank_order",
+    "sum_of_shares",
+]
+
+
+class Request(NamedTuple):
+    """Why a collective runs.
+
+    Attributes:
+        kind: of the collective, or what is compared: "all_gather", "gather_ints".
+        move: that it is a part of; None where it serves a comparison of ranks.
+        op: that needs the move, "matmul".
+    """
+
+    kind: str
+    move: Move | None
+    op: str
+
+    def describe(self) -> str:
+        """`all_gather over dp: 8@dp 16 -> 8 16, for matmul`."""
+        if self.move is None:
+            return self.kind
+        return f"{self.move}, for {self.op}"
+
+
+# -- how a buffer is divided -----------------------------------------------------------------------
+
+
+class Splits:
+    """Segments of a flat buffer, one for each rank of a group, end to end, in the group's order.
+
+    A list of all sizes is made only where a backend asks for it.
+
+    Attributes:
+        count: the number of segments.
+        total: elements of all of them.
+        even: all are of one size.
+        place: gives `(start, length)` of the i-th one.
+    """
+
+    def __init__(self, count: int, total: int, even: bool, place: Callable[[int], tuple[int, int]]):
+        self.count, self.total, self.even, self.place = count, total, even, place
+
+    @classmethod
+    def evenly(cls, count: int, each: int) -> Splits:
+        return cls(count, count * each, True, lambda i: (i * each, each))
+
+    @classmethod
+    def of(cls, sizes: Sequence[int]) -> Splits:
+        starts = [0, *itertools.accumulate(sizes)]
+        return cls(len(sizes), starts[-1], False, lambda i: (starts[i], sizes[i]))
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        return [self.place(i)[1] for i in range(self.count)]
+
+    def times(self, k: int) -> Splits:
+        """These splits counted in units of which `k` make an element: bytes, say."""
+
+        def scale_place(i: int) -> tuple[int, int]:
+            start, length = self.place(i)
+            return k * start, k * length
+
+        return Splits(self.count, k * self.total, self.even, scale_place)
+
+
+# -- collectives under way -------------------------------------------------------------------------
+
+
+class PendingWork(Protocol):
+    """A collective that the ranks have begun and that this rank has yet to wait for."""
+
+    def wait(self) -> object:
+        """Return when its result may be read (on a GPU: by work queued from now on)."""
+
+
+class CompletedWork:
+    """Work that was complete when it was returned."""
+
+    def wait(self) -> None:
+        pass
+
+
+class PendingList:
+    """Several pieces of work under way, waited for in order."""
+
+    def __init__(self, parts: Sequence[PendingWork]):
+        self._parts = parts
+
+    def wait(self) -> None:
+        for part in self._parts:
+            part.wait()
+
+
+class PendingSum:
+    """An exchange of shares that are summed when they have arrived.
+
+    Each rank gets its piece of every rank's share and adds them in rank order, in the dtype of
+    `out` but at least 32 bits: the sum is the same bits whichever collective brought the shares.
+    """
+
+    def __init__(self, exchange: PendingWork, shares: Sequence[torch.Tensor], out: torch.Tensor):
+        self._exchange, self._shares, self._out = exchange, shares, out
+
+    def wait(self) -> None:
+        self._exchange.wait()
+        with torch.no_grad():
+            sum_in_rank_order(self._shares, self._out)
+
+
+def sum_in_rank_order(shares: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """Sum `shares`, in their order, into `out`, which may be one of them."""
+    narrow = out.element_size() < 4 and out.is_floating_point()
+    first, *rest = shares
+    if narrow:
+        total = first.float()
+    else:
+        total = out if out.dtype == first.dtype and rest else first.to(out.dtype)
+        if total is out:
+            torch.add(first, rest.pop(0), out=out)
+    for share in rest:
+        total = total.add_(share) if total is not first else total + share
+    if total is not out:
+        out.copy_(total)
+
+
+# -- in captured graphs ----------------------------------------------------------------------------
+
+_functional = torch.ops._c10d_functional
+ALL_GATHER = _functional.all_gather_into_tensor.default
+ALL_REDUCE = _functional.all_reduce.default
+ALL_TO_ALL = _functional.all_to_all_single.default
+BROADCAST = _functional.broadcast.default
+REDUCE_SCATTER = _functional.reduce_scatter_tensor.default
+WAIT = _functional.wait_tensor.default
+
+_library = torch.library.Library("partita", "DEF")
+_library.define("all_gather(Tensor x, int group_size, str group_name) -> Tensor")
+_library.define("all_to_all(Tensor x, int group_size, str group_name) -> Tensor")
+_library.define("sum_of_shares(Tensor shares, int count) -> Tensor")
+
+
+def _all_gather(x: torch.Tensor, group_size: int, group_name: str) -> torch.Tensor:
+    """The group's `x`, concatenated in group order; each rank broadcasts its own.
+
+    On CPUs that takes half the processor time of a ring, and `x` is not read after this returns.
+    """
+    # Private torch: a functional collective's group and its work are known by name and by tensor.
+    c10d: Any = torch._C._distributed_c10d
+    group = c10d._resolve_process_group(group_name)
+    out = x.new_empty((group_size * x.shape[0], *x.shape[1:]))
+    pieces = out.view(group_size, *x.shape).unbind()
+    pieces[group.rank()].copy_(x)
+    for rank, piece in enumerate(pieces):
+        c10d._register_work(out, group.broadcast(piece, rank))
+    return out
+
+
+def _shape_of_all_gather(x: torch.Tensor, group_size: int, group_name: str) -> torch.Tensor:
+    return x.new_empty((group_size * x.shape[0], *x.shape[1:]))
+
+
+def _all_to_all(x: torch.Tensor, group_size: int, group_name: str) -> torch.Tensor:
+    """Each member of the group gets its piece of every `x`, which are cut into equal ones.
+
+    A graph holds no list of sizes, which would grow with the group.
+    """
+    sizes = [x.shape[0] // group_size] * group_size
+    return ALL_TO_ALL(x, sizes, sizes, group_name)
+
+
+def _sum_of_shares(shares: torch.Tensor, count: int) -> torch.Tensor:
+    """The sum of shares that lie end to end, in their order, in at least 32 bits.
+
+    One operator and not additions: a compiler would defer those, and keep the shares until the sum
+    is read.
+    """
+    rows = shares.view(count, -1).unbind()
+    narrow = shares.dtype.itemsize < 4
+    total = rows[0].float() if narrow else rows[0].clone()
+    for row in rows[1:]:
+        total += row
+    return total.to(shares.dtype) if narrow else total
+
+
+def _shape_of_sum(shares: torch.Tensor, count: int) -> torch.Tensor:
+    return shares.new_empty((shares.numel() // count,))
+
+
+_library.impl("all_gather", _all_gather, "CompositeExplicitAutograd")
+torch.library.register_fake("partita::all_gather", _shape_of_all_gather, lib=_library)
+_library.impl("all_to_all", _all_to_all, "CompositeExplicitAutograd")
+torch.library.register_fake("partita::all_to_all", lambda x, *_: torch.empty_like(x), lib=_library)
+_library.impl("sum_of_shares", _sum_of_shares, "CompositeExplicitAutograd")
+torch.library.register_fake("partita::sum_of_shares", _shape_of_sum, lib=_library)
+
+all_gather = torch.ops.partita.all_gather.default
+all_to_all = torch.ops.partita.all_to_all.default
+sum_of_shares = torch.ops.partita.sum_of_shares.default

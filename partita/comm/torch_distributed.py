@@ -1,0 +1,370 @@
+"""Torch's own distributed tensors and functions, where they meet DTensors of partita: its DTensors,
+made from a local tensor and taken apart without a copy, and functions that would take one of ours
+for a plain tensor.
+
+A public collective would exchange the pieces as if each were the whole value: it is replaced by one
+that inspects its arguments. The functions of state dicts would return this rank's piece: they are
+patched once the program imports torch's modules of them, which take seconds and which partita
+itself does not import. `tests/ranks/test_private_torch.py` names what is private.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = [
+    "COLLECTIVES",
+    "Piece",
+    "Region",
+    "SpreadTensors",
+    "TorchPlacement",
+    "after_import",
+    "inspect_collectives",
+    "local_of_torch_dtensor",
+    "make_torch_dtensor",
+    "patch_state_dicts",
+    "read_torch_dtensor",
+    "torch_mesh",
+]
+
+TorchPlacement = tuple[str, Any]
+"""`("Shard", dim)`, `("Strided", (dim, factor))`, `("Replicate", None)` or `("Partial", op)`."""
+
+ToLocal = Callable[[torch.Tensor, Sequence[Any]], torch.Tensor]
+"""`(local gradient, torch's placements of it)` to the local gradient in our layout."""
+
+
+def torch_mesh(mesh: Any) -> DeviceMesh | None:
+    """The mesh of torch's that a tensor is on; None of ranks in one process, and of dry ones."""
+    return mesh if isinstance(mesh, DeviceMesh) else None
+
+
+def read_torch_dtensor(x: Any) -> tuple[DeviceMesh, Sequence[Any], torch.Size, tuple[int, ...]]:
+    """The mesh, placements, shape and strides of one of torch's DTensors.
+
+    Raises:
+        TypeError: it is none.
+    """
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(x, DTensor):
+        raise TypeError(f"from_torch takes a torch.distributed.tensor.DTensor, not {type(x)}")
+    return x.device_mesh, x.placements, x.shape, x.stride()
+
+
+def make_torch_dtensor(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[TorchPlacement],
+    shape: torch.Size,
+    stride: tuple[int, ...],
+    gradient: ToLocal,
+) -> torch.Tensor:
+    """A DTensor of torch's whose local tensor is an alias of `local`. Differentiable.
+
+    Args:
+        gradient: makes the gradient of `local` of that of the result.
+    """
+    theirs = tuple(map(_make_torch_placement, placements))
+    out: torch.Tensor = _ToTorch.apply(local, mesh, theirs, shape, stride, gradient)
+    return out
+
+
+def local_of_torch_dtensor(
+    x: Any,
+    placements: Sequence[TorchPlacement],
+    gradient: Callable[[torch.Tensor], torch.Tensor],
+    divisor: int = 1,
+) -> torch.Tensor:
+    """An alias of the local tensor of one of torch's DTensors. Differentiable.
+
+    Args:
+        placements: those of the gradient that `x` gets.
+        gradient: makes its local gradient of that of the result.
+        divisor: of the local tensor; its gradient is that of the same value, and not divided.
+    """
+    theirs = tuple(map(_make_torch_placement, placements))
+    out: torch.Tensor = _FromTorch.apply(x, theirs, gradient, divisor)
+    return out
+
+
+def _make_torch_placement(said: TorchPlacement) -> Any:
+    from torch.distributed.tensor import Partial, Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    kind, value = said
+    if kind == "Shard":
+        return Shard(value)
+    if kind == "Strided":
+        return _StridedShard(value[0], split_factor=value[1])
+    return Replicate() if kind == "Replicate" else Partial(value)
+
+
+def _wait_for_tensor(local: Any) -> torch.Tensor:
+    """`local`, once it has arrived: torch may return a collective's result before."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+
+
+def _wrap_as_torch_dtensor(
+    local: torch.Tensor, mesh: DeviceMesh, placements: Any, shape: Any, stride: Any
+) -> Any:
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+class _ToTorch(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        local: torch.Tensor,
+        mesh: Any,
+        placements: Any,
+        shape: Any,
+        stride: Any,
+        gradient: ToLocal,
+    ) -> Any:
+        ctx.gradient = gradient
+        return _wrap_as_torch_dtensor(local.detach(), mesh, placements, shape, stride)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        local = _wait_for_tensor(grad.to_local(grad_placements=grad.placements))
+        return ctx.gradient(local, grad.placements), None, None, None, None, None
+
+
+class _FromTorch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any, placements: Any, gradient: Any, divisor: int) -> torch.Tensor:
+        ctx.mesh, ctx.placements, ctx.gradient = x.device_mesh, placements, gradient
+        ctx.shape, ctx.stride = x.shape, x.stride()
+        local = _wait_for_tensor(x.to_local()).detach()
+        return local if divisor == 1 else local / divisor
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        local = ctx.gradient(grad)
+        return (
+            _wrap_as_torch_dtensor(local, ctx.mesh, ctx.placements, ctx.shape, ctx.stride),
+            None,
+            None,
+            None,
+        )
+
+
+# -- pieces of checkpoints -------------------------------------------------------------------------
+
+Region = Sequence[tuple[int, int]]
+"""`(offset, length)` in elements, per dimension of the whole tensor."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one rank holds of a named tensor.
+
+    It stands apart from `dcp_format`, whose import takes a second.
+
+    Attributes:
+        local: the values, a plain tensor.
+        shape: of the whole tensor.
+        region: where `local` lies in it.
+    """
+
+    local: torch.Tensor
+    shape: Sequence[int]
+    region: Region
+
+
+# -- public collectives ----------------------------------------------------------------------------
+
+COLLECTIVES = (
+    """all_gather all_gather_coalesced all_gather_into_tensor all_gather_object all_gather_single
+    all_reduce all_reduce_coalesced all_to_all all_to_all_single batch_isend_irecv broadcast
+    broadcast_object_list gather gather_object recv recv_object_list reduce reduce_scatter
+    reduce_scatter_single reduce_scatter_tensor scatter scatter_object_list send send_object_list
+    _all_gather_base _reduce_scatter_base"""
+).split()
+"""By name. Not `isend` and `irecv`, whose identity torch tests: the arguments of
+`batch_isend_irecv` are inspected instead."""
+
+
+def inspect_collectives(inspect: Callable[[str, Any], Any]) -> None:
+    """Have each collective pass its arguments through `inspect(name, arguments)` from now on."""
+    if not dist.is_available():
+        return
+    for name in COLLECTIVES:
+        original = getattr(dist.distributed_c10d, name, None)
+        if original is None:  # of another version of torch
+            continue
+        inspected_collective = _make_inspected_collective(name, original, inspect)
+        for home in (dist.distributed_c10d, dist):
+            if getattr(home, name, None) is original:
+                setattr(home, name, inspected_collective)
+
+
+def _make_inspected_collective(
+    name: str, original: Callable[..., Any], inspect: Callable[[str, Any], Any]
+) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def inspected_collective(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = inspect(name, args), inspect(name, kwargs)
+        if name == "batch_isend_irecv":
+            lists = (*args, *kwargs.values())
+            inspect(name, [getattr(op, "tensor", None) for ops in lists for op in ops])
+        return original(*args, **kwargs)
+
+    return inspected_collective
+
+
+# -- functions of state dicts ----------------------------------------------------------------------
+
+_STATE_DICT_UTILS = "torch.distributed._state_dict_utils"
+_STATE_DICT = "torch.distributed.checkpoint.state_dict"
+_STAGER = "torch.distributed.checkpoint._state_dict_stager"
+
+
+class SpreadTensors(Protocol):
+    """What these patches ask of DTensors, which this room does not know."""
+
+    def is_spread(self, x: Any) -> bool:
+        """Is `x` a DTensor of partita?"""
+
+    def whole(self, x: Any) -> torch.Tensor:
+        """Its whole value, on every rank. All ranks call this."""
+
+    def piece_like(self, x: Any, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a `whole` value that all ranks have, laid out as `x`."""
+
+    def empty_like(self, x: Any) -> torch.Tensor:
+        """Memory on the CPU for a copy of `x`."""
+
+    def copy_on_cpu(self, x: Any) -> torch.Tensor:
+        """A copy of this rank's piece of it, laid out alike."""
+
+    def give_memory(self, model: torch.nn.Module) -> None:
+        """Memory for what of `model` is spread and on the meta device."""
+
+
+def patch_state_dicts(tensors: SpreadTensors) -> None:
+    """Patch torch's functions of state dicts to ask `tensors`, now or when they are imported."""
+    after_import(_STATE_DICT_UTILS, lambda module: _patch_state_dict_utils(module, tensors))
+    after_import(_STATE_DICT, lambda module: _patch_state_dict_module(module, tensors))
+    after_import(_STAGER, lambda module: _patch_stager(module.StateDictStager, tensors))
+
+
+def _patch_state_dict_utils(module: Any, tensors: SpreadTensors) -> None:
+    iterate, broadcast = module._iterate_state_dict, module._broadcast_tensors
+
+    @functools.wraps(iterate)
+    def _iterate_state_dict(
+        iter_object: Any, sharded_tensor_func: Any, dtensor_func: Any, *args: Any, **options: Any
+    ) -> Any:
+        if tensors.is_spread(iter_object):
+            # The callback for torch's DTensors shows which function walks the state dict.
+            asked_by = dtensor_func.__qualname__.partition(".")[0]
+            if asked_by == "_gather_state_dict":
+                iter_object = tensors.whole(iter_object)
+            elif asked_by == "_create_cpu_state_dict":
+                return tensors.empty_like(iter_object)
+        return iterate(iter_object, sharded_tensor_func, dtensor_func, *args, **options)
+
+    @functools.wraps(broadcast)
+    def _broadcast_tensors(
+        full: dict[str, Any], local: dict[str, Any], keys: list[str], *args: Any, **options: Any
+    ) -> None:
+        ours = {key: local[key] for key in keys if tensors.is_spread(local.get(key))}
+        broadcast(full, local, keys, *args, **options)
+        for key, x in ours.items():
+            local[key] = tensors.piece_like(x, local[key])
+
+    module._iterate_state_dict = _iterate_state_dict
+    module._broadcast_tensors = _broadcast_tensors
+
+
+def _patch_state_dict_module(module: Any, tensors: SpreadTensors) -> None:
+    distribute, load = module._distribute_state_dict, module._load_model_state_dict
+
+    @functools.wraps(distribute)
+    def _distribute_state_dict(
+        full: dict[str, Any], local: dict[str, Any], *args: Any, **options: Any
+    ) -> None:
+        ours = {
+            key: value
+            for key, value in full.items()
+            if isinstance(value, torch.Tensor) and tensors.is_spread(local.get(key))
+        }
+        distribute({k: v for k, v in full.items() if k not in ours}, local, *args, **options)
+        for key, whole in ours.items():
+            local[key] = tensors.piece_like(local[key], whole)
+
+    @functools.wraps(load)
+    def _load_model_state_dict(model: torch.nn.Module, *args: Any, **options: Any) -> Any:
+        tensors.give_memory(model)  # else it would assign whole tensors as the parameters
+        return load(model, *args, **options)
+
+    module._distribute_state_dict = _distribute_state_dict
+    module._load_model_state_dict = _load_model_state_dict
+
+
+def _patch_stager(stager: Any, tensors: SpreadTensors) -> None:
+    """Patch the stager, which `torch.distributed.checkpoint.async_save` copies storages with."""
+    offload = stager._offload_tensor
+
+    @functools.wraps(offload)
+    def _offload_tensor(self: Any, x: Any, memo: Any, *args: Any, **options: Any) -> Any:
+        if tensors.is_spread(x):
+            memo[id(x)] = tensors.copy_on_cpu(x)
+            return memo[id(x)]
+        return offload(self, x, memo, *args, **options)
+
+    stager._offload_tensor = _offload_tensor
+
+
+# -- import hooks ----------------------------------------------------------------------------------
+
+
+def after_import(name: str, act: Callable[[Any], None]) -> None:
+    """Call `act` with the module `name`: now if it is there, else once it has been imported."""
+    module = sys.modules.get(name)
+    if module is not None:
+        act(module)
+    else:
+        sys.meta_path.insert(0, _OnImport(name, act))
+
+
+class _OnImport(importlib.abc.MetaPathFinder):
+    """Finds one module, as the other finders do, and has it seen once it has run."""
+
+    def __init__(self, name: str, act: Callable[[Any], None]):
+        self._name, self._act = name, act
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        loader: Any = None if spec is None else spec.loader
+        if loader is not None:
+            execute = loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                execute(module)
+                self._act(module)
+
+            loader.exec_module = exec_module
+        return spec

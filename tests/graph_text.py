@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 import partita as pt
 from partita.comm.backends.backend import Backend
-from partita.compile.node_metadata import NOTE, Note
+from partita.compile.graph_nodes import NOTE, Note
 from partita.compile.program import Input, Output, Program
 from partita.tensor.dtensor import short_dtype
 

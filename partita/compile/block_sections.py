@@ -29,8 +29,7 @@ from .capture.block_nodes import (
     inline_bodies,
 )
 from .capture.block_programs import BlockProgram, find_late, inline_block_programs
-from .graph_nodes import copy_graph, lazy_graph_module
-from .node_metadata import note_of
+from .graph_nodes import copy_graph, lazy_graph_module, note_of
 from .passes import Change, record_changes, run_passes
 from .passes.gathered import is_gather, packing_of
 from .passes.remat import BLOCK_RESULT

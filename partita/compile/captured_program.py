@@ -27,10 +27,11 @@ from .capture.answers import Answers
 from .capture.block_choice import BlocksTraced
 from .conditions import Conditions
 from .guards import Guards, Write
-from .pass_report import AsCaptured, changes_of
+from .pass_report import AsCaptured
 from .program import Program, ResultPlace
 from .replicated_input_check import Compared
 from .sharing import Sharing
+from .step_facts import changes_of
 
 __all__ = ["CapturedProgram"]
 

@@ -16,18 +16,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from partita.comm.collective import all_gather, all_to_all
 from partita.comm.device import HOST, view_bytes
 from partita.comm.ledger import human
 from partita.tensor.dtensor import short_dtype
 from partita.tensor.spec import Spec
 
-from .node_metadata import note_of
+from .graph_nodes import is_collective, nbytes_of, note_of
 from .program import Program
 from .repeats import repeats_of
 from .section import section_of, sections_in
 
-__all__ = ["Graph", "canonical", "is_collective", "line_of", "lines_of", "nbytes_of"]
+__all__ = ["Graph", "canonical", "line_of", "lines_of"]
 
 
 class Graph:
@@ -142,24 +141,6 @@ def _fold_repeats(lines: list[str], alike: list[int]) -> list[str]:
 
 def _format_operands(node: fx.Node) -> str:
     return "(" + ", ".join(a.name for a in node.all_input_nodes) + ")"
-
-
-def nbytes_of(node: fx.Node) -> int:
-    """Bytes of a node's value on a rank; 0 where that is no tensor."""
-    value = node.meta.get("val")
-    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
-
-
-def is_collective(node: fx.Node) -> bool:
-    """Is it a collective that sends?"""
-    return node.op == "call_function" and _sends(node.target)
-
-
-@functools.lru_cache(maxsize=4096)
-def _sends(target: Any) -> bool:
-    """Do calls of `target` send?"""
-    named = getattr(target, "namespace", "") == "_c10d_functional"
-    return (named and "wait_tensor" not in str(target)) or target in (all_gather, all_to_all)
 
 
 # -- for comparison -------------------------------------------------------------------------------

@@ -10,28 +10,38 @@ whose value nobody uses, unless they have an effect: they write, draw or check.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
 from torch.fx import _lazy_graph_module
 
+from partita.comm.collective import all_gather, all_to_all
 from partita.tensor.op_facts import facts_of
 
 __all__ = [
+    "NOTE",
+    "NO_NOTE",
     "GraphPart",
+    "Note",
     "add_call",
+    "behind_needs",
     "checks_value",
     "copy_graph",
     "copy_node",
     "drop_unused",
     "has_effect",
+    "is_collective",
     "key_of_operands",
     "lazy_graph_module",
     "lazy_graph_modules",
+    "nbytes_of",
+    "note_of",
     "written_inputs_of",
     "written_operands",
 ]
@@ -162,3 +172,100 @@ def has_effect(node: fx.Node) -> bool:
 def checks_value(node: fx.Node) -> bool:
     """Does a call only raise where a value is not as it must be?"""
     return node.op == "call_function" and facts_of(node.target).checks
+
+
+# -- where a node comes from -----------------------------------------------------------------------
+
+
+NOTE = "partita"
+"""The key of the note in a node's `meta`."""
+
+
+@dataclass(frozen=True)
+class Note:
+    """Where a node comes from.
+
+    Attributes:
+        source: the user's "file:line".
+        phase: "forward", "backward" or "update" (within an optimizer's step).
+        layout: of the value, where it is a DTensor.
+        kind, axes, nbytes, op, reason, before, after: of the move that the node belongs to, as in
+            a ledger's `Record`; kind is "" where there is none.
+        move: the number of the move in the step; 0 for none.
+        region: the number of the call of a `pt.remat` region; 0 outside.
+        kept: the region's policy keeps the value.
+        again: a pass added the node, to recompute or gather again what forward had.
+        budget: (number, bytes) of the remat budget that applies to it; None for none.
+    """
+
+    source: str = ""
+    phase: str = "forward"
+    layout: str = ""
+    kind: str = ""
+    axes: tuple[str, ...] = ()
+    nbytes: int = 0
+    op: str = ""
+    reason: str = ""
+    before: str = ""
+    after: str = ""
+    move: int = 0
+    region: int = 0
+    kept: bool = False
+    again: bool = False
+    budget: tuple[int, int] | None = None
+
+
+def note_of(node: fx.Node) -> Note:
+    """The note of a node; an empty one where it has none."""
+    found: Note = node.meta.get(NOTE, NO_NOTE)
+    return found
+
+
+NO_NOTE = Note()
+
+
+# -- what a node is --------------------------------------------------------------------------------
+
+
+def nbytes_of(node: fx.Node) -> int:
+    """Bytes of a node's value on a rank; 0 where that is no tensor."""
+    value = node.meta.get("val")
+    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Is it a collective that sends?"""
+    return node.op == "call_function" and _sends(node.target)
+
+
+@functools.lru_cache(maxsize=4096)
+def _sends(target: Any) -> bool:
+    """Do calls of `target` send?"""
+    named = getattr(target, "namespace", "") == "_c10d_functional"
+    return (named and "wait_tensor" not in str(target)) or target in (all_gather, all_to_all)
+
+
+# -- order -----------------------------------------------------------------------------------------
+
+
+N = TypeVar("N", bound=Hashable)
+
+
+def behind_needs(wanted: Iterable[N], needs: Mapping[N, Sequence[N]], done: set[N]) -> Iterator[N]:
+    """`wanted` in order, each after what it needs, without what is done.
+
+    Args:
+        needs: by node what it needs, without cycles; what is not a key is there already.
+        done: what was yielded is added.
+    """
+    stack = list(wanted)[::-1]
+    while stack:
+        node = stack[-1]
+        waiting = [n for n in needs[node] if n in needs and n not in done]
+        if waiting and node not in done:
+            stack += reversed(waiting)
+            continue
+        stack.pop()
+        if node not in done:
+            done.add(node)
+            yield node

@@ -18,7 +18,7 @@ from partita.comm import Wire, gather_texts, user_line
 from partita.layout import Fix, LayoutError
 from partita.versions import __version__
 
-__all__ = ["agree", "digest_of", "key_of", "versions"]
+__all__ = ["agree_on_program", "digest_of", "key_of", "versions"]
 
 
 def versions() -> list[str]:
@@ -37,7 +37,7 @@ def digest_of(lines: Sequence[str]) -> int:
     return int.from_bytes(raw[:8], "big") >> 1
 
 
-def agree(
+def agree_on_program(
     lines: Sequence[str],
     where: Sequence[str],
     wire: Wire,

@@ -60,7 +60,7 @@ class LastProgram:
 
         The passes are run again to see what each does to the predicted peak: it may take seconds.
         """
-        from .pass_report import explain_passes
+        from .step_facts import explain_passes
 
         captured = self.program.captured
         assert captured is not None

@@ -14,8 +14,7 @@ from partita.comm.ledger import human
 from partita.layout import Fix, LayoutError
 
 from .captured_program import CapturedProgram
-from .graph import is_collective
-from .node_metadata import Note, note_of
+from .graph_nodes import Note, is_collective, note_of
 from .program import Program
 
 __all__ = ["announce_run", "list_sent_moves", "record_moves"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -39,17 +39,15 @@ from .capture.refusals import not_an_input
 from .capture.repeated_calls import DETACH, RepeatedCalls, is_over_lists
 from .capture.scalars import taken_as_numbers, with_exact_numbers
 from .errors import CaptureError, not_captured, of_data
+from .graph_nodes import NO_NOTE, NOTE, Note, note_of
 from .guards.modes import kernel_settings
 
-__all__ = ["NOTE", "Note", "Recorder", "note_of"]
+__all__ = ["Recorder"]
 
 _aten = torch.ops.aten
 _ONEDNN_LSTM = _aten.mkldnn_rnn_layer.default
 _READ = _aten._local_scalar_dense.default
 _DEVICE = torch.ops.prim.device.default
-
-NOTE = "partita"
-"""The key of the note in a node's `meta`."""
 
 
 def _shape_of_value(value: Any) -> Any:
@@ -80,49 +78,6 @@ def _other_settings() -> CaptureError:
     )
 
 
-@dataclass(frozen=True)
-class Note:
-    """Where a node comes from.
-
-    Attributes:
-        source: the user's "file:line".
-        phase: "forward", "backward" or "update" (within an optimizer's step).
-        layout: of the value, where it is a DTensor.
-        kind, axes, nbytes, op, reason, before, after: of the move that the node belongs to, as in
-            a ledger's `Record`; kind is "" where there is none.
-        move: the number of the move in the step; 0 for none.
-        region: the number of the call of a `pt.remat` region; 0 outside.
-        kept: the region's policy keeps the value.
-        again: a pass added the node, to recompute or gather again what forward had.
-        budget: (number, bytes) of the remat budget that applies to it; None for none.
-    """
-
-    source: str = ""
-    phase: str = "forward"
-    layout: str = ""
-    kind: str = ""
-    axes: tuple[str, ...] = ()
-    nbytes: int = 0
-    op: str = ""
-    reason: str = ""
-    before: str = ""
-    after: str = ""
-    move: int = 0
-    region: int = 0
-    kept: bool = False
-    again: bool = False
-    budget: tuple[int, int] | None = None
-
-
-def note_of(node: fx.Node) -> Note:
-    """The note of a node; an empty one where it has none."""
-    found: Note = node.meta.get(NOTE, _NOTHING)
-    return found
-
-
-_NOTHING = Note()
-
-
 class Recorder(TorchDispatchMode):
     """Traces each call and notes the nodes that it adds to `graph`.
 
@@ -144,9 +99,9 @@ class Recorder(TorchDispatchMode):
         self._region, self._regions, self._kept = 0, 0, False
         self._budget: tuple[int, int] | None = None
         self._budgets: list[Any] = []
-        self._move = _NOTHING
+        self._move = NO_NOTE
         self._noted: tuple[Any, ...] = ()  # of what the last note was made
-        self._note = _NOTHING
+        self._note = NO_NOTE
         self._moves = 0
         self._last = self.newest()
         self._lines: dict[int, str] = {}
@@ -215,7 +170,7 @@ class Recorder(TorchDispatchMode):
         if out is not None:
             node = self.newest()
             shown: Any = node.args[0]
-            node.meta[NOTE] = shown.meta.get(NOTE, _NOTHING)
+            node.meta[NOTE] = shown.meta.get(NOTE, NO_NOTE)
             self._note_new_nodes()
             self._made.append((node, out))
         return out
@@ -351,7 +306,7 @@ class Recorder(TorchDispatchMode):
             if known:
                 return known
         line = user_line(here=self._here)
-        if torch.is_grad_enabled() or self._move is not _NOTHING:
+        if torch.is_grad_enabled() or self._move is not NO_NOTE:
             # The autograd node of this call has the number before the next one.
             self._lines[torch.autograd._get_sequence_nr() - 1] = line
         return line

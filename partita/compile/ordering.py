@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 import torch
 from torch import fx
@@ -12,30 +11,7 @@ from torch import fx
 from .graph_nodes import checks_value
 from .memory.storages import Storages
 
-__all__ = ["behind_needs", "with_early_writes"]
-
-
-N = TypeVar("N", bound=Hashable)
-
-
-def behind_needs(wanted: Iterable[N], needs: Mapping[N, Sequence[N]], done: set[N]) -> Iterator[N]:
-    """`wanted` in order, each after what it needs, without what is done.
-
-    Args:
-        needs: by node what it needs, without cycles; what is not a key is there already.
-        done: what was yielded is added.
-    """
-    stack = list(wanted)[::-1]
-    while stack:
-        node = stack[-1]
-        waiting = [n for n in needs[node] if n in needs and n not in done]
-        if waiting and node not in done:
-            stack += reversed(waiting)
-            continue
-        stack.pop()
-        if node not in done:
-            done.add(node)
-            yield node
+__all__ = ["with_early_writes"]
 
 
 _COPY = torch.ops.aten.copy_.default

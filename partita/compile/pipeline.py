@@ -23,14 +23,14 @@ from .capture.state import State, tensors_of_call
 from .captured_program import CapturedProgram
 from .errors import CaptureError, cannot_be_kept
 from .graph import canonical
-from .key import agree, digest_of, key_of, versions
+from .graph_nodes import note_of
+from .key import agree_on_program, digest_of, key_of, versions
 from .memory.storages import peak_of, scheduled
-from .node_metadata import note_of
-from .pass_report import AsCaptured, changes_of
+from .pass_report import AsCaptured
 from .passes import Passes, order_passes, run_passes
-from .phases import begin_phase
 from .region import region_of
 from .sharing import Sharing
+from .step_facts import changes_of
 from .verify import verifies_each_pass, verify
 
 __all__ = ["kept_within", "make_program"]
@@ -64,7 +64,6 @@ def make_program(
         CaptureError: it cannot be captured, on any rank.
         LayoutError: the ranks' programs differ.
     """
-    begin_phase("capture")
     slots = [*state.slots, *state.optimizer_slots()]
     tensors = tensors_of_call(slots, args, kwargs)
 
@@ -199,7 +198,7 @@ def _finish_program(
     except Exception as error:  # the other ranks are waiting to compare
         failed, lines = error, [f"error: {error}"]
     for wire in wires:
-        agree(lines, where, wire, lambda: _digest_stages(as_captured, without, passes))
+        agree_on_program(lines, where, wire, lambda: _digest_stages(as_captured, without, passes))
     if failed is not None:
         raise failed
     program.key = key_of(lines)

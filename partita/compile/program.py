@@ -33,7 +33,7 @@ from .graph_nodes import written_operands
 from .padding_boundary import Border, border_of
 from .section import calls_within, inline_sections
 
-__all__ = ["Call", "Input", "Output", "Program", "ResultPlace", "written_inputs"]
+__all__ = ["Call", "Input", "Output", "Program", "ResultPlace", "find_cotangents", "written_inputs"]
 
 Call = Callable[..., Sequence[torch.Tensor]]
 
@@ -347,3 +347,29 @@ def written_inputs(graph: fx.Graph) -> list[int]:
     inputs = [n for n in graph.nodes if n.op == "placeholder"]
     targets = {written for n in graph.nodes for written in written_operands(n)}
     return [i for i, n in enumerate(inputs) if n in targets]
+
+
+# -- cotangents ------------------------------------------------------------------------------------
+
+
+_NONE: frozenset[int] = frozenset()
+
+
+def find_cotangents(program: Program) -> dict[fx.Node, frozenset[int]]:
+    """By node, the numbers of the results from whose gradients it is computed, where there are any.
+
+    Autograd gives None, not zeros, where none of these gradients is there. So passes must not join
+    nodes of different ones.
+    """
+    graph = program.graph.graph
+    found: dict[fx.Node, frozenset[int]] = {}
+    for node, given in zip(graph.find_nodes(op="placeholder"), program.inputs, strict=True):
+        if given.kind == "cotangent":
+            found[node] = frozenset((given.index,))
+    if not found:
+        return found
+    for node in graph.nodes:
+        numbers = _NONE.union(*(found.get(n, _NONE) for n in node.all_input_nodes))
+        if numbers:
+            found[node] = numbers
+    return found

@@ -31,8 +31,8 @@ from .errors import of_anomalies
 from .key import key_of
 from .ledger_replay import record_moves
 from .padding_boundary import Border
-from .program import Call, Program
-from .split import Halves, find_cotangents, split
+from .program import Call, Program, find_cotangents
+from .split import Halves, split
 from .verify import verify
 
 __all__ = ["Region", "region_of"]

@@ -22,8 +22,7 @@ from partita.comm.device import accelerator_indices
 from partita.layout import Fix, LayoutError
 from partita.tensor.dtensor import checksum
 
-from .graph_nodes import copy_node, lazy_graph_module
-from .node_metadata import note_of
+from .graph_nodes import copy_node, lazy_graph_module, note_of
 from .program import Input
 
 __all__ = ["Compared", "extract_compared"]

@@ -19,12 +19,11 @@ from torch.utils import _pytree as pytree
 from partita.comm.collective import WAIT
 from partita.tensor.op_facts import facts_of
 
-from .graph_nodes import add_call, copy_node, drop_unused, lazy_graph_module
+from .graph_nodes import NOTE, add_call, copy_node, drop_unused, lazy_graph_module, note_of
 from .memory.storages import storages_of
-from .node_metadata import NOTE, note_of
 from .program import Input, Output, Program
 
-__all__ = ["Halves", "find_cotangents", "split"]
+__all__ = ["Halves", "split"]
 
 
 _aten = torch.ops.aten
@@ -281,29 +280,3 @@ class _NewGraph:
             whole.cleared if whole else [],
             {name: at for name, at in self._from.groups.items() if name in names},
         )
-
-
-# -- cotangents ------------------------------------------------------------------------------------
-
-
-_NONE: frozenset[int] = frozenset()
-
-
-def find_cotangents(program: Program) -> dict[fx.Node, frozenset[int]]:
-    """By node, the numbers of the results from whose gradients it is computed, where there are any.
-
-    Autograd gives None, not zeros, where none of these gradients is there. So passes must not join
-    nodes of different ones.
-    """
-    graph = program.graph.graph
-    found: dict[fx.Node, frozenset[int]] = {}
-    for node, given in zip(graph.find_nodes(op="placeholder"), program.inputs, strict=True):
-        if given.kind == "cotangent":
-            found[node] = frozenset((given.index,))
-    if not found:
-        return found
-    for node in graph.nodes:
-        numbers = _NONE.union(*(found.get(n, _NONE) for n in node.all_input_nodes))
-        if numbers:
-            found[node] = numbers
-    return found

@@ -46,6 +46,7 @@ from .guards import History, describe_call, signature_of
 from .guards.modes import function_modes, without_function_modes
 from .guards.places import Place
 from .last_program import LastProgram
+from .phases import begin_phase
 from .section import DEEP
 
 if TYPE_CHECKING:
@@ -357,6 +358,7 @@ class CompiledStep(LastProgram):
             blocks = dataclasses.replace(blocks, outline_above=0 if self.sections else DEEP)
 
         def make() -> CapturedProgram:
+            begin_phase("capture")
             assert self._state is not None
             call = self.step, args, kwargs, self._state
             return make_program(
@@ -513,7 +515,9 @@ class CompiledStep(LastProgram):
         if self.backend == "inductor" and all(isinstance(w, GroupWire) for w in wires):
             from .backend.build import build
 
+            begin_phase("compile")
             program.built = build(program, self._name_of_step, wires, self.sections)
+            begin_phase("graph")
             return program.built.call
         return function_of(program.graph, program.groups)
 

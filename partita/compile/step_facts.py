@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
+from textwrap import indent
 from typing import Any
 
-from partita.comm.ledger import Record
+from partita.comm.ledger import Record, human
 from partita.tensor.dtensor import DTensor
 
+from .block_sections import RewrittenBlock
 from .memory.schedule import Buffer, Memory
-from .pass_report import peaks_of_changes
+from .memory.storages import memory_of
+from .pass_report import AsCaptured, _without_warnings
+from .passes import Change, Passes, record_each_change
+from .passes.change import GraphFigures, format_figure
+from .passes.recompute import count_made_again
 from .program import Program
+from .section import call_section, section_of
 
 __all__ = [
+    "changes_of",
+    "explain_passes",
     "facts_of_graph",
     "facts_of_layouts",
     "facts_of_memory",
     "facts_of_moves",
     "facts_of_parameter",
+    "peaks_of_changes",
 ]
 
 _HELD = {
@@ -125,3 +136,111 @@ def facts_of_parameter(name: str, p: DTensor) -> list[Any]:
     axes = " ".join(f"{axis}={mesh.size(axis)}" for axis in mesh.names)
     nbytes = math.prod(p._spec.local_shape) * p.element_size()
     return [name, str(p.layout_over_mesh), axes, nbytes]
+
+
+# -- what passes did -------------------------------------------------------------------------------
+
+
+def explain_passes(captured: AsCaptured[Any], without: Iterable[str], passes: Passes) -> str:
+    """What each pass changes and saves, with a short diff; then all of them together."""
+    program, changes, peaks = _record_changes(captured, without, passes)
+    texts = []
+    for change, (before, after) in zip(changes, pairwise(peaks), strict=True):
+        peak = [f"predicted peak: {human(before)} -> {human(after)}"] if before != after else []
+        texts.append(change.text(*peak))
+    if changes:
+        texts.append(_summarize_changes(changes[0], changes[-1], peaks))
+    if program.budget is not None:
+        texts.insert(0, f"budget\n{indent(_describe_budget(program, peaks[-1]), '  ')}")
+    if blocks := str(program.blocks):
+        texts.insert(0, f"blocks\n{indent(blocks, '  ')}")
+    return "\n".join(texts)
+
+
+def _describe_budget(program: Program, peak: int) -> str:
+    """What a program makes again for its budget, in each section and between them."""
+    assert program.budget is not None
+    graph = program.graph.graph
+    lines = [f"{human(peak)} of {human(program.budget)}, at level {program.level} of recomputation"]
+    calls = Counter(map(section_of, graph.find_nodes(op="call_function", target=call_section)))
+    for section, count in calls.items():
+        assert section is not None
+        if again := count_made_again(section.graph.graph):
+            lines.append(f"{section.name}: {again} calls made again, each of {count} times")
+    if again := count_made_again(graph):
+        where = " outside of sections" if calls else ""
+        lines.append(f"{again} calls made again{where}")
+    return "\n".join(lines)
+
+
+def peaks_of_changes(
+    captured: AsCaptured[Any] | None, without: Iterable[str], passes: Passes
+) -> tuple[list[Change], list[int]]:
+    """The change of each pass, and the predicted peak (bytes above the inputs) around each."""
+    assert captured is not None
+    _, changes, peaks = _record_changes(captured, without, passes)
+    return changes, peaks
+
+
+def changes_of(
+    captured: AsCaptured[Any], without: Iterable[str], passes: Passes
+) -> Iterator[Change]:
+    """The change of each pass in a captured program, one after another.
+
+    The first is that of all passes within blocks, where blocks stay calls.
+    """
+    return (change for _, change in _run_and_record(captured, without, passes))
+
+
+def _record_changes(
+    captured: AsCaptured[Any], without: Iterable[str], passes: Passes
+) -> tuple[Any, list[Change], list[int]]:
+    """The rewritten program, the change of each pass, and the predicted peaks around them."""
+    before = program = captured.inlined()
+    changes, peaks = list[Change](), [memory_of(before).peak]
+    for program, change in _run_and_record(captured, without, passes):
+        changes.append(change)
+        peaks.append(peaks[-1] if not change.changed else memory_of(program).peak)
+    return program, changes, peaks
+
+
+def _run_and_record(
+    captured: AsCaptured[Any], without: Iterable[str], passes: Passes
+) -> Iterator[tuple[Any, Change]]:
+    """Rewrite a captured program; after each pass the program, and what the pass did."""
+    with _without_warnings():
+        program, blocks = captured.program_and_blocks()
+        flat = captured.inlined() if blocks else program
+    if blocks:
+        yield program, _change_in_blocks(GraphFigures(flat), GraphFigures(program), blocks)
+    changes = record_each_change(program, without, passes)
+    while True:
+        with _without_warnings():
+            change = next(changes, None)
+        if change is None:
+            return
+        yield program, change
+
+
+def _change_in_blocks(
+    before: GraphFigures, after: GraphFigures, blocks: Iterable[RewrittenBlock]
+) -> Change:
+    """What passes did within blocks, each structure of which is rewritten and cut once."""
+    lines = ["each structure is rewritten once, and its parts between collectives are sections:"]
+    for block in blocks:
+        lines.append(f"{block.name}, {block.calls} times")
+        lines += [f"    {change.name}: {change.did}" for change in block.changes]
+    promise = "Passes within blocks, which stay calls."
+    return before.compare(after, "blocks", promise, "\n    ".join(lines))
+
+
+def _summarize_changes(first: Change, last: Change, peaks: list[int]) -> str:
+    sent = [format_figure("sent", n) for n in (first.sent[0], last.sent[1])]
+    time = [format_figure("seconds", n) for n in (first.seconds[0], last.seconds[1])]
+    said = [
+        f"{first.collectives[0]} -> {last.collectives[1]} collectives",
+        f"{' -> '.join(sent)} sent by a rank",
+        f"{' -> '.join(time)} predicted for them",
+        f"{human(peaks[0])} -> {human(peaks[-1])} predicted peak above the inputs",
+    ]
+    return "all together: " + ", ".join(said)

@@ -23,9 +23,7 @@ from partita.tensor.forms import find_unknown_effect
 from partita.tensor.op_facts import facts_of
 
 from .capture.block_nodes import is_block_node
-from .graph import is_collective
-from .graph_nodes import written_operands
-from .node_metadata import note_of
+from .graph_nodes import is_collective, note_of, written_operands
 from .program import Program
 from .section import call_section
 

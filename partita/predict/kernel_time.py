@@ -17,8 +17,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from partita.compile.graph import is_collective
-from partita.compile.node_metadata import note_of
+from partita.compile.graph_nodes import is_collective, note_of
 from partita.tensor.op_facts import facts_of
 
 from .kernel_rates import BY_FLOPS, rate_of

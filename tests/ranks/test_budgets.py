@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import partita as pt
-from partita.compile.graph import nbytes_of
+from partita.compile.graph_nodes import nbytes_of, note_of
 from partita.compile.memory.knapsack import Candidate, choose_kept
-from partita.compile.node_metadata import note_of
 from partita.compile.passes.recompute import flops_of
 from partita.testing.allocated_bytes import counted
 from tests.programs import stacks

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn, optim
 
 import partita as pt
+from partita.compile.graph_nodes import note_of
 from partita.compile.memory.storages import memory_of, peak_of
-from partita.compile.node_metadata import note_of
 from partita.compile.passes.recompute import cost_of_recompute
 from partita.compile.section import call_section, sections_in
 from partita.testing.allocated_bytes import counted

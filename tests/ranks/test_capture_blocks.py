@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import partita as pt
 from partita.compile.capture import block_programs
 from partita.compile.graph import canonical
+from partita.compile.graph_nodes import note_of
 from partita.compile.ledger_replay import list_sent_moves
-from partita.compile.node_metadata import note_of
 from partita.compile.passes.gathered import is_gather, only_moves
 from partita.compile.section import call_section, sections_in
 from partita.compile.verify import verify

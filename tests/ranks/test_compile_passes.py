@@ -11,7 +11,7 @@ import torch
 
 import partita as pt
 from partita.comm.ledger import human
-from partita.compile.node_metadata import note_of
+from partita.compile.graph_nodes import note_of
 from partita.compile.passes import PASSES, find, put, replace
 from partita.compile.verify import IllegalGraph, verify
 from tests.programs.captured_steps import (

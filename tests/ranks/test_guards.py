@@ -16,7 +16,7 @@ import torch
 
 import partita as pt
 from partita.app.models import GPT, gpt
-from partita.compile.node_metadata import note_of
+from partita.compile.graph_nodes import note_of
 
 from . import library_changes, number_changes, tensor_changes, world_changes  # noqa: F401 (entries)
 from .state_changes import CHANGES, HOOKS, REFUSED

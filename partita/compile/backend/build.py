@@ -21,7 +21,6 @@ from partita.versions import __version__
 
 from ..graph_nodes import checks_value
 from ..memory.codegen_memory import memory_of_sections
-from ..phases import begin_phase
 from ..program import Program
 from ..section import section_of
 from .built import Built
@@ -48,7 +47,6 @@ def build(
         LayoutError: it could not be compiled on some rank; the same on all ranks of its wires.
     """
     wires = sorted(wires, key=lambda w: -w.mesh.size())
-    begin_phase("compile")
     found = _cut_into_sections(program, sections)
     if found is None:
         flat = program.flat()
@@ -56,7 +54,6 @@ def build(
         built = replace(built, call=with_constants(built.call, flat.graph))
     else:
         built = _build_sections(program, found, what, wires)
-    begin_phase("graph")
     return built
 
 

@@ -29,10 +29,15 @@ from partita.tensor.op_facts import facts_of
 
 from ..capture.equal_calls import tensors_in
 from ..errors import of_recording
-from ..graph import is_collective
-from ..graph_nodes import add_call, copy_node, drop_unused, lazy_graph_module
+from ..graph_nodes import (
+    add_call,
+    copy_node,
+    drop_unused,
+    is_collective,
+    lazy_graph_module,
+    note_of,
+)
 from ..key import key_of
-from ..node_metadata import note_of
 from ..program import Input, Program
 
 __all__ = [

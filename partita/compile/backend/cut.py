@@ -22,10 +22,19 @@ from partita.tensor.op_facts import facts_of
 
 from ..capture.equal_calls import tensors_in
 from ..capture.fakes import make_distinct
-from ..graph import is_collective, line_of
-from ..graph_nodes import add_call, checks_value, copy_node, has_effect, lazy_graph_module
+from ..graph import line_of
+from ..graph_nodes import (
+    NOTE,
+    Note,
+    add_call,
+    checks_value,
+    copy_node,
+    has_effect,
+    is_collective,
+    lazy_graph_module,
+    note_of,
+)
 from ..memory.storages import storages_of
-from ..node_metadata import NOTE, Note, note_of
 from ..ordering import with_early_writes
 from ..program import Program
 from ..repeats import repeats_of

@@ -34,7 +34,7 @@ from partita.comm.collective import (
     all_to_all,
 )
 
-from ..node_metadata import note_of
+from ..graph_nodes import note_of
 from ..section import Section, section_of
 
 __all__ = ["FILE", "FIRST_LINE", "GraphWriter", "Groups", "function_of", "run_with_places"]

@@ -34,8 +34,8 @@ from partita.comm.collective import ALL_TO_ALL, all_to_all
 from partita.comm.device import describe_hardware
 
 from ..capture.fakes import fake_mode_of
+from ..graph_nodes import NOTE
 from ..memory.codegen_memory import code_of
-from ..node_metadata import NOTE
 from ..program import Program
 from ..section import Section
 from .artifact_slimming import (

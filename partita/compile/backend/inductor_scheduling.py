@@ -22,8 +22,7 @@ from torch._inductor.choices import InductorChoices
 
 from partita.versions import base_of_scheduler_passes
 
-from ..node_metadata import note_of
-from ..ordering import behind_needs
+from ..graph_nodes import behind_needs, note_of
 
 __all__ = ["Choices", "InOrder", "mark"]
 

@@ -26,8 +26,7 @@ from partita.layout import Fix
 from partita.tensor.op_facts import facts_of
 
 from ..errors import not_captured
-from ..graph_nodes import has_effect
-from ..node_metadata import note_of
+from ..graph_nodes import has_effect, note_of
 from ..passes.rewrite import Making
 from .fakes import local_of
 from .symbolic import is_symbolic

@@ -21,8 +21,8 @@ from torch import fx
 
 from partita.tensor.op_facts import OpFacts, declare_facts, facts_of
 
-from ..graph_nodes import GraphPart, add_call, copy_node, has_effect
-from ..node_metadata import NOTE, Note, Recorder, note_of
+from ..graph_nodes import NOTE, GraphPart, Note, add_call, copy_node, has_effect, note_of
+from ..node_metadata import Recorder
 from .functional_memory import lie_alike
 from .symbolic import is_symbolic
 

@@ -26,18 +26,19 @@ from torch import fx
 from partita.comm.device import HOST
 
 from ..errors import CaptureError
-from ..graph import is_collective
 from ..graph_nodes import (
+    NOTE,
     GraphPart,
     add_call,
     copy_graph,
     copy_node,
     drop_unused,
     has_effect,
+    is_collective,
     lazy_graph_module,
+    note_of,
     written_inputs_of,
 )
-from ..node_metadata import NOTE, note_of
 from .block_nodes import (
     BackwardBody,
     BlockBody,

@@ -20,9 +20,9 @@ from partita.tensor.op_facts import facts_of
 
 from ..arguments import is_taken_apart
 from ..errors import not_captured
+from ..graph_nodes import note_of
 from ..guards.codes import asks_whether_true, asks_which_object
 from ..guards.places import Place
-from ..node_metadata import note_of
 from ..verify import SPACES
 from .refusals import not_an_input
 

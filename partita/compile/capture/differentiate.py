@@ -25,7 +25,8 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from partita.tensor.dtensor import tagged
 from partita.tensor.spec import Spec
 
-from ..node_metadata import NOTE, Recorder
+from ..graph_nodes import NOTE
+from ..node_metadata import Recorder
 from ..program import Input
 from .inputs import GraphInputs
 

@@ -20,9 +20,7 @@ from partita.comm.device import HOST
 from partita.tensor.op_facts import facts_of
 
 from ..conditions import EqualInputs, read_counts
-from ..graph import is_collective
-from ..graph_nodes import key_of_operands
-from ..node_metadata import note_of
+from ..graph_nodes import is_collective, key_of_operands, note_of
 from ..program import Input
 from .fakes import device_at_capture
 from .optimizers import counts_of

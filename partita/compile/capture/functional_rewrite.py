@@ -18,8 +18,7 @@ from torch import fx
 
 from partita.tensor.op_facts import facts_of
 
-from ..graph_nodes import GraphPart, add_call, lazy_graph_module, written_operands
-from ..node_metadata import NOTE
+from ..graph_nodes import NOTE, GraphPart, add_call, lazy_graph_module, written_operands
 from .equal_calls import call_without_memory, tensors_in
 from .functional_calls import (
     PatternOperand,

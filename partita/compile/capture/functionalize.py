@@ -24,8 +24,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from partita.tensor.op_facts import facts_of
 
-from ..graph_nodes import drop_unused, lazy_graph_modules
-from ..node_metadata import NOTE
+from ..graph_nodes import NOTE, drop_unused, lazy_graph_modules
 from .block_nodes import is_block_node
 from .equal_counts import share_equal_counts
 from .functional_calls import (

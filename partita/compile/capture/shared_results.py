@@ -25,8 +25,7 @@ from partita.layout import Fix
 from partita.tensor.op_facts import facts_of
 
 from ..errors import CaptureError, not_captured
-from ..graph_nodes import add_call
-from ..node_metadata import NOTE, note_of
+from ..graph_nodes import NOTE, add_call, note_of
 from .equal_calls import call_without_memory
 from .functional_memory import lie_alike, shown_operand
 

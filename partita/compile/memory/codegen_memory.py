@@ -29,8 +29,7 @@ from ..backend.executor import FILE as OUTER_FILE
 from ..backend.executor import FIRST_LINE
 from ..backend.sections import SectionCall, Sections, SectionWriter
 from ..capture.fakes import fake_mode_of
-from ..graph_nodes import lazy_graph_module
-from ..node_metadata import Note, note_of
+from ..graph_nodes import Note, lazy_graph_module, note_of
 from ..program import Program
 from ..section import Section
 from .schedule import Buffer, Memory

@@ -18,8 +18,7 @@ from torch import fx
 
 from ..backend.executor import Groups
 from ..capture.equal_calls import call_without_memory, tensors_in
-from ..graph import is_collective
-from ..node_metadata import note_of
+from ..graph_nodes import is_collective, note_of
 from ..program import Program
 from ..section import Section, SectionSchedule, section_of
 from .schedule import Buffer, HeldInput, Memory

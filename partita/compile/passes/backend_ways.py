@@ -23,8 +23,7 @@ from partita.comm.collective import (
     sum_of_shares,
 )
 
-from ..graph import is_collective
-from ..node_metadata import note_of
+from ..graph_nodes import is_collective, note_of
 from ..program import Program
 from .gathered import only_moves
 from .rewrite import Making

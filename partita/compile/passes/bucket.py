@@ -18,10 +18,8 @@ from torch import fx
 from partita.comm.collective import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT
 from partita.tensor.op_facts import facts_of
 
-from ..graph import is_collective
-from ..node_metadata import NOTE, note_of
-from ..program import Program
-from ..split import find_cotangents
+from ..graph_nodes import NOTE, is_collective, note_of
+from ..program import Program, find_cotangents
 from .gathered import Runs, packing_of
 from .rewrite import Making
 

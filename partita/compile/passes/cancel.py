@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from ..capture.functional_memory import lie_alike
-from ..node_metadata import note_of
+from ..graph_nodes import note_of
 from ..program import Program
 
 __all__ = ["cancel"]

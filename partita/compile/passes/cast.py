@@ -10,8 +10,7 @@ from torch import fx
 
 from partita.tensor.op_facts import facts_of
 
-from ..graph import is_collective
-from ..node_metadata import NOTE, note_of
+from ..graph_nodes import NOTE, is_collective, note_of
 from ..program import Program
 from .rewrite import fake_value_of, put, replace
 

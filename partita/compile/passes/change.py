@@ -15,9 +15,9 @@ from torch import fx
 from partita.comm.ledger import human
 from partita.redistribute.cost import seconds_of
 
-from ..graph import canonical, is_collective, nbytes_of
+from ..graph import canonical
+from ..graph_nodes import is_collective, nbytes_of, note_of
 from ..key import digest_of
-from ..node_metadata import note_of
 from ..program import Program
 
 __all__ = ["Change", "GraphFigures", "Pass", "format_figure"]

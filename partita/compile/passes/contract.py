@@ -16,8 +16,7 @@ from torch import fx
 from partita.redistribute.cost import bytes_of
 
 from ..capture.shared_results import Pairs, overlapping_results
-from ..graph import is_collective
-from ..node_metadata import NOTE, Note, note_of
+from ..graph_nodes import NOTE, Note, is_collective, note_of
 from ..program import Program, written_inputs
 from ..verify import IllegalGraph
 from .rewrite import fake_value_of

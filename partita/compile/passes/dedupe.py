@@ -8,9 +8,7 @@ from torch import fx
 
 from partita.tensor.op_facts import facts_of
 
-from ..graph import is_collective
-from ..graph_nodes import key_of_operands
-from ..node_metadata import note_of
+from ..graph_nodes import is_collective, key_of_operands, note_of
 from ..program import Program
 
 __all__ = ["dedupe"]

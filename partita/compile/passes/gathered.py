@@ -18,8 +18,7 @@ from torch import fx
 from partita.comm.collective import WAIT
 from partita.tensor.op_facts import facts_of
 
-from ..graph import is_collective
-from ..node_metadata import note_of
+from ..graph_nodes import is_collective, note_of
 from ..section import section_of
 
 __all__ = ["GatheredParameter", "Runs", "is_backward", "is_gather", "only_moves", "packing_of"]

@@ -12,9 +12,7 @@ from torch import fx
 
 from partita.tensor.op_facts import facts_of
 
-from ..graph_nodes import written_operands
-from ..node_metadata import note_of
-from ..ordering import behind_needs
+from ..graph_nodes import behind_needs, note_of, written_operands
 from ..program import Program
 
 __all__ = ["lifetime"]

@@ -13,10 +13,8 @@ from torch import fx
 
 from partita.comm.collective import ALL_REDUCE, WAIT
 
-from ..graph import is_collective, nbytes_of
-from ..graph_nodes import written_operands
+from ..graph_nodes import is_collective, nbytes_of, note_of, written_operands
 from ..memory.storages import storages_of
-from ..node_metadata import note_of
 from ..program import Program
 from .gathered import Runs, is_backward, only_moves, packing_of
 

@@ -17,10 +17,7 @@ from torch.utils.flop_counter import flop_registry
 
 from partita.tensor.op_facts import facts_of
 
-from ..graph import nbytes_of
-from ..graph_nodes import copy_node, lazy_graph_module
-from ..node_metadata import NOTE, note_of
-from ..ordering import behind_needs
+from ..graph_nodes import NOTE, behind_needs, copy_node, lazy_graph_module, nbytes_of, note_of
 from ..program import Program
 from ..section import Section, section_of
 from ..verify import SPACES

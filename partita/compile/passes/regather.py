@@ -10,8 +10,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from ..graph_nodes import copy_node
-from ..node_metadata import NOTE, note_of
+from ..graph_nodes import NOTE, copy_node, note_of
 from ..program import Program
 from .gathered import GatheredParameter, Runs, is_backward, only_moves
 

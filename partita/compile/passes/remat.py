@@ -11,9 +11,8 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from ..graph import is_collective, nbytes_of
+from ..graph_nodes import is_collective, nbytes_of, note_of
 from ..memory.storages import Storages, storages_of
-from ..node_metadata import note_of
 from ..program import Program
 from .recompute import can_be_made_again, flops_of, is_late, recompute
 from .remat_regions import find_recomputed_in_regions

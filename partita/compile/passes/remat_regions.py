@@ -10,9 +10,9 @@ from __future__ import annotations
 from torch import fx
 
 from ..errors import CaptureError
+from ..graph_nodes import Note, note_of
 from ..memory.knapsack import Candidate, choose_kept, make_budget_error
 from ..memory.storages import Storages, memory_of, storages_of
-from ..node_metadata import Note, note_of
 from ..program import Program
 from .recompute import can_be_made_again, flops_of, is_late, trial_of
 

@@ -13,8 +13,7 @@ import torch
 from torch import fx
 
 from ..capture.equal_calls import call_without_memory
-from ..graph_nodes import add_call
-from ..node_metadata import NOTE, Note, note_of
+from ..graph_nodes import NOTE, Note, add_call, note_of
 from ..program import Program
 from ..verify import IllegalGraph
 
@@ -27,7 +26,7 @@ def find(program: Program, *targets: Any, **fields: Any) -> list[fx.Node]:
     Args:
         targets: operators, `torch.ops.aten.mul.Tensor` or all of `torch.ops.aten.mul`; any where
             none is given.
-        fields: of the nodes' notes (`partita.compile.node_metadata.Note`): `kind="all_gather"`,
+        fields: of the nodes' notes (`partita.compile.graph_nodes.Note`): `kind="all_gather"`,
             `phase="backward"`, `reason="gather"`.
     """
     found = []

@@ -15,8 +15,8 @@ from torch import Tensor
 
 import partita as pt
 from partita.comm.device import HOST, Device, choose_device
-from partita.compile.phases import told_of_phases
-from partita.compile.step_facts import facts_of_graph, facts_of_moves, facts_of_parameter
+from partita.compile.step import told_of_phases
+from partita.compile.step_report import facts_of_graph, facts_of_moves, facts_of_parameter
 
 from .checkpoint_schedule import CheckpointSchedule
 from .data import Text, read

@@ -2,21 +2,18 @@
 
 In reading order:
 
-- The call: `entry` (`pt.compile`), `step`, `call_guard`, `guards/` (may a program be used again).
-- How a program is made: `pipeline`, which calls `capture/`, `passes/`, `verify`, `key`, `backend/`.
-- What a program is: `program`, `captured_program`, `conditions`, `arguments` (leaves of a call),
-  `node_metadata`, `graph_nodes`, `section` (parts that are called), `ordering`, `memory/` (its
-  schedule). What becomes of its blocks: `block_sections`; how much is made again for a budget of
-  memory: `budgets`.
-- A part of an eager model: `region` and `split`.
-- Around a run: `padding_boundary`, `sharing`, `replicated_input_check`, `ledger_replay`, `phases`.
-- What people read: `graph` and `repeats`, `pass_report`, `step_facts`, `last_program`, `errors`.
-- For batches of many lengths: `length_buckets`.
+- The call: `step` (`pt.compile`, `CompiledStep`), `call_guard` (is a call like the last one?),
+  `guards/` (is what the step read of Python as it was?), `arguments` (the leaves of a call).
+- How a program is made: `pipeline`, which calls `capture/`, `step_forms` (blocks as calls; how
+  much is made again for a budget), `passes/`, `verify` (the grammar of graphs) and `backend/`.
+- What a program is: `program` (a graph, its inputs and outputs), `captured_program` (how a call
+  runs it), `conditions` (what must hold of its inputs), `region` (a part of an eager model: forward
+  and backward), `graph_nodes` (nodes, their notes, sections), `memory/` (its schedule).
+- What people and other ranks read: `graph_text` (and the key), `step_report`, `errors`.
 """
 
-from .entry import compile
+from .arguments import pad_to_bucket
 from .errors import CaptureError
-from .length_buckets import pad_to_bucket
-from .step import CompiledStep
+from .step import CompiledStep, compile
 
 __all__ = ["CaptureError", "CompiledStep", "compile", "pad_to_bucket"]

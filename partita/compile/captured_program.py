@@ -1,39 +1,51 @@
-"""Captured programs: a program with the conditions of its capture, and how a call runs it.
+"""Captured programs: how a call runs one, what ranks compare before it, and what ledgers are told.
 
 `run` runs the graph and puts its outputs where the step would have put them: into slots, `.grad`,
-the result. Conditions, guards and answers say when the program may run instead of the step.
+the result. Conditions, guards and answers say when the program may run instead of the step. Plain
+tensors that are used with DTensors must be equal on all ranks: what leads to them is a small graph
+(`Compared`), which runs before the first run, and before each under `check_ranks()`. A graph's
+moves are known beforehand, so that a run costs nothing where no ledger and no `strict()` listens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
+from torch import fx
+from torch._C import DisableTorchFunctionSubclass as Local
 
-from partita.comm import agree
-from partita.comm.device import default_generator
-from partita.layout import Fix
-from partita.tensor.dtensor import tagged
+from partita.comm import Record, Wire, agree, is_alone, user_line
+from partita.comm.device import accelerator_indices, default_generator
+from partita.comm.ledger import human
+from partita.layout import Fix, LayoutError
+from partita.tensor.dtensor import checksum, tagged
 from partita.tensor.dtensor_gradients import clear_gradients
 from partita.tensor.uneven_pieces import give_room
 
 from .arguments import unflatten_call
 from .backend.executor import function_of
-from .budgets import BudgetSearch
 from .capture.answers import Answers
 from .capture.block_choice import BlocksTraced
-from .conditions import Conditions
+from .conditions import Conditions, Sharing
+from .graph_nodes import Note, copy_node, is_collective, lazy_graph_module, note_of
 from .guards import Guards, Write
-from .pass_report import AsCaptured
-from .program import Program, ResultPlace
-from .replicated_input_check import Compared
-from .sharing import Sharing
-from .step_facts import changes_of
+from .program import Input, Program, ResultPlace
+from .step_forms import AsCaptured, BudgetSearch
+from .step_report import changes_of
 
-__all__ = ["CapturedProgram"]
+__all__ = [
+    "CapturedProgram",
+    "Compared",
+    "announce_run",
+    "extract_compared",
+    "list_sent_moves",
+    "record_moves",
+]
 
 
 @dataclass(eq=False)
@@ -147,3 +159,203 @@ class CapturedProgram(Program):
         of = {"result": leaves, "input": tensors}
         whole = [of[c.source][c.index] if type(c) is ResultPlace else c for c in self.constants]
         return unflatten_call(whole, self.result)
+
+
+# -- the check of replicated inputs ----------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Compared:
+    """The plain values that are used with DTensors.
+
+    Attributes:
+        graph: computes them.
+        inputs: of the graph.
+        said: for each value its name ("" if the step makes it) and the user's line.
+        wires: for each value, the wire on whose ranks it has to be equal.
+    """
+
+    graph: fx.GraphModule
+    inputs: list[Input]
+    said: list[tuple[str, str]]
+    wires: list[Wire]
+
+    def check(self, tensors: Sequence[Any], run: Callable[..., Sequence[torch.Tensor]]) -> None:
+        """Raise on all ranks if one of the values differs between two of them.
+
+        Args:
+            tensors: the leaves of the call.
+            run: runs the graph.
+        """
+        if all(map(is_alone, self.wires)):  # a dry mesh, whose device may not be there either
+            return
+        given = [entered(i, tensors) for i in self.inputs]
+        with torch.random.fork_rng(devices=accelerator_indices(given)), Local(), torch.no_grad():
+            values = run(*given)
+        for wire in dict.fromkeys(self.wires):
+            mine = [i for i, w in enumerate(self.wires) if w is wire]
+            checksums = wire.gather_ints(tuple(n for i in mine for n in checksum(values[i])))
+            for rank, theirs in enumerate(checksums):
+                for place, i in enumerate(mine):
+                    at = slice(3 * place, 3 * place + 3)
+                    if theirs[at] != checksums[0][at]:
+                        raise _make_difference_error(*self.said[i], rank)
+
+
+def entered(given: Input, tensors: Sequence[Any]) -> torch.Tensor:
+    """The value of an input, padded where its pieces are uneven."""
+    x = given.now(tensors)
+    return x if given.border is None else given.border.enter(x)
+
+
+def _make_difference_error(name: str, line: str, rank: int) -> LayoutError:
+    what = f"{name}, a plain tensor" if name else "a plain tensor that the step makes,"
+    return LayoutError(
+        f"compile: {what} next to DTensors, differs between ranks 0 and {rank}",
+        place=line,
+        reason="a plain tensor is taken as one whole value, equal on every rank",
+        fixes=(
+            Fix("pt.DTensor.from_local(t, mesh, placements)", "a rank's piece"),
+            Fix("pt.distribute_tensor(t, mesh, placements)", "to take rank 0's"),
+        ),
+    )
+
+
+def extract_compared(
+    made: fx.GraphModule,
+    given: Mapping[fx.Node, Input],
+    values: Sequence[tuple[fx.Node, Wire]],
+    line: str,
+) -> Compared | None:
+    """Copy what computes `values` in a graph without writes; None where there are none.
+
+    Args:
+        given: the graph's inputs by node.
+        values: (node, wire) for each; nodes that are erased, being unused, are left out.
+        line: the user's line, for values that are inputs.
+    """
+    there = set(made.graph.nodes)
+    values = [(n, w) for n, w in dict.fromkeys(values) if n in there]
+    if not values:
+        return None
+    needed = {n for n, _ in values}
+    for node in reversed(made.graph.nodes):
+        if node in needed:
+            needed.update(node.all_input_nodes)
+    graph, copies = fx.Graph(made), dict[fx.Node, fx.Node]()
+    for node in made.graph.nodes:
+        if node in needed:
+            copies[node] = copy_node(graph, node, copies.__getitem__)
+    graph.output([copies[n] for n, _ in values])
+    return Compared(
+        lazy_graph_module(made, graph),
+        [i for n, i in given.items() if n in needed],
+        [(given[n].name, line) if n in given else ("", _line_of_node(n)) for n, _ in values],
+        [w for _, w in values],
+    )
+
+
+def _line_of_node(node: fx.Node) -> str:
+    while node.target is operator.getitem:
+        node = node.all_input_nodes[0]
+    return note_of(node).source
+
+
+# -- what ledgers, strict() and check_ranks() are told ---------------------------------------------
+
+
+def list_sent_moves(program: Program) -> list[Record]:
+    """The records of moves that send, in the order in which they begin; one for each bucket."""
+    found: dict[Any, Record] = {}
+    for i, border in program.entering.items():
+        given = program.inputs[i]
+        for axes, nbytes in border.moves(given.tensor.element_size()):
+            found[given, axes] = Record(
+                *("all_gather", axes, nbytes, given.name, "", "padding", border.wire.rank)
+            )
+    for node in program.graph.graph.nodes:
+        if is_collective(node):
+            note = note_of(node)
+            wire, axes = program.groups[str(node.args[-1])]
+            # On some backends a move is several collectives.
+            found.setdefault(
+                (note.move, note.phase, note.reason) if note.move else id(note),
+                _record_of_note(note, wire, axes),
+            )
+    return [*found.values()]
+
+
+def _record_of_note(note: Note, wire: Wire, axes: tuple[str, ...]) -> Record:
+    return Record(
+        note.kind or "collective",
+        note.axes or axes,
+        note.nbytes,
+        note.op,
+        note.source,
+        note.reason,
+        wire.rank,
+        note.before,
+        note.after,
+    )
+
+
+def record_moves(program: Program) -> None:
+    """Add the moves of a program, of a region those of its forward, to the ledgers.
+
+    Raises:
+        LayoutError: it makes an implicit move, and `strict()` forbids it.
+    """
+    halves = getattr(program, "halves", None)
+    program = program if halves is None else halves.forward
+    scope = program.scope
+    if scope is None or not scope.busy:
+        return
+    if program.carried is None:
+        program.carried = list_sent_moves(program)
+    if scope.strict:
+        for move in program.carried:
+            if move.reason == "implicit":
+                raise _make_strict_error(move)
+    for log in scope.ledgers:
+        log.moves += program.carried
+
+
+def announce_run(program: CapturedProgram, title: str, tensors: Sequence[Any]) -> None:
+    """Tell ledgers, `strict()` and `check_ranks()` of a program that is going to run.
+
+    Args:
+        title: how errors call the step.
+        tensors: the leaves of the call.
+
+    Raises:
+        LayoutError: `strict()` forbids it, or ranks differ under `check_ranks()`.
+    """
+    assert program.scope is not None
+    if program.scope.check is not None:
+        for wire in program.wires:
+            wire.check(f"compiled {title} runs {program.key[:16]} at {user_line()}")
+        program.compare(tensors)
+    record_moves(program.runs)
+    _record_work(program)
+
+
+def _record_work(program: CapturedProgram) -> None:
+    """Add a program's matrix products to the ledgers, which count who repeats them."""
+    assert program.scope is not None
+    for log in program.scope.ledgers:
+        for op, source, axes, operations in program.work:
+            log.note_work(program.wires[0].rank, op, source, axes, operations)
+
+
+def _make_strict_error(move: Record) -> LayoutError:
+    return LayoutError(
+        f"{move.op} needs an implicit {move.kind} over {' '.join(move.axes)}, and strict() "
+        "forbids it",
+        place=move.source,
+        operands=(f"{move.before}  would become  {move.after}",) if move.before else (),
+        reason="under strict() only what the program asks for is sent, by a graph too",
+        fixes=(
+            Fix(f"redistribute before {move.op}", f"{move.kind} {human(move.nbytes)}"),
+            Fix("leave strict() around the step"),
+        ),
+    )

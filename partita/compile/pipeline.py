@@ -13,24 +13,21 @@ from typing import Any
 
 from partita.comm import Wire
 
-from .block_sections import lower_blocks
-from .budgets import BudgetSearch
 from .capture.answers import Guesses
 from .capture.block_choice import BlockChoice
 from .capture.block_programs import inline_block_programs
 from .capture.capture import capture
 from .capture.state import State, tensors_of_call
 from .captured_program import CapturedProgram
+from .conditions import Sharing
 from .errors import CaptureError, cannot_be_kept
-from .graph import canonical
 from .graph_nodes import note_of
-from .key import agree_on_program, digest_of, key_of, versions
+from .graph_text import agree_on_program, canonical, digest_of, key_of, versions
 from .memory.storages import peak_of, scheduled
-from .pass_report import AsCaptured
 from .passes import Passes, order_passes, run_passes
 from .region import region_of
-from .sharing import Sharing
-from .step_facts import changes_of
+from .step_forms import AsCaptured, BudgetSearch, lower_blocks
+from .step_report import changes_of
 from .verify import verifies_each_pass, verify
 
 __all__ = ["kept_within", "make_program"]

@@ -1,4 +1,4 @@
-"""Compiled steps: what `pt.compile` returns, and what a call of it does.
+"""Compiled steps: `pt.compile`, the `CompiledStep` that it returns, and what a call of it does.
 
 The first call captures a program, compiles it and runs it; later calls run it. A call that differs
 in what the program was made for (shapes, layouts, modes, what the step reads of Python) needs
@@ -7,7 +7,7 @@ was made. To find the program of a call:
 
 1. The call guard compares it with the last call (`call_guard`): the usual case.
 2. Else the programs of its signature are tried: their guards and conditions must hold.
-3. Else the step is captured, by all ranks, or runs eagerly where a capture has failed.
+3. Else the step is captured, by all ranks (`pipeline`), or runs eagerly where a capture has failed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import dataclasses
 import functools
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,19 +43,229 @@ from .capture.state import ReachedMore, State, names_of_call, tensors_of_call
 from .capture.state_search import state_of
 from .captured_program import CapturedProgram
 from .errors import CaptureError, RefusedCall
+from .graph_nodes import DEEP
 from .guards import History, describe_call, signature_of
 from .guards.modes import function_modes, without_function_modes
 from .guards.places import Place
-from .last_program import LastProgram
-from .phases import begin_phase
-from .section import DEEP
 
 if TYPE_CHECKING:
-    from .backend.cuda_graphs import HostSplit, ReplayedProgram
-    from .passes import Passes
-    from .program import Program
+    from pathlib import Path
 
-__all__ = ["CompiledStep"]
+    from partita.report import HasTimeline
+
+    from .backend.cuda_graphs import HostSplit, ReplayedProgram
+    from .captured_program import CapturedProgram
+    from .graph_text import Graph
+    from .guards import History
+    from .memory.schedule import Memory
+    from .passes import Passes
+    from .program import Built, Program
+
+__all__ = [
+    "CompiledStep",
+    "LastProgram",
+    "begin_phase",
+    "compile",
+    "told_of_phases",
+]
+
+BACKENDS = ("inductor", "graph")
+
+
+def compile(
+    step: Callable[..., Any] | None = None,
+    *,
+    state: Iterable[Any] = (),
+    backend: str = "inductor",
+    fallback: str | None = None,
+    without: Iterable[str] = (),
+    passes: Passes = (),
+    keep: int = 8,
+    budget: int | None = None,
+    blocks: bool | Iterable[nn.Module | type] | None = None,
+    sections: bool | None = None,
+    cuda_graphs: bool = False,
+) -> Any:
+    """Capture a training step, forward, loss, backward and update, into one compiled graph.
+
+    Or a region, a part of a model that runs eagerly, as two: a module, whose forward is then
+    compiled in place, or a function through whose results no backward has run when it returns.
+    Their results have a history as in eager: gradients flow through a region to its arguments and
+    parameters, laid out as ever.
+
+    Args:
+        step: a module, or an ordinary function over DTensors (or plain tensors). Modules,
+            optimizers and tensors that it reaches by name (closure, globals, `self`) or is given
+            are found; all that it writes into them is written by the graph. Gradients that a step
+            clears, makes and updates by do not outlive it.
+        state: modules, optimizers, and lists, dictionaries and objects that hold tensors, that it
+            reaches in another way.
+        backend: "inductor", or "graph" to run the graph node by node without compiling it, which
+            is also done where ranks are no processes (`pt.ranks`, a dry mesh).
+        fallback: "eager" to run a step that cannot be captured as it is.
+        without: passes that are left out, by name, such as "bucket".
+        passes: of your own, run in order before all others; or by the name of the pass ("end" after
+            the last) before which they run. Each is a function of a `Program` that changes its
+            graph and says in a few words what it did.
+        keep: how many programs are kept.
+        budget: the most bytes that the step may take above what it holds between calls; what is
+            cheapest to make again for backward is not kept until then.
+        blocks: modules, or classes of modules, of which one is traced for all that are built
+            alike, so that capture costs less; True for those that are found: the outermost of
+            which a model has several; None for those of which it has six or more; False for none.
+        sections: compile the graph in sections, of which equal ones are compiled once, or as one;
+            None for sections where the graph has more than 3,000 calls, and at most half of them
+            are left of what is equal.
+        cuda_graphs: record the kernels of a step as a CUDA graph in its second call, and launch
+            them as one in later ones; a step that cannot be recorded runs as ever, with a warning
+            that says why. What a step takes stays with its recording between calls.
+
+    Returns:
+        A `CompiledStep`; of a module the module itself, whose `forward` is one.
+
+    Raises:
+        ValueError: an unknown backend or fallback, blocks that are no modules. The call
+            raises CaptureError where the step does what a graph cannot say, unless there is a
+            fallback.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"compile: backend is one of {', '.join(BACKENDS)}, not {backend!r}")
+    if fallback not in (None, "eager"):
+        raise ValueError(f'compile: fallback is "eager" or None, not {fallback!r}')
+    options: dict[str, Any] = {
+        "state": tuple(state),
+        "backend": backend,
+        "fallback": fallback,
+        "without": tuple(without),
+        "passes": dict(passes) if isinstance(passes, Mapping) else tuple(passes),
+        "keep": keep,
+        "budget": budget,
+        "blocks": blocks if blocks is None or isinstance(blocks, bool) else tuple(blocks),
+        "sections": sections,
+        "cuda_graphs": cuda_graphs,
+    }
+    BlockChoice.from_option(options["blocks"])
+    if step is None:
+        return lambda f: compile(f, **options)
+    if not isinstance(step, nn.Module):
+        return CompiledStep(step, **options)
+    forward = step.forward
+    if isinstance(forward, CompiledStep):
+        forward = forward.step
+    object.__setattr__(step, "forward", CompiledStep(forward, **options))
+    return step
+
+
+# -- the last program, for people to read ----------------------------------------------------------
+
+
+class LastProgram:
+    """The part of a `CompiledStep` that is read, not called."""
+
+    without: tuple[str, ...]
+    passes: Passes
+    _history: History
+    _last: CapturedProgram | None
+
+    @property
+    def title(self) -> str:
+        """How errors and reports call it."""
+        raise NotImplementedError
+
+    @property
+    def reasons(self) -> list[str]:
+        """For each capture, why it was made."""
+        return self._history.reasons
+
+    @property
+    def program(self) -> CapturedProgram:
+        """The program that ran last.
+
+        Raises:
+            ValueError: nothing was captured yet.
+        """
+        if self._last is None:
+            raise ValueError("this step has not been captured: call it first")
+        return self._last
+
+    @property
+    def graph(self) -> Graph:
+        """The graph of the last program, printed with a line for each node. Raises as `program`."""
+        from .graph_text import Graph
+
+        return Graph(self.program)
+
+    def explain(self) -> str:
+        """What each pass did to the last program, and what it saved. Raises as `program`.
+
+        The passes are run again to see what each does to the predicted peak: it may take seconds.
+        """
+        from .step_report import explain_passes
+
+        captured = self.program.captured
+        assert captured is not None
+        return explain_passes(captured, self.without, self.passes)
+
+    def report(self, path: str | Path, timeline: HasTimeline | None = None) -> None:
+        """Write a page on the last program that needs no network: memory over the step by class,
+        what holds the peak, bytes by line of the program, what each pass saved, and layouts. Needs
+        plotly.
+
+        Args:
+            timeline: of the step, by stream: `pt.simulate(step, mesh, machine)`.
+
+        Raises:
+            ValueError: nothing was captured yet, or plotly is not installed.
+            OSError: the file cannot be written.
+        """
+        from partita.report import RunFacts, check_plotly, write_report
+
+        from .captured_program import list_sent_moves
+        from .step_report import facts_of_graph, facts_of_layouts, facts_of_moves
+
+        check_plotly()
+        run = RunFacts(self.title)
+        run.hear("graph", facts_of_graph(self))
+        run.hear("moves", {"moves": facts_of_moves(list_sent_moves(self.program.runs))})
+        run.hear("layouts", {"parameters": facts_of_layouts(self.program.runs)})
+        if timeline is not None:
+            run.timeline, run.timeline_source = [*timeline.events], timeline.source
+        write_report(path, run)
+
+    @property
+    def memory(self) -> Memory:
+        """The lifetimes of the last program's buffers, and its peak. Raises as `program`.
+
+        Of a region those of its graphs as they run call by call, the backward behind the forward.
+
+        Raises:
+            ValueError: also where this torch generates code of an unknown form.
+        """
+        from .memory.storages import scheduled
+
+        return scheduled(self.program)
+
+    @property
+    def artifact(self) -> Built | None:
+        """The compiled code of the last program: "compiled in 10.3 s", "loaded in 0.4 s".
+
+        None where it runs without being compiled; of a region its forward's and its backward's
+        (`.sections`). Raises as `program`.
+        """
+        return self.program.artifact
+
+    @property
+    def is_recorded(self) -> bool:
+        """Is the next call of the last program one launch of a CUDA graph? Raises as `program`."""
+        return bool(getattr(self.program.call, "is_recorded", False))
+
+    @property
+    def key(self) -> str:
+        """The key of the last program: equal for equal programs, on every rank and in every run."""
+        return self.program.key
+
+
+# -- the step --------------------------------------------------------------------------------------
 
 _OPTIONS = "backend fallback without passes keep budget blocks sections cuda_graphs".split()
 _REFUSED_KEPT = 1024  # signatures of calls that could not be captured
@@ -277,7 +488,7 @@ class CompiledStep(LastProgram):
     def _announce_run(self, program: CapturedProgram, tensors: list[Any]) -> None:
         """Tell ledgers, `strict()` and `check_ranks()` what is going to run."""
         if self._is_running:
-            from .ledger_replay import announce_run
+            from .captured_program import announce_run
 
             announce_run(program, self.title, tensors)
 
@@ -529,3 +740,24 @@ class CompiledStep(LastProgram):
 
 def _rebuild_step(step: Callable[..., Any], given: tuple[Any, ...], said: dict[str, Any]) -> Any:
     return CompiledStep(step, given, **said)
+
+
+# -- phases, for whoever shows progress ------------------------------------------------------------
+
+_listeners: list[Callable[[str], None]] = []
+
+
+@contextmanager
+def told_of_phases(tell: Callable[[str], None]) -> Iterator[None]:
+    """Within, `tell` is called with "capture", "compile" and "graph" as each begins."""
+    _listeners.append(tell)
+    try:
+        yield
+    finally:
+        _listeners.remove(tell)
+
+
+def begin_phase(name: str) -> None:
+    """Tell the listeners."""
+    for tell in _listeners:
+        tell(name)

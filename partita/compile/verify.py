@@ -23,9 +23,8 @@ from partita.tensor.forms import find_unknown_effect
 from partita.tensor.op_facts import facts_of
 
 from .capture.block_nodes import is_block_node
-from .graph_nodes import is_collective, note_of, written_operands
+from .graph_nodes import call_section, is_collective, note_of, written_operands
 from .program import Program
-from .section import call_section
 
 __all__ = ["SPACES", "IllegalGraph", "verifies_each_pass", "verify"]
 

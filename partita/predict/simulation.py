@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from partita.comm.ledger import human
+from partita.compile.captured_program import list_sent_moves
 from partita.compile.graph_nodes import note_of
-from partita.compile.ledger_replay import list_sent_moves
 from partita.compile.memory.schedule import Buffer, Memory
 from partita.compile.program import Program
-from partita.compile.step_facts import facts_of_layouts, facts_of_memory, facts_of_moves
+from partita.compile.step_report import facts_of_layouts, facts_of_memory, facts_of_moves
 from partita.report import RunFacts, TimelineEvent, save_trace, write_report
 
 from .machine import Machine

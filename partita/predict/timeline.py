@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from partita.compile.captured_program import list_sent_moves
 from partita.compile.graph_nodes import is_collective, note_of
-from partita.compile.ledger_replay import list_sent_moves
 from partita.compile.program import Program
 from partita.report import TimelineEvent
 

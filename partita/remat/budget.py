@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from partita.comm import Wire, read_autocast_state
-from partita.compile.memory.knapsack import Candidate, choose_kept, make_budget_error
+from partita.compile.passes.remat import Candidate, choose_kept, make_budget_error
 from partita.parallel.nested_tensors import tensors_in
 from partita.tensor.dtensor import DTensor
 from partita.tensor.tensor_state import HERE

@@ -12,7 +12,7 @@ from partita.comm.backends.backend import Backend
 from partita.comm.backends.gloo import Gloo
 from partita.compile.graph_nodes import drop_unused
 from partita.compile.passes import PASSES
-from partita.compile.passes.recompute import recompute
+from partita.compile.passes.remat import recompute
 from tests.graph_text import program_of, text_of
 
 

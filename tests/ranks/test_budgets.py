@@ -16,8 +16,7 @@ from torch import nn
 
 import partita as pt
 from partita.compile.graph_nodes import nbytes_of, note_of
-from partita.compile.memory.knapsack import Candidate, choose_kept
-from partita.compile.passes.recompute import flops_of
+from partita.compile.passes.remat import Candidate, choose_kept, flops_of
 from partita.testing.allocated_bytes import counted
 from tests.programs import stacks
 
@@ -183,7 +182,7 @@ def taken(target, args):
 
 @pytest.mark.parametrize("name", ["add", "mul", "div", "lt"])
 def test_what_an_operator_of_two_casts_is_known(name):
-    workspace = importlib.import_module("partita.compile.memory.workspace").workspace
+    workspace = importlib.import_module("partita.compile.memory.storages").workspace
     for x, y in operands():
         kind = "Tensor" if isinstance(y, torch.Tensor) else "Scalar"
         target, args = getattr(getattr(aten, name), kind), (x, y)

@@ -10,10 +10,9 @@ import torch.nn.functional as F
 from torch import nn, optim
 
 import partita as pt
-from partita.compile.graph_nodes import note_of
+from partita.compile.graph_nodes import call_section, note_of, sections_in
 from partita.compile.memory.storages import memory_of, peak_of
-from partita.compile.passes.recompute import cost_of_recompute
-from partita.compile.section import call_section, sections_in
+from partita.compile.passes.remat import cost_of_recompute
 from partita.testing.allocated_bytes import counted
 from tests.programs import stacks
 from tests.programs.steps import squares

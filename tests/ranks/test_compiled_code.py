@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import partita as pt
-from partita.compile.backend.artifact_slimming import remove_input_checks
+from partita.compile.backend.inductor import remove_input_checks
 from partita.compile.backend.store import default_store
 
 

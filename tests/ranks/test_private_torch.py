@@ -48,9 +48,8 @@ from torch.utils.checkpoint import _CheckpointFrame
 from torch.utils.dlpack import to_dlpack
 
 import partita as pt
-from partita.compile.backend.artifact_slimming import remove_compiler_data, remove_input_checks
-from partita.compile.backend.inductor import CONFIG
-from partita.compile.memory.workspace import workspace
+from partita.compile.backend.inductor import CONFIG, remove_compiler_data, remove_input_checks
+from partita.compile.memory.storages import workspace
 from partita.tensor.autograd import (
     after_backward,
     backward_pass,

@@ -13,9 +13,9 @@ from torch import nn
 
 import partita as pt
 from partita.compile.backend import executor as run
-from partita.compile.backend import sections as section_calls
-from partita.compile.backend.cut import sections_of
-from partita.compile.repeats import repeats_of
+from partita.compile.backend import executor as section_calls
+from partita.compile.backend.section_cutter import sections_of
+from partita.compile.graph_text import repeats_of
 from tests.programs.steps import squares
 
 WIDTH = 8

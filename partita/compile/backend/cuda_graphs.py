@@ -37,7 +37,7 @@ from ..graph_nodes import (
     lazy_graph_module,
     note_of,
 )
-from ..key import key_of
+from ..graph_text import key_of
 from ..program import Input, Program
 
 __all__ = [

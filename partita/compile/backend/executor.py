@@ -7,13 +7,15 @@ name of a value is deleted behind the last line that reads it.
 
 Collectives run through the ranks' wires, so that a captured step runs wherever an eager one does:
 on process groups, on ranks that are threads, on a dry mesh. An all-reduce is under way until the
-graph waits for it; the result of another collective is there when its line has run.
+graph waits for it; the result of another collective is there when its line has run. Where sections
+were compiled, the code calls these (`function_of_sections`), and constants are inputs of theirs.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import CodeType, TracebackType
 from typing import Any
@@ -34,13 +36,24 @@ from partita.comm.collective import (
     all_to_all,
 )
 
-from ..graph_nodes import note_of
-from ..section import Section, section_of
+from ..graph_nodes import Section, note_of, section_of
+from ..program import Axes, Groups
 
-__all__ = ["FILE", "FIRST_LINE", "GraphWriter", "Groups", "function_of", "run_with_places"]
-
-Axes = tuple[str, ...]
-Groups = dict[str, tuple[Wire, Axes]]
+__all__ = [
+    "FILE",
+    "FIRST_LINE",
+    "GraphWriter",
+    "SectionCall",
+    "SectionWriter",
+    "Sections",
+    "constants_as_inputs",
+    "constants_of",
+    "function_of",
+    "function_of_sections",
+    "names_of_constants",
+    "run_with_places",
+    "with_constants",
+]
 
 
 def function_of(graph: fx.GraphModule, groups: Groups) -> Callable[..., Sequence[torch.Tensor]]:
@@ -316,3 +329,113 @@ _COLLECTIVES: dict[Any, Callable[..., torch.Tensor]] = {
     BROADCAST: _broadcast_copy,
 }
 """For each collective of a graph the function that runs it; `partial` binds all but the tensor."""
+
+# -- graphs that call compiled sections ------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Sections:
+    """A graph as calls of sections.
+
+    Attributes:
+        outer: a graph of the same inputs and outputs; its calls are collectives, views and
+            `call_section`.
+        different: the different sections, in the order of their first call.
+        calls: the number of calls of sections.
+    """
+
+    outer: fx.GraphModule
+    different: list[Section]
+    calls: int
+
+    @property
+    def nodes(self) -> int:
+        """The number of nodes of all different sections, which are compiled."""
+        return sum(len(s.graph.graph.nodes) for s in self.different)
+
+
+# -- the code that calls sections ------------------------------------------------------------------
+
+
+SectionCall = Callable[[list[Any]], Sequence[torch.Tensor]]
+"""A compiled section: takes a list of its inputs, which it empties."""
+
+
+def function_of_sections(
+    sections: Sections, calls: Mapping[Section, SectionCall], groups: Groups | None = None
+) -> Callable[..., Sequence[torch.Tensor]]:
+    """A function of the graph's inputs that returns its outputs, with errors as of `function_of`.
+
+    Args:
+        groups: for collectives through wires; None for torch's own.
+    """
+    return run_with_places(SectionWriter(sections, calls, groups))
+
+
+class SectionWriter(GraphWriter):
+    """Writes the code of an outer graph: calls of sections, and what stands between them."""
+
+    def __init__(
+        self,
+        sections: Sections,
+        calls: Mapping[Section, SectionCall],
+        groups: Groups | None = None,
+    ):
+        super().__init__(sections.outer, groups)
+        self._calls = dict(calls)
+
+    def reads(self, node: fx.Node) -> Iterable[fx.Node]:
+        if node.target is not WAIT:
+            return node.all_input_nodes
+        (begun,) = node.all_input_nodes
+        if begun.op == "placeholder" or begun.target is all_gather:
+            return (begun,)  # which has read its operand by then
+        return (begun, *begun.all_input_nodes)
+
+
+# -- constants, which compiled code takes as inputs ------------------------------------------------
+
+Call = Callable[..., Sequence[torch.Tensor]]
+
+
+def constants_of(graph: fx.GraphModule) -> list[torch.Tensor]:
+    """The constants of a graph, in the order in which it reads them."""
+    return [getattr(graph, name) for name in names_of_constants(graph)]
+
+
+def constants_as_inputs(graph: fx.GraphModule) -> None:
+    """Change a graph so that it takes its constants as inputs, after its own."""
+    held = graph.graph.find_nodes(op="get_attr")
+    names = names_of_constants(graph)
+    last = graph.graph.find_nodes(op="placeholder")[-1:]
+    for name in names:
+        place = graph.graph.inserting_after(last[0]) if last else graph.graph.inserting_before()
+        with place:
+            given = graph.graph.placeholder(f"constant_{names.index(name)}")
+        last = [given]
+        for node in held:
+            if str(node.target) == name:
+                given.meta = dict(node.meta)
+                node.replace_all_uses_with(given)
+                graph.graph.erase_node(node)
+        delattr(graph, name)
+    if names:
+        graph.recompile()
+
+
+def with_constants(call: Call, graph: fx.GraphModule) -> Call:
+    """A function of the inputs of `graph` alone, of a `call` that takes its constants, too."""
+    constants = constants_of(graph)
+    if not constants:
+        return call
+
+    def call_with_constants(*inputs: Any) -> Sequence[torch.Tensor]:
+        return call(*inputs, *constants)
+
+    return call_with_constants
+
+
+def names_of_constants(graph: fx.GraphModule) -> list[str]:
+    """The attribute names of a graph's constants, in the order in which it reads them."""
+    found = graph.graph.find_nodes(op="get_attr", sort=True)
+    return list(dict.fromkeys(str(node.target) for node in found))

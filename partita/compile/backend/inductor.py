@@ -1,16 +1,18 @@
 """Inductor: compiling a graph to machine code that another process can load.
 
 What Inductor saves of a result is generated Python and the binaries of Triton's kernels; C++
-kernels it compiles again wherever the result is loaded. So a payload here holds Inductor's result
-and the libraries of its C++ kernels, and loading it takes neither a compiler nor anything in
-Inductor's caches. `digest_of_compiler` identifies the machine, versions and settings that it was
-made for.
+kernels it compiles again wherever the result is loaded. So a payload here holds Inductor's result,
+without what is not needed to run it, and the libraries of its C++ kernels; loading it takes neither
+a compiler nor anything in Inductor's caches. `digest_of_compiler` identifies the machine, versions
+and settings that it was made for. What Inductor fuses, in which order, is in
+`inductor_scheduling`, which is imported to compile, not to load.
 """
 
 from __future__ import annotations
 
 import atexit
 import copy
+import fcntl
 import hashlib
 import os
 import pickle
@@ -18,12 +20,13 @@ import pkgutil
 import platform
 import re
 import shutil
+import struct
 import sys
 import tempfile
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,30 +35,29 @@ from torch._guards import TracingContext, tracing
 
 from partita.comm.collective import ALL_TO_ALL, all_to_all
 from partita.comm.device import describe_hardware
+from partita.versions import INPUT_CHECK
 
 from ..capture.fakes import fake_mode_of
-from ..graph_nodes import NOTE
+from ..graph_nodes import NOTE, Section
 from ..memory.codegen_memory import code_of
 from ..program import Program
-from ..section import Section
-from .artifact_slimming import (
-    remove_compiler_data,
-    remove_input_checks,
-    runs_by_itself,
-    without_compiler,
-)
-from .constants import constants_as_inputs, constants_of
-from .file_trust import Untrusted, check_folder
-from .sections import SectionCall
-from .stale_library_cleanup import cleaning_up_libraries
+from .executor import SectionCall, constants_as_inputs, constants_of
+from .store import Untrusted, check_folder
 
 __all__ = [
     "CONFIG",
+    "align",
+    "cleaning_up_libraries",
     "compile_program",
     "digest_of_compiler",
+    "extern_kernels",
     "load",
     "load_boxed",
+    "remove_compiler_data",
+    "remove_input_checks",
+    "runs_by_itself",
     "use_private_cache",
+    "without_compiler",
 ]
 
 Call = Callable[..., Sequence[torch.Tensor]]
@@ -82,10 +84,10 @@ _FORMAT = 4  # of a payload
 # Files that decide what is compiled of a graph, and the schedule of its memory.
 _FILES_OF_COMPILER = (
     "versions.py",
-    "compile/ordering.py",
-    *(f"compile/memory/{name}.py" for name in ("codegen_memory", "workspace")),
-    *(f"compile/backend/{name}.py" for name in ("artifact_slimming", "constants", "cut")),
-    *(f"compile/backend/{name}.py" for name in ("inductor", "inductor_scheduling", "sections")),
+    "compile/graph_nodes.py",  # `behind_needs`
+    *(f"compile/memory/{name}.py" for name in ("codegen_memory", "storages")),
+    *(f"compile/backend/{name}.py" for name in ("executor", "section_cutter")),
+    *(f"compile/backend/{name}.py" for name in ("inductor", "inductor_scheduling")),
 )
 # Settings of where and how fast something is compiled, which do not change the code.
 _IRRELEVANT_SETTINGS = re.compile(
@@ -361,3 +363,181 @@ def _patch_kernel_compiler(replacement: Callable[..., Any]) -> Iterator[None]:
 
 def _name_of_library(argtypes: Sequence[str], source: str) -> str:
     return "partita_" + hashlib.sha256(repr((list(argtypes), source)).encode()).hexdigest()[:40]
+
+
+# -- what is saved of a result ---------------------------------------------------------------------
+
+_LINES = {
+    "from torch._inductor.select_algorithm import extern_kernels\n": (
+        "from partita.compile.backend.inductor import extern_kernels\n"
+    ),
+    "from torch._inductor.codegen.memory_planning import _align as align\n": (
+        "from partita.compile.backend.inductor import align\n"
+    ),
+}
+_TEXTS = ("runnable_graph_str", "inductor_post_grad_graph_str")
+
+
+def remove_compiler_data(saved: bytes) -> bytes:
+    """A saved result without what only the compiler reads. Private torch: its format."""
+    entry, *rest = pickle.loads(saved)
+    code = entry.compiled_fw.result
+    for line, ours in _LINES.items():
+        code.source_code = code.source_code.replace(line, ours, 1)
+    # Torch finds generated code in its cache folder by this name; the unchanged code is there, too.
+    code.cache_key = "c" + hashlib.sha256(code.source_code.encode()).hexdigest()[:51]
+    code.fx_kwargs.pop("get_decomp_fn", None)
+    for name in _TEXTS:
+        if isinstance(getattr(code, name, None), str):
+            setattr(code, name, "")
+    entry.aot_forward_graph_str = None
+    return pickle.dumps((entry, *rest))
+
+
+def remove_input_checks(saved: bytes) -> bytes:
+    """A saved result whose code does not check the shapes and strides of its inputs."""
+    entry, *rest = pickle.loads(saved)
+    code = entry.compiled_fw.result
+    code.source_code = INPUT_CHECK.sub("", code.source_code)
+    return pickle.dumps((entry, *rest))
+
+
+def runs_by_itself(saved: bytes) -> bool:
+    """May generated code be called directly, without torch's runtime around it?
+
+    So where no output is an input or a view of one, and no write of an input is left to the
+    runtime. Private torch: the metadata of its runtime.
+    """
+    entry, *_ = pickle.loads(saved)
+    known = entry.runtime_metadata
+    try:
+        return (
+            entry.compiled_bw is None
+            and entry.maybe_subclass_meta is None
+            and not any(around.needs_post_compile for around in entry.dispatch_wrappers)
+            and not (known.mutated_inp_runtime_indices or known.tokens or known.dynamic_outputs)
+            and not (known.num_intermediate_bases or known.is_rng_op_functionalized)
+            and known.grad_enabled_mutation is None
+            and all(out.output_type.name == "non_alias" for out in known.output_info)
+        )
+    except AttributeError:  # of another torch
+        return False
+
+
+@contextmanager
+def without_compiler(loaded: Callable[[Any], None] = lambda code: None) -> Iterator[None]:
+    """Within, results are loaded without importing the compiler.
+
+    Torch imports it when a cached result is loaded, for its own tests of the cache; with Triton's
+    kernels it is needed anyway. Private torch: `FxGraphCache.cache_hit_post_compile`.
+
+    Args:
+        loaded: is given the `CompiledFxGraph` of each result.
+    """
+    import torch._inductor.debug  # noqa: F401  each call of a result asks it whether it is traced
+    from torch._inductor.codecache import FxGraphCache
+
+    whole = FxGraphCache.cache_hit_post_compile
+
+    def load_ready_code(code: Any, info: Any, constants: Any) -> Any:
+        bundle = code._triton_bundle
+        if bundle is not None and bundle.kernel_artifacts:
+            found = whole(code, info, constants)
+        else:
+            code.after_deserialization(constants)
+            found = code, info
+        loaded(code)
+        return found
+
+    FxGraphCache.cache_hit_post_compile = staticmethod(load_ready_code)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        FxGraphCache.cache_hit_post_compile = staticmethod(whole)  # type: ignore[method-assign, assignment]
+
+
+class _ExternKernels:
+    """Torch's functions as kernels; others are looked up in the compiler, imported then."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("mm", "addmm", "bmm", "baddbmm", "convolution"):
+            found = getattr(torch, name)
+        else:
+            from torch._inductor.select_algorithm import extern_kernels as all_kernels
+
+            found = getattr(all_kernels, name)
+        setattr(self, name, found)
+        return found
+
+
+extern_kernels = _ExternKernels()
+
+
+def align(nbytes: Any) -> Any:
+    """The alignment function of code with planned memory."""
+    from torch._inductor.codegen.memory_planning import _align
+
+    return _align(nbytes)
+
+
+# -- libraries of compiles that were killed --------------------------------------------------------
+
+_PREFIX = "partita-compiles-"
+
+
+@contextmanager
+def cleaning_up_libraries() -> Iterator[None]:
+    """Within, and after a failure, there is no half-written library in torch's folder."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    folder = Path(cache_dir())
+    folder.mkdir(parents=True, exist_ok=True)
+    for marker in folder.glob(_PREFIX + "*"):
+        _delete_stale_libraries(folder, marker)
+    fd, name = tempfile.mkstemp(dir=folder)
+    file = Path(name)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)  # until this process ends
+        file = file.rename(folder / (_PREFIX + file.name))  # where others see it
+        try:
+            yield
+        except BaseException:  # Ctrl-C reaches the compiler too
+            _delete_incomplete(folder, file)
+            raise
+    finally:
+        file.unlink(missing_ok=True)
+        os.close(fd)
+
+
+def _delete_stale_libraries(folder: Path, marker: Path) -> None:
+    with suppress(OSError), marker.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # its process still compiles
+            return
+        _delete_incomplete(folder, marker)
+        marker.unlink()
+
+
+def _delete_incomplete(folder: Path, marker: Path) -> None:
+    """Delete the half-written libraries that are not older than the marker."""
+    with suppress(OSError):
+        begin = marker.stat().st_mtime
+        for library in folder.glob("*/*.so"):
+            with suppress(OSError):
+                if library.stat().st_mtime >= begin and not _is_complete(library):
+                    library.unlink()
+
+
+def _is_complete(library: Path) -> bool:
+    """Is a library complete? The table of sections, which its header locates, is written last."""
+    with library.open("rb") as file:
+        header = file.read(64)
+    if header[:4] != b"\x7fELF" or len(header) < 64:
+        return header[:4] == b"\xcf\xfa\xed\xfe"  # on macOS libraries are of another kind
+    bits, order = header[4], "<" if header[5] == 1 else ">"
+    # e_shoff, and e_shentsize and e_shnum: https://refspecs.linuxfoundation.org/elf/gabi4+
+    at, sizes = (40, 58) if bits == 2 else (32, 46)
+    (start,) = struct.unpack_from(order + ("Q" if bits == 2 else "I"), header, at)
+    size, count = struct.unpack_from(order + "HH", header, sizes)
+    return bool(start) and start + size * count <= library.stat().st_size

@@ -1,8 +1,10 @@
 """The store of compiled programs: a folder with one file for each key, kept from run to run.
 
-A file is a header with a checksum, metadata as JSON, and the payload. A file that is damaged, of
-another version or not trusted counts as missing, with one warning. The size of the folder is
-bounded, the least recently used files are deleted first, and many processes may use it at once.
+A file is a header with a checksum, metadata as JSON, and the payload, which is code. So it is read
+only if this user, or root, alone can have written it (`check_folder`, `open_trusted`). A file that
+is damaged, of another version or not trusted counts as missing, with one warning. The size of the
+folder is bounded, the least recently used files are deleted first, and many processes may use it at
+once.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import hashlib
 import json
 import os
 import re
+import stat
 import tempfile
 import time
 import warnings
@@ -19,9 +22,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from .file_trust import Untrusted, check_folder, open_trusted
-
-__all__ = ["Artifact", "Entry", "Store", "default_store", "read_limit"]
+__all__ = [
+    "Artifact",
+    "Entry",
+    "Store",
+    "Untrusted",
+    "check_folder",
+    "default_store",
+    "open_trusted",
+    "read_limit",
+]
 
 MAGIC = b"partita artifact 1\n"
 """The first line of a file; its number is raised when the format changes."""
@@ -298,3 +308,63 @@ def _warn_once(about: Path, text: str) -> None:
     if about not in _warned:
         _warned.add(about)
         warnings.warn(f"compiled programs: {text}", RuntimeWarning, stacklevel=3)
+
+
+# -- trust in files that are executed --------------------------------------------------------------
+
+_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+
+
+class Untrusted(Exception):
+    """A file or folder is not trusted; the message says why."""
+
+
+def open_trusted(path: Path) -> BinaryIO:
+    """Open a file for reading, in a folder that `check_folder` has passed.
+
+    Raises:
+        Untrusted: it is a link or no file, or others could have written it.
+        OSError: it cannot be opened.
+    """
+    if path.is_symlink():
+        raise Untrusted("it is a symbolic link")
+    # The opened file is checked, so that it cannot be exchanged; opening a pipe must not block.
+    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    file = os.fdopen(os.open(path, flags | getattr(os, "O_BINARY", 0)), "rb")
+    try:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise Untrusted("it is no file")
+        _check_owner_and_mode(found)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def check_folder(folder: Path) -> None:
+    """Check that only this user can write into a folder, or replace it by another.
+
+    Raises:
+        Untrusted: others can.
+        OSError: there is no such folder, or it cannot be read.
+    """
+    found = folder.stat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise NotADirectoryError(20, "Not a directory", str(folder))
+    _check_owner_and_mode(found)
+    _check_owner_and_mode(folder.lstat(), link=True)
+    for parent in folder.resolve().parents:
+        above = parent.stat()
+        # A sticky folder, such as /tmp, lets nobody rename what is another's.
+        if above.st_mode & stat.S_IWOTH and not above.st_mode & stat.S_ISVTX:
+            raise Untrusted(f"anybody may write to {parent}, which it is in")
+
+
+def _check_owner_and_mode(found: os.stat_result, link: bool = False) -> None:
+    if not hasattr(os, "geteuid"):  # Windows has no such modes
+        return
+    if found.st_uid not in (os.geteuid(), 0):
+        raise Untrusted("it belongs to another user")
+    if found.st_mode & _OTHERS and not link:
+        raise Untrusted("others may write to it: chmod go-w")

@@ -26,7 +26,6 @@ from partita.comm import TraceWire
 from partita.comm.ledger import scope
 from partita.tensor.tensor_state import HERE
 
-from ..node_metadata import Recorder
 from .block_choice import BlockChoice
 from .block_follower import BlockFollower
 from .block_functions import current_modes, dispatch_listeners
@@ -34,6 +33,7 @@ from .block_nodes import LABELS, BackwardBody, add_block_node, block_backward, b
 from .block_tape import MadeTensor, NotABlock, VaryingFloatRead
 from .block_traces import BlockTrace, BlockTracing, differentiate_block, traced_node
 from .capture_context import profiled_again, unprofiled
+from .recorder import Recorder
 from .symbolic import BlockNumberRead
 from .traced_tensors import replace_tensor, tensors_of
 

@@ -22,8 +22,8 @@ from torch import fx
 from partita.tensor.op_facts import OpFacts, declare_facts, facts_of
 
 from ..graph_nodes import NOTE, GraphPart, Note, add_call, copy_node, has_effect, note_of
-from ..node_metadata import Recorder
 from .functional_memory import lie_alike
+from .recorder import Recorder
 from .symbolic import is_symbolic
 
 __all__ = [

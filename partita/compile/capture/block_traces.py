@@ -22,11 +22,11 @@ from partita.tensor.op_facts import facts_of
 from partita.tensor.tensor_state import own_state, state_of
 
 from ..graph_nodes import add_call
-from ..node_metadata import Recorder
 from .block_follower import BlockFollower, stand_in
 from .block_nodes import BackwardBody, BlockBody, block_number
 from .block_tape import BlockTape, NotABlock, VaryingFloatRead
 from .differentiate import differentiate
+from .recorder import Recorder
 from .traced_tensors import node_of
 
 __all__ = ["BlockTrace", "BlockTracing", "differentiate_block", "traced_node"]

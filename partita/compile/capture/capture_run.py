@@ -30,7 +30,6 @@ from ..graph_nodes import drop_unused, lazy_graph_modules
 from ..guards import Guards, ReadRecord, Write
 from ..guards.instrument import exclusive_access
 from ..guards.modes import without_function_modes
-from ..node_metadata import Recorder
 from ..program import Input
 from .answers import AskedQuestions, Guesses, gate_writes, predict_answer
 from .block_calls import BlockCalls
@@ -62,6 +61,7 @@ from .lower_trace import StepTrace
 from .numbers import NUMBER, CapturedNumbers, PlainNumbers
 from .optimizers import CapturedOptimizers, ParamGroup
 from .outputs import GraphOutputs
+from .recorder import Recorder
 from .refusals import explain_error, user_line_of
 from .repeated_moves import RepeatedMoves
 from .state import State

@@ -26,9 +26,9 @@ from partita.tensor.dtensor import tagged
 from partita.tensor.spec import Spec
 
 from ..graph_nodes import NOTE
-from ..node_metadata import Recorder
 from ..program import Input
 from .inputs import GraphInputs
+from .recorder import Recorder
 
 __all__ = [
     "ResultPart",

@@ -20,12 +20,10 @@ from torch.utils import _pytree as pytree
 from partita.comm import TraceWire, Wire, user_line
 from partita.tensor.dtensor import tagged
 
-from ..captured_program import CapturedProgram
+from ..captured_program import CapturedProgram, extract_compared
 from ..conditions import Conditions
 from ..graph_nodes import drop_unused, written_operands
-from ..padding_boundary import border_of
-from ..program import Input, Output
-from ..replicated_input_check import extract_compared
+from ..program import Input, Output, border_of
 from .block_nodes import is_block_node
 from .inputs import GraphInputs
 from .shared_results import refuse_cut_views

@@ -33,8 +33,8 @@ from partita.tensor.tensor_state import HERE
 
 from ..errors import CaptureError, not_captured
 from ..guards.modes import hearing_modes
-from ..node_metadata import Recorder
 from .block_functions import dispatch_listeners
+from .recorder import Recorder
 from .state_slots import Slot
 from .step_counts import COUNTS, WidenedCounts, narrow_counts, widen_counts
 

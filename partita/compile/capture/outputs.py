@@ -22,7 +22,6 @@ from partita.tensor.spec import Spec, spec_of
 
 from ..arguments import flatten_call
 from ..errors import not_captured
-from ..node_metadata import Recorder
 from ..program import Input, Output, ResultPlace
 from .captured_attributes import check_no_marks, check_result, left_gradient, retains_gradient
 from .differentiate import (
@@ -34,6 +33,7 @@ from .differentiate import (
     part_results,
 )
 from .inputs import GraphInputs
+from .recorder import Recorder
 from .state_slots import Slot
 from .symbolic import is_symbolic
 

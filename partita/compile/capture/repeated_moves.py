@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from partita.redistribute import Move
 
 from ..graph_nodes import copy_node
-from ..node_metadata import Recorder
+from .recorder import Recorder
 from .traced_tensors import node_of, tensors_of
 
 __all__ = ["RepeatedMoves"]

@@ -24,17 +24,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from partita.comm.collective import WAIT
 
-from ..backend.constants import constants_of, names_of_constants
 from ..backend.executor import FILE as OUTER_FILE
-from ..backend.executor import FIRST_LINE
-from ..backend.sections import SectionCall, Sections, SectionWriter
+from ..backend.executor import (
+    FIRST_LINE,
+    SectionCall,
+    Sections,
+    SectionWriter,
+    constants_of,
+    names_of_constants,
+)
 from ..capture.fakes import fake_mode_of
-from ..graph_nodes import Note, lazy_graph_module, note_of
+from ..graph_nodes import Note, Section, lazy_graph_module, note_of
 from ..program import Program
-from ..section import Section
 from .schedule import Buffer, Memory
-from .storages import held_by, made_at_entry, opname
-from .workspace import staging, workspace
+from .storages import held_by, made_at_entry, opname, staging, workspace
 
 __all__ = ["code_of", "memory_of_code", "memory_of_sections"]
 

@@ -1,17 +1,17 @@
-"""Passes: rewrites of a captured graph, each in a file of its own, run in the order of `order`.
+"""Passes: rewrites of a captured graph, each in a file of its own, run by `pass_manager`.
 
 In reading order:
 
-- The frame: `order`, `rewrite` (find, add and replace nodes), `contract` (what a pass must not
-  change), `change` (the report of what it changed).
-- Collectives: `dedupe`, `cancel`, `cast`, `bucket`, `backend_ways`; `gathered` (the parameters that
-  ZeRO gathers, and where they are used) with `regather` and `overlap`.
-- Memory: `remat` with `remat_regions` and `recompute`, `lifetime`. Views: `merge_views`.
+- The frame: `pass_manager` (the order, the contract, what changed), `rewrite` (find, add and
+  replace nodes).
+- Collectives: `dedupe`, `cancel`, `cast`, `bucket`, `backend_ways`; `gathered_parameters` (those
+  that ZeRO gathers, and the runs in which they are used) with `regather` and `overlap`.
+- Memory: `remat` (regions, budgets, and what is worth keeping), `lifetime`. Views: `merge_views`.
 """
 
-from .change import Change
-from .order import (
+from .pass_manager import (
     PASSES,
+    Change,
     Pass,
     Passes,
     order_passes,

@@ -25,7 +25,7 @@ from partita.comm.collective import (
 
 from ..graph_nodes import is_collective, note_of
 from ..program import Program
-from .gathered import only_moves
+from .gathered_parameters import only_moves
 from .rewrite import Making
 
 __all__ = ["backend_ways"]

@@ -20,7 +20,7 @@ from partita.tensor.op_facts import facts_of
 
 from ..graph_nodes import NOTE, is_collective, note_of
 from ..program import Program, find_cotangents
-from .gathered import Runs, packing_of
+from .gathered_parameters import Runs, packing_of
 from .rewrite import Making
 
 __all__ = ["bucket"]

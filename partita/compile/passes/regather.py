@@ -1,7 +1,7 @@
 """Regathering: a parameter that ZeRO gathers is freed between distant uses, and gathered again.
 
-Its users are grouped by the runs in which they stand (`gathered.Runs`); each group after the first
-gets its own copy of the gather, from the shard on.
+Its users are grouped by the runs in which they stand (`gathered_parameters.Runs`); each group after
+the first gets its own copy of the gather, from the shard on.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import fx
 
 from ..graph_nodes import NOTE, copy_node, note_of
 from ..program import Program
-from .gathered import GatheredParameter, Runs, is_backward, only_moves
+from .gathered_parameters import GatheredParameter, Runs, is_backward, only_moves
 
 __all__ = ["regather"]
 

@@ -1,23 +1,59 @@
 """Recomputation: what is computed again in backward, so that it need not wait there.
 
-For a budget there are choices, in an order (`_make_levels`); a program says by number which one is
-taken in its graph, and in those of its blocks (`compile.budgets` finds the number).
+For regions of `pt.remat` all of their nodes are, but those that a policy keeps, that others read,
+and that a budget has room for (`choose_kept`, by which the eager `pt.remat` chooses as well). For a
+budget of the whole step there are choices, in an order (`_make_levels`); a program says by number
+which one is taken in its graph, and in those of its blocks (`BudgetSearch` finds the number).
 """
 
 from __future__ import annotations
 
+import copy
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
 from torch import fx
+from torch.utils.flop_counter import flop_registry
 
-from ..graph_nodes import is_collective, nbytes_of, note_of
-from ..memory.storages import Storages, storages_of
+from partita.comm.ledger import human
+from partita.layout import Fix, LayoutError
+from partita.tensor.op_facts import facts_of
+
+from ..errors import CaptureError
+from ..graph_nodes import (
+    NOTE,
+    Note,
+    Section,
+    behind_needs,
+    copy_node,
+    is_collective,
+    lazy_graph_module,
+    nbytes_of,
+    note_of,
+    section_of,
+)
+from ..memory.storages import Storages, memory_of, storages_of
 from ..program import Program
-from .recompute import can_be_made_again, flops_of, is_late, recompute
-from .remat_regions import find_recomputed_in_regions
+from ..verify import SPACES
 
-__all__ = ["BLOCK_RESULT", "remat"]
+__all__ = [
+    "BLOCK_RESULT",
+    "Candidate",
+    "can_be_made_again",
+    "choose_kept",
+    "cost_of_recompute",
+    "count_made_again",
+    "find_recomputed_in_regions",
+    "flops_of",
+    "is_late",
+    "make_budget_error",
+    "recompute",
+    "remat",
+    "trial_of",
+]
 
 BLOCK_RESULT = "result of a block"
 """The key, in the `meta` of a node, of a mark: it makes what a block gives."""
@@ -146,3 +182,268 @@ def _estimate_seconds(node: fx.Node) -> float:
     if is_collective(node):
         return seconds + nbytes / 1e9
     return seconds + flops_of(node) / 5e10
+
+
+# -- regions of pt.remat ---------------------------------------------------------------------------
+
+Budget = tuple[int, int]
+
+
+def find_recomputed_in_regions(program: Program) -> set[fx.Node]:
+    """The nodes of regions that are to be recomputed.
+
+    Raises:
+        CaptureError: a budget is too small even if nothing is kept; it tells the least.
+    """
+    graph = program.graph.graph
+    inside = {n for n in graph.nodes if note_of(n).region and can_be_made_again(n)}
+    if not inside:
+        return inside
+    storages = storages_of(program)
+    kept: set[int] = set()
+    for node in inside:
+        if note_of(node).kept:
+            kept.update(storages.made_by(node))
+        if any(_is_read_by_others(node, user) for user in node.users):
+            kept.update(storages.of[node])
+    again = _exclude_kept(inside, storages, kept)
+    budgets = {note.budget for n in again if (note := note_of(n)).budget is not None}
+    for budget in sorted(budgets):
+        kept |= _choose_kept_storages(program, again, storages, budget)
+    return _exclude_kept(again, storages, kept)
+
+
+def _is_read_by_others(node: fx.Node, user: fx.Node) -> bool:
+    """Does forward read `node` outside of its region or, if its call is kept, outside of that call?
+
+    A view that a kept call makes only for its own kernels is not kept with it.
+    """
+    if user.op == "output":
+        return True
+    if is_late(user):
+        return False
+    note, its_note = note_of(node), note_of(user)
+    return its_note.region != note.region or (note.kept and not its_note.kept)
+
+
+def _exclude_kept(inside: set[fx.Node], storages: Storages, kept: set[int]) -> set[fx.Node]:
+    """The nodes that make no kept storage. (Views of kept ones are recomputed: free.)"""
+    return {n for n in inside if kept.isdisjoint(storages.made_by(n))}
+
+
+def _choose_kept_storages(
+    program: Program, again: set[fx.Node], storages: Storages, budget: Budget
+) -> set[int]:
+    """The storages, of those that the nodes `again` make, that are kept within a budget."""
+    trial, copies = trial_of(program, {n.name for n in again})
+    made = set(copies.values())
+    activations = {
+        n.name
+        for n in trial.graph.graph.nodes
+        if _is_activation(note_of(n), budget) and (n in made or not is_late(n))
+    }
+    _, nbytes = budget
+    peak = max(memory_of(trial).live_of(lambda b: b.name in activations), default=0)
+    if peak > nbytes:
+        raise make_budget_error(CaptureError, nbytes, "the model", peak)
+    recomputed = {n.name for n in copies}
+    nodes = [n for n in program.graph.graph.nodes if n.name in recomputed and n in again]
+    found, candidates = [], []
+    for node in nodes:
+        for s in storages.made_by(node) if _is_activation(note_of(node), budget) else ():
+            size = storages.nbytes[s]
+            found.append(s)
+            candidates.append(Candidate(size, flops_of(node), size))
+    return {found[i] for i in choose_kept(candidates, nbytes - peak)}
+
+
+def _is_activation(note: Note, budget: Budget) -> bool:
+    """Is it of a region with this budget, and no gathered parameter?"""
+    return note.budget == budget and note.reason not in ("gather", "regather")
+
+
+# -- copies in backward, and their cost ------------------------------------------------------------
+
+
+def can_be_made_again(node: fx.Node) -> bool:
+    """Is it a call of forward that can be run again with the same result?
+
+    Of a user's operator nobody knows what that costs, or that it draws nothing. What a block makes
+    again is in its own graph; a section is no such call, nor is an item of what one gives.
+    """
+    if node.target is operator.getitem:
+        return can_be_made_again(node.args[0])  # type: ignore[arg-type]
+    facts = facts_of(node.target)
+    return (
+        node.op == "call_function"
+        and section_of(node) is None
+        and getattr(node.target, "namespace", "aten") in SPACES
+        and note_of(node).phase == "forward"
+        and not facts.draws
+        and not facts.writes
+    )
+
+
+def is_late(node: fx.Node) -> bool:
+    """Is it a call of backward?"""
+    return node.op == "call_function" and note_of(node).phase == "backward"
+
+
+def recompute(graph: fx.Graph, chosen: set[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Have backward read copies of `chosen`, made where first read; the copies by node."""
+    copies: dict[fx.Node, fx.Node] = {}
+    needs = {node: [n for n in node.all_input_nodes if n in chosen] for node in chosen}
+    made: set[fx.Node] = set()
+
+    def copy_for_backward(node: fx.Node) -> None:
+        copies[node] = again = copy_node(graph, node, lambda n: copies.get(n, n))
+        note = note_of(node)
+        reason = "regather" if note.reason == "gather" else note.reason
+        again.meta[NOTE] = replace(note, phase="backward", reason=reason, again=True)
+
+    for node in list(graph.nodes):
+        if not is_late(node):
+            continue
+        for read in node.all_input_nodes:
+            if read not in chosen:
+                continue
+            with graph.inserting_before(node):
+                for needed in behind_needs([read], needs, made):
+                    copy_for_backward(needed)
+                    # At once, else all items would stay until the last of them is read.
+                    for item in list(needed.users):
+                        if item in chosen and item.target is operator.getitem and item not in made:
+                            made.add(item)
+                            copy_for_backward(item)
+            node.replace_input_with(read, copies[read])
+    return copies
+
+
+def trial_of(program: Program, names: Collection[str]) -> tuple[Program, dict[fx.Node, fx.Node]]:
+    """A copy of a program in which these nodes are recomputed, and their copies by node."""
+    trial = copy.copy(program)
+    trial.graph = lazy_graph_module(program.graph, copy.deepcopy(program.graph.graph))
+    graph = trial.graph.graph
+    return trial, recompute(graph, {n for n in graph.nodes if n.name in names})
+
+
+_flops: dict[Any, Callable[..., int]] = flop_registry
+
+
+def flops_of(node: fx.Node) -> int:
+    """Floating-point operations of a call, as torch's own counter has them; 0 where it has none."""
+    count = _flops.get(getattr(node.target, "overloadpacket", None))
+    if count is None:
+        return 0
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    return int(count(*args, **kwargs, out_val=node.meta["val"]))
+
+
+def cost_of_recompute(graph: fx.Graph) -> tuple[int, int]:
+    """Operations, and bytes, that a graph makes again, those within each call of a section too.
+
+    Without parameters that are gathered again, which is for `regather` to say.
+    """
+    within: dict[Section, tuple[int, int]] = {}
+    flops = nbytes = 0
+    for node in graph.nodes:
+        section = section_of(node)
+        if section is not None:
+            if section not in within:
+                within[section] = cost_of_recompute(section.graph.graph)
+            flops, nbytes = flops + within[section][0], nbytes + within[section][1]
+        elif _is_made_again(node):
+            flops, nbytes = flops + flops_of(node), nbytes + nbytes_of(node)
+    return flops, nbytes
+
+
+def count_made_again(graph: fx.Graph) -> int:
+    """How many calls of a graph are made again, those within sections not counted; without
+    parameters that are gathered again."""
+    return sum(map(_is_made_again, graph.nodes))
+
+
+def _is_made_again(node: fx.Node) -> bool:
+    note = note_of(node)
+    item_of = node.args[0] if node.target is operator.getitem else node
+    if section_of(item_of) is not None:  # type: ignore[arg-type]
+        return False  # the section says it
+    return note.again and note.reason not in ("gather", "regather")
+
+
+# -- the knapsack of kept results ------------------------------------------------------------------
+
+_STEPS = 8192
+"""Bytes are rounded to a step: the bytes of all candidates, divided by this many."""
+
+
+@dataclass
+class Candidate:
+    """A call whose result could be kept.
+
+    Attributes:
+        nbytes: of its result.
+        flops: floating-point operations of its recompute.
+        written: bytes that its recompute writes: its cost where it has no operations to count.
+    """
+
+    nbytes: int = 0
+    flops: int = 0
+    written: int = 0
+
+
+def choose_kept(candidates: Sequence[Candidate], room: int) -> list[int]:
+    """The indices of the candidates to keep within `room` bytes.
+
+    Those that save the most operations, and then those that save the most bytes written. More room
+    never means more recomputed operations nor, of as many operations, more bytes written: the first
+    of two knapsacks, over operations, is solved exactly, in steps of bytes that do not depend on
+    the room, and of equal solutions takes the one that leaves the second knapsack the most room.
+    """
+    heavy = [i for i, c in enumerate(candidates) if c.flops]
+    light = [i for i, c in enumerate(candidates) if not c.flops and c.written]
+    step = max(1, -(-sum(c.nbytes for c in candidates) // _STEPS))
+    taken = _solve_knapsack(
+        [(candidates[i].nbytes, candidates[i].flops) for i in heavy], room, step
+    )
+    kept = [heavy[i] for i in taken]
+    room -= sum(candidates[i].nbytes for i in kept)
+    taken = _solve_knapsack(
+        [(candidates[i].nbytes, candidates[i].written) for i in light], room, step
+    )
+    return sorted(kept + [light[i] for i in taken])
+
+
+def make_budget_error(error: type[LayoutError], budget: int, title: str, peak: int) -> LayoutError:
+    """The error to raise where `title` needs `peak` bytes when it keeps nothing, over `budget`."""
+    return error(
+        f"a budget of {budget} bytes ({human(budget)}) cannot be kept: {title} needs {peak} bytes "
+        f"({human(peak)}) when it keeps nothing",
+        reason="inputs of regions, what lies between them, and the recompute of one region",
+        fixes=(
+            Fix(f"policy={peak}", "the minimum"),
+            Fix("smaller regions, by blocks=", "less is there at once"),
+        ),
+    )
+
+
+def _solve_knapsack(items: list[tuple[int, int]], room: int, step: int) -> list[int]:
+    """Of items (bytes, worth), the indices of those that fit and are worth the most together."""
+    if sum(size for size, _ in items) <= room:
+        return list(range(len(items)))
+    capacity = max(0, room) // step
+    best = torch.zeros(capacity + 1, dtype=torch.int64)
+    takes = []
+    for size, worth in items:
+        need = -(-size // step)
+        without, best = best, best.clone()
+        if need <= capacity:
+            torch.maximum(without[need:], without[: capacity + 1 - need] + worth, out=best[need:])
+        takes.append(best > without)
+    # Of equal solutions the one that needs the least room, which is the same for any larger room.
+    found, left = [], int(torch.searchsorted(best, best[-1:]))
+    for i in reversed(range(len(items))):
+        if takes[i][left]:
+            found.append(i)
+            left -= -(-items[i][0] // step)
+    return found[::-1]

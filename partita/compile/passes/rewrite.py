@@ -1,7 +1,7 @@
 """Rewriting: the functions by which a pass finds nodes, adds nodes and replaces nodes.
 
 A pass may use the methods of FX as well. But new nodes need metadata that other passes rely on, and
-these functions write it: the fake value (`meta["val"]`) and the note (`node_metadata.Note`), which
+these functions write it: the fake value (`meta["val"]`) and the note (`graph_nodes.Note`), which
 says from which line of the user's and which phase a node comes.
 """
 

@@ -1,9 +1,8 @@
-"""Metadata of nodes: the line, phase, layout, move and region that each node of a graph comes from.
+"""The recorder: the dispatch mode through which every ATen call of a captured step goes.
 
-`Recorder` is the dispatch mode through which every ATen call of a captured step goes. It traces the
-call (or repeats an equal one: `repeated_calls`), and gives the new nodes a `Note`: the user's line
-that asked for it (in backward: the line of the forward call whose gradient it is), the phase of the
-step and, within a redistribution, the move.
+It traces the call (or repeats an equal one: `repeated_calls`), and gives the new nodes a `Note`:
+the user's line that asked for it (in backward: the line of the forward call whose gradient it is),
+the phase of the step and, within a redistribution, the move.
 """
 
 from __future__ import annotations
@@ -32,17 +31,19 @@ from partita.tensor.dtensor import DTensor
 from partita.tensor.tensor_memory import is_read_in_part
 from partita.tensor.tensor_state import HERE, own_state
 
-from .capture.capture_context import unprofiled
-from .capture.ctc import REPLACED
-from .capture.fakes import count_writes_of_lists, has_memory, tensors_written
-from .capture.refusals import not_an_input
-from .capture.repeated_calls import DETACH, RepeatedCalls, is_over_lists
-from .capture.scalars import taken_as_numbers, with_exact_numbers
-from .errors import CaptureError, not_captured, of_data
-from .graph_nodes import NO_NOTE, NOTE, Note, note_of
-from .guards.modes import kernel_settings
+from ..errors import CaptureError, not_captured, of_data
+from ..graph_nodes import NO_NOTE, NOTE, Note, note_of
+from ..guards.modes import kernel_settings
+from .capture_context import unprofiled
+from .ctc import REPLACED
+from .fakes import count_writes_of_lists, has_memory, tensors_written
+from .refusals import not_an_input
+from .repeated_calls import DETACH, RepeatedCalls, is_over_lists
+from .scalars import taken_as_numbers, with_exact_numbers
 
-__all__ = ["Recorder"]
+__all__ = [
+    "Recorder",
+]
 
 _aten = torch.ops.aten
 _ONEDNN_LSTM = _aten.mkldnn_rnn_layer.default

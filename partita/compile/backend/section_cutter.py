@@ -1,8 +1,8 @@
-"""The cutting of a graph into sections, so that equal sections are compiled once.
+"""The section cutter: a graph is cut into sections, so that equal ones are compiled once.
 
-The graph is cut at collectives and at checks of values (which a compiler might drop); what stands
-between is cut further where it repeats itself, as the layers of a model do. A section takes and
-returns only values that own their memory: views are made again in the section that reads them.
+It is cut at collectives and at checks of values (which a compiler might drop); what stands between
+is cut further where it repeats itself, as the layers of a model do. A section takes and returns
+only values that own their memory: views are made again in the section that reads them.
 """
 
 from __future__ import annotations
@@ -22,26 +22,32 @@ from partita.tensor.op_facts import facts_of
 
 from ..capture.equal_calls import tensors_in
 from ..capture.fakes import make_distinct
-from ..graph import line_of
 from ..graph_nodes import (
+    DEEP,
     NOTE,
     Note,
+    Section,
     add_call,
+    call_section,
     checks_value,
     copy_node,
     has_effect,
     is_collective,
     lazy_graph_module,
     note_of,
+    section_of,
 )
-from ..memory.storages import storages_of
-from ..ordering import with_early_writes
+from ..graph_text import line_of, repeats_of
+from ..memory.storages import Storages, storages_of
 from ..program import Program
-from ..repeats import repeats_of
-from ..section import DEEP, Section, call_section, section_of
-from .sections import Sections
+from .executor import Sections
 
-__all__ = ["UnsureOfSections", "sections_of", "sections_of_blocks"]
+__all__ = [
+    "UnsureOfSections",
+    "sections_of",
+    "sections_of_blocks",
+    "with_early_writes",
+]
 
 _aten = torch.ops.aten
 _COPY = _aten.copy_.default
@@ -460,3 +466,46 @@ def _is_piece(node: fx.Node) -> bool:
 def _key_of_call(node: fx.Node) -> Hashable:
     """The text of a call without its operands."""
     return line_of(node, dict.fromkeys(node.all_input_nodes, "%"))
+
+
+# -- an order with early writes --------------------------------------------------------------------
+
+
+def with_early_writes(graph: fx.Graph, storages: Storages) -> list[fx.Node]:
+    """The calls of a graph, each write into an input as early as it may be.
+
+    A write comes after its operands and the last use of the old value, and stays behind the checks
+    before it, so that nothing is written where one raises. A `getitem` follows its call directly.
+    """
+    calls = [n for n in graph.nodes if n.op == "call_function"]
+    place: dict[fx.Node, int] = {}  # in the new order; moved nodes share that of their predecessor
+    for i, node in enumerate(calls):
+        if node.target is operator.getitem:
+            i = place.get(node.args[0], i)  # type: ignore[call-overload, arg-type]
+        place[node] = i
+    used: dict[int, int] = {}  # by storage, the place of its last use
+    for node in calls:
+        if node.target is not _COPY:
+            _record_last_use(used, storages, node.all_input_nodes, place[node])
+    written: dict[int, int] = {}
+    checked = -1
+    for node in calls:
+        if checks_value(node):
+            checked = place[node]
+        if node.target is _COPY:
+            into, value = node.args[:2]
+            places = [checked, *(used.get(s, -1) for s in storages.of[into])]  # type: ignore[index]
+            places += [place.get(n, -1) for n in node.all_input_nodes]
+            places += [written.get(s, -1) for s in storages.of[value]]  # type: ignore[index]
+            place[node] = max(places)
+            _record_last_use(written, storages, [into], place[node])  # type: ignore[list-item]
+            _record_last_use(used, storages, node.all_input_nodes, place[node])
+    return sorted(calls, key=lambda n: place[n])  # a stable sort
+
+
+def _record_last_use(
+    used: dict[int, int], storages: Storages, nodes: Sequence[fx.Node], place: int
+) -> None:
+    for node in nodes:
+        for s in storages.of[node]:
+            used[s] = max(used.get(s, -1), place)

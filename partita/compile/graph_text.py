@@ -1,32 +1,48 @@
-"""Graphs as text, for people and for comparison.
+"""Graphs as text: for people, for comparison, and as the key on which all ranks agree.
 
 `Graph` prints a line for each node: name, call, shape and layout, bytes, the move and its reason,
-and the user's line. `canonical` gives lines that contain what the program is and nothing of the
-process that captured it, so that equal programs are equal texts on all ranks.
+and the user's line; what repeats itself (`repeats_of`) is printed once. `canonical` gives lines
+that contain what the program is and nothing of the process that captured it, so that equal
+programs are equal texts on all ranks. `key_of` hashes these, with options and versions. Ranks
+compare hashes before any of them compiles; where they differ, bisection over the lines finds the
+first that does.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import platform
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
+from partita.comm import Wire, gather_texts, user_line
 from partita.comm.device import HOST, view_bytes
 from partita.comm.ledger import human
+from partita.layout import Fix, LayoutError
 from partita.tensor.dtensor import short_dtype
 from partita.tensor.spec import Spec
+from partita.versions import __version__
 
-from .graph_nodes import is_collective, nbytes_of, note_of
+from .graph_nodes import is_collective, nbytes_of, note_of, section_of, sections_in
 from .program import Program
-from .repeats import repeats_of
-from .section import section_of, sections_in
 
-__all__ = ["Graph", "canonical", "line_of", "lines_of"]
+__all__ = [
+    "Graph",
+    "agree_on_program",
+    "canonical",
+    "digest_of",
+    "key_of",
+    "line_of",
+    "lines_of",
+    "repeats_of",
+    "versions",
+]
 
 
 class Graph:
@@ -243,3 +259,133 @@ def _digest_constant(value: Any) -> str:
         return repr(value)
     data = view_bytes(value.detach().to(HOST).contiguous())
     return f"{hashlib.sha256(data).hexdigest()[:16]} {list(value.shape)} {value.dtype}"
+
+
+# -- parts that repeat themselves ------------------------------------------------------------------
+
+_PERIODS = 16
+"""How many of the most frequent distances between equal calls are tried as periods."""
+
+
+def repeats_of(calls: Sequence[Hashable], least: int) -> tuple[range, int] | None:
+    """The longest part of `calls` that repeats itself, and its period.
+
+    Args:
+        calls: equal where they do the same.
+        least: the shortest period; of shorter ones a multiple is taken.
+
+    Returns:
+        The range of the part, at least two periods long; None where there is none.
+    """
+    before: dict[Hashable, int] = {}
+    often: Counter[int] = Counter()
+    seen: set[tuple[Hashable, int]] = set()
+    for i, call in enumerate(calls):
+        if call in before:
+            often[i - before[call]] += 1
+            seen.add((call, i - before[call]))
+        before[call] = i
+    of_many = Counter(distance for _, distance in seen)  # by how many different calls have it
+    common = [d for count in (often, of_many) for d, _ in count.most_common(_PERIODS)]
+    # A call that stands several times in each repeat is met again after a part of the period.
+    periods = {d * -(-least // d) for d in common} | {
+        a + b for a in common for b in common if a + b >= least
+    }
+    found: tuple[range, int] | None = None
+    for period in sorted(periods):
+        part = _find_longest_repeat(calls, period)
+        if len(part) >= 2 * period and (found is None or len(part) > len(found[0])):
+            found = part, period
+    return found
+
+
+def _find_longest_repeat(calls: Sequence[Hashable], period: int) -> range:
+    """The longest part of which each call equals the one a period later."""
+    best, begin = range(0), 0
+    for i in range(len(calls) - period + 1):
+        if i == len(calls) - period or calls[i] != calls[i + period]:
+            if i > begin and i + period - begin > len(best):
+                best = range(begin, i + period)
+            begin = i + 1
+    return best
+
+
+# -- keys of programs ------------------------------------------------------------------------------
+
+
+def versions() -> list[str]:
+    """The versions and the kind of machine, which also decide what is compiled."""
+    return [f"torch {torch.__version__}", f"partita {__version__}", platform.machine()]
+
+
+def key_of(lines: Sequence[str]) -> str:
+    """The hash of a program's lines: 64 hexadecimal digits."""
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def digest_of(lines: Sequence[str]) -> int:
+    """A 63-bit hash of lines, the same in every process."""
+    raw = hashlib.sha256("\n".join(lines).encode()).digest()
+    return int.from_bytes(raw[:8], "big") >> 1
+
+
+def agree_on_program(
+    lines: Sequence[str],
+    where: Sequence[str],
+    wire: Wire,
+    stages: Callable[[], Sequence[tuple[str, int]]] = tuple,
+) -> None:
+    """Return if all ranks of `wire` have the same lines; raise on all of them if not.
+
+    Args:
+        lines: the program of this rank.
+        where: for each line the user's line that it comes from.
+        stages: gives (name, digest of the program after it) for capture and each pass. Called
+            only where ranks differ, and then on all of them.
+
+    Raises:
+        LayoutError: the first line in which two ranks differ, as both have it.
+    """
+    hashes = wire.gather_ints(_hash_lines(lines))
+    if len(set(hashes)) <= 1:
+        return
+    shortest = min(n for (n,) in wire.gather_ints((len(lines),)))
+    same, differ = 0, shortest + 1  # the first `same` lines are equal, the first `differ` are not
+    while differ - same > 1:
+        middle = (same + differ) // 2
+        if middle <= shortest and len(set(wire.gather_ints(_hash_lines(lines[:middle])))) <= 1:
+            same = middle
+        else:
+            differ = middle
+    mine = lines[same] if same < len(lines) else "(it ends here)"
+    place = where[same] if same < len(where) else ""
+    texts = gather_texts(f"{mine}   {place}".rstrip(), wire)
+    other = next((i for i, text in enumerate(texts) if text != texts[0]), 0)
+    by = _find_diverging_pass(stages(), wire)
+    raise LayoutError(
+        f"compile: the pass {by} has made different programs on the ranks"
+        if by
+        else "compile: the ranks have captured different programs",
+        place=user_line(),
+        operands=(f"rank 0  {texts[0]}", f"rank {other}  {texts[other]}"),
+        reason=f"line {same + 1} of the graph is the first that differs; nothing was compiled",
+        fixes=(
+            Fix("the same constants, layouts and options on every rank"),
+            Fix("a tensor, where ranks are to have different numbers"),
+        ),
+    )
+
+
+def _find_diverging_pass(stages: Sequence[tuple[str, int]], wire: Wire) -> str:
+    """The first pass after which ranks differ; "" if capture or options do."""
+    count = min(n for (n,) in wire.gather_ints((len(stages),)))
+    by_rank = wire.gather_ints(tuple(digest for _, digest in stages[:count])) if count else [()]
+    for i in range(count):
+        if len({digests[i] for digests in by_rank}) > 1:
+            return stages[i][0] if i else ""
+    return ""
+
+
+def _hash_lines(lines: Sequence[str]) -> tuple[int, ...]:
+    raw = hashlib.sha256("\n".join(lines).encode()).digest()
+    return tuple(int.from_bytes(raw[i : i + 4], "big") for i in range(0, 32, 4))

@@ -18,10 +18,16 @@ from torch import fx
 from partita.comm.collective import WAIT
 from partita.tensor.op_facts import facts_of
 
-from ..graph_nodes import is_collective, note_of
-from ..section import section_of
+from ..graph_nodes import is_collective, note_of, section_of
 
-__all__ = ["GatheredParameter", "Runs", "is_backward", "is_gather", "only_moves", "packing_of"]
+__all__ = [
+    "GatheredParameter",
+    "Runs",
+    "is_backward",
+    "is_gather",
+    "only_moves",
+    "packing_of",
+]
 
 _PAD = torch.ops.aten.constant_pad_nd.default
 

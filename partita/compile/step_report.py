@@ -1,10 +1,16 @@
-"""Facts of a captured step for a report: memory by class, bytes by line, what the passes did."""
+"""Reports of a captured step: memory by class, bytes by line, and what each pass did and saved.
+
+To describe changes takes longer than all passes together, and mostly nobody asks. So whoever asks
+has the passes run over the captured program again.
+"""
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from textwrap import indent
 from typing import Any
@@ -12,15 +18,14 @@ from typing import Any
 from partita.comm.ledger import Record, human
 from partita.tensor.dtensor import DTensor
 
-from .block_sections import RewrittenBlock
+from .graph_nodes import call_section, section_of
 from .memory.schedule import Buffer, Memory
 from .memory.storages import memory_of
-from .pass_report import AsCaptured, _without_warnings
 from .passes import Change, Passes, record_each_change
-from .passes.change import GraphFigures, format_figure
-from .passes.recompute import count_made_again
+from .passes.pass_manager import GraphFigures, format_figure
+from .passes.remat import count_made_again
 from .program import Program
-from .section import call_section, section_of
+from .step_forms import AsCaptured, RewrittenBlock
 
 __all__ = [
     "changes_of",
@@ -220,6 +225,14 @@ def _run_and_record(
         if change is None:
             return
         yield program, change
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Within, passes warn of nothing: they did at capture."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _change_in_blocks(

@@ -28,11 +28,11 @@ from partita.tensor.tensor_state import HERE
 
 from .block_choice import BlockChoice
 from .block_follower import BlockFollower
-from .block_functions import current_modes, dispatch_listeners
+from .block_functions import current_modes
 from .block_nodes import LABELS, BackwardBody, add_block_node, block_backward, block_forward
 from .block_tape import MadeTensor, NotABlock, VaryingFloatRead
 from .block_traces import BlockTrace, BlockTracing, differentiate_block, traced_node
-from .capture_context import profiled_again, unprofiled
+from .capture_context import dispatch_listeners, profiled_again, unprofiled
 from .recorder import Recorder
 from .symbolic import BlockNumberRead
 from .traced_tensors import replace_tensor, tensors_of

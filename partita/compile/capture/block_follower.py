@@ -26,14 +26,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_
 from partita.comm.ledger import Ledger, noting_work_in
 from partita.tensor.tensor_state import HERE, count_writes, state_of
 
-from .block_functions import (
-    current_modes,
-    dispatch_listeners,
-    is_question,
-    why_refused,
-    within_modes,
-    writes_first,
-)
+from .block_functions import current_modes, is_question, why_refused, within_modes, writes_first
 from .block_tape import (
     BlockTape,
     MadeTensor,
@@ -47,7 +40,7 @@ from .block_tape import (
     mark_varying_floats,
     varying_values_in,
 )
-from .capture_context import unprofiled
+from .capture_context import dispatch_listeners, unprofiled
 from .library_calls import LibraryCalls
 from .symbolic import BlockNumberRead
 

@@ -16,19 +16,11 @@ import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.comm import read_autocast_state, switch_off, use_autocast_state
-from partita.tensor.autograd import saving_hooks
 from partita.tensor.op_facts import VIEW_ATTRIBUTES, facts_of_function
 
 from .block_tape import NotABlock
 
-__all__ = [
-    "current_modes",
-    "dispatch_listeners",
-    "is_question",
-    "why_refused",
-    "within_modes",
-    "writes_first",
-]
+__all__ = ["current_modes", "is_question", "why_refused", "within_modes", "writes_first"]
 
 
 _REFUSED_ATTRIBUTES = frozenset(
@@ -83,14 +75,6 @@ def current_modes() -> tuple[Any, ...]:
         _attention_kernels(),
         casts,
     )
-
-
-def dispatch_listeners() -> tuple[Any, ...]:
-    """What observes calls below torch functions: dispatch modes and saved-tensor hooks.
-
-    Private torch: how many dispatch modes there are.
-    """
-    return torch._C._len_torch_dispatch_stack(), saving_hooks()  # type: ignore[attr-defined]
 
 
 def _attention_kernels() -> tuple[bool, ...]:

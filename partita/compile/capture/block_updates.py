@@ -32,11 +32,11 @@ from torch.overrides import _get_current_function_mode
 from partita.tensor.tensor_state import HERE
 
 from .block_choice import BlockChoice
-from .block_functions import current_modes, dispatch_listeners
+from .block_functions import current_modes
 from .block_nodes import LABELS, add_block_node, block_forward
 from .block_tape import NotABlock, OperandWriter, SameObject, bind_recorded
 from .block_traces import BlockTrace, BlockTracing, traced_node
-from .capture_context import unprofiled
+from .capture_context import dispatch_listeners, unprofiled
 from .recorder import Recorder
 from .step_counts import narrow_counts, widen_counts
 from .step_function_mode import StepFunctionMode

@@ -25,6 +25,7 @@ from .state_slots import Slot
 
 __all__ = [
     "compiling",
+    "dispatch_listeners",
     "errors_not_logged",
     "hidden_from_watchers",
     "lstm_as_calls",
@@ -230,3 +231,14 @@ def profiled_again(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwar
     finally:
         sys.setprofile(None)
         _profiling.event, _profiling.silenced = None, event
+
+
+# -- who listens -----------------------------------------------------------------------------------
+
+
+def dispatch_listeners() -> tuple[Any, ...]:
+    """What observes calls below torch functions: dispatch modes and saved-tensor hooks.
+
+    Private torch: how many dispatch modes there are.
+    """
+    return torch._C._len_torch_dispatch_stack(), saving_hooks()  # type: ignore[attr-defined]

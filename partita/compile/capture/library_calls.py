@@ -25,8 +25,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..guards.modes import function_modes
-from .block_functions import dispatch_listeners
-from .capture_context import profiled_again, unprofiled
+from .capture_context import dispatch_listeners, profiled_again, unprofiled
 from .fakes import FakeDTensor
 
 __all__ = ["C_FUNCTION_TYPES", "LibraryCalls"]

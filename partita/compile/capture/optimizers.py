@@ -33,7 +33,7 @@ from partita.tensor.tensor_state import HERE
 
 from ..errors import CaptureError, not_captured
 from ..guards.modes import hearing_modes
-from .block_functions import dispatch_listeners
+from .capture_context import dispatch_listeners
 from .recorder import Recorder
 from .state_slots import Slot
 from .step_counts import COUNTS, WidenedCounts, narrow_counts, widen_counts

@@ -27,6 +27,7 @@ __all__ = [
     "is_user_module",
     "line_of_write",
     "names_asked_for",
+    "reflects",
     "strings_of",
 ]
 
@@ -165,3 +166,72 @@ def imported_names(code: CodeType, package: str | None) -> tuple[str, ...]:
             elif package:
                 found.append(importlib.util.resolve_name("." * dots + i.argval, package))
     return tuple(found)
+
+
+# -- reflection ------------------------------------------------------------------------------------
+
+
+_GETTERS = ("getattr", "hasattr")
+
+
+_REFLECTING_NAMES = frozenset(
+    "vars dir globals eval exec attrgetter getmembers signature getattr_static fields "
+    "get_type_hints".split()
+)
+
+
+_REFLECTING_ATTRIBUTES = frozenset(
+    "__dict__ __annotations__ __doc__ __name__ __match_args__ __dataclass_fields__ __code__ "
+    "__defaults__ __kwdefaults__ __signature__ __closure__".split()
+)
+
+
+_COMPUTING_OPS = ("BINARY_OP", "BINARY_SUBSCR", "BUILD_STRING", "FORMAT_VALUE")
+
+
+_IGNORED_OPS = ("CACHE", "EXTENDED_ARG", "PRECALL")
+
+
+@functools.lru_cache(maxsize=4096)
+def reflects(code: CodeType) -> bool:
+    """May code ask for an attribute by a name that does not stand in it?"""
+    if not _REFLECTING_NAMES.isdisjoint(code.co_names) or not _REFLECTING_ATTRIBUTES.isdisjoint(
+        code.co_names
+    ):
+        return True
+    asked: list[dis.Instruction] | None = None
+    open_calls = 0  # calls whose arguments are being pushed
+    for step in dis.get_instructions(code):
+        if step.opname in _IGNORED_OPS:
+            continue
+        if step.opname == "MATCH_CLASS":  # a class says which attributes a pattern means
+            return True
+        if step.opname == "LOAD_GLOBAL" and step.argval in _GETTERS:
+            asked, open_calls = [], 0
+        elif asked is not None:
+            if step.opname.startswith("CALL") and not open_calls:
+                if not _is_spelled(asked):
+                    return True
+                asked = None
+                continue
+            open_calls += _opens_call(step) - step.opname.startswith("CALL")
+            asked.append(step)
+    return asked is not None  # `getattr` itself is passed on, say to `map`
+
+
+def _opens_call(step: dis.Instruction) -> bool:
+    """Does an instruction push the NULL or the method with which a call begins?"""
+    null = step.opname == "LOAD_GLOBAL" and bool((step.arg or 0) & 1)
+    return null or step.opname in ("LOAD_METHOD", "PUSH_NULL")
+
+
+def _is_spelled(asked: list[dis.Instruction]) -> bool:
+    """Is the name a constant among what is pushed for a call of `getattr`, and not computed?"""
+    text = next((n for n, step in enumerate(asked) if _is_text(step)), None)
+    if text is None or any(step.opname in _COMPUTING_OPS for step in asked):
+        return False
+    return not any(step.opname.startswith("CALL") for step in asked[text:])
+
+
+def _is_text(step: dis.Instruction) -> bool:
+    return step.opname == "LOAD_CONST" and isinstance(step.argval, str)

@@ -27,6 +27,7 @@ from .codes import (
     is_recorded,
     is_user_module,
     names_asked_for,
+    reflects,
     strings_of,
 )
 from .expected import MISSING
@@ -39,7 +40,7 @@ from .places import (
     place_of_hidden_builtin,
     place_of_tensor_attribute,
 )
-from .reflection import read_all_names, read_module, read_modules, read_registry, reflects
+from .reflection import read_all_names, read_module, read_modules, read_registry
 from .settings import read_ambient
 
 if TYPE_CHECKING:

@@ -16,15 +16,13 @@ import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 
 from .arguments import LEAVES, flatten_call
+from .capture.capture_context import Slot
 from .capture.fakes import local_of
 from .capture.state import State
-from .capture.state_slots import Slot
 from .captured_program import CapturedProgram
 from .conditions import Condition, Conditions
-from .guards.content_keys import argument_key
-from .guards.modes import active_modes
-from .guards.signature import kind_of_tensor
-from .guards.tensors import TensorGuard
+from .guards.guards import TensorGuard, active_modes, kind_of_tensor
+from .guards.values import argument_key
 
 __all__ = ["CallGuard"]
 

@@ -23,7 +23,7 @@ from .errors import CaptureError, not_captured
 from .program import Input, Program
 
 if TYPE_CHECKING:
-    from .capture.tensor_facts import FactCondition
+    from .capture.inputs import FactCondition
     from .program import Input
 
 __all__ = [
@@ -114,7 +114,7 @@ class GradientCondition:
 
 @dataclass(frozen=True, eq=False)
 class EqualInputs:
-    """A condition that tensors of one number each hold the same number (`capture/equal_counts`).
+    """A condition that tensors of one number each hold the same number (`capture/optimizers`).
 
     Attributes:
         names: of the tensors.

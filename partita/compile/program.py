@@ -32,8 +32,8 @@ from partita.tensor.spec import Spec, spec_of
 from partita.tensor.tensor_state import state_of
 from partita.tensor.uneven_pieces import find_padded, show_front
 
+from .capture.capture_context import Slot
 from .capture.fakes import local_of
-from .capture.state_slots import Slot
 from .graph_nodes import calls_within, inline_sections, written_operands
 from .memory.schedule import Memory
 

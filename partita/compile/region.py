@@ -28,7 +28,7 @@ from partita.comm.collective import WAIT
 from partita.layout import Fix, LayoutError
 from partita.tensor.op_facts import facts_of, without_any_autocast
 
-from .capture.shared_results import overlapping_results
+from .capture.functional_memory import overlapping_results
 from .captured_program import CapturedProgram, record_moves
 from .errors import of_anomalies
 from .graph_nodes import NOTE, add_call, copy_node, drop_unused, lazy_graph_module, note_of

@@ -37,15 +37,14 @@ from partita.tensor.tensor_state import HERE
 
 from .call_guard import CallGuard
 from .capture.answers import Guesses, OtherAnswers, StepRaises
-from .capture.block_choice import BlockChoice
+from .capture.block_calls import BlockChoice
 from .capture.optimizers import MadeState, drop_unused_state, make_optimizer_state
-from .capture.state import ReachedMore, State, names_of_call, tensors_of_call
-from .capture.state_search import state_of
+from .capture.state import ReachedMore, State, names_of_call, state_of, tensors_of_call
 from .captured_program import CapturedProgram
 from .errors import CaptureError, RefusedCall
 from .graph_nodes import DEEP
 from .guards import History, describe_call, signature_of
-from .guards.modes import function_modes, without_function_modes
+from .guards.guards import function_modes, without_function_modes
 from .guards.places import Place
 
 if TYPE_CHECKING:

@@ -24,11 +24,10 @@ from torch.utils import _pytree as pytree
 from partita.comm import DryWire, Wire, substitute_wires, user_line
 from partita.compile.capture.capture import taking_turns
 from partita.compile.capture.capture_context import compiling, hidden_from_watchers, slots_swapped
-from partita.compile.capture.captured_attributes import ModuleAttributes
 from partita.compile.capture.fakes import local_of
-from partita.compile.capture.refusals import user_line_of
-from partita.compile.capture.state import State, tensors_of_call
-from partita.compile.capture.state_search import state_of
+from partita.compile.capture.outputs import ModuleAttributes
+from partita.compile.capture.state import State, state_of, tensors_of_call
+from partita.compile.errors import user_line_of
 from partita.layout import Fix, LayoutError
 from partita.tensor.dtensor import DTensor, tagged
 from partita.tensor.spec import spec_of

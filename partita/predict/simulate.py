@@ -15,7 +15,7 @@ from partita.comm.device import HOST
 from partita.compile import CompiledStep
 from partita.compile import compile as compile_step
 from partita.compile.capture.fakes import captured_for, local_of
-from partita.compile.capture.state_search import state_of
+from partita.compile.capture.state import state_of
 from partita.compile.memory.schedule import HeldInput
 from partita.compile.memory.storages import held_by, scheduled
 from partita.compile.program import Program

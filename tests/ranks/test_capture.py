@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import partita as pt
-from partita.compile.capture.state_search import state_of
+from partita.compile.capture.state import state_of
 from tests.programs.captured_steps import (
     adamw,
     data_parallel,

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import partita as pt
-from partita.compile.capture.state_search import state_of
+from partita.compile.capture.state import state_of
 
 X = torch.arange(12.0).view(4, 3) + 1
 

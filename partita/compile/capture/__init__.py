@@ -2,18 +2,19 @@
 
 In reading order:
 
-- The run: `capture` (runs until one is complete), `capture_run` (one run), `capture_context`,
-  `step_function_mode`, `library_calls` and `tensor_facts` (torch functions that the step calls),
-  `fakes`.
-- What the step reads: `state_slots`, `state`, `state_search`, `inputs`, `optimizers`,
-  `step_counts`.
-- Python numbers and questions: `symbolic`, `numbers`, `scalars`, `answers`, `equal_counts`.
-- What it leaves: `captured_attributes`, `differentiate` (gradients of a region), `outputs`.
-- Blocks traced once: `block_choice`, `block_nodes`, `block_tape`, `block_functions`,
-  `block_follower`, `block_traces`, `block_calls`, `block_updates`, `outlined_updates`,
-  `block_programs`.
-- Calls traced once: `equal_calls`, `repeated_calls`, `repeated_moves`, `traced_tensors`.
-- Writes become values: `functionalize`, `functional_rewrite`, `functional_calls`,
-  `functional_memory`, `shared_results`.
-- The result: `lower_trace`. What is refused: `refusals`, `capture_checks`. One operator: `ctc`.
+- The run: `capture` (runs until one gives a complete graph), `capture_context` (what is exchanged
+  and set otherwise meanwhile), `recorder` (the dispatch mode: a call becomes nodes),
+  `step_function_mode` (what the step calls of tensors by name), `fakes` (what stands for a tensor)
+  and `equal_calls` (computed once, traced once).
+- What the step reads: `state` (what it reaches by name), `inputs` (of the graph, and facts that are
+  asked of them), `optimizers`. Python numbers: `symbolic` (what stands for them, and scalars in the
+  graph), `answers` (floats as inputs; what torch asks of tensors' values).
+- What it leaves: `outputs` (results, slots, attributes; which of them the program keeps),
+  `differentiate` (gradients of a region).
+- Writes become values: `functionalize`, `functional_calls` (what one call becomes),
+  `functional_memory` (which nodes show the same memory).
+- Blocks traced once: `block_calls` (which modules, and what becomes of their calls), `block_tape`
+  (the calls of a block, recorded), `block_follower` (a block along a tape, or the trace of a new
+  one), `block_nodes` (blocks in the graph), `block_updates` (of an optimizer), `block_programs`
+  (each structure as a graph of its own).
 """

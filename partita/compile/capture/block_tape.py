@@ -9,12 +9,14 @@ the same functions on values that come about in the same way; one trace then ser
 
 A float that differs between blocks of otherwise equal tapes becomes a `VaryingFloat`, which is an
 input of the trace. `OperandWriter` records operands, `bind_recorded` turns them back into values.
+`why_refused` names the functions that a block cannot call, `current_modes` are the modes of a call.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
@@ -23,9 +25,12 @@ from typing import Any
 
 import torch
 from torch._C import DisableTorchFunction as Unheard
+from torch._C import DisableTorchFunctionSubclass as Local
 from torch._subclasses.fake_tensor import FakeTensor
 
+from partita.comm import read_autocast_state, switch_off, use_autocast_state
 from partita.comm.ledger import Ledger
+from partita.tensor.op_facts import VIEW_ATTRIBUTES, facts_of_function
 from partita.tensor.spec import Spec
 from partita.tensor.tensor_state import Label
 
@@ -45,10 +50,15 @@ __all__ = [
     "VaryingFloatRead",
     "bind_recorded",
     "contains",
+    "current_modes",
+    "is_question",
     "mark_ints_as_floats",
     "mark_varying_floats",
     "may_vary",
     "varying_values_in",
+    "why_refused",
+    "within_modes",
+    "writes_first",
 ]
 
 
@@ -170,7 +180,7 @@ class TapedCall:
 
     Attributes:
         func: the function that is called.
-        modes: `block_functions.current_modes()` and the remat region when it is called.
+        modes: `current_modes()` and the remat region when it is called.
         operands: (args, kwargs) as recorded.
         result: as recorded; None until the call is traced.
     """
@@ -419,3 +429,84 @@ def _scalar_places(name: str) -> frozenset[int | str]:
                 found = scalars if "number" in kind else others
                 found |= {argument.name} if argument.kwarg_only else {position, argument.name}
     return frozenset(scalars - others)
+
+
+# -- functions that a block may call ---------------------------------------------------------------
+
+_REFUSED_ATTRIBUTES = frozenset(
+    "grad data grad_fn _base _version _grad _grad_fn _backward_hooks output_nr retains_grad".split()
+)
+
+
+def why_refused(func: Any) -> str:
+    """Why a block cannot call `func`, as words for an error; "" where it can."""
+    name = getattr(func, "__name__", "")
+    if facts_of_function(name).needs_itself or name in ("__set__", "__delete__"):
+        return f"it calls {name} of a tensor"
+    if name == "__get__":
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+        if attribute in _REFUSED_ATTRIBUTES:
+            return f"it asks for .{attribute} of a tensor"
+    if getattr(func, "__module__", "") == "torch.autograd" and name == "grad":
+        return "it asks for gradients"
+    return ""
+
+
+def writes_first(name: str) -> bool:
+    """Does a method or function of this name write into its first operand?"""
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in _NO_WRITES)
+    return name.endswith("_")
+
+
+_NO_WRITES = ("__invert__", "__index__", "__int__", "__init__")
+
+
+def is_question(func: Any) -> bool:
+    """Does `func` read metadata of a tensor and make none?"""
+    name = getattr(func, "__name__", "")
+    return facts_of_function(name).is_question or (
+        name == "__get__" and getattr(func.__self__, "__name__", "") not in VIEW_ATTRIBUTES
+    )
+
+
+# -- torch modes -----------------------------------------------------------------------------------
+
+
+def current_modes() -> tuple[Any, ...]:
+    """The settings of torch that decide what a call does."""
+    # Private, but one question for all devices: a block asks it often.
+    casts = read_autocast_state() if torch._C._is_any_autocast_enabled() else None
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch._C._is_torch_function_enabled(),
+        torch.get_default_dtype(),
+        _attention_kernels(),
+        casts,
+    )
+
+
+def _attention_kernels() -> tuple[bool, ...]:
+    """The kernels that attention may take. Private torch: as it asks while it is traced."""
+    return (
+        torch._C._get_flash_sdp_enabled(),
+        torch._C._get_mem_efficient_sdp_enabled(),
+        torch._C._get_math_sdp_enabled(),
+        torch._C._get_cudnn_sdp_enabled(),
+    )
+
+
+@contextmanager
+def within_modes(modes: tuple[Any, ...], kind: type) -> Iterator[None]:
+    """Within, torch is set to the recorded modes of a call. Raises NotABlock where it cannot be."""
+    grad, inference, torch_function, dtype, kernels, casts, *marks = modes
+    set_alike = dtype is torch.get_default_dtype() and kernels == _attention_kernels()
+    if inference or not set_alike or any(marks):
+        raise NotABlock(kind, "two of its blocks begin alike, in modes of their own")
+    with ExitStack() as stack:
+        if not torch_function:
+            stack.enter_context(Local())
+        stack.enter_context(torch.set_grad_enabled(grad))
+        stack.enter_context(use_autocast_state(casts or switch_off(read_autocast_state())))
+        yield

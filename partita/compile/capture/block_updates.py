@@ -4,13 +4,15 @@ The update of an elementwise optimizer of torch runs no code of the user's. What
 by the settings of its groups and by the metadata of parameters, gradients and state. So, other than
 a module's forward, it need not run for each block to be compared call by call: blocks whose updates
 have equal keys (`_Update.key`) have equal updates. The first is traced over aliases of its tensors,
-and each becomes one node of the graph (see `block_traces`):
+and each becomes one node of the graph (see `BlockTrace`):
 
     u = block_forward(trace, (), *parameters, gradients and state)
 
 Parameters that belong to no block, and updates that have no equal, are traced as ever, in one call.
 Symbolic settings (a learning rate) are the same objects for all blocks; what the update computes
 from them alone, as `1 - beta`, are nodes outside of the trace, made once for all its blocks.
+While an optimizer steps, its counts are float64 (`widen_counts`), so that bias corrections are as
+exact as eager's Python floats.
 """
 
 from __future__ import annotations
@@ -29,21 +31,25 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 from torch.overrides import _get_current_function_mode
 
-from partita.tensor.tensor_state import HERE
+from partita.tensor.tensor_state import HERE, count_writes
 
-from .block_choice import BlockChoice
-from .block_functions import current_modes
+from .block_calls import BlockChoice
+from .block_follower import BlockTrace, BlockTracing, traced_node
 from .block_nodes import LABELS, add_block_node, block_forward
-from .block_tape import NotABlock, OperandWriter, SameObject, bind_recorded
-from .block_traces import BlockTrace, BlockTracing, traced_node
+from .block_tape import NotABlock, OperandWriter, SameObject, bind_recorded, current_modes
 from .capture_context import dispatch_listeners, unprofiled
+from .equal_calls import known_node_of, tensors_of
 from .recorder import Recorder
-from .step_counts import narrow_counts, widen_counts
 from .step_function_mode import StepFunctionMode
 from .symbolic import is_symbolic
-from .traced_tensors import known_node_of, tensors_of
 
-__all__ = ["BlockUpdates"]
+__all__ = [
+    "COUNTS",
+    "BlockUpdates",
+    "WidenedCounts",
+    "narrow_counts",
+    "widen_counts",
+]
 
 _grad: Any = torch._C.TensorBase.grad
 Run = Callable[[], Any]
@@ -508,3 +514,49 @@ def _strided_tensors(
             found = [p, _grad.__get__(p)]
         found += [v for v in state[p].values() if isinstance(v, torch.Tensor)] if p in state else []
         yield from (t for t in found if t is not None and t.layout is torch.strided)
+
+
+# -- step counts -----------------------------------------------------------------------------------
+
+COUNTS = ("step", "mu_product")
+"""Names in an optimizer's state: the count of steps, and the product of NAdam's momenta."""
+
+WidenedCounts = list[tuple[dict[Any, Any], torch.Tensor, torch.Tensor, int]]
+"""For each count: the state that it is in, itself, its float64 copy, and the writes of that."""
+
+
+def widen_counts(states: Iterable[dict[Any, Any]], exact: set[int] | None) -> WidenedCounts:
+    """Replace step counts by float64 copies, until `narrow_counts`.
+
+    Args:
+        states: of parameters.
+        exact: gets the ids of products, which eager rounds to float32; None for none.
+
+    Returns:
+        What `narrow_counts` takes.
+    """
+    widened: WidenedCounts = []
+    for entries in states:
+        for name in COUNTS:
+            number = entries.get(name)
+            if not isinstance(number, torch.Tensor) or number.ndim or number.dtype != torch.float32:
+                continue
+            if name == "step":
+                with torch.inference_mode(False):  # else nobody would count its writes
+                    entries[name] = wide = number.double()
+                widened.append((entries, number, wide, count_writes(wide)))
+            elif exact is not None:
+                exact.add(id(number))
+    return widened
+
+
+def narrow_counts(widened: WidenedCounts) -> None:
+    """Write float64 counts back into the tensors that they were copied from.
+
+    Those of parameters that were not updated stay as they are: they are no inputs of the step then.
+    """
+    for entries, number, wide, writes in widened:
+        now = entries["step"]
+        is_written = now is not wide or count_writes(wide) != writes
+        entries["step"] = number.copy_(now) if is_written else number
+    widened.clear()

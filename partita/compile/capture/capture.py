@@ -1,32 +1,101 @@
-"""Capture: runs a step under `CaptureRun` until one run gives a complete graph.
+"""Capture: runs a step over fake tensors until one run gives a complete graph.
 
-A run may show that another is needed, and with what: tensors whose gradients the step reads, other
-answers to what torch asks of values, modules that cannot be blocks, numbers that cannot be
-symbolic, or state that was not found before. What a run writes into Python objects is undone, so
-that guards are read as things were before the step, and then written again.
+In a run fake tensors (metadata without memory) take the places of parameters, optimizer state and
+arguments, symbolic floats those of Python floats. The step then runs as it is, and torch's
+`make_fx` records each ATen call, in backward and in the optimizer too, as a node. A redistribution
+becomes functional collectives on local tensors (`TraceWire`): nothing is sent, and the real tensors
+do not change. `CaptureRun.program` then rewrites the traced graph without writes and finds its
+inputs and outputs. `capture` repeats this where a run shows that another is needed, and with what.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
+from torch.utils import _pytree as pytree
+
+from partita.comm import TraceWire, Wire, substitute_wires
 from partita.layout import LayoutError
+from partita.tensor.tensor_state import HERE
 
+from ..arguments import classes_of_call, flatten_call, refuse_closed, unflatten_call
 from ..captured_program import CapturedProgram
-from ..errors import CaptureError
-from ..guards.expected import MISSING
-from .answers import Guesses, StepRaises
-from .block_choice import BlockChoice
+from ..conditions import Conditions, EqualInputs, GradientCondition, kind_of_gradient
+from ..errors import CaptureError, explain_error, not_captured, user_line_of
+from ..graph_nodes import drop_unused, lazy_graph_modules
+from ..guards import Guards, ReadRecord, Write
+from ..guards.guards import without_function_modes
+from ..guards.instrument import exclusive_access
+from ..guards.values import MISSING
+from ..program import Input
+from .answers import (
+    NUMBER,
+    AskedQuestions,
+    CapturedNumbers,
+    Guesses,
+    PlainNumbers,
+    StepRaises,
+    gate_writes,
+    predict_answer,
+)
+from .block_calls import BlockCalls, BlockChoice, BlocksTraced
+from .block_programs import (
+    Structures,
+    count_blocks,
+    inline_block_programs,
+    inline_blocks,
+    outline_blocks,
+)
 from .block_tape import NotABlock, VaryingFloatRead
-from .capture_context import errors_not_logged, without_dispatch_modes
-from .capture_run import CaptureRun
-from .numbers import PlainNumbers
+from .block_updates import BlockUpdates
+from .capture_context import (
+    Cell,
+    Slot,
+    compiling,
+    errors_not_logged,
+    hidden_from_watchers,
+    lstm_as_calls,
+    slots_swapped,
+    without_dispatch_modes,
+)
+from .differentiate import make_seeds_inputs
+from .functionalize import UnsureOfWrites, functionalize_graph
+from .inputs import WITHOUT_GRADIENT, GraphInputs, TensorFacts
+from .optimizers import CapturedOptimizers, ParamGroup, find_equal_counts, places_of_equal
+from .outputs import (
+    GraphOutputs,
+    InputAttributes,
+    ModuleAttributes,
+    StepTrace,
+    holds_made,
+    is_filled,
+    make_left_error,
+    unrepeated_write_error,
+)
+from .recorder import Recorder, RepeatedMoves
 from .state import State
+from .step_function_mode import (
+    StepFunctionMode,
+    check_arguments,
+    check_constants,
+    check_operators,
+    check_truth,
+)
 
-__all__ = ["capture", "taking_turns", "trace_once"]
+__all__ = [
+    "CaptureRun",
+    "capture",
+    "taking_turns",
+    "trace_once",
+]
+
+# -- runs until one is complete --------------------------------------------------------------------
 
 # A tracer of torch.fx replaces nn.Module.__call__, which all threads see.
 _ONE_AT_A_TIME = threading.RLock()
@@ -163,3 +232,421 @@ def _attach_guards(run: CaptureRun, program: CapturedProgram) -> None:
     for write in run.writes:
         write.redo()
     program.writes = run.writes
+
+
+# -- one run ---------------------------------------------------------------------------------------
+
+
+class CaptureRun:
+    """One run of a step over fake tensors.
+
+    Args:
+        unmarked: places, among the leaves of the call, of tensors that are given no mark.
+        plain: which floats stay Python numbers.
+        guesses: answers to what torch asks of values.
+        blocks: which modules are traced once for all that are built alike.
+        counts_apart: optimizers' step counts of parameters may differ: none stands for all.
+
+    Attributes:
+        record: what the step reads of Python.
+        writes: what it writes into Python objects and has to write again in each call.
+        slots, values: the places of the step's tensors, and of its plain Python values.
+        inputs, outputs: of the graph.
+        read_marks: places of tensors whose marks (gradients that are not there) were read.
+        questions: what torch asks of values.
+        numbers: the floats that the step reads.
+        raised: has the step raised an error of its own?
+        meets_unknown_tensors: was a function called of a tensor that is no input?
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        state: State,
+        unmarked: set[int],
+        plain: PlainNumbers,
+        guesses: Guesses,
+        blocks: BlockChoice,
+        counts_apart: bool,
+    ):
+        self.step, self.args, self.kwargs, self.state = step, args, kwargs, state
+        self.record = ReadRecord(state.names_by_id())
+        self.writes: list[Write] = []
+        self._tensor_writes: list[Write] = []
+        self.slots, self.values = [*state.slots, *state.optimizer_slots()], state.values
+        self._slot_identities = frozenset(slot.identity for slot in self.slots)
+        self.inputs = GraphInputs(self.slots, args, kwargs, unmarked)
+        self._equal_counts: list[EqualInputs] = []
+        if not counts_apart:
+            self._equal_counts = find_equal_counts(self.inputs.all, state.optimizers.values())
+        self.read_marks: set[int] = set()
+        self.unmarked = unmarked
+        self.questions = AskedQuestions(guesses)
+        numbers: Any = self.inputs.mode.shape_env
+        numbers.answer = self._answer
+        self.numbers = CapturedNumbers(numbers, plain)
+        self.tensor_facts = TensorFacts(self.inputs)
+        self.optimizers = CapturedOptimizers(state.optimizers)
+        self.attributes, self.modules = ModuleAttributes(state), state.modules.values()
+        self._blocks = blocks
+        self.wires: dict[Wire, TraceWire] = {}
+        self.outputs = GraphOutputs(self.inputs)
+        self._input_attributes = InputAttributes(self.record)
+        self.meets_unknown_tensors = False
+
+    def program(self) -> CapturedProgram | None:
+        """Run the step, and make a program of what was traced.
+
+        Returns:
+            None where the step has read marks: see `read_marks`.
+        """
+        inputs = self.inputs
+        self._error_line, self._called_last, self.raised = "", "", False
+        try:
+            with inputs.mode, lazy_graph_modules():
+                made = make_fx(
+                    # Of a method fx would take `self` for an input.
+                    lambda: self._trace_step(),
+                    _error_on_data_dependent_ops=True,
+                    _disable_torch_fn_metadata_mode=True,
+                )()
+        except Exception as error:
+            explained = explain_error(error, self._error_line, self._called_last)
+            if explained is error:
+                raise
+            raise explained from error
+        check_constants(made.graph)
+        check_operators(made.graph)
+        structures = count_blocks(made.graph)
+        if not self._outline_blocks(made):
+            inline_blocks(made.graph)
+        try:
+            program = self._make_program(made, structures)
+        except UnsureOfWrites:
+            inline_block_programs(made.graph)
+            program = self._make_program(made, structures)
+        self.numbers.env.forget()
+        return program
+
+    def _outline_blocks(self, made: fx.GraphModule) -> bool:
+        """Have blocks stand as calls in a traced graph; False where they have to be inlined."""
+        if self._blocks.outline_above is None or self.outputs.seeds or self.questions.values:
+            return False
+        try:
+            with self.inputs.mode:
+                equal = places_of_equal(self.inputs.all, self._equal_counts)
+                return outline_blocks(made, self._blocks.outline_above, equal)
+        except UnsureOfWrites:
+            return False
+
+    def _make_program(self, made: fx.GraphModule, structures: Structures) -> CapturedProgram | None:
+        """The program of a traced graph; None where the step has read marks.
+
+        Raises:
+            UnsureOfWrites: blocks that are calls in it have to be inlined.
+        """
+        inputs = self.inputs
+        make_seeds_inputs(made.graph, self.outputs.seeds, inputs)
+        nodes = [n for n in made.graph.nodes if n.op == "placeholder"]
+        drop_unused(made.graph)
+        read = [i for node, i in zip(nodes, inputs.all, strict=True) if node.users]
+        self.read_marks = {given.index for given in read if given.kind == "mark"}
+        if self.read_marks:
+            return None
+        self.read_gradients = {i.index for i in read if i.kind == "gradient"} | self.unmarked
+        with inputs.mode:
+            made = functionalize_graph(made, places_of_equal(inputs.all, self._equal_counts))
+            if self.questions.values:
+                gate_writes(made.graph, self.questions.answers.values)
+            trace = StepTrace(
+                inputs,
+                self.wires,
+                self.outputs.all,
+                self.outputs.result,
+                self.outputs.constants,
+                self.outputs.cleared,
+                self._collect_conditions(),
+            )
+            program = trace.program(made)
+        program.answers = self.questions.answers
+        apart, updates = self._blocks.apart_by_name, self._updates.structures
+        program.blocks = BlocksTraced(structures, apart, updates)
+        program.work = [work for wire in self.wires.values() for work in wire.work]
+        return program
+
+    def _collect_conditions(self) -> Conditions:
+        numbers, facts = self.numbers.conditions(), self.tensor_facts.conditions()
+        return Conditions((*numbers, *facts, *self._gradient_conditions(), *self._equal_counts))
+
+    def _gradient_conditions(self) -> Iterator[GradientCondition]:
+        """Of each gradient that the step reads, whether it is there and of what metadata."""
+        leaves = self.inputs.leaves
+        for given in self.inputs.all:
+            if given.kind not in WITHOUT_GRADIENT and given.index in self.read_gradients:
+                kind = kind_of_gradient(leaves[given.index])
+                yield GradientCondition(given.name, given.index, kind)
+
+    # -- the run -----------------------------------------------------------------------------------
+
+    def _trace_step(self) -> list[Any]:
+        """Run the step within `make_fx`, which is given no inputs; the outputs of the graph."""
+        mode = get_proxy_mode()
+        assert mode is not None
+        inputs = self.inputs.add_placeholders(mode.tracer.graph)
+        recorder = self.recorder = Recorder(mode.tracer.graph, self.inputs.mode)
+        self._repeated = RepeatedMoves(recorder, self.inputs.mode)
+        stand_in = self.inputs.stand_in
+        with ExitStack() as stack:
+            stack.enter_context(recorder)
+            self._make_wires()
+            pairs = zip(inputs, self.inputs.all, strict=True)
+            self._readable_inputs = {n: i.tensor for n, i in pairs if _is_whole(i)}
+            self._hooks = self.inputs.tag_fakes(self.wires, self._input_attributes.copy)
+            stack.enter_context(substitute_wires(dict(self.wires)))
+            stack.enter_context(compiling())
+            # A function that is wrapped by `torch.compile` is captured as the function itself.
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(lstm_as_calls(self.modules))
+            stack.enter_context(hidden_from_watchers())
+            calls = BlockCalls(recorder, self.inputs.mode, self.wires, self._blocks, self.modules)
+            stack.enter_context(calls.intercepting(mode.tracer))
+            self.record.before_backward = calls.check_results
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            stack.enter_context(exclusive_access(self._find_tensor_holders()))
+            stack.enter_context(self.attributes.restored())
+            self._slot_values_before = stack.enter_context(slots_swapped(self.slots, stand_in))
+            self._updates = BlockUpdates(recorder, self.inputs.mode, self._blocks, self.modules)
+            stack.enter_context(
+                self.optimizers.standing_in(
+                    stand_in, self._make_symbolic_number, recorder, self._updates
+                )
+            )
+            self._number_slots = stack.enter_context(self._swap_numbers())
+            args, kwargs = self._stand_in_arguments()
+            stack.enter_context(self._undo_writes_on_error())
+            stack.enter_context(HERE.breaking_off())  # hooks hear of no NotABlock
+            for optimizer in self.state.optimizers.values():
+                self.record.watch_new(optimizer.param_groups, "param_groups")
+            self.record.watch_new((args, kwargs), "argument")
+            functions = StepFunctionMode(self.inputs, self.tensor_facts)
+            stack.callback(setattr, HERE, "call_own", HERE.call_own)
+            HERE.call_own = functions.calls.call_own
+            try:
+                with functions, self.record.recording(self.step, self._list_plain_arguments()):
+                    result = self.step(*args, **kwargs)
+            except Exception as error:
+                self._error_line = user_line_of(error)
+                self._called_last = functions.called_last
+                self.raised = not isinstance(error, LayoutError)
+                raise
+            codes = [*self.record.functions.codes.values()]
+            check_truth(codes, functions.reads_number)
+            check_arguments((self.args, self.kwargs), self.record.places.values(), codes)
+            self._input_attributes.check_unchanged()
+            functions.copy_back()
+            self.meets_unknown_tensors = functions.meets_unknown_tensors
+            self._collect_writes()
+            with torch.no_grad():
+                self._collect_outputs(result)
+            if self.outputs.differentiable:
+                self._add_cotangents()
+            admitted = [value for trace in self.wires.values() for value in trace.admitted]
+            self.outputs.add_unreturned("admitted", admitted)
+            if self.questions.values:
+                self.outputs.add_unreturned("answers", self.questions.values)
+        recorder.finish()
+        return self.outputs.values
+
+    def _answer(self, question: Any) -> bool | None:
+        if HERE.block is not None:
+            HERE.block.refuse_always("torch asks for a value")
+        return self.questions.answer(question, self._predict_answer)
+
+    def _predict_answer(self, question: torch.SymBool) -> bool:
+        """The likely answer to what torch asks of a value: False where nothing predicts it."""
+        mode = get_proxy_mode()
+        assert mode is not None
+        node = get_proxy_slot(question, mode.tracer).force().node
+        return bool(predict_answer(node, self._readable_inputs.get))
+
+    def _make_symbolic_number(
+        self, name: str, value: float, home: Any = None, path: Any = (), index: int = -1
+    ) -> Any:
+        """Have a symbolic float, an input of the graph, stand for one that need not be plain."""
+        given = Input(name, "number", NUMBER, index, home, tuple(path))
+        found = self.numbers.stand_in(given, value)
+        if found is not value:
+            self.inputs.add_made(given)
+        return found
+
+    def _stand_in_arguments(self) -> Any:
+        """The arguments of the step with stand-ins for tensors and floats."""
+        leaves, structure = flatten_call((self.args, self.kwargs))
+        first = len(self.inputs.leaves) - len(leaves)
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, float):
+                leaves[i] = self._make_symbolic_number(f"argument[{i}]", leaf, index=first + i)
+            else:
+                refuse_closed(f"argument[{i}]", leaf)
+                leaves[i] = self.inputs.stand_in(leaf)
+        made = unflatten_call(leaves, structure)
+        self._made_for_arguments = {id(leaf) for leaf in pytree.tree_leaves(made)}
+        return made
+
+    @contextmanager
+    def _swap_numbers(self) -> Iterator[list[tuple[Slot, Any]]]:
+        """Within, variables that hold floats hold symbolic floats; gives (slot, what it holds)."""
+        found = [(slot, slot.value) for slot in self.values if isinstance(slot.value, float)]
+        try:
+            held = []
+            for slot, value in found:
+                slot.put(self._make_symbolic_number(slot.name, value, slot.home, (slot.key,)))
+                held.append((slot, slot.value))
+            yield held
+        finally:
+            for slot, value in found:
+                slot.put(value)
+
+    def _list_plain_arguments(self) -> list[tuple[str, Any]]:
+        """(name, value) of argument leaves that are no tensors, and of containers' classes."""
+        leaves, structure = flatten_call((self.args, self.kwargs))
+        kinds = [(kind.__name__, kind) for kind in classes_of_call(structure)]
+        named = ((f"argument[{i}]", v) for i, v in enumerate(leaves))
+        return [*kinds, *((name, v) for name, v in named if not isinstance(v, torch.Tensor))]
+
+    def _find_tensor_holders(self) -> list[Any]:
+        """The modules whose tensors are exchanged while the step runs."""
+        return [part for module in self.modules for part in module.modules()]
+
+    # -- what the step writes ----------------------------------------------------------------------
+
+    @contextmanager
+    def _undo_writes_on_error(self) -> Iterator[None]:
+        """On an error, undo all that the step has written; else only its writes of tensors."""
+        try:
+            yield
+        except BaseException:
+            for write in [*self.record.snapshots.find_writes()]:
+                write.undo()
+            raise
+        for write in self._tensor_writes:
+            write.undo()
+
+    def guards(self) -> Guards:
+        """The guards of what the step has read, with the values of now."""
+        number_places = set()
+        for given in self.numbers.inputs_met:
+            if given.path:
+                home = given.home
+                if isinstance(home, (Cell, ParamGroup)):
+                    home = home.cell if isinstance(home, Cell) else home.now
+                number_places.add((id(home), given.path[0]))
+
+        def is_number_input(home: Any, key: Any) -> bool:
+            return (id(home), key) in number_places
+
+        with without_function_modes():  # which would hear what is asked of tensors
+            return self.record.make_guards(
+                is_number_input, self._slot_identities, self.state.guarded_places()
+            )
+
+    def undo(self) -> None:
+        """Undo what the step has written into Python objects."""
+        for write in reversed(self.writes):
+            write.undo()
+
+    def _collect_writes(self) -> None:
+        """Find what the step has written beside its slots: `writes`, and tensors in attributes.
+
+        Raises:
+            CaptureError: the graph cannot write it again in each call.
+        """
+        seen = [
+            *self.slots,
+            *self.attributes.list_left_tensors(self._slot_identities),
+            *(slot for slot, _ in self._number_slots),
+        ]
+        slots = {slot.identity for slot in seen}
+        for write in self.record.snapshots.find_writes():
+            if write.identity in slots:
+                continue
+            if is_filled(write.after):
+                if not self.attributes.is_of_module(write.home):
+                    self._tensor_writes.append(write)
+                    kept = write.attribute and not self._is_argument(write)
+                    if not (isinstance(write.after, torch.Tensor) and kept):
+                        raise self.attributes.make_left_error(write.home, write.name, write.after)
+            elif holds_made(write.after, self.inputs.identities):
+                raise make_left_error(write.name)
+            elif not write.is_repeatable or self._is_argument(write):
+                raise self.make_unrepeated_write_error(write)
+            else:
+                self.writes.append(write)
+
+    def _is_argument(self, write: Write) -> bool:
+        return write.name.startswith(("argument", "param_groups"))
+
+    def make_unrepeated_write_error(self, write: Write) -> Exception:
+        """The error to raise where a graph would not write again what the step writes."""
+        codes = [*self.record.functions.codes.values()]
+        return unrepeated_write_error(write, codes, self.step)
+
+    def _make_wires(self) -> None:
+        for given in self.inputs.all:
+            spec = given.spec
+            if spec is not None and spec.wire not in self.wires:
+                wire = spec.wire
+                trace = TraceWire(wire, self.inputs.coordinates(wire))
+                trace.noting = self.recorder.noting_on(trace)
+                trace.repeating = self._repeated.carry
+                self.wires[wire] = trace
+
+    # -- what comes out ----------------------------------------------------------------------------
+
+    def _collect_outputs(self, result: Any) -> None:
+        """Add to `outputs` what the step returns, and what slots and gradients hold after it."""
+        outputs = self.outputs
+        outputs.add_result(result, self._is_returned_as_itself)
+        new_state = self.optimizers.list_new_state(self.inputs.stood_for)
+        for slot, first in zip(self.slots, self._slot_values_before, strict=True):
+            if slot.value is not first and slot.kind != "optimizer":
+                self._check_slot(slot)
+                outputs.add_slot(slot, slot.value)
+        for slot, value in new_state:
+            outputs.add_slot(slot, value)
+        for slot, first in self._number_slots:
+            if slot.value is not first:
+                outputs.add_slot(slot, slot.value)
+        for slot in self.attributes.list_left_tensors(self._slot_identities):
+            outputs.add_slot(slot, slot.value)
+        for write in self._tensor_writes:
+            outputs.add_slot(Slot(write.name, "value", write.home, write.key), write.after)
+        outputs.add_left_gradients()
+
+    def _is_returned_as_itself(self, leaf: Any) -> bool:
+        """Was this part of a result there before the step, so that it is returned as it is?"""
+        return self.record.is_reached(leaf) and id(leaf) not in self._made_for_arguments
+
+    def _add_cotangents(self) -> None:
+        """Trace the backward of results that have a history."""
+        for (
+            hook
+        ) in self._hooks:  # the tensors' own hooks will see the gradients that backward gives
+            hook.remove()
+        if len(self.outputs.differentiable) > 1:
+            self.record.before_backward(self.outputs.differentiable)
+        self.outputs.add_cotangents(self.recorder)
+
+    def _check_slot(self, slot: Slot) -> None:
+        if not isinstance(slot.value, torch.Tensor):
+            raise not_captured(
+                f"{slot.name} is no tensor after the step", "it would be one before the next step"
+            )
+
+
+def _is_whole(given: Input) -> bool:
+    """Is what this rank holds of an input its whole value?"""
+    whole = given.spec is None or not (given.spec.layout.shards or given.spec.is_pending)
+    return whole and given.kind not in ("mark", "number")

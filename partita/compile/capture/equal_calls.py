@@ -1,28 +1,61 @@
-"""Fake values of calls, computed once for all equal calls.
+"""Equal calls: their fake value is computed once, and each after the first is not traced.
 
 A model is a few structures, repeated: of the thousands of calls in its graph about a hundred
 differ. The fake value of a call is decided by its target, its numbers, and the shapes, strides,
-dtypes and devices of its operands, which make its key. Equal calls share one fake tensor: a node's
-`meta["val"]` says what the node makes, and not in which memory that lies.
+dtypes and devices of its operands, which make its key. Equal calls share one fake tensor
+(`call_without_memory`): a node's `meta["val"]` says what the node makes, and not in which memory
+that lies.
+
+While a step is traced, `RepeatedCalls` adds a call whose key is known as a node at once: tracing it
+would take the dispatcher through Python three times. Of a call over lists, as optimizers make over
+all parameters, the places that are alike are computed once. Whoever adds nodes without running the
+calls needs `node_of`, the node that makes a fake, and `tensors_of`, fakes that a node makes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
+from torch._C import DisableTorchFunction as Unheard
+from torch._C import DisableTorchFunctionSubclass as Local
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import (
+    _ProxyTensor,
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    get_proxy_slot,
+    set_proxy_slot,
+)
 from torch.utils import _pytree as pytree
 
 from partita.comm.collective import WAIT
 from partita.tensor.op_facts import facts_of
 
-from .fakes import make_empty_fake
+from ..graph_nodes import add_call
+from .fakes import make_empty_fake, make_fake
+from .symbolic import is_symbolic
 
-__all__ = ["MadeByCall", "call_without_memory", "key_of", "tensors_in"]
+__all__ = [
+    "DETACH",
+    "MadeByCall",
+    "RepeatedCalls",
+    "call_without_memory",
+    "is_over_lists",
+    "key_of",
+    "known_node_of",
+    "node_of",
+    "node_of_number",
+    "replace_tensor",
+    "set_node_of",
+    "tensors_in",
+    "tensors_of",
+]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -176,3 +209,260 @@ def _describe_value(value: Any) -> Any:
     if type(value) in _PLAIN:  # `type`: isinstance takes a symbolic float for a float
         return type(value), value
     raise TypeError("not known to be compared by value")
+
+
+# -- fakes and their nodes -------------------------------------------------------------------------
+
+
+def node_of(t: torch.Tensor) -> fx.Node | None:
+    """The node that makes a tensor, in the graph that is being traced; None if none does."""
+    slot = get_proxy_slot(t, get_proxy_mode().tracer, None)  # type: ignore[union-attr]
+    return None if slot is None else slot.proxy.node
+
+
+def known_node_of(t: torch.Tensor) -> fx.Node | None:
+    """The same, but None where the tracer knows the tensor's values and computes with those."""
+    slot = get_proxy_slot(t, get_proxy_mode().tracer, None)  # type: ignore[union-attr]
+    return None if slot is None or slot.constant is not None else slot.proxy.node
+
+
+def node_of_number(number: torch.SymFloat | torch.SymInt | torch.SymBool) -> fx.Node | None:
+    """The node that makes a symbolic number; None if none does."""
+    slot = get_proxy_slot(number, get_proxy_mode().tracer, None)  # type: ignore[union-attr]
+    return None if slot is None else slot.force().node  # type: ignore[union-attr]
+
+
+def set_node_of(t: torch.Tensor, node: fx.Node) -> None:
+    """Have `node` be the node that makes `t`."""
+    tracer = get_proxy_mode().tracer  # type: ignore[union-attr]
+    set_proxy_slot(t, tracer, _ProxyTensor(fx.Proxy(node, tracer), None))
+
+
+def tensors_of(
+    nodes: Sequence[fx.Node], likes: Sequence[torch.Tensor], mode: FakeTensorMode
+) -> list[FakeTensor]:
+    """New fake tensors with the metadata of `likes`, made by `nodes`."""
+    with torch._C._DisableTorchDispatch(), Unheard():  # type: ignore[attr-defined]
+        made = [_make_fake_like(t, mode) for t in likes]
+    for node, fake, like in zip(nodes, made, likes, strict=True):
+        node.meta.setdefault("val", like)
+        set_node_of(fake, node)
+    return made
+
+
+def _make_fake_like(t: torch.Tensor, mode: FakeTensorMode) -> FakeTensor:
+    if offset := t.storage_offset():
+        last = offset + sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
+        meta = torch.empty(last + 1 if t.numel() else offset, dtype=t.dtype, device="meta")
+        return make_fake(mode, meta.as_strided(t.shape, t.stride(), offset), t.device)
+    meta = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+    return make_fake(mode, meta, t.device)
+
+
+def replace_tensor(stand: FakeTensor, made: FakeTensor) -> None:
+    """Turn the object `stand`, which others hold, into the tensor `made`, which nobody holds.
+
+    As `torch.utils.swap_tensors`, which refuses tensors with weak references, as a tracer has.
+    """
+    tracer = get_proxy_mode().tracer  # type: ignore[union-attr]
+    slot = get_proxy_slot(made, tracer)
+    with Unheard():
+        torch._C._swap_tensor_impl(stand, made)  # type: ignore[attr-defined]
+        set_proxy_slot(stand, tracer, slot)
+    for name, value in made.__dict__.items():
+        stand.__dict__.setdefault(name, value)
+
+
+# -- calls that are not traced again ---------------------------------------------------------------
+
+DETACH = torch.ops.aten.detach.default
+_BY_DATA = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+class RepeatedCalls:
+    """The calls of one capture that were traced, by key."""
+
+    def __init__(self, graph: fx.Graph, mode: FakeTensorMode):
+        self._graph, self._mode = graph, mode
+        self._known: dict[Any, torch.Tensor] = {}
+
+    def key(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The key of a call; None where it has none, or does not make or write just one tensor."""
+        if not (_makes_one(func) or _writes_one(func)):
+            return None
+        with Local():
+            return key_of(func, args, kwargs)
+
+    def repeat(self, key: Any, func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
+        """Add a node for a call whose key is known, and return its value; None where it is not."""
+        like = self._known.get(key)
+        if like is None:
+            return None
+        try:
+            operands = _nodes_of(args)
+            named = {name: _nodes_of(value) for name, value in kwargs.items()}
+        except LookupError:
+            return None
+        node = add_call(self._graph, func, operands, named)
+        if _writes_one(func):
+            node.meta["val"] = like
+            written: torch.Tensor = args[0]
+            set_node_of(written, node)
+            return written
+        (out,) = tensors_of([node], [like], self._mode)
+        return out
+
+    def detach(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Add a node for `x.detach()` and return its value, in the memory of x; None to trace it.
+
+        Each gradient is detached once, when it is read.
+        """
+        if not isinstance(x, FakeTensor):
+            return None
+        with Unheard(), torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+            if x.layout is not torch.strided or x.is_inference() or x.is_conj() or x.is_neg():
+                return None
+            node = known_node_of(x)
+            like = None if node is None else node.meta.get("val")
+            if not isinstance(like, FakeTensor) or not _have_same_strides(x, like):
+                return None
+            made = make_fake(self._mode, x.detach(), x.fake_device)
+        detached = add_call(self._graph, DETACH, (node,))
+        detached.meta["val"] = like
+        set_node_of(made, detached)
+        return made
+
+    def call_over_lists(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Add a node for a call over lists, and return its value; `NotImplemented` to trace it.
+
+        Its fake value is computed for one place of each kind of operands, however long the lists.
+        """
+        with Local():
+            places = _PlacesOfLists(args)
+            if places.differ or kwargs:
+                return NotImplemented
+            try:
+                operands = _nodes_of(args)
+                with disable_proxy_modes_tracing():
+                    made = call_without_memory(func, places.shorten(args), {}).value
+            except Exception:  # tracing raises it again, with its place
+                return NotImplemented
+        node = add_call(self._graph, func, operands)
+        if made is None:  # it has written the first list
+            return None
+        node.meta["val"] = likes = [made[kind] for kind in places.kinds]
+        parts = [add_call(self._graph, operator.getitem, (node, i)) for i in range(len(likes))]
+        return tensors_of(parts, likes, self._mode)
+
+    def learn(self, key: Any, func: Any, out: Any, first: fx.Node) -> None:
+        """Remember a traced call if it is one node, the one after `first`."""
+        node: fx.Node = self._graph._root.prev
+        if node.prev is not first or node.target is not func or not isinstance(out, FakeTensor):
+            return
+        if out.layout is torch.strided:  # the key does not tell all of a sparse tensor
+            self._known[key] = node.meta["val"]
+
+
+class _PlacesOfLists:
+    """The places of the lists that a call is over, grouped by the key of the operands there.
+
+    Attributes:
+        kinds: for each place the number of its group.
+        differ: is nothing gained: as many groups as places, or lists of several lengths?
+    """
+
+    def __init__(self, args: Sequence[Any]):
+        lists = [a for a in args if isinstance(a, (list, tuple))]
+        self._first: list[int] = []
+        self.kinds: list[int] = []
+        self.differ = len({len(a) for a in lists}) != 1
+        numbers: dict[Any, int] = {}
+        for i, operands in enumerate(zip(*lists, strict=True) if not self.differ else ()):
+            key = key_of(None, operands, {})
+            if key is None:
+                self.differ = True
+                return
+            number = numbers.setdefault(key, len(numbers))
+            if number == len(self._first):
+                self._first.append(i)
+            self.kinds.append(number)
+        self.differ |= len(self._first) == len(self.kinds)
+
+    def shorten(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        """The arguments with one place of each kind in the lists, and 0.5 for symbolic floats.
+
+        Metadata does not depend on which float it is.
+        """
+
+        def shorten_argument(value: Any) -> Any:
+            if isinstance(value, (list, tuple)):
+                return [value[i] for i in self._first]
+            return 0.5 if isinstance(value, torch.SymFloat) else value
+
+        return tuple(map(shorten_argument, args))
+
+
+def _nodes_of(value: Any) -> Any:
+    """Operands with nodes for tensors. Raises LookupError where one has none, or a known value."""
+    if isinstance(value, torch.Tensor):
+        node = known_node_of(value)
+        if node is None:
+            raise LookupError
+        return node
+    if is_symbolic(value):
+        node = node_of_number(value)
+        if node is None:
+            raise LookupError
+        return node
+    if isinstance(value, (tuple, list)):
+        return type(value)(map(_nodes_of, value))
+    if isinstance(value, Mapping):
+        raise LookupError
+    return value
+
+
+def _have_same_strides(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (
+        one.shape == other.shape
+        and one.stride() == other.stride()
+        and one.storage_offset() == other.storage_offset()
+        and one.dtype == other.dtype
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def is_over_lists(func: Any) -> bool:
+    """Is it an op that does to each place of lists what another op does to a tensor?"""
+    returns = [str(r.type) for r in func._schema.returns]
+    return func._opname.startswith("_foreach_") and returns in ([], ["List[Tensor]"])
+
+
+@functools.lru_cache(maxsize=4096)
+def _makes_one(func: Any) -> bool:
+    """Does an op return one tensor in new memory, and write nothing?"""
+    return _is_plain(func) and facts_of(func).makes_new
+
+
+@functools.lru_cache(maxsize=4096)
+def _writes_one(func: Any) -> bool:
+    """Does an op write its first operand alone, and return it?"""
+    facts = facts_of(func)
+    writes = facts.writes
+    return (
+        _is_plain(func)
+        and len(writes) == 1
+        and writes[0].place == 0
+        and not writes[0].is_list
+        and not facts.changes_metadata
+    )
+
+
+def _is_plain(func: Any) -> bool:
+    returns = func._schema.returns
+    return (
+        func.namespace == "aten"
+        and not facts_of(func).lifts
+        and len(returns) == 1
+        and str(returns[0].type) == "Tensor"
+        and not any(tag in func.tags for tag in _BY_DATA)
+    )

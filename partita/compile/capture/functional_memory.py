@@ -1,39 +1,55 @@
-"""Memory of a traced graph: which nodes show the same, which part of it, how a view is inverted.
+"""Memory of a traced graph: which nodes show the same, and which results do.
 
 Read from the schemas and facts of ops, not from where fake tensors lie: equal calls share one fake
 (`equal_calls`), so that two values may have one storage there and none in common when they run.
+
+In a graph without writes, results of one memory would become values of their own: a view of an
+argument would not follow the argument. `share_memory_of_results` makes such a result a view again,
+by the calls that made it. `overlapping_results` finds the pairs that show common elements, which
+passes must keep as they were; `keep_apart` copies new ones.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._python_dispatch import _disable_current_modes
 
+from partita.comm.collective import WAIT
+from partita.layout import Fix
 from partita.tensor.op_facts import facts_of
 
-from ..graph_nodes import GraphPart, written_operands
-from .equal_calls import tensors_in
+from ..errors import CaptureError, not_captured
+from ..graph_nodes import NOTE, GraphPart, add_call, note_of, written_operands
+from .equal_calls import call_without_memory, tensors_in
 from .functional_calls import UnsureOfWrites
 
 __all__ = [
+    "Pairs",
     "invert_view",
     "is_plain_write",
     "is_reshaped",
     "is_write",
+    "keep_apart",
     "lie_alike",
     "makers_of_shared",
     "memory_that_is_written",
+    "nodes_overlap",
     "operands_written",
+    "overlapping_results",
     "part_of",
+    "refuse_cut_views",
+    "share_memory_of_results",
     "shown_operand",
     "view_of",
+    "views_of",
 ]
 
 _aten = torch.ops.aten
@@ -266,3 +282,286 @@ def invert_view(view: fx.Node, value: fx.Node, before: Any) -> tuple[Any, tuple[
     if name in ("view", "_unsafe_view", "unsqueeze", "squeeze"):
         return _aten.view.default, (value, shape)
     raise UnsureOfWrites
+
+
+# -- results that share memory ---------------------------------------------------------------------
+
+Results = list[tuple[int, fx.Node]]
+
+
+def share_memory_of_results(
+    before: fx.Graph,
+    after: fx.Graph,
+    memory: Mapping[fx.Node, int],
+    made: Mapping[fx.Node, fx.Node],
+) -> None:
+    """Make results of `after` views of what they were views of in `before`.
+
+    Args:
+        before: the graph with writes.
+        after: the same graph without; changed in place.
+        memory: by node of `before`, the number of the memory that it shows, where it is written.
+        made: by node of `before` that made such memory, its value at the end of `after`.
+
+    Raises:
+        CaptureError: a result cannot be made such a view.
+    """
+    (old_end,), (new_end,) = before.find_nodes(op="output"), after.find_nodes(op="output")
+    sharing: dict[int, Results] = defaultdict(list)
+    for i, node in enumerate(old_end.args[0]):  # type: ignore[arg-type]
+        if node in memory:
+            sharing[memory[node]].append((i, node))
+    olds, news = before.find_nodes(op="placeholder"), after.find_nodes(op="placeholder")
+    inputs = {memory[o]: {o: n} for o, n in zip(olds, news, strict=True) if o in memory}
+    values = list(new_end.args[0])  # type: ignore[arg-type]
+    # A legal graph reads no input behind what writes it; a view shows what is written later, too.
+    first_write = next(iter(after.find_nodes(op="call_function", target=_aten.copy_.default)), None)
+    with after.inserting_before(first_write or new_end):
+        for number, results in sharing.items():
+            if number in inputs:
+                _make_views(results, inputs[number], values)
+            elif len(results) > 1:
+                makers = {o: n for o, n in made.items() if memory[o] == number}
+                _make_views_of_each_other(results, makers, values)
+    new_end.args = (values,)
+
+
+def refuse_cut_views(graph: fx.Graph, cut: Collection[int]) -> None:
+    """Raise CaptureError if a result in `cut`, whose padding is cut off, is a view.
+
+    What is left is a copy. A result that shows all of an input is replaced by that input.
+    """
+    (end,) = graph.find_nodes(op="output")
+    values = list(end.args[0])  # type: ignore[arg-type]
+    for place in cut:
+        first, calls = views_of(values[place])
+        shown = [n.meta["val"] for n in (first, *calls)]
+        if first.op == "placeholder" and all(lie_alike(one, shown[0]) for one in shown):
+            values[place] = first
+    end.args = (values,)
+    for pair in overlapping_results(graph):
+        last = max(pair & set(cut), default=None)
+        is_one_value = min(pair) >= 0 and len({values[i] for i in pair}) == 1
+        if last is not None and not is_one_value and values[last].op != "placeholder":
+            raise not_captured(
+                "the step returns a view whose pieces are uneven",
+                "in a graph pieces are padded, and what is left when the padding is cut off is a "
+                "copy, which would not follow what it was a view of",
+                Fix("x.clone()", "of what is returned, for memory of its own"),
+                place=note_of(values[place]).source,
+            )
+
+
+def _make_views_of_each_other(
+    results: Results, makers: Mapping[fx.Node, fx.Node], values: list[Any]
+) -> None:
+    """Make results in one memory views of those among them that they were views of.
+
+    Where two overlap and neither is a view of the other, all become views of the memory's maker.
+    """
+    bases: dict[fx.Node, fx.Node] = {}
+    kept: list[fx.Node] = []
+    views = {node: len(views_of(node)[1]) for _, node in results}
+    for i, node in sorted(results, key=lambda r: (views[r[1]], -r[1].meta["val"].numel())):
+        base, calls = views_of(node, bases)
+        if base in bases:
+            values[i] = _call_again(calls, bases[base])
+        elif any(nodes_overlap(node, other) for other in kept):
+            _make_views(results, makers, values)
+            return
+        else:
+            bases[_find_written_operand(node)] = values[i]
+            kept.append(node)
+
+
+def _make_views(results: Results, bases: Mapping[fx.Node, fx.Node], values: list[Any]) -> None:
+    """Make results in one memory views of `bases`: nodes of the graph before, by their new value.
+
+    Raises:
+        CaptureError: one of them is a view of none of these.
+    """
+    for i, node in results:
+        base, calls = views_of(node, bases)
+        if base not in bases:
+            raise _make_view_error(node)
+        values[i] = _call_again(calls, bases[base])
+
+
+def _find_written_operand(node: fx.Node) -> fx.Node:
+    """The operand that a node returns after writing it, however often; else the node itself."""
+    while (found := shown_operand(node))[1]:
+        assert found[0] is not None
+        node = found[0]
+    return node
+
+
+def _call_again(calls: list[fx.Node], value: fx.Node) -> fx.Node:
+    """Repeat the view calls `calls`, beginning with `value` in place of what they showed."""
+    if calls and not lie_alike(value.meta["val"], _find_viewed_operand(calls[0]).meta["val"]):
+        raise _make_view_error(calls[0])
+    for call in calls:
+        if facts_of(call.target).is_alias:
+            continue
+        if call.all_input_nodes != [_find_viewed_operand(call)]:
+            raise _make_view_error(call)
+        target: Any = call.target
+        given: Any = (call.args, call.kwargs)
+        args, kwargs = fx.node.map_arg(given, lambda _, value=value: value)  # type: ignore[misc]
+        value = add_call(value.graph, target, args, kwargs)
+        value.meta["val"] = _call_view(call, args[0].meta["val"])
+        if NOTE in call.meta:
+            value.meta[NOTE] = call.meta[NOTE]
+    return value
+
+
+def _find_viewed_operand(call: fx.Node) -> fx.Node:
+    found = shown_operand(call)[0]
+    assert found is not None
+    return found
+
+
+def _call_view(call: fx.Node, shown: Any) -> Any:
+    """The fake value of a view call on `shown`."""
+    if call.target is operator.getitem:
+        return shown[call.args[1]]
+    return call_without_memory(call.target, (shown, *call.args[1:]), call.kwargs).value
+
+
+def _make_view_error(node: fx.Node) -> CaptureError:
+    return not_captured(
+        "the step returns a view of what it writes",
+        "a graph has values: this view cannot be told as one of what the memory holds at its end",
+        Fix("x.clone()", "of what is returned, for memory of its own"),
+        place=note_of(node).source,
+    )
+
+
+# -- results that overlap --------------------------------------------------------------------------
+
+
+Pairs = frozenset[frozenset[int]]
+"""Pairs of places of results; for a result that shows input i, its place and -1 - i."""
+
+
+def overlapping_results(graph: fx.Graph) -> Pairs:
+    """The pairs of results that overlap, or of a result and the input that it shows."""
+    return frozenset(_find_overlapping_pairs(graph))
+
+
+def _find_overlapping_pairs(graph: fx.Graph) -> Iterator[frozenset[int]]:
+    (end,) = graph.find_nodes(op="output")
+    inputs = {node: i for i, node in enumerate(graph.find_nodes(op="placeholder"))}
+    together: dict[fx.Node, list[tuple[int, fx.Node]]] = defaultdict(list)
+    for i, node in enumerate(end.args[0]):  # type: ignore[arg-type]
+        if isinstance(node, fx.Node):  # else a number
+            together[views_of(node)[0]].append((i, node))
+    for first, results in together.items():
+        if first in inputs:
+            yield from (frozenset((i, -1 - inputs[first])) for i, _ in results)
+        if len(results) > 1:
+            yield from _find_overlaps_within(first, results)
+
+
+def _find_overlaps_within(
+    first: fx.Node, results: list[tuple[int, fx.Node]]
+) -> Iterator[frozenset[int]]:
+    """The pairs that overlap among results in the memory that `first` made."""
+    shown = _replay_views([node for _, node in results], first)
+    ordered = sorted(zip(shown, (i for i, _ in results), strict=True), key=_begin_of_view)
+    for at, (one, i) in enumerate(ordered):
+        for other, j in ordered[at + 1 :]:
+            if other.storage_offset() > _last_element_offset(one):  # and so do all behind it
+                break
+            if _has_common_elements(one, other):
+                yield frozenset((i, j))
+
+
+def _begin_of_view(shown: tuple[torch.Tensor, int]) -> tuple[int, int]:
+    return shown[0].storage_offset(), shown[1]  # type: ignore[return-value]
+
+
+def keep_apart(graph: fx.Graph, before: Pairs) -> None:
+    """Copy results that overlap now, and did not in `before`."""
+    (end,) = graph.find_nodes(op="output")
+    values = list(end.args[0])  # type: ignore[arg-type]
+    now = overlapping_results(graph)
+    if now <= before:
+        return
+    for place in sorted({max(pair) for pair in now - before}):
+        shown = values[place]
+        # Where it is made: it may show an input, into which the graph writes later.
+        behind = graph.find_nodes(op="placeholder")[-1] if shown.op == "placeholder" else shown
+        with graph.inserting_after(behind):
+            values[place] = copy = add_call(graph, _aten.clone.default, (shown,))
+        copy.meta["val"] = shown.meta["val"].clone()
+        if NOTE in shown.meta:
+            copy.meta[NOTE] = shown.meta[NOTE]
+    end.args = (values,)
+
+
+def nodes_overlap(one: fx.Node, other: fx.Node) -> bool:
+    """Do two nodes show an element of the same memory?"""
+    first = views_of(one)[0]
+    return first is views_of(other)[0] and _has_common_elements(*_replay_views([one, other], first))
+
+
+def _replay_views(nodes: list[fx.Node], first: fx.Node) -> list[torch.Tensor]:
+    """Meta tensors that lie in the memory of `first` as the values of the nodes do."""
+    value = first.meta["val"]
+    with _disable_current_modes(), torch.no_grad():
+        like = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        like = like.conj() if value.is_conj() else like  # which decides what some views are
+        like = torch._neg_view(like) if value.is_neg() else like
+        return [_apply_view_calls(like, views_of(node)[1]) for node in nodes]
+
+
+def _has_common_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if not (a.numel() and b.numel()):
+        return False
+    if a.itemsize != b.itemsize:  # offsets count elements of different sizes: not compared
+        return True
+    begin, end = (
+        max(a.storage_offset(), b.storage_offset()),
+        min(_last_element_offset(a), _last_element_offset(b)),
+    )
+    if begin > end:
+        return False
+    with _disable_current_modes(), torch.no_grad():
+        marks = torch.zeros(
+            max(_last_element_offset(a), _last_element_offset(b)) + 1, dtype=torch.bool
+        )
+        marks.as_strided(a.shape, a.stride(), a.storage_offset()).fill_(True)
+        return bool(marks.as_strided(b.shape, b.stride(), b.storage_offset()).any())
+
+
+def _last_element_offset(t: torch.Tensor) -> int:
+    steps = ((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
+    return t.storage_offset() + sum(steps)  # type: ignore[return-value]
+
+
+def views_of(node: fx.Node, known: Container[fx.Node] = ()) -> tuple[fx.Node, list[fx.Node]]:
+    """The node that made the memory which a node shows, and the view calls from there to the node.
+
+    Args:
+        known: nodes at which to stop before that.
+    """
+    calls: list[fx.Node] = []
+    while True:
+        if node in known:
+            return node, calls
+        source, is_written = shown_operand(node)
+        if source is None:
+            return node, calls
+        if not is_written:
+            calls.insert(0, node)
+        node = source
+
+
+def _apply_view_calls(shown: Any, calls: list[fx.Node]) -> Any:
+    for call in calls:
+        target: Any = call.target
+        if target is operator.getitem:
+            shown = shown[call.args[1]]
+        elif target is not WAIT:
+            shown = target(shown, *call.args[1:], **call.kwargs)
+    return shown

@@ -3,9 +3,10 @@
 Its state and parameters are inputs like all others, and so are the floats of its groups, which
 schedules change: as constants they would make another graph in every step. State that the first
 step would make is made before (`make_optimizer_state`), so that the first step is the same program
-as the others. While it steps, counts are float64 (`step_counts`), so that bias corrections are as
-exact as eager's Python floats. Where the model has blocks, `block_updates` has each updated
-by itself.
+as the others. Where the model has blocks, `block_updates` has each updated by itself.
+
+Step counts of parameters, a dozen scalar calls for each, are equal as a rule. That they are becomes
+a condition (`EqualInputs`), under which one stands for all (`share_equal_counts`).
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import CodeType, FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import fx
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     _global_optimizer_pre_hooks,
@@ -26,25 +28,30 @@ from torch.optim.optimizer import (
 )
 
 from partita.comm import user_line
+from partita.comm.device import HOST
 from partita.layout import Fix
 from partita.tensor.dtensor import DTensor
 from partita.tensor.dtensor_gradients import lay_out_state, update_spec
+from partita.tensor.op_facts import facts_of
 from partita.tensor.tensor_state import HERE
 
+from ..conditions import EqualInputs, read_counts
 from ..errors import CaptureError, not_captured
-from ..guards.modes import hearing_modes
-from .capture_context import dispatch_listeners
+from ..graph_nodes import is_collective, key_of_operands, note_of
+from ..guards.guards import hearing_modes
+from ..program import Input
+from .block_updates import COUNTS, BlockUpdates, WidenedCounts, narrow_counts, widen_counts
+from .capture_context import Slot, dispatch_listeners
+from .fakes import device_at_capture
 from .recorder import Recorder
-from .state_slots import Slot
-from .step_counts import COUNTS, WidenedCounts, narrow_counts, widen_counts
-
-if TYPE_CHECKING:
-    from .block_updates import BlockUpdates
 
 __all__ = [
     "CapturedOptimizers",
     "drop_unused_state",
+    "find_equal_counts",
     "make_optimizer_state",
+    "places_of_equal",
+    "share_equal_counts",
 ]
 
 MadeState = list[tuple[Optimizer, torch.Tensor]]
@@ -392,3 +399,78 @@ class CapturedOptimizers:
                             "the graph would always have the number of its first step",
                         )
         return found
+
+
+# -- equal step counts -----------------------------------------------------------------------------
+
+_COUNTED_ON = (HOST.type, "meta")  # nobody waits for what has no memory
+
+
+def find_equal_counts(
+    inputs: Sequence[Input], optimizers: Iterable[Optimizer]
+) -> list[EqualInputs]:
+    """Groups of counts of torch's optimizers that are equal now.
+
+    Only counts on the host: to compare others at each call would wait for their device. And none of
+    a user's optimizer, whose numbers may differ between ranks: they might be equal on one alone.
+    """
+    counts = {id(t) for t in counts_of(optimizers)}
+    found: dict[Any, list[Input]] = defaultdict(list)
+    for given in inputs:
+        t = given.tensor
+        if id(t) in counts and device_at_capture(t).type in _COUNTED_ON:
+            (value,) = read_counts([t])
+            found[t.dtype, t.device, value].append(given)
+    return [
+        EqualInputs(tuple(i.name for i in equal), tuple(i.index for i in equal))
+        for equal in found.values()
+        if len(equal) > 1
+    ]
+
+
+def places_of_equal(inputs: Sequence[Input], equal: Iterable[EqualInputs]) -> list[list[int]]:
+    """The places of equal counts among all inputs."""
+    place = {given.index: i for i, given in enumerate(inputs) if given.kind == "optimizer"}
+    return [[place[i] for i in one.indices] for one in equal]
+
+
+def share_equal_counts(graph: fx.Graph, equal: Sequence[Sequence[fx.Node]]) -> None:
+    """Compute once what an update computes from equal numbers.
+
+    The graph has no writes but into inputs, at its end; each input is still written. Two results
+    may be one node afterwards: see `functional_memory.keep_apart`.
+
+    Args:
+        equal: groups of inputs that hold the same number.
+    """
+    for numbers in equal:
+        read = [n for n in numbers if any(map(_is_scalar_call, n.users))]
+        for other in read[1:]:
+            other.replace_all_uses_with(read[0], _is_scalar_call)
+    known: dict[Any, fx.Node] = {}
+    for node in list(graph.nodes):
+        if not _is_scalar_call(node):
+            continue
+        key = node.target, key_of_operands((node.args, node.kwargs))
+        first = known.setdefault(key, node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
+
+
+def _is_scalar_call(node: fx.Node) -> bool:
+    """Is it a deterministic call of an update that makes one number from single numbers?"""
+    if node.op != "call_function" or not _is_single(node) or note_of(node).phase != "update":
+        return False
+    facts = facts_of(node.target)
+    return (
+        facts.makes_new
+        and not facts.draws
+        and not is_collective(node)
+        and all(map(_is_single, node.all_input_nodes))
+    )
+
+
+def _is_single(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.ndim == 0

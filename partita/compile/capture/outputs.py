@@ -1,29 +1,50 @@
-"""Outputs of a captured graph, and what each is to the step.
+"""Outputs of a captured graph: what a step leaves, and which of it the program keeps.
 
-They are what the step returns, what its slots hold afterwards, the gradients that it leaves in
-`.grad`, the gradients that a caller may ask for of results with a history ("cotangent"), and values
-for checks alone ("admitted", "answers"), of which `lower_trace` takes the former off again.
+A step returns results, and leaves values in its slots, in attributes of modules and in `.grad`; a
+caller may ask for gradients of results with a history ("cotangent"). "admitted" and "answers" are
+values for checks alone. What the graph could not repeat in each call is refused: tensors in lists
+or variables, attributes and hooks on tensors, writes of Python objects that change each time.
+`StepTrace` makes the program: it drops inputs that are not read, gradients that would only hold
+memory, and the tensors of the captured call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+import collections
+import dataclasses
+import inspect
+import types
+import weakref
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import CodeType
 from typing import Any
 
 import torch
+from torch import fx
 from torch._C import DisableTorchFunctionSubclass as Local
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-from partita.comm import TraceWire
+from partita.comm import TraceWire, Wire, user_line
 from partita.layout import Fix
-from partita.tensor.dtensor import DTensor
+from partita.tensor.dtensor import DTensor, tagged
 from partita.tensor.spec import Spec, spec_of
+from partita.tensor.tensor_state import state_of
 
 from ..arguments import flatten_call
-from ..errors import not_captured
-from ..program import Input, Output, ResultPlace
-from .captured_attributes import check_no_marks, check_result, left_gradient, retains_gradient
+from ..captured_program import CapturedProgram, extract_compared
+from ..conditions import Conditions
+from ..errors import CaptureError, not_captured
+from ..graph_nodes import drop_unused, written_operands
+from ..guards import ReadRecord, Write
+from ..guards.codes import line_of_write
+from ..guards.places import place_of_entry, user_attributes_of, user_hooks_of
+from ..guards.values import MISSING, brief
+from ..program import Input, Output, ResultPlace, border_of
+from .block_nodes import is_block_node
+from .capture_context import Slot
 from .differentiate import (
     Seed,
     asks_gradient,
@@ -32,12 +53,27 @@ from .differentiate import (
     has_history,
     part_results,
 )
+from .functional_memory import refuse_cut_views
 from .inputs import GraphInputs
 from .recorder import Recorder
-from .state_slots import Slot
-from .symbolic import is_symbolic
+from .state import State
+from .symbolic import is_symbolic, is_text_of_unknown
 
-__all__ = ["GraphOutputs"]
+__all__ = [
+    "GraphOutputs",
+    "InputAttributes",
+    "ModuleAttributes",
+    "StepTrace",
+    "attributes_given_to",
+    "check_no_marks",
+    "check_result",
+    "holds_made",
+    "is_filled",
+    "left_gradient",
+    "make_left_error",
+    "retains_gradient",
+    "unrepeated_write_error",
+]
 
 _NO_RESULTS = ("mark", "gradient")  # inputs of which no gradient is left or asked for
 
@@ -205,3 +241,423 @@ def _untraced_spec(spec: Spec | None) -> Spec | None:
 def _is_differentiable(t: torch.Tensor) -> bool:
     with Local():
         return t.requires_grad
+
+
+# -- what a step leaves in attributes --------------------------------------------------------------
+
+_SLOTS = ("_parameters", "_buffers", "_modules")  # whose entries are slots
+_LIVE = (type, types.ModuleType, types.FunctionType, torch.nn.Module, torch.optim.Optimizer)
+_MOST_OBJECTS = 10_000  # that a search looks into
+
+
+class ModuleAttributes:
+    """The attributes of a step's modules, beside parameters and buffers."""
+
+    def __init__(self, state: State):
+        self._homes = [
+            (f"{name}.{prefix}" if prefix else name, vars(part))
+            for name, module in state.modules.items()
+            for prefix, part in module.named_modules()
+        ]
+        self._before: list[dict[str, Any]] = []
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Within, a step may set attributes; fake tensors are taken out again at the end."""
+        self._before = [dict(home) for _, home in self._homes]
+        containers = [
+            (value, dict(dict.items(value)) if isinstance(value, dict) else list(value))
+            for held in self._before
+            for key, value in held.items()
+            if isinstance(value, (list, dict)) and key not in _SLOTS
+        ]
+        try:
+            yield
+        finally:
+            for (_, home), held in zip(self._homes, self._before, strict=True):
+                for key in _find_filled_keys(home):
+                    home.pop(key)
+                    if key in held:
+                        home[key] = held[key]
+            for container, copy in containers:
+                if is_filled(container):
+                    container.clear()
+                    (container.update if isinstance(container, dict) else container.extend)(copy)
+
+    def is_of_module(self, home: Any) -> bool:
+        """Is `home` the `__dict__` of one of the modules?"""
+        return any(home is known for _, known in self._homes)
+
+    def make_left_error(self, home: Any, name: str, value: Any) -> Exception:
+        """The error to raise where the step leaves `value` in `home`, called `name`."""
+        for _, attributes in self._homes:
+            if home is not None and home is attributes.get("_buffers"):
+                return not_captured(
+                    f"the step registers {name}, a buffer that its module did not have",
+                    "which buffers a module has is known before a step is captured",
+                    Fix("self.register_buffer(...) in __init__", "the step may register it anew"),
+                    Fix("call the module once before", "where its forward registers what it lacks"),
+                )
+        return make_left_error(name, value)
+
+    def list_left_tensors(self, known: Collection[tuple[int, Any]]) -> list[Slot]:
+        """The attributes in which the step leaves a tensor; called within `restored`.
+
+        Args:
+            known: identities of the slots that are inputs.
+
+        Raises:
+            CaptureError: it leaves one in a list, a dictionary or a variable that held none.
+        """
+        found = []
+        for (name, home), held in zip(self._homes, self._before, strict=True):
+            for key in _find_filled_keys(home):
+                if (id(home), key) in known or _is_held(home[key], known):
+                    continue
+                if isinstance(home[key], torch.Tensor) or is_symbolic(home[key]):
+                    found.append(Slot(f"{name}.{key}", "value", home, key))
+                elif not _is_list_of_parameters(home[key], held.get(key)):
+                    raise make_left_error(f"{name}.{key}")
+        return found
+
+
+# -- attributes of tensors -------------------------------------------------------------------------
+
+
+class InputAttributes:
+    """Attributes that the program has set on input tensors, and that their stand-ins have too.
+
+    Args:
+        record: of what the step reads of Python: these attributes become guards.
+    """
+
+    def __init__(self, record: ReadRecord):
+        self._record = record
+        self._before: list[tuple[Input, torch.Tensor, dict[str, Any]]] = []
+
+    def copy(self, given: Input, fake: torch.Tensor, stand_in: Callable[[Any], Any]) -> None:
+        """Give `fake`, which stands for an input, the input's attributes."""
+        held = given.tensor.__dict__
+        for name in user_attributes_of(given.tensor):
+            self._record.read_place(place_of_entry(f"{given.name}.{name}", held, name), held[name])
+            fake.__dict__[name] = stand_in(held[name])
+        before = {name: fake.__dict__[name] for name in attributes_given_to(fake)}
+        self._before.append((given, fake, before))
+
+    def check_unchanged(self) -> None:
+        """Raise CaptureError if the step has set an attribute of an input tensor."""
+        for given, fake, before in self._before:
+            for name in {*before, *attributes_given_to(fake)}:
+                if fake.__dict__.get(name, MISSING) is not before.get(name, MISSING):
+                    raise not_captured(
+                        f"the step sets {given.name}.{name}",
+                        "an attribute of a tensor is no part of a graph: it would be set once",
+                        Fix("do it outside the step", "before or after the call"),
+                    )
+
+
+def check_result(value: Any) -> None:
+    """Raise CaptureError if a part of a result that is no tensor holds one, or is text of one."""
+    if is_text_of_unknown(value):
+        raise not_captured(
+            "the step returns text that a tensor, or what .item() gave, was put into",
+            "its values are known when the graph has run, and the text would be that of capture",
+            Fix("return the tensor", "and write it down outside"),
+        )
+    if is_filled(value) or holds_made(value):
+        kind = type(value).__name__
+        raise not_captured(
+            f"the step returns a {kind} that holds tensors",
+            "what is not a tensor is returned as it was at capture",
+            Fix("return a tuple or a dictionary"),
+            Fix(f"torch.utils._pytree.register_dataclass({kind})"),
+        )
+
+
+def _is_held(value: Any, known: Collection[tuple[int, Any]]) -> bool:
+    """Is it a list or dictionary whose tensors all stand at known places?"""
+    if not isinstance(value, (list, dict)):
+        return False
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    return all((id(value), key) in known or not is_filled(v) for key, v in items)
+
+
+def _find_filled_keys(home: dict[str, Any]) -> list[str]:
+    return [key for key, value in home.items() if key not in _SLOTS and is_filled(value)]
+
+
+_HOLDING_NOTHING = frozenset((bool, int, float, complex, str, bytes, type(None), type))
+_EMPTIABLE = frozenset((dict, list, tuple, set, collections.OrderedDict))
+
+
+def is_filled(value: Any) -> bool:
+    """Is it, or does a container of it hold, a fake tensor or a symbolic number?"""
+    kind = type(value)
+    if kind in _HOLDING_NOTHING or (kind in _EMPTIABLE and not value):
+        return False  # as nearly all attributes of modules
+    return any(map(_stands_in, _walk_reachable(value, _in_container)))
+
+
+def holds_made(value: Any, inputs: Container[Any] = ()) -> bool:
+    """Does an object of any class hold a fake tensor that the step has made?
+
+    Args:
+        inputs: the fakes that stand for inputs.
+    """
+    found = _walk_reachable(value, _in_object)
+    return any(
+        is_text_of_unknown(v) or (isinstance(v, FakeTensor) and v not in inputs) for v in found
+    )
+
+
+def _walk_reachable(value: Any, held_by: Callable[[Any], Iterable[Any]]) -> Iterator[Any]:
+    """`value` and all that it holds, each once."""
+    seen: dict[int, Any] = {}  # keeps the objects alive, so that ids stay theirs
+    waiting = [value]
+    while waiting and len(seen) < _MOST_OBJECTS:
+        found = waiting.pop()
+        if id(found) not in seen:
+            seen[id(found)] = found
+            yield found
+            waiting += held_by(found)
+
+
+def _in_container(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return [*value, *value.values()]
+    if isinstance(value, (list, tuple, set, frozenset, collections.deque)):
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, f.name, None) for f in dataclasses.fields(value)]
+    return ()
+
+
+def _in_object(value: Any) -> Iterable[Any]:
+    if isinstance(value, (torch.Tensor, *_LIVE)) or not hasattr(value, "__dict__"):
+        return _in_container(value)
+    return [*vars(value).values(), *_in_container(value)]
+
+
+def _stands_in(value: Any) -> bool:
+    if isinstance(value, weakref.ref):
+        value = value()
+    return isinstance(value, FakeTensor) or is_symbolic(value)
+
+
+def _is_list_of_parameters(value: Any, before: Any) -> bool:
+    """Is it a list of parameters, or of weak references to them, that replaces an equal list?
+
+    nn.GRU makes such a list whenever its parameters are exchanged.
+    """
+    if type(value) is not type(before) or not isinstance(value, (list, tuple)):
+        return False
+    return len(value) == len(before) and all(
+        isinstance(v, torch.nn.Parameter)
+        or (isinstance(v, torch.Tensor) and state_of(v).gathered_from is not None)
+        for v in (v() if isinstance(v, weakref.ref) else v for v in value)
+        if v is not None
+    )
+
+
+def make_left_error(name: str, value: Any = None) -> Exception:
+    """The error to raise where the step leaves a tensor or number in `name`."""
+    what = "a number that is an input" if is_symbolic(value) else "a tensor"
+    return not_captured(
+        f"the step leaves {what} in {name}",
+        "what it leaves in a list, a dictionary or a variable would be there once, not each time",
+        Fix("return it"),
+        Fix("an attribute of a module", "which may hold what a step computes"),
+    )
+
+
+# -- marks on tensors that the step makes ----------------------------------------------------------
+
+
+_OF_FAKES = frozenset(FakeTensor.__annotations__)
+"""Attributes that every fake tensor has."""
+_MEMO = ("_memo", "_memo_vc", "_memo_epoch")
+
+
+def attributes_given_to(fake: torch.Tensor) -> list[str]:
+    """The names of attributes set on a tensor, without what a fake caches, as of `.item()`."""
+    return [name for name in user_attributes_of(fake) if not name.endswith(_MEMO)]
+
+
+def left_gradient(made: torch.Tensor) -> torch.Tensor | None:
+    """The `.grad` that the step's backward passes left on a tensor that it made."""
+    if has_history(made) and not retains_gradient(made):
+        return None  # torch warns whoever reads it
+    with Local():
+        found: torch.Tensor | None = _grad.__get__(made)
+        return found
+
+
+def retains_gradient(made: torch.Tensor) -> bool:
+    """Has the step called `retain_grad()` on a value that it computed?"""
+    with Local():
+        return made.retains_grad
+
+
+def check_no_marks(made: torch.Tensor) -> None:
+    """Raise CaptureError if the step sets a hook or an attribute on a tensor that it makes."""
+    given = [name for name in attributes_given_to(made) if name not in _OF_FAKES]
+    marks = [f"the attribute {name}" for name in given]
+    if asks_gradient(made) and user_hooks_of(made):
+        marks.append("a hook")
+    if marks:
+        raise not_captured(
+            f"the step gives a tensor that it returns or leaves {marks[0]}",
+            "what is no value is no part of a graph: it would be there once",
+            Fix("set it outside the step", "on what the call returns"),
+        )
+
+
+# -- other writes ----------------------------------------------------------------------------------
+
+
+def unrepeated_write_error(write: Write, codes: list[CodeType], step: Any) -> CaptureError:
+    """The error to raise where a graph would not write again what the step writes into Python.
+
+    Args:
+        codes: of the functions that ran.
+        step: whose line is given where that of the write is not known.
+    """
+    was, now = brief(write.before), brief(write.after)
+    changed = f" ({was} became {now})" if was != now else ""
+    return not_captured(
+        f"the step changes {write.name}{changed}",
+        "a graph is of tensors: this would change once, at capture, and not in each call",
+        Fix("do it outside the step", "before or after the call"),
+        place=line_of_write(codes, write.key) or _line_of(step),
+    )
+
+
+def _line_of(step: Any) -> str:
+    """The line at which a step is defined; "" where it has none."""
+    f = inspect.unwrap(step) if inspect.isfunction(step) else getattr(step, "__func__", step)
+    code = getattr(f, "__code__", None)
+    return "" if code is None else f"{code.co_filename}:{code.co_firstlineno}"
+
+
+# -- the program of a trace ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class StepTrace:
+    """What the inputs and outputs of a traced graph are.
+
+    Attributes:
+        inputs: in the graph's order.
+        wires: by real wire, the one that traced.
+        outputs: in the graph's order; "admitted" are plain values taken as equal on all ranks.
+        result, constants: as in a `Program`.
+        cleared: places, in the call, of tensors whose gradients the step leaves None.
+        conditions: under which the program may run.
+    """
+
+    inputs: GraphInputs
+    wires: dict[Wire, TraceWire]
+    outputs: list[Output]
+    result: pytree.TreeSpec
+    constants: list[Any]
+    cleared: list[int]
+    conditions: Conditions
+
+    def program(self, made: fx.GraphModule) -> CapturedProgram:
+        """The program of the graph `made`, which is changed in place."""
+        cleared = list(self.cleared)
+        kept, admitted = self._select_outputs(made.graph, cleared)
+        cut = [i for i, output in enumerate(kept) if border_of(output.spec) is not None]
+        if cut:
+            refuse_cut_views(made.graph, cut)
+        used: dict[fx.Node, Input] = {}
+        for node, given in zip(
+            made.graph.find_nodes(op="placeholder"), self.inputs.all, strict=True
+        ):
+            if node.users:
+                used[node] = self._without_memory(given)
+            else:
+                made.graph.erase_node(node)
+        groups = {
+            name: (trace.real, axes)
+            for trace in self.wires.values()
+            for name, axes in trace.groups.items()
+        }
+        return CapturedProgram(
+            made,
+            [*used.values()],
+            kept,
+            self.result,
+            self.constants,
+            sorted(set(cleared)),
+            groups,
+            compared=extract_compared(made, used, admitted, user_line()),
+            conditions=self.conditions,
+        )
+
+    def _select_outputs(
+        self, graph: fx.Graph, cleared: list[int]
+    ) -> tuple[list[Output], list[Any]]:
+        """The outputs that stay and the admitted (node, wire)s; others are taken off the graph."""
+        (end,) = graph.find_nodes(op="output")
+        updated = self._updated_by_gradients(graph, end.args[0])
+        dropped = self._dropped_gradients(graph)
+        kept, admitted = [], []
+        wires = iter([t.real for t in self.wires.values() for _ in t.admitted])
+        for output, value in zip(self.outputs, end.args[0], strict=True):
+            # A gradient that the step did not accumulate, and that its update has used, would only
+            # hold memory. One that accumulates, or is used by nothing, is kept.
+            if output.kind == "admitted":
+                admitted.append((_find_compared(value), next(wires)))
+            elif output.kind == "gradient" and output.index in updated & dropped:
+                cleared.append(output.index)
+            else:
+                kept.append((output, value))
+        end.args = ([value for _, value in kept],)
+        drop_unused(graph)
+        return [output for output, _ in kept], admitted
+
+    def _updated_by_gradients(self, graph: fx.Graph, values: Sequence[fx.Node]) -> set[int]:
+        """The places of tensors whose new values are computed from their new gradients."""
+        pairs = zip(self.outputs, values, strict=True)
+        gradients = {value: out.index for out, value in pairs if out.kind == "gradient"}
+        nodes = graph.find_nodes(op="placeholder")
+        places = dict(zip(nodes, self.inputs.all, strict=True))
+        found = set()
+        reached: dict[
+            fx.Node, int
+        ] = {}  # a bit for the place of each gradient that a node depends on
+        for node in graph.nodes:
+            bits = 1 << gradients[node] if node in gradients else 0
+            for read in node.all_input_nodes:
+                bits |= reached[read]
+            reached[node] = bits
+            for written in written_operands(node):
+                given = places[written]
+                if given.kind != "gradient" and bits >> given.index & 1:
+                    found.add(given.index)
+        return found
+
+    def _without_memory(self, given: Input) -> Input:
+        """The input with a fake in place of a tensor that belongs to the captured call alone."""
+        if given.kind != "argument" and given.tensor.is_leaf:
+            return given
+        with Local(), torch.no_grad():
+            like = self.inputs.stand_in(given.tensor).detach()
+        return replace(given, tensor=like if given.spec is None else tagged(like, given.spec))
+
+    def _dropped_gradients(self, graph: fx.Graph) -> set[int]:
+        """The places of tensors whose gradients, as the step found them, it did not read."""
+        nodes = graph.find_nodes(op="placeholder")
+        pairs = zip(nodes, self.inputs.all, strict=True)
+        return {
+            given.index
+            for node, given in pairs
+            if given.kind in ("mark", "gradient") and not node.users
+        }
+
+
+def _find_compared(value: fx.Node) -> fx.Node:
+    """What is compared for an "admitted" output, which is a copy of it; that of a block is made in
+    the block."""
+    return value if is_block_node(value) else value.args[0]  # type: ignore[return-value]

@@ -1,8 +1,10 @@
 """The recorder: the dispatch mode through which every ATen call of a captured step goes.
 
-It traces the call (or repeats an equal one: `repeated_calls`), and gives the new nodes a `Note`:
-the user's line that asked for it (in backward: the line of the forward call whose gradient it is),
-the phase of the step and, within a redistribution, the move.
+`Recorder` traces the call (or repeats an equal one: `RepeatedCalls`), and gives the new nodes a
+`Note`: the user's line that asked for it (in backward: the line of the forward call whose gradient
+it is), the phase of the step and, within a redistribution, the move. The nodes of a redistribution
+are copied for each tensor of equal metadata (`RepeatedMoves`): the parameters of one block are
+gathered like those of the next, and to trace a move takes ten times as long as to copy its nodes.
 """
 
 from __future__ import annotations
@@ -10,12 +12,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
+from torch._C import DisableTorchFunction as Unheard
 from torch._C import DisableTorchFunctionSubclass as Local
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, set_proxy_slot
@@ -31,18 +34,18 @@ from partita.tensor.dtensor import DTensor
 from partita.tensor.tensor_memory import is_read_in_part
 from partita.tensor.tensor_state import HERE, own_state
 
-from ..errors import CaptureError, not_captured, of_data
-from ..graph_nodes import NO_NOTE, NOTE, Note, note_of
-from ..guards.modes import kernel_settings
+from ..errors import CaptureError, not_an_input, not_captured, of_data
+from ..graph_nodes import NO_NOTE, NOTE, Note, copy_node, note_of
+from ..guards.guards import kernel_settings
 from .capture_context import unprofiled
-from .ctc import REPLACED
+from .equal_calls import DETACH, RepeatedCalls, is_over_lists, node_of, tensors_of
 from .fakes import count_writes_of_lists, has_memory, tensors_written
-from .refusals import not_an_input
-from .repeated_calls import DETACH, RepeatedCalls, is_over_lists
-from .scalars import taken_as_numbers, with_exact_numbers
+from .functional_calls import REPLACED
+from .symbolic import taken_as_numbers, with_exact_numbers
 
 __all__ = [
     "Recorder",
+    "RepeatedMoves",
 ]
 
 _aten = torch.ops.aten
@@ -375,3 +378,75 @@ class Recorder(TorchDispatchMode):
     def newest(self) -> fx.Node:
         """The node that was added last."""
         return self.graph._root.prev
+
+
+# -- Repeated moves --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """A move that was traced.
+
+    Attributes:
+        move: kept alive, since the key has its id.
+        given, made: the nodes of its operand and of its result.
+        nodes: of the move, in order.
+        like: the fake value of its result.
+    """
+
+    move: Move
+    given: fx.Node
+    made: fx.Node
+    nodes: list[fx.Node]
+    like: torch.Tensor
+
+
+class RepeatedMoves:
+    """The traced moves of one capture, by move and metadata of the operand."""
+
+    def __init__(self, recorder: Recorder, mode: FakeTensorMode):
+        self._recorder, self._mode = recorder, mode
+        self._known: dict[Any, _Traced | None] = {}
+
+    def carry(
+        self, wire: Any, move: Move, x: torch.Tensor, run: Callable[[], torch.Tensor]
+    ) -> torch.Tensor:
+        """The result of `run()`, which traces the move of `x`, or of a copy of its nodes."""
+        given = node_of(x) if isinstance(x, FakeTensor) else None
+        if given is None:
+            return run()
+        with Unheard():
+            key = (id(wire), id(move), wire.zeros, x.shape, x.stride(), x.dtype, x.device)
+        known = self._known.get(key)
+        if known is not None:
+            return self._copy_move(known, given)
+        first = self._recorder.newest()
+        out = run()
+        if key not in self._known:
+            self._known[key] = self._traced(move, given, x, out, first)
+        return out
+
+    def _traced(
+        self, move: Move, given: fx.Node, x: torch.Tensor, out: torch.Tensor, first: fx.Node
+    ) -> _Traced | None:
+        nodes: list[fx.Node] = []
+        node = self._recorder.newest()
+        while node is not first:
+            nodes.insert(0, node)
+            node = node.prev
+        made = node_of(out)
+        with Unheard():
+            shows = out.untyped_storage()._cdata == x.untyped_storage()._cdata
+        if made is None or made not in nodes or shows:
+            return None  # the result is an alias of the operand
+        return _Traced(move, given, made, nodes, made.meta["val"])
+
+    def _copy_move(self, known: _Traced, given: fx.Node) -> torch.Tensor:
+        graph = self._recorder.graph
+        of = {known.given: given}
+        for node in known.nodes:
+            of[node] = copy_node(graph, node, lambda n: of.get(n, n))
+        made = of[known.made]
+        (out,) = tensors_of([made], [known.like], self._mode)
+        self._recorder.note_copies([of[n] for n in known.nodes], made, out)
+        return out

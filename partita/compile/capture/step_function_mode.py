@@ -1,12 +1,12 @@
 """The torch-function mode of a captured step: it follows what the step calls of tensors by name.
 
 - `x.data = y` exchanges what node makes x. Reads of x from then on are reads of y; at the step's
-  end y's value is copied into the memory of x. Other views of the old memory keep their values
-  until then, as in eager.
+  end y's value is copied into the memory of x.
 - `.item()`, `bool(x)`: numbers that are known when the graph runs (`symbolic`).
-- Metadata of inputs, as `is_leaf`: conditions of the program (`tensor_facts`).
+- Metadata of inputs, as `is_leaf`: conditions of the program (`inputs.TensorFacts`).
 - Checks of values that torch makes in eager and leaves out when it traces: nodes of the graph.
-- Changes of an input's shape, and calls through replaced functions of torch: refused.
+- Calls during which no code of the user's runs are not profiled (`LibraryCalls`).
+- What a graph cannot answer is refused: at once, or when the step has run (`check_truth`).
 """
 
 from __future__ import annotations
@@ -14,14 +14,25 @@ from __future__ import annotations
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from types import FrameType, FunctionType
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FrameType,
+    FunctionType,
+    MethodDescriptorType,
+    MethodWrapperType,
+    NoneType,
+    WrapperDescriptorType,
+)
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import fx
 from torch._C import DisableTorchFunctionSubclass as Local
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -29,21 +40,32 @@ from partita.comm import user_line
 from partita.layout import Fix
 from partita.tensor.autograd import moved
 from partita.tensor.dtensor import tagged
-from partita.tensor.op_facts import STATE_OF_LEAVES, facts_of_function
+from partita.tensor.forms import find_unknown_effect
+from partita.tensor.op_facts import STATE_OF_LEAVES, facts_of, facts_of_function
 from partita.tensor.tensor_state import HERE
 
-from ..errors import CaptureError, not_captured
-from ..guards.codes import is_recorded
-from .capture_context import unprofiled
-from .fakes import has_memory
-from .inputs import GraphInputs
-from .library_calls import C_FUNCTION_TYPES, LibraryCalls
-from .refusals import not_an_input
+from ..arguments import is_taken_apart
+from ..errors import CaptureError, not_an_input, not_captured
+from ..graph_nodes import note_of
+from ..guards.codes import asks_whether_true, asks_which_object, is_recorded
+from ..guards.guards import function_modes
+from ..guards.places import Place
+from ..verify import SPACES
+from .capture_context import dispatch_listeners, profiled_again, unprofiled
+from .fakes import FakeDTensor, has_memory
+from .inputs import GraphInputs, TensorFacts, is_fact
 from .symbolic import as_number
-from .tensor_facts import TensorFacts, is_fact
 
-__all__ = ["StepFunctionMode", "check_values"]
-
+__all__ = [
+    "C_FUNCTION_TYPES",
+    "LibraryCalls",
+    "StepFunctionMode",
+    "check_arguments",
+    "check_constants",
+    "check_operators",
+    "check_truth",
+    "check_values",
+]
 
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _OF_LEAVES = {inspect.getattr_static(torch.Tensor, name) for name in STATE_OF_LEAVES}
@@ -244,3 +266,166 @@ def _check_classes(tensor: torch.Tensor, num_classes: int = -1) -> Checks:
 def _check_quantiles(input: Any, q: Any, *_: Any, **__: Any) -> Checks:
     if isinstance(q, torch.Tensor):
         yield (q >= 0) & (q <= 1), "quantile() q values must be in the range [0, 1]"
+
+
+# -- library calls ---------------------------------------------------------------------------------
+
+C_FUNCTION_TYPES = (
+    BuiltinFunctionType,
+    MethodDescriptorType,
+    MethodWrapperType,
+    WrapperDescriptorType,
+)
+"""Types of functions and methods of C."""
+
+_CALLING_BACK = frozenset(("apply_", "map_", "map2_"))
+_PLAIN = frozenset(
+    (bool, int, float, complex, str, NoneType, type(...), torch.dtype, torch.device, torch.layout)
+    + (torch.memory_format, torch.Size, torch.Tensor, torch.nn.Parameter, FakeTensor, FakeDTensor)
+)
+"""Types of operands that have no method of the user's."""
+
+
+class LibraryCalls:
+    """Calls functions of torch, unprofiled where that calls nothing of the user's.
+
+    What the user may have put between a function and its kernels is compared with what is there
+    when this is made: torch-function modes must not be the user's, dispatch modes and hooks on
+    saved tensors not have become more.
+    """
+
+    def __init__(self) -> None:
+        self._is_heard = bool(function_modes())
+        self._listeners = dispatch_listeners()
+
+    def call(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """`func(*args, **kwargs)`. Called within `unprofiled`."""
+        if self._calls_nothing_of_users(func, args, kwargs):
+            return func(*args, **kwargs)
+        return profiled_again(func, *args, **kwargs)
+
+    def call_own(self, func: Callable[..., Any], *args: Any) -> Any:
+        """`func(*args)`, a function of partita's, unprofiled unless a mode of the user's hears what
+        it calls of torch."""
+        if function_modes() or dispatch_listeners() != self._listeners:
+            return func(*args)
+        return unprofiled(func, *args)
+
+    def _calls_nothing_of_users(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> bool:
+        return (
+            not self._is_heard
+            and _calls_nothing_back(func)
+            and all(map(_is_plain, args))
+            and all(map(_is_plain, kwargs.values()))
+            and dispatch_listeners() == self._listeners
+        )
+
+
+def _calls_nothing_back(func: Any) -> bool:
+    """Is it a function of torch that calls at most its operands' methods?"""
+    if type(func) in C_FUNCTION_TYPES:
+        return func.__name__ not in _CALLING_BACK
+    return type(func) is FunctionType and _is_functional(func)
+
+
+@lru_cache(maxsize=1024)
+def _is_functional(func: FunctionType) -> bool:
+    """Is it a Python function of torch.nn.functional itself?"""
+    return vars(F).get(func.__name__) is func and func.__module__ == F.__name__
+
+
+def _is_plain(value: Any) -> bool:
+    kind = type(value)
+    return kind in _PLAIN or (kind in (tuple, list) and all(map(_is_plain, value)))
+
+
+# -- checks of a run -------------------------------------------------------------------------------
+
+
+def check_constants(graph: fx.Graph) -> None:
+    """Raise CaptureError if a tensor that is no input is a constant of the graph.
+
+    Tensors that a step makes of numbers are copied first (`lift_fresh_copy`). Fake modes refuse any
+    other tensor, but a proxy mode handles some calls of one-element tensors itself.
+    """
+    for node in graph.find_nodes(op="get_attr"):
+        for user in node.users:
+            if user.op == "call_function" and not facts_of(user.target).lifts:
+                raise not_an_input(note_of(user).source)
+
+
+def check_operators(graph: fx.Graph) -> None:
+    """Raise CaptureError if the step calls an operator that is not torch's own, and of which it is
+    not known that it only makes tensors of its arguments."""
+    for node in graph.nodes:
+        space = getattr(node.target, "namespace", "aten")
+        if node.op != "call_function" or space in (*SPACES, "profiler"):
+            continue
+        if effect := find_unknown_effect(node.target):
+            raise not_captured(
+                f"the step calls {node.target}, an operator of a library of its own",
+                effect,
+                Fix(
+                    "torch.library.custom_op(..., mutates_args=())",
+                    "for what only gives new tensors",
+                ),
+                Fix("call it outside the step", "before or after, or between compiled regions"),
+                place=note_of(node).source,
+            )
+
+
+def check_truth(codes: Iterable[CodeType], line: str) -> None:
+    """Raise CaptureError if a function asks `is True` in a step that calls `.item()` at `line`."""
+    for asking in filter(asks_whether_true, codes if line else ()):
+        raise not_captured(
+            f"{asking.co_name} asks whether something `is True`, in a step that reads a value",
+            "what .item() gives has no value while a step is captured, and is not True itself",
+            Fix("return x.item()", "and ask outside of the step"),
+            place=line,
+        )
+
+
+def check_arguments(call: Any, places: Iterable[Place], codes: Iterable[CodeType]) -> None:
+    """Raise CaptureError if the step may ask whether an argument is an object known by name.
+
+    Containers and objects of tensors are made anew for the step, which would find two.
+
+    Args:
+        call: the arguments and keyword arguments.
+        places: what the step reads.
+        codes: of the functions that ran.
+    """
+    asking = next(filter(asks_which_object, codes), None)
+    if asking is None:
+        return
+    made_anew = _made_anew(call)
+    for place in places if made_anew else ():
+        if any(place.value is v or type(place.value) is _own_class(v) for v in made_anew):
+            raise not_captured(
+                f"{asking.co_name} asks whether something is another object, an argument is a "
+                f"{type(place.value).__name__}, and so is {place.name}",
+                "a step is given its arguments made anew: `is` would find two objects for one",
+                Fix("pass it, or read it by its name", "not both"),
+                place=f"{asking.co_filename}:{asking.co_firstlineno}",
+            )
+
+
+def _own_class(value: Any) -> type | None:
+    """The class of an object of the user's; None of a list or dictionary."""
+    return None if type(value).__module__ == "builtins" else type(value)
+
+
+def _made_anew(call: Any) -> list[Any]:
+    """The containers and objects among the arguments that `flatten_call` takes apart."""
+    found: list[Any] = []
+
+    def look(value: Any) -> bool:
+        apart = not pytree.tree_is_leaf(value) or is_taken_apart(value)
+        if apart and not isinstance(value, tuple):
+            found.append(value)
+        return False
+
+    pytree.tree_leaves(call, is_leaf=look)
+    return found

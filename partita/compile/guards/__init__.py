@@ -6,19 +6,14 @@ before each later call: where something differs, the step is captured again, and
 
 In reading order:
 
-- A guard: `places` (where a value stands), `expected` (what it was), `guards` (the check of all).
-- What is checked for all tensors at once: `tensors`, `attributes_and_hooks`.
-- Arguments and torch's modes: `signature`, `content_keys`, `modes`. What differed: `reasons`.
-- What a step reads: `record`, with `instrument` (attributes), `calls` and `codes` (calls),
-  `functions` (the names that code uses), `reached_objects` (what an object leads to) and `reader`
-  (the record as these see it). What it changes: `writes`.
-- Kinds of things read: `objects`, `c_objects`, `reflection`, `settings`, `external_state`.
+- A guard: `places` (where a value stands), `values` (what it was, and how another differs from it),
+  `guards` (may a program be used again, and if not, why).
+- What a step reads: `record` (reads, and writes), with `instrument` (attributes), `calls` (settings
+  that are asked for; what is refused), `codes` (whose code it is, and which names it uses) and
+  `reached` (what each value that is reached leads to).
 """
 
-from .guards import Guards
-from .reasons import History, describe_call
-from .record import ReadRecord
-from .signature import signature_of
-from .writes import Write
+from .guards import Guards, History, describe_call, signature_of
+from .record import ReadRecord, Write
 
 __all__ = ["Guards", "History", "ReadRecord", "Write", "describe_call", "signature_of"]

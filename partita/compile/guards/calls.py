@@ -1,29 +1,36 @@
 """Calls that a captured step makes, watched by a profile function of this thread.
 
 `Calls` sees each call, of Python functions and of functions of C, classified once per code object
-(`_kind_of`). The user's functions are entered by the record (`Functions.enter_frame`), settings
-that they ask for are guarded, and calls that no guard can cover raise a CaptureError: random
-numbers, clocks, seeds, files and locks. `print` and logging run at capture alone, of which a
-warning tells.
+(`_kind_of`). The user's functions are entered by the record. A setting that is asked for (of torch,
+Python, the environment) is guarded: before a later call it is asked again. What no guard can cover
+raises a CaptureError: random numbers, clocks, seeds, files and locks. `print` and logging run at
+capture alone, of which a warning tells.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import datetime
+import decimal
+import functools
 import gc
 import inspect
+import locale
+import logging
 import os
 import queue
 import random
 import sys
 import threading
+import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from partita.comm import user_line
 from partita.layout import Fix
@@ -31,20 +38,27 @@ from partita.layout import Fix
 from ..capture.capture_context import profiled_by
 from ..errors import CaptureError, not_captured, of_anomalies
 from .codes import is_recorded, is_user_module
-from .external_state import find_user_frame, is_stdlib_file, name_of_external_function
-from .settings import (
-    finds_process_object,
-    is_called_as_setting,
-    is_setting_of_c,
-    read_environment,
-    read_process_object,
-    read_setting,
-)
+from .places import PLAIN, Place, place_of_answer, place_of_entry
+from .values import MISSING
 
 if TYPE_CHECKING:
-    from .reader import StateReader
+    from .instrument import StateReader
 
-__all__ = ["Calls", "unguarded"]
+__all__ = [
+    "Calls",
+    "find_user_frame",
+    "finds_process_object",
+    "is_called_as_setting",
+    "is_setting_of_c",
+    "is_stdlib_file",
+    "name_of_external_function",
+    "read_ambient",
+    "read_environment",
+    "read_environment_of",
+    "read_process_object",
+    "read_setting",
+    "unguarded",
+]
 
 _FUNCTIONS_OF_SEEDS = {  # of torch, by code
     inspect.unwrap(function).__code__: f"torch.{name}"
@@ -356,3 +370,227 @@ class Calls:
                 f"{name} at {user_line(frame)} runs while the step is captured, not in later calls",
                 stacklevel=2,
             )
+
+
+# -- settings --------------------------------------------------------------------------------------
+
+_SETTING_FUNCTIONS = (os.getcwd, os.getcwdb, threading.get_ident, threading.get_native_id)
+_CHANGED_BY_CAPTURE = (sys.getprofile,)
+
+
+# Functions that look up an object of the process: by name, or for the thread that asks.
+_PROCESS_OBJECTS = {
+    f.__code__: f"{f.__module__}.{f.__name__}"
+    for f in (logging.getLogger, threading.current_thread, threading.main_thread)
+}
+
+
+def finds_process_object(code: CodeType) -> bool:
+    """Does code look up an object of the process, as `logging.getLogger`?"""
+    return code in _PROCESS_OBJECTS
+
+
+def read_process_object(record: StateReader, frame: FrameType) -> None:
+    """Record which object a call of a lookup function finds, by looking it up once more."""
+    function = frame.f_globals[frame.f_code.co_name]
+    given = [frame.f_locals[key] for key in frame.f_code.co_varnames[: frame.f_code.co_argcount]]
+    name = f"{_PROCESS_OBJECTS[frame.f_code]}({', '.join(map(repr, given))})"
+    get = functools.partial(function, *given)
+    with record.without_recording():
+        key = (frame.f_code.co_name, *given)
+        record.read_place(Place(name, function, key, get), get())
+
+
+def is_called_as_setting(name: str) -> bool:
+    """Is it the name of a function that returns a setting, as `get_num_threads`?"""
+    begins = name.lstrip("_").startswith(("is_", "are_", "get_")) or name.endswith("_enabled")
+    return begins and "rng" not in name and "seed" not in name
+
+
+def is_setting_of_c(function: Any) -> bool:
+    """Is it a function of C that returns a setting of torch or of Python?"""
+    owner = getattr(function, "__self__", None)
+    if not isinstance(owner, types.ModuleType):
+        return False
+    if owner.__name__.startswith("torch._C"):
+        return is_called_as_setting(function.__name__)
+    own = owner in (sys, gc) and function not in _CHANGED_BY_CAPTURE
+    return function in _SETTING_FUNCTIONS or (own and function.__name__.startswith(("get", "is")))
+
+
+def read_setting(record: StateReader, name: str, function: Callable[[], Any]) -> None:
+    """Record the answer of a function without arguments, if it is a plain value."""
+    with record.without_recording(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            value = function()
+        except Exception:  # it has arguments
+            return
+        if value is None or callable(value) or isinstance(value, (*PLAIN, tuple, dict)):
+            record.read_place(place_of_answer(name, function), value, shallow=True)
+
+
+def read_environment(record: StateReader, key: str | bytes | None) -> None:
+    """Record an environment variable; all of them where `key` is None."""
+    data: Any = os.environ._data  # type: ignore[attr-defined]
+    with record.without_recording():
+        if key is None:
+            record.read_place(Place("os.environ", os.environ, "_data", lambda: data), data)
+        elif isinstance(key, (str, bytes)):
+            at = os.fsencode(key)
+            place = place_of_entry(f"os.environ[{key!r}]", data, at)
+            record.read_place(place, place.value)
+
+
+def read_environment_of(record: StateReader, names: Iterable[str]) -> None:
+    """Record the environment variables of these names, where they are in capitals."""
+    data: Any = os.environ._data  # type: ignore[attr-defined]
+    record.ignore(os.environ)
+    for text in sorted(names):
+        key = os.environ.encodekey(text)  # type: ignore[attr-defined]
+        if text.isupper():
+            value = data.get(key, MISSING)
+            record.read_place(place_of_entry(f"os.environ[{text!r}]", data, key), value)
+
+
+def _read_decimal_context() -> str:
+    return repr(decimal.getcontext())
+
+
+def _read_locale() -> str:
+    return locale.setlocale(locale.LC_ALL)
+
+
+def _read_warning_filters() -> list[Any]:
+    return warnings.filters  # type: ignore[return-value]
+
+
+def _count_pytree_nodes() -> int:
+    return len(pytree.SUPPORTED_NODES)
+
+
+def _of_numpy(name: str) -> Callable[[], Any]:
+    return lambda: getattr(sys.modules["numpy"], name)()
+
+
+# By module: settings that its functions heed without an argument.
+_AMBIENT: dict[str, list[tuple[str, Callable[[], Any]]]] = {
+    "decimal": [("decimal.getcontext()", _read_decimal_context)],
+    "locale": [("the locale", _read_locale)],
+    "torch.utils._pytree": [("the classes known to torch.utils._pytree", _count_pytree_nodes)],
+    "warnings": [("warnings.filters", _read_warning_filters)],
+    "numpy": [(f"numpy.{n}()", _of_numpy(n)) for n in "geterr get_printoptions geterrcall".split()],
+}
+
+
+def read_ambient(record: StateReader, module: str | None) -> None:
+    """Record the settings that functions of a module heed: something of it is reached."""
+    for name, function in _AMBIENT.get(module or "", ()):
+        record.read_place(place_of_answer(name, function), function(), shallow=True)
+
+
+# -- external state --------------------------------------------------------------------------------
+
+_SYSTEM_MODULES = ("posix", "nt")
+_PUBLIC_NAMES = {"posix": "os", "nt": "os"}
+_EXTERNAL_MODULES = """posix nt io _socket select _posixsubprocess fcntl termios pwd grp resource
+    _sqlite3 syslog _ssl readline _curses _uuid _signal time _queue mmap""".split()
+# They compute, return what stays, or have an effect that another guard sees.
+_HARMLESS_FUNCTIONS = frozenset(
+    """fspath getpid getppid getuid geteuid getgid getegid cpu_count sysconf confstr uname strerror
+    putenv unsetenv device_encoding sched_getaffinity get_terminal_size isatty register_at_fork
+    text_encoding sleep strptime getcwd getcwdb getpagesize _path_normpath""".split()
+)
+_INTERPRETER_COUNTS = (  # they differ from call to call
+    gc.get_objects,
+    gc.get_count,
+    gc.get_stats,
+    gc.get_referrers,
+    gc.get_freeze_count,
+    sys.getrefcount,
+    sys.getallocatedblocks,
+)
+_CLASS_MODULES = ("_io", "_socket", "select", "sqlite3", "_ssl", "_queue", "posix")
+_FILES_IN_MEMORY = ("StringIO", "BytesIO")
+_NUMPY_FUNCTIONS, _ARRAY_METHODS = ("fromfile",), ("tofile", "dump")
+_CLOCK_METHODS = ("now", "utcnow", "today")
+# Modules that read files to find or show code, which has no effect on a step's results.
+_FILES_OF_CODE_READERS = tuple(
+    name + end
+    for name in "logging importlib warnings linecache traceback tokenize inspect pkgutil platform "
+    "threading _threading_local weakref".split()
+    for end in ("/__init__.py", ".py", "/_bootstrap.py", "/metadata/__init__.py", "/machinery.py")
+)
+
+
+def _name_of_module_function(function: Any) -> str:
+    """The public name of a function of an external module; "" for other functions.
+
+    Imports none of these modules.
+    """
+    name = function.__name__
+    if not isinstance(function.__self__, types.ModuleType) or name in _HARMLESS_FUNCTIONS:
+        return ""
+    module = function.__self__.__name__
+    if function in _INTERPRETER_COUNTS:
+        return f"{module}.{name}"
+    reads_status = module in _SYSTEM_MODULES and name.startswith("W")  # WIFEXITED and its like
+    if module not in _EXTERNAL_MODULES or reads_status:
+        return ""
+    return f"{_PUBLIC_NAMES.get(module, module.lstrip('_'))}.{name}"
+
+
+def name_of_external_function(function: Any) -> str:
+    """The public name of a function or method of C that uses external state; "" for others."""
+    if found := _name_of_module_function(function):
+        return found
+    owner = function.__self__
+    kind = owner if isinstance(owner, type) else type(owner)
+    name: str = function.__name__
+    if function.__module__ == "numpy" and name in _NUMPY_FUNCTIONS:
+        return f"numpy.{name}"
+    bases = [] if isinstance(owner, type) else kind.__mro__
+    made = next((base for base in bases if name in vars(base)), None)
+    if (
+        made is not None
+        and made.__module__ in _CLASS_MODULES
+        and made.__name__ not in _FILES_IN_MEMORY
+    ):
+        return f"{kind.__name__}.{name}"
+    if made is not None and made.__module__ == "numpy" and name in _ARRAY_METHODS:
+        return f"numpy.ndarray.{name}"
+    if issubclass(kind, datetime.date) and isinstance(owner, type) and name in _CLOCK_METHODS:
+        return f"{kind.__module__}.{kind.__name__}.{name}"
+    return "lock.locked" if name == "locked" and kind.__module__ == "_thread" else ""
+
+
+def is_stdlib_file(filename: str) -> bool:
+    """Is it a file of Python's library (but not the import system) or of numpy?"""
+    if _NUMPY in filename:
+        return True
+    if filename.startswith("<frozen"):
+        return "importlib" not in filename and "zipimport" not in filename
+    return filename.startswith(_STDLIB) and "site-packages" not in filename
+
+
+_STDLIB = os.__file__.removesuffix("os.py")
+_NUMPY = os.path.join("site-packages", "numpy", "")
+_CAPTURE_FILE = "partita/compile/capture/capture.py"
+
+
+def find_user_frame(frame: FrameType | None) -> FrameType | None:
+    """The user's frame that called into Python's library, which runs `frame`.
+
+    None where torch or another module called it, and while a module is imported.
+    """
+    while frame is not None and not is_recorded(frame.f_code.co_filename):
+        name = frame.f_code.co_filename
+        if not is_stdlib_file(name) or name.endswith(_FILES_OF_CODE_READERS):
+            return None
+        frame = frame.f_back
+    found = frame
+    while frame is not None and not frame.f_code.co_filename.endswith(_CAPTURE_FILE):
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return None
+        frame = frame.f_back
+    return found

@@ -1,37 +1,82 @@
-"""Guards: what a captured step read of Python, checked before each later call.
+"""Guards: may a program be used for another call, and if not, why is the step captured again?
 
-Guards are one flat list of places with what was expected there. `Guards.hold` first compares object
-identities, in a few passes that run in C. Where some object is another one, every place is compared
-by type and content; if nothing differs, the objects of now are what the next call is compared with.
+A call has a signature (`signature_of`): the metadata of its tensors and of those that the step
+reaches, the keys of other arguments, torch's modes. Calls of equal signatures may run one program,
+if its guards hold: `Guards`, of what the step read of Python, and `TensorGuard`. `Guards.hold`
+first compares object identities, in a few passes that run in C; where some object is another one,
+every place is compared by type and content. What differs becomes the reason, as text: "x: shape (8,
+4) became (6, 4); cfg['k']: 1 became 4" (`History`).
 """
 
 from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import chain, repeat
-from operator import is_
+from operator import getitem, is_
 from types import MappingProxyType, SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .attributes_and_hooks import AttributesAndHooks, is_attributes_or_hooks
-from .content_keys import content_key
-from .expected import (
+import torch
+from torch._C import DisableTorchFunctionSubclass as Local
+from torch.overrides import _pop_mode_temporarily
+from torch.utils import _pytree as pytree
+
+from partita.comm import enabled_autocast_dtypes, read_autocast_state
+from partita.tensor.dtensor import DTensor, short_dtype
+
+from ..arguments import flatten_call
+from .codes import is_user_module
+from .instrument import count_own_attributes
+from .places import (
+    OWN_ATTRIBUTES,
+    AttributesAndHooks,
+    Place,
+    is_attributes_or_hooks,
+    place_of_item,
+    user_attributes_of,
+    user_hooks_of,
+)
+from .values import (
     MISSING,
     AnyTensor,
+    ByIdentity,
     ContainerContents,
     Expected,
     HugeContainer,
     Identity,
     OnlyType,
+    argument_key,
     as_expected,
+    content_key,
+    text_of,
 )
-from .instrument import count_own_attributes
-from .places import Place, place_of_item
 
-__all__ = ["Guards"]
+if TYPE_CHECKING:
+    from ..capture.capture_context import Slot
+    from ..capture.state import State
+
+__all__ = [
+    "Description",
+    "Guards",
+    "History",
+    "TensorGuard",
+    "active_modes",
+    "describe_call",
+    "explain_difference",
+    "function_modes",
+    "hearing_modes",
+    "kernel_settings",
+    "kind_of_tensor",
+    "signature_of",
+    "without_function_modes",
+]
+
+# -- guards of what was read -----------------------------------------------------------------------
 
 _get = dict.get
 
@@ -244,3 +289,375 @@ class Guards:
                 get = functools.partial(operator.getitem, part, key)
                 self._getters.append(get)
                 self._got_values.append(get())
+
+
+# -- tensor guards ---------------------------------------------------------------------------------
+
+_base: Any = torch._C.TensorBase
+_data_ptr, _shape, _stride = _base.data_ptr, _base.size, _base.stride
+_dtype, _requires_grad = _base.dtype.__get__, _base.requires_grad.__get__
+
+
+class TensorGuard:
+    """The tensors in some slots, as they are now.
+
+    Args:
+        tensors: of each slot, its tensor.
+    """
+
+    def __init__(self, slots: Sequence[Slot], tensors: Sequence[torch.Tensor]):
+        self._homes = [slot.home for slot in slots]
+        self._keys = [slot.key for slot in slots]
+        self._found = tensors
+        self._each = [*{id(t): t for t in tensors}.values()]
+        self._were = self._read_tensor_state()
+
+    def same(self) -> bool:
+        """Are the same tensors there, and are they what they were?
+
+        Raises:
+            LookupError: a list or a dictionary in which one was has become shorter.
+        """
+        if not all(map(is_, map(getitem, self._homes, self._keys), self._found)):
+            return False
+        *now, specs = self._read_tensor_state()
+        *were, known = self._were
+        return now == were and all(map(is_, specs, known))
+
+    def _read_tensor_state(self) -> tuple[list[Any], ...]:
+        each = self._each
+        with Local():
+            return (
+                [*map(_data_ptr, each)],
+                [*map(_shape, each)],
+                [*map(_stride, each)],
+                [*map(_dtype, each)],
+                [*map(_requires_grad, each)],
+                [*map(dict.get, map(vars, each), repeat("_spec"))],
+            )
+
+
+# -- call signatures -------------------------------------------------------------------------------
+
+
+def signature_of(state: State, tensors: list[Any], call: Any) -> tuple[Any, ...]:
+    """The signature of a call: a tuple of (name, value...) for each part.
+
+    Args:
+        tensors: the leaves of what the step reaches, then those of the call.
+        call: its (args, kwargs).
+    """
+    first: dict[int, int] = {}
+    arguments, structure = flatten_call(call)
+    parts: list[Any] = [("structure", structure)]
+    for i, t in enumerate(tensors):
+        if not isinstance(t, torch.Tensor):
+            parts.append((f"value {i}", argument_key(t)))
+            continue
+        same = first.setdefault(id(t), i)
+        parts.append((f"tensor {i}", same, kind_of_tensor(t)))
+    parts += [(name, argument_key(value)) for name, value in state.settings()]
+    parts.append(("strides", *_strides_of_tensors(tensors, len(tensors) - len(arguments))))
+    parts.append(("modes", *active_modes()))
+    return tuple(parts)
+
+
+def _strides_of_tensors(tensors: list[Any], arguments: int) -> list[tuple[int, ...]]:
+    """The strides of arguments and of results of other steps, which may differ from call to call;
+    of the step's own tensors only where they are not contiguous."""
+    with Local():
+        return [
+            t.stride() if i >= arguments or not t.is_leaf or not t.is_contiguous() else ()
+            for i, t in enumerate(tensors)
+            if isinstance(t, torch.Tensor) and t.layout == torch.strided
+        ]
+
+
+def kind_of_tensor(t: torch.Tensor) -> tuple[Any, ...]:
+    """What a program is made for, of a tensor: shape, layout, dtype, hooks, not strides."""
+    with Local():
+        return _key_of_tensor(t)
+
+
+def _key_of_tensor(t: torch.Tensor) -> tuple[Any, ...]:
+    attributes = t.__dict__
+    spec = attributes.get("_spec")
+    own: tuple[Any, ...] = ()
+    if attributes and not OWN_ATTRIBUTES.issuperset(attributes):
+        own = tuple([(name, _attribute_key(attributes[name])) for name in user_attributes_of(t)])
+    trained = _requires_grad(t)
+    hooks = user_hooks_of(t) if trained else ()
+    shown = t.is_conj(), t.is_neg()
+    return (spec or t.shape, _dtype(t), trained, t.device, type(t), own, hooks, shown)
+
+
+def _attribute_key(value: Any) -> Any:
+    return torch.Tensor if isinstance(value, torch.Tensor) else content_key(value)
+
+
+# -- torch modes -----------------------------------------------------------------------------------
+
+# Private torch: the mode of `with torch.device(...)`.
+_Device = torch.utils._device.DeviceContext
+
+
+def active_modes() -> tuple[Any, ...]:
+    """The torch modes of now, as a hashable value."""
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_anomaly_enabled(),
+        read_autocast_state(),
+        *kernel_settings(),
+        # By these kernels are chosen when a graph is captured or compiled.
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.mem_efficient_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(),
+        *map(_key_of_mode, function_modes()),
+    )
+
+
+def kernel_settings() -> tuple[Any, ...]:
+    """The settings that kernels read when they run; a graph's kernels read those of its caller."""
+    return (
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.get_float32_matmul_precision(),
+    )
+
+
+def function_modes() -> list[Any]:
+    """The user's active TorchFunctionModes, the outermost first: their effect is in the graph."""
+    count = torch._C._len_torch_function_stack()
+    if not count:
+        return []
+    found = map(torch._C._get_function_stack_at, range(count))
+    return [m for m in found if isinstance(m, _Device) or is_user_module(type(m).__module__)]
+
+
+def hearing_modes() -> list[Any]:
+    """Those of `function_modes` that hear calls: `torch.device` says where tensors are made."""
+    return [mode for mode in function_modes() if not isinstance(mode, _Device)]
+
+
+@contextmanager
+def without_function_modes() -> Iterator[None]:
+    """Within, no TorchFunctionMode is active. Private torch: `_pop_mode_temporarily`."""
+    with ExitStack() as stack:
+        for _ in range(torch._C._len_torch_function_stack()):
+            stack.enter_context(_pop_mode_temporarily())
+        yield
+
+
+def _key_of_mode(mode: Any) -> Any:
+    return mode.device if isinstance(mode, _Device) else ByIdentity(mode)
+
+
+# -- recompile reasons -----------------------------------------------------------------------------
+
+Description = dict[str, dict[str, str]]
+"""Of a call: for the name of each part, the text of each respect: {"x": {"shape": "(8, 4)"}}."""
+_FIRST_CALL = "the first call"
+_SHOWN = 3  # parts that differ, in a reason
+_REMEMBERED = 1000
+_IN_A_ROW = 3  # captures because of one value, after which it is taken for a counter
+
+
+def describe_call(
+    state: State, tensors: Sequence[Any], names: Sequence[str], call: Any
+) -> Description:
+    """The description of a call.
+
+    Args:
+        tensors, names: the tensors and values of the call, and their names.
+        call: its (args, kwargs).
+    """
+    found: Description = {}
+    first: dict[int, str] = {}
+    for name, value in zip(names, tensors, strict=True):
+        if isinstance(value, torch.Tensor):
+            found[name] = _describe_tensor(value, first.setdefault(id(value), name), name)
+        elif isinstance(value, float):  # an input: its value is no part of what it was made for
+            found[name] = {"value": f"a {type(value).__name__}"}
+        else:
+            found[name] = {"value": text_of(value)}
+    for name, value in state.settings():
+        found[name] = {"value": text_of(value)}
+    casts = map(short_dtype, enabled_autocast_dtypes(read_autocast_state()))
+    found["the mode"] = {
+        "gradients": "on" if torch.is_grad_enabled() else "off",
+        "inference mode": "on" if torch.is_inference_mode_enabled() else "off",
+        "autocast": ", ".join(casts) or "off",
+        "default dtype": short_dtype(torch.get_default_dtype()),
+    }
+    found["the arguments"] = {"structure": str(pytree.tree_structure(call))}
+    return found
+
+
+def _describe_tensor(t: torch.Tensor, first: str, name: str) -> dict[str, str]:
+    found = {"shape": str(tuple(t.shape))}
+    with Local():
+        if isinstance(t, DTensor):
+            found["layout"] = t._spec.layout.brief()
+            found["mesh"] = str(t._spec.wire.mesh)
+        found |= {"dtype": short_dtype(t.dtype), "device": str(t.device)}
+        found["requires_grad"] = str(t.requires_grad)
+        found["strides"] = "contiguous" if t.is_contiguous() else str(t.stride())
+        found |= {"conjugated": str(t.is_conj()), "negated": str(t.is_neg())}
+        grad = t.grad if t.requires_grad and t.is_leaf else None
+    found["gradient"] = "none" if grad is None else "there"
+    if first != name:
+        found["tensor"] = first
+    return found
+
+
+def explain_difference(now: Description, known: Iterable[tuple[Description, Guards | None]]) -> str:
+    """How a call differs from the most similar one that has a program; of several, the latest."""
+    nearest = min(
+        reversed([*known]), key=lambda other: _count_differences(now, other[0]), default=None
+    )
+    if nearest is None:
+        return _FIRST_CALL
+    was, guards = nearest
+    differences = _list_differences(now, was)
+    if guards is not None and len(differences) < _SHOWN:
+        names = {text.split(":")[0] for text in differences}
+        differences += [t for t in guards.differences(_SHOWN) if t.split(":")[0] not in names]
+    text = "; ".join(differences[:_SHOWN]) or "something is not as it was"
+    return text if len(differences) <= _SHOWN else f"{text}; and {len(differences) - _SHOWN} more"
+
+
+def _count_differences(now: Description, was: Description) -> int:
+    return sum(
+        len(now.get(name, {}).items() ^ was.get(name, {}).items()) for name in {**now, **was}
+    )
+
+
+def _list_differences(now: Description, was: Description) -> list[str]:
+    found = []
+    for name in dict.fromkeys([*now, *was]):
+        before, after = was.get(name, {}), now.get(name, {})
+        if not before or not after:
+            found.append(f"{name} is {'new' if after else 'gone'}")
+        elif before != after:
+            found.append(f"{name}: {_describe_change(before, after)}")
+    return found
+
+
+def _describe_change(was: dict[str, str], now: dict[str, str]) -> str:
+    """The first respect in which two descriptions of a part differ."""
+    for what in dict.fromkeys([*was, *now]):
+        before, after = was.get(what), now.get(what)
+        if before == after:
+            continue
+        if what == "value":
+            return f"{_shorten_text(str(before))} became {_shorten_text(str(after))}"
+        if what == "structure":
+            return "put together in another way"
+        if what == "mesh" or (what == "layout" and None in (before, after)):
+            return "a plain tensor became a DTensor" if after else "a DTensor became a plain tensor"
+        if what == "tensor":
+            return f"the same tensor as {after}" if after else f"not the same tensor as {before}"
+        return f"{what} {before} became {after}"
+    raise AssertionError("they are equal")
+
+
+def _is_int(text: str) -> bool:
+    return text.removeprefix("-").isdigit()
+
+
+def _shorten_text(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:40]}...{text[-17:]}"
+
+
+class History:
+    """The captures of one step, and their reasons. Warns where a step is captured too often.
+
+    Args:
+        what: the step's name, in warnings.
+
+    Attributes:
+        reasons: of the last `_REMEMBERED` captures.
+    """
+
+    def __init__(self, what: str):
+        self.what = what
+        self.reasons: list[str] = []
+        self._described: dict[Any, tuple[Description, Guards | None]] = {}
+        self._identities: dict[Any, int] = {}  # of each described program, a hash of its conditions
+        self._dropped: set[int] = set()  # likewise
+        self._warned = False
+        # Of each capture since a program was reused, the names that changed.
+        self._changed_in_a_row: list[set[str]] = []
+        self._warned_of: set[str] = set()
+
+    def reason(self, describe: Callable[[], Description]) -> str:
+        """Why a call needs a new program; `describe` says what it is."""
+        if not self._described:
+            return _FIRST_CALL
+        return explain_difference(describe(), self._described.values())
+
+    def note_capture(
+        self, reason: str, key: Any, description: Description, guards: Guards | None, keep: int
+    ) -> None:
+        """Note that a program was captured.
+
+        Args:
+            reason: why.
+            key: the call's signature, and what tells programs of one signature apart.
+            keep: how many programs the step keeps.
+        """
+        self._look_for_counters(reason, description)
+        identity = hash((key[0], None if guards is None else guards.digest()))
+        if identity in self._dropped:
+            reason += " (captured before, and dropped)"
+            self._warn_of_recapture(reason, keep)
+        self._described[key] = description, guards
+        self._identities[key] = identity
+        self.reasons.append(reason)
+        del self.reasons[:-_REMEMBERED]
+
+    def note_reuse(self) -> None:
+        """Note that a program was reused."""
+        self._changed_in_a_row.clear()
+
+    def _look_for_counters(self, reason: str, description: Description) -> None:
+        """Warn of a Python value, or of an int argument, that differs in each call."""
+        names = {text.split(": ")[0] for text in reason.split("; ") if " became " in text}
+        ints = {name for name in names if _is_int(description.get(name, {}).get("value", ""))}
+        changed = ints | {name for name in names if name not in description}
+        self._changed_in_a_row.append(changed)
+        always_changed = set.intersection(*self._changed_in_a_row[-_IN_A_ROW:]) - self._warned_of
+        if len(self._changed_in_a_row) < _IN_A_ROW or not always_changed:
+            return
+        self._warned_of |= always_changed
+        names_text = " or ".join(sorted(always_changed))
+        advice = (
+            f"An int is captured by its value: give {names_text} as a float or a tensor"
+            if always_changed <= ints
+            else f"If the step does not need {names_text}, keep it apart from what the step reads; "
+            "if it does, and it is a number, give it as an argument, as a float or a tensor"
+        )
+        warnings.warn(
+            f"{self.what} is captured at each call: {reason}. {advice}",
+            stacklevel=6,  # of the call of the step
+        )
+
+    def note_drop(self, key: Any) -> None:
+        """Note that a program was dropped."""
+        self._described.pop(key, None)
+        if len(self._dropped) >= _REMEMBERED:
+            self._dropped.clear()
+        self._dropped.add(self._identities.pop(key))
+
+    def _warn_of_recapture(self, reason: str, keep: int) -> None:
+        if not self._warned:
+            self._warned = True
+            shapes = ": shape " in reason
+            fewer = ", or bring batches to fewer shapes with pt.pad_to_bucket" if shapes else ""
+            warnings.warn(
+                f"{self.what} is captured again and again: {reason}; keep={keep} programs are "
+                f"kept. Raise keep={fewer}",
+                stacklevel=6,  # of the call of the step
+            )

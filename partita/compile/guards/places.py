@@ -1,7 +1,9 @@
 """Places: where a value that a step reads stands, with the means to read and write it again.
 
 A place has a home and a key, which identify it, and a name for messages. There is a constructor for
-each kind: entries of dictionaries, items, cells, slots, attributes of classes, settings.
+each kind: entries of dictionaries, items, cells, slots, attributes of classes, settings. An
+attribute of an object may stand in its `__dict__`, in a slot, in a dictionary of an nn.Module, or
+in a class; those of tensors, and their hooks, are compared for all tensors at once.
 
     place_of_entry("cfg.scale", vars(cfg), "scale").value    what `cfg.scale` is now
 """
@@ -10,20 +12,49 @@ from __future__ import annotations
 
 import collections
 import contextvars
+import enum
+import functools
 import gc
+import io
 import logging
+import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from operator import is_
+from types import FrameType
 from typing import Any
 
 import torch
+from torch import nn
+from torch._C import DisableTorchFunctionSubclass as Local
 
+from partita.tensor.tensor_state import OURS
+
+from ..capture.fakes import users_hooks
 from ..capture.symbolic import Substitutes
-from .expected import MISSING
+from .codes import is_user_module
+from .values import MISSING
 
 __all__ = [
+    "INSIDE",
+    "OWN_ATTRIBUTES",
+    "PLAIN",
+    "WITH_FIELDS",
+    "AttributesAndHooks",
     "Place",
+    "cell_content",
+    "dict_of",
+    "find_module_dict",
+    "has_settings",
+    "is_attributes_or_hooks",
+    "is_iterator",
+    "is_namespace",
+    "is_slot",
+    "may_be_hidden",
+    "may_have_attributes",
+    "names_of_class",
     "place_of_answer",
     "place_of_cell",
     "place_of_class_attribute",
@@ -34,6 +65,12 @@ __all__ = [
     "place_of_log_level",
     "place_of_slot",
     "place_of_tensor_attribute",
+    "places_of_attributes_and_hooks",
+    "runs_in_frame",
+    "slots_of",
+    "user_attributes_of",
+    "user_hooks_of",
+    "variables_of",
 ]
 
 
@@ -201,3 +238,197 @@ def place_of_hidden_builtin(variables: dict[str, Any], name: str) -> Place:
         return MISSING if Substitutes.has(found) else found
 
     return Place(name, variables, name, get_hiding_variable)
+
+
+# -- attributes of objects -------------------------------------------------------------------------
+
+_OF_TORCH = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
+# Modules of Python whose objects hold no settings, or have guards of another kind.
+_WITHOUT_SETTINGS = frozenset(
+    """abc ast asyncio builtins contextlib contextvars copyreg decimal datetime dis enum fractions
+    functools importlib inspect io numbers operator os pathlib pdb random re runpy traceback typing
+    unittest uuid warnings weakref""".split()
+)
+PLAIN = (bool, int, float, str, bytes, complex, type(None), torch.dtype, torch.device)
+WITH_FIELDS = ("__dataclass_fields__",)  # special names that are guarded like other attributes
+INSIDE = ("_parameters", "_buffers", "_modules")  # dictionaries of an nn.Module
+
+
+@functools.lru_cache(maxsize=1024)
+def names_of_class(kind: type) -> frozenset[str]:
+    """The names that a class and its bases have now. (New ones change their number.)"""
+    return frozenset().union(*(vars(base) for base in kind.__mro__ if base is not object))
+
+
+def variables_of(space: Any) -> dict[str, Any]:
+    """The variables of a namespace: a dictionary of globals, or what has a `__dict__`."""
+    return space if isinstance(space, dict) else vars(space)
+
+
+def dict_of(value: Any) -> Any:
+    """The `__dict__` of an object, past its `__getattribute__`; None where it has none."""
+    try:
+        return object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+
+
+def find_module_dict(owner: Any, name: str) -> Any:
+    """The dictionary of parameters, buffers or modules of an nn.Module that has a name, or None."""
+    if isinstance(owner, nn.Module):
+        held = dict_of(owner)
+        for within in INSIDE:
+            if name in held.get(within, ()):
+                return held[within]
+    return None
+
+
+def slots_of(kind: type) -> dict[str, Any]:
+    """The descriptors of the `__slots__` of a class, by name."""
+    return {
+        key: value
+        for base in reversed(kind.__mro__)
+        if is_user_module(base.__module__)
+        or base.__module__.startswith(("collections", "dataclasses"))
+        for key, value in vars(base).items()
+        if is_slot(value)
+    }
+
+
+def is_slot(value: Any) -> bool:
+    return isinstance(value, types.MemberDescriptorType)
+
+
+def may_be_hidden(name: str, found: Any) -> bool:
+    """May an attribute `found` in a class come to be hidden by one of the object itself?"""
+    if name.startswith("__") and name.endswith("__"):
+        return False
+    if hasattr(type(found), "__set__"):  # a data descriptor, as a property, comes first
+        return False
+    return not (name != "forward" and vars(nn.Module).get(name, MISSING) is found is not MISSING)
+
+
+def has_settings(kind: type) -> bool:
+    """Are the attributes of the instances of a class guarded?"""
+    if issubclass(kind, _OF_TORCH):
+        return True
+    root = kind.__module__.split(".")[0]
+    if root == "torch":
+        return kind.__module__.startswith(("torch.optim", "torch.amp", "torch.nn"))
+    pythons = root in sys.stdlib_module_names and not root.startswith("_")
+    return is_user_module(root) or (pythons and root not in _WITHOUT_SETTINGS)
+
+
+def may_have_attributes(value: Any) -> bool:
+    """Is a plain value of a class of the user's (or an enum), which may have attributes?"""
+    kind = type(value)
+    return isinstance(value, enum.Enum) or (kind not in PLAIN and is_user_module(kind.__module__))
+
+
+def is_namespace(value: Any) -> bool:
+    return isinstance(value, types.SimpleNamespace)
+
+
+def is_iterator(value: Any) -> bool:
+    kind = type(value)
+    return hasattr(kind, "__next__") and not isinstance(value, (io.IOBase, nn.Module))
+
+
+def cell_content(where: types.CellType) -> Any:
+    """The content of a closure cell; None where it is empty."""
+    try:
+        return where.cell_contents
+    except ValueError:
+        return None
+
+
+def runs_in_frame(f: types.FunctionType, frame: FrameType) -> bool:
+    """Does the frame run `f`, as far as the variables of its closure tell?"""
+    local = frame.f_locals
+    pairs = zip(f.__code__.co_freevars, f.__closure__ or (), strict=True)
+    return all(cell_content(where) is local.get(key) for key, where in pairs)
+
+
+# -- attributes and hooks of tensors ---------------------------------------------------------------
+
+# Attributes that partita sets, and that torch sets on a parameter.
+OWN_ATTRIBUTES = OURS | {"_is_param"}
+
+_ATTRIBUTES, _HOOKS = "attributes", "hooks"
+
+# Private torch: the dictionaries of a tensor's hooks, which no public function returns.
+_base: Any = torch._C.TensorBase
+_hooks_of_backward = _base._backward_hooks.__get__
+_hooks_of_gradient = _base._post_accumulate_grad_hooks.__get__
+
+
+def user_attributes_of(t: torch.Tensor) -> tuple[str, ...]:
+    """The names of the attributes that a program has set on a tensor, as `_no_weight_decay`."""
+    return _names_of_user(tuple(t.__dict__))
+
+
+@functools.lru_cache(maxsize=4096)  # most tensors have the attributes of others
+def _names_of_user(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple([n for n in names if n not in OWN_ATTRIBUTES and not n.startswith("_dynamo")])
+
+
+def user_hooks_of(t: torch.Tensor) -> tuple[Any, ...]:
+    """The hooks that the user has registered on a tensor, and on its gradient's accumulation."""
+    with Local():
+        one, other = _hooks_of_backward(t), _hooks_of_gradient(t)
+    if not one and not other:
+        return ()
+    return (*users_hooks(one), *users_hooks(other))
+
+
+def places_of_attributes_and_hooks(name: str, t: torch.Tensor) -> Iterator[Place]:
+    """The places of the attributes and of the hooks of the tensor that is called `name`."""
+    attributes = functools.partial(user_attributes_of, t)
+    yield Place(f"the attributes of {name}", t, _ATTRIBUTES, attributes)
+    if t.is_leaf and t.requires_grad:
+        yield Place(f"the hooks of {name}", t, _HOOKS, functools.partial(user_hooks_of, t))
+
+
+def is_attributes_or_hooks(place: Place) -> bool:
+    """Is it one of the places of `places_of_attributes_and_hooks`?"""
+    return isinstance(place.home, torch.Tensor) and place.key in (_ATTRIBUTES, _HOOKS)
+
+
+class AttributesAndHooks:
+    """What torch's dictionaries hold now for some places of attributes and hooks.
+
+    If they hold something else later, the places may have changed: each is then compared itself.
+    """
+
+    def __init__(self, places: Sequence[Place]):
+        self._attributed = [place.home for place in places if place.key == _ATTRIBUTES]
+        self._hooked = [place.home for place in places if place.key == _HOOKS]
+        held = [*map(vars, self._attributed)]
+        self._counts = [*map(len, held)]
+        # Nobody deletes our own attributes, so where all are ours an equal number is the same ones.
+        self._others = [t for t in self._attributed if not OWN_ATTRIBUTES.issuperset(vars(t))]
+        self._names = [*chain.from_iterable(map(vars, self._others))]
+        self._tables = self._tables_now()
+        self._sizes, self._hooks = _hooks_in_tables(self._tables)
+
+    def unchanged(self) -> bool:
+        """Do torch's dictionaries hold the same?"""
+        if [*map(len, map(vars, self._attributed))] != self._counts:
+            return False
+        if [*chain.from_iterable(map(vars, self._others))] != self._names:
+            return False
+        tables = self._tables_now()
+        if not all(map(is_, tables, self._tables)):
+            return False
+        sizes, hooks = _hooks_in_tables(tables)
+        return sizes == self._sizes and all(map(is_, hooks, self._hooks))
+
+    def _tables_now(self) -> list[Any]:
+        with Local():
+            return [*map(_hooks_of_backward, self._hooked), *map(_hooks_of_gradient, self._hooked)]
+
+
+def _hooks_in_tables(tables: Iterable[Any]) -> tuple[list[int], list[Any]]:
+    """The number of hooks in each table, and the hooks."""
+    there = [table for table in tables if table is not None]
+    return [*map(len, there)], [*chain.from_iterable([table.values() for table in there])]

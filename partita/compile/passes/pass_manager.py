@@ -19,7 +19,7 @@ from torch import fx
 from partita.comm.ledger import human
 from partita.redistribute.cost import bytes_of, seconds_of
 
-from ..capture.shared_results import Pairs, keep_apart, overlapping_results
+from ..capture.functional_memory import Pairs, keep_apart, overlapping_results
 from ..graph_nodes import NOTE, Note, drop_unused, is_collective, nbytes_of, note_of
 from ..graph_text import canonical, digest_of
 from ..program import Program, written_inputs

@@ -1,25 +1,35 @@
-"""Reads of functions: what the user's functions may read by the names in their code.
+"""Reached values: what each value that a captured step reaches leads to, which it may read unseen.
 
-When a function's code runs for the first time (`Functions.enter_frame`), the globals, closure
-cells, defaults and attributes of modules that its bytecode names are recorded as read. Names that
-it may ask objects for are collected: of each class, module and function that the step reaches,
-variables of these names are recorded, whichever came first.
+A function leads to the globals, closure cells, defaults and attributes of modules that its bytecode
+names (`Functions`, when its code runs for the first time); a class, module or function to variables
+of the names that code asks for; code that reflects (`getattr(x, key)`, `vars(x)`) to all of their
+names. Containers are recorded whole, a bound method leads to its owner (`reach_by_kind`). What no
+guard can cover, as an iterator, is refused.
 """
 
 from __future__ import annotations
 
+import _abc  # type: ignore[import-not-found]
 import abc
 import builtins
+import collections
+import contextvars
+import enum
 import functools
 import gc
+import operator
 import sys
+import threading
 import types
+import warnings
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from ..capture.symbolic import Substitutes
+from .calls import read_ambient, read_environment_of
 from .codes import (
     dotted_names,
     global_names,
@@ -30,23 +40,214 @@ from .codes import (
     reflects,
     strings_of,
 )
-from .expected import MISSING
-from .objects import cell_content, names_of_class, runs_in_frame, variables_of
 from .places import (
+    PLAIN,
+    Place,
+    cell_content,
+    dict_of,
+    is_iterator,
+    is_namespace,
+    names_of_class,
     place_of_cell,
     place_of_class_attribute,
+    place_of_context_variable,
     place_of_entry,
     place_of_function_part,
     place_of_hidden_builtin,
+    place_of_item,
     place_of_tensor_attribute,
+    runs_in_frame,
+    variables_of,
 )
-from .reflection import read_all_names, read_module, read_modules, read_registry
-from .settings import read_ambient
+from .values import (
+    MISSING,
+    brief,
+    dict_of_view,
+    has_raw_content,
+    holds_no_more,
+    is_container,
+    is_shared_memory,
+    items_of,
+)
 
 if TYPE_CHECKING:
-    from .reader import StateReader
+    from .instrument import StateReader
 
-__all__ = ["Functions"]
+__all__ = [
+    "Functions",
+    "has_tensor_keys",
+    "names_asked_by",
+    "reach_by_kind",
+    "read_all_names",
+    "read_module",
+    "read_modules",
+    "read_registry",
+]
+
+# -- objects by kind -------------------------------------------------------------------------------
+
+_HUGE = 100_000  # entries above which a container's entries are not looked into
+
+
+def reach_by_kind(record: StateReader, value: Any, name: str) -> None:
+    """Record what `value`, which is reached for the first time, leads to.
+
+    Raises:
+        CaptureError: no guard can cover it: an iterator, shared memory, a generator.
+    """
+    if isinstance(value, enum.Enum):
+        _reach_member(record, value, name)
+    elif isinstance(value, threading.local):
+        _reach_local(record, value, name)
+    elif is_container(value):
+        _reach_container(record, value, name)
+    elif has_raw_content(value):
+        read_ambient(record, type(value).__module__)
+        record.snapshots.snapshot_raw(value, name)
+    elif (under := dict_of_view(value)) is not None:
+        record.reach_value(under, name)
+    elif is_shared_memory(value):
+        record.refuse(
+            f"the step reads {name}, memory that others may write ({type(value).__name__})",
+            "a graph would always have what was there at its capture",
+            name,
+        )
+    elif isinstance(value, types.CellType):
+        place = place_of_cell(name, value)
+        record.read_place(place, place.value)
+    elif isinstance(value, (operator.attrgetter, operator.methodcaller)):
+        record.functions.note_asked_names(names_asked_by(value))
+    elif isinstance(value, types.ModuleType):
+        read_ambient(record, value.__name__)
+        if is_user_module(value.__name__):
+            record.functions.reach_namespace(value, name)
+        elif value.__name__ == "os" and record.functions.reads_ahead:
+            read_environment_of(record, record.functions.constants)
+    elif isinstance(value, type):
+        read_ambient(record, value.__module__)
+        if isinstance(value, abc.ABCMeta) and not value.__module__.startswith("torch"):
+            read_registry(record, value, name)
+        if is_user_module(value.__module__):
+            record.functions.reach_class(value)
+            record.functions.reach_methods(value, name)
+            record.reach_value(type(value), type(value).__name__)
+    elif isinstance(value, types.FunctionType):
+        record.functions.reach_function(value, name)
+    elif isinstance(value, types.MethodType):
+        record.reach_value(value.__self__, name)
+        record.reach_value(value.__func__, name)
+    elif isinstance(value, (types.BuiltinMethodType, types.MethodWrapperType)):
+        read_ambient(record, getattr(value, "__module__", None))
+        record.calls.refuse_if_random(value, name)
+        if not isinstance(value.__self__, (types.ModuleType, type)):
+            record.reach_value(value.__self__, f"the owner of {name}")
+        record.read_all_attributes(value.__self__)  # code in C reads them unseen
+    elif isinstance(value, contextvars.ContextVar):
+        place = place_of_context_variable(name, value)
+        record.read_place(place, place.value)
+    elif isinstance(value, (staticmethod, classmethod)):
+        record.reach_value(value.__func__, name)
+    elif is_iterator(value):
+        if record.reached_by_name:
+            return
+        record.refuse(
+            f"the step reads {name}, an iterator ({type(value).__name__})",
+            "what it gives next is not the same in the next call, and a graph would always "
+            "have the first",
+            name,
+        )
+    else:
+        if not record.reached_by_name:
+            record.calls.refuse_if_random(value, name)
+        read_ambient(record, type(value).__module__)
+        if isinstance(value, BaseException):
+            place = place_of_function_part(f"{name}.args", value, "args")
+            record.read_place(place, place.value)
+        record.reach_object(value, name)
+        if isinstance(value, functools._lru_cache_wrapper):
+            record.functions.reach_cached_function(value.__wrapped__, name)
+
+
+def _reach_member(record: StateReader, value: enum.Enum, name: str) -> None:
+    """Record the attributes of an enum's member: its value may be mutable."""
+    held = dict_of(value)
+    if held is not None and is_user_module(type(value).__module__):
+        record.read_place(Place(name, value, "__dict__", lambda: held), held)
+        record.functions.reach_methods(type(value), type(value).__name__)
+
+
+def _reach_local(record: StateReader, value: threading.local, name: str) -> None:
+    """Record what this thread holds in a `threading.local`, and which thread it is."""
+    record.read_place(Place("the thread", value, "thread", threading.current_thread), None, True)
+    held = value.__dict__
+    record.read_place(Place(name, value, "__dict__", lambda: value.__dict__), held)
+
+
+# -- containers ------------------------------------------------------------------------------------
+
+
+def has_tensor_keys(value: Any) -> bool:
+    """Is it a set or a dictionary with tensors as keys?"""
+    if not isinstance(value, (dict, set, frozenset)) or len(value) > _HUGE:
+        return False
+    return any(isinstance(key, torch.Tensor) for key in value)
+
+
+def _reach_container(record: StateReader, value: Any, name: str) -> None:
+    """Record what a container holds, keys too."""
+    record.snapshots.snapshot_container(value, name)
+    if hasattr(type(value), "__len__") and len(value) > _HUGE:
+        _record_entries(record, value, name)
+        return
+    if isinstance(value, collections.defaultdict):
+        _read_factory(record, value, name)
+    keys, values = items_of(value)
+    if isinstance(value, (set, frozenset)):
+        keys, values = None, list(value)
+    for key in keys or ():
+        if type(key) not in PLAIN:
+            record.reach_value(key, f"a key of {name}")
+    for i, v in enumerate(values):
+        key = keys[i] if keys is not None else i
+        if type(v) is float and isinstance(value, (dict, list)):
+            record.offer_float(place_of_item(f"{name}[{key!r}]", value, key), v, item=True)
+        elif type(v) not in PLAIN:
+            record.reach_value(v, f"{name}.{key}" if is_namespace(value) else f"{name}[{key!r}]")
+    if hasattr(type(value), "__dictoffset__") and type(value).__module__ not in (
+        "builtins",
+        "collections",
+        "types",
+        "functools",
+    ):
+        record.reach_object(value, name)
+
+
+def _read_factory(record: StateReader, value: collections.defaultdict[Any, Any], name: str) -> None:
+    """Record the `default_factory` of a defaultdict."""
+
+    def set_factory(factory: Any) -> None:
+        value.default_factory = factory
+
+    called, key = f"{name}.default_factory", ("default_factory",)
+    place = Place(called, value, key, lambda: value.default_factory, set_factory)
+    record.read_place(place, value.default_factory)
+
+
+def _record_entries(record: StateReader, value: Any, name: str) -> None:
+    """Record a huge container by its entries, and warn where an entry may change in place."""
+    record.huge[id(value)] = (name, value)
+    entries = value.values() if hasattr(value, "values") else value
+    inner = next((v for v in entries if not holds_no_more(v)), None)
+    if inner is not None and not record.reached_by_name:
+        warnings.warn(
+            f"{name} has {len(value):,} entries: a compiled step sees when one is replaced, "
+            f"not when something within one changes ({brief(inner)}). Give what the step needs "
+            "of it as an argument",
+            stacklevel=2,
+        )
+
+
+# -- functions -------------------------------------------------------------------------------------
 
 
 class Functions:
@@ -324,3 +525,102 @@ class Functions:
 def _is_users(value: Any) -> bool:
     """Is it the user's, set as an attribute of something of torch?"""
     return value is not MISSING and is_user_module(getattr(value, "__module__", None))
+
+
+# -- reflection ------------------------------------------------------------------------------------
+
+# Special attributes of classes and functions that reflection reads.
+_CLASS_ATTRIBUTES = """__annotations__ __doc__ __name__ __qualname__ __module__ __match_args__
+    __dataclass_fields__""".split()
+_FUNCTION_ATTRIBUTES = """__code__ __defaults__ __kwdefaults__ __annotations__ __doc__ __name__
+    __qualname__ __module__ __signature__""".split()
+
+
+def read_all_names(record: StateReader, space: Any, name: str) -> None:
+    """Record all that a class, a module or a function has, and that it has no more."""
+    if isinstance(space, type):
+        if not is_user_module(space.__module__):
+            return
+        for key in [key for key in vars(space) if not _is_special_name(key)]:
+            record.read_class_attribute(space, key)
+        for key in _CLASS_ATTRIBUTES:
+            get = functools.partial(getattr, space, key, None)
+            record.read_place(Place(f"{name}.{key}", space, key, get), get())
+    elif isinstance(space, (types.ModuleType, types.FunctionType, dict)):
+        held = variables_of(space)
+        users = not isinstance(space, types.ModuleType) or is_user_module(space.__name__)
+        for key in [key for key in held if not _is_special_name(key)]:
+            record.read_place(
+                place_of_entry(f"{name}.{key}", held, key), held[key], shallow=not users
+            )
+        if isinstance(space, types.FunctionType):
+            for key in _FUNCTION_ATTRIBUTES:
+                place = place_of_function_part(f"{name}.{key}", space, key)
+                record.read_place(place, place.value)
+    else:
+        return
+    names = functools.partial(_names_in_space, space)
+    record.read_place(Place(f"the names in {name}", space, "()", names), names(), shallow=True)
+
+
+def _is_special_name(key: Any) -> bool:
+    """Is it a special name of the language? (A dictionary may have keys that are no strings.)"""
+    return isinstance(key, str) and key.startswith("__")
+
+
+def names_asked_by(getter: Any) -> set[str]:
+    """The names that `attrgetter("a.b")` or `methodcaller("c")` asks an object for."""
+    _, given = getter.__reduce__()[:2]
+    texts = given if isinstance(getter, operator.attrgetter) else given[:1]
+    return {name for text in texts for name in text.split(".")}
+
+
+def _names_in_space(space: Any) -> tuple[Any, ...]:
+    return tuple([key for key in variables_of(space) if not _is_special_name(key)])
+
+
+def read_modules(record: StateReader, code: CodeType) -> None:
+    """Record a read of `sys.modules`: of the modules that code spells out, or of all names."""
+    names = [c for c in code.co_consts if isinstance(c, str)]
+    spelled = [name for name in names if name.replace(".", "_").isidentifier()]
+    for key in spelled:
+        read_module(record, key)
+    if not spelled:
+        get = functools.partial(tuple, sys.modules)
+        record.read_place(Place("sys.modules", sys.modules, "()", get), get(), shallow=True)
+
+
+def read_module(record: StateReader, key: str) -> None:
+    """Record whether a module is imported (not what it has)."""
+    get = functools.partial(sys.modules.get, key)
+    record.read_place(Place(f"sys.modules[{key!r}]", sys.modules, key, get), get(), shallow=True)
+
+
+def read_registry(record: StateReader, kind: abc.ABCMeta, name: str) -> None:
+    """Record which classes are registered as subclasses of an abstract class."""
+    get = _RegisteredClasses(kind)
+    record.read_place(Place(f"the classes of {name}", kind, "registered", get), get(), shallow=True)
+
+
+class _RegisteredClasses:
+    """Returns the classes registered with an abstract one: the same set while none is added."""
+
+    def __init__(self, kind: abc.ABCMeta):
+        self._kind, self._token, self._found = kind, -1, frozenset[Any]()
+
+    def __call__(self) -> frozenset[Any]:
+        token = abc.get_cache_token()
+        if token != self._token:
+            found = frozenset(_find_abc_registrations(self._kind))
+            if found != self._found:
+                self._found = found
+            self._token = token  # type: ignore[assignment]
+        return self._found
+
+
+def _find_abc_registrations(kind: Any) -> list[Any]:
+    # Private Python: what `ABCMeta.register` was given, which nothing else shows.
+    found = list(_abc._get_dump(kind)[0]) if isinstance(kind, abc.ABCMeta) else []
+    for part in type.__subclasses__(kind):
+        found += _find_abc_registrations(part)
+    return found

@@ -1,10 +1,9 @@
-"""Expected values: what a Python value was at capture, and how a later value differs from it.
+"""Values: what a program can read of a Python value, compared with what it was at capture.
 
-`as_expected` makes an `Expected` of a value; `Expected.difference` compares another with it, by
-what a program can read. Numbers and strings are compared by type and bits (0.0 is not -0.0, True is
-not 1, NaN is NaN); lists, dictionaries and sets by their contents; modules, functions, classes and
-other objects by identity, since what the step reads of these has guards of its own. A tensor is an
-input of the graph: it only has to be a tensor.
+`as_expected` makes an `Expected` of a value, which a later one is compared with; `content_key`
+makes a hashable key, equal for values of which a program reads the same. Both compare numbers and
+strings by type and bits (0.0 is not -0.0, True is not 1, NaN is NaN), containers by what they hold,
+arrays and buffers by their bytes, other objects by identity. A tensor is an input of the graph.
 
     as_expected([1, 2]).difference([1, 3])    ("[1]", "2", "3")
 """
@@ -12,9 +11,14 @@ input of the graph: it only has to be a tensor.
 from __future__ import annotations
 
 import collections
+import dataclasses
+import decimal
 import enum
 import functools
+import gc
+import io
 import struct
+import sys
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -23,26 +27,35 @@ from typing import Any
 
 import torch
 
-from .c_objects import dict_of_view, has_raw_content, read_raw_content
-
 __all__ = [
     "BY_EQUALITY",
     "METHODS",
     "MISSING",
+    "ByIdentity",
     "ContainerContents",
     "Difference",
     "Expected",
     "HugeContainer",
     "Identity",
+    "argument_key",
     "as_expected",
     "brief",
     "compares_by_value",
+    "content_key",
+    "dict_of_view",
     "ends_of",
+    "has_raw_content",
     "holds_no_more",
     "is_container",
+    "is_shared_memory",
     "items_of",
+    "make_restorer",
+    "read_raw_content",
     "same_bits",
+    "text_of",
 ]
+
+# -- expected values -------------------------------------------------------------------------------
 
 
 class _Missing:
@@ -439,3 +452,193 @@ def brief(value: Any, beside: Any = None) -> str:
     if beside is not None and type(beside) is type(value) and text == brief(beside):
         text = f"another {text.removeprefix('a ')}"
     return text if len(text) <= _SHOWN else f"{text[:40]}...{text[-17:]}"
+
+
+# -- keys of values --------------------------------------------------------------------------------
+
+_MET = "met before"
+
+
+class ByIdentity:
+    """An object as a part of a key: equal only to a `ByIdentity` of the same object."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ByIdentity) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __repr__(self) -> str:
+        return f"a {type(self.value).__name__}"
+
+
+def argument_key(value: Any) -> Any:
+    """The key of an argument that is no tensor; of a float, a graph input, its type."""
+    if isinstance(value, float):  # what the step asks of it is in the program's conditions
+        return (type(value),)
+    return content_key(value)
+
+
+def content_key(value: Any, known: dict[int, int] | None = None) -> Any:
+    """The key of a value that is no graph input.
+
+    Args:
+        known: by id, the number of each container that was met before.
+    """
+    kind = type(value)
+    if kind is float:
+        return (kind, "nan" if value != value else struct.pack("d", value))
+    if kind is complex:
+        return (kind, content_key(value.real), content_key(value.imag))
+    if kind is slice:
+        return (kind, *map(content_key, ends_of(value)))
+    if kind in BY_EQUALITY:
+        return (kind, value)
+    if has_raw_content(value):
+        return (kind, read_raw_content(value))
+    inside = _values_in(value)
+    if inside is not None:
+        known = {} if known is None else known
+        if id(value) in known:
+            return (_MET, known[id(value)])
+        known[id(value)] = len(known)
+        return (kind, *[content_key(v, known) for v in inside])
+    if compares_by_value(value):
+        return (kind, repr(value))
+    if isinstance(value, METHODS) and value.__self__ is not None:
+        return (kind, value.__name__, ByIdentity(value.__self__))
+    return (kind, ByIdentity(value))
+
+
+def _values_in(value: Any) -> list[Any] | None:
+    """What a dataclass or a container holds, keys first; None for other values."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, f.name, MISSING) for f in dataclasses.fields(value)]
+    if is_container(value):
+        keys, values = items_of(value)
+        return [*(keys or ()), *values]
+    return None
+
+
+def text_of(value: Any) -> str:
+    """The text of an argument, for messages."""
+    if isinstance(value, str):
+        return repr(value)
+    if _values_in(value) is None:
+        return str(value)
+    # Python's text of objects that refer to one another grows with the number of paths.
+    key = content_key(value)
+    return str(key) if _is_met(key) else str(value)
+
+
+def _is_met(key: Any) -> bool:
+    return isinstance(key, tuple) and (key[:1] == (_MET,) or any(map(_is_met, key[1:])))
+
+
+# -- objects implemented in C ----------------------------------------------------------------------
+
+_BUFFERS = (bytearray, memoryview)
+_FILES = (io.StringIO, io.BytesIO)
+_ORDERED: Any = collections.OrderedDict()
+_VIEWS = tuple(
+    type(view())
+    for empty in (dict[Any, Any](), _ORDERED)
+    for view in (empty.keys, empty.values, empty.items)
+)
+
+
+def has_raw_content(value: Any) -> bool:
+    """Is it an array, a buffer, a file in memory or a decimal context, mutable in place?"""
+    if isinstance(value, (*_BUFFERS, *_FILES, decimal.Context)):
+        return True
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.ndarray):
+        return True
+    kind = type(value)
+    if kind.__module__ == "array":
+        return kind.__name__ == "array"
+    return any(base.__module__ == "_ctypes" for base in kind.__mro__) and not is_shared_memory(
+        value
+    )
+
+
+def is_shared_memory(value: Any) -> bool:
+    """Is it memory that other programs may write (`mmap`), or a pointer of ctypes?"""
+    kinds = [(base.__module__, base.__name__) for base in type(value).__mro__]
+    return ("mmap", "mmap") in kinds or ("_ctypes", "_Pointer") in kinds
+
+
+def read_raw_content(value: Any) -> Any:
+    """The content of an object now, to be compared with `==`."""
+    if isinstance(value, _FILES):
+        return "closed" if value.closed else (value.getvalue(), value.tell())
+    if isinstance(value, decimal.Context):
+        return repr(value)
+    if hasattr(value, "dtype"):
+        shape, flags = value.shape, value.flags.writeable
+        if value.dtype.hasobject:
+            return shape, flags, repr(value.tolist())
+        return shape, flags, str(value.dtype), value.tobytes()
+    view = memoryview(value)
+    return view.shape, view.format, view.tobytes()
+
+
+def make_restorer(value: Any) -> Any:
+    """A function that restores the content that an object has now."""
+    if isinstance(value, _FILES) and value.closed:
+        return lambda: None
+    if isinstance(value, _FILES):
+        text, at = value.getvalue(), value.tell()
+
+        def restore_stream() -> None:
+            if value.closed:  # it cannot be opened again
+                return
+            value.seek(0)
+            value.truncate()
+            value.write(text)  # type: ignore[arg-type]
+            value.seek(at)
+
+        return restore_stream
+    if isinstance(value, decimal.Context):
+        before = value.copy()
+
+        def restore_decimal_context() -> None:
+            for key in ("prec", "rounding", "Emin", "Emax", "capitals", "clamp", "flags", "traps"):
+                setattr(value, key, getattr(before, key))
+
+        return restore_decimal_context
+    if hasattr(value, "dtype"):
+        array, shape = value.copy(), value.shape
+
+        def restore_array() -> None:
+            if value.shape != shape:
+                value.resize(shape, refcheck=False)
+            value[...] = array
+
+        return restore_array
+    if isinstance(value, bytearray) or type(value).__module__ == "array":
+        items = value[:]
+
+        def restore_items() -> None:
+            value[:] = items
+
+        return restore_items
+    if memoryview(value).readonly:
+        return lambda: None
+    held = bytes(value)
+
+    def restore_bytes() -> None:
+        memoryview(value).cast("B")[:] = held
+
+    return restore_bytes
+
+
+def dict_of_view(value: Any) -> Any:
+    """The dictionary of a dictionary view; None for other objects."""
+    if not isinstance(value, _VIEWS):
+        return None
+    found = gc.get_referents(value)
+    return found[0] if found and isinstance(found[0], dict) else None

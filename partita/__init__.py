@@ -18,10 +18,9 @@ from .layout import Invariant, Layout, LayoutError, Partial, Placement, Replicat
 from .parallel import optimizer as _optimizer  # noqa: F401  optimizers reduce gradients first
 from .parallel import plans
 from .parallel.batch import distribute_batch
-from .parallel.gradients import clip_grad_norm_, reduce_gradients
-from .parallel.materialize import materialize
-from .parallel.module_boundary import Inputs, Outputs
-from .parallel.parallelize import parallelize
+from .parallel.optimizer import clip_grad_norm_, reduce_gradients
+from .parallel.parallelize import Inputs, Outputs, parallelize
+from .parallel.parameters import materialize
 from .parallel.zero import MixedPrecision, no_sync, zero
 from .predict import (
     Explanation,
@@ -42,7 +41,7 @@ from .remat import (
     remat,
     remat_report,
 )
-from .remat.live_memory import count_memory
+from .remat.counters import count_memory
 from .rules import rule
 from .tensor import (
     CacheInfo,

@@ -19,8 +19,9 @@ from torch import nn
 from torch._C import DisableTorchFunction as Unseen  # by DTensors, and by regions of remat
 
 from partita.comm import control_plane, message
-from partita.parallel.nested_tensors import tensors_in
 from partita.remat import is_recomputing
+
+from .parallel.batch import tensors_in
 
 __all__ = ["NanError", "NanWatch", "detect_nan"]
 

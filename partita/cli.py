@@ -9,13 +9,15 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from partita.app import (
+from .app import (
     Mesh,
     Options,
     count_cores,
@@ -31,21 +33,20 @@ from partita.app import (
     train,
     verify,
 )
-from partita.app.cache_table import ACTIONS, cache
-from partita.comm.device import HOST, Device, accelerator_names, choose_device, explain_no_gpu
-from partita.predict.commands import (
-    add_calibrate,
-    add_explain,
-    add_plan,
-    add_simulate,
-    run_calibrate,
-    run_explain,
-    run_plan,
-    run_simulate,
-)
-from partita.predict.machine import load_machine
-from partita.report import check_outputs, check_plotly, read_logs, write_report
-from partita.versions import __version__, describe_torch
+from .comm import dry_mesh
+from .comm.device import HOST, Device, accelerator_names, choose_device, explain_no_gpu
+from .comm.ledger import human
+from .compile.backend.store import Entry, Store, default_store
+from .layout import LayoutError
+from .predict.autoplan import MOST, autoplan
+from .predict.calibrate import calibrate, machine_toml
+from .predict.explain import explain
+from .predict.machine import Machine, load_machine, read_link, shipped_machines
+from .predict.rehearsal import describe_raised, read_call, read_mesh
+from .predict.simulate import simulate, with_links
+from .predict.strategy import MODELS, Strategy
+from .report import check_outputs, check_plotly, read_logs, write_report
+from .versions import __version__, describe_torch
 
 __all__ = ["BENCHES", "main"]
 
@@ -350,3 +351,301 @@ def _doctor() -> int:
     for name, value in rows.items():
         print(f"{name:<12}{value}")
     return 0 if can_compare() else 1
+
+
+# -- predictions -----------------------------------------------------------------------------------
+
+# -- explain ---------------------------------------------------------------------------------------
+
+
+def add_explain(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `partita explain`."""
+    parser.description = (
+        "Show how a call on DTensors is run: its rule, the ways that were priced, what moves. "
+        "Nothing is computed and nothing sent."
+    )
+    parser.add_argument(
+        "call", help='"F.linear(f32[8@dp, 16], f32[32@tp, 16])", "torch.sum", "my_module:function"'
+    )
+    parser.add_argument("--mesh", required=True, help="the ranks of each axis: dp=2,tp=4")
+    parser.add_argument("--args", default="", help="the arguments, where CALL has none")
+    parser.add_argument("--rank", type=int, default=0, help="which rank to be (0)")
+
+
+def run_explain(options: argparse.Namespace) -> int:
+    """Print the explanation; the exit code is 2 where the call cannot be read or made."""
+    try:
+        mesh = dry_mesh(options.rank, **read_mesh(options.mesh))  # type: ignore[arg-type]
+        fn, args, kwargs = read_call(options.call, options.args, mesh)
+        print(explain(fn, *args, **kwargs))
+    except KeyboardInterrupt:
+        raise
+    except LayoutError as error:  # all its lines count: place, reason and fixes
+        return _refuse("explain", error)
+    except BaseException as error:  # the function may raise, and end, as it likes
+        name, _, _ = options.call.partition("(")
+        said = describe_raised(name.strip(), error, is_user_s=":" in name)
+        return _refuse("explain", said)
+    return 0
+
+
+# -- simulate --------------------------------------------------------------------------------------
+
+
+def add_simulate(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `partita simulate`."""
+    parser.description = (
+        "Show what a training step of a model would cost: time, bytes, memory. It is captured over "
+        "tensors without memory and played as events; nothing is run."
+    )
+    add_model(parser)
+    parser.add_argument("--mesh", required=True, help="the ranks of each axis: dp=64,tp=8")
+    parser.add_argument("--zero", type=int, default=3, help="the stage of ZeRO over dp (3)")
+    on_off = argparse.BooleanOptionalAction
+    parser.add_argument("--remat", action=on_off, default=True, help="recompute blocks (yes)")
+    parser.add_argument("--sequence", action=on_off, default=False, help="sequence parallel (no)")
+    parser.add_argument("--batch", type=int, default=1, help="sequences a rank of dp, at once (1)")
+    parser.add_argument("--micro-batches", type=int, default=1, help="of a step (1)")
+    parser.add_argument("--trace", metavar="FILE", help="write the timeline for ui.perfetto.dev")
+    parser.add_argument("--report", metavar="FILE", help="write a page about it (needs plotly)")
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Add the options that name a model and a machine."""
+    parser.add_argument("--model", required=True, help=", ".join(MODELS))
+    machines = ", ".join(shipped_machines())
+    parser.add_argument("--machine", default="h100", help=f"{machines}, or a TOML file (h100)")
+    parser.add_argument(
+        "--link",
+        action="append",
+        default=[],
+        metavar="AXIS=LATENCY,BANDWIDTH",
+        help="what an axis has in place of the machine's links: tp=2us,360GB/s (may be repeated)",
+    )
+    parser.add_argument("--context", type=int, help="tokens of a sequence (the model's)")
+    parser.add_argument("--layers", type=int, help="blocks (the model's)")
+    parser.add_argument("--precision", default="bfloat16", help="bfloat16 or float32 (bfloat16)")
+
+
+def strategy_of(options: argparse.Namespace) -> Strategy:
+    """The strategy that options say."""
+    given = vars(options)
+    return Strategy(**{f.name: given[f.name] for f in fields(Strategy) if f.name in given})
+
+
+def machine_of(options: argparse.Namespace) -> Machine:
+    """The machine that options say, with its links.
+
+    Raises:
+        MachineError: a machine that is not known, a wrong file or a wrong link.
+    """
+    found = load_machine(options.machine)
+    given = dict(map(read_link, options.link))
+    return with_links(found, given, ("dp", "tp")) if given else found
+
+
+def run_simulate(options: argparse.Namespace) -> int:
+    """Print the simulation; the exit code is 2 where there is none, 1 where it does not fit."""
+    try:
+        if options.report:
+            check_plotly()
+        # Before what may take a minute.
+        check_outputs({"--trace": options.trace, "--report": options.report})
+        mesh = dict(read_mesh(options.mesh))
+        found = simulate(options.model, mesh, machine_of(options), strategy=strategy_of(options))
+        print(found, flush=True)
+        if options.trace:
+            found.save_trace(options.trace)
+        if options.report:
+            found.report(options.report)
+    except (ValueError, LayoutError, OSError) as error:
+        return _refuse("simulate", error)
+    return 0 if found.fits else 1
+
+
+# -- plan ------------------------------------------------------------------------------------------
+
+
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `partita plan`."""
+    parser.description = (
+        "Show the best five ways to spread a model: meshes, stages of ZeRO, tensor and sequence "
+        "parallelism, remat and micro-batches, by simulation. All that is shown fits."
+    )
+    add_model(parser)
+    parser.add_argument("--ranks", type=int, required=True, help="all of them")
+    parser.add_argument("--memory", help="of a rank: 80GB, 64GiB (the machine's)")
+    parser.add_argument("--batch", type=int, help="sequences of a step, all ranks (one a rank)")
+    parser.add_argument(
+        "--most",
+        type=int,
+        default=MOST,
+        help=f"ways that are simulated: more find more, a few seconds each ({MOST})",
+    )
+
+
+@contextmanager
+def _showing_progress() -> Iterator[Callable[[int, int, str], None]]:
+    """Within, what is simulated next is shown on standard error: as a bar on a terminal where rich
+    is installed, else a line for each."""
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    except ImportError:
+        is_bar = False
+    else:
+        is_bar = sys.stderr.isatty()
+    if not is_bar:
+        yield lambda done, most, said: print(f"{done}/{most} {said}", file=sys.stderr, flush=True)
+        return
+    columns = BarColumn(20), MofNCompleteColumn(), TextColumn("{task.description}")
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("")
+        yield lambda done, most, said: bar.update(
+            task, completed=done, total=most, description=said
+        )
+
+
+def run_plan(options: argparse.Namespace) -> int:
+    """Print the plan; the exit code is 2 where there is none."""
+    try:
+        if options.memory is not None and options.memory.strip().isdecimal():
+            raise ValueError(
+                f"--memory {options.memory} is without a unit: write {options.memory}GB or "
+                f"{options.memory}GiB"
+            )
+        given = argparse.Namespace(**{k: v for k, v in vars(options).items() if k != "batch"})
+        with _showing_progress() as watch:
+            found = autoplan(
+                options.model,
+                options.ranks,
+                options.memory,
+                machine_of(options),
+                batch=options.batch,
+                strategy=strategy_of(given),
+                most=options.most,
+                watch=watch,
+            )
+    except (ValueError, LayoutError, OSError) as error:
+        return _refuse("plan", error)
+    print(found)
+    return 0
+
+
+# -- calibrate -------------------------------------------------------------------------------------
+
+
+def add_calibrate(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `partita calibrate`."""
+    parser.description = (
+        "Measure this machine, with so many ranks of one thread at work at once, and write a "
+        "machine file for `partita simulate` and `partita plan`."
+    )
+    parser.add_argument("--ranks", type=int, default=2, help="that will run (2)")
+    parser.add_argument("--out", type=Path, default=Path("machine.toml"), help="(machine.toml)")
+
+
+def run_calibrate(options: argparse.Namespace) -> int:
+    """Measure, write the file and print it; the exit code is 2 where that fails."""
+    try:
+        if options.ranks < 1:
+            raise ValueError(f"--ranks {options.ranks}: at least 1")
+        check_outputs({"--out": options.out})
+        text = machine_toml(calibrate(options.ranks))
+        options.out.write_text(text)
+    except (ValueError, RuntimeError, OSError) as error:
+        return _refuse("calibrate", error)
+    print(text, end="")
+    print(f"# written to {options.out}")
+    return 0
+
+
+def _refuse(command: str, reason: object) -> int:
+    """Say why a command cannot be done; the exit code for that."""
+    print(f"partita {command}: {reason}", file=sys.stderr)
+    return 2
+
+
+# -- compiled programs that are kept ---------------------------------------------------------------
+
+ACTIONS = {
+    "list": "show what is kept",
+    "clear": "remove all of it",
+    "verify": "read all of it, and say what is damaged; exit code 1 if anything is",
+}
+
+
+def cache(action: str) -> int:
+    """Do one of `ACTIONS` with the user's store, print what came of it, return the exit code."""
+    try:
+        store = default_store()
+        if action == "clear":
+            count, nbytes = store.clear()
+            print(f"removed {_format_count(count)}, {_format_size(nbytes)}, from {store.folder}")
+            return 0
+    except (ValueError, OSError) as error:
+        print(f"partita cache: {error}", file=sys.stderr)
+        return 2
+    entries = store.entries(check=action == "verify")
+    damaged = [e for e in entries if e.problem]
+    print(_format_table(entries), end="")
+    print(_format_total(entries, store))
+    if action == "verify":
+        for entry in damaged:
+            print(f"{entry.path}: {entry.problem}", file=sys.stderr)
+        print(f"{len(damaged)} damaged" if damaged else "all as they were written")
+        return 1 if damaged else 0
+    return 0
+
+
+def _format_table(entries: list[Entry]) -> str:
+    if not entries:
+        return ""
+    head = ("KEY", "SIZE", "USED", "WHAT", "MESH", "TORCH", "COMPILED IN")
+    rows = [head, *(_format_row(entry) for entry in entries)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(width) if i in (1, 2) else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines) + "\n"
+
+
+def _format_row(entry: Entry) -> tuple[str, ...]:
+    def said(name: str) -> str:
+        return str(entry.metadata.get(name, "-"))
+
+    seconds: Any = entry.metadata.get("seconds")
+    return (
+        entry.key[:12],
+        _format_size(entry.nbytes),
+        _format_age(time.time() - entry.used),
+        entry.problem or said("what").replace(".<locals>", ""),
+        said("mesh"),
+        said("torch"),
+        f"{seconds:.1f} s" if isinstance(seconds, (int, float)) else "-",
+    )
+
+
+def _format_age(seconds: float) -> str:
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit} ago"
+    return "now"
+
+
+def _format_count(count: int) -> str:
+    return f"{count} program{'s' * (count != 1)}"
+
+
+def _format_total(entries: list[Entry], store: Store) -> str:
+    total = sum(e.nbytes for e in entries)
+    held = f"{_format_count(len(entries))}, {_format_size(total)}"
+    return f"{held} of {_format_size(store.limit)}, in {store.folder}"
+
+
+def _format_size(nbytes: int) -> str:
+    return human(nbytes) if nbytes else "0 B"

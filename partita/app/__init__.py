@@ -6,9 +6,8 @@ cache`).
 """
 
 from .launch import count_cores, is_rank, joined, launch
-from .logs import make_logs
+from .logs import make_logs, make_progress
 from .options import Mesh, Options, flag, options_in, read_positive, shown_mesh
-from .progress import make_progress
 from .trainer import train, verify
 
 __all__ = [

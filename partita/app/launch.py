@@ -1,10 +1,9 @@
-"""The ranks of one machine: how they start, stay together and end.
+"""The ranks of one machine: how they start, stay together, end, and what is said of a failure.
 
 `launch` starts each rank as a process that gets what torchrun would give it, so a rank started here
 and one started by torchrun are the same program. Two pipes tie a rank to its parent: it writes
 events to one, and the end of the other tells it that the parent is gone. The parent asks the
 operating system whether ranks have ended or been stopped, which no lock in a rank can delay.
-
 Nothing of it can be reached from another machine: the ranks meet in a file that only this user may
 read, and listen on the loopback interface.
 """
@@ -21,7 +20,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -30,12 +30,23 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 
-from partita.comm import LOOPBACK, MEETING, find_ended, join, user_line
+from partita.comm import LOOPBACK, MEETING, find_ended, is_lost, join, user_line, user_line_of_error
 
-from .failures import Failure, LastKnown, describe_end_of_job, failure_of, phase_of
-from .progress import printable
+from .logs import printable
 
-__all__ = ["Rank", "count_cores", "is_rank", "joined", "launch", "state_of_child"]
+__all__ = [
+    "Failure",
+    "LastKnown",
+    "Rank",
+    "count_cores",
+    "describe_end_of_job",
+    "failure_of",
+    "is_rank",
+    "joined",
+    "launch",
+    "phase_of",
+    "state_of_child",
+]
 
 EVENTS = "PARTITA_EVENTS_FD"
 GRACE = 1.0  # seconds in which the ranks that fail because another one died may die too
@@ -367,3 +378,134 @@ def _print_error(line: str) -> None:
 def _end_with_parent() -> None:
     os.read(0, 1)
     os._exit(1)
+
+
+# -- failures of ranks -----------------------------------------------------------------------------
+
+_PHASES = {
+    "forward": "in forward of step {}",
+    "backward": "in backward of step {}",
+    "capture": "in the capture of step {}",
+    "compile": "in the compilation of step {}",
+    "graph": "in the compiled step {}",
+    "optimizer": "in the optimizer of step {}",
+    "save": "in the save after step {}",
+    "sample": "at the sample after step {}",
+}
+
+
+def phase_of(at: dict[str, Any] | None) -> str:
+    """Where a rank is that last told so: "in backward of step 12"."""
+    return "before the first step" if at is None else _PHASES[at["phase"]].format(at["step"])
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error that ended a rank.
+
+    Attributes:
+        said: what the user should read of it.
+        lost: it is only that another rank is gone.
+        place: the program's line, and the move that the rank was at, where they are known.
+    """
+
+    said: str
+    lost: bool
+    place: str
+
+
+def failure_of(error: BaseException) -> Failure:
+    """What there is to say of an error.
+
+    What a user can mend (a ValueError; a layout that does not fit is one) is said in its own words;
+    only a fault of a program needs its traceback.
+    """
+    said = "".join(traceback.format_exception(error)).rstrip()
+    if isinstance(error, ValueError):
+        said = f"{type(error).__name__}: {error}"
+    return Failure(said, is_lost(error), _place_of_error(error))
+
+
+def _place_of_error(error: BaseException) -> str:
+    line = user_line_of_error(error)
+    return ", ".join(filter(None, [line, *getattr(error, "__notes__", [])]))
+
+
+# -- seen from the parent --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LastKnown:
+    """The last that is known of a rank.
+
+    Attributes:
+        at: the phase and step that it told of.
+        code: its exit code, if it has ended.
+        failed: its failure, if it told of one.
+        when: at which second of the machine's clock.
+        log: what it wrote last.
+        stopped: the signal that has stopped it, if it does not go on.
+    """
+
+    rank: int
+    at: dict[str, Any] | None
+    code: int | None
+    failed: Failure | None
+    when: float
+    log: str
+    stopped: int = 0
+
+
+def describe_end_of_job(ranks: Sequence[LastKnown], saved: dict[str, Any] | None) -> str:
+    """Which rank ended the job, why, and where the others were.
+
+    One that fails because a peer is gone is not to blame.
+
+    Args:
+        ranks: at least one has ended, or been stopped.
+        saved: the last checkpoint's "step" and "path", if there is one.
+    """
+    ended = [r for r in ranks if r.code is not None]
+    killed = [r for r in ended if r.code is not None and r.code < 0]
+    own = sorted((r for r in ended if r.failed and not r.failed.lost), key=lambda r: r.when)
+    untold = [r for r in ended if r.failed is None]
+    stopped = [r for r in ranks if r.stopped]
+    lost = sorted(ended, key=lambda r: r.when)
+    first = (killed or own or untold or stopped or lost)[0]
+    alike = [r for r in own if first.failed and r.failed and r.failed.said == first.failed.said]
+    if first in own and len(alike) == len(ranks) > 1:
+        lines = [f"every rank failed {phase_of(first.at)}; the job is ended"]
+        others = []
+    else:
+        lines = [f"rank {first.rank} {_describe_end(first)} {phase_of(first.at)}; the job is ended"]
+        others = [r for r in ranks if r is not first]
+    if said := first.failed.said if first.failed else first.log:
+        lines.append(said)
+    lines += _list_places(others)
+    if saved is not None:
+        lines.append(
+            f"the checkpoint {saved['path']} is that of step {saved['step']}: --resume goes on "
+            "from it"
+        )
+    return "\n".join(lines)
+
+
+def _describe_end(rank: LastKnown) -> str:
+    if rank.code is not None and rank.code < 0:
+        return f"was killed by {signal.Signals(-rank.code).name}"
+    if rank.stopped:
+        return f"was stopped by {signal.Signals(rank.stopped).name}"
+    return "failed" if rank.failed else f"ended with exit code {rank.code}"
+
+
+def _list_places(others: Sequence[LastKnown]) -> list[str]:
+    """Where the ranks were that had nothing to do with it; those at one place in one line."""
+    places: dict[str, list[str]] = {}
+    for r in others:
+        line = f" ({r.failed.place})" if r.failed and r.failed.place else ""
+        places.setdefault(phase_of(r.at) + line, []).append(str(r.rank))
+    return [
+        f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)} {'were' if len(ranks) > 1 else 'was'} "
+        + place
+        for place, ranks in places.items()
+    ]

@@ -1,30 +1,42 @@
-"""The trainer: an ordinary loop, over tensors that have been spread on a mesh."""
+"""The trainer: an ordinary loop, over tensors that have been spread on a mesh.
+
+Beside it stand its checkpoints (when one is written, how a run goes on from it) and the timeline of
+a step that is measured by torch's profiler.
+"""
 
 from __future__ import annotations
 
 import math
+import os
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.profiler import profile, record_function
 
 import partita as pt
-from partita.comm.device import HOST, Device, choose_device
+from partita.comm.device import HOST, Device, activities_to_profile, choose_device, is_of_host
 from partita.compile.step import told_of_phases
 from partita.compile.step_report import facts_of_graph, facts_of_moves, facts_of_parameter
+from partita.report import TimelineEvent
 
-from .checkpoint_schedule import CheckpointSchedule
 from .data import Text, read
 from .models import GPT
-from .options import Options
-from .step_timeline import StepTimeline
+from .options import Options, flag, options_in
 
-__all__ = ["build_model", "sample", "train", "verify"]
+__all__ = [
+    "CheckpointSchedule",
+    "StepTimeline",
+    "build_model",
+    "sample",
+    "train",
+    "verify",
+]
 
 Tell = Callable[..., None]
 """Called with the name of an event and its facts: `tell("step", step=3, loss=2.1, ...)`."""
@@ -298,3 +310,238 @@ def _make_mesh(options: Options, device: Device) -> Any:
 
 def _full_value(x: Tensor) -> Tensor:
     return x.full_tensor() if isinstance(x, pt.DTensor) else x
+
+
+# -- checkpoints of a run --------------------------------------------------------------------------
+
+FIXED = ("layers", "width", "heads", "context", "seed", "batch", "data")
+"""Options that a run keeps when it goes on: another model, or other batches, would be another run.
+The mesh, and how it is used, may change."""
+
+
+class CheckpointSchedule:
+    """The checkpoints of one run: model, optimizer, random numbers, and the step, which is the
+    position in the data. Does nothing where `options.save` is None.
+
+    Args:
+        tell: told of "saved", with the step that a run would go on with.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        tell: Callable[..., None],
+    ):
+        self._options, self._tell, self._path = options, tell, options.checkpoint
+        self._state: dict[str, Any] = {
+            "model": model,
+            "optimizer": optimizer,
+            "random": pt.RandomState(),
+            "step": 0,
+            "options": options.to_toml(),
+        }
+        self._pending_save: Any = None
+        self._saved = 0
+
+    def resume(self) -> int:
+        """Load the checkpoint, if the run is to go on from one and there is one.
+
+        Returns:
+            The step to begin with.
+
+        Raises:
+            ValueError: the checkpoint is of another model or other data.
+        """
+        if self._path is None or not self._options.resume or not pt.is_checkpoint(self._path):
+            return 0
+        made: dict[str, Any] = {"options": ""}
+        pt.load(made, self._path, strict=False)
+        before = Options(**options_in(made["options"], f"{self._path}: options"))
+        for name in FIXED:
+            was, now = getattr(before, name), getattr(self._options, name)
+            if was != now:
+                raise ValueError(
+                    f"--resume: {self._path} was made with --{flag(name)} {was}, and this run has "
+                    f"{now}"
+                )
+        pt.load(self._state, self._path)
+        self._state["options"] = self._options.to_toml()
+        self._saved = self._state["step"]
+        return self._saved
+
+    def after_step(self, step: int) -> None:
+        """A step is over: save, if it is time to. Training goes on while the disk is written."""
+        if self._pending_save is not None and self._pending_save.done():
+            self._wait_for_save()
+        every = self._options.save_every
+        if self._path is not None and every and (step + 1) % every == 0:
+            self._wait_for_save()
+            self._tell("at", phase="save", step=step)
+            self._state["step"] = step + 1
+            self._pending_save = pt.async_save(self._state, self._path)
+
+    def finish(self) -> None:
+        """The run is over: save what has not been saved."""
+        self._wait_for_save()
+        steps = self._options.steps
+        if self._path is not None and self._saved < steps:
+            self._tell("at", phase="save", step=steps - 1)
+            self._state["step"] = steps
+            pt.save(self._state, self._path)
+            self._tell_saved(steps)
+
+    def _wait_for_save(self) -> None:
+        if self._pending_save is not None:
+            self._pending_save.result()
+            self._pending_save = None
+            self._tell_saved(self._state["step"])
+
+    def _tell_saved(self, step: int) -> None:
+        self._saved = step
+        self._tell("saved", step=step, path=str(self._path))
+
+
+# -- timeline of a step ----------------------------------------------------------------------------
+
+_MARK = "partita at "
+_COLLECTIVES = {  # as libraries call them, without blanks
+    "allgather": "all_gather",
+    "reducescatter": "reduce_scatter",
+    "allreduce": "all_reduce",
+    "alltoall": "all_to_all",
+    "broadcast": "broadcast",
+}
+_PRODUCTS = ("mm", "linear", "matmul", "convolution")
+_PHASES = ("forward", "backward", "update")
+
+
+class StepTimeline:
+    """What one rank does in a step, measured. The profiler slows what it measures.
+
+    Attributes:
+        events: of the step, when it has run. Streams: "phase"; "compute", the outermost calls of
+            torch's operators; "waiting", calls of collectives; "links", their work beside that. On
+            a GPU its kernels are "compute" and "links", and what the processor calls is "calls".
+    """
+
+    source = (
+        "Measured by torch's profiler on rank 0, which slows what it measures; of code that a "
+        "compiler generated it knows nothing: that is a gap"
+    )
+
+    def __init__(self) -> None:
+        self.events: list[TimelineEvent] = []
+
+    def marking(self, tell: Callable[..., None]) -> Callable[..., None]:
+        """`tell`, which leaves a mark in the profile when a step goes into another phase."""
+
+        def told(event: str, **facts: Any) -> None:
+            if event == "at":
+                with record_function(_MARK + facts["phase"]):
+                    pass
+            tell(event, **facts)
+
+        return told
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Within, the step runs."""
+        with (
+            _without_its_log(),
+            profile(activities=activities_to_profile(), acc_events=True) as found,
+        ):
+            yield
+        self.events = _events_of([*found.events()])
+
+    def facts(self) -> dict[str, Any]:
+        """The event "timeline"."""
+        rows = [
+            [e.name, e.stream, e.start, e.seconds, e.kind, e.phase, e.source, e.nbytes]
+            for e in self.events
+        ]
+        return {"events": rows, "source": self.source}
+
+
+@contextmanager
+def _without_its_log() -> Iterator[None]:
+    """The profiler's own lines on standard error say nothing to who trains."""
+    before = os.environ.get("KINETO_LOG_LEVEL")
+    os.environ["KINETO_LOG_LEVEL"] = "5"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["KINETO_LOG_LEVEL"]
+        else:
+            os.environ["KINETO_LOG_LEVEL"] = before
+
+
+def _events_of(profiled: list[Any]) -> list[TimelineEvent]:
+    marks = sorted(
+        (e.time_range.start, e.name.removeprefix(_MARK)) for e in profiled if _is_mark(e)
+    )
+    work = [e for e in profiled if not _is_mark(e)]
+    if not work:
+        return []
+    began = min([e.time_range.start for e in work] + [at for at, _ in marks])
+    ended = max(e.time_range.end for e in work)
+    on_gpu = not all(map(is_of_host, work))
+
+    def make(name: str, stream: str, start: float, end: float, kind: str, phase: str) -> Any:
+        return TimelineEvent(name, stream, (start - began) / 1e6, (end - start) / 1e6, kind, phase)
+
+    phases = [(at, _name_of_phase(name)) for at, name in marks]
+    found = []
+    for (start, phase), (end, _) in zip(phases, [*phases[1:], (ended, "")], strict=True):
+        if phase in _PHASES:
+            found.append(make(phase, "phase", start, end, phase, phase))
+    for event in work:
+        stream, kind = _stream_of(event, on_gpu), _kind_of(event.name)
+        start, end = event.time_range.start, event.time_range.end
+        if stream and end > start:
+            phase = next((p for at, p in reversed(phases) if at <= start and p in _PHASES), "")
+            found.append(make(event.name, stream, start, end, kind, phase))
+    return found
+
+
+def _is_mark(event: Any) -> bool:
+    return bool(event.name.startswith(_MARK))
+
+
+def _name_of_phase(name: str) -> str:
+    return "update" if name == "optimizer" else name
+
+
+def _stream_of(event: Any, on_gpu: bool) -> str:
+    """The stream that shows an event; "" for none: what is called within a call that is shown."""
+    is_collective = _kind_of(event.name) in _COLLECTIVES.values()
+    if not is_of_host(event):
+        return "links" if is_collective else "compute"
+    if event.is_async:
+        return "links" if is_collective else ""
+    above = event.cpu_parent
+    while above is not None:
+        if _is_call(above.name):
+            return ""
+        above = above.cpu_parent
+    if not _is_call(event.name):
+        return ""
+    if on_gpu:
+        return "calls"
+    return "waiting" if is_collective else "compute"
+
+
+def _is_call(name: str) -> bool:
+    return name.startswith(("aten::", "c10d::"))
+
+
+def _kind_of(name: str) -> str:
+    plain = name.lower().replace("_", "")
+    for text, kind in _COLLECTIVES.items():
+        if text in plain and not name.startswith("aten::"):
+            return kind
+    if "scaled_dot_product" in name or "flash" in plain:
+        return "attention"
+    return "matmul" if any(part in plain for part in _PRODUCTS) else "other"

@@ -46,7 +46,7 @@ def _ways(mesh: Any, mib: int, folder: str) -> dict[str, tuple[Callable[[], Any]
     from torch.distributed.checkpoint.state_dict_loader import load
     from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
-    from partita.checkpoint.checksums import Checksums
+    from partita.checkpoint.folder import Checksums
 
     rows = mib * MIB // (8 * 4 * 1024)
     whole = [bench_device().place(torch.randn(rows, 1024)) for _ in range(8)]

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import partita as pt
-from partita.checkpoint.checksums import Checksums
+from partita.checkpoint.folder import Checksums
 
 __all__ = ["RunningJob", "Trial", "main", "run_trial"]
 

@@ -21,11 +21,10 @@ from torch import distributed as dist
 
 import partita as pt
 from partita.app.models import GPT, Llama
+from partita.predict.autoplan import WaySearch
 from partita.predict.calibrate import calibrate
 from partita.predict.machine import Machine, load_machine
-from partita.predict.strategy import ModelShape, Strategy, make_step
-from partita.predict.way import Way, ways_of
-from partita.predict.way_search import WaySearch
+from partita.predict.strategy import ModelShape, Strategy, Way, make_step, ways_of
 
 from .interleaved import in_turns, on_ranks
 from .place import bench_device

@@ -6,14 +6,12 @@ In reading order: `state` (the named tensors and values in a state) with `named_
 `safetensors_file` with `first_values`, `pretrained`.
 """
 
-from . import pretrained
 from .folder import is_checkpoint
 from .full_state import full_state_dict, load_full_state_dict
-from .loading import load
-from .mismatches import Loaded
-from .random_state import RandomState
+from .loading import Loaded, load
 from .safetensors_file import load_safetensors, save_safetensors
 from .saving import async_save, save
+from .state import RandomState
 
 __all__ = [
     "Loaded",
@@ -24,7 +22,6 @@ __all__ = [
     "load",
     "load_full_state_dict",
     "load_safetensors",
-    "pretrained",
     "save",
     "save_safetensors",
 ]

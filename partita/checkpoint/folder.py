@@ -1,30 +1,217 @@
-"""Checkpoint folders: one becomes a checkpoint all at once, or not at all.
+"""Checkpoint folders: one becomes a checkpoint all at once, or not at all, and shows any damage.
 
 Everything is written to a folder beside it, `.NAME.saving-*`, and flushed to the disk; then that
 folder is renamed. A checkpoint that has the name already is first renamed to `.NAME.previous`,
 where `find_checkpoint` finds it if the process is killed at that very moment. Jobs that save to one
 name do so one after the other (`.NAME.lock`), and a name changes hands while nobody reads
-(`.NAME.reading`).
+(`.NAME.reading`). `.checksums`, which torch ignores, has the CRC-32 of `.metadata`, of each chunk
+in each file, and of itself.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-
-from .locks import Lock
+from types import TracebackType
+from typing import Any
 
 __all__ = [
+    "NAME",
+    "Checksums",
+    "Lock",
+    "Place",
     "Replacement",
     "begin_replacement",
+    "compute_crcs",
     "find_checkpoint",
     "is_checkpoint",
     "lock_for_reading",
 ]
+
+# -- locks between jobs ----------------------------------------------------------------------------
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+
+class Lock:
+    """A lock on a file. `acquire`, or `with`, waits until no other process has it.
+
+    Args:
+        path: of the lock's file.
+        shared: a lock that several processes may share.
+
+    Attributes:
+        held: this process has it; False where files cannot be locked or the folder not be written.
+    """
+
+    def __init__(self, path: Path, *, shared: bool = False):
+        self._path, self._shared = path, shared
+        self._handle = -1
+
+    @property
+    def held(self) -> bool:
+        return self._handle >= 0
+
+    def acquire(self) -> None:
+        """Wait for the lock. Where files cannot be locked, return without it."""
+        while fcntl is not None and not self.held:
+            try:
+                handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+            except OSError:
+                return
+            try:
+                fcntl.flock(handle, fcntl.LOCK_SH if self._shared else fcntl.LOCK_EX)
+            except BaseException as error:
+                os.close(handle)
+                if isinstance(error, OSError):
+                    return
+                raise
+            if self._is_current(handle):
+                self._handle = handle
+            else:  # the last owner has removed the file: others lock a new one
+                os.close(handle)
+
+    def release(self) -> None:
+        """Release the lock, and remove the file unless others share it."""
+        if not self.held:
+            return
+        handle, self._handle = self._handle, -1
+        with suppress(OSError):
+            if self._shared:  # the file may be removed only if nobody else shares the lock
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if self._is_current(handle):
+                os.unlink(self._path)
+        # Closing is not enough: a process that was forked meanwhile has the file open too.
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_UN)
+        os.close(handle)
+
+    def __enter__(self) -> Lock:
+        self.acquire()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.release()
+
+    def _is_current(self, handle: int) -> bool:
+        try:
+            return os.path.samestat(os.fstat(handle), os.lstat(self._path))
+        except OSError:
+            return False
+
+
+# -- checksums -------------------------------------------------------------------------------------
+
+NAME = ".checksums"
+_BUFFER = 1 << 20  # bytes that are read at a time
+
+Place = tuple[str, int, int]
+"""(file of the folder, offset, bytes) of a chunk."""
+
+
+@dataclass
+class Checksums:
+    """The checksums of one checkpoint.
+
+    Attributes:
+        metadata: the size of `.metadata` in bytes, and its checksum.
+        chunks: the checksum of each chunk.
+    """
+
+    metadata: tuple[int, int]
+    chunks: dict[Place, int] = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        """The content of `.checksums`: the checksum of its second line, and that line."""
+        rows = [[*place, crc] for place, crc in self.chunks.items()]
+        text = json.dumps({"format": 1, "metadata": self.metadata, "chunks": rows}).encode()
+        return b"%08x\n" % zlib.crc32(text) + text + b"\n"
+
+    @classmethod
+    def read(cls, folder: Path) -> Checksums | None:
+        """The checksums of the checkpoint in `folder`; None where it has none, as torch's own.
+
+        Raises:
+            ValueError: the file is damaged.
+        """
+        path = folder / NAME
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        text = content[9:-1]
+        if content != b"%08x\n" % zlib.crc32(text) + text + b"\n":
+            raise ValueError(f"{path} is damaged: its own checksum is wrong")
+        found: dict[str, Any] = json.loads(text)
+        if found["format"] != 1:
+            raise ValueError(f"{path} was written by another partita")
+        nbytes, crc = found["metadata"]
+        return cls(
+            (nbytes, crc), {(name, at, size): crc for name, at, size, crc in found["chunks"]}
+        )
+
+    def check_metadata(self, path: Path, content: bytes) -> None:
+        """Raise ValueError unless `content`, of `.metadata`, is what was written."""
+        if (len(content), zlib.crc32(content)) != self.metadata:
+            raise ValueError(f"{path} is damaged: its checksum is wrong")
+
+    def check_chunks(self, folder: Path, places: Iterable[tuple[Place, str]]) -> None:
+        """Read these chunks, each with the name of its tensor or value, and compare.
+
+        Raises:
+            ValueError: one is not what was written.
+            OSError: a file cannot be read.
+        """
+        by_file: dict[str, dict[Place, str]] = {}
+        for place, what in places:
+            by_file.setdefault(place[0], {})[place] = what
+        for name, wanted in by_file.items():
+            crcs = compute_crcs(folder / name, [(at, size) for _, at, size in wanted])
+            for (place, what), crc in zip(wanted.items(), crcs, strict=True):
+                if crc != self.chunks.get(place):
+                    _, at, size = place
+                    why = "it is cut short" if crc is None else "its checksum is wrong"
+                    raise ValueError(
+                        f"{folder / name} is damaged: {why} at the bytes {at} to {at + size}, "
+                        f"which are of {what}"
+                    )
+
+
+def compute_crcs(path: Path, parts: Iterable[tuple[int, int]]) -> list[int | None]:
+    """The CRC-32 of each part of a file, given as offset and length; None where the file is short.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    buffer = memoryview(bytearray(_BUFFER))
+    found: list[int | None] = []
+    with path.open("rb", buffering=0) as file:
+        for at, left in parts:
+            file.seek(at)
+            crc = 0
+            while left and (n := file.readinto(buffer[: min(left, _BUFFER)])):
+                crc, left = zlib.crc32(buffer[:n], crc), left - n
+            found.append(None if left else crc)
+    return found
+
+
+# -- a folder's name -------------------------------------------------------------------------------
 
 
 class Replacement:

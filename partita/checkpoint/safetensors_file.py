@@ -22,18 +22,17 @@ from torch import nn
 
 from partita.comm import ControlPlane, Piece, control_plane, user_line
 from partita.comm.device import HOST, view_bytes
+from partita.parallel.parameters import initialize_missing
 from partita.tensor.dtensor import piece_held
 
-from .checksums import compute_crcs
-from .first_values import initialize_missing
-from .folder import Replacement, lock_for_reading
+from .folder import Replacement, compute_crcs, lock_for_reading
 from .full_state import (
     allocate_meta_tensors,
     collect_model_tensors,
     gather_full_value,
     remove_tied_names,
 )
-from .mismatches import Loaded, Mismatches, agree_on_mismatches, describe_tensor, find_mismatches
+from .loading import Loaded, Mismatches, agree_on_mismatches, describe_tensor, find_mismatches
 from .state import open_module, open_state
 
 __all__ = ["load_safetensors", "save_safetensors"]

@@ -1,13 +1,16 @@
-"""Batches: tensors that ranks have read become DTensors on a mesh.
+"""Batches, and other tensors in tuples, lists, dicts and dataclasses: found, replaced, spread.
 
-Either each rank has read the whole batch and keeps its piece, or each has read its own piece. What
-ranks must have alike is compared, by checksums, the first time at each line of the program.
+`distribute_batch` makes DTensors of what ranks have read: either each rank has read the whole batch
+and keeps its piece, or each has read its own piece. What ranks must have alike is compared, by
+checksums, the first time at each line of the program.
 """
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -27,9 +30,15 @@ from partita.tensor.construct import piece_of
 from partita.tensor.dtensor import DTensor, checksum, tagged
 from partita.tensor.spec import Spec, spec_of
 
-from .module_boundary import Places, in_range
+from .parallelize import Places, in_range
 
-__all__ = ["distribute_batch"]
+__all__ = [
+    "distribute_batch",
+    "find_instances",
+    "map_tensors",
+    "replace_instances",
+    "tensors_in",
+]
 
 
 def distribute_batch(
@@ -238,3 +247,80 @@ def _replace_tensors(batch: Any, new: Any) -> Any:
         parts = [_replace_tensors(part, new) for part in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     return batch
+
+
+# -- tensors in nested values ----------------------------------------------------------------------
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in a value: through tuples, lists, dicts and dataclasses."""
+    return find_instances(value, torch.Tensor)
+
+
+def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """A copy of `value` with each tensor passed through `change`."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        new = copy.copy(value)  # what makes a dictionary of its class may ask for more than items
+        for k, v in value.items():
+            new[k] = map_tensors(change, v)
+        return new
+    if isinstance(value, (tuple, list)):
+        each = [map_tensors(change, v) for v in value]
+        return type(value)(*each) if hasattr(value, "_fields") else type(value)(each)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [f.name for f in dataclasses.fields(value) if f.init]
+        new_values = {n: map_tensors(change, getattr(value, n)) for n in names}
+        return dataclasses.replace(value, **new_values)
+    return value
+
+
+def find_instances(value: Any, kind: type) -> Iterator[Any]:
+    """The instances of `kind` in tuples, lists, dicts and dataclasses, in order."""
+    if isinstance(value, kind):
+        yield value
+    elif isinstance(value, dict):
+        for v in value.values():
+            yield from find_instances(v, kind)
+    elif isinstance(value, (tuple, list)):
+        for v in value:
+            yield from find_instances(v, kind)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from find_instances(getattr(value, field.name), kind)
+
+
+def replace_instances(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+    """A copy of `value` in which each instance of `kind` is changed, in order.
+
+    As `map_tensors`, but for what stands for tensors, too: classes are not called, so that what
+    they check of a tensor need not hold.
+    """
+    if isinstance(value, kind):
+        return change(value)
+    if isinstance(value, dict):
+        new = copy.copy(value)
+        for k, v in value.items():
+            new[k] = replace_instances(v, kind, change)
+        return new
+    if isinstance(value, (tuple, list)):
+        each = [replace_instances(v, kind, change) for v in value]
+        if hasattr(value, "_fields"):
+            return type(value)(*each)
+        return (
+            type(value)(each) if type(value) in (tuple, list) else _find_container_type(value)(each)
+        )
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        new = copy.copy(value)  # type: ignore[arg-type]
+        for field in dataclasses.fields(value):
+            v = replace_instances(getattr(value, field.name), kind, change)
+            object.__setattr__(new, field.name, v)
+        return new
+    return value
+
+
+def _find_container_type(value: Any) -> type:
+    """A plain type in place of torch.Size, torch.return_types and the like, which torch alone
+    makes."""
+    return list if isinstance(value, list) else tuple

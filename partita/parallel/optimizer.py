@@ -1,15 +1,17 @@
-"""The step of torch.optim optimizers on DTensors, at the speed of plain tensors.
+"""Optimizer steps on DTensors: gradients reduced once, and updates at the speed of plain tensors.
 
-Before any step, partial gradients are reduced. Then parameter, gradient and state of one name lie
-alike, and an optimizer that works element by element needs no layouts: torch's pre-step hook runs
-the step itself, on the shards as plain tensors, and the step that follows gets an optimizer without
-parameters. All other optimizers run through dispatch, op by op.
+The gradient of a replicated parameter is partial, and accumulating micro-batches adds shares to
+shares and sends nothing. Whatever first needs it whole (a clip, a step, a norm that is printed)
+reduces it, once. Then parameter, gradient and state of one name lie alike, and an optimizer that
+works element by element needs no layouts: torch's pre-step hook runs the step itself, on the shards
+as plain tensors, and the step that follows gets an optimizer without parameters. All other
+optimizers run through dispatch, op by op.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -27,15 +29,81 @@ from partita.comm import agree
 from partita.layout import Fix
 from partita.tensor.construct import piece_of
 from partita.tensor.dtensor import TYPED, DTensor, tagged
-from partita.tensor.dtensor_gradients import lay_out_state, settled_spec, update_spec
+from partita.tensor.dtensor_gradients import (
+    lay_out_state,
+    reduce_pending_gradients,
+    settled_spec,
+    update_spec,
+)
+from partita.tensor.foreach import norms
 from partita.tensor.tensor_state import HERE, own_state, state_of
 from partita.tensor.torch_patches import only_entered
 
-from .gradients import reduce_gradients
 from .parameters import refuse_given_up
-from .zero.in_graph import step_on_parts
+from .zero.fsdp_hooks import step_on_parts
 
-__all__ = ["ELEMENTWISE"]
+__all__ = [
+    "ELEMENTWISE",
+    "clip_grad_norm_",
+    "reduce_gradients",
+]
+
+
+@only_entered
+def reduce_gradients(params: Iterable[torch.Tensor]) -> None:
+    """Reduce the partial gradients of `params`: afterwards each is laid out as its parameter.
+
+    Sends each partial byte once. Gradients that are not partial, and plain ones, are left alone, so
+    calling it twice reduces once. Noted in the ledger with the reason "settle".
+    """
+    reduce_pending_gradients(p for p in params if isinstance(p, DTensor))
+
+
+@only_entered
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """As torch.nn.utils.clip_grad_norm_, over DTensors and plain tensors together.
+
+    Partial gradients are reduced first. The norm costs one small all-reduce for each mesh over
+    which gradients are split.
+
+    Returns:
+        The norm of all gradients together, a plain scalar, the same on every rank.
+
+    Raises:
+        RuntimeError: the norm is not finite and `error_if_nonfinite` is set.
+    """
+    params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    params = [p for p in params if p.grad is not None]
+    reduce_gradients(params)
+    grads: list[Any] = [p.grad for p in params]
+    if not grads:
+        return torch.tensor(0.0)
+    norm_type = float(norm_type)
+    with Local(), torch.no_grad():
+        each = norms(grads, norm_type)
+        # In the widest dtype of them all.
+        dtype = torch.float64 if any(n.dtype == torch.float64 for n in each) else torch.float32
+        first = each[0].device
+        norm = torch.linalg.vector_norm(torch.stack([n.to(first, dtype) for n in each]), norm_type)
+        if error_if_nonfinite and not torch.isfinite(norm):
+            raise RuntimeError(
+                f"The total norm of order {norm_type} for gradients from `parameters` is "
+                "non-finite, so it cannot be clipped."
+            )
+        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        for dtype in dict.fromkeys(g.dtype for g in grads):
+            alike = [g for g in grads if g.dtype == dtype]
+            torch._foreach_mul_(alike, scale.to(alike[0].device, dtype))
+    return norm
+
+
+# -- the step --------------------------------------------------------------------------------------
 
 ELEMENTWISE = frozenset(
     (

@@ -1,32 +1,44 @@
-"""Parameters of modules: which modules hold one, under which names, and its exchange for another.
+"""Parameters of a model: the modules that hold each, the blocks that use them, their first values.
 
 A parameter that several modules share is exchanged in all of them at once, so that it stays one.
 The one that is given up is marked: an optimizer that still holds it would train nothing, and raises
-at its step.
+at its step. A model on the meta device gets memory piece by piece, and values from its own init
+functions; these draw one device's random numbers, so that the values are those of the model made on
+one device from the same seed, and no rank ever holds more than one whole parameter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import nn
+from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.comm import user_line
 from partita.comm.device import HOST
 from partita.layout import Fix, LayoutError
-from partita.tensor.construct import can_hold, hold_value
+from partita.tensor.construct import can_hold, hold_value, spread
 from partita.tensor.dtensor import DTensor, tagged
 from partita.tensor.dtensor_gradients import is_watched
-from partita.tensor.tensor_state import OURS, own_state, state_of
+from partita.tensor.spec import Spec
+from partita.tensor.tensor_state import OURS, count_writes, own_state, state_of, was_written_since
 from partita.tensor.uneven_pieces import empty_with_room
 
 __all__ = [
+    "Block",
     "HeldParameter",
+    "ParameterSlot",
     "allocate_tensor",
+    "block_modules",
+    "find_blocks",
     "find_parameters_and_buffers",
     "has_hooks",
+    "initialize_missing",
+    "materialize",
     "plain_name",
     "refuse_given_up",
     "replace_tensor",
@@ -141,3 +153,350 @@ def refuse_given_up(params: Iterable[torch.Tensor]) -> None:
             reason="it would update parameters that nothing computes with",
             fixes=(Fix(f"optimizer = ...(model.parameters()) after {by}"),),
         )
+
+
+# -- blocks gathered together ----------------------------------------------------------------------
+
+_WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict)
+_CONTAINERS = (*_WITHOUT_FORWARD, nn.Sequential)
+
+
+@dataclass(frozen=True)
+class ParameterSlot:
+    """A module and the attribute under which it holds a parameter."""
+
+    owner: nn.Module
+    attr: str
+
+    @property
+    def parameter(self) -> Any:
+        """The parameter that the module holds now.
+
+        Raises:
+            LayoutError: the module no longer has it: something has replaced it.
+        """
+        found = self.owner._parameters.get(self.attr)
+        if found is None:
+            raise LayoutError(
+                f"a {type(self.owner).__name__} no longer has the parameter {self.attr} that "
+                "pt.zero has sharded",
+                place=user_line(),
+                reason="pt.zero gathers and reduces the parameters that a model had when it came",
+                fixes=(
+                    Fix(
+                        "pt.zero(model, mesh)",
+                        "last: after parametrizations, weight norm, pruning",
+                    ),
+                ),
+            )
+        return found
+
+
+@dataclass
+class Block:
+    """Parameters that are gathered together.
+
+    Attributes:
+        name: the name of its module in the model.
+        modules: the modules whose forward needs the parameters; usually one.
+        slots: for each parameter the places that hold it; more than one where it is tied.
+    """
+
+    name: str
+    modules: tuple[nn.Module, ...]
+    slots: list[list[ParameterSlot]] = field(default_factory=list)
+
+
+def find_blocks(model: nn.Module, chosen: Sequence[str | nn.Module] | None = None) -> list[Block]:
+    """The blocks of `model`, in the order of its modules; together they hold every parameter.
+
+    Args:
+        chosen: the modules that are to be blocks, themselves or as patterns of names
+            ("layers.*": of what lies within another match, the outermost; "*" is each child of the
+            model, and of a ModuleList each of its own); by default the children of the outermost
+            ModuleLists and Sequentials.
+
+    Raises:
+        ValueError: a pattern that matches no module, or only lists of modules, a module that is
+            not the model's or that lies within another block.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    roots = block_modules(model, chosen)
+    home: dict[nn.Module, nn.Module] = {}
+    for root in roots:
+        for module in root.modules():
+            if module in home and chosen is not None:
+                raise ValueError(
+                    f"blocks: {names[module]} lies within the block {names[home[module]]} "
+                    f"and within {names[root]}; name one of the two"
+                )
+            home.setdefault(module, root)
+    slots: dict[nn.Parameter, list[ParameterSlot]] = {}
+    for module in model.modules():
+        for attr, parameter in module._parameters.items():
+            if parameter is not None and parameter.ndim:
+                slots.setdefault(parameter, []).append(ParameterSlot(module, attr))
+    blocks: dict[tuple[nn.Module, ...], Block] = {}
+    for places in slots.values():
+        roots_of = {home.get(s.owner, s.owner): None for s in places}
+        key = tuple(roots_of)
+        name = " and ".join(names[m] or "model" for m in key)
+        blocks.setdefault(key, Block(name, key)).slots.append(places)
+    return list(blocks.values())
+
+
+def block_modules(
+    model: nn.Module, chosen: Sequence[str | nn.Module] | None = None
+) -> list[nn.Module]:
+    """The modules that are blocks of `model`; see `find_blocks`."""
+    if chosen is None:
+        return list(_children_of_lists(model))
+    return _find_chosen_modules(
+        model, chosen, {module: name for name, module in model.named_modules()}
+    )
+
+
+def _children_of_lists(module: nn.Module) -> Iterable[nn.Module]:
+    for child in module.children():
+        if isinstance(module, _CONTAINERS) and not isinstance(child, _WITHOUT_FORWARD):
+            yield child
+        else:
+            yield from _children_of_lists(child)
+
+
+def _find_chosen_modules(
+    model: nn.Module, chosen: Sequence[str | nn.Module], names: dict[nn.Module, str]
+) -> list[nn.Module]:
+    found: dict[nn.Module, None] = {}
+    for one in chosen:
+        if isinstance(one, str):
+            # The model itself has no name, and a list of modules has no forward.
+            called = [m for m, name in names.items() if name and fnmatchcase(name, one)]
+            matching = _keep_outermost([m for m in called if not isinstance(m, _WITHOUT_FORWARD)])
+            if not matching:
+                some = ", ".join(n for n in list(names.values())[1:6])
+                what = f"no module is called {one!r}; there are {some}, ..."
+                if called:
+                    what = f"{one!r} has no forward, but what is in it: '{one}.*'"
+                raise ValueError(f"blocks: {what}")
+            found.update(dict.fromkeys(matching))
+        elif one not in names:
+            raise ValueError(f"blocks: a {type(one).__name__} that is no module of the model")
+        else:
+            found[one] = None
+    return list(found)
+
+
+def _keep_outermost(matching: Sequence[nn.Module]) -> list[nn.Module]:
+    """Those that lie within no other: "*" matches dots too, and "layers.*" means the layers."""
+    within = {child for m in matching for child in m.modules() if child is not m}
+    return [m for m in matching if m not in within]
+
+
+# -- materialization of a model --------------------------------------------------------------------
+
+
+def materialize(
+    model: nn.Module,
+    device: torch.device | str | None = None,
+    *,
+    init_fn: Callable[[nn.Module], Any] | None = None,
+) -> nn.Module:
+    """Give a model on the meta device memory and values, in place, each rank its own pieces.
+
+        with torch.device("meta"):
+            model = GPT(...)
+        pt.parallelize(model, mesh, plan)
+        torch.manual_seed(0)
+        pt.materialize(model)       # as if GPT(...) had been called with this seed
+
+    Args:
+        device: where; that of the mesh where None (of a plain tensor: the CPU).
+        init_fn: called with the model once it has memory; it writes every parameter and buffer. By
+            default the constructors are followed: each module's `reset_parameters`, children
+            first, and then the model's `init_weights` where it has one (of several nested ones,
+            the outermost).
+
+    Shared parameters stay shared. What is not on the meta device is left alone: of a module that
+    holds such a parameter or buffer, in whatever depth, no function is called unless it is
+    `init_fn`.
+
+    Returns:
+        `model`.
+
+    Raises:
+        LayoutError: naming each parameter and buffer that was left without values.
+    """
+    parameters, buffers = find_parameters_and_buffers(model)
+    bare = [held for held in (*parameters, *buffers) if held.tensor.is_meta]
+    specs: dict[str, Spec] = {}
+    for held in bare:
+        t = held.tensor
+        if isinstance(t, DTensor):
+            specs[held.name] = spec = t._spec
+            where = spec.wire.device if device is None else device
+            replace_tensor(
+                held,
+                tagged(empty_with_room(spec, t.dtype, where), spec),
+                by="materialize",
+            )
+        else:
+            replace_tensor(held, torch.empty_like(t, device=device or HOST), by="materialize")
+    writes = {id(held.tensor): count_writes(held.tensor) for held in bare}
+    if not bare:
+        return model
+    if init_fn is None:
+        _run_initializers(model, {id(held.tensor) for held in bare})
+    else:
+        init_fn(model)
+    _refuse_without_values(model, writes)
+    _spread_assigned_values(model, specs)
+    return model
+
+
+def _run_initializers(model: nn.Module, bare: set[int]) -> None:
+    """Run what the constructors of the modules ran, in their order: children come first."""
+    seen: set[nn.Module] = set()
+
+    def is_new(module: nn.Module) -> bool:
+        return all(id(t) in bare for t in (*module.parameters(), *module.buffers()))
+
+    def reset_new_parameters(module: nn.Module) -> None:
+        if module in seen:
+            return
+        seen.add(module)
+        for child in module.children():
+            reset_new_parameters(child)
+        # torch's own modules call it one or the other.
+        reset = getattr(module, "reset_parameters", None) or getattr(
+            module, "_reset_parameters", None
+        )
+        if callable(reset) and is_new(module):
+            reset()
+
+    def init_new_weights(module: nn.Module) -> None:
+        own = getattr(module, "init_weights", None)
+        if callable(own) and is_new(module):
+            own()
+            return
+        for child in module.children():
+            init_new_weights(child)
+
+    reset_new_parameters(model)
+    init_new_weights(model)
+
+
+def _refuse_without_values(model: nn.Module, writes: dict[int, int]) -> None:
+    left: list[HeldParameter] = []
+    for held in (found for kind in find_parameters_and_buffers(model) for found in kind):
+        t = held.tensor
+        count = writes.get(id(t))
+        if count is not None and not was_written_since(t, count) and t.numel():
+            left.append(held)
+    if left:
+        raise LayoutError(
+            "materialize: nothing gave these a value",
+            place=user_line(),
+            operands=tuple(held.name for held in left),
+            reason="no reset_parameters and no init_weights wrote them, and memory is not zeros",
+            fixes=(
+                Fix("pt.materialize(model, init_fn=...)", "a function that writes all of them"),
+                Fix("def init_weights(self): ...", "in the model, called by its constructor too"),
+            ),
+        )
+
+
+def _spread_assigned_values(model: nn.Module, specs: dict[str, Spec]) -> None:
+    """Spread over the mesh again what an init function assigned instead of writing into it."""
+    for held in (found for kind in find_parameters_and_buffers(model) for found in kind):
+        spec = specs.get(held.name)
+        if spec is not None and not isinstance(held.tensor, DTensor):
+            replace_tensor(held, spread(held.tensor, spec), by="materialize")
+
+
+# -- first values of the rest ----------------------------------------------------------------------
+
+
+def initialize_missing(model: nn.Module, init_fn: Callable[[nn.Module], Any] | None) -> None:
+    """Allocate and initialize what of a loaded model is still on the meta device.
+
+    By the init function of the module that holds it (see `load_safetensors`). Other tensors of that
+    module keep their loaded values.
+
+    Raises:
+        LayoutError: naming the tensors that still have no value.
+    """
+    rest = [
+        held for kind in find_parameters_and_buffers(model) for held in kind if held.tensor.is_meta
+    ]
+    for held in rest:
+        allocate_tensor(held, by="load")
+    writes = {id(held.tensor): count_writes(held.tensor) for held in rest}
+    above = _ancestors_of_modules(model)
+    for module in dict.fromkeys(module for held in rest for module, _ in held.homes):
+        _initialize_module(module, above[module], init_fn, writes)
+    left = [held for held in rest if not _was_written(held, writes)]
+    if left:
+        raise LayoutError(
+            "load_safetensors: no file has these, and nothing gave them a value",
+            place=user_line(),
+            operands=tuple(held.name for held in left),
+            reason="they are made where the model is made, which was on the meta device",
+            fixes=(
+                Fix("load_safetensors(..., init_fn=...)", "called with the module that has them"),
+                Fix("def reset_parameters(self): ...", "in that module"),
+            ),
+        )
+
+
+def _initialize_module(
+    module: nn.Module, above: list[nn.Module], init_fn: Any, rest: dict[int, int]
+) -> None:
+    """Run one module's initializer; its loaded tensors keep their values."""
+    initialize = init_fn
+    for name in ("reset_parameters", "_reset_parameters"):
+        own = getattr(module, name, None)
+        if initialize is None and callable(own):
+            initialize = _called_without(own)
+    for outer in above:  # as in models of transformers
+        own = getattr(outer, "_init_weights", None)
+        if initialize is None and callable(own):
+            initialize = own
+    if initialize is None:
+        return
+    held = [
+        t
+        for t in (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        if id(t) not in rest and not t.is_meta
+    ]
+    with Local(), torch.no_grad():
+        kept = [t.detach().clone() for t in held]
+    initialize(module)
+    with Local(), torch.no_grad():
+        for t, value in zip(held, kept, strict=True):
+            t.detach().copy_(value)
+
+
+def _called_without(own: Callable[[], Any]) -> Callable[[nn.Module], Any]:
+    return lambda module: own()
+
+
+def _ancestors_of_modules(model: nn.Module) -> dict[nn.Module, list[nn.Module]]:
+    """For each module those around it, the innermost first."""
+    found: dict[nn.Module, list[nn.Module]] = {model: []}
+    waiting = [model]
+    while waiting:
+        module = waiting.pop()
+        for child in module.children():
+            if child not in found:
+                found[child] = [module, *found[module]]
+                waiting.append(child)
+    return found
+
+
+def _was_written(held: HeldParameter, writes: dict[int, int]) -> bool:
+    module, key = held.homes[0]
+    t = getattr(module, key)
+    if t is not held.tensor:  # assigned anew
+        return True
+    return was_written_since(t, writes[id(t)]) or not t.numel()

@@ -23,7 +23,7 @@ from typing import Any
 
 from partita.layout import Replicate, Shard
 
-from .module_boundary import Inputs, Outputs
+from .parallelize import Inputs, Outputs
 
 __all__ = ["column", "gpt", "inner", "llama", "outer", "row", "transformer", "vocabulary"]
 

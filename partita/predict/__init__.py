@@ -10,12 +10,10 @@ are on the command line.
 """
 
 from .autoplan import ModelPlan, PlannedWay, autoplan
-from .explain import explain
-from .explanation import ConsideredRow, ExplainedMove, ExplainedOp, Explanation
+from .explain import ConsideredRow, ExplainedMove, ExplainedOp, Explanation, explain
 from .machine import Link, Machine, MachineError, load_machine, shipped_machines
 from .show import Shown, show
-from .simulate import simulate
-from .simulation import Simulation
+from .simulate import Simulation, simulate
 from .strategy import MODELS, ModelShape, Strategy, StrategyError
 
 __all__ = [

@@ -1,31 +1,47 @@
 """Calibration: what this machine's ranks reach, measured while all of them work at once.
 
-Every rank (`calibrate_rank`) makes the calls of a deck of kernels in turns, and meets the others in
-collectives between them, as in a step. Of a kernel what the processor works for the median call
-counts, times what passes in all calls over what is worked in them. Of a collective the time counts
-from when the last rank begins to when the first has ended; what passes between two beyond that work
-is `straggling`. Nothing of a model is run.
+Every rank (this module, run by itself) makes the calls of a deck of kernels in turns, and meets the
+others in collectives between them, as in a step. Of a kernel what the processor works for the
+median call counts, times what passes in all calls over what is worked in them. Of a collective the
+time counts from when the last rank begins to when the first has ended; what passes between two
+beyond that work is `straggling`. Nothing of a model is run.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Any, cast
 
-from partita.comm import MEETING
+import torch
 
-from .collective_time import messages_of
-from .machine import Link, Machine, MeasuredCurve, fit_curve
+from partita.comm import MEETING, GroupWire, Request, Wire, init_device_mesh, join, wire_of
+from partita.comm.collective import Splits
+from partita.comm.device import HOST
 
-__all__ = ["calibrate", "machine_toml", "make_machine"]
+from .machine import Link, Machine, MeasuredCurve, collective_bytes, fit_curve, messages_of
+
+__all__ = [
+    "DeckCall",
+    "calibrate",
+    "draw_order",
+    "machine_toml",
+    "main",
+    "make_deck",
+    "make_machine",
+]
 
 _TIMEOUT = 120.0
 
@@ -43,7 +59,7 @@ def calibrate(ranks: int) -> Machine:
         for rank in range(ranks):
             mine = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
             environment = {**os.environ, **mine, MEETING: str(Path(folder) / "meeting")}
-            called = [sys.executable, "-m", f"{__package__}.calibrate_rank"]
+            called = [sys.executable, "-m", f"{__package__}.calibrate"]
             pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
             processes.append(subprocess.Popen(called, env=environment, **pipes))  # type: ignore[call-overload]
         try:
@@ -212,3 +228,346 @@ def _fit_link(collectives: Mapping[str, MeasuredCurve], ranks: int) -> Link:
         return Link(1e-6, 1e12)
     (few, *_, many), (short, *_, long) = curve.amounts, curve.seconds
     return Link(short / messages_of("all_reduce", ranks), (many - few) / max(long - short, 1e-9))
+
+
+# -- a rank that measures --------------------------------------------------------------------------
+
+_SECONDS = 20.0  # of all passes
+_KEPT = 4  # results of the last calls, as a step keeps what others read
+_ELEMENTS = (64, 1 << 12, 1 << 15, 1 << 17, 1 << 19, 1 << 21)  # of four bytes, of a collective
+
+
+@dataclass(frozen=True)
+class _TimedCollective:
+    """A collective that is measured: its kind, its group's ranks, the bytes that each sends."""
+
+    kind: str
+    ranks: int
+    nbytes: float
+    run: Callable[[], object]
+
+
+def main() -> None:
+    """Measure as one of the ranks, and print what was found as a line of JSON."""
+    torch.set_num_threads(1)
+    ranks = int(os.environ["WORLD_SIZE"])
+    if ranks > 1:
+        join()
+    with torch.no_grad():
+        print(json.dumps(_measure(ranks)), flush=True)
+
+
+def _measure(ranks: int) -> dict[str, Any]:
+    deck, collectives = make_deck(), _make_collectives(ranks)
+    draw = random.Random(0)  # the same order on all ranks
+    found: list[list[tuple[float, float]]] = [[] for _ in deck]
+    met: list[dict[str, Any]] = []
+    _run_pass(deck, collectives, draw, found, met)
+    passes = _agree_on_passes(_run_pass(deck, collectives, draw, found, met), ranks)
+    for one in found:
+        one.clear()  # what the first calls prepare is no part of the later ones
+    met.clear()
+    for _ in range(passes):
+        _run_pass(deck, collectives, draw, found, met)
+    reading = _time_clock()
+    kernels = [
+        {
+            "rate": call.rate,
+            "amount": call.amount,
+            "worked": [max(worked - reading, 1e-9) for worked, _ in pairs],
+            "passed": [passed for _, passed in pairs],
+        }
+        for call, pairs in zip(deck, found, strict=True)
+    ]
+    return {"kernels": kernels, "collectives": met}
+
+
+def _time_clock() -> float:
+    """Seconds that it takes to read the clock of this thread's work, which are no call's."""
+    pairs = [(time.thread_time(), time.thread_time()) for _ in range(1000)]
+    return median(after - before for before, after in pairs)
+
+
+def _run_pass(
+    deck: Sequence[DeckCall],
+    collectives: Sequence[_TimedCollective],
+    draw: random.Random,
+    found: list[list[tuple[float, float]]],
+    met: list[dict[str, Any]],
+) -> float:
+    """All calls and all collectives once; returns the seconds of the pass.
+
+    Of each call `found` gets the seconds in which a processor worked for it, and those that passed.
+    """
+    began = time.perf_counter()
+    order = draw_order(deck, draw)
+    turns = draw.sample(collectives, len(collectives))
+    every = -(-len(order) // (len(turns) or 1))
+    kept: deque[Any] = deque(maxlen=_KEPT)
+    for place, number in enumerate(order):
+        if turns and place % every == 0:
+            met.append(_time_collective(turns.pop()))
+        start, worked = time.perf_counter(), time.thread_time()
+        result = deck[number].run()
+        worked = time.thread_time() - worked
+        found[number].append((worked, time.perf_counter() - start))
+        kept.append(result)
+    return time.perf_counter() - began
+
+
+def _time_collective(collective: _TimedCollective) -> dict[str, Any]:
+    """When it began and ended, by the clock of all ranks and by that of this thread's work."""
+    worked, start = time.thread_time(), time.perf_counter()
+    collective.run()
+    end, worked_after = time.perf_counter(), time.thread_time()
+    told = {"kind": collective.kind, "ranks": collective.ranks, "nbytes": collective.nbytes}
+    return {**told, "start": start, "end": end, "worked": (worked, worked_after)}
+
+
+def _agree_on_passes(seconds: float, ranks: int) -> int:
+    """As many as all ranks have time for."""
+    if ranks > 1:
+        wire = wire_of(init_device_mesh(HOST.type, (ranks,), mesh_dim_names=("all",)))
+        told = wire.gather_ints((round(seconds * 1e6),))
+        seconds = max(microseconds for (microseconds,) in told) * 1e-6
+    return max(3, int(_SECONDS / seconds))
+
+
+# -- collectives -----------------------------------------------------------------------------------
+
+
+def _make_collectives(ranks: int) -> list[_TimedCollective]:
+    """Collectives of all ranks, and of as many as each smaller axis of a mesh may have."""
+    found = []
+    for size in (n for n in range(2, ranks + 1) if ranks % n == 0):
+        mesh = init_device_mesh(
+            HOST.type, (ranks // size, size), mesh_dim_names=("others", "group")
+        )
+        wire = cast(GroupWire, wire_of(mesh))
+        wire.process_group(("group",))
+        for elements in _ELEMENTS:
+            found += _collectives_of(wire, ("group",), size, elements)
+    return found
+
+
+def _collectives_of(
+    wire: Wire, axes: tuple[str, ...], ranks: int, elements: int
+) -> list[_TimedCollective]:
+    """One of each kind that graphs have, as they are run there."""
+    x = torch.ones(elements)
+    part, each = x[: elements // ranks].clone(), Splits.evenly(ranks, elements // ranks)
+
+    def gather() -> torch.Tensor:
+        out = part.new_empty(part.numel() * ranks)
+        wire.gather(out, part, axes, Request("all_gather", None, "calibrate"))
+        return out
+
+    def exchange() -> torch.Tensor:
+        out = torch.empty_like(x)
+        wire.all_to_all(out, x, axes, each, each, Request("all_to_all", None, "calibrate"))
+        return out
+
+    def reduce() -> torch.Tensor:
+        return wire.all_reduce(x.clone(), axes, "sum", Request("all_reduce", None, "calibrate"))
+
+    calls = {"all_gather": gather, "all_to_all": exchange, "all_reduce": reduce}
+    whole = 4.0 * part.numel() * ranks
+    return [
+        _TimedCollective(kind, ranks, collective_bytes(kind, ranks, whole), run)
+        for kind, run in calls.items()
+    ]
+
+
+# -- the deck of kernels ---------------------------------------------------------------------------
+# A step runs each call once, between others, over memory that others have used meanwhile. A call
+# that is repeated in a tight loop has its code and its operands in the caches, and what it
+# allocates was just freed. So the calls are made in turns, over pools of tensors, and results are
+# kept for a while.
+
+_aten = torch.ops.aten
+_SIZES = (1 << 8, 1 << 12, 1 << 16, 1 << 18, 1 << 20)  # elements of four bytes
+_LARGE, _HUGE = 1 << 20, 1 << 22
+_POOL = 1 << 23  # bytes of the tensors of one size, where these are smaller
+_IN_A_ROW = 3
+_WIDTH = 128  # of the rows of a kernel that works on rows
+
+
+@dataclass(frozen=True)
+class DeckCall:
+    """One call that is measured.
+
+    Attributes:
+        rate: of `machine.RATES`.
+        amount: bytes that it reads and writes, or operations.
+        run: makes the call; of each run other operands.
+        is_large: it fills caches that are shared, and is measured apart from those that do not.
+    """
+
+    rate: str
+    amount: float
+    run: Callable[[], Any]
+    is_large: bool = False
+
+
+def make_deck() -> list[DeckCall]:
+    """All calls: by bytes, by operations, and those that only cost the host's time."""
+    pools: dict[int, list[torch.Tensor]] = {}
+    return [*_make_host_calls(), *_make_byte_calls(pools), *_make_work_calls()]
+
+
+def draw_order(deck: Sequence[DeckCall], draw: random.Random) -> list[int]:
+    """The numbers of a deck's calls, small ones before large ones, each a few times in a row.
+
+    A step repeats a kind of call too: an optimizer goes through all of its parameters.
+    """
+    found: list[int] = []
+    for is_large in (False, True):
+        numbers = [i for i, call in enumerate(deck) if call.is_large is is_large]
+        draw.shuffle(numbers)
+        found += [i for i in numbers for _ in range(1 if is_large else _IN_A_ROW)]
+    return found
+
+
+def _take_turns(pools: dict[int, list[torch.Tensor]], elements: int) -> Callable[[], torch.Tensor]:
+    """Gives one tensor of a size after the other; all above 0."""
+    if elements not in pools:
+        count = min(max(_POOL // (4 * elements), 3), 64)
+        pools[elements] = [torch.rand(elements) + 0.5 for _ in range(count)]
+    return itertools.cycle(pools[elements]).__next__
+
+
+def _make_host_calls() -> Iterator[DeckCall]:
+    x, number = torch.rand(16, 64), torch.tensor(2.0)
+    yield DeckCall("view", 0.0, lambda: _aten.view.default(x, [64, 16]))
+    yield DeckCall("view", 0.0, lambda: _aten.slice.Tensor(x, 0, 2, 8))
+    yield DeckCall("view", 0.0, lambda: _aten.t.default(x))
+    yield DeckCall("number", 0.0, lambda: _aten.mul.Tensor(number, number))
+    yield DeckCall("number", 0.0, lambda: _aten.sub.Tensor(number, 1))
+
+
+def _make_byte_calls(pools: dict[int, list[torch.Tensor]]) -> Iterator[DeckCall]:
+    for elements in _SIZES:
+        one = _take_turns(pools, elements)
+        calls = [*_make_light_calls(one, 4.0 * elements)]
+        calls += _make_heavy_calls(one, elements, 4.0 * elements)
+        yield from (replace(call, is_large=elements >= _LARGE) for call in calls)
+    for call in _make_light_calls(_take_turns(pools, _HUGE), 4.0 * _HUGE):
+        yield replace(call, is_large=True)
+
+
+def _make_light_calls(one: Callable[[], torch.Tensor], nbytes: float) -> Iterator[DeckCall]:
+    factor = torch.tensor(0.999)
+    yield DeckCall("arithmetic", 3 * nbytes, lambda: _aten.add.Tensor(one(), one()))
+    yield DeckCall("arithmetic", 2 * nbytes, lambda: _aten.mul.Tensor(one(), factor))
+    yield DeckCall("arithmetic", 3 * nbytes, lambda: _aten.lerp.Tensor(one(), one(), factor))
+    yield DeckCall("copy", 2 * nbytes, lambda: _aten.copy_.default(one(), one()))
+    yield DeckCall("copy", 4 * nbytes, lambda: _aten.cat.default([one(), one()]))
+
+
+def _make_heavy_calls(
+    one: Callable[[], torch.Tensor], elements: int, nbytes: float
+) -> Iterator[DeckCall]:
+    shape = [elements // _WIDTH, _WIDTH]
+    weight, bias = torch.rand(_WIDTH), torch.rand(_WIDTH)
+    rows = torch.randint(0, shape[0], (shape[0],))
+
+    def table() -> torch.Tensor:
+        return one().view(shape)
+
+    def heads() -> torch.Tensor:
+        """Rows of 32 elements, in another order than they lie in."""
+        return one().view(-1, 2, elements // 64, 32).transpose(1, 2)
+
+    yield DeckCall("root", 2 * nbytes, lambda: _aten.sqrt.default(one()))
+    yield DeckCall("transcendental", 2 * nbytes, lambda: _aten.gelu.default(one()))
+    yield DeckCall("transcendental", 2 * nbytes, lambda: _aten.exp.default(one()))
+    yield DeckCall("sigmoid", 2 * nbytes, lambda: _aten.silu.default(one()))
+    yield DeckCall("unvectorized", 2.25 * nbytes, lambda: _aten.native_dropout(one(), 0.1, True))
+    side = 16 if elements >= 1 << 12 else 4
+    images = [elements // (16 * side * side), 16, side, side]
+    yield DeckCall(
+        "unvectorized",
+        1.75 * nbytes,
+        lambda: _aten.max_pool2d_with_indices.default(one().view(images), [2, 2], [2, 2]),
+    )
+    yield DeckCall("softmax", 2 * nbytes, lambda: _aten._log_softmax.default(table(), 1, False))
+    yield DeckCall(
+        "norm",
+        2 * nbytes,
+        lambda: _aten.native_layer_norm.default(table(), [_WIDTH], weight, bias, 1e-5),
+    )
+    yield DeckCall("reduction", nbytes, lambda: _aten.sum.dim_IntList(table(), [0]))
+    yield DeckCall("reduction", nbytes, lambda: _aten.mean.dim(table(), [1]))
+    dense = {"memory_format": torch.contiguous_format}
+    yield DeckCall("permute", 2 * nbytes, lambda: _aten.clone.default(heads(), **dense))
+    yield DeckCall("gather", 2 * nbytes, lambda: _aten.embedding.default(table(), rows))
+    yield DeckCall(
+        "scatter",
+        2 * nbytes,
+        lambda: _aten.embedding_dense_backward.default(table(), rows, shape[0], -1, False),
+    )
+
+
+def _make_work_calls() -> Iterator[DeckCall]:
+    for size in (32, 64, 128, 256, 512):
+        yield from (replace(call, is_large=size == 512) for call in _make_products(size))
+    half = torch.rand(128, 128).bfloat16()
+    yield DeckCall("matmul_bfloat16", 2.0 * 128**3, lambda: _aten.mm.default(half, half))
+    for length, width in ((32, 32), (128, 32), (256, 64)):
+        yield from _make_attention(length, width)
+    for images, size, channels in ((1, 8, 16), (16, 8, 16), (32, 16, 32)):
+        flops = 2.0 * images * size * size * channels * 2 * channels * 9
+        is_large = images == 32
+        for call in _make_convolutions("", flops, images, size, channels, 2 * channels):
+            yield replace(call, is_large=is_large)
+    for images in (1, 32):  # three colours
+        flops = 2.0 * images * 16 * 16 * 3 * 32 * 9
+        yield from _make_convolutions("thin_", flops, images, 16, 3, 32)
+
+
+def _make_products(size: int) -> Iterator[DeckCall]:
+    """A product of two matrices, as forward and as the gradient of a weight has it."""
+    a, b = torch.rand(size, size), torch.rand(size, size)
+    flops = 2.0 * size**3
+    yield DeckCall("matmul", flops, lambda: _aten.mm.default(a, b.t()))
+    yield DeckCall("matmul", flops, lambda: _aten.mm.default(a.t(), b))
+    if size <= 256:
+        many = torch.rand(4, size, size)
+        yield DeckCall("batched_matmul", 4 * flops, lambda: _aten.bmm.default(many, many))
+
+
+def _make_attention(length: int, width: int) -> Iterator[DeckCall]:
+    """Causal attention of two sequences and four heads, forward and backward."""
+    forward = _aten._scaled_dot_product_flash_attention_for_cpu.default
+    backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    q, k, v, gradient = (torch.rand(2, 4, length, width) for _ in range(4))
+    out, logsumexp = forward(q, k, v, 0.0, True)
+    flops = 0.5 * 4 * 2 * 4 * length**2 * width
+    yield DeckCall("attention", flops, lambda: forward(q, k, v, 0.0, True))
+    yield DeckCall(
+        "attention_backward",
+        2.5 * flops,
+        lambda: backward(gradient, q, k, v, out, logsumexp, 0.0, True),
+    )
+
+
+def _make_convolutions(
+    thin: str, flops: float, images: int, size: int, channels: int, more: int
+) -> Iterator[DeckCall]:
+    """A convolution of 3 x 3 of square images, and its backward."""
+    x, weight = torch.rand(images, channels, size, size), torch.rand(more, channels, 3, 3)
+    how = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    gradient = torch.rand(images, more, size, size)
+    forward, backward = _aten.convolution.default, _aten.convolution_backward.default
+    # The gradient of the images themselves is asked for by nobody.
+    wanted, times = ([False, True, False], 1) if thin else ([True, True, False], 2)
+    yield DeckCall(f"{thin}convolution", flops, lambda: forward(x, weight, None, *how))
+    yield DeckCall(
+        f"{thin}convolution_backward",
+        times * flops,
+        lambda: backward(gradient, x, weight, None, *how, wanted),
+    )
+
+
+if __name__ == "__main__":
+    main()

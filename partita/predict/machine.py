@@ -2,7 +2,9 @@
 
 A machine is a TOML file. Three from public data sheets are shipped (`h100`, `h200`, `a100`); one's
 own is written by `partita calibrate`. Amounts are numbers in base units (bytes, seconds, operations
-a second) or text with a unit: "3.35 TB/s", "20 us", "989 TFLOP/s".
+a second) or text with a unit: "3.35 TB/s", "20 us", "989 TFLOP/s". Collectives are priced by
+formulas of rings and trees over a link; kernels by a curve of their rate where one was measured,
+else by the roofline (`timeline`).
 """
 
 from __future__ import annotations
@@ -17,18 +19,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-from .collective_time import COLLECTIVES, Link
-from .kernel_rates import RATES
+from torch import fx
 
 __all__ = [
+    "BY_FLOPS",
+    "COLLECTIVES",
     "EFFICIENCIES",
+    "RATES",
     "Link",
     "Machine",
     "MachineError",
     "MeasuredCurve",
+    "collective_bytes",
+    "collective_seconds",
     "fit_curve",
     "load_machine",
+    "messages_of",
+    "rate_of",
     "read_link",
     "shipped_machines",
 ]
@@ -121,7 +128,7 @@ class Machine:
         straggling: what part of the time of computing the slowest rank is behind the others when
             they meet in a collective.
         step_seconds: of a step beside its kernels and collectives: what the host does for a call.
-        kernels: seconds by amount of kinds of kernels (see `kernel_rates`), where measured; the
+        kernels: seconds by amount of kinds of kernels (see `RATES`), where measured; the
             roofline prices the others.
         collectives: seconds by bytes that a rank sends, by kind and number of ranks
             ("all_gather-4"), where measured; rings and trees with the links' figures price the
@@ -412,3 +419,191 @@ class _Reader:
 
     def _make_error(self, key: str, what: str) -> MachineError:
         return MachineError(f"{self.path}: {key} {what}")
+
+
+# -- times of collectives --------------------------------------------------------------------------
+
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send")
+"""The kinds that have a formula."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """How a rank reaches the others along a mesh axis.
+
+    Attributes:
+        latency: seconds of one message, from one rank to the next.
+        bandwidth: bytes per second that a rank sends, in one direction.
+    """
+
+    latency: float
+    bandwidth: float
+
+
+def messages_of(kind: str, ranks: int) -> int:
+    """Messages that a rank of a ring sends one after the other.
+
+    Args:
+        kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast" or "send".
+
+    Raises:
+        ValueError: a kind that is not known.
+    """
+    if ranks == 1:
+        return 0
+    steps: dict[str, int] = {
+        "all_gather": ranks - 1,
+        "reduce_scatter": ranks - 1,
+        "all_reduce": 2 * (ranks - 1),
+        "all_to_all": ranks - 1,  # pairwise exchange
+        "broadcast": ranks - 1,  # a pipeline along the ring
+        "send": 1,
+    }
+    if kind not in steps:
+        raise ValueError(f"no collective {kind!r}: {', '.join(steps)} are")
+    return steps[kind]
+
+
+def collective_bytes(kind: str, ranks: int, whole: float) -> float:
+    """Bytes that one rank of a ring sends.
+
+    Args:
+        whole: bytes of the unsharded tensor: what an all-gather gives, what a reduce-scatter or an
+            all-reduce takes, what a rank holds before an all-to-all, what is sent.
+
+    Raises:
+        ValueError: a kind that is not known.
+    """
+    messages = messages_of(kind, ranks)
+    if kind in ("send", "broadcast"):
+        return whole if messages else 0.0
+    return messages * whole / ranks
+
+
+def collective_seconds(
+    kind: str, ranks: int, nbytes: float, link: Link, *, each_on_its_host: bool = False
+) -> float:
+    """Seconds from when the last rank begins to the end, by the quicker algorithm.
+
+    Args:
+        nbytes: that one rank of a ring sends, as `collective_bytes` or a ledger has them.
+        each_on_its_host: no two of the ranks share a host.
+
+    Raises:
+        ValueError: a kind that is not known.
+    """
+    if ranks == 1:
+        return 0.0
+    ring = messages_of(kind, ranks) * link.latency + nbytes / link.bandwidth
+    levels = math.ceil(math.log2(ranks))
+    if kind in ("all_gather", "reduce_scatter") and each_on_its_host:
+        return min(ring, (levels + ranks / 5) * link.latency + nbytes / (0.75 * link.bandwidth))
+    if kind != "all_reduce":
+        return ring
+    # All of the tensor goes up and comes down; a ring sends (ranks - 1) of its `ranks` parts twice.
+    carried = nbytes * ranks / (ranks - 1)
+    trees = 2 * levels * link.latency + carried / link.bandwidth
+    return min(ring, trees)
+
+
+# -- rates of kernels ------------------------------------------------------------------------------
+
+_RATES = {
+    "copy": "cat stack clone copy_ copy _to_copy contiguous constant_pad_nd repeat fill_ zero_ "
+    "full full_like zeros zeros_like ones ones_like new_zeros new_full empty slice_scatter arange",
+    "root": "sqrt rsqrt sqrt_ _foreach_sqrt",
+    "transcendental": "gelu gelu_backward exp log log1p expm1 tanh mish softplus softplus_backward "
+    "erf pow sin cos logsumexp",
+    "sigmoid": "sigmoid silu silu_backward",
+    "softmax": "_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data "
+    "nll_loss_forward nll_loss_backward",
+    "norm": "native_layer_norm native_layer_norm_backward native_group_norm "
+    "native_group_norm_backward native_batch_norm native_batch_norm_backward "
+    "_native_batch_norm_legit _native_batch_norm_legit_functional _fused_rms_norm "
+    "_fused_rms_norm_backward batch_norm_backward",
+    "reduction": "sum mean amax amin max min linalg_vector_norm norm any all argmax prod "
+    "max_pool2d_with_indices_backward avg_pool2d_backward",
+    "unvectorized": "max_pool2d_with_indices avg_pool2d var var_mean native_dropout bernoulli "
+    "normal_ uniform_",
+    "gather": "embedding index index_select gather",
+    "scatter": "embedding_dense_backward scatter scatter_ scatter_add scatter_add_ index_put "
+    "index_put_ index_add _unsafe_index_put sort topk cumsum one_hot",
+    "batched_matmul": "bmm baddbmm",
+    "convolution": "convolution",
+    "convolution_backward": "convolution_backward",
+    "thin_convolution": "",
+    "thin_convolution_backward": "",
+}
+_RATE_OF = {name: rate for rate, names in _RATES.items() for name in names.split()}
+BY_FLOPS = (
+    "matmul",
+    "batched_matmul",
+    "convolution",
+    "convolution_backward",
+    "thin_convolution",
+    "thin_convolution_backward",
+    "attention",
+    "attention_backward",
+)
+"""Rates whose amounts are operations; those of the others are bytes, read and written."""
+RATES = (
+    *_RATES,
+    "matmul",
+    "attention",
+    "attention_backward",
+    "permute",
+    "arithmetic",
+    "view",
+    "number",
+)
+"""All that a machine may have a curve of."""
+_HOST_ONLY = ("getitem", "wait_tensor")
+_MULTIPLIED_POWERS = (2, 3)
+_THIN = 4
+"""Input channels of a group up to which a convolution has too few products to each output."""
+
+
+def rate_of(node: fx.Node, name: str, kind: str) -> str:
+    """The rate of a call; "" of one that costs nothing at all.
+
+    Args:
+        name: of the operator.
+        kind: of the kernel, as `Kernel` has it.
+    """
+    short = name.split("::")[-1]
+    if kind == "free":
+        return "" if short in _HOST_ONLY else _rate_of_free(node)
+    if kind == "attention":
+        return "attention_backward" if "backward" in short else "attention"
+    if kind == "matmul":
+        thin = "thin_" if short.startswith("convolution") and _count_channels(node) <= _THIN else ""
+        return thin + _RATE_OF.get(short, "matmul")
+    if short == "pow" and len(node.args) > 1 and node.args[1] in _MULTIPLIED_POWERS:
+        return "arithmetic"
+    if _moves_apart(node, short):
+        return "permute"
+    return _RATE_OF.get(short, "arithmetic")
+
+
+def _count_channels(node: fx.Node) -> int:
+    """Input channels of a group of a convolution, by its weight."""
+    weight: Any = node.args[2 if "backward" in str(node.target) else 1]
+    return int(weight.meta["val"].shape[1])
+
+
+def _rate_of_free(node: fx.Node) -> str:
+    """Of a view, or of a number: the host's time, at each node."""
+    value = node.meta.get("val")
+    schema = getattr(node.target, "_schema", None)
+    is_view = schema is not None and any(r.alias_info is not None for r in schema.returns)
+    if is_view or not isinstance(value, torch.Tensor) or value.numel() != 1:
+        return "view"
+    return "number"
+
+
+def _moves_apart(node: fx.Node, short: str) -> bool:
+    """Does it copy what does not lie in one piece?"""
+    if short not in ("clone", "reshape", "_unsafe_view", "contiguous") or not node.all_input_nodes:
+        return False
+    before = node.all_input_nodes[0].meta.get("val")
+    return isinstance(before, torch.Tensor) and not before.is_contiguous()

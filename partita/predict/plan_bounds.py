@@ -22,8 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from .machine import Machine, MeasuredCurve
-from .strategy import ModelShape
-from .way import Way
+from .strategy import ModelShape, Way
 
 __all__ = ["guess_bytes", "guess_seconds", "least_bytes", "least_seconds"]
 

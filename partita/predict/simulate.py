@@ -1,9 +1,15 @@
-"""`pt.simulate`: the cost of a step on a machine that is not here, by its captured graph."""
+"""Simulations: `pt.simulate`, what a step would cost on a machine that is not here.
+
+A step is captured and not run; its graph is played (`timeline`), and its memory read from the
+schedule. What was found is a `Simulation`: numbers, a table, a timeline, a report.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +18,34 @@ from torch import nn
 
 from partita.comm import own_lines_shown
 from partita.comm.device import HOST
+from partita.comm.ledger import human
 from partita.compile import CompiledStep
 from partita.compile import compile as compile_step
 from partita.compile.capture.fakes import captured_for, local_of
 from partita.compile.capture.state import state_of
-from partita.compile.memory.schedule import HeldInput
+from partita.compile.captured_program import list_sent_moves
+from partita.compile.graph_nodes import note_of
+from partita.compile.memory.schedule import Buffer, HeldInput, Memory
 from partita.compile.memory.storages import held_by, scheduled
 from partita.compile.program import Program
+from partita.compile.step_report import facts_of_layouts, facts_of_memory, facts_of_moves
+from partita.report import RunFacts, TimelineEvent, save_trace, write_report
 
-from .call_text import read_mesh
 from .machine import Link, Machine, MachineError, load_machine
-from .simulation import Simulation, simulation_of
+from .rehearsal import read_mesh
 from .strategy import ModelShape, Strategy, StrategyError, check_counts, make_step, shape_of
 from .strategy import __file__ as strategy_file
-from .timeline import play_graph
+from .timeline import PlayedStep, bytes_per_axis, play_graph
 
-__all__ = ["capture_model", "simulate", "simulate_program", "with_links"]
+__all__ = [
+    "CLASSES",
+    "Simulation",
+    "capture_model",
+    "simulate",
+    "simulate_program",
+    "simulation_of",
+    "with_links",
+]
 
 
 def simulate(
@@ -212,3 +230,258 @@ def _sizes_of_mesh(mesh: Any) -> dict[str, int]:
     names = mesh.mesh_dim_names
     sizes = dict(zip(names, mesh.shape, strict=True))
     return sizes
+
+
+# -- what was found --------------------------------------------------------------------------------
+
+CLASSES = ("weights", "gathered", "gradients", "optimizer", "activations", "workspace", "arguments")
+_HELD = {
+    "parameter": "weights",
+    "buffer": "weights",
+    "optimizer": "optimizer",
+    "gradient": "gradients",
+}
+_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A step that was not run, and what it would cost a rank.
+
+    Attributes:
+        what, mesh, machine: that was simulated.
+        seconds: of a step. A roofline with stated efficiencies: what the host does, waiting for
+            slower ranks and for data is not in it.
+        compute_seconds: in which the processor computes.
+        exposed: for the axes of collectives, seconds in which the processor waits for them. Rings
+            and trees with one link each; collectives of different axes do not slow each other.
+        link_seconds: likewise, in which the links work.
+        nbytes: likewise, bytes that a rank sends; equal to a ledger's of the step.
+        flops: operations of matrix products and attention of a rank; what remat makes again counts.
+        model_flops: without what is made again.
+        dtype: in which most of them are.
+        tokens: of a step on all ranks together; None where that is not known.
+        peak: bytes at the moment at which most is held. Of the graph as it is run node by node: a
+            compiler that fuses holds less; an allocator's fragments are not in it, nor what a GPU's
+            kernels hold while they run.
+        classes: bytes of `peak` by class. Gradients are what an optimizer reads, or a collective
+            reduces; activations what forward made; the rest of backward is workspace.
+        holders: the biggest buffers at that moment.
+        timeline: the events, for `save_trace`.
+        facts: bytes over the step, moves by line and layouts of parameters, for `report`.
+    """
+
+    what: str
+    mesh: Mapping[str, int]
+    machine: Machine
+    seconds: float
+    compute_seconds: float
+    exposed: Mapping[str, float]
+    link_seconds: Mapping[str, float]
+    nbytes: Mapping[str, int]
+    flops: float
+    model_flops: float
+    dtype: str
+    tokens: int | None
+    peak: int
+    classes: Mapping[str, int]
+    holders: tuple[Buffer, ...] = ()
+    timeline: PlayedStep = field(default_factory=PlayedStep, repr=False, compare=False)
+    facts: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def fits(self) -> bool:
+        """Is the peak within the machine's memory?"""
+        return self.peak <= self.machine.memory_bytes
+
+    @cached_property
+    def tokens_per_second(self) -> float | None:
+        """Of all ranks together; None where a step's tokens are not known or it takes no time."""
+        return self.tokens / self.seconds if self.tokens and self.seconds else None
+
+    @cached_property
+    def mfu(self) -> float:
+        """Model FLOPs utilization: operations that are not made again, over what the machine could
+        do in that time in the dtype of most of them (Chowdhery et al., arXiv 2204.02311); 0 of a
+        step that takes no time."""
+        if not self.seconds:
+            return 0.0
+        return self.model_flops / (self.seconds * self.machine.peak_flops(self.dtype))
+
+    def save_trace(self, path: str | Path) -> None:
+        """Write the timeline as JSON that Perfetto (ui.perfetto.dev) opens."""
+        save_trace(self.events, path)
+
+    @property
+    def events(self) -> Sequence[TimelineEvent]:
+        """What each stream does when."""
+        return self.timeline.events
+
+    @property
+    def source(self) -> str:
+        """Where the timeline is from, and what is not in it."""
+        return f"Simulated on {self.machine.name}: no host, no stragglers, no data loading"
+
+    def report(self, path: str | Path, *others: Simulation) -> None:
+        """Write a page that needs no network: the timeline by stream, memory over the step by
+        class, bytes by line, layouts of the parameters; others beside it. Needs plotly.
+
+        Raises:
+            ValueError: plotly is not installed.
+            OSError: the file cannot be written.
+        """
+        write_report(path, *(one.make_run_facts() for one in (self, *others)))
+
+    def make_run_facts(self) -> RunFacts:
+        """What a report shows of it."""
+        run = RunFacts(self.title, figures=self._make_rows(), **self.facts)
+        run.timeline, run.timeline_source = [*self.events], self.source
+        return run
+
+    @property
+    def title(self) -> str:
+        """What was simulated, on how many ranks of what."""
+        axes = ",".join(f"{name}={size}" for name, size in self.mesh.items()) or "one rank"
+        return f"{self.what} on {axes} of {self.machine.name}"
+
+    def _make_rows(self) -> list[tuple[str, str, str]]:
+        """Names, amounts, and what is in them and what is not."""
+        rows = [
+            (
+                "step",
+                _format_seconds(self.seconds),
+                "a roofline; no host, no stragglers, no data loading",
+            ),
+            (
+                "compute",
+                _format_seconds(self.compute_seconds),
+                f"{self.flops / 1e12:.4g} TFLOP a rank",
+            ),
+        ]
+        for name in sorted(self.link_seconds):
+            sent = human(self.nbytes.get(name, 0))
+            said = f"of {_format_seconds(self.link_seconds[name])}, {sent} sent; rings and trees"
+            rows.append((f"exposed {name}", _format_seconds(self.exposed.get(name, 0.0)), said))
+        if self.tokens_per_second is not None:
+            said = f"{self.tokens:,} a step, all ranks together"
+            rows.append(("tokens/s", f"{self.tokens_per_second:,.0f}", said))
+        said = f"of {self.machine.peak_flops(self.dtype) / 1e12:.4g} TFLOP/s in {self.dtype}"
+        rows.append(("MFU", f"{self.mfu:.1%}", said + "; what is made again is not counted"))
+        said = f"of {human(int(self.machine.memory_bytes))}: "
+        said += "fits" if self.fits else "DOES NOT FIT"
+        rows.append(("peak memory", human(self.peak), said + "; run node by node, no fragments"))
+        rows += [(f"  {name}", human(size), "") for name, size in self.classes.items() if size]
+        return rows
+
+    def __str__(self) -> str:
+        rows = self._make_rows()
+        widths = [max(len(row[i]) for row in rows) for i in range(2)]
+        lines = [
+            self.title,
+            *(
+                f"  {name.ljust(widths[0])}  {value.rjust(widths[1])}  {said}".rstrip()
+                for name, value, said in rows
+            ),
+        ]
+        if self.holders:
+            lines.append("  held at the peak, biggest first")
+            for buffer in self.holders[:_SHOWN]:
+                why = " ".join(filter(None, (buffer.phase, buffer.reason, buffer.source)))
+                lines.append(f"    {human(buffer.nbytes):>9}  {buffer.name} {buffer.made_by} {why}")
+        return "\n".join(lines)
+
+
+def simulation_of(
+    program: Program,
+    memory: Memory,
+    played: PlayedStep,
+    *,
+    what: str,
+    mesh: Mapping[str, int],
+    machine: Machine,
+    tokens: int | None,
+) -> Simulation:
+    """What a program that was played costs."""
+    reduced = {machine.name_kernel(name) for name in _find_gradient_names(program)}
+    if machine.overlaps:  # what kernels and collectives of CPUs hold meanwhile, GPUs' do not
+        memory = replace(memory, buffers=tuple(b for b in memory.buffers if not b.passing))
+    memory = replace(memory, buffers=tuple(_named_for(machine, b) for b in memory.buffers))
+    peak, classes, holders = _classes_at_peak(memory, reduced)
+    busy = dict(played.busy)
+    return Simulation(
+        what=what,
+        mesh=dict(mesh),
+        machine=machine,
+        seconds=played.seconds,
+        compute_seconds=busy.pop("compute", 0.0),
+        exposed=dict(played.exposed),
+        link_seconds=busy,
+        nbytes=bytes_per_axis(program),
+        flops=played.flops,
+        model_flops=played.model_flops,
+        dtype=played.dtype,
+        tokens=tokens,
+        peak=peak,
+        classes=classes,
+        holders=holders,
+        timeline=played,
+        facts={
+            "memory": facts_of_memory(memory, lambda buffer: _class_of(buffer, reduced)),
+            "moves": facts_of_moves(list_sent_moves(program)),
+            "layouts": facts_of_layouts(program),
+        },
+    )
+
+
+def _named_for(machine: Machine, buffer: Buffer) -> Buffer:
+    """The buffer, with the names that kernels have on the machine."""
+    name, made_by = map(machine.name_kernel, (buffer.name, buffer.made_by))
+    return replace(buffer, name=name, made_by=made_by)
+
+
+def _classes_at_peak(
+    memory: Memory, reduced: set[str]
+) -> tuple[int, dict[str, int], tuple[Buffer, ...]]:
+    """The peak in bytes, what it is made of, and the biggest buffers."""
+    here = memory.at(memory.peak_place)
+    classes = dict.fromkeys(CLASSES, 0)
+    for held in memory.held:
+        classes[_HELD.get(held.kind, "arguments")] += held.nbytes
+    for buffer in here:
+        classes[_class_of(buffer, reduced)] += buffer.nbytes
+    return sum(classes.values()), classes, tuple(here[:16])
+
+
+def _class_of(buffer: Buffer, reduced: set[str]) -> str:
+    if buffer.passing:
+        return "workspace"
+    if buffer.reason in ("gather", "regather", "persistent"):
+        return "gathered"
+    if buffer.reason == "gradient" or buffer.name in reduced:
+        return "gradients"
+    return "activations" if buffer.phase == "forward" else "workspace"
+
+
+def _find_gradient_names(program: Program) -> set[str]:
+    """Names of what backward makes and an update, or the reduction of gradients, reads."""
+    found = set()
+    for node in program.flat().graph.graph.nodes:
+        note = note_of(node)
+        if note.phase != "update" and note.reason not in ("gradient", "settle"):
+            continue
+        for operand in node.all_input_nodes:
+            of = note_of(operand)
+            while operand.op == "call_function" and of.phase == "backward":
+                found.add(operand.name)
+                operands = operand.all_input_nodes
+                if "view" not in str(operand.target) and "reshape" not in str(operand.target):
+                    break
+                operand, of = operands[0], note_of(operands[0])
+    return found
+
+
+def _format_seconds(seconds: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"

@@ -9,11 +9,11 @@ In reading order: `region` (`remat`, the call), `policy` and `names` (which resu
 (objects that stand for functions).
 """
 
-from .errors import RematError
+from .counters import Report, remat_report
 from .policy import Call, keep_collectives, one_call
 from .recompute import is_recomputing
 from .region import checkpoint_name, remat
-from .report import Report, remat_report
+from .watched_calls import RematError
 
 __all__ = [
     "Call",

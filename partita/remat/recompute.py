@@ -21,22 +21,23 @@ from partita.layout import Fix
 from partita.tensor.autograd import frees_graph, without_history
 from partita.tensor.tensor_state import HERE
 
-from .call_key import (
+from .counters import FlopMode, Recomputed, open_reports
+from .policy import OneCall
+from .record import ForwardRecord, RecordedCall, check_unwritten
+from .saved_state import KeptCall, KeptKernels, ReplayMode
+from .watched_calls import (
+    FunctionKind,
     Key,
+    RematError,
     TensorOrigins,
     describe_call,
     find_call_site,
+    is_internal,
+    make_call_mode,
     make_inputs_key,
     redistribution_key,
     run_from_here,
 )
-from .calls import RecordedCall, check_unwritten
-from .errors import RematError
-from .modes import FunctionKind, is_internal, make_call_mode
-from .policy import OneCall
-from .record import ForwardRecord
-from .report import FlopMode, Recomputed, open_reports
-from .saved_results import KeptCall, KeptKernels, ReplayMode
 
 __all__ = ["Recomputation", "is_recomputing"]
 

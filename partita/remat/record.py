@@ -1,14 +1,18 @@
-"""The record of a region's first run, from which it can be run again in backward.
+"""Records of a region's first run, from which it can be run again in backward.
 
 Each call gets an entry under its key, and each tensor that autograd would save a slot in its call's
-entry. Autograd saves the slot in place of the tensor, which is freed.
+entry. Autograd saves the slot in place of the tensor, which is freed. A call also notes which
+versions it read of tensors from outside of the region: the second run reads them anew. A name that
+the program gives to a result comes after the call that made it, so that results are described,
+without their memory, until it is known which calls make named ones.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -16,21 +20,209 @@ from torch import nn
 from torch._C import DisableTorchFunctionSubclass as Local
 from torch.autograd.graph import saved_tensors_hooks
 
-from partita.parallel.nested_tensors import tensors_in
+from partita.layout import Fix
+from partita.parallel.batch import find_instances, replace_instances, tensors_in
 from partita.tensor.autograd import saving_hooks
-from partita.tensor.tensor_state import HERE
+from partita.tensor.tensor_state import HERE, state_of
 
-from .ambient_state import AmbientState, RandomStates, is_random
-from .call_key import Key, TensorOrigins, find_call_site, make_inputs_key, redistribution_key
-from .calls import RecordedCall, SavedSlot, find_reads
-from .errors import RematError
-from .inputs import RegionInputs
-from .modes import FunctionKind, is_internal
+from .counters import open_reports
 from .policy import OneCall, Policy
-from .report import open_reports
-from .saved_results import KeepMode, KeptCall, KeptKernels, OpaqueSaves, SavedInOpaque, storage_id
+from .saved_state import (
+    AmbientState,
+    KeepMode,
+    KeptCall,
+    KeptKernels,
+    OpaqueSaves,
+    RandomStates,
+    RegionInputs,
+    SavedInOpaque,
+    is_random,
+    storage_id,
+)
+from .watched_calls import (
+    FunctionKind,
+    Key,
+    RematError,
+    TensorOrigins,
+    describe_call,
+    find_call_site,
+    is_internal,
+    make_inputs_key,
+    make_local_alias,
+    redistribution_key,
+)
 
-__all__ = ["ForwardRecord"]
+__all__ = [
+    "ForwardRecord",
+    "LearnedNames",
+    "Read",
+    "RecordedCall",
+    "RunNames",
+    "SavedSlot",
+    "check_unwritten",
+    "find_reads",
+]
+
+Read = tuple[int, "weakref.ref[torch.Tensor]", int]
+"""(index among the call's tensors, the tensor that holds the values at rest, its version)."""
+
+
+class RecordedCall:
+    """One call of the first run.
+
+    Attributes:
+        key, ordinal: its identity; the ordinal is among the calls of this key.
+        number: among all calls of the run.
+        slots: of the tensors that autograd saved in it, which the second run has to fill.
+        draws: the states of random generators, where it draws.
+        kept: its kept result, or None.
+        reads: its tensors from outside of the region.
+        borrowed: of a kept opaque call: saved tensors that are views of its inputs, as (input,
+            size, stride, offset).
+    """
+
+    __slots__ = ("borrowed", "draws", "kept", "key", "number", "ordinal", "reads", "slots")
+
+    def __init__(self, key: Key, ordinal: int, number: int):
+        self.key, self.ordinal, self.number = key, ordinal, number
+        self.slots: list[weakref.ref[SavedSlot]] = []
+        self.draws: RandomStates | None = None
+        self.kept: KeptKernels | KeptCall | None = None
+        self.reads: tuple[Read, ...] = ()
+        self.borrowed: list[tuple[Any, ...]] = []
+
+    def __str__(self) -> str:
+        return describe_call(self.key)
+
+
+class SavedSlot:
+    """Stands for a tensor that autograd saved. Only autograd holds it.
+
+    Attributes:
+        recompute: called with the slot, runs the region again to fill it.
+        inside: the tensor was made within an opaque call, unseen.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "dtype",
+        "event",
+        "inside",
+        "recompute",
+        "shape",
+        "value",
+        "version",
+    )
+
+    def __init__(
+        self,
+        recompute: Callable[[SavedSlot], None],
+        event: RecordedCall,
+        shape: torch.Size,
+        dtype: torch.dtype,
+    ):
+        self.recompute, self.event, self.shape, self.dtype = recompute, event, shape, dtype
+        self.value: torch.Tensor | None = None
+        self.version = 0
+        self.inside = False
+
+    def fill(self, t: torch.Tensor) -> None:
+        self.value = make_local_alias(t)
+        self.version = self.value._version
+
+    def take(self) -> torch.Tensor:
+        """The tensor, recomputed if it is not here; the slot is empty afterwards."""
+        if self.value is None:
+            self.recompute(self)
+        value, self.value = self.value, None
+        assert value is not None
+        if value._version != self.version:  # with hooks, autograd does not look
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: {tuple(self.shape)}, saved by {self.event}"
+            )
+        return value
+
+
+# -- tensors from outside of a region ---------------------------------------------------
+
+
+def find_reads(tensors: list[torch.Tensor], origins: TensorOrigins) -> tuple[Read, ...]:
+    """The `tensors` of a call that are from outside of its region, with their versions."""
+    found: tuple[Read, ...] = ()
+    for i, t in enumerate(tensors):
+        if origins.of(t) is None:
+            held, version = _find_source(t)
+            found += ((i, weakref.ref(held), version),)
+    return found
+
+
+class _Named(Protocol):
+    """What an error needs of a region: see `policy.Wrapped`."""
+
+    @property
+    def title(self) -> str: ...
+
+    @property
+    def module(self) -> nn.Module | None: ...
+
+
+def check_unwritten(
+    event: RecordedCall, tensors: list[torch.Tensor], region: _Named, ambient: AmbientState
+) -> None:
+    """Raise unless the second run's call that is `event` reads what the first one read.
+
+    Args:
+        region: that is run again, in these surroundings.
+
+    Raises:
+        RematError: a tensor was written in place in between. Names it, the call and both versions.
+    """
+    for i, ref, before in event.reads:
+        if i >= len(tensors):
+            continue
+        held, now = _find_source(tensors[i])
+        if now == before or ref() is not held or ambient.writes.has(held):
+            continue
+        name = _name_of(tensors[i], region.module)
+        raise RematError(
+            f"the recompute of {region.title} reads a tensor that was written in place "
+            "since its forward read it",
+            operands=(
+                f"{name or f'tensor {i}'} of {event}",
+                f"forward    read version {before}",
+                f"recompute  reads version {now}",
+            ),
+            reason="gradients would be of values that forward did not have; without remat autograd "
+            "says as much",
+            fixes=(Fix("go backward first, and write it then", "an optimizer's step, say"),),
+        )
+
+
+def _find_source(t: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """The tensor that holds the values of `t` at rest, and the version that was read.
+
+    A gathered parameter is a new tensor each time: its shard and the version of that, then.
+    """
+    rest = state_of(t).gathered_from
+    if rest is not None:
+        return rest
+    with Local():
+        return t, 0 if t.is_inference() else t._version
+
+
+def _name_of(t: torch.Tensor, module: nn.Module | None) -> str | None:
+    if module is None:
+        return None
+    named: Iterable[tuple[str, torch.Tensor]]
+    for named in (module.named_parameters(), module.named_buffers()):
+        for name, one in named:
+            if one is t:
+                return name
+    return None
+
+
+# -- the first run ---------------------------------------------------------------------------------
 
 
 class _Owner(Protocol):
@@ -386,3 +578,107 @@ def _title_of_function(function: Any) -> str:
 
 def _unpack_slot(slot: SavedSlot | SavedInOpaque) -> torch.Tensor:
     return slot.take()
+
+
+# -- named results ---------------------------------------------------------------------------------
+
+_Calls = tuple[Any, tuple[int, ...]]
+"""(function, call site): the calls of one function from one place."""
+
+
+class LearnedNames:
+    """What a region has learned of names in its runs so far.
+
+    Attributes:
+        seen: calls that have been made.
+        named: the names of results, by the calls that make them.
+    """
+
+    def __init__(self) -> None:
+        self.seen: set[_Calls] = set()
+        self.named: dict[_Calls, str] = {}
+
+    def __reduce__(self) -> Any:
+        return LearnedNames, ()  # places in the program are known within one process
+
+    def start(self, forward: ForwardRecord) -> RunNames:
+        return RunNames(self, forward)
+
+
+@dataclass(frozen=True)
+class _PlaceInStorage:
+    """Stands for a tensor in a storage of this id, without holding it."""
+
+    start: int
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class RunNames:
+    """The names that are given during one run."""
+
+    def __init__(self, names: LearnedNames, forward: ForwardRecord):
+        self._names = names
+        self._forward: Any = weakref.proxy(forward)
+        self._makers: dict[int, RecordedCall] = {}
+        self._offers: dict[RecordedCall, Any] = {}
+
+    def known(self, event: RecordedCall) -> str | None:
+        """The name of this call's result, if it is known."""
+        return self._names.named.get(event.key[:2])
+
+    def is_new(self, event: RecordedCall) -> bool:
+        return event.key[:2] not in self._names.seen
+
+    def note_maker(self, event: RecordedCall, out: Any) -> None:
+        """Note that this call returned `out`."""
+        for t in tensors_in(out):
+            self._makers[storage_id(t)] = event
+
+    def offer(self, event: RecordedCall, kept: KeptKernels, out: Any) -> None:
+        """Note, without the memory of `out`, what to keep if this call's result is named."""
+        own = {storage_id(t) for t in tensors_in(out)}
+
+        def reference_weakly(t: torch.Tensor) -> Any:
+            start = storage_id(t)
+            if start not in own:
+                return t
+            return _PlaceInStorage(start, t.dtype, t.size(), t.stride(), t.storage_offset())  # type: ignore[arg-type]
+
+        self._offers[event] = replace_instances(kept.made, torch.Tensor, reference_weakly)
+
+    def note_name(self, x: torch.Tensor, name: str) -> None:
+        """The program gives `x` this name."""
+        start = storage_id(x)
+        event = self._makers.get(start)
+        if event is None:
+            return  # an input of the region, which lives anyhow
+        self._names.named[event.key[:2]] = name
+        forward = self._forward
+        offer = self._offers.pop(event, None)
+        if event.kept is not None or offer is None or not forward.is_name_kept(event, name):
+            return
+        made = _rebuild_offer(offer, x, start)
+        if made is not None:
+            forward.keep(event, KeptKernels.of(made, x))
+
+    def close(self, events: list[RecordedCall]) -> None:
+        """The run is over: all of its calls have been seen."""
+        self._names.seen.update(e.key[:2] for e in events)
+        self._makers, self._offers = {}, {}
+
+
+def _rebuild_offer(offer: Any, x: torch.Tensor, start: int) -> Any:
+    """The offer with tensors in the storage of `x` again; None if it needs other storages too."""
+    if any(w.start != start for w in find_instances(offer, _PlaceInStorage)):
+        return None
+    with Local():
+        storage = x.untyped_storage()
+
+        def view_storage(w: _PlaceInStorage) -> torch.Tensor:
+            view = torch.empty(0, dtype=w.dtype, device=x.device)
+            return view.set_(storage, w.offset, w.size, w.stride)
+
+        return replace_instances(offer, _PlaceInStorage, view_storage)

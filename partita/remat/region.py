@@ -1,28 +1,54 @@
-"""`pt.remat`: functions and modules whose forward is run again in backward."""
+"""Regions: `pt.remat` of functions and modules, whose forward is run again in backward.
+
+In eager code a region makes its first run here (`record`) and its second when backward needs it
+(`recompute`). In a captured step it marks the nodes that it makes, of which the compiler's pass
+`remat` lets backward read copies. Regions that share a budget of bytes keep nothing in a first
+step, which is measured; then they keep the results that save the most operations, a knapsack.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
-from partita.parallel.blocks import block_modules
+from partita.comm import Wire, read_autocast_state
+from partita.compile.passes.remat import Candidate, choose_kept, make_budget_error
+from partita.parallel.batch import tensors_in
+from partita.parallel.parameters import block_modules
+from partita.tensor.dtensor import DTensor
 from partita.tensor.tensor_state import HERE
 
-from .budget import Budget, BudgetedFunction
-from .call_key import run_from_here
-from .calls import SavedSlot
-from .modes import make_call_mode
-from .names import LearnedNames
-from .policy import Policy
+from .counters import MemoryCount, MemoryCountMode
+from .policy import OneCall, Policy, Wrapped
 from .recompute import Recomputation
-from .record import ForwardRecord
-from .wrapped import Wrapped
+from .record import ForwardRecord, LearnedNames, RecordedCall, SavedSlot
+from .watched_calls import (
+    CallMode,
+    FunctionKind,
+    Key,
+    RematError,
+    TensorOrigins,
+    find_call_site,
+    make_argument_key,
+    make_call_mode,
+    make_inputs_key,
+    run_from_here,
+)
 
-__all__ = ["RematRegion", "checkpoint_name", "remat"]
+__all__ = [
+    "Budget",
+    "BudgetedFunction",
+    "RegionMarker",
+    "RematRegion",
+    "checkpoint_name",
+    "remat",
+    "run_marked_region",
+]
 
 
 class RematRegion(Wrapped):
@@ -52,8 +78,6 @@ class RematRegion(Wrapped):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if HERE.capturing:
-            from .in_graph import run_marked_region
-
             return run_marked_region(self.__wrapped__, self.policy, args, kwargs)
         if torch.compiler.is_compiling():
             # torch.compile knows torch's checkpoint.
@@ -162,3 +186,243 @@ def checkpoint_name(x: torch.Tensor, name: str) -> torch.Tensor:
     if run is not None:
         run.note_name(x, name)
     return x
+
+
+# -- a captured step -------------------------------------------------------------------------------
+
+
+def run_marked_region(fn: Callable[..., Any], policy: Policy, args: Any, kwargs: Any) -> Any:
+    """`fn(*args, **kwargs)` as a region of a step that is being captured."""
+    recorder = HERE.recorder
+    if HERE.watcher is not None:  # within another region, whose policy holds
+        with recorder.region():
+            return fn(*args, **kwargs)
+    HERE.watcher = RegionMarker(policy, recorder)
+    try:
+        with recorder.region(), CallMode():
+            return fn(*args, **kwargs)
+    finally:
+        HERE.watcher = None
+
+
+class RegionMarker:
+    """The watcher of a region in a captured step, which marks the calls that are kept.
+
+    Attributes:
+        policy: of the region.
+    """
+
+    def __init__(self, policy: Policy, recorder: Any):
+        self.policy, self.recorder = policy, recorder
+
+    def _make_key(self, what: Any, args: Any, kwargs: Any) -> Key:
+        origins = TensorOrigins()
+        return (
+            what,
+            find_call_site(),
+            make_inputs_key(args, kwargs, origins, []),
+        )
+
+    def _run_marked(self, keep: bool, run: Callable[[], Any]) -> Any:
+        if not keep:
+            return run()
+        # Calls within it are not watched: they are kept with the whole.
+        before, HERE.watcher = HERE.watcher, None
+        try:
+            with self.recorder.keeping(True):
+                return run()
+        finally:
+            HERE.watcher = before
+
+    def run_call(self, kind: FunctionKind, args: Any, kwargs: Any) -> Any:
+        """A function of torch, announced by the mode."""
+        key = self._make_key(kind.op, args, kwargs)
+        keep = self.policy.keeps(kind.op, kind.func, key, None, False)
+        return self._run_marked(keep, lambda: kind.func(*args, **kwargs))
+
+    def run_function(self, function: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
+        """An `autograd.Function`."""
+        return self._run_marked(function in self.policy.functions, run)
+
+    def run_one_call(self, function: OneCall, args: Any, kwargs: Any) -> Any:
+        """A function that `one_call` marked."""
+        key = self._make_key(function, args, kwargs)
+        keep = self.policy.keeps(function.title, function, key, None, False)
+        return self._run_marked(keep, lambda: function.__wrapped__(*args, **kwargs))
+
+    def run_redistribution(
+        self, op: str, reason: str, what: Any, x: torch.Tensor, run: Callable[[], torch.Tensor]
+    ) -> torch.Tensor:
+        """A redistribution."""
+        moves = [m for m in what.moves if m.sends]
+        if not moves:
+            return run()
+        kinds = " ".join(m.kind for m in moves)
+        like: Key = (
+            kinds,
+            find_call_site(),
+            (((None, torch.Size(moves[0].before.shape), x.dtype),), ()),
+        )
+        return self._run_marked(self.policy.keeps(kinds, what, like, None, True), run)
+
+    def note_name(self, x: torch.Tensor, name: str) -> None:
+        """The program gives `x` this name."""
+        if self.policy.test is None:
+            keep = name in self.policy.names
+        else:
+            key = self._make_key("", (x,), {})
+            keep = self.policy.keeps("", None, key, name, False)
+        if keep:
+            self.recorder.keep(x)
+
+    def announce_write(self, t: torch.Tensor) -> None:
+        """Nothing to note: capture makes values of writes."""
+
+
+# -- budgets in bytes ------------------------------------------------------------------------------
+
+
+class _PlannedStep:
+    """A step whose inputs are like those of a measured one: what was chosen is kept."""
+
+    measures = False
+
+    def __init__(self, kept: set[Any]):
+        self.kept = kept
+
+    def keeps(self, region: Any, event: RecordedCall) -> bool:
+        return (id(region), event.key, event.ordinal) in self.kept
+
+
+class _MeasuredStep:
+    """A step in which nothing is kept and all calls are measured."""
+
+    measures = True
+
+    def __init__(self, budget: Budget, wires: list[Wire]):
+        self.budget, self.wires = budget, wires
+        self.count = MemoryCount()
+        self.candidates: dict[Any, Candidate] = {}
+        self.forwards: weakref.WeakSet[ForwardRecord] = weakref.WeakSet()
+        self.pending = 0
+        self.plan: _PlannedStep | None = None
+
+    def counting(self) -> AbstractContextManager[Any]:
+        return MemoryCountMode(self.count)
+
+    def keeps(self, region: Any, event: RecordedCall) -> bool:
+        return False
+
+    def note_candidate(self, region: Any, event: RecordedCall, nbytes: int) -> None:
+        one = self.candidates.setdefault((id(region), event.key, event.ordinal), Candidate())
+        one.nbytes += nbytes
+
+    def began(self, forward: ForwardRecord) -> None:
+        self.forwards.add(forward)
+
+    def recomputed(self, forward: ForwardRecord, flops_of: dict[RecordedCall, int]) -> None:
+        for event, flops in flops_of.items():
+            key = (id(forward.region), event.key, event.ordinal)
+            if key in self.candidates:
+                self.candidates[key].flops += flops
+                self.candidates[key].written += self.candidates[key].nbytes
+        self.forwards.discard(forward)
+        if not any(f.complete and f.saved for f in self.forwards):
+            self.decide()
+
+    def decide(self) -> _PlannedStep:
+        """Choose what to keep; all ranks alike, by the largest numbers of any rank."""
+        keys = list(self.candidates)
+        each = [self.candidates[k] for k in keys]
+        told = [self.count.peak]
+        for c in each:
+            told += [c.nbytes, c.flops, c.written]
+        for wire in self.wires:
+            told = _max_over_ranks(wire, told)
+        peak, *rest = told
+        each = [Candidate(*rest[3 * i : 3 * i + 3]) for i in range(len(each))]
+        budget = self.budget
+        if peak > budget.nbytes:
+            raise make_budget_error(RematError, budget.nbytes, budget.title, peak)
+        self.plan = _PlannedStep({keys[i] for i in choose_kept(each, budget.nbytes - peak)})
+        return self.plan
+
+
+def _max_over_ranks(wire: Wire, mine: list[int]) -> list[int]:
+    lengths = wire.gather_ints((len(mine),))
+    if len(set(lengths)) > 1:
+        raise RematError(
+            f"ranks make different calls in the regions of a budget: {[n for (n,) in lengths]}",
+            reason="what is kept must be the same on every rank",
+        )
+    return [max(values) for values in zip(*wire.gather_ints(tuple(mine)), strict=True)]
+
+
+class Budget:
+    """A number of bytes that the regions of one module, or one function, share.
+
+    Attributes:
+        nbytes: the most that activations may hold at once.
+        title: the name of the module or function.
+    """
+
+    def __init__(self, nbytes: int, title: str):
+        self.nbytes, self.title = nbytes, title
+        self._steps: dict[Any, _PlannedStep | _MeasuredStep] = {}
+        self.now: _PlannedStep | _MeasuredStep | None = None
+
+    def __reduce__(self) -> Any:
+        return Budget, (self.nbytes, self.title)  # a copy has calls of its own to measure
+
+    def begin(
+        self, args: Any, kwargs: Any, module: nn.Module | None
+    ) -> _PlannedStep | _MeasuredStep:
+        """The step for these inputs: measured the first time, planned from then on."""
+        held = list(tensors_in((args, kwargs)))
+        key = (
+            make_argument_key(args, TensorOrigins(), []),
+            make_argument_key(kwargs, TensorOrigins(), []),
+            _settings_of_module(module),
+        )
+        step = self._steps.get(key)
+        if isinstance(step, _MeasuredStep) and step.plan is not None:
+            step = self._steps[key] = step.plan
+        if not isinstance(step, _PlannedStep):
+            parameters = () if module is None else module.parameters()
+            step = self._steps[key] = _MeasuredStep(self, _find_wires([*held, *parameters]))
+        return step
+
+
+def _settings_of_module(module: nn.Module | None) -> Any:
+    return (
+        read_autocast_state(),
+        None if module is None else tuple(m.training for m in module.modules()),
+    )
+
+
+def _find_wires(tensors: Iterable[torch.Tensor]) -> list[Wire]:
+    return list(dict.fromkeys(t._spec.wire for t in tensors if isinstance(t, DTensor)))
+
+
+class BudgetedFunction(Wrapped):
+    """Stands for the forward of a module whose regions share a budget, or for one function."""
+
+    def __init__(self, fn: Any, module: nn.Module | None, budget: Budget):
+        super().__init__(fn, module)
+        self.budget = budget
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        budget = self.budget
+        if HERE.capturing and HERE.watcher is None:  # the compiler measures
+            with HERE.recorder.sharing(budget):
+                return self.__wrapped__(*args, **kwargs)
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or budget.now is not None:
+            return self.__wrapped__(*args, **kwargs)
+        if HERE.watcher is not None:  # within another region, whose policy holds
+            return self.__wrapped__(*args, **kwargs)
+        budget.now = step = budget.begin(args, kwargs, self._module)
+        try:
+            with step.counting() if isinstance(step, _MeasuredStep) else nullcontext():
+                return self.__wrapped__(*args, **kwargs)
+        finally:
+            budget.now = None

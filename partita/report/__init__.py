@@ -4,10 +4,8 @@ In reading order: `timeline` (of a step), `run_facts` (what is known of a run, a
 `figures` (by plotly), `page` (all of it, as HTML), `outputs` (where files can be written).
 """
 
-from .outputs import check_outputs, check_written_folder, written_file
-from .page import check_plotly, write_report
-from .run_facts import RunFacts, read_log, read_logs
-from .timeline import HasTimeline, TimelineEvent, save_trace
+from .page import check_outputs, check_plotly, check_written_folder, write_report, written_file
+from .run_facts import HasTimeline, RunFacts, TimelineEvent, read_log, read_logs, save_trace
 
 __all__ = [
     "HasTimeline",

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 import partita as pt
-from partita.checkpoint.folder import Replacement
-from partita.checkpoint.locks import Lock
+from partita.checkpoint.folder import Lock, Replacement
 from tests.gloo.launch import run_ranks
 
 TIMES = 15
@@ -106,7 +105,7 @@ def test_a_checkpoint_is_not_replaced_while_it_is_read(tmp_path):
 
 
 def test_where_no_lock_can_be_had_nothing_of_others_is_removed(tmp_path, monkeypatch):
-    monkeypatch.setattr("partita.checkpoint.locks.fcntl", None)
+    monkeypatch.setattr("partita.checkpoint.folder.fcntl", None)
     (tmp_path / ".c.saving-other").mkdir()
     pt.save({"step": 1}, tmp_path / "c")
     assert (tmp_path / ".c.saving-other").is_dir()

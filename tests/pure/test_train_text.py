@@ -11,8 +11,8 @@ import pytest
 
 from partita.app import data
 from partita.app.data import read
+from partita.app.logs import Progress
 from partita.app.options import Options
-from partita.app.progress import Progress
 
 TEXT = b"a few words of text\n"
 

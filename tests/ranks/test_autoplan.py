@@ -19,14 +19,13 @@ from partita.predict import Link, ModelShape, StrategyError
 from partita.predict.machine import load_machine
 from partita.predict.plan_bounds import least_bytes, least_seconds
 from partita.predict.simulate import capture_model, simulate_program
-from partita.predict.strategy import make_step, shape_of
-from partita.predict.way import Way, train_options, ways_of, write_code
+from partita.predict.strategy import Way, make_step, shape_of, train_options, ways_of, write_code
 
 H100 = load_machine("h100")
 SMALL = pt.Strategy(layers=1, context=16)
 RANKS, BATCH = 8, 16
 GPT = shape_of("gpt")
-way_search = importlib.import_module("partita.predict.way_search")
+way_search = importlib.import_module("partita.predict.autoplan")
 
 
 def plan(memory=None, **options):

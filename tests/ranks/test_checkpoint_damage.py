@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import partita as pt
-from partita.checkpoint.checksums import NAME
+from partita.checkpoint.folder import NAME
 
 WHOLE = {"a": torch.arange(35.0).view(7, 5), "b": torch.ones(3).bfloat16(), "c": torch.tensor(2)}
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import partita as pt
 from partita.compile.graph_nodes import note_of
-from partita.remat.live_memory import count_memory
+from partita.remat.counters import count_memory
 from tests.programs.steps import squares
 
 pytestmark = pytest.mark.slow

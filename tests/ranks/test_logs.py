@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from partita.app import Options, make_logs, train
-from partita.app.progress import LiveProgress, Progress
+from partita.app.logs import LiveProgress, Progress
 from partita.app.trainer import build_model
 from partita.cli import main
 from partita.report import read_log, write_report
@@ -270,8 +270,8 @@ def test_what_cannot_be_logged_to_is_an_error_before_a_rank_starts(
 
 WORK = {
     "train": ("train", "partita.cli.launch"),
-    "simulate": ("simulate --model gpt --mesh dp=2", "partita.predict.commands.simulate"),
-    "calibrate": ("calibrate", "partita.predict.commands.calibrate"),
+    "simulate": ("simulate --model gpt --mesh dp=2", "partita.cli.simulate"),
+    "calibrate": ("calibrate", "partita.cli.calibrate"),
     "report": ("report x.jsonl", "partita.cli.read_logs"),
 }
 
@@ -301,7 +301,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(
     for path, said in (("no/x", "is no file in a folder"), (".", "is no file in a folder")):
         assert main([*words.split(), option, path]) == 2
         assert f"partita {command}: {option}: {path} {said}" in capsys.readouterr().err
-    monkeypatch.setattr("partita.report.outputs.os.access", lambda path, mode: False)
+    monkeypatch.setattr("partita.report.page.os.access", lambda path, mode: False)
     assert main([*words.split(), option, "x"]) == 2
     assert f"{option}: x may not be written" in capsys.readouterr().err
 
@@ -335,7 +335,7 @@ def test_a_folder_that_cannot_be_is_refused(option, tmp_path, monkeypatch, capsy
     assert f"{option}: file is no folder" in capsys.readouterr().err
     assert main(["train", option, "file/in/it"]) == 2
     assert f"{option}: file/in/it is in no folder: " in capsys.readouterr().err
-    monkeypatch.setattr("partita.report.outputs.os.access", lambda path, mode: False)
+    monkeypatch.setattr("partita.report.page.os.access", lambda path, mode: False)
     assert main(["train", option, "new/folder"]) == 2
     assert "this user may make no files" in capsys.readouterr().err
 
@@ -352,7 +352,7 @@ def test_a_simulation_is_printed_also_where_its_files_cannot_be_written(
         def save_trace(self, path):
             raise OSError("no space left")
 
-    monkeypatch.setattr("partita.predict.commands.simulate", lambda *a, **k: Found())
+    monkeypatch.setattr("partita.cli.simulate", lambda *a, **k: Found())
     asked = f"simulate --model gpt --mesh dp=2 --trace {tmp_path / 'x.json'}"
     assert main(asked.split()) == 2
     shown = capsys.readouterr()

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import partita as pt
-from partita.parallel.zero import released
+from partita.parallel.zero import flat_buffer
 from tests.programs.region_models import (
     BATCH,
     COLUMNS,
@@ -630,9 +630,9 @@ def test_a_region_takes_plain_tensors_beside_dtensors_and_shards_over_two_axes()
 
 def test_a_region_holds_no_gathered_weight_from_one_step_to_the_next(monkeypatch):
     searched = []
-    views_of = released.find_views_of_memory
+    views_of = flat_buffer.find_views_of_memory
     monkeypatch.setattr(
-        released, "find_views_of_memory", lambda *args: searched.append(1) or views_of(*args)
+        flat_buffer, "find_views_of_memory", lambda *args: searched.append(1) or views_of(*args)
     )
 
     def body(mesh):

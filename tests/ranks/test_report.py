@@ -19,7 +19,7 @@ import partita as pt
 from partita.app import Options, make_logs, train
 from partita.cli import main
 from partita.report import RunFacts, TimelineEvent, read_log, write_report
-from partita.report.timeline import join_short_events
+from partita.report.run_facts import join_short_events
 
 pytest.importorskip("plotly")
 

@@ -15,18 +15,19 @@ from partita.bench.published import RUNS, tune_matmul
 from partita.compile.memory.storages import scheduled
 from partita.layout import LayoutError
 from partita.predict.calibrate import machine_toml
-from partita.predict.collective_time import collective_bytes, collective_seconds
-from partita.predict.kernel_time import count_flops
 from partita.predict.machine import (
     Link,
     Machine,
     MachineError,
     MeasuredCurve,
+    collective_bytes,
+    collective_seconds,
     load_machine,
     shipped_machines,
 )
 from partita.predict.simulate import capture_model, simulate_program
 from partita.predict.strategy import MODELS, Strategy
+from partita.predict.timeline import count_flops
 
 MACHINES = Path(__file__).parents[2] / "partita/predict/machines"
 

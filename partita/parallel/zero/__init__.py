@@ -7,7 +7,7 @@ no longer gathered), `in_graph` (the same in a captured step), `precision`; `gra
 to 2).
 """
 
-from .precision import MixedPrecision
+from .fsdp_group import MixedPrecision
 from .shard import no_sync, zero
 
 __all__ = ["MixedPrecision", "no_sync", "zero"]

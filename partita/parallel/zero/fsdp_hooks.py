@@ -1,27 +1,70 @@
-"""Forward hooks of a block, which gather its parameters before its forward and release them
-after."""
+"""Hooks of a block under ZeRO-3: gathered for its forward and its backward, released after each.
+
+Forward hooks gather a block's parameters and release them. Autograd saves a note of where a
+gathered parameter lay in its place, so that no graph holds what was gathered; unpacking a note
+gathers the block again. An autograd node (`GatherBlock`) stands between shards and gathered
+parameters; its backward reduces and scatters. In a captured step there are moves only, no hooks on
+saved tensors and no emptied storages: passes of the compiler, which see all uses, decide how long a
+gathered value lives.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch._C import DisableTorchFunction as Unheard
+from torch._C import DisableTorchFunctionSubclass as Local
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
 
-from partita.tensor.autograd import in_backward, next_node
-from partita.tensor.tensor_state import HERE
+from partita.comm import user_line
+from partita.compile.errors import not_captured
+from partita.layout import Fix, LayoutError
+from partita.redistribute import Plan, plan
+from partita.tensor.autograd import (
+    carry_all,
+    in_backward,
+    keep_missing_gradients,
+    moved,
+    next_node,
+    saving_hooks,
+    without_history,
+)
+from partita.tensor.construct import keep_attributes, stand_for
+from partita.tensor.dtensor import DTensor, tagged
+from partita.tensor.dtensor_gradients import reduce_pending_gradients, update_spec
+from partita.tensor.spec import Spec
+from partita.tensor.tensor_state import (
+    HERE,
+    Label,
+    count_writes,
+    own_state,
+    state_of,
+    was_written_since,
+)
 
-from ..nested_tensors import map_tensors, tensors_in
-from .fsdp_backward import ForwardCall, install_gathered, watch_input_gradient
-from .fsdp_group import FsdpGroup
-from .in_graph import GraphGather
-from .saved_tensors import SavedTensorHooks
-from .state import Zero
+from ..batch import map_tensors, tensors_in
+from ..parameters import ParameterSlot
+from .flat_buffer import FlatBuffer, PartialGradients
+from .fsdp_group import FsdpGroup, GroupOwner, Zero
 
-__all__ = ["register_hooks"]
+__all__ = [
+    "ForwardCall",
+    "GatherBlock",
+    "GraphGather",
+    "SavedTensorHooks",
+    "install_gathered",
+    "refuse_no_sync",
+    "register_hooks",
+    "step_on_parts",
+    "watch_input_gradient",
+]
 
 
 def register_hooks(state: Zero) -> None:
@@ -147,3 +190,554 @@ def _counting_versions() -> Iterator[None]:
         return
     with torch.inference_mode(False), torch.no_grad():
         yield
+
+
+# -- backward of a block ---------------------------------------------------------------------------
+
+
+class ForwardCall:
+    """One forward of a block, as its backward sees it.
+
+    Attributes:
+        trains: some of the block's parameters get gradients. written: the numbers of parameters
+            that the forward wrote in place, and their versions at its
+            end.
+        shards: the parameters that the forward gathered.
+        since: autograd's sequence number of the first node that the block itself made.
+        needs: backward will read the parameters, which that of an embedding does not. What a
+            checkpoint within saves is not seen here.
+        watches_inputs: the block is done only when its inputs' gradients are there. Only where a
+            parameter gets none: else no node reads a parameter after its own gradient is complete.
+    """
+
+    def __init__(self, group: FsdpGroup, graded: bool, trained: list[bool] | None = None):
+        self.group = group
+        self.needs = group.may_recompute_within
+        wanting = group.trained() if trained is None else trained
+        self.trains = any(wanting)
+        self.since = 0
+        self.written: dict[int, int] = {}
+        self.shards = group.shards()
+        self.watches_inputs = graded and not all(wanting)
+        if self.trains and not in_backward():
+            group.open_calls.add(self)
+        self._to_come = {"parameters"} if self.trains else set()
+        self._to_come |= {"inputs"} if self.watches_inputs else set()
+        self._came: set[str] = set()
+
+    def has_computed(self, t: torch.Tensor) -> bool:
+        """Did this forward compute `t`, and not only pass it on?
+
+        The gradient of what others made may come when the block is done.
+        """
+        node = t.grad_fn
+        return node is not None and node._sequence_nr() >= self.since  # type: ignore[attr-defined]
+
+    def begin_backward(self, *_: Any) -> None:
+        """The first gradient of an output is here."""
+        group = self.group
+        if self in group.calls_in_backward or not self.needs:
+            return
+        group.calls_in_backward.add(self)
+        group.zero.enter_backward(group)
+        if not group.installed:
+            # A checkpoint within the block runs parts of its forward again.
+            with torch.enable_grad():
+                install_gathered(group, ForwardCall(group, False))
+
+    def note_gradients(self, what: str) -> None:
+        """The gradients of the "parameters", or of the "inputs", are complete."""
+        self._came.add(what)
+        if self._came >= self._to_come:
+            self._came.clear()
+            group = self.group
+            group.calls_in_backward.discard(self)
+            if not group.calls_in_backward and not group.depth:
+                group.put_shards_back()
+            group.release()
+
+    def reduce(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """Reduce the gradients of the gathered parameters, which are in the order of the flats."""
+        group = self.group
+        group.open_calls.discard(self)
+        if any(a is not b for a, b in zip(self.shards, group.shards(), strict=True)):
+            raise LayoutError(
+                f"the block {group.name!r} holds other parameters than in the forward of this pass",
+                place=user_line(),
+                reason="their gradients would be lost",
+                fixes=(Fix("exchange parameters after backward", "or take no nn.Parameter there"),),
+            )
+        if torch.is_grad_enabled() and any(g is not None and g.requires_grad for g in grads):
+            self._reduce_with_history(grads)
+        else:
+            with torch.no_grad():
+                self._reduce_gradients(grads)
+
+    def _reduce_gradients(self, grads: Sequence[torch.Tensor | None]) -> None:
+        group, zero, at = self.group, self.group.zero, 0
+        for k, flat in enumerate(group.flats):
+            some = grads[at : at + len(flat.pieces)]
+            at += len(flat.pieces)
+            if all(g is None for g in some):
+                continue
+            dtype = zero.precision.grad_dtype or flat.dtype
+            held = group.held_gradients.pop(k, None)
+            used = [g is not None for g in some]
+            if held is not None:
+                used = [a or b for a, b in zip(used, held.used, strict=True)]
+            shares = PartialGradients(
+                flat.pack_gradients(some, dtype, None if held is None else held.sums), used
+            )
+            if zero.keeps_partial_gradients or group.open_calls:
+                group.held_gradients[k] = shares
+                zero.holds_partial_gradients = True
+            else:
+                zero.reduce(group, k, shares)
+
+    def _reduce_with_history(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """The same where the gradients are to be differentiated again (`create_graph=True`)."""
+        group, zero = self.group, self.group.zero
+        order = [
+            (i, flat) for flat, some in zip(group.flats, group.members, strict=True) for i in some
+        ]
+        for (i, flat), g in zip(order, grads, strict=True):
+            if g is None:
+                continue
+            p = group.shards()[i]
+            summed = zero.precision.reduce_dtype or p.dtype
+            g = g.to(zero.precision.grad_dtype or flat.dtype).to(summed)
+            whole = zero.make_unsharded_spec(p._spec)
+            zero.add_with_history(
+                p, moved(g, whole.gradient, p._spec.gradient, group.name, "gradient").to(p.dtype)
+            )
+
+
+def install_gathered(group: FsdpGroup, call: ForwardCall | None) -> None:
+    """Put the gathered parameters into the modules of a block; tied to their shards for `call`."""
+    with Local():
+        if call is not None and call.trains:
+            plain = GatherBlock.apply(group.zero.token(group), call)
+        else:
+            plain = group.views()
+    group.install(plain)
+
+
+class GatherBlock(torch.autograd.Function):
+    """Gathered parameters, tied to their shards by a token; backward reduces and scatters."""
+
+    @staticmethod
+    def forward(ctx: Any, token: torch.Tensor, call: ForwardCall) -> Any:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        group = call.group
+        views = group.views()
+        order = [i for members in group.members for i in members]
+        trained = group.trained()
+        frozen = [v for i, v in zip(order, views, strict=True) if not trained[i]]
+        ctx.mark_non_differentiable(*frozen)
+        return tuple(views)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        with Local():
+            # Frees what was gathered, before its gradients are copied.
+            ctx.call.note_gradients("parameters")
+            ctx.call.reduce(grads)
+        return torch.empty(0), None
+
+
+class _WatchInputGradient(torch.autograd.Function):
+    """The identity on an input of a block, whose backward notes the input's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, call: ForwardCall) -> torch.Tensor:
+        ctx.call = call
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        ctx.call.note_gradients("inputs")
+        return grad, None
+
+
+def watch_input_gradient(t: torch.Tensor, call: ForwardCall | None) -> torch.Tensor:
+    """An alias of the input `t` of a block; `call` is notified when its gradient is complete."""
+    with Local():
+        out = _WatchInputGradient.apply(t, call)
+    return tagged(out, t._spec) if isinstance(t, DTensor) else out
+
+
+# -- saved tensors ---------------------------------------------------------------------------------
+
+
+class SavedTensorHooks:
+    """Hooks of saved tensors while one forward of a block runs: notes in place of what is
+    gathered."""
+
+    def __init__(self, call: ForwardCall):
+        self.call = call
+        self._flats = call.group.flats
+        self._dtypes = {flat.dtype for flat in self._flats}
+        self._other = saving_hooks()
+        self._hooks = saved_tensors_hooks(self._pack, self._unpack_saved_tensor)
+        self._hooks.__enter__()
+
+    def close(self) -> None:
+        self._hooks.__exit__(None, None, None)
+
+    def _pack(self, t: torch.Tensor) -> Any:
+        with Local():
+            at = t.data_ptr()
+            for flat in self._flats:
+                if flat.span[0] <= at < flat.span[1] or (not at and flat.is_view_here(t)):
+                    self.call.needs = self.call.group.needed = True
+                    return _SavedView(self.call, flat, t)
+            # A tensor of the one gathered dtype can be no cast of a gathered parameter.
+            alike = len(self._dtypes) == 1 and t.dtype in self._dtypes
+            place = None if alike else _find_cast_parameter(t, self.call.group)
+            if place is not None:
+                self.call.needs = self.call.group.needed = True
+                return _SavedCast(self.call, place, t)
+        return _SavedOther(self._other, t)
+
+    @staticmethod
+    def _unpack_saved_tensor(packed: _SavedView | _SavedCast | _SavedOther) -> torch.Tensor:
+        return packed.tensor()
+
+
+def _keep_from_the_next_graph(group: FsdpGroup) -> None:
+    """In a backward pass with `create_graph=True`: pack also what the current node saves.
+
+    The engine restores the thread's state, hooks included, for each node: nobody has to remove
+    these.
+    """
+    if in_backward() and torch.is_grad_enabled():
+        SavedTensorHooks(ForwardCall(group, False))
+
+
+class _SavedView:
+    """A note: a view of a gathered parameter, made again when it is unpacked."""
+
+    def __init__(self, call: ForwardCall, flat: FlatBuffer, t: torch.Tensor):
+        self.call, self.group, self.flat, self.spec = call, call.group, flat, _spec(t)
+        self.version = t._version
+        self.place: Any = (t.dtype, t.storage_offset(), t.size(), t.stride())
+        self.versions = call.group.versions
+
+    def tensor(self) -> torch.Tensor:
+        self.group.gather()
+        _keep_from_the_next_graph(self.group)
+        if self.group.versions != self.versions or self.call.written:
+            offset, n = self.place[1], self.flat.n
+            for i, piece in enumerate(self.flat.pieces):
+                if 0 <= offset - piece.place < max(1, n * piece.length):
+                    self.group.check_unwritten(
+                        self.flat, i, self.versions, self.call.written, self.version
+                    )
+        with Local():
+            return _restore_tensor_class(self.flat.make_view(*self.place), self.spec)
+
+
+_VIEW_NODES = tuple(
+    f"{name}Backward"
+    for name in "Alias T Transpose Permute View UnsafeView ReshapeAlias Unsqueeze Squeeze".split()
+)
+"""Autograd nodes of views that keep the dtype, as kernels make them of a weight. By name, since a
+node does not tell its operator."""
+
+
+def _find_cast_parameter(t: torch.Tensor, group: FsdpGroup) -> int | None:
+    """The number of the gathered parameter that `t` is a cast of, or a view of a cast; None where
+    it is neither. Autocast makes such."""
+    node: Any = t.grad_fn
+    while node is not None and node.name().startswith(_VIEW_NODES):
+        node = node.next_functions[0][0]
+    if node is None or not node.name().startswith("ToCopyBackward"):
+        return None
+    source, place = node.next_functions[0]
+    if not isinstance(source, GatherBlock._backward_cls):  # type: ignore[attr-defined]
+        return None
+    return place if source.call.group is group else None  # type: ignore[attr-defined]
+
+
+class _SavedCast:
+    """A note: a view of a gathered parameter's cast, which is cast again when it is unpacked."""
+
+    def __init__(self, call: ForwardCall, place: int, t: torch.Tensor):
+        self.call, self.group, self.number, self.spec = call, call.group, place, _spec(t)
+        self.dtype = t.dtype
+        self.place = (t.size(), t.stride(), t.storage_offset())
+        self.versions = call.group.versions
+
+    def tensor(self) -> torch.Tensor:
+        self.group.gather()
+        _keep_from_the_next_graph(self.group)
+        if self.group.versions != self.versions:  # of a cast only the shard's version is known
+            i = self.number
+            for flat in self.group.flats:
+                if 0 <= i < len(flat.pieces):
+                    self.group.check_unwritten(flat, i, self.versions, self.call.written, 0)
+                i -= len(flat.pieces)
+        with Local(), torch.no_grad():
+            cast = self.group.views()[self.number].to(self.dtype)
+            return _restore_tensor_class(cast.as_strided(*self.place), self.spec)
+
+
+class _SavedOther:
+    """Any other tensor: packed by the hooks outside of ours, or itself."""
+
+    def __init__(self, hooks: tuple[Any, Any] | None, t: torch.Tensor):
+        self.hooks, self.spec = hooks, _spec(t)
+        self.kept = without_history(t) if hooks is None else hooks[0](t)
+        self.version = t._version
+
+    def tensor(self) -> torch.Tensor:
+        if self.hooks is not None:  # unpacking may run a part of the program again
+            kept = self.hooks[1](self.kept)
+            with Local():
+                return _restore_tensor_class(kept, self.spec)
+        with Local():
+            if self.kept._version != self.version:  # with hooks, autograd does not look
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by "
+                    f"an inplace operation: {tuple(self.kept.shape)} is at version "
+                    f"{self.kept._version}; expected version {self.version}"
+                )
+            return _restore_tensor_class(self.kept, self.spec)
+
+
+def _spec(t: torch.Tensor) -> Spec | None:
+    return t._spec if isinstance(t, DTensor) else None
+
+
+def _restore_tensor_class(t: torch.Tensor, spec: Spec | None) -> torch.Tensor:
+    """`t` as a DTensor of `spec`, in a tensor object of its own."""
+    if spec is None:
+        return t
+    alone = torch.empty(0, dtype=t.dtype, device=t.device)
+    return tagged(alone.set_(t.untyped_storage(), t.storage_offset(), t.size(), t.stride()), spec)
+
+
+# -- a captured step -------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class _InstalledParameter:
+    """A gathered parameter that stands in the modules in place of its shard.
+
+    Attributes:
+        places: the slots of the modules.
+        parameter, whole: the shard, and what was gathered.
+        writes: the write count of `whole` when it was gathered.
+        attributes: that `whole` was given.
+    """
+
+    places: Sequence[ParameterSlot]
+    parameter: Any
+    whole: DTensor
+    writes: int
+    attributes: dict[str, Any]
+
+
+class GraphGather:
+    """Puts the gathered parameters of one block into its modules while its forward runs."""
+
+    def __init__(self, group: FsdpGroup):
+        self.group = group
+        self.depth = 0
+        self._shown: list[_InstalledParameter] = []
+
+    def begin(self) -> None:
+        """A forward of one of the block's modules begins."""
+        self.depth += 1
+        if self.depth > 1:  # a tied weight's other module, or the same module again, within
+            return
+        group = self.group
+        if group.zero.keeps_partial_gradients:
+            refuse_no_sync()
+        # Passes know by the reason whether the gathered value may be freed.
+        reason = "persistent" if group.zero.persistent else "gather"
+        # A block's gathers are a call of it; that a parameter is exchanged for its gathered value
+        # is not.
+        gather: Callable[..., Sequence[DTensor]] = _gather_parameters
+        if HERE.block is not None:
+            gather = partial(HERE.block.call_ours, gather)
+        with HERE.outside_block():
+            all_shards = zip(group.slots, group.shards(), strict=True)
+            # Others are of a module that the block has no more.
+            taken = [(places, p) for places, p in all_shards if isinstance(p, FakeTensor)]
+            shards = [p for _, p in taken]
+            gathers = [_describe_gather(p, group.zero) for p in shards]
+        wholes = gather(shards, gathers, Label(group.name), reason) if shards else []
+        with HERE.outside_block():
+            for (places, p), whole in zip(taken, wholes, strict=True):
+                self._install(places, p, whole)
+
+    def _install(self, places: Sequence[ParameterSlot], p: DTensor, whole: DTensor) -> None:
+        given = stand_for(whole, p)
+        self._shown.append(_InstalledParameter(places, p, whole, count_writes(whole), given))
+        for slot in places:
+            slot.owner._parameters[slot.attr] = whole  # type: ignore[assignment]
+
+    def end(self) -> None:
+        """The forward has ended, or was aborted."""
+        with HERE.outside_block():
+            HERE.unheard(self._end_forward)
+
+    def _end_forward(self) -> None:
+        self.depth -= 1
+        if self.depth:
+            return
+        shown, self._shown = self._shown, []
+        for one in shown:
+            for slot in one.places:
+                slot.owner._parameters[slot.attr] = one.parameter
+        for one in shown:
+            keep_attributes(one.whole, one.parameter, one.attributes)
+            if was_written_since(one.whole, one.writes):
+                _write_back(one.whole, one.parameter)
+
+
+def _write_back(whole: DTensor, p: DTensor) -> None:
+    """Write what the forward wrote into a gathered parameter into this rank's shard."""
+    if whole.dtype != p.dtype:
+        raise not_captured(
+            f"a parameter is written in the forward, where it is gathered as {whole.dtype}",
+            "its shards would lose the digits that they have and this dtype has not",
+            Fix("write it after the optimizer's step", "there it is what the ranks hold"),
+        )
+    with torch.no_grad():
+        p.copy_(whole.detach())
+
+
+# -- mixed precision -------------------------------------------------------------------------------
+
+
+GatherDtypes = tuple[torch.dtype, torch.dtype, torch.dtype]
+
+
+def _describe_gather(p: DTensor, zero: GroupOwner) -> tuple[Spec, GatherDtypes | None]:
+    """What `p` is when it is gathered, and the dtypes in which it is gathered, its gradient sent,
+    and summed; None for its own."""
+    precision, own = zero.precision, p.dtype
+    work = precision.param_dtype or own
+    sent = precision.grad_dtype or work
+    summed = precision.reduce_dtype or own
+    dtypes = None if work == sent == summed == own else (work, sent, summed)
+    return zero.make_unsharded_spec(p._spec), dtypes
+
+
+def _gather_parameters(
+    params: Sequence[DTensor],
+    gathers: Sequence[tuple[Spec, GatherDtypes | None]],
+    name: str,
+    reason: str,
+) -> list[DTensor]:
+    """`params` gathered, with a history.
+
+    Args:
+        gathers: for each what `_describe_gather` says.
+    """
+    pairs = zip(params, gathers, strict=True)
+    return [_gather_parameter(p, *gather, name, reason) for p, gather in pairs]
+
+
+def _gather_parameter(
+    p: DTensor, after: Spec, dtypes: GatherDtypes | None, name: str, reason: str
+) -> DTensor:
+    """`p` gathered as `after`, with a history."""
+    if dtypes is None:
+        found = moved(p, p._spec, after, name, reason)
+    else:
+        moves = plan(p._spec.layout, after.layout, p._spec.wire.mesh, dtypes[0].itemsize)
+        with Local():
+            found = _Gather.apply(p, moves, p._spec, name, dtypes, reason)
+    whole = tagged(found, after)
+    own_state(whole).gathered_from = (p, 0)
+    return whole
+
+
+class _Gather(torch.autograd.Function):
+    """A gather in one dtype, whose gradient is rounded to another and summed in a third.
+
+    Eager code sends gradients in the dtype to which they are rounded and sums them in a wider one;
+    here they are sent in the wider one, with the same values.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, p: torch.Tensor, moves: Plan, spec: Spec, name: str, dtypes: Any, reason: str
+    ) -> torch.Tensor:
+        ctx.moves, ctx.spec, ctx.name, ctx.dtypes, ctx.own = moves, spec, name, dtypes, p.dtype
+        keep_missing_gradients(ctx)
+        return carry_all(moves, p.to(dtypes[0]), spec.wire, name, reason)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
+        if grad is None:
+            return None, None, None, None, None, None
+        _, sent, summed = ctx.dtypes
+        wire = ctx.spec.wire
+        back = ctx.moves.transpose(wire.mesh)
+        grad = carry_all(back, grad.to(sent).to(summed), wire, ctx.name, "gradient")
+        return grad.to(ctx.own), None, None, None, None, None
+
+
+def refuse_no_sync() -> None:
+    """Raise CaptureError: a graph cannot hold back gradients of ZeRO-3 for a later micro-batch."""
+    raise not_captured(
+        "no_sync under stage 3 of ZeRO",
+        "in a graph the gather of a parameter has a transpose, which scatters its gradient at once",
+        Fix("leave no_sync out", "gradients add up as shards; each micro-batch sends its own"),
+    )
+
+
+# -- stages 1 and 2 --------------------------------------------------------------------------------
+
+
+@contextmanager
+def step_on_parts(
+    optimizer: torch.optim.Optimizer, params: Sequence[DTensor]
+) -> Iterator[list[DTensor]]:
+    """Within, the optimizer holds the parts that this rank updates in place of `params`.
+
+    Afterwards the parts are gathered into the parameters.
+    """
+    cut = [p for p in params if update_spec(p) is not p._spec]
+    parts: dict[DTensor, DTensor] = {p: p for p in params}
+    with torch.no_grad():
+        for p in cut:
+            update, name = update_spec(p), _block_of(p)
+            parts[p] = part = tagged(moved(p, p._spec, update, name, "update"), update)
+            grad: Any = p.grad
+            if grad is not None:  # partial; or whole, after a clip has reduced it; or a shard
+                part.grad = tagged(moved(grad, grad._spec, update, name, "settle"), update)
+    reduce_pending_gradients(p for p in params if parts[p] is p)
+    groups = optimizer.param_groups
+    _rekey_optimizer_state(optimizer, parts)
+    optimizer.param_groups = [
+        dict(group, params=[parts.get(p, p) for p in group["params"]]) for group in groups
+    ]
+    try:
+        yield list(parts.values())
+    finally:
+        _rekey_optimizer_state(optimizer, {part: p for p, part in parts.items()})
+        optimizer.param_groups = groups
+    with torch.no_grad():
+        for p in cut:
+            now = moved(parts[p], parts[p]._spec, p._spec, _block_of(p), "update")
+            with Local():
+                p.copy_(now)
+
+
+def _block_of(p: DTensor) -> str:
+    rest = state_of(p).rest
+    return "" if rest is None else rest.name
+
+
+def _rekey_optimizer_state(optimizer: torch.optim.Optimizer, to: dict[Any, Any]) -> None:
+    """Move each entry of the optimizer's state to another tensor, in the same order."""
+    entries = list(optimizer.state.items())
+    optimizer.state.clear()
+    for p, state in entries:
+        optimizer.state[to.get(p, p)] = state

@@ -23,12 +23,10 @@ from partita.tensor.spec import Spec, spec_of
 from partita.tensor.tensor_state import HERE, own_state, state_of
 from partita.tensor.uneven_pieces import with_room
 
-from ..blocks import find_blocks
-from .fsdp_hooks import register_hooks
+from ..parameters import find_blocks
+from .fsdp_group import MixedPrecision, Zero
+from .fsdp_hooks import refuse_no_sync, register_hooks
 from .grad_reducer import GradReducer
-from .in_graph import refuse_no_sync
-from .precision import MixedPrecision
-from .state import Zero
 
 __all__ = ["no_sync", "zero"]
 

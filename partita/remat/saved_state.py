@@ -1,42 +1,242 @@
-"""Saved results: how the result of a call is kept, so that the second run need not compute it.
+"""Saved state: what a region keeps of its first run for the second.
 
-Of a function of torch, the outputs of the kernels that made its result are kept, below autograd:
-the second run makes the call again, casts and moves and views and all, but such a kernel gives what
-was kept. So autograd builds the same nodes, and saves the same tensors.
-
-Of an opaque call (a compiled region, an `autograd.Function`, a function of the user's), into which
-a region cannot see, the outputs are kept, and what autograd saved inside; the second run does not
-make it at all. Saved tensors that are views of the call's inputs are not kept: the second run has
-the inputs.
+Its arguments; random generators, autocast, context variables, the default device, and buffers that
+it wrote; and the results that its policy keeps. Of a function of torch the outputs of the kernels
+are kept, below autograd: the second run makes the call again, but such a kernel gives what was
+kept. Of an opaque call (a compiled region, an `autograd.Function`, a function of the user's) the
+outputs are kept and what autograd saved inside, and the second run does not make it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextvars
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 
-from partita.parallel.nested_tensors import find_instances, replace_instances, tensors_in
+from partita.comm import read_autocast_state, use_autocast_state
+from partita.comm.device import generators_in_use
+from partita.parallel.batch import find_instances, replace_instances, tensors_in
 from partita.tensor.dtensor import DTensor, tagged
-from partita.tensor.op_facts import facts_of
+from partita.tensor.op_facts import facts_of, facts_of_function
 from partita.tensor.spec import Spec
 
-from .call_key import make_local_alias
-from .errors import RematError
-from .modes import KernelMode
+from .watched_calls import KernelMode, RematError, TensorOrigins, make_local_alias
 
 __all__ = [
+    "AmbientState",
+    "BufferWrites",
     "KeepMode",
     "KeptCall",
     "KeptKernels",
     "OpaqueSaves",
+    "RandomStates",
+    "RegionInputs",
     "ReplayMode",
     "SavedInOpaque",
+    "is_random",
     "storage_id",
 ]
+
+States = list[tuple[torch.Generator, torch.Tensor]]
+
+
+# -- random numbers --------------------------------------------------------------------------------
+
+
+def is_random(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Does a call of this op draw random numbers?"""
+    if name == "scaled_dot_product_attention":
+        return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0))
+    return facts_of_function(name).draws or "generator" in kwargs
+
+
+class RandomStates:
+    """The states of the generators that a call draws from, before it and after."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor], kwargs: dict[str, Any] | None = None):
+        generators = generators_in_use(t.device for t in tensors)
+        own = (kwargs or {}).get("generator")
+        if own is not None:
+            generators.append(own)
+        self.before: States = [(g, g.get_state()) for g in generators]
+        self.after: States = []
+
+    def over(self) -> bool:
+        """Note the states after the call; True if it drew."""
+        now = [(g, g.get_state()) for g, _ in self.before]
+        self.after = [
+            (g, state)
+            for (g, state), (_, first) in zip(now, self.before, strict=True)
+            if not torch.equal(state, first)
+        ]
+        return bool(self.after)
+
+
+# -- buffers that a run writes ---------------------------------------------------------------------
+
+
+class BufferWrites:
+    """The buffers from outside of a region that it writes, with their values from before."""
+
+    def __init__(self) -> None:
+        self._before: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
+
+    def note(self, t: torch.Tensor) -> None:
+        """`t` is going to be written."""
+        if not self.has(t):
+            with Local(), torch.no_grad():
+                self._before[id(t)] = (weakref.ref(t), t.detach().clone())
+
+    def has(self, t: torch.Tensor) -> bool:
+        """Is `t` written by the run?"""
+        known = self._before.get(id(t))
+        return known is not None and known[0]() is t
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Within, the buffers have the values from before the first run; afterwards those of
+        now."""
+        now: list[tuple[torch.Tensor, torch.Tensor]] = []
+        try:
+            with Local(), torch.no_grad():
+                for ref, before in self._before.values():
+                    t = ref()
+                    if t is not None:
+                        now.append((t, t.detach().clone()))
+                        _set_value(t, before)
+            yield
+        finally:
+            with Local(), torch.no_grad():
+                for t, value in now:
+                    _set_value(t, value)
+
+
+def _set_value(t: torch.Tensor, value: torch.Tensor) -> None:
+    # `.data`: autograd must not count this as a write, since in the end nothing has changed.
+    torch._C.TensorBase.data.__get__(t).copy_(value)  # type: ignore[attr-defined]
+
+
+# -- all of the state ------------------------------------------------------------------------------
+
+
+class AmbientState:
+    """The ambient state of a region's first run."""
+
+    def __init__(self, devices: Iterable[torch.device]):
+        devices = set(devices)
+        self._states: States = [(g, g.get_state()) for g in generators_in_use(devices)]
+        self._casting = read_autocast_state()
+        self._cached = torch.is_autocast_cache_enabled()
+        self._device = torch.empty(0).device
+        self._context = contextvars.copy_context()
+        self.writes = BufferWrites()
+        self._touched: dict[torch.Generator, torch.Tensor] = {}
+
+    @contextmanager
+    def restored(self) -> Iterator[contextvars.Context]:
+        """Within, the state of the first run; afterwards the state of now. Yields the context to
+        run in."""
+        self._touched = {}
+        with ExitStack() as modes:
+            modes.enter_context(use_autocast_state(self._casting, cache=self._cached))
+            if torch.empty(0).device != self._device:
+                modes.enter_context(self._device)
+            modes.enter_context(self.writes.undone())
+            modes.callback(self._put_back)
+            self.draw_as(self._states)
+            modes.enter_context(torch.enable_grad())
+            yield self._context.copy()
+
+    def draw_as(self, states: States) -> None:
+        """Put generators into these states, until the run is over."""
+        for generator, state in states:
+            if generator not in self._touched:
+                self._touched[generator] = generator.get_state()
+            generator.set_state(state)
+
+    def _put_back(self) -> None:
+        for generator, state in self._touched.items():
+            generator.set_state(state)
+        self._touched = {}
+
+
+# -- inputs ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _InputPlace:
+    """Stands in the arguments in place of the tensor of this number."""
+
+    number: int
+
+
+class _SaveInputs(torch.autograd.Function):
+    """A node that saves tensors and does nothing else."""
+
+    @staticmethod
+    def forward(ctx: Any, _: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*tensors)
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise AssertionError("nothing is computed from this node")
+
+
+class RegionInputs:
+    """The arguments of one call of a region; containers are copied as they were at the call."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], origins: TensorOrigins):
+        tensors: list[torch.Tensor] = []
+
+        def put_away(t: torch.Tensor) -> _InputPlace:
+            for i, known in enumerate(tensors):
+                if known is t:
+                    return _InputPlace(i)
+            origins.learn(t, ("input", len(tensors)))
+            tensors.append(t)
+            return _InputPlace(len(tensors) - 1)
+
+        self._emptied = replace_instances((args, kwargs), torch.Tensor, put_away)
+        self._meta = [_spec_and_gradient(t) for t in tensors]
+        with Local():
+            graded = torch.empty(0, requires_grad=True)
+            # Torch 2.11 lets go of them without that name.
+            self._saver: Any = _SaveInputs.apply(graded, *tensors)
+
+    def rebuild(self, origins: TensorOrigins) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments like those of the first run, over the same memory, without history.
+
+        Raises:
+            RuntimeError: a tensor was changed in place since.
+        """
+        # A region around may run again for these, as a program.
+        packed = self._saver.grad_fn.saved_tensors
+        with Local():
+            saved = [t.detach() for t in packed]
+        for i, (t, (spec, requires_grad)) in enumerate(zip(saved, self._meta, strict=True)):
+            with Local():
+                t.requires_grad_(requires_grad)
+            if spec is not None:
+                tagged(t, spec)
+            origins.learn(t, ("input", i))
+        args, kwargs = replace_instances(
+            self._emptied, _InputPlace, lambda place: saved[place.number]
+        )
+        return args, kwargs
+
+
+def _spec_and_gradient(t: torch.Tensor) -> tuple[Spec | None, bool]:
+    return (t._spec if isinstance(t, DTensor) else None), t.requires_grad
+
+
+# -- results ---------------------------------------------------------------------------------------
 
 Place = tuple[Any, int]
 """A kernel run of one call: (op, number among the runs of this op in the call)."""

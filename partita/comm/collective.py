@@ -159,6 +159,8 @@ def sum_in_rank_order(shares: Sequence[torch.Tensor], out: torch.Tensor) -> None
 
 
 # -- in captured graphs ----------------------------------------------------------------------------
+# Torch's functional ones by name, and three that it lacks. Compiled code finds a process group by
+# name and waits with torch's own `wait_tensor`, at which the work of ours is registered.
 
 _functional = torch.ops._c10d_functional
 ALL_GATHER = _functional.all_gather_into_tensor.default

@@ -2,15 +2,13 @@
 
 Pieces are found by arithmetic on the sizes of the axes, never by asking each rank: all full pieces
 come first (as `torch.chunk` has it), so that along each axis they are a run of equal pieces at
-equal distances, then at most one that is shorter, then empty ones. A `PieceBlock` is the product of
-such runs over all dimensions: one strided view of a tensor, however many ranks there are.
+equal distances, then at most one that is shorter, then empty ones.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,11 +22,9 @@ if TYPE_CHECKING:
 __all__ = [
     "Cut",
     "Number",
-    "PieceBlock",
     "contiguous_strides",
     "ends_last",
     "find_cuts",
-    "find_piece_blocks",
     "has_empty",
     "is_restack",
     "least",
@@ -236,89 +232,3 @@ def least(a: Number, b: Number) -> Number:
     if isinstance(a, torch.Tensor):
         return a.clamp(max=b)
     return b.clamp(max=a) if isinstance(b, torch.Tensor) else min(a, b)
-
-
-# -- where pieces are, as views --------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _PieceRun:
-    """Pieces of one length at equal distances: `counts` of them along each axis, from `first`."""
-
-    start: int
-    length: int
-    first: tuple[int, ...] = ()
-    counts: tuple[int, ...] = ()
-    steps: tuple[int, ...] = ()
-
-
-def _find_piece_runs(length: int, parts: tuple[int, ...]) -> Iterator[_PieceRun]:
-    """All pieces that are not empty, as at most two runs for each axis."""
-    if not length:
-        return
-    if not parts:
-        yield _PieceRun(0, length)
-        return
-    step = -(-length // parts[0])
-    full, rest = divmod(length, step)
-    for first, count, each in ((0, full, step), (full, 1, rest)):
-        for run in _find_piece_runs(each, parts[1:]):
-            yield _PieceRun(
-                first * step + run.start,
-                run.length,
-                (first, *run.first),
-                (count, *run.counts),
-                (step, *run.steps),
-            )
-
-
-@dataclass(frozen=True)
-class PieceBlock:
-    """The pieces, all of one shape, that some ranks hold of what one rank holds.
-
-    Attributes:
-        first, counts: for each axis of the grid of ranks: the first rank, and how many ranks.
-        dims, steps: for each axis: the dimension that it cuts, and the distance of two pieces.
-        start: for each dimension, where the first piece begins.
-        piece: the shape of each piece.
-    """
-
-    first: tuple[int, ...]
-    counts: tuple[int, ...]
-    dims: tuple[int, ...]
-    steps: tuple[int, ...]
-    start: tuple[int, ...]
-    piece: tuple[int, ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (*self.counts, *self.piece)
-
-    def strided(self, strides: Sequence[int]) -> tuple[tuple[int, ...], int]:
-        """Strides and offset of the pieces, (*counts, *piece), in a tensor of `strides`."""
-        outer = [step * strides[d] for d, step in zip(self.dims, self.steps, strict=True)]
-        return (*outer, *strides), sum(map(int.__mul__, self.start, strides))
-
-
-def find_piece_blocks(
-    cuts: Sequence[Cut], lengths: Sequence[int], shape: Sequence[int], grid: Sequence[str]
-) -> list[PieceBlock]:
-    """The pieces of a tensor of `shape` for each rank of `grid`, but for empty ones.
-
-    Args:
-        lengths: how long each cut dimension is here.
-    """
-    if math.prod(shape) == 0:
-        return []
-    found = []
-    runs = [list(_find_piece_runs(n, cut.parts)) for n, cut in zip(lengths, cuts, strict=True)]
-    for chosen in itertools.product(*runs):
-        along: dict[str, tuple[int, int, int, int]] = {}
-        start, piece = [0] * len(shape), list(shape)
-        for cut, run in zip(cuts, chosen, strict=True):
-            start[cut.dim], piece[cut.dim] = run.start, run.length
-            for axis, *one in zip(cut.inner, run.first, run.counts, run.steps, strict=True):
-                along[axis] = (one[0], one[1], cut.dim, one[2])
-        first, counts, dims, steps = zip(*(along[a] for a in grid), strict=True)
-        found.append(PieceBlock(first, counts, dims, steps, tuple(start), tuple(piece)))
-    return found

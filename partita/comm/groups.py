@@ -193,7 +193,7 @@ class GroupWire(Wire):
     def _broadcast(self, x: torch.Tensor, axes: Axes, root: int, request: Request) -> None:
         self.backend.broadcast(self._process_groups[axes], x, root, request)
 
-    # -- the control group --------------------------------------
+    # -- comparison of ranks ---------------------------------------------------------------------
 
     @property
     def control(self) -> ControlGroup:

@@ -327,7 +327,6 @@ def strict(on: bool = True) -> Iterator[None]:
 
 def refuse_implicit(move: Move, op: str, nbytes: int) -> None:
     """Raise the error of an implicit move under `strict()`."""
-
     asked = ", ".join(f"{move.after.placement(a)} on {a}" for a in move.axes)
     cost = f"{move.kind} {human(nbytes)}"
     raise LayoutError(

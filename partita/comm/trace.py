@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -51,11 +51,6 @@ from .move_steps import Step, identity_of_reduction, prepare
 from .source import user_line
 from .transport import Axes, Transport
 from .wire import Wire
-
-if TYPE_CHECKING:
-    from partita.redistribute import Move
-
-    from .collective import Request, Splits
 
 __all__ = [
     "PaddedTransport",
@@ -343,8 +338,8 @@ def uneven(fact: str) -> Uneven:
 # -- the wire of a capture -------------------------------------------------------------------------
 
 Region = tuple[tuple[Any, Any], ...]
-Noting = Callable[["Move", int, str, str], AbstractContextManager[None]]
-Repeating = Callable[["TraceWire", "Move", torch.Tensor, Callable[[], torch.Tensor]], torch.Tensor]
+Noting = Callable[[Move, int, str, str], AbstractContextManager[None]]
+Repeating = Callable[["TraceWire", Move, torch.Tensor, Callable[[], torch.Tensor]], torch.Tensor]
 
 
 def _no_repeating(

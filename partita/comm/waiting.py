@@ -268,12 +268,13 @@ class Need:
     """What a rank waits for.
 
     Attributes:
-        text: what it does, for errors: "reads a value (item) at train.py:10". ranks: the ranks that
-            it needs, by their numbers in the job. group: the process group that it waits in; ranks
-            count the collectives that they began in it. meets: it compares or reads a value, where
-            a rank that stays away is an error. count: without a group: the name of the meeting, and
-            how many there have been. number: of the collective among those of its group, from 1; 0
-            where that is not known.
+        text: what it does, for errors: "reads a value (item) at train.py:10".
+        ranks: the ranks that it needs, by their numbers in the job.
+        group: the process group that it waits in; ranks count the collectives that they began
+            in it.
+        meets: it compares or reads a value, where a rank that stays away is an error.
+        count: without a group: the name of the meeting, and how many there have been.
+        number: of the collective among those of its group, from 1; 0 where that is not known.
     """
 
     text: str
@@ -283,8 +284,6 @@ class Need:
     count: tuple[str, int] = ("", 0)
     number: int = 0
 
-
-# -- posts -------------------------------------------------------------------
 
 _post_numbers = itertools.count(1)
 BEGUN: dict[str, int] = {}
@@ -532,6 +531,9 @@ def _key_of_rank(rank: int) -> str:
 
 
 # -- ranks that are gone ---------------------------------------------------------------------------
+# A process group says that a connection was closed, but not whose. The ranks of one machine know
+# one another's processes, which they exchange when a control group is made, and look which have
+# ended; of ranks on other machines they can only say that it must be one of them.
 
 _PROCESS = struct.Struct("<8sqq")
 _TIME_TO_END, _LOOK_AT_PROCESSES = 0.5, 0.01

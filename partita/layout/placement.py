@@ -125,6 +125,8 @@ class Invariant(Placement):
 
 
 # -- torch's placements ----------------------------------------------------------------------------
+# Known by their class's name, since to import torch's classes takes half a second. What torch has
+# and we have not (a pending average, a product) stays what it is, and is refused as no placement.
 
 
 def own_placement(given: Any) -> Any:

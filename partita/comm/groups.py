@@ -26,7 +26,7 @@ from partita.layout import Coordinate, Fix, LayoutError, Mesh
 
 from .backends.choose import backend_of
 from .backends.control import rendezvous_group
-from .collective import PendingWork, Request, Splits, sum_in_rank_order
+from .collective import PendingWork, Request, Splits, reduce_in_rank_order
 from .device import HOST, Device, copy_bytes
 from .messages import hash_text
 from .source import place_of_user, user_line
@@ -134,11 +134,8 @@ class GroupWire(Wire):
         return tuple(self._at_rank[rank] for rank in order)
 
     def _order(self, axes: Axes) -> list[int] | None:
-        members = self.mesh.group(axes, self.at)
-        if len(members) == 1:
-            return None
-        number = {self._rank_at[m]: i for i, m in enumerate(members)}
-        order = [number[rank] for rank in dist.get_process_group_ranks(self.process_group(axes))]
+        number = {m: i for i, m in enumerate(self.mesh.group(axes, self.at))}
+        order = [number[m] for m in self._members(axes)]
         return None if order == sorted(order) else order
 
     # -- collectives -------------------------------------------------------------------------------
@@ -158,11 +155,7 @@ class GroupWire(Wire):
 
     def _all_reduce(self, x: torch.Tensor, axes: Axes, reduce_op: str, request: Request) -> None:
         if self._reading_op is not None and (rows := self._gather_read_value(x, axes)) is not None:
-            if reduce_op == "sum":
-                sum_in_rank_order(rows, x)
-            else:
-                stacked = torch.stack(rows)
-                x.copy_(stacked.amax(0) if reduce_op == "max" else stacked.amin(0))
+            reduce_in_rank_order(rows, x, reduce_op)
             return
         self.backend.all_reduce(self._process_groups[axes], x, reduce_op, request)
 

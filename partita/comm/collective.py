@@ -41,7 +41,7 @@ class Request(NamedTuple):
     """Why a collective runs.
 
     Attributes:
-        kind: of the collective, or what is compared: "all_gather", "gather_ints".
+        kind: of the collective, "all_gather", or what is compared.
         move: that it is a part of; None where it serves a comparison of ranks.
         op: that needs the move, "matmul".
     """

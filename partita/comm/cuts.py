@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from partita.layout import Coordinate, Layout, LayoutError, Mesh, chunk
+from partita.layout import Layout, LayoutError, Mesh
+from partita.redistribute.move import count_common_axes
 
 if TYPE_CHECKING:
     from partita.redistribute import Move
@@ -28,7 +29,6 @@ __all__ = [
     "has_empty",
     "is_restack",
     "least",
-    "make_no_such_move_error",
     "padded_length",
     "places_of",
     "span",
@@ -68,13 +68,6 @@ class Cut:
         """The elements of the first rank's piece, which no rank's exceeds."""
         return padded_length(self.size, self.outer_parts + self.parts)
 
-    def length_at(self, mesh: Mesh, at: Coordinate) -> int:
-        """The elements that the rank at `at` has of it where only `outer` splits it."""
-        length = self.size
-        for axis, n in zip(self.outer, self.outer_parts, strict=True):
-            length = chunk(length, n, at[mesh.index(axis)])[1]
-        return length
-
 
 def find_cuts(move: Move, mesh: Mesh) -> tuple[list[Cut], list[Cut]]:
     """The dimensions whose pieces `move` joins, and those that it divides.
@@ -94,7 +87,11 @@ def find_cuts(move: Move, mesh: Mesh) -> tuple[list[Cut], list[Cut]]:
         "all_to_all": leave == enter <= moved,
     }
     if move.before.shape != move.after.shape or not fits[move.kind]:
-        raise make_no_such_move_error(move)
+        raise LayoutError(
+            f"one {move.kind} over {' '.join(move.axes)} cannot make "
+            f"{move.after.brief()} of {move.before.brief()}",
+            reason="the pieces that its ranks hold do not tile what they are to hold",
+        )
     return joined, divided
 
 
@@ -116,23 +113,13 @@ def _cut_further(cut: Layout, whole: Layout, mesh: Mesh) -> list[Cut]:
     for dim, (size, have, want) in enumerate(zip(cut.shape, cut.shards, whole.shards, strict=True)):
         if have == want:
             continue
-        axes, kept = ([a for a in stack if mesh.size(a) > 1] for stack in (have, want))
-        same = 0
-        while same < min(len(axes), len(kept)) and axes[same] == kept[same]:
-            same += 1
+        axes, kept = (tuple(a for a in stack if mesh.size(a) > 1) for stack in (have, want))
+        same = count_common_axes(axes, kept)
         if same < len(axes):
-            outer, inner = tuple(axes[:same]), tuple(axes[same:])
+            outer, inner = axes[:same], axes[same:]
             parts = [tuple(mesh.size(a) for a in stack) for stack in (outer, inner)]
             found.append(Cut(dim, size, outer, inner, *parts))
     return found
-
-
-def make_no_such_move_error(move: Move) -> LayoutError:
-    return LayoutError(
-        f"one {move.kind} over {' '.join(move.axes)} cannot make "
-        f"{move.after.brief()} of {move.before.brief()}",
-        reason="the pieces that its ranks hold do not tile what they are to hold",
-    )
 
 
 # -- where pieces are, as numbers or tensors -------------------------------------------------------

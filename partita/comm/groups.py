@@ -255,13 +255,6 @@ class GroupWire(Wire):
             for at in self.group(axes)[1]
         ]
 
-    def gather_ints(self, values: tuple[int, ...]) -> list[tuple[int, ...]]:
-        form = struct.Struct(f"<{len(values)}q")
-        why = f"compares {len(values)} numbers"
-        if self.scope.check is not None:
-            self.check(f"{why} at {user_line()}")
-        return [form.unpack(row) for row in self.exchange(why, form.pack(*values))]
-
     def check(self, text: str) -> None:
         if self.scope.check is not None and self.mesh.size() > 1:
             self.scope.check.compare(self, text)
@@ -302,18 +295,8 @@ class ControlGroup:
     def exchange(
         self, why: str, mine: bytes, deadline: float | None = None, place: str = ""
     ) -> list[bytes]:
-        """Every rank's payload `mine`, in mesh order, if all ranks come for the same reason.
-
-        Args:
-            why: the reason, which must be equal on all ranks: "compares from_local".
-            deadline: seconds to wait for ranks of which nothing is known; by default the timeout of
-                `init_process_group`.
-            place: the line at which all must be, where that matters.
-
-        Raises:
-            LayoutError: on all ranks, naming two with different reasons, or the ranks that do not
-                come.
-        """
+        """As `Wire.exchange`. An error names two ranks with different reasons, or those that do not
+        come by the deadline, which is the timeout of `init_process_group` where none is given."""
         head = _MESSAGE_HEAD.pack(hash_text(why + place, 8), len(mine))
         rows = self._gather((head + mine).ljust(_MESSAGE_BYTES)[:_MESSAGE_BYTES], why, deadline)
         heads = [_MESSAGE_HEAD.unpack_from(row) for row in rows]

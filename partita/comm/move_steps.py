@@ -45,7 +45,6 @@ __all__ = [
     "prepare",
 ]
 
-Region = tuple[tuple[int, int], ...]
 Step = Callable[[torch.Tensor, "Request"], torch.Tensor]
 
 _CONTIGUOUS = torch.contiguous_format
@@ -246,9 +245,7 @@ def _copy_alone(x: torch.Tensor, request: Request) -> torch.Tensor:
 def _make_slice_step(move: Move, transport: Transport) -> Step:
     find_cuts(move, transport.mesh)
     source = move.before.local_region(transport.mesh, transport.at)
-    where = _slices_of_region(
-        _offset_region_within(move.after.local_region(transport.mesh, transport.at), source)
-    )
+    where = _slices_within(move.after.local_region(transport.mesh, transport.at), source)
     # Cloned, not viewed: an in-place op on the slice must not write into the whole.
     return lambda x, request: x[where].clone(memory_format=_CONTIGUOUS)
 
@@ -256,10 +253,8 @@ def _make_slice_step(move: Move, transport: Transport) -> Step:
 def _make_place_step(move: Move, transport: Transport) -> Step:
     find_cuts(move, transport.mesh)
     target = move.after.local_region(transport.mesh, transport.at)
-    where = _slices_of_region(
-        _offset_region_within(move.before.local_region(transport.mesh, transport.at), target)
-    )
-    shape, reduce_op = _shape_of_region(target), move.op
+    where = _slices_within(move.before.local_region(transport.mesh, transport.at), target)
+    shape, reduce_op = [length for _, length in target], move.op
 
     def run_place(x: torch.Tensor, request: Request) -> torch.Tensor:
         out = x.new_full(shape, identity_of_reduction(reduce_op, x.dtype))
@@ -309,20 +304,14 @@ _BUILD = {
     "retype": _make_retype_step,
 }
 
-# -- regions -------------------------------------------------------------------------------------
+# -- regions and padding -------------------------------------------------------------------------
 
 
-def _shape_of_region(region: Region) -> tuple[int, ...]:
-    return tuple(length for _, length in region)
-
-
-def _slices_of_region(region: Region) -> tuple[slice, ...]:
-    return tuple(slice(start, start + length) for start, length in region)
-
-
-def _offset_region_within(inner: Region, outer: Region) -> Region:
-    """`inner` with offsets relative to the start of `outer`."""
-    return tuple((i - j, n) for (i, n), (j, _) in zip(inner, outer, strict=True))
+def _slices_within(
+    inner: Sequence[tuple[int, int]], outer: Sequence[tuple[int, int]]
+) -> tuple[slice, ...]:
+    """Where the region `inner` of a tensor lies in its region `outer`."""
+    return tuple(slice(i - j, i - j + n) for (i, n), (j, _) in zip(inner, outer, strict=True))
 
 
 def _pad_to_shape(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
@@ -447,7 +436,10 @@ class Side:
         self.shape, self._cuts = shape, cuts
         self._grid = [a for a in axes if transport.mesh.size(a) > 1]
         self._sizes = [transport.mesh.size(a) for a in self._grid]
-        self._lengths = [cut.length_at(transport.mesh, transport.at) for cut in cuts]
+        self._lengths = [
+            span(cut.size, cut.outer_parts, [transport.index(a) for a in cut.outer])[1]
+            for cut in cuts
+        ]
         piece = list(shape)
         for cut, length in zip(cuts, self._lengths, strict=True):
             piece[cut.dim] = padded_length(length, cut.parts)

@@ -27,7 +27,7 @@ from .collective import Request, Splits, reduce_in_rank_order
 from .device import AutocastState, read_autocast_state, use_autocast_state
 from .ledger import Scope, enter_check_hooks, enter_rank_thread, scope
 from .source import user_line
-from .transport import Axes
+from .transport import ALL_DTYPES, Axes
 from .wire import MeshHandle, Wire
 
 __all__ = [
@@ -353,7 +353,7 @@ def running_wire() -> RankWire | None:
 class RankWire(Wire):
     """The wire of one rank of a `World`."""
 
-    moved_dtypes = frozenset(d for d in vars(torch).values() if isinstance(d, torch.dtype))
+    moved_dtypes = ALL_DTYPES
     reduced_dtypes = frozenset(
         (torch.float16, torch.bfloat16, torch.float32, torch.float64)
         + (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -390,7 +390,9 @@ class RankWire(Wire):
         if self.scope.check is not None and self.mesh.size() > 1:
             self.scope.check.compare(self, text)
 
-    def exchange(self, why: str, mine: bytes, deadline: float | None = None) -> list[bytes]:
+    def exchange(
+        self, why: str, mine: bytes, deadline: float | None = None, place: str = ""
+    ) -> list[bytes]:
         def answer_with_all(brought: list[bytes]) -> list[list[bytes]]:
             return [brought] * len(brought)
 
@@ -419,12 +421,8 @@ class RankWire(Wire):
             for to, _ in all_:
                 torch.cat([x.reshape(-1) for _, x in all_], out=to.view(-1))
 
-        # Groups may hold different amounts, except of compared numbers and of padded pieces.
-        size = (
-            x.numel()
-            if request.kind in ("gather_ints", "all_gather") and not request.move
-            else None
-        )
+        # Groups may hold different amounts, except of padded pieces.
+        size = None if request.move else x.numel()
         self._meet_group(("gather", x.dtype, size), axes, request, (out, x), perform_all_gather)
 
     def _all_reduce(self, x: torch.Tensor, axes: Axes, reduce_op: str, request: Request) -> None:

@@ -49,17 +49,14 @@ from .groups import GroupWire
 from .ledger import Ledger, Scope
 from .move_steps import Step, identity_of_reduction, prepare
 from .source import user_line
-from .transport import Axes, Transport
+from .transport import Axes
 from .wire import Wire
 
 __all__ = [
-    "PaddedTransport",
     "TraceWire",
     "Uneven",
     "active_wire",
     "is_uneven",
-    "padded_step",
-    "padding",
     "substitute_wires",
     "uneven",
 ]
@@ -67,57 +64,11 @@ __all__ = [
 # -- padded moves ----------------------------------------------------------------------------------
 
 
-class PaddedTransport(Transport):
-    """A transport on which every rank's pieces are as large as the first rank's.
-
-    Attributes:
-        coordinate: for each axis of more than one rank, this rank's place on it, as a tensor.
-        zeros: the current move pads with zeros, as moves of gradients do.
-    """
-
-    coordinate: dict[str, torch.Tensor]
-    zeros: bool
-
-    def place(self, axes: Sequence[str]) -> torch.Tensor:
-        """The rank's position along `axes` together, first slowest: a 0-d int64 tensor."""
-        places = [self.coordinate[a] for a in axes if self.mesh.size(a) > 1]
-        sizes = [self.mesh.size(a) for a in axes if self.mesh.size(a) > 1]
-        if not places:
-            return torch.zeros((), dtype=torch.int64)
-        place = places[0]
-        for size, inner in zip(sizes[1:], places[1:], strict=True):
-            place = place * size + inner
-        return place
-
-    def stack(self, axes: Sequence[str]) -> tuple[list[int], list[torch.Tensor]]:
-        """The sizes of `axes` and the rank's places on them, but for axes of one rank."""
-        cut = [a for a in axes if self.mesh.size(a) > 1]
-        return [self.mesh.size(a) for a in cut], [self.coordinate[a] for a in cut]
-
-
 def is_uneven(layout: Layout, mesh: Mesh) -> bool:
     """Do some ranks hold less of a tensor of this layout than others?"""
-    return any(map(_divides_unevenly, *_shape_and_shard_sizes(layout, mesh)))
-
-
-def _shape_and_shard_sizes(
-    layout: Layout, mesh: Mesh
-) -> tuple[Sequence[int], list[tuple[int, ...]]]:
-    return layout.shape, [tuple(mesh.size(a) for a in axes) for axes in layout.shards]
-
-
-def _divides_unevenly(size: int, parts: Sequence[int]) -> bool:
-    return size % math.prod(parts) != 0
-
-
-def padding(
-    transport: PaddedTransport, size: int, axes: Sequence[str], device: torch.device
-) -> torch.Tensor:
-    """A mask of the padding in a rank's piece of `size` elements that are cut over `axes`."""
-    parts, places = transport.stack(axes)
-    _, length = span(size, parts, places)
-    return torch.arange(padded_length(size, parts), device=device) >= _move_to_device(
-        length, device
+    return any(
+        size % math.prod(mesh.size(a) for a in axes)
+        for size, axes in zip(layout.shape, layout.shards, strict=True)
     )
 
 
@@ -128,25 +79,23 @@ def _move_to_device(x: Number, device: torch.device) -> Number:
 # -- moves -----------------------------------------------------------------------------------------
 
 
-def padded_step(move: Move, transport: PaddedTransport) -> Step | None:
+def _make_padded_step(move: Move, transport: TraceWire) -> Step:
     """The step of a move between padded pieces, of equally many nodes for any number of ranks.
-
-    None for a move that neither exchanges pieces nor changes a dimension that is cut unevenly.
 
     Raises:
         LayoutError: one move of its kind cannot make what it is to make.
     """
-    if move.kind not in ("all_gather", "reduce_scatter", "all_to_all", "slice", "place"):
-        return None
+    if move.kind == "mask":
+        return lambda x, request: _keep_on_first(x, move, transport)
+    if move.kind in ("all_reduce", "retype"):
+        return prepare(move, transport)
     joined, divided = find_cuts(move, transport.mesh)
-    if not joined and not divided:
-        return None
-    if move.kind in ("slice", "place"):
-        if all(cut.even for cut in (*joined, *divided)):
-            return None
-        if move.kind == "slice":
-            return lambda x, request: _slice_own_piece(x, divided, transport)
+    if move.kind == "slice":
+        return lambda x, request: _slice_own_piece(x, divided, transport)
+    if move.kind == "place":
         return lambda x, request: _place_own_piece(x, joined, move.op, transport)
+    if not joined and not divided:
+        return prepare(move, transport)
     axes, _ = transport.group_order(move.axes)
     grid = tuple(a for a in axes if transport.mesh.size(a) > 1)
     n = transport.mesh_size(axes)
@@ -174,16 +123,16 @@ def padded_step(move: Move, transport: PaddedTransport) -> Step | None:
     return run_padded_step
 
 
-def _outer_length(cut: Cut, transport: PaddedTransport) -> tuple[int, Number]:
+def _outer_length(cut: Cut, transport: TraceWire) -> tuple[int, Number]:
     """Padded and true length of what the inner axes of `cut` cut."""
     padded = padded_length(cut.size, cut.outer_parts)
-    if not _divides_unevenly(cut.size, cut.outer_parts):
+    if cut.size % math.prod(cut.outer_parts) == 0:
         return padded, padded
     return padded, span(cut.size, *transport.stack(cut.outer))[1]
 
 
 def _pack_padded_pieces(
-    x: torch.Tensor, cuts: Sequence[Cut], grid: Sequence[str], transport: PaddedTransport
+    x: torch.Tensor, cuts: Sequence[Cut], grid: Sequence[str], transport: TraceWire
 ) -> torch.Tensor:
     """A buffer of the padded piece of each member of `grid`, in the grid's order."""
     labels: list[Any] = []
@@ -205,7 +154,7 @@ def _pack_padded_pieces(
 
 
 def _pieces_in_a_row(
-    x: torch.Tensor, cut: Cut, parts: Sequence[int], transport: PaddedTransport
+    x: torch.Tensor, cut: Cut, parts: Sequence[int], transport: TraceWire
 ) -> torch.Tensor:
     _, outer = _outer_length(cut, transport)
     step, n = cut.first_length, math.prod(parts)
@@ -243,7 +192,7 @@ def _with_zeros(x: torch.Tensor, dim: int, more: int) -> torch.Tensor:
 
 
 def _unpack_pieces(
-    rows: torch.Tensor, cuts: Sequence[Cut], grid: Sequence[str], transport: PaddedTransport
+    rows: torch.Tensor, cuts: Sequence[Cut], grid: Sequence[str], transport: TraceWire
 ) -> torch.Tensor:
     """Join the pieces in `rows`, (*grid, *piece), along the dimensions of `cuts`.
 
@@ -275,7 +224,7 @@ def _in_order(cuts: Sequence[Cut], grid: Sequence[str]) -> bool:
     return len(cuts) == 1 and cuts[0].dim == 0 and cuts[0].inner == tuple(grid)
 
 
-def _without_gaps(x: torch.Tensor, cut: Cut, transport: PaddedTransport) -> torch.Tensor:
+def _without_gaps(x: torch.Tensor, cut: Cut, transport: TraceWire) -> torch.Tensor:
     """`x`, in which padded pieces stand end to end along a dimension, without their padding."""
     padded, length = _outer_length(cut, transport)
     if isinstance(length, int) and ends_last(length, cut.parts):
@@ -290,31 +239,59 @@ def _without_gaps(x: torch.Tensor, cut: Cut, transport: PaddedTransport) -> torc
     return _zero_where(out, cut.dim, behind) if transport.zeros else out
 
 
-def _slice_own_piece(
-    x: torch.Tensor, cuts: Sequence[Cut], transport: PaddedTransport
-) -> torch.Tensor:
+def _slice_own_piece(x: torch.Tensor, cuts: Sequence[Cut], transport: TraceWire) -> torch.Tensor:
     for cut in cuts:
-        start, length = _place_of(cut, transport, x.device)
-        offsets = torch.arange(cut.first_length, device=x.device)
-        x = _take_padded_piece(x, cut.dim, start, length, offsets, transport.zeros)
-    return x.contiguous()
+        if cut.even:
+            rows = x.unflatten(cut.dim, (math.prod(cut.parts), cut.first_length))
+            x = rows.index_select(cut.dim, _row_of(cut, transport, x.device)).squeeze(cut.dim)
+        else:
+            start, length = _place_of(cut, transport, x.device)
+            offsets = torch.arange(cut.first_length, device=x.device)
+            x = _take_padded_piece(x, cut.dim, start, length, offsets, transport.zeros)
+    return _own_memory(x, cuts)
 
 
 def _place_own_piece(
-    x: torch.Tensor, cuts: Sequence[Cut], op: str, transport: PaddedTransport
+    x: torch.Tensor, cuts: Sequence[Cut], op: str, transport: TraceWire
 ) -> torch.Tensor:
+    rest = identity_of_reduction(op, x.dtype)
     for cut in cuts:
-        start, length = _place_of(cut, transport, x.device)
-        padded, _ = _outer_length(cut, transport)
-        at = torch.arange(padded, device=x.device) - start
-        mine = (at >= 0) & (at < length)
-        out = x.index_select(cut.dim, at.clamp(0, cut.first_length - 1))
-        mine = mine.view([-1] + [1] * (x.dim() - cut.dim - 1))
-        x = out.masked_fill(~mine, identity_of_reduction(op, x.dtype))
+        if cut.even:
+            rows = x.new_full(
+                [*x.shape[: cut.dim], math.prod(cut.parts), *x.shape[cut.dim :]], rest
+            )
+            row = _row_of(cut, transport, x.device)
+            x = rows.index_copy(cut.dim, row, x.unsqueeze(cut.dim)).flatten(cut.dim, cut.dim + 1)
+        else:
+            start, length = _place_of(cut, transport, x.device)
+            padded, _ = _outer_length(cut, transport)
+            at = torch.arange(padded, device=x.device) - start
+            theirs = (at < 0) | (at >= length)
+            out = x.index_select(cut.dim, at.clamp(0, cut.first_length - 1))
+            x = out.masked_fill(theirs.view([-1] + [1] * (x.dim() - cut.dim - 1)), rest)
+    return _own_memory(x, cuts)
+
+
+def _keep_on_first(x: torch.Tensor, move: Move, transport: TraceWire) -> torch.Tensor:
+    if move.op != "sum":
+        return x.clone(memory_format=torch.contiguous_format)
+    first = transport.place(move.axes).to(x.device) == 0
+    return torch.where(first, x, x.new_zeros(())).contiguous()
+
+
+def _own_memory(x: torch.Tensor, cuts: Sequence[Cut]) -> torch.Tensor:
+    """`x`, contiguous, in memory of its own, where an uneven cut's copy is not that already."""
+    if all(cut.even for cut in cuts):
+        return x.clone(memory_format=torch.contiguous_format)
     return x.contiguous()
 
 
-def _place_of(cut: Cut, transport: PaddedTransport, device: torch.device) -> tuple[Number, Number]:
+def _row_of(cut: Cut, transport: TraceWire, device: torch.device) -> torch.Tensor:
+    """The number of this rank's piece, of pieces that are even."""
+    return transport.place(cut.inner).view(1).to(device)
+
+
+def _place_of(cut: Cut, transport: TraceWire, device: torch.device) -> tuple[Number, Number]:
     """`(start, length)` of this rank's piece within the piece that `inner` cuts."""
     parts, places = transport.stack(cut.inner)
     _, outer = _outer_length(cut, transport)
@@ -337,7 +314,6 @@ def uneven(fact: str) -> Uneven:
 
 # -- the wire of a capture -------------------------------------------------------------------------
 
-Region = tuple[tuple[Any, Any], ...]
 Noting = Callable[[Move, int, str, str], AbstractContextManager[None]]
 Repeating = Callable[["TraceWire", Move, torch.Tensor, Callable[[], torch.Tensor]], torch.Tensor]
 
@@ -352,11 +328,13 @@ def _no_noting(move: Move, itemsize: int, op: str, reason: str) -> AbstractConte
     return nullcontext()
 
 
-class TraceWire(PaddedTransport, Wire):
+class TraceWire(Wire):
     """The wire while a step is captured: moves become nodes, and nothing leaves the rank.
 
     Attributes:
         real: the wire that it stands in for.
+        coordinate: for each axis of more than one rank, this rank's place on it, as a tensor.
+        zeros: the current move pads with zeros, as moves of gradients do.
         groups: the axes of the process groups that the graph uses, by their names in it.
         noting: a context manager within which a move's nodes are made.
         repeating: traces a move, or repeats the trace of an equal one.
@@ -423,7 +401,22 @@ class TraceWire(PaddedTransport, Wire):
 
     # -- what is padded ----------------------------------------------------------------------------
 
-    def region(self, layout: Layout, *, beyond: bool = False) -> Region:
+    def place(self, axes: Sequence[str]) -> torch.Tensor:
+        """The rank's position along `axes` together, first slowest: a 0-d int64 tensor."""
+        sizes, places = self.stack(axes)
+        if not places:
+            return torch.zeros((), dtype=torch.int64)
+        place = places[0]
+        for size, inner in zip(sizes[1:], places[1:], strict=True):
+            place = place * size + inner
+        return place
+
+    def stack(self, axes: Sequence[str]) -> tuple[list[int], list[torch.Tensor]]:
+        """The sizes of `axes` and the rank's places on them, but for axes of one rank."""
+        cut = [a for a in axes if self.mesh.size(a) > 1]
+        return [self.mesh.size(a) for a in cut], [self.coordinate[a] for a in cut]
+
+    def region(self, layout: Layout, *, beyond: bool = False) -> tuple[tuple[Any, Any], ...]:
         region: list[tuple[Any, Any]] = []
         longest = layout.local_shape(self.mesh, self.at)
         for size, axes, length in zip(layout.shape, layout.shards, longest, strict=True):
@@ -454,7 +447,10 @@ class TraceWire(PaddedTransport, Wire):
             key = (size, axes, x.device)
             where = self._paddings.get(key)
             if where is None:
-                where = self._paddings[key] = padding(self, size, axes, x.device)
+                parts, places = self.stack(axes)
+                _, length = span(size, parts, places)
+                at = torch.arange(padded_length(size, parts), device=x.device)
+                where = self._paddings[key] = at >= _move_to_device(length, x.device)
             x = x.masked_fill(where.view([-1] + [1] * (x.dim() - dim - 1)), value)
         return x
 
@@ -502,63 +498,8 @@ class TraceWire(PaddedTransport, Wire):
         finally:
             self.zeros = before
 
-    def _prepare(self, move: Move) -> Any:
-        for axis in move.axes:
-            self.mesh.index(axis)
-        build = {
-            "slice": self._make_slice_step,
-            "place": self._make_place_step,
-            "mask": self._make_mask_step,
-        }.get(move.kind)
-        step = padded_step(move, self)
-        if step is None:
-            step = prepare(move, self) if build is None else build(move)
-        entry = (move, step, move.before.local_shape(self.mesh, self.at))
-        self._steps[id(move)] = entry
-        return entry
-
-    def _find_new_cuts(self, whole: Layout, cut: Layout) -> list[tuple[int, tuple[str, ...], int]]:
-        """`(dimension, axes, pieces)` of each dimension that `cut` splits further than `whole`."""
-        found = []
-        for dim, (outer, all_axes) in enumerate(zip(whole.shards, cut.shards, strict=True)):
-            axes = all_axes[len(outer) :]
-            if self.mesh_size(axes) > 1:
-                found.append((dim, axes, self.mesh_size(axes)))
-        return found
-
-    def _make_slice_step(self, move: Move) -> Any:
-        stacks = self._find_new_cuts(move.before, move.after)
-
-        def run(x: torch.Tensor, request: Request) -> torch.Tensor:
-            for dim, axes, n in stacks:
-                rows = x.unflatten(dim, (n, x.shape[dim] // n))
-                x = rows.index_select(dim, self.place(axes).view(1).to(x.device)).squeeze(dim)
-            return x.clone(memory_format=torch.contiguous_format)
-
-        return run
-
-    def _make_place_step(self, move: Move) -> Any:
-        stacks = self._find_new_cuts(move.after, move.before)
-
-        def run(x: torch.Tensor, request: Request) -> torch.Tensor:
-            for dim, axes, n in stacks:
-                shape = [*x.shape[:dim], n, *x.shape[dim:]]
-                rows = x.new_full(shape, identity_of_reduction(move.op, x.dtype))
-                rows = rows.index_copy(dim, self.place(axes).view(1).to(x.device), x.unsqueeze(dim))
-                x = rows.flatten(dim, dim + 1)
-            return x.clone(memory_format=torch.contiguous_format)
-
-        return run
-
-    def _make_mask_step(self, move: Move) -> Any:
-        if move.op != "sum":
-            return lambda x, request: x.clone(memory_format=torch.contiguous_format)
-
-        def run(x: torch.Tensor, request: Request) -> torch.Tensor:
-            first = self.place(move.axes).to(x.device) == 0
-            return torch.where(first, x, x.new_zeros(())).contiguous()
-
-        return run
+    def _make_step(self, move: Move) -> Step:
+        return _make_padded_step(move, self)
 
     def group_name(self, axes: Axes) -> str:
         """The name of the group over `axes` in the graph."""
@@ -607,11 +548,6 @@ class TraceWire(PaddedTransport, Wire):
     def _broadcast(self, x: torch.Tensor, axes: Axes, root: int, request: Request) -> None:
         told = BROADCAST(x, root, self.group_name(axes))
         x.copy_(WAIT(told))
-
-    def gather_ints(self, values: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """This rank's values for all: ranks trace one program, and compare their keys
-        afterwards."""
-        return [tuple(values)] * self.mesh.size()
 
 
 # -- groups, by the name that graphs call them -----------------------------------------------------

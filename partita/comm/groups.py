@@ -151,13 +151,14 @@ class GroupWire(Wire):
     def _reduce_scatter(
         self, out: torch.Tensor, x: torch.Tensor, axes: Axes, reduce_op: str, request: Request
     ) -> None:
-        self.backend.reduce_scatter(self._process_groups[axes], out, x, reduce_op, request)
+        group = self._process_groups[axes]
+        self.backend.start_reduce_scatter(group, out, x, reduce_op, request).wait()
 
     def _all_reduce(self, x: torch.Tensor, axes: Axes, reduce_op: str, request: Request) -> None:
         if self._reading_op is not None and (rows := self._gather_read_value(x, axes)) is not None:
             reduce_in_rank_order(rows, x, reduce_op)
             return
-        self.backend.all_reduce(self._process_groups[axes], x, reduce_op, request)
+        self.backend.start_all_reduce(self._process_groups[axes], x, reduce_op, request).wait()
 
     def _start_all_gather(
         self, out: torch.Tensor, x: torch.Tensor, axes: Axes, request: Request
@@ -165,12 +166,13 @@ class GroupWire(Wire):
         return self.backend.start_all_gather(self._process_groups[axes], out, x, request)
 
     def _start_all_reduce(self, x: torch.Tensor, axes: Axes, request: Request) -> PendingWork:
-        return self.backend.start_all_reduce(self._process_groups[axes], x, request)
+        return self.backend.start_all_reduce(self._process_groups[axes], x, "sum", request)
 
     def _start_reduce_scatter(
         self, out: torch.Tensor, x: torch.Tensor, axes: Axes, request: Request
     ) -> PendingWork:
-        return self.backend.start_reduce_scatter(self._process_groups[axes], out, x, request)
+        group = self._process_groups[axes]
+        return self.backend.start_reduce_scatter(group, out, x, "sum", request)
 
     def _all_to_all(
         self,

@@ -8,7 +8,7 @@ ops). `table/reduction_identity` says what padding is filled with.
 
 from .bind import NUMBER, Bound, Operand, Row, Work, bind, work_of
 from .rule import RULES, Arg, Decomposition, Kernel, KernelCall, KernelRule, LikeRule, Rule, rule
-from .sentence import Names, Sentence, SentenceError, parse, resolve_shape, view_sentence
+from .sentence import SentenceError, parse, resolve_shape, view_sentence
 from .table.reduction_identity import EXTREME, PaddingFill, find_padding_fills
 
 __all__ = [
@@ -22,12 +22,10 @@ __all__ = [
     "KernelCall",
     "KernelRule",
     "LikeRule",
-    "Names",
     "Operand",
     "PaddingFill",
     "Row",
     "Rule",
-    "Sentence",
     "SentenceError",
     "Work",
     "bind",

@@ -210,8 +210,7 @@ class GroupWire(Wire):
         store."""
         if not self._others_exist():
             return None
-        axes, _ = self.group(self.mesh.names)
-        return self.process_group(axes)
+        return self.process_group(self.mesh.names)
 
     def _others_exist(self) -> bool:
         return self.mesh.size() > 1 and dist.get_backend() != "fake"

@@ -478,8 +478,7 @@ class Side:
     def to_rows(self, pad: int) -> Callable[[torch.Tensor], torch.Tensor]:
         """A function that packs the pieces into a flat buffer, each padded with zeros to `pad`
         elements."""
-        n = math.prod(self._sizes)
-        return self._to_flat(n * pad, self._in_rows(pad), filled=n * pad == math.prod(self.shape))
+        return self._to_flat(math.prod(self._sizes) * pad, self._in_rows(pad))
 
     def from_rows(self, pad: int) -> Callable[[torch.Tensor, torch.Tensor], None]:
         """What copies the pieces from such a buffer, the second argument, to where they belong."""
@@ -487,7 +486,7 @@ class Side:
 
     def to_segments(self) -> Callable[[torch.Tensor], torch.Tensor]:
         """A function that packs the pieces, which are in order, end to end as in `splits`."""
-        return self._to_flat(math.prod(self.shape), self._end_to_end, filled=True)
+        return self._to_flat(math.prod(self.shape), self._end_to_end)
 
     def from_segments(self) -> Callable[[torch.Tensor, torch.Tensor], None]:
         """What copies the pieces from such a buffer, the second argument, to where they belong."""
@@ -508,9 +507,8 @@ class Side:
         strides = (*(rest * step for step in block.steps), *contiguous_strides(block.piece))
         return strides, rest * block.start[cut.dim]
 
-    def _to_flat(
-        self, total: int, placed: Placing, filled: bool
-    ) -> Callable[[torch.Tensor], torch.Tensor]:
+    def _to_flat(self, total: int, placed: Placing) -> Callable[[torch.Tensor], torch.Tensor]:
+        filled = total == math.prod(self.shape)
         blocks = _find_piece_blocks(self._cuts, self._lengths, self.shape, self._grid)
         own = contiguous_strides(self.shape)
         sources = [(block.shape, *block.strided(own)) for block in blocks]

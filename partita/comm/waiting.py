@@ -349,12 +349,12 @@ def make_post(need: Need) -> Post:
             name: {str(n): str(request.move or request.kind) for n, request in asks}
             for name, asks in _ASKED.items()
         },
-        # Private torch: the sequence number of each group, by its name.
+        # Private torch: all groups, and the sequence number of each, by its name.
         "begun": BEGUN
         | dict([need.count])
         | {
             g.group_name: n
-            for g in _list_process_groups()
+            for g in list(dist.distributed_c10d._world.pg_map)
             if (n := _count_begun_collectives(g)) is not None
         },
     }
@@ -382,10 +382,6 @@ def withdraw_post(store: Any, rank: int, post: Post) -> None:
 def _replace_post(store: Any, rank: int, post: Post | None) -> None:
     if not LEAVING.is_set():  # that it has ended is a rank's last post
         store.set(_key_of_rank(rank), json.dumps(post))
-
-
-def _list_process_groups() -> list[Any]:
-    return list(dist.distributed_c10d._world.pg_map)
 
 
 def _count_begun_collectives(group: Any) -> int | None:

@@ -61,259 +61,6 @@ __all__ = [
     "uneven",
 ]
 
-# -- padded moves ----------------------------------------------------------------------------------
-
-
-def is_uneven(layout: Layout, mesh: Mesh) -> bool:
-    """Do some ranks hold less of a tensor of this layout than others?"""
-    return any(
-        size % math.prod(mesh.size(a) for a in axes)
-        for size, axes in zip(layout.shape, layout.shards, strict=True)
-    )
-
-
-def _move_to_device(x: Number, device: torch.device) -> Number:
-    return x.to(device) if isinstance(x, torch.Tensor) else x
-
-
-# -- moves -----------------------------------------------------------------------------------------
-
-
-def _make_padded_step(move: Move, transport: TraceWire) -> Step:
-    """The step of a move between padded pieces, of equally many nodes for any number of ranks.
-
-    Raises:
-        LayoutError: one move of its kind cannot make what it is to make.
-    """
-    if move.kind == "mask":
-        return lambda x, request: _keep_on_first(x, move, transport)
-    if move.kind in ("all_reduce", "retype"):
-        return prepare(move, transport)
-    joined, divided = find_cuts(move, transport.mesh)
-    if move.kind == "slice":
-        return lambda x, request: _slice_own_piece(x, divided, transport)
-    if move.kind == "place":
-        return lambda x, request: _place_own_piece(x, joined, move.op, transport)
-    if not joined and not divided:
-        return prepare(move, transport)
-    axes, _ = transport.group_order(move.axes)
-    grid = tuple(a for a in axes if transport.mesh.size(a) > 1)
-    n = transport.mesh_size(axes)
-
-    def run_padded_step(x: torch.Tensor, request: Request) -> torch.Tensor:
-        piece = list(x.shape)
-        for cut in divided:
-            piece[cut.dim] = cut.first_length
-        rows = _pack_padded_pieces(x, divided, grid, transport)
-        if move.kind == "reduce_scatter":
-            out = x.new_empty(piece)
-            transport.reduce_scatter(out, rows, axes, move.op, request)
-            return out
-        if _in_order(joined, grid):
-            out = x.new_empty([n * piece[0], *piece[1:]])
-        else:
-            out = x.new_empty([*(transport.mesh.size(a) for a in grid), *piece])
-        if move.kind == "all_gather":
-            transport.gather(out, rows, axes, request)
-        else:
-            each = Splits.evenly(n, math.prod(piece))
-            transport.all_to_all(out, rows, axes, each, each, request)
-        return _unpack_pieces(out, joined, grid, transport)
-
-    return run_padded_step
-
-
-def _outer_length(cut: Cut, transport: TraceWire) -> tuple[int, Number]:
-    """Padded and true length of what the inner axes of `cut` cut."""
-    padded = padded_length(cut.size, cut.outer_parts)
-    if cut.size % math.prod(cut.outer_parts) == 0:
-        return padded, padded
-    return padded, span(cut.size, *transport.stack(cut.outer))[1]
-
-
-def _pack_padded_pieces(
-    x: torch.Tensor, cuts: Sequence[Cut], grid: Sequence[str], transport: TraceWire
-) -> torch.Tensor:
-    """A buffer of the padded piece of each member of `grid`, in the grid's order."""
-    labels: list[Any] = []
-    by_dim = {cut.dim: cut for cut in cuts}
-    shape: list[int] = []
-    for dim in range(x.dim()):
-        cut = by_dim.get(dim)
-        if cut is None:
-            labels, shape = [*labels, dim], [*shape, x.shape[dim]]
-            continue
-        if not cut.even:
-            x = _pieces_in_a_row(x, cut, cut.parts, transport)
-        labels = [*labels, *cut.inner, dim]
-        shape = [*shape, *cut.parts, cut.first_length]
-    if not cuts or _in_order(cuts, grid):
-        return x.contiguous()
-    order = [labels.index(a) for a in grid] + [labels.index(d) for d in range(x.dim())]
-    return x.reshape(shape).permute(order).contiguous()
-
-
-def _pieces_in_a_row(
-    x: torch.Tensor, cut: Cut, parts: Sequence[int], transport: TraceWire
-) -> torch.Tensor:
-    _, outer = _outer_length(cut, transport)
-    step, n = cut.first_length, math.prod(parts)
-    if isinstance(outer, int) and len(parts) == 1:
-        more = n * step - outer
-        if transport.zeros:
-            return _with_zeros(x, cut.dim, more)
-        places = torch.arange(n * step, device=x.device).clamp(max=outer - 1)
-        return x.index_select(cut.dim, places)
-    each = [
-        torch.arange(m, device=x.device).view([-1] + [1] * (len(parts) - i))
-        for i, m in enumerate(parts)
-    ]
-    start, length = span(_move_to_device(outer, x.device), parts, each)
-    return _take_padded_piece(
-        x, cut.dim, start, length, torch.arange(step, device=x.device), transport.zeros
-    )
-
-
-def _take_padded_piece(
-    x: torch.Tensor, dim: int, start: Number, length: Number, offsets: torch.Tensor, zeros: bool
-) -> torch.Tensor:
-    """The elements of pieces along `dim`, each padded to as many as there are offsets."""
-    at = (start + least(offsets, length - 1)).clamp(min=0)
-    out = x.index_select(dim, at.flatten())
-    return _zero_where(out, dim, (offsets >= length).expand(at.shape).flatten()) if zeros else out
-
-
-def _zero_where(x: torch.Tensor, dim: int, where: torch.Tensor) -> torch.Tensor:
-    return x.masked_fill(where.view([-1] + [1] * (x.dim() - dim - 1)), 0)
-
-
-def _with_zeros(x: torch.Tensor, dim: int, more: int) -> torch.Tensor:
-    return torch.constant_pad_nd(x, [0, 0] * (x.dim() - dim - 1) + [0, more])
-
-
-def _unpack_pieces(
-    rows: torch.Tensor, cuts: Sequence[Cut], grid: Sequence[str], transport: TraceWire
-) -> torch.Tensor:
-    """Join the pieces in `rows`, (*grid, *piece), along the dimensions of `cuts`.
-
-    Pieces in order along dimension 0 are joined already.
-    """
-    if not _in_order(cuts, grid):
-        rows = _side_by_side(rows, cuts, grid)
-    for cut in cuts:
-        if not cut.even:
-            rows = _without_gaps(rows, cut, transport)
-    return rows.contiguous()
-
-
-def _side_by_side(rows: torch.Tensor, cuts: Sequence[Cut], grid: Sequence[str]) -> torch.Tensor:
-    labels: list[Any] = [*grid, *range(rows.dim() - len(grid))]
-    by_dim = {cut.dim: cut for cut in cuts}
-    order: list[Any] = []
-    shape = []
-    for dim in range(rows.dim() - len(grid)):
-        inner = by_dim[dim].inner if dim in by_dim else ()
-        order += [*inner, dim]
-        shape.append(math.prod([rows.shape[labels.index(label)] for label in (*inner, dim)]))
-    # Not `reshape`, whose `_unsafe_view` of a copy no pass recognises as a mere copy.
-    return rows.permute([labels.index(label) for label in order]).contiguous().view(shape)
-
-
-def _in_order(cuts: Sequence[Cut], grid: Sequence[str]) -> bool:
-    """Do the pieces follow each other along dimension 0, in the order of the ranks?"""
-    return len(cuts) == 1 and cuts[0].dim == 0 and cuts[0].inner == tuple(grid)
-
-
-def _without_gaps(x: torch.Tensor, cut: Cut, transport: TraceWire) -> torch.Tensor:
-    """`x`, in which padded pieces stand end to end along a dimension, without their padding."""
-    padded, length = _outer_length(cut, transport)
-    if isinstance(length, int) and ends_last(length, cut.parts):
-        return x.narrow(cut.dim, 0, length)
-    at, length = torch.arange(padded, device=x.device), _move_to_device(length, x.device)
-    behind = at >= length
-    places, rest = places_of(least(at, length - 1).clamp(min=0), length, cut.parts)
-    place: Number = 0
-    for n, here in zip(cut.parts, places, strict=True):
-        place = place * n + here
-    out = x.index_select(cut.dim, place * cut.first_length + rest)
-    return _zero_where(out, cut.dim, behind) if transport.zeros else out
-
-
-def _slice_own_piece(x: torch.Tensor, cuts: Sequence[Cut], transport: TraceWire) -> torch.Tensor:
-    for cut in cuts:
-        if cut.even:
-            rows = x.unflatten(cut.dim, (math.prod(cut.parts), cut.first_length))
-            x = rows.index_select(cut.dim, _row_of(cut, transport, x.device)).squeeze(cut.dim)
-        else:
-            start, length = _place_of(cut, transport, x.device)
-            offsets = torch.arange(cut.first_length, device=x.device)
-            x = _take_padded_piece(x, cut.dim, start, length, offsets, transport.zeros)
-    return _own_memory(x, cuts)
-
-
-def _place_own_piece(
-    x: torch.Tensor, cuts: Sequence[Cut], op: str, transport: TraceWire
-) -> torch.Tensor:
-    rest = identity_of_reduction(op, x.dtype)
-    for cut in cuts:
-        if cut.even:
-            rows = x.new_full(
-                [*x.shape[: cut.dim], math.prod(cut.parts), *x.shape[cut.dim :]], rest
-            )
-            row = _row_of(cut, transport, x.device)
-            x = rows.index_copy(cut.dim, row, x.unsqueeze(cut.dim)).flatten(cut.dim, cut.dim + 1)
-        else:
-            start, length = _place_of(cut, transport, x.device)
-            padded, _ = _outer_length(cut, transport)
-            at = torch.arange(padded, device=x.device) - start
-            theirs = (at < 0) | (at >= length)
-            out = x.index_select(cut.dim, at.clamp(0, cut.first_length - 1))
-            x = out.masked_fill(theirs.view([-1] + [1] * (x.dim() - cut.dim - 1)), rest)
-    return _own_memory(x, cuts)
-
-
-def _keep_on_first(x: torch.Tensor, move: Move, transport: TraceWire) -> torch.Tensor:
-    if move.op != "sum":
-        return x.clone(memory_format=torch.contiguous_format)
-    first = transport.place(move.axes).to(x.device) == 0
-    return torch.where(first, x, x.new_zeros(())).contiguous()
-
-
-def _own_memory(x: torch.Tensor, cuts: Sequence[Cut]) -> torch.Tensor:
-    """`x`, contiguous, in memory of its own, where an uneven cut's copy is not that already."""
-    if all(cut.even for cut in cuts):
-        return x.clone(memory_format=torch.contiguous_format)
-    return x.contiguous()
-
-
-def _row_of(cut: Cut, transport: TraceWire, device: torch.device) -> torch.Tensor:
-    """The number of this rank's piece, of pieces that are even."""
-    return transport.place(cut.inner).view(1).to(device)
-
-
-def _place_of(cut: Cut, transport: TraceWire, device: torch.device) -> tuple[Number, Number]:
-    """`(start, length)` of this rank's piece within the piece that `inner` cuts."""
-    parts, places = transport.stack(cut.inner)
-    _, outer = _outer_length(cut, transport)
-    start, length = span(outer, parts, places)
-    return _move_to_device(start, device), _move_to_device(length, device)
-
-
-class Uneven(LayoutError):
-    """Raised for what cannot be done with padded shards."""
-
-
-def uneven(fact: str) -> Uneven:
-    """The error where uneven pieces cannot be captured; a capture turns it into its own error."""
-    return Uneven(
-        fact,
-        place=user_line(),
-        reason="while a step is captured every rank's piece is padded to the largest one",
-    )
-
-
-# -- the wire of a capture -------------------------------------------------------------------------
-
 Noting = Callable[[Move, int, str, str], AbstractContextManager[None]]
 Repeating = Callable[["TraceWire", Move, torch.Tensor, Callable[[], torch.Tensor]], torch.Tensor]
 
@@ -451,7 +198,7 @@ class TraceWire(Wire):
                 _, length = span(size, parts, places)
                 at = torch.arange(padded_length(size, parts), device=x.device)
                 where = self._paddings[key] = at >= _move_to_device(length, x.device)
-            x = x.masked_fill(where.view([-1] + [1] * (x.dim() - dim - 1)), value)
+            x = _fill_where(x, dim, where, value)
         return x
 
     # -- moves -------------------------------------------------------------------------------------
@@ -548,6 +295,249 @@ class TraceWire(Wire):
     def _broadcast(self, x: torch.Tensor, axes: Axes, root: int, request: Request) -> None:
         told = BROADCAST(x, root, self.group_name(axes))
         x.copy_(WAIT(told))
+
+
+class Uneven(LayoutError):
+    """Raised for what cannot be done with padded shards."""
+
+
+def uneven(fact: str) -> Uneven:
+    """The error where uneven pieces cannot be captured; a capture turns it into its own error."""
+    return Uneven(
+        fact,
+        place=user_line(),
+        reason="while a step is captured every rank's piece is padded to the largest one",
+    )
+
+
+def is_uneven(layout: Layout, mesh: Mesh) -> bool:
+    """Do some ranks hold less of a tensor of this layout than others?"""
+    return any(
+        size % math.prod(mesh.size(a) for a in axes)
+        for size, axes in zip(layout.shape, layout.shards, strict=True)
+    )
+
+
+# -- moves between padded pieces -------------------------------------------------------------------
+
+
+def _make_padded_step(move: Move, wire: TraceWire) -> Step:
+    """The step of a move between padded pieces, of equally many nodes for any number of ranks.
+
+    Raises:
+        LayoutError: one move of its kind cannot make what it is to make.
+    """
+    if move.kind == "mask":
+        return lambda x, request: _keep_on_first(x, move, wire)
+    if move.kind in ("all_reduce", "retype"):
+        return prepare(move, wire)
+    joined, divided = find_cuts(move, wire.mesh)
+    if move.kind == "slice":
+        return lambda x, request: _slice_own_piece(x, divided, wire)
+    if move.kind == "place":
+        return lambda x, request: _place_own_piece(x, joined, move.op, wire)
+    if not joined and not divided:
+        return prepare(move, wire)
+    axes, _ = wire.group_order(move.axes)
+    grid = tuple(a for a in axes if wire.mesh.size(a) > 1)
+    n = wire.mesh_size(axes)
+
+    def run_padded_step(x: torch.Tensor, request: Request) -> torch.Tensor:
+        piece = list(x.shape)
+        for cut in divided:
+            piece[cut.dim] = cut.first_length
+        rows = _pack_padded_pieces(x, divided, grid, wire)
+        if move.kind == "reduce_scatter":
+            out = x.new_empty(piece)
+            wire.reduce_scatter(out, rows, axes, move.op, request)
+            return out
+        if _in_order(joined, grid):
+            out = x.new_empty([n * piece[0], *piece[1:]])
+        else:
+            out = x.new_empty([*(wire.mesh.size(a) for a in grid), *piece])
+        if move.kind == "all_gather":
+            wire.gather(out, rows, axes, request)
+        else:
+            each = Splits.evenly(n, math.prod(piece))
+            wire.all_to_all(out, rows, axes, each, each, request)
+        return _unpack_pieces(out, joined, grid, wire)
+
+    return run_padded_step
+
+
+def _outer_length(cut: Cut, wire: TraceWire) -> tuple[int, Number]:
+    """Padded and true length of what the inner axes of `cut` cut."""
+    padded = padded_length(cut.size, cut.outer_parts)
+    if cut.size % math.prod(cut.outer_parts) == 0:
+        return padded, padded
+    return padded, span(cut.size, *wire.stack(cut.outer))[1]
+
+
+def _pack_padded_pieces(
+    x: torch.Tensor, cuts: Sequence[Cut], grid: Sequence[str], wire: TraceWire
+) -> torch.Tensor:
+    """A buffer of the padded piece of each member of `grid`, in the grid's order."""
+    labels: list[Any] = []
+    by_dim = {cut.dim: cut for cut in cuts}
+    shape: list[int] = []
+    for dim in range(x.dim()):
+        cut = by_dim.get(dim)
+        if cut is None:
+            labels, shape = [*labels, dim], [*shape, x.shape[dim]]
+            continue
+        if not cut.even:
+            x = _pieces_in_a_row(x, cut, wire)
+        labels = [*labels, *cut.inner, dim]
+        shape = [*shape, *cut.parts, cut.first_length]
+    if not cuts or _in_order(cuts, grid):
+        return x.contiguous()
+    order = [labels.index(a) for a in grid] + [labels.index(d) for d in range(x.dim())]
+    return x.reshape(shape).permute(order).contiguous()
+
+
+def _pieces_in_a_row(x: torch.Tensor, cut: Cut, wire: TraceWire) -> torch.Tensor:
+    _, outer = _outer_length(cut, wire)
+    parts, step, n = cut.parts, cut.first_length, math.prod(cut.parts)
+    if isinstance(outer, int) and len(parts) == 1:
+        if wire.zeros:
+            behind = [0, 0] * (x.dim() - cut.dim - 1) + [0, n * step - outer]
+            return torch.constant_pad_nd(x, behind)
+        places = torch.arange(n * step, device=x.device).clamp(max=outer - 1)
+        return x.index_select(cut.dim, places)
+    each = [
+        torch.arange(m, device=x.device).view([-1] + [1] * (len(parts) - i))
+        for i, m in enumerate(parts)
+    ]
+    start, length = span(_move_to_device(outer, x.device), parts, each)
+    return _take_padded_piece(
+        x, cut.dim, start, length, torch.arange(step, device=x.device), wire.zeros
+    )
+
+
+def _take_padded_piece(
+    x: torch.Tensor, dim: int, start: Number, length: Number, offsets: torch.Tensor, zeros: bool
+) -> torch.Tensor:
+    """The elements of pieces along `dim`, each padded to as many as there are offsets."""
+    at = (start + least(offsets, length - 1)).clamp(min=0)
+    out = x.index_select(dim, at.flatten())
+    return _fill_where(out, dim, (offsets >= length).expand(at.shape).flatten()) if zeros else out
+
+
+def _fill_where(x: torch.Tensor, dim: int, where: torch.Tensor, value: Any = 0) -> torch.Tensor:
+    """`x` with `value` at the places along `dim` that `where` marks."""
+    return x.masked_fill(where.view([-1] + [1] * (x.dim() - dim - 1)), value)
+
+
+def _unpack_pieces(
+    rows: torch.Tensor, cuts: Sequence[Cut], grid: Sequence[str], wire: TraceWire
+) -> torch.Tensor:
+    """Join the pieces in `rows`, (*grid, *piece), along the dimensions of `cuts`.
+
+    Pieces in order along dimension 0 are joined already.
+    """
+    if not _in_order(cuts, grid):
+        rows = _side_by_side(rows, cuts, grid)
+    for cut in cuts:
+        if not cut.even:
+            rows = _without_gaps(rows, cut, wire)
+    return rows.contiguous()
+
+
+def _side_by_side(rows: torch.Tensor, cuts: Sequence[Cut], grid: Sequence[str]) -> torch.Tensor:
+    labels: list[Any] = [*grid, *range(rows.dim() - len(grid))]
+    by_dim = {cut.dim: cut for cut in cuts}
+    order: list[Any] = []
+    shape = []
+    for dim in range(rows.dim() - len(grid)):
+        inner = by_dim[dim].inner if dim in by_dim else ()
+        order += [*inner, dim]
+        shape.append(math.prod([rows.shape[labels.index(label)] for label in (*inner, dim)]))
+    # Not `reshape`, whose `_unsafe_view` of a copy no pass recognises as a mere copy.
+    return rows.permute([labels.index(label) for label in order]).contiguous().view(shape)
+
+
+def _in_order(cuts: Sequence[Cut], grid: Sequence[str]) -> bool:
+    """Do the pieces follow each other along dimension 0, in the order of the ranks?"""
+    return len(cuts) == 1 and cuts[0].dim == 0 and cuts[0].inner == tuple(grid)
+
+
+def _without_gaps(x: torch.Tensor, cut: Cut, wire: TraceWire) -> torch.Tensor:
+    """`x`, in which padded pieces stand end to end along a dimension, without their padding."""
+    padded, length = _outer_length(cut, wire)
+    if isinstance(length, int) and ends_last(length, cut.parts):
+        return x.narrow(cut.dim, 0, length)
+    at, length = torch.arange(padded, device=x.device), _move_to_device(length, x.device)
+    behind = at >= length
+    places, rest = places_of(least(at, length - 1).clamp(min=0), length, cut.parts)
+    place: Number = 0
+    for n, here in zip(cut.parts, places, strict=True):
+        place = place * n + here
+    out = x.index_select(cut.dim, place * cut.first_length + rest)
+    return _fill_where(out, cut.dim, behind) if wire.zeros else out
+
+
+def _slice_own_piece(x: torch.Tensor, cuts: Sequence[Cut], wire: TraceWire) -> torch.Tensor:
+    for cut in cuts:
+        if cut.even:
+            rows = x.unflatten(cut.dim, (math.prod(cut.parts), cut.first_length))
+            x = rows.index_select(cut.dim, _row_of(cut, wire, x.device)).squeeze(cut.dim)
+        else:
+            start, length = _place_of(cut, wire, x.device)
+            offsets = torch.arange(cut.first_length, device=x.device)
+            x = _take_padded_piece(x, cut.dim, start, length, offsets, wire.zeros)
+    return _own_memory(x, cuts)
+
+
+def _place_own_piece(
+    x: torch.Tensor, cuts: Sequence[Cut], op: str, wire: TraceWire
+) -> torch.Tensor:
+    rest = identity_of_reduction(op, x.dtype)
+    for cut in cuts:
+        if cut.even:
+            rows = x.new_full(
+                [*x.shape[: cut.dim], math.prod(cut.parts), *x.shape[cut.dim :]], rest
+            )
+            row = _row_of(cut, wire, x.device)
+            x = rows.index_copy(cut.dim, row, x.unsqueeze(cut.dim)).flatten(cut.dim, cut.dim + 1)
+        else:
+            start, length = _place_of(cut, wire, x.device)
+            padded, _ = _outer_length(cut, wire)
+            at = torch.arange(padded, device=x.device) - start
+            theirs = (at < 0) | (at >= length)
+            out = x.index_select(cut.dim, at.clamp(0, cut.first_length - 1))
+            x = _fill_where(out, cut.dim, theirs, rest)
+    return _own_memory(x, cuts)
+
+
+def _keep_on_first(x: torch.Tensor, move: Move, wire: TraceWire) -> torch.Tensor:
+    if move.op != "sum":
+        return x.clone(memory_format=torch.contiguous_format)
+    first = wire.place(move.axes).to(x.device) == 0
+    return torch.where(first, x, x.new_zeros(())).contiguous()
+
+
+def _own_memory(x: torch.Tensor, cuts: Sequence[Cut]) -> torch.Tensor:
+    """`x`, contiguous, in memory of its own, where an uneven cut's copy is not that already."""
+    if all(cut.even for cut in cuts):
+        return x.clone(memory_format=torch.contiguous_format)
+    return x.contiguous()
+
+
+def _row_of(cut: Cut, wire: TraceWire, device: torch.device) -> torch.Tensor:
+    """The number of this rank's piece, of pieces that are even."""
+    return wire.place(cut.inner).view(1).to(device)
+
+
+def _place_of(cut: Cut, wire: TraceWire, device: torch.device) -> tuple[Number, Number]:
+    """`(start, length)` of this rank's piece within the piece that `inner` cuts."""
+    parts, places = wire.stack(cut.inner)
+    _, outer = _outer_length(cut, wire)
+    start, length = span(outer, parts, places)
+    return _move_to_device(start, device), _move_to_device(length, device)
+
+
+def _move_to_device(x: Number, device: torch.device) -> Number:
+    return x.to(device) if isinstance(x, torch.Tensor) else x
 
 
 # -- groups, by the name that graphs call them -----------------------------------------------------

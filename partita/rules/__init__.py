@@ -8,7 +8,7 @@ ops). `table/reduction_identity` says what padding is filled with.
 
 from .bind import NUMBER, Bound, Operand, Row, Work, bind, work_of
 from .rule import RULES, Arg, Decomposition, Kernel, KernelCall, KernelRule, LikeRule, Rule, rule
-from .sentence import SentenceError, parse, resolve_shape, view_sentence
+from .sentence import Names, SentenceError, parse, resolve_shape, view_sentence
 from .table.reduction_identity import EXTREME, PaddingFill, find_padding_fills
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "KernelCall",
     "KernelRule",
     "LikeRule",
+    "Names",
     "Operand",
     "PaddingFill",
     "Row",

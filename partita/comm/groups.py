@@ -14,8 +14,7 @@ import contextlib
 import struct
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 import torch
@@ -97,7 +96,6 @@ class GroupWire(Wire):
         self.backend = backend_of(kind)
         self.runs_in_streams = self.backend.runs_in_streams
         self._control: ControlGroup | None = None
-        self._reading_op: str | None = None  # the op that reads the value being moved
 
     # -- groups ----------------------------------------------------------------------------------
 
@@ -227,14 +225,6 @@ class GroupWire(Wire):
         waits = self._others_exist() and self.backend.waits_on_host
         return list(self._rank_at.values()) if waits else []
 
-    @contextmanager
-    def reading(self, op: str) -> Iterator[None]:
-        before, self._reading_op = self._reading_op, op
-        try:
-            yield
-        finally:
-            self._reading_op = before
-
     def meet_readers(self, op: str, mine: bytes) -> list[bytes]:
         limit = timeout_of_job().total_seconds() / 2
         return self.exchange(f"reads a value ({op})", mine, limit, place_of_user())
@@ -255,10 +245,6 @@ class GroupWire(Wire):
             torch.frombuffer(bytearray(by_place[at]), dtype=x.dtype).view(x.shape).to(x.device)
             for at in self.group(axes)[1]
         ]
-
-    def check(self, text: str) -> None:
-        if self.scope.check is not None and self.mesh.size() > 1:
-            self.scope.check.compare(self, text)
 
 
 # -- the control group -----------------------------------------------------------------------------

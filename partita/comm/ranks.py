@@ -385,11 +385,6 @@ class RankWire(Wire):
             MeetingCall(self._number, self._mesh_ranks, group, key, request, payload), action
         )
 
-    def check(self, text: str) -> None:
-        # Moves are compared anyhow when ranks meet; a graph that is run makes none.
-        if self.scope.check is not None and self.mesh.size() > 1:
-            self.scope.check.compare(self, text)
-
     def exchange(
         self, why: str, mine: bytes, deadline: float | None = None, place: str = ""
     ) -> list[bytes]:

@@ -65,6 +65,7 @@ class Wire(Transport):
         super().__init__(mesh, at)
         self.scope = scope() if scope_of_rank is None else scope_of_rank
         self.agreed: set[object] = set()  # what the ranks have compared (`agreement`)
+        self._reading_op: str | None = None  # the op that reads the value being moved
         self._steps: dict[int, tuple[Move, Step, tuple[int, ...]]] = {}
         self._shared: WeakValueDictionary[tuple[Any, ...], torch.Tensor] = WeakValueDictionary()
 
@@ -179,10 +180,9 @@ class Wire(Transport):
             log.moves.append(record)
 
     def check(self, text: str) -> None:
-        """Under `check_ranks()`, raise on every rank unless all ranks of the mesh say `text`.
-
-        A wire on which there are no others does nothing.
-        """
+        """Under `check_ranks()`, raise on every rank unless all ranks of the mesh say `text`."""
+        if self.scope.check is not None and self.mesh.size() > 1:
+            self.scope.check.compare(self, text)
 
     def _wrong_shape(self, move: Move, x: torch.Tensor, op: str) -> LayoutError:
         return LayoutError(
@@ -223,9 +223,12 @@ class Wire(Transport):
     @contextmanager
     def reading(self, op: str) -> Iterator[None]:
         """Within, moves bring a value that the program reads by `op`: they cannot be mistaken for
-        another rank's move, and a rank that reads alone gets an error. Does nothing where ranks are
-        compared anyhow."""
-        yield
+        another rank's move, and a rank that reads alone gets an error."""
+        before, self._reading_op = self._reading_op, op
+        try:
+            yield
+        finally:
+            self._reading_op = before
 
     def meet_readers(self, op: str, mine: bytes) -> list[bytes]:
         """Every rank's bytes `mine`, in mesh order, where all ranks read a value by `op`.

@@ -429,7 +429,7 @@ def allocate_meta_tensors(model: nn.Module, names: Container[str] | None = None)
 
 
 class _SpreadTensors:
-    """Implements `comm.torch_state_dicts.SpreadTensors`."""
+    """Implements `comm.torch_distributed.SpreadTensors`."""
 
     def is_spread(self, x: Any) -> bool:
         return isinstance(x, DTensor)

@@ -33,7 +33,6 @@ __all__ = [
     "index_in_piece",
     "narrow_piece",
     "own_op",
-    "pick_traced",
     "rule",
     "table_rule",
     "teach_rule",
@@ -289,22 +288,6 @@ def narrow_piece(x: Any, dim: int, offset: Any, length: int) -> Any:
         # Every piece is as long as the first: behind the last one stand copies of its last place.
         return x.index_select(dim, places.clamp(max=max(x.shape[dim] - 1, 0)))
     return x.narrow(dim, offset, length)
-
-
-def pick_traced(input: Any, places: Sequence[tuple[int, Any, int]]) -> tuple[Any, Any]:
-    """One place of each of some split dimensions, which stay, of size 1; and whether it is another
-    rank's. For a captured step, where no number says at which places a piece begins.
-
-    Args:
-        places: dimension, place within this rank's piece (a tensor), and length of that piece.
-    """
-    away: Any = None
-    for dim, at, length in places:
-        at = at.to(input.device)
-        other = (at < 0) | (at >= length)
-        away = other if away is None else away | other
-        input = input.index_select(dim, at.clamp(0, length - 1).reshape(1))
-    return input, away
 
 
 def connected_zeros(input: Any, shape: Sequence[int]) -> Any:

@@ -80,19 +80,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.command == "train":
             return _train(options, argv)
         if options.command == "explain":
-            return run_explain(options)
+            return _run_explain(options)
         if options.command == "simulate":
-            return run_simulate(options)
+            return _run_simulate(options)
         if options.command == "plan":
-            return run_plan(options)
+            return _run_plan(options)
         if options.command == "calibrate":
-            return run_calibrate(options)
+            return _run_calibrate(options)
         if options.command == "report":
             return _report(options.out, options.logs)
         if options.command == "bench":
             return _bench(options.name, options.device, options.options)
         if options.command == "cache":
-            return cache(options.action)
+            return _cache(options.action)
         return _doctor()
     except KeyboardInterrupt:
         return 130
@@ -102,10 +102,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="partita", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     _add_train(commands.add_parser("train", help="train a byte-level GPT on a mesh of ranks"))
-    add_explain(commands.add_parser("explain", help="how a call is run, without running it"))
-    add_simulate(commands.add_parser("simulate", help="what a step costs on another machine"))
-    add_plan(commands.add_parser("plan", help="the way to spread a model that fits best"))
-    add_calibrate(commands.add_parser("calibrate", help="measure this machine, into a file"))
+    _add_explain(commands.add_parser("explain", help="how a call is run, without running it"))
+    _add_simulate(commands.add_parser("simulate", help="what a step costs on another machine"))
+    _add_plan(commands.add_parser("plan", help="the way to spread a model that fits best"))
+    _add_calibrate(commands.add_parser("calibrate", help="measure this machine, into a file"))
     report = commands.add_parser("report", help="a page about runs, from their --log files")
     report.add_argument("logs", nargs="+", type=Path, help="logs that `partita train --log` kept")
     report.add_argument("--out", type=Path, default=Path("report.html"), help="(report.html)")
@@ -119,8 +119,8 @@ def _parser() -> argparse.ArgumentParser:
     each = "of the bench: partita bench NAME --help"
     bench.add_argument("options", nargs=argparse.REMAINDER, help=each)
     kept = commands.add_parser("cache", help="compiled programs that are kept: what is there")
-    actions = "; ".join(f"{name}: {what}" for name, what in ACTIONS.items())
-    kept.add_argument("action", choices=ACTIONS, help=actions)
+    actions = "; ".join(f"{name}: {what}" for name, what in _ACTIONS.items())
+    kept.add_argument("action", choices=_ACTIONS, help=actions)
     commands.add_parser("doctor", help="show what this machine offers")
     return parser
 
@@ -353,12 +353,10 @@ def _doctor() -> int:
     return 0 if can_compare() else 1
 
 
-# -- predictions -----------------------------------------------------------------------------------
-
 # -- explain ---------------------------------------------------------------------------------------
 
 
-def add_explain(parser: argparse.ArgumentParser) -> None:
+def _add_explain(parser: argparse.ArgumentParser) -> None:
     """Add the options of `partita explain`."""
     parser.description = (
         "Show how a call on DTensors is run: its rule, the ways that were priced, what moves. "
@@ -372,7 +370,7 @@ def add_explain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rank", type=int, default=0, help="which rank to be (0)")
 
 
-def run_explain(options: argparse.Namespace) -> int:
+def _run_explain(options: argparse.Namespace) -> int:
     """Print the explanation; the exit code is 2 where the call cannot be read or made."""
     try:
         mesh = dry_mesh(options.rank, **read_mesh(options.mesh))  # type: ignore[arg-type]
@@ -392,13 +390,13 @@ def run_explain(options: argparse.Namespace) -> int:
 # -- simulate --------------------------------------------------------------------------------------
 
 
-def add_simulate(parser: argparse.ArgumentParser) -> None:
+def _add_simulate(parser: argparse.ArgumentParser) -> None:
     """Add the options of `partita simulate`."""
     parser.description = (
         "Show what a training step of a model would cost: time, bytes, memory. It is captured over "
         "tensors without memory and played as events; nothing is run."
     )
-    add_model(parser)
+    _add_model(parser)
     parser.add_argument("--mesh", required=True, help="the ranks of each axis: dp=64,tp=8")
     parser.add_argument("--zero", type=int, default=3, help="the stage of ZeRO over dp (3)")
     on_off = argparse.BooleanOptionalAction
@@ -410,7 +408,7 @@ def add_simulate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--report", metavar="FILE", help="write a page about it (needs plotly)")
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
+def _add_model(parser: argparse.ArgumentParser) -> None:
     """Add the options that name a model and a machine."""
     parser.add_argument("--model", required=True, help=", ".join(MODELS))
     machines = ", ".join(shipped_machines())
@@ -427,13 +425,13 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--precision", default="bfloat16", help="bfloat16 or float32 (bfloat16)")
 
 
-def strategy_of(options: argparse.Namespace) -> Strategy:
+def _strategy_of(options: argparse.Namespace) -> Strategy:
     """The strategy that options say."""
     given = vars(options)
     return Strategy(**{f.name: given[f.name] for f in fields(Strategy) if f.name in given})
 
 
-def machine_of(options: argparse.Namespace) -> Machine:
+def _machine_of(options: argparse.Namespace) -> Machine:
     """The machine that options say, with its links.
 
     Raises:
@@ -444,7 +442,7 @@ def machine_of(options: argparse.Namespace) -> Machine:
     return with_links(found, given, ("dp", "tp")) if given else found
 
 
-def run_simulate(options: argparse.Namespace) -> int:
+def _run_simulate(options: argparse.Namespace) -> int:
     """Print the simulation; the exit code is 2 where there is none, 1 where it does not fit."""
     try:
         if options.report:
@@ -452,7 +450,7 @@ def run_simulate(options: argparse.Namespace) -> int:
         # Before what may take a minute.
         check_outputs({"--trace": options.trace, "--report": options.report})
         mesh = dict(read_mesh(options.mesh))
-        found = simulate(options.model, mesh, machine_of(options), strategy=strategy_of(options))
+        found = simulate(options.model, mesh, _machine_of(options), strategy=_strategy_of(options))
         print(found, flush=True)
         if options.trace:
             found.save_trace(options.trace)
@@ -466,13 +464,13 @@ def run_simulate(options: argparse.Namespace) -> int:
 # -- plan ------------------------------------------------------------------------------------------
 
 
-def add_plan(parser: argparse.ArgumentParser) -> None:
+def _add_plan(parser: argparse.ArgumentParser) -> None:
     """Add the options of `partita plan`."""
     parser.description = (
         "Show the best five ways to spread a model: meshes, stages of ZeRO, tensor and sequence "
         "parallelism, remat and micro-batches, by simulation. All that is shown fits."
     )
-    add_model(parser)
+    _add_model(parser)
     parser.add_argument("--ranks", type=int, required=True, help="all of them")
     parser.add_argument("--memory", help="of a rank: 80GB, 64GiB (the machine's)")
     parser.add_argument("--batch", type=int, help="sequences of a step, all ranks (one a rank)")
@@ -506,7 +504,7 @@ def _showing_progress() -> Iterator[Callable[[int, int, str], None]]:
         )
 
 
-def run_plan(options: argparse.Namespace) -> int:
+def _run_plan(options: argparse.Namespace) -> int:
     """Print the plan; the exit code is 2 where there is none."""
     try:
         if options.memory is not None and options.memory.strip().isdecimal():
@@ -520,9 +518,9 @@ def run_plan(options: argparse.Namespace) -> int:
                 options.model,
                 options.ranks,
                 options.memory,
-                machine_of(options),
+                _machine_of(options),
                 batch=options.batch,
-                strategy=strategy_of(given),
+                strategy=_strategy_of(given),
                 most=options.most,
                 watch=watch,
             )
@@ -535,7 +533,7 @@ def run_plan(options: argparse.Namespace) -> int:
 # -- calibrate -------------------------------------------------------------------------------------
 
 
-def add_calibrate(parser: argparse.ArgumentParser) -> None:
+def _add_calibrate(parser: argparse.ArgumentParser) -> None:
     """Add the options of `partita calibrate`."""
     parser.description = (
         "Measure this machine, with so many ranks of one thread at work at once, and write a "
@@ -545,7 +543,7 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=Path("machine.toml"), help="(machine.toml)")
 
 
-def run_calibrate(options: argparse.Namespace) -> int:
+def _run_calibrate(options: argparse.Namespace) -> int:
     """Measure, write the file and print it; the exit code is 2 where that fails."""
     try:
         if options.ranks < 1:
@@ -568,15 +566,15 @@ def _refuse(command: str, reason: object) -> int:
 
 # -- compiled programs that are kept ---------------------------------------------------------------
 
-ACTIONS = {
+_ACTIONS = {
     "list": "show what is kept",
     "clear": "remove all of it",
     "verify": "read all of it, and say what is damaged; exit code 1 if anything is",
 }
 
 
-def cache(action: str) -> int:
-    """Do one of `ACTIONS` with the user's store, print what came of it, return the exit code."""
+def _cache(action: str) -> int:
+    """Do one of `_ACTIONS` with the user's store, print what came of it, return the exit code."""
     try:
         store = default_store()
         if action == "clear":

@@ -47,6 +47,9 @@ except ImportError:  # Windows
 class Lock:
     """A lock on a file. `acquire`, or `with`, waits until no other process has it.
 
+    It is the operating system's, on a file beside the checkpoint: it ends with its process, however
+    that ends. The last process that releases it removes the file.
+
     Args:
         path: of the lock's file.
         shared: a lock that several processes may share.
@@ -128,6 +131,9 @@ Place = tuple[str, int, int]
 @dataclass
 class Checksums:
     """The checksums of one checkpoint.
+
+    A CRC-32 detects every error of up to 32 bits in a row, and of others all but one in four
+    thousand million; it does not prove who wrote a file.
 
     Attributes:
         metadata: the size of `.metadata` in bytes, and its checksum.

@@ -27,6 +27,7 @@ from torch.optim.optimizer import (
 
 from partita.comm import agree
 from partita.layout import Fix
+from partita.tensor.autograd import moved
 from partita.tensor.construct import piece_of
 from partita.tensor.dtensor import TYPED, DTensor, tagged
 from partita.tensor.dtensor_gradients import (
@@ -40,7 +41,6 @@ from partita.tensor.tensor_state import HERE, own_state, state_of
 from partita.tensor.torch_patches import only_entered
 
 from .parameters import refuse_given_up
-from .zero.fsdp_hooks import step_on_parts
 
 __all__ = [
     "ELEMENTWISE",
@@ -53,8 +53,9 @@ __all__ = [
 def reduce_gradients(params: Iterable[torch.Tensor]) -> None:
     """Reduce the partial gradients of `params`: afterwards each is laid out as its parameter.
 
-    Sends each partial byte once. Gradients that are not partial, and plain ones, are left alone, so
-    calling it twice reduces once. Noted in the ledger with the reason "settle".
+    Sends each partial byte once: one all-reduce for each set of axes and dtype, cut into buckets.
+    Gradients that are not partial, and plain ones, are left alone, so calling it twice reduces
+    once; shares that arrive later still add up. Noted in the ledger with the reason "settle".
     """
     reduce_pending_gradients(p for p in params if isinstance(p, DTensor))
 
@@ -152,7 +153,7 @@ def _before_step(
     owners = HERE.unheard(_find_owners, spread)
     if owners and plain and HERE.capturing:
         args, kwargs = _run_own_hooks(optimizer, args, kwargs)
-        with step_on_parts(optimizer, spread) as parts:
+        with _step_on_parts(optimizer, spread) as parts:
             originals = dict(zip(parts, spread, strict=True))
             _step_as_plain(optimizer, parts, args, kwargs, originals)
         return _make_idle_step_args(optimizer, args, kwargs)
@@ -322,6 +323,54 @@ def _run_step(
         step(*args, **kwargs)
     else:
         HERE.step_in_blocks(optimizer, lambda: step(*args, **kwargs), originals)
+
+
+@contextmanager
+def _step_on_parts(
+    optimizer: torch.optim.Optimizer, params: list[DTensor]
+) -> Iterator[list[DTensor]]:
+    """Within, the optimizer holds the parts that this rank updates in place of `params`.
+
+    Afterwards the parts are gathered into the parameters.
+    """
+    cut = [p for p in params if update_spec(p) is not p._spec]
+    parts: dict[DTensor, DTensor] = {p: p for p in params}
+    with torch.no_grad():
+        for p in cut:
+            update, name = update_spec(p), _block_of(p)
+            parts[p] = part = tagged(moved(p, p._spec, update, name, "update"), update)
+            grad: Any = p.grad
+            if grad is not None:  # partial; or whole, after a clip has reduced it; or a shard
+                part.grad = tagged(moved(grad, grad._spec, update, name, "settle"), update)
+    reduce_pending_gradients(p for p in params if parts[p] is p)
+    groups = optimizer.param_groups
+    _rekey_optimizer_state(optimizer, parts)
+    optimizer.param_groups = [
+        dict(group, params=[parts.get(p, p) for p in group["params"]]) for group in groups
+    ]
+    try:
+        yield list(parts.values())
+    finally:
+        _rekey_optimizer_state(optimizer, {part: p for p, part in parts.items()})
+        optimizer.param_groups = groups
+    with torch.no_grad():
+        for p in cut:
+            now = moved(parts[p], parts[p]._spec, p._spec, _block_of(p), "update")
+            with Local():
+                p.copy_(now)
+
+
+def _block_of(p: DTensor) -> str:
+    rest = state_of(p).rest
+    return "" if rest is None else rest.name
+
+
+def _rekey_optimizer_state(optimizer: torch.optim.Optimizer, to: dict[Any, Any]) -> None:
+    """Move each entry of the optimizer's state to another tensor, in the same order."""
+    entries = list(optimizer.state.items())
+    optimizer.state.clear()
+    for p, state in entries:
+        optimizer.state[to.get(p, p)] = state
 
 
 @contextmanager

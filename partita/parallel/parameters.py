@@ -194,7 +194,11 @@ class ParameterSlot:
 
 @dataclass
 class Block:
-    """Parameters that are gathered together.
+    """Parameters that are gathered together: what one `forward` uses.
+
+    That is a layer of a ModuleList or a Sequential, found by itself or named by the user.
+    Parameters outside of all blocks (an embedding, a final norm, a head) form a block for each set
+    of modules that own them, so that a tied weight is gathered for each of its users.
 
     Attributes:
         name: the name of its module in the model.

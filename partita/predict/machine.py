@@ -485,6 +485,20 @@ def collective_seconds(
 ) -> float:
     """Seconds from when the last rank begins to the end, by the quicker algorithm.
 
+    A ring of n ranks has n - 1 messages one after the other; an all-reduce is a reduce-scatter and
+    an all-gather, and has twice as many (Thakur, Rabenseifner and Gropp 2005, "Optimization of
+    Collective Communication Operations in MPICH", section 4, without their term for the arithmetic
+    of a sum). An all-reduce may also go up two binary trees and down again, half of the bytes in
+    each (Sanders, Speck and Traff 2009, "Two-tree algorithms for full bandwidth broadcast,
+    reduction and scan"). NVIDIA's library reckons both, too: trees have 2 log2(n) messages from
+    host to host and carry all bytes twice (github.com/NVIDIA, src/graph/tuning.cc, in the function
+    that tunes its model of a topology).
+
+    Gathers and reduce-scatters of ranks that are each alone on their host may go along parallel
+    aggregated trees (Jeaugey 2025, "PAT: a new algorithm for all-gather and reduce-scatter
+    operations at scale", arXiv 2506.20252): since its version 2.23 that library reckons a latency
+    for each level of them, a fifth of one for each rank, and three quarters of the bandwidth.
+
     Args:
         nbytes: that one rank of a ring sends, as `collective_bytes` or a ledger has them.
         each_on_its_host: no two of the ranks share a host.
@@ -508,6 +522,9 @@ def collective_seconds(
 
 # -- rates of kernels ------------------------------------------------------------------------------
 
+# Kernels that move the same bytes do not take the same time: a processor adds several times as fast
+# as it takes exponentials, and a sum over rows reads faster than a permutation writes. A rate is
+# the name of those that do alike; `calibrate` has the calls that are measured of each.
 _RATES = {
     "copy": "cat stack clone copy_ copy _to_copy contiguous constant_pad_nd repeat fill_ zero_ "
     "full full_like zeros zeros_like ones ones_like new_zeros new_full empty slice_scatter arange",

@@ -243,6 +243,9 @@ class Kernel:
 def kernels_of(graph: fx.Graph, fuses: bool) -> dict[fx.Node, Kernel]:
     """What each call of a graph does; nothing of collectives, which are priced apart.
 
+    Where the machine fuses, neighbouring element-wise kernels and reductions are one, and what
+    passes between them alone is neither written nor read.
+
     Args:
         graph: a program's, whose nodes have their shapes.
         fuses: element-wise neighbours are one kernel.

@@ -23,7 +23,7 @@ from partita.tensor.tensor_state import HERE
 
 from .counters import FlopMode, Recomputed, open_reports
 from .policy import OneCall
-from .record import ForwardRecord, RecordedCall, check_unwritten
+from .record import ForwardRecord, RecordedCall, check_unwritten, redistribution_key
 from .saved_state import KeptCall, KeptKernels, ReplayMode
 from .watched_calls import (
     FunctionKind,
@@ -35,7 +35,6 @@ from .watched_calls import (
     is_internal,
     make_call_mode,
     make_inputs_key,
-    redistribution_key,
     run_from_here,
 )
 

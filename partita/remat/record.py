@@ -49,7 +49,6 @@ from .watched_calls import (
     is_internal,
     make_inputs_key,
     make_local_alias,
-    redistribution_key,
 )
 
 __all__ = [
@@ -61,6 +60,7 @@ __all__ = [
     "SavedSlot",
     "check_unwritten",
     "find_reads",
+    "redistribution_key",
 ]
 
 Read = tuple[int, "weakref.ref[torch.Tensor]", int]
@@ -93,6 +93,16 @@ class RecordedCall:
 
     def __str__(self) -> str:
         return describe_call(self.key)
+
+
+def redistribution_key(
+    counts: dict[Any, int], event: RecordedCall | None, op: str, what: Any, x: torch.Tensor
+) -> Any:
+    """The key of a redistribution: its call site, or the call that it is in, and what it does."""
+    where: Any = find_call_site() if event is None else (event.key, event.ordinal)
+    key = ("carried", op, str(what), where, x.shape, x.dtype)
+    n = counts[key] = counts.get(key, -1) + 1
+    return (*key, n)
 
 
 class SavedSlot:
@@ -171,6 +181,9 @@ def check_unwritten(
     event: RecordedCall, tensors: list[torch.Tensor], region: _Named, ambient: AmbientState
 ) -> None:
     """Raise unless the second run's call that is `event` reads what the first one read.
+
+    A parameter that was stepped in between would give other values. Inputs are checked by autograd,
+    and what the region itself writes is restored for the second run.
 
     Args:
         region: that is run again, in these surroundings.

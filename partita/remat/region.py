@@ -361,6 +361,10 @@ def _max_over_ranks(wire: Wire, mine: list[int]) -> list[int]:
 class Budget:
     """A number of bytes that the regions of one module, or one function, share.
 
+    The first step keeps nothing and measures. What the budget leaves above its peak is filled with
+    the results that save the most operations: a knapsack. Kept results add at most their own bytes
+    to the peak, so no second measurement is needed.
+
     Attributes:
         nbytes: the most that activations may hold at once.
         title: the name of the module or function.

@@ -190,7 +190,11 @@ class _SaveInputs(torch.autograd.Function):
 
 
 class RegionInputs:
-    """The arguments of one call of a region; containers are copied as they were at the call."""
+    """The arguments of one call of a region; containers are copied as they were at the call.
+
+    Tensors are saved as autograd saves them: through the hooks of an enclosing region, which then
+    keeps or recomputes them too, and with a check that they have not been changed since.
+    """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], origins: TensorOrigins):
         tensors: list[torch.Tensor] = []
@@ -312,6 +316,9 @@ class KeepMode(KernelMode):
 @dataclass
 class KeptKernels:
     """The kept results of kernels of one call.
+
+    The second run makes the call again, casts and moves and views and all: autograd builds the same
+    nodes, and saves the same tensors.
 
     Attributes:
         made: the kernels' outputs, plain.
@@ -510,7 +517,10 @@ class SavedInOpaque:
 
 
 class OpaqueSaves:
-    """What autograd saves in an opaque call that is kept, or could be."""
+    """What autograd saves in an opaque call that is kept, or could be.
+
+    Saved tensors that are views of the call's inputs are not kept: the second run has the inputs.
+    """
 
     def __init__(self, inputs: list[torch.Tensor], keeps: bool):
         self.own: list[torch.Tensor] = []

@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import CodeType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
@@ -50,7 +50,6 @@ __all__ = [
     "make_call_mode",
     "make_inputs_key",
     "make_local_alias",
-    "redistribution_key",
     "run_from_here",
 ]
 
@@ -181,7 +180,10 @@ class KernelMode(TorchDispatchMode):
 # -- keys of calls ---------------------------------------------------------------------------------
 
 Key = tuple[Any, tuple[int, ...], Any]
-"""(function, call site, key of the arguments)."""
+"""(function, call site, key of the arguments), such as
+
+    ("matmul", (code, instruction, ...), ((("input", 0), Size([8, 16]), float32), ...))
+"""
 
 Origin = tuple[str, int, int] | tuple[str, int]
 """What made a tensor of a run: ("call", number, output), or ("input", number)."""
@@ -359,23 +361,6 @@ def _format_key_part(part: Any) -> str:
             return f"{short_dtype(dtype)}{text}"
         return f"({', '.join(map(_format_key_part, part))})"
     return part.__name__ if isinstance(part, type) else repr(part)
-
-
-class _Identified(Protocol):
-    """A recorded call."""
-
-    key: Key
-    ordinal: int
-
-
-def redistribution_key(
-    counts: dict[Any, int], event: _Identified | None, op: str, what: Any, x: torch.Tensor
-) -> Any:
-    """The key of a redistribution: its call site, or the call that it is in, and what it does."""
-    where: Any = find_call_site() if event is None else (event.key, event.ordinal)
-    key = ("carried", op, str(what), where, x.shape, x.dtype)
-    n = counts[key] = counts.get(key, -1) + 1
-    return (*key, n)
 
 
 def make_local_alias(t: torch.Tensor) -> torch.Tensor:

@@ -507,6 +507,10 @@ class _Released:
 def give_up_memory(full: torch.Tensor, known: int, name_of: Callable[[int], str]) -> bool:
     """May the memory of `full` be freed? Views of it that are DTensors raise from now on.
 
+    A view that outlives the forward of its block would read memory that is empty, or another step's
+    values. Views that are no DTensors (`to_local()`, NumPy arrays, those of C++) cannot raise: they
+    keep the memory, and the block gets new memory.
+
     Args:
         known: the number of holders of the storage where no one keeps a view.
         name_of: gives the name of the weight at an element of `full`, for the error.

@@ -382,7 +382,7 @@ class FsdpGroup:
                     continue
                 if rows.dtype != p.dtype:
                     raise self._written_in(i, rows.dtype)
-                    # Through `.data` where it was written through that: autograd counts neither.
+                # Through `.data` where it was written through that: autograd counts neither.
                 (p if now != before else p.data).copy_(rows)
             # Changed in place in the list that saved tensors of this forward refer to.
             self.versions[i] = count_writes(p)

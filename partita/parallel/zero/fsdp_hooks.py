@@ -38,14 +38,12 @@ from partita.tensor.autograd import (
 )
 from partita.tensor.construct import keep_attributes, stand_for
 from partita.tensor.dtensor import DTensor, tagged
-from partita.tensor.dtensor_gradients import reduce_pending_gradients, update_spec
 from partita.tensor.spec import Spec
 from partita.tensor.tensor_state import (
     HERE,
     Label,
     count_writes,
     own_state,
-    state_of,
     was_written_since,
 )
 
@@ -62,7 +60,6 @@ __all__ = [
     "install_gathered",
     "refuse_no_sync",
     "register_hooks",
-    "step_on_parts",
     "watch_input_gradient",
 ]
 
@@ -198,10 +195,14 @@ def _counting_versions() -> Iterator[None]:
 class ForwardCall:
     """One forward of a block, as its backward sees it.
 
+    The block is gathered again when the first gradient of its outputs comes, unless its backward
+    reads no parameter (as an embedding's). It is released when all its parameters have their
+    gradients.
+
     Attributes:
-        trains: some of the block's parameters get gradients. written: the numbers of parameters
-            that the forward wrote in place, and their versions at its
-            end.
+        trains: some of the block's parameters get gradients.
+        written: the numbers of parameters that the forward wrote in place, and their versions at
+            its end.
         shards: the parameters that the forward gathered.
         since: autograd's sequence number of the first node that the block itself made.
         needs: backward will read the parameters, which that of an embedding does not. What a
@@ -690,54 +691,3 @@ def refuse_no_sync() -> None:
         "in a graph the gather of a parameter has a transpose, which scatters its gradient at once",
         Fix("leave no_sync out", "gradients add up as shards; each micro-batch sends its own"),
     )
-
-
-# -- stages 1 and 2 --------------------------------------------------------------------------------
-
-
-@contextmanager
-def step_on_parts(
-    optimizer: torch.optim.Optimizer, params: Sequence[DTensor]
-) -> Iterator[list[DTensor]]:
-    """Within, the optimizer holds the parts that this rank updates in place of `params`.
-
-    Afterwards the parts are gathered into the parameters.
-    """
-    cut = [p for p in params if update_spec(p) is not p._spec]
-    parts: dict[DTensor, DTensor] = {p: p for p in params}
-    with torch.no_grad():
-        for p in cut:
-            update, name = update_spec(p), _block_of(p)
-            parts[p] = part = tagged(moved(p, p._spec, update, name, "update"), update)
-            grad: Any = p.grad
-            if grad is not None:  # partial; or whole, after a clip has reduced it; or a shard
-                part.grad = tagged(moved(grad, grad._spec, update, name, "settle"), update)
-    reduce_pending_gradients(p for p in params if parts[p] is p)
-    groups = optimizer.param_groups
-    _rekey_optimizer_state(optimizer, parts)
-    optimizer.param_groups = [
-        dict(group, params=[parts.get(p, p) for p in group["params"]]) for group in groups
-    ]
-    try:
-        yield list(parts.values())
-    finally:
-        _rekey_optimizer_state(optimizer, {part: p for p, part in parts.items()})
-        optimizer.param_groups = groups
-    with torch.no_grad():
-        for p in cut:
-            now = moved(parts[p], parts[p]._spec, p._spec, _block_of(p), "update")
-            with Local():
-                p.copy_(now)
-
-
-def _block_of(p: DTensor) -> str:
-    rest = state_of(p).rest
-    return "" if rest is None else rest.name
-
-
-def _rekey_optimizer_state(optimizer: torch.optim.Optimizer, to: dict[Any, Any]) -> None:
-    """Move each entry of the optimizer's state to another tensor, in the same order."""
-    entries = list(optimizer.state.items())
-    optimizer.state.clear()
-    for p, state in entries:
-        optimizer.state[to.get(p, p)] = state

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -35,9 +36,9 @@ from .app import (
 )
 from .comm import dry_mesh
 from .comm.device import HOST, Device, accelerator_names, choose_device, explain_no_gpu
-from .comm.ledger import human
 from .compile.backend.store import Entry, Store, default_store
 from .layout import LayoutError
+from .layout.text import format_table, human
 from .predict.autoplan import MOST, autoplan
 from .predict.calibrate import calibrate, machine_toml
 from .predict.explain import explain
@@ -51,16 +52,11 @@ from .versions import __version__, describe_torch
 __all__ = ["BENCHES", "main"]
 
 BENCHES = {
-    "dispatch": "partita.bench.dispatch:main",
-    "ops": "partita.bench.ops:main",
-    "compile": "partita.bench.compile:main",
-    "memory": "partita.bench.memory:main",
-    "zero": "partita.bench.zero:main",
-    "checkpoint": "partita.bench.checkpoint:main",
-    "faults": "partita.bench.faults:main",
-    "simulate": "partita.bench.simulate:main",
-    "published": "partita.bench.published:main",
-    "plan": "partita.bench.plan:main",
+    name: f"partita.bench.{name}:main"
+    for name in (
+        *("dispatch", "ops", "compile", "memory", "zero", "checkpoint"),
+        *("faults", "simulate", "published", "plan"),
+    )
 }
 """What `partita bench NAME` runs: "module:function", called with the remaining arguments."""
 HOST_BENCHES = {
@@ -75,41 +71,33 @@ HOST_BENCHES = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    options = _parser().parse_args(argv)
+    options = _parser(argv).parse_args(argv)
     try:
-        if options.command == "train":
-            return _train(options, argv)
-        if options.command == "explain":
-            return _run_explain(options)
-        if options.command == "simulate":
-            return _run_simulate(options)
-        if options.command == "plan":
-            return _run_plan(options)
-        if options.command == "calibrate":
-            return _run_calibrate(options)
-        if options.command == "report":
-            return _report(options.out, options.logs)
-        if options.command == "bench":
-            return _bench(options.name, options.device, options.options)
-        if options.command == "cache":
-            return _cache(options.action)
-        return _doctor()
+        code: int = options.run(options)
+        return code
     except KeyboardInterrupt:
         return 130
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="partita", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    _add_train(commands.add_parser("train", help="train a byte-level GPT on a mesh of ranks"))
-    _add_explain(commands.add_parser("explain", help="how a call is run, without running it"))
-    _add_simulate(commands.add_parser("simulate", help="what a step costs on another machine"))
-    _add_plan(commands.add_parser("plan", help="the way to spread a model that fits best"))
-    _add_calibrate(commands.add_parser("calibrate", help="measure this machine, into a file"))
-    report = commands.add_parser("report", help="a page about runs, from their --log files")
+
+    def add(name: str, help: str, run: Callable[..., int]) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=help)
+        command.set_defaults(run=run)
+        return command
+
+    train_run = partial(_train, argv=list(argv))
+    _add_train(add("train", "train a byte-level GPT on a mesh of ranks", train_run))
+    _add_explain(add("explain", "how a call is run, without running it", _explain))
+    _add_simulate(add("simulate", "what a step costs on another machine", _simulate))
+    _add_plan(add("plan", "the way to spread a model that fits best", _plan))
+    _add_calibrate(add("calibrate", "measure this machine, into a file", _calibrate))
+    report = add("report", "a page about runs, from their --log files", _report)
     report.add_argument("logs", nargs="+", type=Path, help="logs that `partita train --log` kept")
     report.add_argument("--out", type=Path, default=Path("report.html"), help="(report.html)")
-    bench = commands.add_parser("bench", help="measure, and compare with torch")
+    bench = add("bench", "measure, and compare with torch", _bench)
     bench.add_argument(
         "--device",
         default=HOST.type,
@@ -118,11 +106,17 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("name", choices=sorted(BENCHES))
     each = "of the bench: partita bench NAME --help"
     bench.add_argument("options", nargs=argparse.REMAINDER, help=each)
-    kept = commands.add_parser("cache", help="compiled programs that are kept: what is there")
+    kept = add("cache", "compiled programs that are kept: what is there", _cache)
     actions = "; ".join(f"{name}: {what}" for name, what in _ACTIONS.items())
     kept.add_argument("action", choices=_ACTIONS, help=actions)
-    commands.add_parser("doctor", help="show what this machine offers")
+    add("doctor", "show what this machine offers", _doctor)
     return parser
+
+
+def _refuse(command: str, reason: object) -> int:
+    """Say why a command cannot be done; the exit code for that."""
+    print(f"partita {command}: {reason}", file=sys.stderr)
+    return 2
 
 
 # -- train ----------------------------------------------------------------------------------------
@@ -195,8 +189,7 @@ def _train(asked: argparse.Namespace, argv: list[str]) -> int:
         )
         logs = make_logs(options, progress.show, least_seconds)
     except (ValueError, OSError) as error:
-        print(f"partita train: {error}", file=sys.stderr)
-        return 2
+        return _refuse("train", error)
     try:
         if not is_rank():
             progress.say(f"starting {options.ranks} rank{'s' * (options.ranks > 1)}")
@@ -270,15 +263,15 @@ def _fit(mesh: Mesh | None, ranks: int | None, tp: int | None) -> Mesh:
 # -- report ---------------------------------------------------------------------------------------
 
 
-def _report(out: Path, logs: list[Path]) -> int:
+def _report(options: argparse.Namespace) -> int:
+    out, logs = options.out, options.logs
     try:
         check_plotly()
         check_outputs({"--out": out}, logs)
         runs = read_logs(logs)
         write_report(out, *runs)
     except (ValueError, OSError) as error:
-        print(f"partita report: {error}", file=sys.stderr)
-        return 2
+        return _refuse("report", error)
     for note in (note for run in runs for note in run.notes):
         print(f"partita report: {note}", file=sys.stderr)
     print(out)
@@ -288,9 +281,10 @@ def _report(out: Path, logs: list[Path]) -> int:
 # -- bench ----------------------------------------------------------------------------------------
 
 
-def _bench(name: str, device: str, arguments: list[str]) -> int:
+def _bench(options: argparse.Namespace) -> int:
     from partita.bench.place import DEVICE_VARIABLE
 
+    name, device = options.name, options.device
     try:
         chosen = choose_device(device)
         if name in HOST_BENCHES and not chosen.is_host:
@@ -300,10 +294,9 @@ def _bench(name: str, device: str, arguments: list[str]) -> int:
             chosen = Device(HOST.type)
         os.environ[DEVICE_VARIABLE] = chosen.type
     except ValueError as error:
-        print(f"partita bench: {error}", file=sys.stderr)
-        return 2
+        return _refuse("bench", error)
     module, _, function = BENCHES[name].partition(":")
-    return getattr(importlib.import_module(module), function)(arguments) or 0
+    return getattr(importlib.import_module(module), function)(options.options) or 0
 
 
 # -- doctor ---------------------------------------------------------------------------------------
@@ -323,7 +316,7 @@ def _describe_package(name: str, use: str) -> str:
         return f"none: for {use}"
 
 
-def _doctor() -> int:
+def _doctor(options: argparse.Namespace) -> int:
     from .comm.backends.choose import installed_backends
     from .comm.backends.control import can_compare
     from .tensor.plan import IN_C
@@ -370,7 +363,7 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rank", type=int, default=0, help="which rank to be (0)")
 
 
-def _run_explain(options: argparse.Namespace) -> int:
+def _explain(options: argparse.Namespace) -> int:
     """Print the explanation; the exit code is 2 where the call cannot be read or made."""
     try:
         mesh = dry_mesh(options.rank, **read_mesh(options.mesh))  # type: ignore[arg-type]
@@ -442,7 +435,7 @@ def _machine_of(options: argparse.Namespace) -> Machine:
     return with_links(found, given, ("dp", "tp")) if given else found
 
 
-def _run_simulate(options: argparse.Namespace) -> int:
+def _simulate(options: argparse.Namespace) -> int:
     """Print the simulation; the exit code is 2 where there is none, 1 where it does not fit."""
     try:
         if options.report:
@@ -504,7 +497,7 @@ def _showing_progress() -> Iterator[Callable[[int, int, str], None]]:
         )
 
 
-def _run_plan(options: argparse.Namespace) -> int:
+def _plan(options: argparse.Namespace) -> int:
     """Print the plan; the exit code is 2 where there is none."""
     try:
         if options.memory is not None and options.memory.strip().isdecimal():
@@ -543,7 +536,7 @@ def _add_calibrate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=Path("machine.toml"), help="(machine.toml)")
 
 
-def _run_calibrate(options: argparse.Namespace) -> int:
+def _calibrate(options: argparse.Namespace) -> int:
     """Measure, write the file and print it; the exit code is 2 where that fails."""
     try:
         if options.ranks < 1:
@@ -558,12 +551,6 @@ def _run_calibrate(options: argparse.Namespace) -> int:
     return 0
 
 
-def _refuse(command: str, reason: object) -> int:
-    """Say why a command cannot be done; the exit code for that."""
-    print(f"partita {command}: {reason}", file=sys.stderr)
-    return 2
-
-
 # -- compiled programs that are kept ---------------------------------------------------------------
 
 _ACTIONS = {
@@ -573,17 +560,17 @@ _ACTIONS = {
 }
 
 
-def _cache(action: str) -> int:
+def _cache(options: argparse.Namespace) -> int:
     """Do one of `_ACTIONS` with the user's store, print what came of it, return the exit code."""
+    action = options.action
     try:
         store = default_store()
         if action == "clear":
             count, nbytes = store.clear()
-            print(f"removed {_format_count(count)}, {_format_size(nbytes)}, from {store.folder}")
+            print(f"removed {_format_count(count)}, {human(nbytes, '0 B')}, from {store.folder}")
             return 0
     except (ValueError, OSError) as error:
-        print(f"partita cache: {error}", file=sys.stderr)
-        return 2
+        return _refuse("cache", error)
     entries = store.entries(check=action == "verify")
     damaged = [e for e in entries if e.problem]
     print(_format_table(entries), end="")
@@ -601,15 +588,7 @@ def _format_table(entries: list[Entry]) -> str:
         return ""
     head = ("KEY", "SIZE", "USED", "WHAT", "MESH", "TORCH", "COMPILED IN")
     rows = [head, *(_format_row(entry) for entry in entries)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.rjust(width) if i in (1, 2) else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines) + "\n"
+    return format_table(rows, {1, 2}) + "\n"
 
 
 def _format_row(entry: Entry) -> tuple[str, ...]:
@@ -619,7 +598,7 @@ def _format_row(entry: Entry) -> tuple[str, ...]:
     seconds: Any = entry.metadata.get("seconds")
     return (
         entry.key[:12],
-        _format_size(entry.nbytes),
+        human(entry.nbytes, "0 B"),
         _format_age(time.time() - entry.used),
         entry.problem or said("what").replace(".<locals>", ""),
         said("mesh"),
@@ -640,10 +619,5 @@ def _format_count(count: int) -> str:
 
 
 def _format_total(entries: list[Entry], store: Store) -> str:
-    total = sum(e.nbytes for e in entries)
-    held = f"{_format_count(len(entries))}, {_format_size(total)}"
-    return f"{held} of {_format_size(store.limit)}, in {store.folder}"
-
-
-def _format_size(nbytes: int) -> str:
-    return human(nbytes) if nbytes else "0 B"
+    total, limit = human(sum(e.nbytes for e in entries), "0 B"), human(store.limit, "0 B")
+    return f"{_format_count(len(entries))}, {total} of {limit}, in {store.folder}"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from partita.comm.ledger import human
+from partita.layout.text import human
 
 from .machine import Machine, load_machine
 from .plan_bounds import guess_bytes, guess_seconds, least_bytes, least_seconds

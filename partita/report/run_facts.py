@@ -20,14 +20,12 @@ __all__ = [
     "HasTimeline",
     "RunFacts",
     "TimelineEvent",
-    "check_event",
     "join_short_events",
     "parse_mesh",
     "read_log",
     "read_logs",
     "save_trace",
     "trace_bytes",
-    "trace_of",
 ]
 
 _EVENT = '{"event": '  # what a line of a log begins with
@@ -134,7 +132,7 @@ def read_log(path: Path) -> RunFacts:
             if not isinstance(facts, dict) or "event" not in facts:
                 raise ValueError('no object with an "event"')
             event = facts.pop("event")
-            check_event(event, facts)
+            _check_event(event, facts)
             run.hear(event, facts)
         except json.JSONDecodeError:
             if not _is_cut(line, following):
@@ -178,7 +176,7 @@ class _WrongError(Exception):
         self.value, self.wanted, self.at = value, wanted, ""
 
 
-def check_event(event: Any, facts: dict[str, Any]) -> None:
+def _check_event(event: Any, facts: dict[str, Any]) -> None:
     """Raise ValueError where an event has not what a report shows of it.
 
     Events that no report shows, and what more an event has, are nobody's concern.
@@ -409,7 +407,7 @@ class HasTimeline(Protocol):
     def source(self) -> str: ...
 
 
-def trace_of(events: Iterable[TimelineEvent]) -> dict[str, Any]:
+def _trace_of(events: Iterable[TimelineEvent]) -> dict[str, Any]:
     """A timeline as Perfetto (ui.perfetto.dev) and chrome://tracing read it, a thread a stream."""
     numbers: dict[str, int] = {}
     rows = []
@@ -439,12 +437,12 @@ def save_trace(events: Iterable[TimelineEvent], path: str | Path) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    Path(path).write_text(json.dumps(trace_of(events)), encoding="utf-8")
+    Path(path).write_text(json.dumps(_trace_of(events)), encoding="utf-8")
 
 
 def trace_bytes(events: Iterable[TimelineEvent]) -> bytes:
     """The same JSON, compressed by gzip, which Perfetto opens too; equal for equal timelines."""
-    return gzip.compress(json.dumps(trace_of(events)).encode(), mtime=0)
+    return gzip.compress(json.dumps(_trace_of(events)).encode(), mtime=0)
 
 
 def join_short_events(events: Sequence[TimelineEvent], most: int) -> list[TimelineEvent]:

@@ -420,7 +420,7 @@ def allocate_meta_tensors(model: nn.Module, names: Container[str] | None = None)
     """Allocate the tensors of a model's state dict (or those of `names`) on the meta device."""
     known = collect_model_tensors(model)
     named = {id(x) for name, x in known.items() if names is None or name in names}
-    for held in (found for kind in find_parameters_and_buffers(model) for found in kind):
+    for held in find_parameters_and_buffers(model):
         if held.tensor.is_meta and id(held.tensor) in named:
             allocate_tensor(held, by="load")
 
@@ -497,11 +497,7 @@ def _spread_tensors(model: Any, state: Mapping[str, Any] | None) -> dict[int, DT
     if not isinstance(model, nn.Module):
         return {}
     if state is None:
-        found = {
-            id(x): x
-            for kind in find_parameters_and_buffers(model)
-            for x in [h.tensor for h in kind]
-        }
+        found = {id(held.tensor): held.tensor for held in find_parameters_and_buffers(model)}
     else:
         known = collect_model_tensors(model)
         found = {_find_tensor_id(name, x, known): x for name, x in state.items()}
@@ -575,7 +571,7 @@ def _held_whole(model: nn.Module, whole: Mapping[int, torch.Tensor]) -> Iterator
     """Within, modules hold the values of `whole`, by the ids of their tensors, in place of
     these."""
     before: list[tuple[dict[str, Any], str, torch.Tensor]] = []
-    for held in (found for kind in find_parameters_and_buffers(model) for found in kind):
+    for held in find_parameters_and_buffers(model):
         value = whole.get(id(held.tensor))
         if value is None:
             continue

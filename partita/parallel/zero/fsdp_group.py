@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,13 +28,12 @@ from partita.tensor.dtensor_gradients import BROKEN_OFF
 from partita.tensor.spec import Spec, spec_of
 from partita.tensor.tensor_state import Rest, count_writes, count_writes_of, own_state, state_of
 
-from ..batch import map_tensors
+from ..batch import replace_instances
 from ..parameters import Block
 from .flat_buffer import FlatBuffer, PartialGradients
 
 __all__ = [
     "FsdpGroup",
-    "GroupOwner",
     "MixedPrecision",
     "Zero",
 ]
@@ -69,50 +68,6 @@ _ALONE = 1 << 22
 """Bytes from which a parameter travels alone: one collective more costs less than its copies."""
 
 
-class GroupOwner(Protocol):
-    """What a group asks of the state of its model, which knows of all groups (`fsdp_group.Zero`).
-
-    Attributes:
-        axes: of the mesh, over which parameters are sharded.
-        persistent: what was gathered once stays, until a parameter is changed.
-        keeps_partial_gradients: gradients stay unsharded, each rank its part of the sum.
-        holds_partial_gradients: there may be such.
-    """
-
-    axes: tuple[str, ...]
-    precision: MixedPrecision
-    persistent: bool
-    keeps_partial_gradients: bool
-    holds_partial_gradients: bool
-
-    def make_unsharded_spec(self, spec: Spec) -> Spec:
-        """The layout of a parameter of `spec` when it is gathered."""
-
-    def has_sharded(self, p: torch.Tensor | None) -> bool:
-        """Is `p` a parameter sharded as this state shards them?"""
-
-    def note_alive(self) -> None:
-        """Called after something was gathered."""
-
-    def enter_forward(self, group: FsdpGroup) -> None:
-        """Gather `group`, and perhaps begin to gather the next one."""
-
-    def enter_backward(self, group: FsdpGroup) -> None:
-        """Gather `group`, and perhaps begin to gather the one before."""
-
-    def release_after_backward(self, group: FsdpGroup) -> None:
-        """Release `group` when the backward pass that is at work ends, if nothing else has."""
-
-    def token(self, group: FsdpGroup) -> torch.Tensor:
-        """A tensor with a history that ties gathered parameters to their shards."""
-
-    def reduce(self, group: FsdpGroup, k: int, shares: PartialGradients) -> None:
-        """Begin to reduce the gradients of one of the group's flat buffers."""
-
-    def add_with_history(self, p: DTensor, grad: torch.Tensor) -> None:
-        """Add to the gradient of `p`, in a backward pass with `create_graph=True`."""
-
-
 class FsdpGroup:
     """One block's parameters, and whether they are gathered.
 
@@ -129,11 +84,11 @@ class FsdpGroup:
         open_forwards: for each forward that has begun: its hooks of saved tensors, or None.
     """
 
-    def __init__(self, zero: GroupOwner, block: Block):
+    def __init__(self, zero: Zero, block: Block):
         self._begin_with(zero, block)
         self._rebuild_buffers()
 
-    def _begin_with(self, zero: GroupOwner, block: Block) -> None:
+    def _begin_with(self, zero: Zero, block: Block) -> None:
         self.zero, self.name, self.slots = zero, block.name, block.slots
         self.modules = block.modules
         self.depth = 0
@@ -554,7 +509,9 @@ class Zero:
         dtype = self.precision.output_dtype
         if dtype is None or output is None:
             return None
-        return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, output)
+        return replace_instances(
+            output, torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t
+        )
 
     def enter_forward(self, group: FsdpGroup) -> None:
         """Gather `group`, and prefetch the group that followed it last time."""

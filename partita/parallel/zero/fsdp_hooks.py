@@ -47,10 +47,10 @@ from partita.tensor.tensor_state import (
     was_written_since,
 )
 
-from ..batch import map_tensors, tensors_in
+from ..batch import replace_instances, tensors_in
 from ..parameters import ParameterSlot
 from .flat_buffer import FlatBuffer, PartialGradients
-from .fsdp_group import FsdpGroup, GroupOwner, Zero
+from .fsdp_group import FsdpGroup, Zero
 
 __all__ = [
     "ForwardCall",
@@ -135,7 +135,7 @@ class _BlockHooks:
                 t = watch_input_gradient(t, call)
             return t
 
-        return map_tensors(prepared, args), map_tensors(prepared, kwargs)
+        return replace_instances((args, kwargs), torch.Tensor, prepared)
 
     def end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if HERE.capturing:
@@ -617,7 +617,7 @@ def _write_back(whole: DTensor, p: DTensor) -> None:
 GatherDtypes = tuple[torch.dtype, torch.dtype, torch.dtype]
 
 
-def _describe_gather(p: DTensor, zero: GroupOwner) -> tuple[Spec, GatherDtypes | None]:
+def _describe_gather(p: DTensor, zero: Zero) -> tuple[Spec, GatherDtypes | None]:
     """What `p` is when it is gathered, and the dtypes in which it is gathered, its gradient sent,
     and summed; None for its own."""
     precision, own = zero.precision, p.dtype

@@ -41,6 +41,13 @@ from .watched_calls import (
 __all__ = ["Recomputation", "is_recomputing"]
 
 
+_SAME = "a region that is run again may leave calls out, but makes no others"
+_FIXES = (
+    Fix("pass what the region reads as an argument", "if it has changed since its forward"),
+    Fix("policy=[...] with this call, by pt.one_call", "if it is not the same twice"),
+)
+
+
 class _AllSlotsFilled(BaseException):
     """Ends a run whose slots are all met. No `except Exception` of the program may catch it."""
 
@@ -183,7 +190,8 @@ class Recomputation:
         return out
 
     def run_function(self, function: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
-        """An `autograd.Function` (torch's compiled regions are such), or a region of ours."""
+        """An `autograd.Function` (torch's compiled regions are such), a compiled step, or a region
+        within this one: run anew, unless its result was kept."""
         if self._event is not None or is_internal(function):
             return run()
         tensors: list[torch.Tensor] = []
@@ -205,13 +213,6 @@ class Recomputation:
         event = self._match_key(key)
         self._check_unwritten(event, tensors)
         return self._run_opaque(event, tensors, run_once)
-
-    def run_region(self, region: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
-        """A region within this one: its forward is run anew, unless its result was kept."""
-        if self._event is not None:
-            return run()
-        tensors: list[torch.Tensor] = []
-        return self._run_opaque(self._match_call(region, args, kwargs, tensors), tensors, run)
 
     def _run_opaque(
         self, event: RecordedCall, tensors: list[torch.Tensor], run: Callable[[], Any]
@@ -274,14 +275,11 @@ class Recomputation:
         slot = event.slots[number]()
         if slot is not None:
             if slot.shape != shape or slot.dtype != dtype:
-                raise RematError(
-                    f"the recompute of {self.forward.region.title} saves another tensor than its "
-                    "forward did",
-                    operands=(
-                        f"forward    {slot.dtype} {tuple(slot.shape)} in {event}",
-                        f"recompute  {dtype} {tuple(shape)} in the same call",
-                    ),
-                    reason=_SAME,
+                raise self._make_error(
+                    "saves another tensor than its forward did",
+                    f"{slot.dtype} {tuple(slot.shape)} in {event}",
+                    f"{dtype} {tuple(shape)} in the same call",
+                    fixes=(),
                 )
             if slot.value is None:
                 slot.fill(t)
@@ -306,54 +304,53 @@ class Recomputation:
         after = [e for e in left if e.number > last]
         return after[0] if after else (left[-1] if left else None)
 
+    def _make_error(
+        self,
+        what: str,
+        forward: object,
+        recompute: str,
+        *more: str,
+        reason: str = _SAME,
+        fixes: tuple[Fix, ...] = _FIXES,
+    ) -> RematError:
+        return RematError(
+            f"the recompute of {self.forward.region.title} {what}",
+            operands=(f"forward    {forward}", f"recompute  {recompute}", *more),
+            reason=reason,
+            fixes=fixes,
+        )
+
     def _make_unexpected_call_error(self, key: Key, n: int) -> RematError:
-        title = self.forward.region.title
+        call = describe_call(key)
         if n:
-            return RematError(
-                f"the recompute of {title} makes a call more often than its forward did",
-                operands=(
-                    f"forward    {describe_call(key)}, {n} time{'s' if n > 1 else ''}",
-                    f"recompute  {describe_call(key)}, once more",
-                ),
-                reason=_SAME,
-                fixes=_FIXES,
+            return self._make_error(
+                "makes a call more often than its forward did",
+                f"{call}, {n} time{'s' if n > 1 else ''}",
+                f"{call}, once more",
             )
         expected = self._find_expected_event(key)
-        return RematError(
-            f"the recompute of {title} makes a call that its forward did not make",
-            operands=(
-                f"forward    {expected or 'was over'}",
-                f"recompute  {describe_call(key)}",
-                *_describe_difference(expected, key),
-            ),
-            reason=_SAME,
-            fixes=_FIXES,
+        return self._make_error(
+            "makes a call that its forward did not make",
+            expected or "was over",
+            call,
+            *_describe_difference(expected, key),
         )
 
     def _make_saved_count_error(self, event: RecordedCall, count: int) -> RematError:
-        return RematError(
-            f"the recompute of {self.forward.region.title} saves more or fewer tensors than its "
-            "forward did",
-            operands=(
-                f"forward    {len(event.slots)} tensors saved in {event}",
-                f"recompute  {count} or more in the same call"
-                if count > len(event.slots)
-                else f"recompute  {count} in the same call",
-            ),
-            reason=_SAME,
-            fixes=_FIXES,
+        more = " or more" if count > len(event.slots) else ""
+        return self._make_error(
+            "saves more or fewer tensors than its forward did",
+            f"{len(event.slots)} tensors saved in {event}",
+            f"{count}{more} in the same call",
         )
 
     def make_missing_call_error(self, event: RecordedCall) -> RematError:
         """The error where a slot was not filled, since its call was left out."""
         later = [e for e in self.forward.order if e.number > event.number and e in self._done]
-        return RematError(
-            f"the recompute of {self.forward.region.title} leaves out a call whose saved tensors "
-            "backward needs",
-            operands=(
-                f"forward    {event}",
-                f"recompute  {later[0] if later else 'ended'}, without it",
-            ),
+        return self._make_error(
+            "leaves out a call whose saved tensors backward needs",
+            event,
+            f"{later[0] if later else 'ended'}, without it",
             reason="a result that the program remembers is not computed again, and what backward "
             "needs of it is gone",
             fixes=(
@@ -371,24 +368,13 @@ class Recomputation:
             if enough and event.number > last:
                 continue
             if event.slots or event.kept is not None or event.draws is not None:
-                raise RematError(
-                    f"the recompute of {self.forward.region.title} makes a call less often than "
-                    "its forward did",
-                    operands=(
-                        f"forward    {describe_call(key)}, {n + 1} times or more",
-                        f"recompute  {describe_call(key)}, "
-                        f"{self._counts[key] + 1} time{'s' if self._counts[key] else ''}",
-                    ),
+                call, count = describe_call(key), self._counts[key] + 1
+                raise self._make_error(
+                    "makes a call less often than its forward did",
+                    f"{call}, {n + 1} times or more",
+                    f"{call}, {count} time{'s' if count > 1 else ''}",
                     reason="which of them were left out cannot be told",
-                    fixes=_FIXES,
                 )
-
-
-_SAME = "a region that is run again may leave calls out, but makes no others"
-_FIXES = (
-    Fix("pass what the region reads as an argument", "if it has changed since its forward"),
-    Fix("policy=[...] with this call, by pt.one_call", "if it is not the same twice"),
-)
 
 
 def _describe_difference(event: RecordedCall | None, key: Key) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,7 +26,7 @@ from partita.tensor.autograd import saving_hooks
 from partita.tensor.tensor_state import HERE, state_of
 
 from .counters import open_reports
-from .policy import OneCall, Policy
+from .policy import OneCall, Wrapped
 from .saved_state import (
     AmbientState,
     KeepMode,
@@ -167,18 +167,8 @@ def find_reads(tensors: list[torch.Tensor], origins: TensorOrigins) -> tuple[Rea
     return found
 
 
-class _Named(Protocol):
-    """What an error needs of a region: see `policy.Wrapped`."""
-
-    @property
-    def title(self) -> str: ...
-
-    @property
-    def module(self) -> nn.Module | None: ...
-
-
 def check_unwritten(
-    event: RecordedCall, tensors: list[torch.Tensor], region: _Named, ambient: AmbientState
+    event: RecordedCall, tensors: list[torch.Tensor], region: Wrapped, ambient: AmbientState
 ) -> None:
     """Raise unless the second run's call that is `event` reads what the first one read.
 
@@ -238,31 +228,11 @@ def _name_of(t: torch.Tensor, module: nn.Module | None) -> str | None:
 # -- the first run ---------------------------------------------------------------------------------
 
 
-class _Owner(Protocol):
-    """What a record needs of its region: see `region.RematRegion`."""
-
-    policy: Policy
-    names: Any
-
-    @property
-    def __wrapped__(self) -> Callable[..., Any]: ...
-
-    @property
-    def title(self) -> str: ...
-
-    @property
-    def module(self) -> nn.Module | None: ...
-
-    @property
-    def plan(self) -> Any: ...
-
-    def recompute(self, forward: ForwardRecord, slot: SavedSlot) -> None: ...
-
-
 class ForwardRecord:
     """The first run of a region: a `Watcher` while it lasts, a record afterwards.
 
     Attributes:
+        region: the `region.RematRegion`.
         events: the calls by key and ordinal.
         order: the calls in order.
         redistributed_results: kept results of redistributions, by key.
@@ -270,7 +240,7 @@ class ForwardRecord:
         complete: the run is over.
     """
 
-    def __init__(self, region: _Owner, args: tuple[Any, ...], kwargs: dict[str, Any]):
+    def __init__(self, region: Any, args: tuple[Any, ...], kwargs: dict[str, Any]):
         self.region, self.policy, self.plan = region, region.policy, region.plan
         self.reports = open_reports()
         self.origins = TensorOrigins()
@@ -397,10 +367,11 @@ class ForwardRecord:
             self._kept[start] = kept
 
     def run_function(self, function: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
-        """An `autograd.Function` (torch's compiled regions are such), or a region of ours."""
+        """An `autograd.Function` (torch's compiled regions are such), a compiled step, or a region
+        within this one."""
         if self._event is not None or is_internal(function):
             return run()
-        return self._run_opaque(function, function, args, kwargs, run, None)
+        return self._run_opaque(function, args, kwargs, run, None)
 
     def run_one_call(self, function: OneCall, args: Any, kwargs: Any) -> Any:
         """A function that `one_call` marked: one call if it is kept, else the calls inside."""
@@ -415,19 +386,13 @@ class ForwardRecord:
         key = (function, find_call_site(), inputs)
         if not self.policy.keeps(function.title, function, key, None, False):
             return run_once()
-        return self._run_opaque(function, function, args, kwargs, run_once, True)
-
-    def run_region(self, region: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
-        """A region within this one."""
-        if self._event is not None:
-            return run()
-        return self._run_opaque(region, region, args, kwargs, run, None)
+        return self._run_opaque(function, args, kwargs, run_once, True)
 
     def _run_opaque(
-        self, what: Any, function: Any, args: Any, kwargs: Any, run: Any, keep: bool | None
+        self, function: Any, args: Any, kwargs: Any, run: Any, keep: bool | None
     ) -> Any:
         tensors: list[torch.Tensor] = []
-        event = self._record_call(what, args, kwargs, tensors)
+        event = self._record_call(function, args, kwargs, tensors)
         measure = False
         if keep is None:
             keep, measure = self._is_result_kept(event, _title_of_function(function), function)
@@ -441,7 +406,7 @@ class ForwardRecord:
         if draws.over():
             event.draws = draws
         if inside is not None and keep:
-            self.keep(event, KeptCall.of(out, inside.own))
+            self.keep(event, KeptCall(out, inside.own))
         elif inside is not None and self.plan is not None:
             self.plan.note_candidate(self.region, event, inside.nbytes(out))
             self.plan.count.note(inside.fresh(out))  # kernels of a compiled region are not seen
@@ -675,7 +640,7 @@ class RunNames:
             return
         made = _rebuild_offer(offer, x, start)
         if made is not None:
-            forward.keep(event, KeptKernels.of(made, x))
+            forward.keep(event, KeptKernels(made, x))
 
     def close(self, events: list[RecordedCall]) -> None:
         """The run is over: all of its calls have been seen."""

@@ -34,7 +34,6 @@ from .watched_calls import (
     RematError,
     TensorOrigins,
     find_call_site,
-    make_argument_key,
     make_call_mode,
     make_inputs_key,
     run_from_here,
@@ -89,7 +88,7 @@ class RematRegion(Wrapped):
         run = HERE.watcher
         if run is None:
             return self._run_first(args, kwargs)
-        return run.run_region(self, args, kwargs, lambda: self._run_first(args, kwargs))
+        return run.run_function(self, args, kwargs, lambda: self._run_first(args, kwargs))
 
     def _run_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         forward = ForwardRecord(self, args, kwargs)
@@ -217,11 +216,7 @@ class RegionMarker:
 
     def _make_key(self, what: Any, args: Any, kwargs: Any) -> Key:
         origins = TensorOrigins()
-        return (
-            what,
-            find_call_site(),
-            make_inputs_key(args, kwargs, origins, []),
-        )
+        return what, find_call_site(), make_inputs_key(args, kwargs, origins, [])
 
     def _run_marked(self, keep: bool, run: Callable[[], Any]) -> Any:
         if not keep:
@@ -304,7 +299,6 @@ class _MeasuredStep:
         self.count = MemoryCount()
         self.candidates: dict[Any, Candidate] = {}
         self.forwards: weakref.WeakSet[ForwardRecord] = weakref.WeakSet()
-        self.pending = 0
         self.plan: _PlannedStep | None = None
 
     def counting(self) -> AbstractContextManager[Any]:
@@ -383,11 +377,7 @@ class Budget:
     ) -> _PlannedStep | _MeasuredStep:
         """The step for these inputs: measured the first time, planned from then on."""
         held = list(tensors_in((args, kwargs)))
-        key = (
-            make_argument_key(args, TensorOrigins(), []),
-            make_argument_key(kwargs, TensorOrigins(), []),
-            _settings_of_module(module),
-        )
+        key = (*make_inputs_key(args, kwargs, TensorOrigins(), []), _settings_of_module(module))
         step = self._steps.get(key)
         if isinstance(step, _MeasuredStep) and step.plan is not None:
             step = self._steps[key] = step.plan

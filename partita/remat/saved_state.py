@@ -13,7 +13,7 @@ import contextvars
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -258,44 +258,69 @@ def storage_id(t: torch.Tensor) -> int:
         return t.untyped_storage()._cdata
 
 
-class _Versions:
-    """The versions of results when they were kept, to notice later writes."""
+class _KeptResult:
+    """The kept result of one call, which returned `out`: later writes to that are noticed.
+
+    Attributes:
+        copied: what is kept are copies, since the program wrote to the results.
+    """
 
     def __init__(self, out: Any):
         with Local():
             # An alias has the same version counter, but not the history of the result.
-            self._aliases = [(t.detach(), t._version) for t in tensors_in(out)]
+            self._versions = [(t.detach(), t._version) for t in tensors_in(out)]
+        self.copied = False
+
+    def copy(self) -> None:
+        """The program is going to write what was kept: keep a copy, as it is now."""
+        if not self.copied:
+            with Local(), torch.no_grad():
+                self._replace_by_copies()
+            self.copied = True
+
+    def _replace_by_copies(self) -> None:
+        raise NotImplementedError
 
     def changed(self) -> bool:
-        return any(t._version != version for t, version in self._aliases)
+        return not self.copied and any(t._version != version for t, version in self._versions)
 
 
 # -- functions of torch ----------------------------------------------------------------------------
 
 
-class KeepMode(KernelMode):
+class _KernelsOfCall(KernelMode):
+    """Sees each kernel of one call, unless it is paused, and counts their runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.paused = False
+        self._counts: dict[Any, int] = {}
+
+    def count_run(self, op: Any) -> Place:
+        n = self._counts[op] = self._counts.get(op, -1) + 1
+        return op, n
+
+
+class KeepMode(_KernelsOfCall):
     """Notes the results of each kernel of one call."""
 
     def __init__(self) -> None:
         super().__init__()
         self.made: list[tuple[Place, bool, Any]] = []
-        self.paused = False
-        self._counts: dict[Any, int] = {}
 
     def kernel(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
         if not self.paused:
             had = {storage_id(t) for t in tensors_in((args, kwargs))}
             fresh = not any(storage_id(t) in had for t in tensors_in(out))
-            n = self._counts[func] = self._counts.get(func, -1) + 1
+            place = self.count_run(func)
             if fresh or getattr(func, "_schema", None) is None or facts_of(func).writes:
-                self.made.append(((func, n), fresh, out))
+                self.made.append((place, fresh, out))
         return out
 
     def note_redistributed(self, x: torch.Tensor) -> None:
         """A redistribution within the call made `x`."""
-        n = self._counts["carried"] = self._counts.get("carried", -1) + 1
-        self.made.append((("carried", n), True, x))
+        self.made.append((self.count_run("carried"), True, x))
 
     def kernels(self, out: Any) -> KeptKernels | None:
         """The results of the kernels that made the storages of `out`; None if they cannot be
@@ -310,11 +335,10 @@ class KeepMode(KernelMode):
                 return None  # written in place after it was made: the writes must run again
             wanted -= here
             found[place] = replace_instances(made, torch.Tensor, make_local_alias)
-        return KeptKernels.of(found, out) if found else None
+        return KeptKernels(found, out) if found else None
 
 
-@dataclass
-class KeptKernels:
+class KeptKernels(_KeptResult):
     """The kept results of kernels of one call.
 
     The second run makes the call again, casts and moves and views and all: autograd builds the same
@@ -322,23 +346,16 @@ class KeptKernels:
 
     Attributes:
         made: the kernels' outputs, plain.
-        versions: of the call's result when it was kept.
-        copied: `made` are copies, since the program wrote to the results.
     """
 
-    made: dict[Place, Any]
-    versions: _Versions
-    copied: bool = False
-
-    @classmethod
-    def of(cls, made: dict[Place, Any], out: Any) -> KeptKernels:
-        """The results `made` by kernels of a call that returned `out`."""
-        return cls(made, _Versions(out))
+    def __init__(self, made: dict[Place, Any], out: Any):
+        super().__init__(out)
+        self.made = made
 
     @classmethod
     def of_redistributed(cls, x: torch.Tensor) -> KeptKernels:
         """The kept result of a redistribution."""
-        return cls.of({_CARRIED: make_local_alias(x)}, x)
+        return cls({_CARRIED: make_local_alias(x)}, x)
 
     @property
     def nbytes(self) -> int:
@@ -347,15 +364,8 @@ class KeptKernels:
     def starts(self) -> set[int]:
         return {storage_id(t) for t in tensors_in(self.made)}
 
-    def copy(self) -> None:
-        """The program is going to write what was kept: keep a copy, as it is now."""
-        if not self.copied:
-            with Local(), torch.no_grad():
-                self.made = replace_instances(self.made, torch.Tensor, torch.clone)
-            self.copied = True
-
-    def changed(self) -> bool:
-        return not self.copied and self.versions.changed()
+    def _replace_by_copies(self) -> None:
+        self.made = replace_instances(self.made, torch.Tensor, torch.clone)
 
     def give(self, place: Place = _CARRIED) -> Any:
         """The results of one kernel run, or None. New aliases, since autograd sets their history.
@@ -369,27 +379,23 @@ class KeptKernels:
             return replace_instances(self.made[place], torch.Tensor, own)
 
 
-class ReplayMode(KernelMode):
+class ReplayMode(_KernelsOfCall):
     """Gives the kept results of kernels of one call; runs the other kernels."""
 
     def __init__(self, kept: KeptKernels):
         super().__init__()
         self._kept = kept
-        self.paused = False
-        self._counts: dict[Any, int] = {}
 
     def kernel(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.paused:
-            n = self._counts[func] = self._counts.get(func, -1) + 1
-            given = self._kept.give((func, n))
+            given = self._kept.give(self.count_run(func))
             if given is not None:
                 return given
         return func(*args, **kwargs)
 
     def give_redistributed(self) -> torch.Tensor | None:
         """The kept result of the next redistribution within the call, or None."""
-        n = self._counts["carried"] = self._counts.get("carried", -1) + 1
-        given: torch.Tensor | None = self._kept.give(("carried", n))
+        given: torch.Tensor | None = self._kept.give(self.count_run("carried"))
         return given
 
 
@@ -423,8 +429,7 @@ class _KeptOutputs(torch.autograd.Function):
         )
 
 
-@dataclass
-class KeptCall:
+class KeptCall(_KeptResult):
     """The kept result of an opaque call.
 
     Attributes:
@@ -432,19 +437,16 @@ class KeptCall:
         inside: tensors that autograd saved within it.
     """
 
-    out: Any
-    versions: _Versions
-    inside: list[torch.Tensor] = field(default_factory=list)
-    copied: bool = False
+    def __init__(self, out: Any, inside: list[torch.Tensor]):
+        super().__init__(out)
+        self.inside = inside
 
-    @classmethod
-    def of(cls, out: Any, inside: list[torch.Tensor]) -> KeptCall:
         def detach_result(t: torch.Tensor) -> Any:
             with Local():
                 spec = t._spec if isinstance(t, DTensor) else None
                 return _Result(t.detach(), spec, t.requires_grad)
 
-        return cls(replace_instances(out, torch.Tensor, detach_result), _Versions(out), inside)
+        self.out = replace_instances(out, torch.Tensor, detach_result)
 
     @property
     def results(self) -> list[_Result]:
@@ -457,17 +459,10 @@ class KeptCall:
     def starts(self) -> set[int]:
         return {storage_id(r.held) for r in self.results}
 
-    def copy(self) -> None:
-        """The program is going to write what was kept: keep a copy, as it is now."""
-        if not self.copied:
-            with Local(), torch.no_grad():
-                self.out = replace_instances(
-                    self.out, _Result, lambda r: _Result(r.held.clone(), r.spec, r.requires_grad)
-                )
-            self.copied = True
-
-    def changed(self) -> bool:
-        return not self.copied and self.versions.changed()
+    def _replace_by_copies(self) -> None:
+        self.out = replace_instances(
+            self.out, _Result, lambda r: _Result(r.held.clone(), r.spec, r.requires_grad)
+        )
 
     def restore_output(self, what: str, ins: Sequence[torch.Tensor]) -> Any:
         """The call's result for the second run."""

@@ -46,7 +46,6 @@ __all__ = [
     "find_call_site",
     "is_internal",
     "line_of_site",
-    "make_argument_key",
     "make_call_mode",
     "make_inputs_key",
     "make_local_alias",
@@ -299,7 +298,7 @@ _PLAIN = frozenset(
 )
 
 
-def make_argument_key(value: Any, origins: TensorOrigins, tensors: list[torch.Tensor]) -> Any:
+def _make_argument_key(value: Any, origins: TensorOrigins, tensors: list[torch.Tensor]) -> Any:
     """The key of an argument: hashable, and equal for equal calls. Appends its tensors to
     `tensors`."""
     kind = type(value)
@@ -314,12 +313,12 @@ def make_argument_key(value: Any, origins: TensorOrigins, tensors: list[torch.Te
             shape = value._spec if isinstance(value, DTensor) else value.shape
             return (origin, shape, value.dtype)
     if kind is tuple or kind is list or isinstance(value, (tuple, list)):
-        return tuple([make_argument_key(v, origins, tensors) for v in value])
+        return tuple([_make_argument_key(v, origins, tensors) for v in value])
     if isinstance(value, dict):
-        return tuple([(k, make_argument_key(v, origins, tensors)) for k, v in value.items()])
+        return tuple([(k, _make_argument_key(v, origins, tensors)) for k, v in value.items()])
     if kind is slice:
         parts = (value.start, value.stop, value.step)
-        return ("slice", *[make_argument_key(v, origins, tensors) for v in parts])
+        return ("slice", *[_make_argument_key(v, origins, tensors) for v in parts])
     return kind
 
 
@@ -330,7 +329,7 @@ def make_inputs_key(
     tensors: list[torch.Tensor],
 ) -> Any:
     """The keys of a call's positional and keyword arguments. Appends its tensors to `tensors`."""
-    return make_argument_key(args, origins, tensors), make_argument_key(kwargs, origins, tensors)
+    return _make_argument_key(args, origins, tensors), _make_argument_key(kwargs, origins, tensors)
 
 
 # -- text ------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from .full_state import (
     remove_tied_names,
 )
 from .loading import Loaded, Mismatches, agree_on_mismatches, describe_tensor, find_mismatches
-from .state import open_module, open_state
+from .state import open_state
 
 __all__ = ["load_safetensors", "save_safetensors"]
 
@@ -158,11 +158,7 @@ def _load_files(
     there: dict[str, str] = {}
     try:
         there = files.open(path, held, ranks)
-        objects = (
-            collect_model_tensors(model)
-            if isinstance(model, nn.Module)
-            else _tensors_by_name(model)
-        )
+        objects = _tensors_by_name(model)
         fits = find_mismatches(objects, there, strict, gives_memory=isinstance(model, nn.Module))
         found: Mismatches | Exception = remove_tied_names(fits, objects, there)
     except Exception as error:
@@ -361,8 +357,9 @@ def _describe_stored(there: Any) -> str:
 
 
 def _tensors_by_name(model: nn.Module | Mapping[str, Any]) -> dict[str, Any]:
+    """The tensors, of a module as its own objects."""
     if isinstance(model, nn.Module):
-        return open_module(model)[0]
+        return collect_model_tensors(model)
     return {name: leaf.value for name, leaf in open_state(model).leaves.items()}
 
 

@@ -516,19 +516,14 @@ def give_up_memory(full: torch.Tensor, known: int, name_of: Callable[[int], str]
         name_of: gives the name of the weight at an element of `full`, for the error.
     """
     with Unheard():  # of the tensors themselves, whatever they stand for
-        return _give_up_memory_unheard(full, known, name_of)
-
-
-def _give_up_memory_unheard(full: torch.Tensor, known: int, name_of: Callable[[int], str]) -> bool:
-    storage = _storage_of(full)
-    kept = holders(storage) - known
-    if kept <= 0:
-        return True
-    views = find_views_of_memory(full, storage, kept)
-    typed = [t for t in views if isinstance(t, DTensor)]
-    for t in typed:
-        t._spec = _Released(name_of(torch._C.TensorBase.storage_offset(t)))  # type: ignore[assignment, arg-type]
-    return len(typed) == kept
+        storage = _storage_of(full)
+        kept = holders(storage) - known
+        if kept <= 0:
+            return True
+        typed = [t for t in find_views_of_memory(full, storage, kept) if isinstance(t, DTensor)]
+        for t in typed:
+            t._spec = _Released(name_of(torch._C.TensorBase.storage_offset(t)))  # type: ignore[assignment, arg-type]
+        return len(typed) == kept
 
 
 def find_views_of_memory(

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -71,7 +70,7 @@ HOST_BENCHES = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    options = _parser(argv).parse_args(argv)
+    options = _parser().parse_args(argv, argparse.Namespace(argv=argv))
     try:
         code: int = options.run(options)
         return code
@@ -79,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="partita", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
 
@@ -88,16 +87,15 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
         command.set_defaults(run=run)
         return command
 
-    train_run = partial(_train, argv=list(argv))
-    _add_train(add("train", "train a byte-level GPT on a mesh of ranks", train_run))
-    _add_explain(add("explain", "how a call is run, without running it", _explain))
-    _add_simulate(add("simulate", "what a step costs on another machine", _simulate))
-    _add_plan(add("plan", "the way to spread a model that fits best", _plan))
-    _add_calibrate(add("calibrate", "measure this machine, into a file", _calibrate))
-    report = add("report", "a page about runs, from their --log files", _report)
+    _add_train(add("train", "train a byte-level GPT on a mesh of ranks", run_train))
+    _add_explain(add("explain", "how a call is run, without running it", run_explain))
+    _add_simulate(add("simulate", "what a step costs on another machine", run_simulate))
+    _add_plan(add("plan", "the way to spread a model that fits best", run_plan))
+    _add_calibrate(add("calibrate", "measure this machine, into a file", run_calibrate))
+    report = add("report", "a page about runs, from their --log files", run_report)
     report.add_argument("logs", nargs="+", type=Path, help="logs that `partita train --log` kept")
     report.add_argument("--out", type=Path, default=Path("report.html"), help="(report.html)")
-    bench = add("bench", "measure, and compare with torch", _bench)
+    bench = add("bench", "measure, and compare with torch", run_bench)
     bench.add_argument(
         "--device",
         default=HOST.type,
@@ -106,10 +104,10 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     bench.add_argument("name", choices=sorted(BENCHES))
     each = "of the bench: partita bench NAME --help"
     bench.add_argument("options", nargs=argparse.REMAINDER, help=each)
-    kept = add("cache", "compiled programs that are kept: what is there", _cache)
+    kept = add("cache", "compiled programs that are kept: what is there", run_cache)
     actions = "; ".join(f"{name}: {what}" for name, what in _ACTIONS.items())
     kept.add_argument("action", choices=_ACTIONS, help=actions)
-    add("doctor", "show what this machine offers", _doctor)
+    add("doctor", "show what this machine offers", run_doctor)
     return parser
 
 
@@ -173,7 +171,8 @@ def _argument(read: Callable[[str], Any]) -> Callable[[str], Any]:
     return argument
 
 
-def _train(asked: argparse.Namespace, argv: list[str]) -> int:
+def run_train(asked: argparse.Namespace) -> int:
+    """Train as options ask, or start the ranks that do."""
     try:
         options = _options(asked)
         if asked.print_config:
@@ -193,7 +192,7 @@ def _train(asked: argparse.Namespace, argv: list[str]) -> int:
     try:
         if not is_rank():
             progress.say(f"starting {options.ranks} rank{'s' * (options.ranks > 1)}")
-            code = launch(argv, options.ranks, logs.show)
+            code = launch(asked.argv, options.ranks, logs.show)
             logs.end()
             return code or (0 if logs.complete else 1)
         with joined(logs.show) as me:
@@ -263,7 +262,8 @@ def _fit(mesh: Mesh | None, ranks: int | None, tp: int | None) -> Mesh:
 # -- report ---------------------------------------------------------------------------------------
 
 
-def _report(options: argparse.Namespace) -> int:
+def run_report(options: argparse.Namespace) -> int:
+    """Write the page about logs; the exit code is 2 where that cannot be."""
     out, logs = options.out, options.logs
     try:
         check_plotly()
@@ -281,7 +281,8 @@ def _report(options: argparse.Namespace) -> int:
 # -- bench ----------------------------------------------------------------------------------------
 
 
-def _bench(options: argparse.Namespace) -> int:
+def run_bench(options: argparse.Namespace) -> int:
+    """Run one of `BENCHES`, on the device that is asked for."""
     from partita.bench.place import DEVICE_VARIABLE
 
     name, device = options.name, options.device
@@ -316,7 +317,8 @@ def _describe_package(name: str, use: str) -> str:
         return f"none: for {use}"
 
 
-def _doctor(options: argparse.Namespace) -> int:
+def run_doctor(options: argparse.Namespace) -> int:
+    """Print what this machine offers; the exit code is 1 where ranks cannot be compared."""
     from .comm.backends.choose import installed_backends
     from .comm.backends.control import can_compare
     from .tensor.plan import IN_C
@@ -363,7 +365,7 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rank", type=int, default=0, help="which rank to be (0)")
 
 
-def _explain(options: argparse.Namespace) -> int:
+def run_explain(options: argparse.Namespace) -> int:
     """Print the explanation; the exit code is 2 where the call cannot be read or made."""
     try:
         mesh = dry_mesh(options.rank, **read_mesh(options.mesh))  # type: ignore[arg-type]
@@ -435,7 +437,7 @@ def _machine_of(options: argparse.Namespace) -> Machine:
     return with_links(found, given, ("dp", "tp")) if given else found
 
 
-def _simulate(options: argparse.Namespace) -> int:
+def run_simulate(options: argparse.Namespace) -> int:
     """Print the simulation; the exit code is 2 where there is none, 1 where it does not fit."""
     try:
         if options.report:
@@ -497,7 +499,7 @@ def _showing_progress() -> Iterator[Callable[[int, int, str], None]]:
         )
 
 
-def _plan(options: argparse.Namespace) -> int:
+def run_plan(options: argparse.Namespace) -> int:
     """Print the plan; the exit code is 2 where there is none."""
     try:
         if options.memory is not None and options.memory.strip().isdecimal():
@@ -536,7 +538,7 @@ def _add_calibrate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=Path("machine.toml"), help="(machine.toml)")
 
 
-def _calibrate(options: argparse.Namespace) -> int:
+def run_calibrate(options: argparse.Namespace) -> int:
     """Measure, write the file and print it; the exit code is 2 where that fails."""
     try:
         if options.ranks < 1:
@@ -560,7 +562,7 @@ _ACTIONS = {
 }
 
 
-def _cache(options: argparse.Namespace) -> int:
+def run_cache(options: argparse.Namespace) -> int:
     """Do one of `_ACTIONS` with the user's store, print what came of it, return the exit code."""
     action = options.action
     try:

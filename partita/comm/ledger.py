@@ -32,6 +32,7 @@ __all__ = [
     "Scope",
     "check_ranks",
     "enter_check_hooks",
+    "human",
     "ledger",
     "noting_work_in",
     "recomputing",

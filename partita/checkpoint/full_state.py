@@ -59,10 +59,8 @@ from .state import (
 )
 
 __all__ = [
-    "FullCopies",
     "allocate_meta_tensors",
     "collect_model_tensors",
-    "find_tied_names",
     "full_state_dict",
     "gather_full_value",
     "load_full_state_dict",
@@ -97,7 +95,7 @@ def full_state_dict(
     """
     refuse_lazy(model, "full_state_dict")
     keeps = not rank0_only or control_plane().rank == 0
-    copies = FullCopies(keeps, device)
+    copies = _FullCopies(keeps, device)
     state = {name: copies.of(value, name) for name, value in collect_model_tensors(model).items()}
     if optimizer is None:
         return state if keeps else {}
@@ -107,7 +105,7 @@ def full_state_dict(
 
 
 @dataclass
-class FullCopies:
+class _FullCopies:
     """Whole copies of tensors, one of each tensor. Every rank makes them together.
 
     Attributes:
@@ -322,14 +320,14 @@ def remove_tied_names(
     found: Mismatches, tensors: Mapping[str, Any], there: Mapping[str, str]
 ) -> Mismatches:
     """`found` without missing names of tensors that are there under another name."""
-    tied = set(find_tied_names(tensors, there))
+    tied = set(_find_tied_names(tensors, there))
     keys = [one for one in found.keys if one.partition(": in the state,")[0] not in tied]
     passed = found.passed_over
     missing = tuple(name for name in passed.missing_keys if name not in tied)
     return replace(found, keys=tuple(keys), passed_over=Loaded(missing, passed.unexpected_keys))
 
 
-def find_tied_names(tensors: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
+def _find_tied_names(tensors: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
     """The names that are not `there` of `tensors` that are there under another name."""
     found = {id(x) for name, x in tensors.items() if name in there and isinstance(x, torch.Tensor)}
     return [name for name, x in tensors.items() if name not in there and id(x) in found]
@@ -524,7 +522,7 @@ def _save_once(
     wires: list[Wire] = [x._spec.wire for x in spread.values()]
     wire = max(wires, key=lambda one: one.mesh.size())
     writes = _is_writer(wire, bool(_argument_of_call(call, "is_main_process", True)))
-    copies = FullCopies(writes, HOST)
+    copies = _FullCopies(writes, HOST)
     whole = {key: copies.of(x, f"{_NAME}: a tensor") for key, x in spread.items()}
     result, failed = None, None
     if writes:

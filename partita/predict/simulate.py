@@ -42,7 +42,6 @@ __all__ = [
     "capture_model",
     "simulate",
     "simulate_program",
-    "simulation_of",
     "with_links",
 ]
 
@@ -157,7 +156,7 @@ def simulate_program(
         held = HeldInput("parameters that no step reads", "parameter", unread)
         memory = dataclasses.replace(memory, held=(*memory.held, held))
     facts: dict[str, Any] = {"what": what, "mesh": mesh, "machine": machine, "tokens": tokens}
-    return simulation_of(program, memory, played, **facts)
+    return _simulation_of(program, memory, played, **facts)
 
 
 def _capture_step(step: Callable[..., Any], args: Sequence[Any]) -> Program:
@@ -383,7 +382,7 @@ class Simulation:
         return "\n".join(lines)
 
 
-def simulation_of(
+def _simulation_of(
     program: Program,
     memory: Memory,
     played: PlayedStep,

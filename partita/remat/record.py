@@ -56,10 +56,8 @@ __all__ = [
     "LearnedNames",
     "Read",
     "RecordedCall",
-    "RunNames",
     "SavedSlot",
     "check_unwritten",
-    "find_reads",
     "redistribution_key",
 ]
 
@@ -157,7 +155,7 @@ class SavedSlot:
 # -- tensors from outside of a region ---------------------------------------------------
 
 
-def find_reads(tensors: list[torch.Tensor], origins: TensorOrigins) -> tuple[Read, ...]:
+def _find_reads(tensors: list[torch.Tensor], origins: TensorOrigins) -> tuple[Read, ...]:
     """The `tensors` of a call that are from outside of its region, with their versions."""
     found: tuple[Read, ...] = ()
     for i, t in enumerate(tensors):
@@ -278,7 +276,7 @@ class ForwardRecord:
     ) -> RecordedCall:
         inputs = make_inputs_key(args, kwargs, self.origins, tensors)
         event = self._record_event((what, find_call_site(), inputs))
-        event.reads = find_reads(tensors, self.origins)
+        event.reads = _find_reads(tensors, self.origins)
         return event
 
     def _record_event(self, key: Key) -> RecordedCall:
@@ -579,8 +577,8 @@ class LearnedNames:
     def __reduce__(self) -> Any:
         return LearnedNames, ()  # places in the program are known within one process
 
-    def start(self, forward: ForwardRecord) -> RunNames:
-        return RunNames(self, forward)
+    def start(self, forward: ForwardRecord) -> _RunNames:
+        return _RunNames(self, forward)
 
 
 @dataclass(frozen=True)
@@ -594,7 +592,7 @@ class _PlaceInStorage:
     offset: int
 
 
-class RunNames:
+class _RunNames:
     """The names that are given during one run."""
 
     def __init__(self, names: LearnedNames, forward: ForwardRecord):

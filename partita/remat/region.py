@@ -41,12 +41,9 @@ from .watched_calls import (
 
 __all__ = [
     "Budget",
-    "BudgetedFunction",
-    "RegionMarker",
     "RematRegion",
     "checkpoint_name",
     "remat",
-    "run_marked_region",
 ]
 
 
@@ -77,7 +74,7 @@ class RematRegion(Wrapped):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if HERE.capturing:
-            return run_marked_region(self.__wrapped__, self.policy, args, kwargs)
+            return _run_marked_region(self.__wrapped__, self.policy, args, kwargs)
         if torch.compiler.is_compiling():
             # torch.compile knows torch's checkpoint.
             return torch.utils.checkpoint.checkpoint(
@@ -151,7 +148,7 @@ def remat(fn: Any, policy: Any = None, *, blocks: Sequence[str | nn.Module] | No
     if read.budget is None:
         return RematRegion(fn, None, read)
     region = RematRegion(fn, None, Policy(None), budget := Budget(read.budget, Wrapped(fn).title))
-    return BudgetedFunction(region, None, budget)
+    return _BudgetedFunction(region, None, budget)
 
 
 def _remat_module(
@@ -167,7 +164,7 @@ def _remat_module(
     for block in chosen:
         RematRegion.in_place_of_forward(block, policy, budget)
     if budget is not None:
-        BudgetedFunction.in_place_of_forward(module, budget)
+        _BudgetedFunction.in_place_of_forward(module, budget)
     return module
 
 
@@ -190,13 +187,13 @@ def checkpoint_name(x: torch.Tensor, name: str) -> torch.Tensor:
 # -- a captured step -------------------------------------------------------------------------------
 
 
-def run_marked_region(fn: Callable[..., Any], policy: Policy, args: Any, kwargs: Any) -> Any:
+def _run_marked_region(fn: Callable[..., Any], policy: Policy, args: Any, kwargs: Any) -> Any:
     """`fn(*args, **kwargs)` as a region of a step that is being captured."""
     recorder = HERE.recorder
     if HERE.watcher is not None:  # within another region, whose policy holds
         with recorder.region():
             return fn(*args, **kwargs)
-    HERE.watcher = RegionMarker(policy, recorder)
+    HERE.watcher = _RegionMarker(policy, recorder)
     try:
         with recorder.region(), CallMode():
             return fn(*args, **kwargs)
@@ -204,7 +201,7 @@ def run_marked_region(fn: Callable[..., Any], policy: Policy, args: Any, kwargs:
         HERE.watcher = None
 
 
-class RegionMarker:
+class _RegionMarker:
     """The watcher of a region in a captured step, which marks the calls that are kept.
 
     Attributes:
@@ -398,7 +395,7 @@ def _find_wires(tensors: Iterable[torch.Tensor]) -> list[Wire]:
     return list(dict.fromkeys(t._spec.wire for t in tensors if isinstance(t, DTensor)))
 
 
-class BudgetedFunction(Wrapped):
+class _BudgetedFunction(Wrapped):
     """Stands for the forward of a module whose regions share a budget, or for one function."""
 
     def __init__(self, fn: Any, module: nn.Module | None, budget: Budget):

@@ -30,7 +30,6 @@ from .watched_calls import KernelMode, RematError, TensorOrigins, make_local_ali
 
 __all__ = [
     "AmbientState",
-    "BufferWrites",
     "KeepMode",
     "KeptCall",
     "KeptKernels",
@@ -81,7 +80,7 @@ class RandomStates:
 # -- buffers that a run writes ---------------------------------------------------------------------
 
 
-class BufferWrites:
+class _BufferWrites:
     """The buffers from outside of a region that it writes, with their values from before."""
 
     def __init__(self) -> None:
@@ -135,7 +134,7 @@ class AmbientState:
         self._cached = torch.is_autocast_cache_enabled()
         self._device = torch.empty(0).device
         self._context = contextvars.copy_context()
-        self.writes = BufferWrites()
+        self.writes = _BufferWrites()
         self._touched: dict[torch.Generator, torch.Tensor] = {}
 
     @contextmanager

@@ -35,10 +35,8 @@ from partita.tensor.uneven_pieces import find_padded
 
 __all__ = [
     "FlatBuffer",
-    "FlatPiece",
     "PartialGradients",
     "find_views_of_memory",
-    "give_up_memory",
 ]
 
 
@@ -56,7 +54,7 @@ class PartialGradients:
 
 
 @dataclass(frozen=True)
-class FlatPiece:
+class _FlatPiece:
     """One parameter's place in a flat buffer.
 
     Attributes:
@@ -120,7 +118,7 @@ def _padded_numel(shape: Sequence[int], n: int) -> int:
 def _find_rank_spans(
     whole: Spec, shard: Spec, axes: tuple[str, ...], length: int
 ) -> tuple[tuple[int, int], ...] | None:
-    """`FlatPiece.spans`. Where several axes shard a dimension, ranks in the middle may hold
+    """`_FlatPiece.spans`. Where several axes shard a dimension, ranks in the middle may hold
     less."""
     if len(axes) == 1:
         return None
@@ -177,14 +175,14 @@ class FlatBuffer:
         self.name, self.names, self.dtype, self.device = name, names, dtype, device
         mesh = self.wire.mesh
         self.n = math.prod(mesh.size(a) for a in axes)
-        self.pieces: list[FlatPiece] = []
+        self.pieces: list[_FlatPiece] = []
         start = place = longest = 0
         for whole, shard in zip(wholes, shards, strict=True):
             shape = whole.local_shape
             length = _padded_numel(shape, self.n)
             strides = contiguous_strides(shape)
             spans = _find_rank_spans(whole, shard, axes, length)
-            self.pieces.append(FlatPiece(whole, shard, strides, start, place, length, spans))
+            self.pieces.append(_FlatPiece(whole, shard, strides, start, place, length, spans))
             start += length
             place += -(-self.n * length * dtype.itemsize // _ALIGNED) * _ALIGNED // dtype.itemsize
             longest += _padded_numel(whole.layout.local_shape(mesh, (0,) * mesh.ndim), self.n)
@@ -325,7 +323,7 @@ class FlatBuffer:
         self.here, self.span = False, (0, 0)
         if not held or not self._full.untyped_storage().nbytes():
             return
-        if give_up_memory(self._full, self._holders, self._name_at):
+        if _give_up_memory(self._full, self._holders, self._name_at):
             self._full.untyped_storage().resize_(0)
         else:
             self.wire.record_kept_view(self.name, held)
@@ -365,7 +363,7 @@ class FlatBuffer:
                 pairs += p.blocks(room, rows)
         return [to for to, _ in pairs], [rows for _, rows in pairs]
 
-    def _of_each(self, flat: torch.Tensor, piece: FlatPiece) -> torch.Tensor:
+    def _of_each(self, flat: torch.Tensor, piece: _FlatPiece) -> torch.Tensor:
         return flat.view(self.n, -1)[:, piece.start : piece.start + piece.length]
 
     # -- gradients ---------------------------------------------------------------------------------
@@ -504,7 +502,7 @@ class _Released:
         return self is other
 
 
-def give_up_memory(full: torch.Tensor, known: int, name_of: Callable[[int], str]) -> bool:
+def _give_up_memory(full: torch.Tensor, known: int, name_of: Callable[[int], str]) -> bool:
     """May the memory of `full` be freed? Views of it that are DTensors raise from now on.
 
     A view that outlives the forward of its block would read memory that is empty, or another step's

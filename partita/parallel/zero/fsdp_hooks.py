@@ -2,7 +2,7 @@
 
 Forward hooks gather a block's parameters and release them. Autograd saves a note of where a
 gathered parameter lay in its place, so that no graph holds what was gathered; unpacking a note
-gathers the block again. An autograd node (`GatherBlock`) stands between shards and gathered
+gathers the block again. An autograd node (`_GatherBlock`) stands between shards and gathered
 parameters; its backward reduces and scatters. In a captured step there are moves only, no hooks on
 saved tensors and no emptied storages: passes of the compiler, which see all uses, decide how long a
 gathered value lives.
@@ -53,14 +53,8 @@ from .flat_buffer import FlatBuffer, PartialGradients
 from .fsdp_group import FsdpGroup, Zero
 
 __all__ = [
-    "ForwardCall",
-    "GatherBlock",
-    "GraphGather",
-    "SavedTensorHooks",
-    "install_gathered",
     "refuse_no_sync",
     "register_hooks",
-    "watch_input_gradient",
 ]
 
 
@@ -79,7 +73,7 @@ class _BlockHooks:
 
     def __init__(self, group: FsdpGroup):
         self.group = group
-        self._in_graph = GraphGather(group)
+        self._in_graph = _GraphGather(group)
 
     # Copied with the modules, they refer to the copy's group.
 
@@ -88,7 +82,7 @@ class _BlockHooks:
 
     def __setstate__(self, state: Any) -> None:
         (self.group,) = state
-        self._in_graph = GraphGather(self.group)
+        self._in_graph = _GraphGather(self.group)
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if HERE.capturing:
@@ -110,16 +104,16 @@ class _BlockHooks:
             group.depth = 1
             call, trained = None, group.trained()
             if is_recorded and (graded or any(trained)):
-                call = ForwardCall(group, graded, trained)
-            install_gathered(group, call)
+                call = _ForwardCall(group, graded, trained)
+            _install_gathered(group, call)
         if call is not None:
-            group.open_forwards[-1] = SavedTensorHooks(call)
+            group.open_forwards[-1] = _SavedTensorHooks(call)
         prepared = self._prepare_inputs(args, kwargs, call)
         if call is not None:
             call.since = next_node()
         return prepared
 
-    def _prepare_inputs(self, args: Any, kwargs: Any, call: ForwardCall | None) -> Any:
+    def _prepare_inputs(self, args: Any, kwargs: Any, call: _ForwardCall | None) -> Any:
         """The inputs of a forward, cast and watched; None where they stay as they are."""
         precision = self.group.zero.precision
         dtype = precision.param_dtype
@@ -132,7 +126,7 @@ class _BlockHooks:
             if cast and t.is_floating_point():
                 t = t.to(dtype)
             if marks and t.requires_grad:
-                t = watch_input_gradient(t, call)
+                t = _watch_input_gradient(t, call)
             return t
 
         return replace_instances((args, kwargs), torch.Tensor, prepared)
@@ -192,7 +186,7 @@ def _counting_versions() -> Iterator[None]:
 # -- backward of a block ---------------------------------------------------------------------------
 
 
-class ForwardCall:
+class _ForwardCall:
     """One forward of a block, as its backward sees it.
 
     The block is gathered again when the first gradient of its outputs comes, unless its backward
@@ -244,7 +238,7 @@ class ForwardCall:
         if not group.installed:
             # A checkpoint within the block runs parts of its forward again.
             with torch.enable_grad():
-                install_gathered(group, ForwardCall(group, False))
+                _install_gathered(group, _ForwardCall(group, False))
 
     def note_gradients(self, what: str) -> None:
         """The gradients of the "parameters", or of the "inputs", are complete."""
@@ -313,21 +307,21 @@ class ForwardCall:
             )
 
 
-def install_gathered(group: FsdpGroup, call: ForwardCall | None) -> None:
+def _install_gathered(group: FsdpGroup, call: _ForwardCall | None) -> None:
     """Put the gathered parameters into the modules of a block; tied to their shards for `call`."""
     with Local():
         if call is not None and call.trains:
-            plain = GatherBlock.apply(group.zero.token(group), call)
+            plain = _GatherBlock.apply(group.zero.token(group), call)
         else:
             plain = group.views()
     group.install(plain)
 
 
-class GatherBlock(torch.autograd.Function):
+class _GatherBlock(torch.autograd.Function):
     """Gathered parameters, tied to their shards by a token; backward reduces and scatters."""
 
     @staticmethod
-    def forward(ctx: Any, token: torch.Tensor, call: ForwardCall) -> Any:
+    def forward(ctx: Any, token: torch.Tensor, call: _ForwardCall) -> Any:
         ctx.call = call
         ctx.set_materialize_grads(False)
         group = call.group
@@ -351,7 +345,7 @@ class _WatchInputGradient(torch.autograd.Function):
     """The identity on an input of a block, whose backward notes the input's gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, call: ForwardCall) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, call: _ForwardCall) -> torch.Tensor:
         ctx.call = call
         return x.view_as(x)
 
@@ -361,7 +355,7 @@ class _WatchInputGradient(torch.autograd.Function):
         return grad, None
 
 
-def watch_input_gradient(t: torch.Tensor, call: ForwardCall | None) -> torch.Tensor:
+def _watch_input_gradient(t: torch.Tensor, call: _ForwardCall | None) -> torch.Tensor:
     """An alias of the input `t` of a block; `call` is notified when its gradient is complete."""
     with Local():
         out = _WatchInputGradient.apply(t, call)
@@ -371,11 +365,11 @@ def watch_input_gradient(t: torch.Tensor, call: ForwardCall | None) -> torch.Ten
 # -- saved tensors ---------------------------------------------------------------------------------
 
 
-class SavedTensorHooks:
+class _SavedTensorHooks:
     """Hooks of saved tensors while one forward of a block runs: notes in place of what is
     gathered."""
 
-    def __init__(self, call: ForwardCall):
+    def __init__(self, call: _ForwardCall):
         self.call = call
         self._flats = call.group.flats
         self._dtypes = {flat.dtype for flat in self._flats}
@@ -413,13 +407,13 @@ def _keep_from_the_next_graph(group: FsdpGroup) -> None:
     these.
     """
     if in_backward() and torch.is_grad_enabled():
-        SavedTensorHooks(ForwardCall(group, False))
+        _SavedTensorHooks(_ForwardCall(group, False))
 
 
 class _SavedView:
     """A note: a view of a gathered parameter, made again when it is unpacked."""
 
-    def __init__(self, call: ForwardCall, flat: FlatBuffer, t: torch.Tensor):
+    def __init__(self, call: _ForwardCall, flat: FlatBuffer, t: torch.Tensor):
         self.call, self.group, self.flat, self.spec = call, call.group, flat, _spec(t)
         self.version = t._version
         self.place: Any = (t.dtype, t.storage_offset(), t.size(), t.stride())
@@ -456,7 +450,7 @@ def _find_cast_parameter(t: torch.Tensor, group: FsdpGroup) -> int | None:
     if node is None or not node.name().startswith("ToCopyBackward"):
         return None
     source, place = node.next_functions[0]
-    if not isinstance(source, GatherBlock._backward_cls):  # type: ignore[attr-defined]
+    if not isinstance(source, _GatherBlock._backward_cls):  # type: ignore[attr-defined]
         return None
     return place if source.call.group is group else None  # type: ignore[attr-defined]
 
@@ -464,7 +458,7 @@ def _find_cast_parameter(t: torch.Tensor, group: FsdpGroup) -> int | None:
 class _SavedCast:
     """A note: a view of a gathered parameter's cast, which is cast again when it is unpacked."""
 
-    def __init__(self, call: ForwardCall, place: int, t: torch.Tensor):
+    def __init__(self, call: _ForwardCall, place: int, t: torch.Tensor):
         self.call, self.group, self.number, self.spec = call, call.group, place, _spec(t)
         self.dtype = t.dtype
         self.place = (t.size(), t.stride(), t.storage_offset())
@@ -540,7 +534,7 @@ class _InstalledParameter:
     attributes: dict[str, Any]
 
 
-class GraphGather:
+class _GraphGather:
     """Puts the gathered parameters of one block into its modules while its forward runs."""
 
     def __init__(self, group: FsdpGroup):

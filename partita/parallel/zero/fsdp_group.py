@@ -35,7 +35,9 @@ from .flat_buffer import FlatBuffer, PartialGradients
 __all__ = [
     "FsdpGroup",
     "MixedPrecision",
+    "ShardedState",
     "Zero",
+    "modified_error",
 ]
 
 
@@ -56,6 +58,49 @@ class MixedPrecision:
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_inputs: bool = True
+
+
+class ShardedState:
+    """What `zero` keeps for a model: `Zero`, or `GradReducer` for stages 0 to 2. Its parameters
+    know it as `Rest.owner`.
+
+    Attributes:
+        options: the axes, the stage and the dtypes that were asked for.
+        applied: the modules within to which `zero` was applied before.
+        keeps_partial_gradients: gradients stay unsharded, each rank its part of the sum, until it
+            is False again.
+    """
+
+    options: tuple[tuple[str, ...], int, MixedPrecision]
+    applied: Sequence[nn.Module] = ()
+    keeps_partial_gradients = False
+
+    @contextmanager
+    def keeping_partial_gradients(self) -> Iterator[None]:
+        """Within, backward passes keep their gradients; the next one outside sends them all."""
+        before, self.keeps_partial_gradients = self.keeps_partial_gradients, True
+        try:
+            yield
+        finally:
+            self.keeps_partial_gradients = before
+
+    def detach_from_model(self) -> None:
+        """Remove the hooks: the state of an enclosing model takes over."""
+        raise NotImplementedError
+
+    def replaced(self, old: DTensor, new: DTensor) -> None:
+        """`new`, laid out as `old`, has taken its place in the model (see `materialize`)."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """Wait for reductions, and write what they give into the parameters' gradients."""
+        raise NotImplementedError
+
+    def updated(self) -> None:
+        """An optimizer has updated the shards."""
+
+    def show_gradient(self) -> None:
+        """The program reads a gradient, or clears it."""
 
 
 # -- one block -------------------------------------------------------------------------------------
@@ -261,11 +306,7 @@ class FsdpGroup:
         if before == now:
             before, now = version, written.get(number, version)
         if before != now:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: {self._name_of(number)} is at version {now}; expected version "
-                f"{before}"
-            )
+            raise modified_error(self._name_of(number), now, before)
 
     def _name_of(self, i: int) -> str:
         slot = self.slots[i][0]
@@ -367,6 +408,14 @@ class FsdpGroup:
             self.installed = False
 
 
+def modified_error(what: str, now: int, expected: int) -> RuntimeError:
+    """The error of a saved tensor that has another version now, as autograd's own."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace "
+        f"operation: {what} is at version {now}; expected version {expected}"
+    )
+
+
 # -- all blocks of a model -------------------------------------------------------------------------
 
 
@@ -386,14 +435,12 @@ class _Reducing:
     wait: Callable[[], list[torch.Tensor]]
 
 
-class Zero:
+class Zero(ShardedState):
     """The state of ZeRO-3 for one model, whose parameters are sharded over `axes` at rest.
 
     Attributes:
         groups: its blocks.
         persistent: what was gathered once stays, until a parameter is changed.
-        keeps_partial_gradients: gradients stay unsharded, each rank its part of the sum, until it
-            is False again.
         holds_partial_gradients: there may be unsharded gradients of this or an earlier pass.
         peak: the most bytes that were gathered at once.
     """
@@ -420,8 +467,7 @@ class Zero:
         self.model = model
         self.axes, self.precision = axes, precision
         self.options = (axes, 3, precision)
-        self.applied: list[nn.Module] = []
-        self.persistent = self.keeps_partial_gradients = self.holds_partial_gradients = False
+        self.persistent = self.holds_partial_gradients = False
         self.peak = 0
         # Weak: a capture has specs of its own, which hold its wires.
         self._unsharded = WeakKeyDictionary[Spec, Spec]()
@@ -623,9 +669,6 @@ class Zero:
         own_state(new).rest = state_of(old).rest
         self.parameters = [new if p is old else p for p in self.parameters]
 
-    def updated(self) -> None:
-        """An optimizer has updated the shards; they are gathered when they are used."""
-
     def show_gradient(self) -> None:
         """The program reads a gradient, or clears it: reduce the partial ones that were kept."""
         if self.holds_partial_gradients and not in_backward():
@@ -667,15 +710,6 @@ class Zero:
         for group in self.groups:
             group.reset_after_abort()
         self.release()
-
-    @contextmanager
-    def keeping_partial_gradients(self) -> Iterator[None]:
-        """Within, backward passes keep their gradients; the next one outside sends them all."""
-        before, self.keeps_partial_gradients = self.keeps_partial_gradients, True
-        try:
-            yield
-        finally:
-            self.keeps_partial_gradients = before
 
     @property
     def alive(self) -> int:

@@ -50,7 +50,7 @@ from partita.tensor.tensor_state import (
 from ..batch import replace_instances, tensors_in
 from ..parameters import ParameterSlot
 from .flat_buffer import FlatBuffer, PartialGradients
-from .fsdp_group import FsdpGroup, Zero
+from .fsdp_group import FsdpGroup, Zero, modified_error
 
 __all__ = [
     "refuse_no_sync",
@@ -493,11 +493,8 @@ class _SavedOther:
                 return _restore_tensor_class(kept, self.spec)
         with Local():
             if self.kept._version != self.version:  # with hooks, autograd does not look
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by "
-                    f"an inplace operation: {tuple(self.kept.shape)} is at version "
-                    f"{self.kept._version}; expected version {self.version}"
-                )
+                shape = str(tuple(self.kept.shape))
+                raise modified_error(shape, self.kept._version, self.version)
             return _restore_tensor_class(self.kept, self.spec)
 
 

@@ -24,7 +24,7 @@ from partita.tensor.tensor_state import HERE, own_state, state_of
 from partita.tensor.uneven_pieces import with_room
 
 from ..parameters import find_blocks
-from .fsdp_group import MixedPrecision, Zero
+from .fsdp_group import MixedPrecision, ShardedState, Zero
 from .fsdp_hooks import refuse_no_sync, register_hooks
 from .grad_reducer import GradReducer
 
@@ -108,7 +108,7 @@ def zero(
         whole = Zero(model, axes, precision or MixedPrecision(), found)
         whole.persistent = persistent
         register_hooks(whole)
-        state: Zero | GradReducer = whole
+        state: ShardedState = whole
     else:
         parts = []
         for block in found:
@@ -152,7 +152,7 @@ def _take_over(
     Raises:
         LayoutError: they were sharded otherwise, or `model` lies within a sharded model.
     """
-    states: dict[nn.Module, Zero | GradReducer] = {}
+    states: dict[nn.Module, ShardedState] = {}
     for module in model.modules():
         if "_zero" in module.__dict__:
             states[module] = module.__dict__["_zero"]
@@ -212,7 +212,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
             with pt.no_sync(model) if k + 1 < len(micro_batches) else nullcontext():
                 loss_of(model(x), y).backward()
     """
-    state: Zero | GradReducer | None = model.__dict__.get("_zero")
+    state: ShardedState | None = model.__dict__.get("_zero")
     if state is None:  # partial gradients add up as they are, and settle in the step
         yield
         return

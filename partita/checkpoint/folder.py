@@ -273,7 +273,8 @@ def begin_replacement(home: Path) -> Replacement:
     """
     new = Replacement(home)
     try:
-        if home.exists() and not (home / ".metadata").is_file() and not _is_empty(home):
+        is_empty = home.is_dir() and not any(home.iterdir())
+        if home.exists() and not (home / ".metadata").is_file() and not is_empty:
             raise ValueError(f"{home} is there already, and is no checkpoint: it is left as it is")
         if _path_of_previous(home).exists():
             if home.exists():
@@ -334,10 +335,6 @@ def _remove_path(place: Path) -> None:
         shutil.rmtree(place, ignore_errors=True)
     else:
         place.unlink(missing_ok=True)
-
-
-def _is_empty(place: Path) -> bool:
-    return place.is_dir() and not any(place.iterdir())
 
 
 def _sync_folder(folder: Path) -> None:

@@ -206,7 +206,9 @@ def load_full_state_dict(
         held = {name: leaf.value for name, leaf in target.leaves.items()}
         there = told.texts()
         found: Mismatches | Exception = remove_tied_names(
-            find_mismatches(held, there, strict), _tensors_by_name(model), there
+            find_mismatches(held, there, strict),
+            {f"model.{name}": x for name, x in collect_model_tensors(model).items()},
+            there,
         )
     except Exception as error:
         found = error
@@ -228,12 +230,8 @@ def load_full_state_dict(
     except Exception as error:
         failed = error
     ranks.decide(failed, lambda brought: [None] * len(brought))
-    return Loaded(
-        *(
-            _strip_model_prefix(names)
-            for names in (passed_over.missing_keys, passed_over.unexpected_keys)
-        )
-    )
+    both = passed_over.missing_keys, passed_over.unexpected_keys
+    return Loaded(*(tuple(name.removeprefix("model.") for name in names) for names in both))
 
 
 @message
@@ -299,10 +297,6 @@ def _flatten_states(state: Any, optimizer: torch.optim.Optimizer | None) -> dict
     return open_state(_join_states(*map(_check_state_dict, state))).leaves
 
 
-def _tensors_by_name(model: nn.Module) -> dict[str, Any]:
-    return {f"model.{name}": x for name, x in collect_model_tensors(model).items()}
-
-
 def _check_state_dict(state: Any) -> Mapping[str, Any]:
     if not isinstance(state, Mapping):
         raise ValueError(f"a state dict is a dict, and this is a {type(state).__name__}")
@@ -310,10 +304,6 @@ def _check_state_dict(state: Any) -> Mapping[str, Any]:
         if isinstance(x, DTensor):
             raise ValueError(f"{name} is a DTensor: load it with model.load_state_dict")
     return dict(state)
-
-
-def _strip_model_prefix(names: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(name.removeprefix("model.") for name in names)
 
 
 def remove_tied_names(

@@ -119,7 +119,8 @@ def _agree_whole(batch: Any, tensors: list[torch.Tensor], wire: Wire) -> None:
     key = (call_site(), "distribute_batch", "whole")
     if is_agreed(wire, key):
         return
-    agree("distribute_batch", f"{shapes}, checksum {_format_checksums(tensors)}", wire, **said)
+    sums = " ".join(f"{checksum(t.detach())[-1]:x}" for t in tensors)
+    agree("distribute_batch", f"{shapes}, checksum {sums}", wire, **said)
     remember_agreed(wire, key)
 
 
@@ -161,10 +162,6 @@ def _agree_pieces(tensors: list[torch.Tensor], specs: list[Spec], wire: Wire) ->
                     ),
                 )
     remember_agreed(wire, key)
-
-
-def _format_checksums(tensors: list[torch.Tensor]) -> str:
-    return " ".join(f"{checksum(t.detach())[-1]:x}" for t in tensors)
 
 
 def _spec(shape: tuple[int, ...], places: Places, wire: Wire) -> Spec:

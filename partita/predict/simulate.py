@@ -113,12 +113,9 @@ def with_links(machine: Machine, links: Mapping[str, Link], axes: Iterable[str])
             raise MachineError(f"a link of {name!r} is {link!r}: write Link(2e-6, 450e9)")
         if not name.split() or not {*name.split()} <= {*axes}:
             raise MachineError(f"a link of {name!r}: the mesh has the axes {', '.join(axes)}")
-    own = {k: v for k, v in machine.links.items() if not any(_same_axes(k, name) for name in links)}
+    given = [sorted(name.split()) for name in links]
+    own = {k: v for k, v in machine.links.items() if sorted(k.split()) not in given}
     return dataclasses.replace(machine, links={**own, **links}) if links else machine
-
-
-def _same_axes(one: str, other: str) -> bool:
-    return sorted(one.split()) == sorted(other.split())
 
 
 def capture_model(
@@ -223,9 +220,7 @@ def _sizes_of_mesh(mesh: Any) -> dict[str, int]:
         return {str(name): int(size) for name, size in mesh.items()}
     if mesh is None:
         return {}
-    names = mesh.mesh_dim_names
-    sizes = dict(zip(names, mesh.shape, strict=True))
-    return sizes
+    return dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
 
 
 # -- what was found --------------------------------------------------------------------------------

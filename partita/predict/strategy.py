@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -225,6 +225,7 @@ def make_step(
         local = [shape.make_batch(strategy.batch, context) for _ in range(strategy.micro_batches)]
     parallelize(module, on, shape.plan(sequence=strategy.sequence) if "tp" in mesh else None)
     in_zero = "dp" in mesh and strategy.zero == 3
+    casts = dtype is not torch.float32 and not in_zero
     holds_back = "dp" in mesh and strategy.zero < 2  # shards are sent as they come
     if "dp" in mesh:
         precision = dtype if in_zero and dtype is not torch.float32 else None
@@ -240,7 +241,7 @@ def make_step(
         for i, (inputs, targets) in enumerate(micro_batches, 1):
             last = i == len(micro_batches)
             with nullcontext() if last or not holds_back else no_sync(module):
-                with _computed_in(computes_on, torch.float32 if in_zero else dtype):
+                with nullcontext() if not casts else Device(computes_on).autocast(dtype):
                     result = module(inputs)
                 loss = shape.loss(result, targets)
                 loss.backward()
@@ -251,10 +252,6 @@ def make_step(
     spread = {id(t): DTensor.from_local(t, on, placements) for pair in local for t in pair}
     micro_batches = [(spread[id(x)], spread[id(y)]) for x, y in local]
     return step, (micro_batches,), dp * strategy.batch * strategy.micro_batches * context
-
-
-def _computed_in(device: str, dtype: torch.dtype) -> AbstractContextManager[Any]:
-    return nullcontext() if dtype is torch.float32 else Device(device).autocast(dtype)
 
 
 def shape_of(model: str | ModelShape) -> ModelShape:

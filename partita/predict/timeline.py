@@ -318,11 +318,8 @@ def _kind_of(node: fx.Node) -> str:
     facts = facts_of(node.target)
     if _is_wait(node) or (facts.is_view and not facts.writes):
         return "free" if not _makes_copy(node) else "elementwise"
-    if not any(_numel_of_fake(t) > 1 for t in _collect_tensors(node.meta.get("val"))) and not any(
-        _numel_of_fake(t) > 1
-        for o in node.all_input_nodes
-        for t in _collect_tensors(o.meta.get("val"))
-    ):
+    held = (t for n in (node, *node.all_input_nodes) for t in _collect_tensors(n.meta.get("val")))
+    if not any(math.prod(t.shape) > 1 for t in held):
         return "free"  # numbers of an optimizer: the host works them out
     name = _name_of_op(node)
     if "scaled_dot_product" in name or "flash_attention" in name:
@@ -425,12 +422,10 @@ def _collect_tensors(value: Any) -> Iterable[torch.Tensor]:
             yield from _collect_tensors(one)
 
 
-def _numel_of_fake(value: torch.Tensor) -> int:
-    return math.prod(value.shape)
-
-
 def _nbytes_of_node(node: fx.Node) -> int:
-    return sum(_numel_of_fake(t) * t.element_size() for t in _collect_tensors(node.meta.get("val")))
+    return sum(
+        math.prod(t.shape) * t.element_size() for t in _collect_tensors(node.meta.get("val"))
+    )
 
 
 def _shape_of_node(node: Any) -> tuple[int, ...]:

@@ -393,7 +393,8 @@ class ForwardRecord:
         event = self._record_call(function, args, kwargs, tensors)
         measure = False
         if keep is None:
-            keep, measure = self._is_result_kept(event, _title_of_function(function), function)
+            title = getattr(function, "title", None) or function.__name__
+            keep, measure = self._is_result_kept(event, title, function)
         draws = RandomStates(tensors)
         inside = self._inside = OpaqueSaves(tensors, bool(keep)) if keep or measure else None
         self._event, self._opened = event, tensors
@@ -546,10 +547,6 @@ class ForwardRecord:
                     f"the kept result of {event} was written in place after {self.region.title}",
                     reason="kept results are used again in backward",
                 )
-
-
-def _title_of_function(function: Any) -> str:
-    return getattr(function, "title", None) or function.__name__
 
 
 def _unpack_slot(slot: SavedSlot | SavedInOpaque) -> torch.Tensor:

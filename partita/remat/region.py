@@ -9,7 +9,7 @@ step, which is measured; then they keep the results that save the most operation
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -33,6 +33,7 @@ from .watched_calls import (
     Key,
     RematError,
     TensorOrigins,
+    current_watcher,
     find_call_site,
     make_call_mode,
     make_inputs_key,
@@ -177,8 +178,7 @@ def checkpoint_name(x: torch.Tensor, name: str) -> torch.Tensor:
     Returns:
         `x`.
     """
-    compiling = torch.compiler.is_compiling() and not HERE.capturing
-    run = None if compiling else HERE.watcher
+    run = current_watcher()
     if run is not None:
         run.note_name(x, name)
     return x
@@ -373,14 +373,15 @@ class Budget:
         self, args: Any, kwargs: Any, module: nn.Module | None
     ) -> _PlannedStep | _MeasuredStep:
         """The step for these inputs: measured the first time, planned from then on."""
-        held = list(tensors_in((args, kwargs)))
         key = (*make_inputs_key(args, kwargs, TensorOrigins(), []), _settings_of_module(module))
         step = self._steps.get(key)
         if isinstance(step, _MeasuredStep) and step.plan is not None:
             step = self._steps[key] = step.plan
         if not isinstance(step, _PlannedStep):
             parameters = () if module is None else module.parameters()
-            step = self._steps[key] = _MeasuredStep(self, _find_wires([*held, *parameters]))
+            held = [*tensors_in((args, kwargs)), *parameters]
+            wires = dict.fromkeys(t._spec.wire for t in held if isinstance(t, DTensor))
+            step = self._steps[key] = _MeasuredStep(self, [*wires])
         return step
 
 
@@ -389,10 +390,6 @@ def _settings_of_module(module: nn.Module | None) -> Any:
         read_autocast_state(),
         None if module is None else tuple(m.training for m in module.modules()),
     )
-
-
-def _find_wires(tensors: Iterable[torch.Tensor]) -> list[Wire]:
-    return list(dict.fromkeys(t._spec.wire for t in tensors if isinstance(t, DTensor)))
 
 
 class _BudgetedFunction(Wrapped):

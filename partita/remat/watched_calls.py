@@ -42,6 +42,7 @@ __all__ = [
     "Origin",
     "RematError",
     "TensorOrigins",
+    "current_watcher",
     "describe_call",
     "find_call_site",
     "is_internal",
@@ -110,6 +111,13 @@ def _make_function_kind(func: Callable[..., Any]) -> FunctionKind:
 _KINDS: dict[Callable[..., Any], FunctionKind] = {}
 
 
+def current_watcher() -> Any:
+    """The watcher of this thread; None while torch.compile traces, which is no business of ours."""
+    if torch.compiler.is_compiling() and not HERE.capturing:
+        return None
+    return HERE.watcher
+
+
 class CallMode(TorchFunctionMode):
     """Passes each function of torch that the program calls to this thread's watcher."""
 
@@ -117,9 +125,7 @@ class CallMode(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling() and not HERE.capturing:  # no business of ours
-            return func(*args, **kwargs)
-        run = HERE.watcher
+        run = current_watcher()
         if run is None:
             return func(*args, **kwargs)
         kind = _KINDS.get(func)

@@ -174,7 +174,9 @@ def _summary_html(run: RunFacts) -> str:
         if shares:
             rows.append(("MFU, median", f"{shares[len(shares) // 2]:.1%}"))
     if run.memory is not None and not run.figures:
-        rows.append(("peak of a step, predicted, with what is held", _format_peak(run.memory)))
+        rows.append(
+            ("peak of a step, predicted, with what is held", _format_size(_find_peak(run.memory)))
+        )
     given = [(f"--{name}", value) for name, value in run.options.items() if value is not False]
     options = (
         f"<details><summary>options</summary>{_table_html((), given)}</details>" if given else ""
@@ -213,10 +215,6 @@ def _describe_steps(run: RunFacts) -> str:
         return count
     of = f" of {asked}" if asked is not None else ""
     return f"{count}{of}: {first} to {last}"
-
-
-def _format_peak(memory: dict[str, Any]) -> str:
-    return _format_size(_find_peak(memory))
 
 
 def _find_peak(memory: dict[str, Any]) -> int:

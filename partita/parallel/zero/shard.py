@@ -95,7 +95,9 @@ def zero(
         blocks = applied
     grads: dict[nn.Parameter, torch.Tensor | None] = {}
     for p in model.parameters():  # a 0-d one stays whole; its gradient is reduced with the others
-        if not applied or not _take_from_state_within(p):
+        if state_of(p).rest is not None:  # of a module within
+            own_state(p).rest = None
+        else:
             grads[p] = hold_value(
                 p, _shard_parameter(p, mesh, axes if stage == 3 and p.ndim else ())
             )
@@ -187,15 +189,6 @@ def _take_over(
 def _format_options(options: tuple[tuple[str, ...], int, MixedPrecision]) -> str:
     axes, stage, precision = options
     return f"stage {stage} over {' '.join(axes)}, {precision}"
-
-
-def _take_from_state_within(p: torch.Tensor) -> bool:
-    """Was `p` sharded by the state of an inner module? Detaches it from that state."""
-    rest = state_of(p).rest
-    if rest is None:
-        return False
-    own_state(p).rest = None
-    return True
 
 
 @contextmanager

@@ -97,9 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--out", type=Path, default=Path("report.html"), help="(report.html)")
     bench = add("bench", "measure, and compare with torch", run_bench)
     bench.add_argument(
-        "--device",
-        default=HOST.type,
-        help="what ranks compute on: cpu (default), cuda or auto",
+        "--device", default=HOST.type, help="what ranks compute on: cpu (default), cuda or auto"
     )
     bench.add_argument("name", choices=sorted(BENCHES))
     each = "of the bench: partita bench NAME --help"

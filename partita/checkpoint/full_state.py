@@ -150,7 +150,7 @@ def gather_full_value(x: torch.Tensor) -> torch.Tensor:
         return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-# -- and back --------------------------------------------------------------------------------------
+# -- loading of whole values -----------------------------------------------------------------------
 
 
 def load_full_state_dict(

@@ -32,12 +32,7 @@ from partita.tensor.spec import Spec, spec_of
 
 from .parallelize import Places, in_range
 
-__all__ = [
-    "distribute_batch",
-    "find_instances",
-    "replace_instances",
-    "tensors_in",
-]
+__all__ = ["distribute_batch", "find_instances", "replace_instances", "tensors_in"]
 
 
 def distribute_batch(
@@ -208,7 +203,7 @@ def _find_global_shapes(
     return shapes
 
 
-# -- tensors in dicts, lists and tuples ------------------------------------------------------------
+# -- tensors of a batch ----------------------------------------------------------------------------
 
 
 def _find_tensors(batch: Any) -> list[torch.Tensor]:

@@ -42,11 +42,7 @@ from partita.tensor.torch_patches import only_entered
 
 from .parameters import refuse_given_up
 
-__all__ = [
-    "ELEMENTWISE",
-    "clip_grad_norm_",
-    "reduce_gradients",
-]
+__all__ = ["ELEMENTWISE", "clip_grad_norm_", "reduce_gradients"]
 
 
 @only_entered
@@ -325,6 +321,30 @@ def _run_step(
         HERE.step_in_blocks(optimizer, lambda: step(*args, **kwargs), originals)
 
 
+def _lie_alike(optimizer: torch.optim.Optimizer, params: list[DTensor]) -> bool:
+    """Does each parameter's gradient and state have the parameter's own layout?"""
+    if any(type(group.get("lr")) is DTensor for group in optimizer.param_groups):
+        return False
+    with Unheard():
+        grads = [_grad(p) for p in params]
+    for p, grad in zip(params, grads, strict=True):
+        if grad is None:
+            continue
+        if not isinstance(grad, DTensor) or grad._spec is not settled_spec(p):
+            return False
+    states = optimizer.state
+    for p in params:
+        if p._spec.is_pending:
+            return False
+        for value in states[p].values() if p in states else ():
+            if isinstance(value, DTensor) and value._spec is not update_spec(p):
+                return False
+    return True
+
+
+# -- parts that a rank updates ---------------------------------------------------------------------
+
+
 @contextmanager
 def _step_on_parts(
     optimizer: torch.optim.Optimizer, params: list[DTensor]
@@ -394,27 +414,6 @@ def _narrow_to_updated(params: list[DTensor]) -> Iterator[None]:
                     p.data = whole
                     _set_grad(p, grad)
                 p.data = whole
-
-
-def _lie_alike(optimizer: torch.optim.Optimizer, params: list[DTensor]) -> bool:
-    """Does each parameter's gradient and state have the parameter's own layout?"""
-    if any(type(group.get("lr")) is DTensor for group in optimizer.param_groups):
-        return False
-    with Unheard():
-        grads = [_grad(p) for p in params]
-    for p, grad in zip(params, grads, strict=True):
-        if grad is None:
-            continue
-        if not isinstance(grad, DTensor) or grad._spec is not settled_spec(p):
-            return False
-    states = optimizer.state
-    for p in params:
-        if p._spec.is_pending:
-            return False
-        for value in states[p].values() if p in states else ():
-            if isinstance(value, DTensor) and value._spec is not update_spec(p):
-                return False
-    return True
 
 
 register_optimizer_step_pre_hook(_before_step)

@@ -39,22 +39,11 @@ from .parameters import (
     replace_tensor,
 )
 
-__all__ = [
-    "Inputs",
-    "Outputs",
-    "Places",
-    "Plan",
-    "in_range",
-    "parallelize",
-]
+__all__ = ["Inputs", "Outputs", "Places", "Plan", "in_range", "parallelize"]
 
 
 def parallelize(
-    model: nn.Module,
-    device_mesh: Any,
-    plan: Plan | None = None,
-    *,
-    src_data_rank: int | None = 0,
+    model: nn.Module, device_mesh: Any, plan: Plan | None = None, *, src_data_rank: int | None = 0
 ) -> nn.Module:
     """Put `model` on a mesh, in place: each parameter and buffer becomes a DTensor.
 

@@ -186,8 +186,7 @@ class ParameterSlot:
                 reason="pt.zero gathers and reduces the parameters that a model had when it came",
                 fixes=(
                     Fix(
-                        "pt.zero(model, mesh)",
-                        "last: after parametrizations, weight norm, pruning",
+                        "pt.zero(model, mesh)", "last: after parametrizations, weight norm, pruning"
                     ),
                 ),
             )
@@ -415,7 +414,7 @@ def _spread_assigned_values(model: nn.Module, specs: dict[str, Spec]) -> None:
             replace_tensor(held, spread(held.tensor, spec), by="materialize")
 
 
-# -- first values of the rest ----------------------------------------------------------------------
+# -- first values of what no file has --------------------------------------------------------------
 
 
 def initialize_missing(model: nn.Module, init_fn: Callable[[nn.Module], Any] | None) -> None:

@@ -33,13 +33,7 @@ from partita.tensor.tensor_state import HERE
 
 from .rehearsal import rehearse
 
-__all__ = [
-    "ConsideredRow",
-    "ExplainedMove",
-    "ExplainedOp",
-    "Explanation",
-    "explain",
-]
+__all__ = ["ConsideredRow", "ExplainedMove", "ExplainedOp", "Explanation", "explain"]
 
 _IS_CAUSAL = 4  # among the operands of `rules.table.attention`
 _NO_RULE = "(no rule: the operands are gathered, the result is whole)"

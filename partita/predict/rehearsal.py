@@ -37,12 +37,7 @@ from partita.tensor.dtensor import DTensor, tagged
 from partita.tensor.spec import spec_of
 from partita.tensor.tensor_state import HERE
 
-__all__ = [
-    "describe_raised",
-    "read_call",
-    "read_mesh",
-    "rehearse",
-]
+__all__ = ["describe_raised", "read_call", "read_mesh", "rehearse"]
 
 _VALUE_ASKED = (DataDependentOutputException, DynamicOutputShapeException)
 

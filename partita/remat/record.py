@@ -269,7 +269,7 @@ class ForwardRecord:
         """
         return saved_tensors_hooks(self._pack, _unpack_slot)
 
-    # -- identity ----------------------------------------------------------------------------------
+    # -- records of calls --------------------------------------------------------------------------
 
     def _record_call(
         self, what: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]

@@ -40,12 +40,7 @@ from .watched_calls import (
     run_from_here,
 )
 
-__all__ = [
-    "Budget",
-    "RematRegion",
-    "checkpoint_name",
-    "remat",
-]
+__all__ = ["Budget", "RematRegion", "checkpoint_name", "remat"]
 
 
 class RematRegion(Wrapped):

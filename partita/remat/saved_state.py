@@ -121,7 +121,7 @@ def _set_value(t: torch.Tensor, value: torch.Tensor) -> None:
     torch._C.TensorBase.data.__get__(t).copy_(value)  # type: ignore[attr-defined]
 
 
-# -- all of the state ------------------------------------------------------------------------------
+# -- ambient state ---------------------------------------------------------------------------------
 
 
 class AmbientState:
@@ -165,7 +165,7 @@ class AmbientState:
         self._touched = {}
 
 
-# -- inputs ----------------------------------------------------------------------------------------
+# -- inputs of a region ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,7 @@ def _spec_and_gradient(t: torch.Tensor) -> tuple[Spec | None, bool]:
     return (t._spec if isinstance(t, DTensor) else None), t.requires_grad
 
 
-# -- results ---------------------------------------------------------------------------------------
+# -- kept results ----------------------------------------------------------------------------------
 
 Place = tuple[Any, int]
 """A kernel run of one call: (op, number among the runs of this op in the call)."""
@@ -284,7 +284,7 @@ class _KeptResult:
         return not self.copied and any(t._version != version for t, version in self._versions)
 
 
-# -- functions of torch ----------------------------------------------------------------------------
+# -- kept results of functions of torch ------------------------------------------------------------
 
 
 class _KernelsOfCall(KernelMode):
@@ -398,7 +398,7 @@ class ReplayMode(_KernelsOfCall):
         return given
 
 
-# -- opaque calls ----------------------------------------------------------------------------------
+# -- kept results of opaque calls ------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

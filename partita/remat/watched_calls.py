@@ -58,7 +58,7 @@ class RematError(LayoutError):
     """A recompute cannot bring back what its forward made. Names the calls that differ."""
 
 
-# -- functions and kernels -------------------------------------------------------------------------
+# -- functions of torch ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

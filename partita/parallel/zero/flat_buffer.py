@@ -33,11 +33,7 @@ from partita.tensor.dtensor import DTensor
 from partita.tensor.spec import Spec
 from partita.tensor.uneven_pieces import find_padded
 
-__all__ = [
-    "FlatBuffer",
-    "PartialGradients",
-    "find_views_of_memory",
-]
+__all__ = ["FlatBuffer", "PartialGradients", "find_views_of_memory"]
 
 
 @dataclass(frozen=True)

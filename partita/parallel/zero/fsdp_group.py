@@ -32,13 +32,7 @@ from ..batch import replace_instances
 from ..parameters import Block
 from .flat_buffer import FlatBuffer, PartialGradients
 
-__all__ = [
-    "FsdpGroup",
-    "MixedPrecision",
-    "ShardedState",
-    "Zero",
-    "modified_error",
-]
+__all__ = ["FsdpGroup", "MixedPrecision", "ShardedState", "Zero", "modified_error"]
 
 
 @dataclass(frozen=True)
@@ -243,7 +237,7 @@ class FsdpGroup:
                 return True
         return False
 
-    # -- where the bytes are -----------------------------------------------------------------------
+    # -- gather and release ------------------------------------------------------------------------
 
     @property
     def alive(self) -> int:
@@ -333,7 +327,7 @@ class FsdpGroup:
         self.depth = 0
         self.put_shards_back()
 
-    # -- what the modules see ----------------------------------------------------------------------
+    # -- gathered parameters in the modules --------------------------------------------------------
 
     def views(self) -> list[torch.Tensor]:
         """The gathered parameters, plain and local, in the order of the flats."""

@@ -39,23 +39,14 @@ from partita.tensor.autograd import (
 from partita.tensor.construct import keep_attributes, stand_for
 from partita.tensor.dtensor import DTensor, tagged
 from partita.tensor.spec import Spec
-from partita.tensor.tensor_state import (
-    HERE,
-    Label,
-    count_writes,
-    own_state,
-    was_written_since,
-)
+from partita.tensor.tensor_state import HERE, Label, count_writes, own_state, was_written_since
 
 from ..batch import replace_instances, tensors_in
 from ..parameters import ParameterSlot
 from .flat_buffer import FlatBuffer, PartialGradients
 from .fsdp_group import FsdpGroup, Zero, modified_error
 
-__all__ = [
-    "refuse_no_sync",
-    "register_hooks",
-]
+__all__ = ["refuse_no_sync", "register_hooks"]
 
 
 def register_hooks(state: Zero) -> None:
@@ -362,7 +353,7 @@ def _watch_input_gradient(t: torch.Tensor, call: _ForwardCall | None) -> torch.T
     return tagged(out, t._spec) if isinstance(t, DTensor) else out
 
 
-# -- saved tensors ---------------------------------------------------------------------------------
+# -- what autograd saves ---------------------------------------------------------------------------
 
 
 class _SavedTensorHooks:
@@ -602,7 +593,7 @@ def _write_back(whole: DTensor, p: DTensor) -> None:
         p.copy_(whole.detach())
 
 
-# -- mixed precision -------------------------------------------------------------------------------
+# -- gathers in a graph ----------------------------------------------------------------------------
 
 
 GatherDtypes = tuple[torch.dtype, torch.dtype, torch.dtype]

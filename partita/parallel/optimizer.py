@@ -21,6 +21,7 @@ from torch._C import DisableTorchFunction as Unheard  # by modes, too
 from torch._C import DisableTorchFunctionSubclass as Local
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import (
+    Optimizer,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
@@ -121,14 +122,17 @@ ELEMENTWISE = frozenset(
 may do more and are not in it."""
 
 
+_Args = tuple[Any, ...]
+_Kwargs = dict[str, Any]
+_StepCall = tuple[_Args, _Kwargs]
+"""The arguments of a step; of an unbound method, so that the optimizer is the first."""
+
 _grad = torch._C.TensorBase.grad.__get__  # type: ignore[union-attr]
 _set_grad = torch._C.TensorBase.grad.__set__  # type: ignore[union-attr]
 
 
 @only_entered
-def _before_step(
-    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+def _before_step(optimizer: Optimizer, args: _Args, kwargs: _Kwargs) -> _StepCall | None:
     if torch.compiler.is_dynamo_compiling():  # which never compiles a step of DTensors
         return None
     _after_step(optimizer, args, kwargs)  # of a step that failed
@@ -172,11 +176,11 @@ def _before_step(
     return _make_idle_step_args(optimizer, args, kwargs)
 
 
-_agreed: WeakSet[torch.optim.Optimizer] = WeakSet()
+_agreed: WeakSet[Optimizer] = WeakSet()
 """Optimizers whose settings were compared before their first step."""
 
 
-def agree_settings(optimizer: torch.optim.Optimizer, params: list[DTensor]) -> None:
+def agree_settings(optimizer: Optimizer, params: list[DTensor]) -> None:
     """Raise on all ranks unless they bring the same learning rates and the like to a first step,
     and to each under `check_ranks()`."""
     check = params[0]._spec.wire.scope.check
@@ -205,7 +209,7 @@ def _find_owners(params: list[DTensor]) -> list[Any]:
     return [*dict.fromkeys(rest.owner for rest in rests if rest is not None)]
 
 
-def _lay_out_state(optimizer: torch.optim.Optimizer, params: list[DTensor]) -> None:
+def _lay_out_state(optimizer: Optimizer, params: list[DTensor]) -> None:
     """Lay out state that was made while its parameter was plain as the parameter's update is."""
     for p in params:
         if not state_of(p).was_plain:
@@ -218,9 +222,7 @@ def _lay_out_state(optimizer: torch.optim.Optimizer, params: list[DTensor]) -> N
                 optimizer.state[p][name] = tagged(piece_of(value, spec), spec)
 
 
-def _run_own_hooks(
-    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _run_own_hooks(optimizer: Optimizer, args: _Args, kwargs: _Kwargs) -> _StepCall:
     """Run the user's pre-step hooks of this optimizer. torch would run them after the hooks of all
     optimizers, of which ours is one, when the step is over.
 
@@ -238,20 +240,16 @@ def _run_own_hooks(
     return args, kwargs
 
 
-_done: WeakKeyDictionary[torch.optim.Optimizer, dict[int, Any]] = WeakKeyDictionary()
+_done: WeakKeyDictionary[Optimizer, dict[int, Any]] = WeakKeyDictionary()
 
 
-def _after_step(
-    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+def _after_step(optimizer: Optimizer, args: _Args, kwargs: _Kwargs) -> None:
     own = _done.pop(optimizer, None)
     if own:
         optimizer._optimizer_step_pre_hooks.update(own)
 
 
-def _make_idle_step_args(
-    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _make_idle_step_args(optimizer: Optimizer, args: _Args, kwargs: _Kwargs) -> _StepCall:
     """The arguments of the step that follows: an optimizer without parameters."""
     idle = copy.copy(optimizer)
     idle.param_groups = []
@@ -259,17 +257,17 @@ def _make_idle_step_args(
 
 
 def _step_as_plain(
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     params: list[DTensor],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: _Args,
+    kwargs: _Kwargs,
     originals: Mapping[Any, Any] | None = None,
 ) -> None:
     """Run the step while the class of parameters, gradients and state is that of plain tensors.
 
     torch's kernels take lists of plain tensors a good deal faster than lists of a subclass.
 
-    Args:
+    _Args:
         originals: by a tensor that the optimizer updates, the parameter of which it is a part.
     """
     state = optimizer.state
@@ -296,7 +294,7 @@ def _step_as_plain(
                 tagged(value, update_spec(p))  # type: ignore[arg-type]
 
 
-def _list_tensors(optimizer: torch.optim.Optimizer, params: list[DTensor]) -> list[Any]:
+def _list_tensors(optimizer: Optimizer, params: list[DTensor]) -> list[Any]:
     """Gradients, parameters, and what an optimizer's state has of them that is a DTensor."""
     state = optimizer.state
     with Unheard():
@@ -308,10 +306,7 @@ def _list_tensors(optimizer: torch.optim.Optimizer, params: list[DTensor]) -> li
 
 
 def _run_step(
-    optimizer: torch.optim.Optimizer,
-    originals: Mapping[Any, Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    optimizer: Optimizer, originals: Mapping[Any, Any], args: _Args, kwargs: _Kwargs
 ) -> None:
     """Run the optimizer's own step without its hooks; in a captured step block by block."""
     step = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]
@@ -321,7 +316,7 @@ def _run_step(
         HERE.step_in_blocks(optimizer, lambda: step(*args, **kwargs), originals)
 
 
-def _lie_alike(optimizer: torch.optim.Optimizer, params: list[DTensor]) -> bool:
+def _lie_alike(optimizer: Optimizer, params: list[DTensor]) -> bool:
     """Does each parameter's gradient and state have the parameter's own layout?"""
     if any(type(group.get("lr")) is DTensor for group in optimizer.param_groups):
         return False
@@ -346,9 +341,7 @@ def _lie_alike(optimizer: torch.optim.Optimizer, params: list[DTensor]) -> bool:
 
 
 @contextmanager
-def _step_on_parts(
-    optimizer: torch.optim.Optimizer, params: list[DTensor]
-) -> Iterator[list[DTensor]]:
+def _step_on_parts(optimizer: Optimizer, params: list[DTensor]) -> Iterator[list[DTensor]]:
     """Within, the optimizer holds the parts that this rank updates in place of `params`.
 
     Afterwards the parts are gathered into the parameters.
@@ -385,7 +378,7 @@ def _block_of(p: DTensor) -> str:
     return "" if rest is None else rest.name
 
 
-def _rekey_optimizer_state(optimizer: torch.optim.Optimizer, to: dict[Any, Any]) -> None:
+def _rekey_optimizer_state(optimizer: Optimizer, to: dict[Any, Any]) -> None:
     """Move each entry of the optimizer's state to another tensor, in the same order."""
     entries = list(optimizer.state.items())
     optimizer.state.clear()

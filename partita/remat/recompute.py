@@ -9,7 +9,8 @@ way, which is an error.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from .watched_calls import (
     make_call_mode,
     make_inputs_key,
     run_from_here,
+    watching,
 )
 
 __all__ = ["Recomputation", "is_recomputing"]
@@ -78,7 +80,6 @@ class Recomputation:
         forward = self.forward
         forward.check_unchanged()
         args, kwargs = forward.inputs.rebuild(self.origins)
-        before = HERE.watcher
         enough = False
         try:
             with ExitStack() as modes:
@@ -91,7 +92,7 @@ class Recomputation:
                     self._flops = modes.enter_context(FlopMode())
                 if measuring:
                     modes.enter_context(forward.plan.counting())
-                HERE.watcher = self
+                modes.enter_context(watching(self))
                 modes.enter_context(saved_tensors_hooks(self._pack, _as_it_is))
                 mode = make_call_mode()
                 if mode is not None:
@@ -102,8 +103,6 @@ class Recomputation:
         except BaseException:
             forward.empty()
             raise
-        finally:
-            HERE.watcher = before
         try:
             self._check_counts(enough)
             for report in meters:
@@ -199,10 +198,7 @@ class Recomputation:
 
     def run_one_call(self, function: OneCall, args: Any, kwargs: Any) -> Any:
         """A function that `one_call` marked: one call if the first run kept it."""
-
-        def run_once() -> Any:
-            return function.__wrapped__(*args, **kwargs)
-
+        run_once = partial(function.__wrapped__, *args, **kwargs)
         if self._event is not None:
             return run_once()
         tensors: list[torch.Tensor] = []
@@ -240,15 +236,8 @@ class Recomputation:
             given = kept.give()
         if given is not None:
             return given
-        if replaying is not None:
-            replaying.paused = True
-        before, HERE.watcher = HERE.watcher, None
-        try:
+        with watching(None), replaying.pausing() if replaying is not None else nullcontext():
             return run()
-        finally:
-            HERE.watcher = before
-            if replaying is not None:
-                replaying.paused = False
 
     def announce_write(self, t: torch.Tensor) -> None:
         """Nothing to note: the first run did."""

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,6 +50,7 @@ from .watched_calls import (
     is_internal,
     make_inputs_key,
     make_local_alias,
+    watching,
 )
 
 __all__ = [
@@ -373,10 +375,7 @@ class ForwardRecord:
 
     def run_one_call(self, function: OneCall, args: Any, kwargs: Any) -> Any:
         """A function that `one_call` marked: one call if it is kept, else the calls inside."""
-
-        def run_once() -> Any:
-            return function.__wrapped__(*args, **kwargs)
-
+        run_once = partial(function.__wrapped__, *args, **kwargs)
         if self._event is not None or self.plan is not None:
             return run_once()
         tensors: list[torch.Tensor] = []
@@ -417,18 +416,11 @@ class ForwardRecord:
     ) -> torch.Tensor:
         """A redistribution, maybe within a call. The second run need not make it."""
         moves = [m for m in what.moves if m.sends]
-        paused = self._keeping
-        if paused is not None:
-            paused.paused = True
-        before, HERE.watcher = HERE.watcher, None
-        try:
+        keeping = self._keeping
+        with watching(None), keeping.pausing() if keeping is not None else nullcontext():
             out = run()
-        finally:
-            HERE.watcher = before
-            if paused is not None:
-                paused.paused = False
-        if paused is not None and out is not x:
-            paused.note_redistributed(out)
+        if keeping is not None and out is not x:
+            keeping.note_redistributed(out)
         key = redistribution_key(self._counts, self._event, op, what, x)
         if moves and out is not x:
             kinds = " ".join(m.kind for m in moves)

@@ -38,6 +38,7 @@ from .watched_calls import (
     make_call_mode,
     make_inputs_key,
     run_from_here,
+    watching,
 )
 
 __all__ = ["Budget", "RematRegion", "checkpoint_name", "remat"]
@@ -86,12 +87,8 @@ class RematRegion(Wrapped):
     def _run_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         forward = ForwardRecord(self, args, kwargs)
         mode = make_call_mode()
-        before, HERE.watcher = HERE.watcher, forward
-        try:
-            with forward.saving_slots(), mode or nullcontext():
-                out = run_from_here(self.__wrapped__, args, kwargs)
-        finally:
-            HERE.watcher = before
+        with watching(forward), forward.saving_slots(), mode or nullcontext():
+            out = run_from_here(self.__wrapped__, args, kwargs)
         forward.close()
         return out
 
@@ -188,12 +185,8 @@ def _run_marked_region(fn: Callable[..., Any], policy: Policy, args: Any, kwargs
     if HERE.watcher is not None:  # within another region, whose policy holds
         with recorder.region():
             return fn(*args, **kwargs)
-    HERE.watcher = _RegionMarker(policy, recorder)
-    try:
-        with recorder.region(), CallMode():
-            return fn(*args, **kwargs)
-    finally:
-        HERE.watcher = None
+    with watching(_RegionMarker(policy, recorder)), recorder.region(), CallMode():
+        return fn(*args, **kwargs)
 
 
 class _RegionMarker:
@@ -214,12 +207,8 @@ class _RegionMarker:
         if not keep:
             return run()
         # Calls within it are not watched: they are kept with the whole.
-        before, HERE.watcher = HERE.watcher, None
-        try:
-            with self.recorder.keeping(True):
-                return run()
-        finally:
-            HERE.watcher = before
+        with watching(None), self.recorder.keeping(True):
+            return run()
 
     def run_call(self, kind: FunctionKind, args: Any, kwargs: Any) -> Any:
         """A function of torch, announced by the mode."""

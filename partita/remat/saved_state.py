@@ -295,6 +295,15 @@ class _KernelsOfCall(KernelMode):
         self.paused = False
         self._counts: dict[Any, int] = {}
 
+    @contextmanager
+    def pausing(self) -> Iterator[None]:
+        """Within, the kernels of a redistribution run, which is no part of the call."""
+        self.paused = True
+        try:
+            yield
+        finally:
+            self.paused = False
+
     def count_run(self, op: Any) -> Place:
         n = self._counts[op] = self._counts.get(op, -1) + 1
         return op, n

@@ -16,6 +16,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
@@ -51,6 +52,7 @@ __all__ = [
     "make_inputs_key",
     "make_local_alias",
     "run_from_here",
+    "watching",
 ]
 
 
@@ -116,6 +118,16 @@ def current_watcher() -> Any:
     if torch.compiler.is_compiling() and not HERE.capturing:
         return None
     return HERE.watcher
+
+
+@contextmanager
+def watching(watcher: Any) -> Iterator[None]:
+    """Within, `watcher` is told of this thread's calls; where it is None, nobody."""
+    before, HERE.watcher = HERE.watcher, watcher
+    try:
+        yield
+    finally:
+        HERE.watcher = before
 
 
 class CallMode(TorchFunctionMode):

@@ -207,7 +207,7 @@ class RegionInputs:
             return _InputPlace(len(tensors) - 1)
 
         self._emptied = replace_instances((args, kwargs), torch.Tensor, put_away)
-        self._meta = [_spec_and_gradient(t) for t in tensors]
+        self._meta = [(_spec_of(t), t.requires_grad) for t in tensors]
         with Local():
             graded = torch.empty(0, requires_grad=True)
             # Torch 2.11 lets go of them without that name.
@@ -235,8 +235,8 @@ class RegionInputs:
         return args, kwargs
 
 
-def _spec_and_gradient(t: torch.Tensor) -> tuple[Spec | None, bool]:
-    return (t._spec if isinstance(t, DTensor) else None), t.requires_grad
+def _spec_of(t: torch.Tensor) -> Spec | None:
+    return t._spec if isinstance(t, DTensor) else None
 
 
 # -- kept results ----------------------------------------------------------------------------------
@@ -451,8 +451,7 @@ class KeptCall(_KeptResult):
 
         def detach_result(t: torch.Tensor) -> Any:
             with Local():
-                spec = t._spec if isinstance(t, DTensor) else None
-                return _Result(t.detach(), spec, t.requires_grad)
+                return _Result(t.detach(), _spec_of(t), t.requires_grad)
 
         self.out = replace_instances(out, torch.Tensor, detach_result)
 

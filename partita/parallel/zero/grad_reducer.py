@@ -9,6 +9,7 @@ one is changed meanwhile, its sum is dropped, and it is reduced later.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -223,22 +224,13 @@ class GradReducer(ShardedState):
         if self.stage == 0:
             return
         with Local(), torch.no_grad():
-            before: _Bucket | None = None
-            for bucket in self._buckets:
-                flat = bucket.flat
-                whole = [p.detach() for p in bucket.params]
-                flat.start_gather(
-                    [
-                        w.narrow(0, *_find_updated_rows(p))
-                        for w, p in zip(whole, bucket.params, strict=True)
-                    ],
-                    "update",
-                )
+            # While a bucket arrives, the one before it is written.
+            for before, bucket in pairwise([None, *self._buckets, None]):
+                if bucket is not None:
+                    rows = [p.detach().narrow(0, *_find_updated_rows(p)) for p in bucket.params]
+                    bucket.flat.start_gather(rows, "update")
                 if before is not None:
                     before.flat.finish_gather_into([p.detach() for p in before.params])
-                before = bucket
-            if before is not None:
-                before.flat.finish_gather_into([p.detach() for p in before.params])
 
 
 def _join_small_blocks(

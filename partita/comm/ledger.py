@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakValueDictionary
 
 from partita.layout import Fix, LayoutError
+from partita.layout.text import format_table, human
 
 from .source import user_line
 
@@ -31,6 +32,7 @@ __all__ = [
     "Scope",
     "check_ranks",
     "enter_check_hooks",
+    "human",
     "ledger",
     "noting_work_in",
     "recomputing",
@@ -163,12 +165,10 @@ class Ledger:
         if many:
             head = ["rank", *head]
             rows = [[str(m.rank), *row] for m, row in zip(self.moves, rows, strict=True)]
-        right = {head.index("bytes")}
-        widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-        lines = [_format_row(row, widths, right) for row in [head, *rows]]
         n = len(self.moves)
         total = f"{n} move{'s' if n > 1 else ''}, {human(self.bytes)} sent"
-        return "\n".join([*lines, total + (" by all ranks together" if many else "")])
+        total += " by all ranks together" if many else ""
+        return format_table([head, *rows], {head.index("bytes")}) + f"\n{total}"
 
     __repr__ = __str__
 
@@ -178,24 +178,6 @@ def _describe_repeated_work(work: RepeatedWork) -> str:
         f"repeated by each rank along {' '.join(work.axes)}: {work.op} at {work.source or '-'}, "
         f"{work.share:.0%} of the operations"
     )
-
-
-def human(nbytes: int) -> str:
-    """`1536` as "1.5 KiB"; nothing as "-"."""
-    if nbytes == 0:
-        return "-"
-    size, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while size >= 1024 and len(units) > 1:
-        size, units = size / 1024, units[1:]
-    return f"{size:.0f} {units[0]}" if units[0] == "B" or size >= 100 else f"{size:.1f} {units[0]}"
-
-
-def _format_row(row: list[str], widths: list[int], right: set[int]) -> str:
-    cells = (
-        cell.rjust(w) if i in right else cell.ljust(w)
-        for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-    )
-    return "  ".join(cells).rstrip()
 
 
 # -- the scope of a rank: which ledgers and checks its moves are told to ---------------------------

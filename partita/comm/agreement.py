@@ -109,9 +109,13 @@ def remember_agreed(wire: Wire, key: object) -> None:
 _KEPT = 1 << 16
 
 
-def gather_texts(mine: str, wire: Wire) -> list[str]:
-    """Every rank's text, of any length, in mesh order."""
-    return [row.decode(errors="replace") for row in wire.exchange("compares texts", mine.encode())]
+def gather_texts(mine: str, wire: Wire, why: str = "compares texts") -> list[str]:
+    """Every rank's text, of any length, in mesh order.
+
+    Args:
+        why: what a rank does that waits for the others, for warnings and errors.
+    """
+    return [row.decode(errors="replace") for row in wire.exchange(why, mine.encode())]
 
 
 def make_disagreement_error(

@@ -181,7 +181,9 @@ def _raise_together(wanted: Sequence[Wanted], wires: Sequence[Wire]) -> None:
     if error is not None:
         text = f"on rank {wires[0].rank if wires else 0}: {_describe_error(error)}"
     for wire in wires:
-        text = next(filter(None, gather_texts(text, wire)), "")
+        text = next(
+            filter(None, gather_texts(text, wire, "waits for code that another rank compiles")), ""
+        )
     if text:
         raise LayoutError(
             "compile: the program could not be compiled",

@@ -35,7 +35,7 @@ from .conditions import Conditions, Sharing
 from .graph_nodes import Note, copy_node, is_collective, lazy_graph_module, note_of
 from .guards import Guards, Write
 from .program import Input, Program, ResultPlace
-from .step_forms import AsCaptured, BudgetSearch
+from .step_forms import CapturedForms, FormSearch
 from .step_report import changes_of
 
 __all__ = [
@@ -61,7 +61,7 @@ class CapturedProgram(Program):
         blocks: how its blocks were traced.
         work: its matrix products, for ledgers.
         captured: the program before any pass.
-        search: finds how it is rewritten for its budget; None where it has none.
+        search: finds how it is rewritten for a smaller budget, until it is compiled.
         sharing: finds inputs that overlap one that is written.
     """
 
@@ -72,15 +72,15 @@ class CapturedProgram(Program):
     answers: Answers = field(default_factory=Answers)
     blocks: BlocksTraced = field(default_factory=BlocksTraced)
     work: list[tuple[str, str, tuple[str, ...], float]] = field(default_factory=list)
-    captured: AsCaptured[CapturedProgram] | None = field(init=False, default=None)
-    search: BudgetSearch[CapturedProgram] | None = field(init=False, default=None)
+    captured: CapturedForms | None = field(init=False, default=None)
+    search: FormSearch | None = field(init=False, default=None)
     sharing: Sharing = field(init=False)
 
     @cached_property
     def changes(self) -> list[Any]:
         """What each pass did to the graph. The passes run again, which may take seconds."""
         assert self.captured is not None
-        return [*changes_of(self.captured, self.without, self.passes)]
+        return [*changes_of(self.captured)]
 
     def compare(self, tensors: Sequence[Any]) -> None:
         """Raise on all ranks if a number, or a plain value used with DTensors, differs."""

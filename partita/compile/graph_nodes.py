@@ -29,6 +29,7 @@ from partita.comm.collective import all_gather, all_to_all
 from partita.tensor.op_facts import OpFacts, declare_facts, facts_of
 
 __all__ = [
+    "BLOCK_RESULT",
     "DEEP",
     "NOTE",
     "NO_NOTE",
@@ -191,6 +192,10 @@ def checks_value(node: fx.Node) -> bool:
 
 NOTE = "partita"
 """The key of the note in a node's `meta`."""
+
+BLOCK_RESULT = "result of a block"
+"""The key, in the `meta` of a node, of a mark: it makes what a block gives, and is under a budget
+the last to be let go (`passes.remat`)."""
 
 
 @dataclass(frozen=True)

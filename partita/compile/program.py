@@ -36,6 +36,7 @@ from .capture.capture_context import Slot
 from .capture.fakes import local_of
 from .graph_nodes import calls_within, inline_sections, written_operands
 from .memory.schedule import Memory
+from .step_options import StepOptions
 
 __all__ = [
     "Axes",
@@ -46,6 +47,7 @@ __all__ = [
     "Input",
     "Output",
     "Program",
+    "RecomputeLevel",
     "ResultPlace",
     "border_of",
     "find_cotangents",
@@ -178,6 +180,19 @@ class ResultPlace:
 
 
 @dataclass(eq=False)
+class RecomputeLevel:
+    """How much of a step is made again in backward: one for its graph and those of its blocks.
+
+    Attributes:
+        number: of a choice of the pass `remat`, from 0, nothing, on.
+        is_last: in none of the graphs has `remat` found a further choice.
+    """
+
+    number: int = 0
+    is_last: bool = True
+
+
+@dataclass(eq=False)
 class Program:
     """A graph, and what goes into it and comes out of it.
 
@@ -197,11 +212,8 @@ class Program:
         taken, given: the inputs and outputs without cotangents, which are those of backward.
         built: the compiled code; None where the graph runs without being compiled.
         metadata: stored beside the compiled code; JSON.
-        budget: the most bytes that the step may take above its inputs; None for no limit.
-        level: how much is made again in backward for that: the number of a choice of the pass
-            `remat`, from 0, nothing, on.
-        levels: how many choices it has found.
-        without, passes: the names of the passes that are left out, and the user's passes.
+        options: of the step.
+        recompute: how much is made again in backward for a budget.
     """
 
     graph: fx.GraphModule
@@ -215,11 +227,8 @@ class Program:
     key: str = ""
     built: Built | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
-    budget: int | None = None
-    level: int = 0
-    without: tuple[str, ...] = ()
-    passes: Any = ()
-    levels: int = field(init=False, default=1)
+    options: StepOptions = field(default_factory=StepOptions)
+    recompute: RecomputeLevel = field(default_factory=RecomputeLevel)
     carried: list[Record] | None = field(init=False, default=None)
     _has_run: bool = field(init=False, default=False)
     written: list[int] = field(init=False)
@@ -233,6 +242,11 @@ class Program:
         self.leaving = _index_borders([border_of(o.spec) for o in self.outputs])
         self.taken = [i for i in self.inputs if i.kind != "cotangent"]
         self.given = [o for o in self.outputs if o.kind != "cotangent"]
+
+    @property
+    def level(self) -> int:
+        """The number of the choice of what is made again."""
+        return self.recompute.number
 
     @property
     def wires(self) -> list[Wire]:

@@ -40,12 +40,13 @@ from .capture.answers import Guesses, OtherAnswers, StepRaises
 from .capture.block_calls import BlockChoice
 from .capture.optimizers import MadeState, drop_unused_state, make_optimizer_state
 from .capture.state import ReachedMore, State, names_of_call, state_of, tensors_of_call
-from .captured_program import CapturedProgram
+from .captured_program import CapturedProgram, announce_run, list_sent_moves
 from .errors import CaptureError, RefusedCall
 from .graph_nodes import DEEP
 from .guards import History, describe_call, signature_of
 from .guards.guards import function_modes, without_function_modes
 from .guards.places import Place
+from .step_options import Passes, StepOptions
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -53,22 +54,16 @@ if TYPE_CHECKING:
     from partita.report import HasTimeline
 
     from .backend.cuda_graphs import HostSplit, ReplayedProgram
-    from .captured_program import CapturedProgram
     from .graph_text import Graph
-    from .guards import History
     from .memory.schedule import Memory
-    from .passes import Passes
     from .program import Built, Program
 
 __all__ = [
     "CompiledStep",
-    "LastProgram",
     "begin_phase",
     "compile",
     "told_of_phases",
 ]
-
-BACKENDS = ("inductor", "graph")
 
 
 def compile(
@@ -127,172 +122,44 @@ def compile(
             raises CaptureError where the step does what a graph cannot say, unless there is a
             fallback.
     """
-    if backend not in BACKENDS:
-        raise ValueError(f"compile: backend is one of {', '.join(BACKENDS)}, not {backend!r}")
-    if fallback not in (None, "eager"):
-        raise ValueError(f'compile: fallback is "eager" or None, not {fallback!r}')
-    options: dict[str, Any] = {
-        "state": tuple(state),
-        "backend": backend,
-        "fallback": fallback,
-        "without": tuple(without),
-        "passes": dict(passes) if isinstance(passes, Mapping) else tuple(passes),
-        "keep": keep,
-        "budget": budget,
-        "blocks": blocks if blocks is None or isinstance(blocks, bool) else tuple(blocks),
-        "sections": sections,
-        "cuda_graphs": cuda_graphs,
-    }
-    BlockChoice.from_option(options["blocks"])
-    if step is None:
-        return lambda f: compile(f, **options)
-    if not isinstance(step, nn.Module):
-        return CompiledStep(step, **options)
-    forward = step.forward
-    if isinstance(forward, CompiledStep):
-        forward = forward.step
-    object.__setattr__(step, "forward", CompiledStep(forward, **options))
-    return step
+    options = StepOptions(
+        backend,
+        fallback,
+        tuple(without),
+        dict(passes) if isinstance(passes, Mapping) else tuple(passes),
+        max(1, keep),
+        budget,
+        blocks if blocks is None or isinstance(blocks, bool) else tuple(blocks),
+        sections,
+        cuda_graphs,
+    )
+    BlockChoice.from_option(options.blocks)
+    given = tuple(state)
 
+    def compile_step(step: Callable[..., Any]) -> Any:
+        if not isinstance(step, nn.Module):
+            return CompiledStep(step, given, options)
+        forward = step.forward
+        if isinstance(forward, CompiledStep):
+            forward = forward.step
+        object.__setattr__(step, "forward", CompiledStep(forward, given, options))
+        return step
 
-# -- the last program, for people to read ----------------------------------------------------------
-
-
-class LastProgram:
-    """The part of a `CompiledStep` that is read, not called."""
-
-    without: tuple[str, ...]
-    passes: Passes
-    _history: History
-    _last: CapturedProgram | None
-
-    @property
-    def title(self) -> str:
-        """How errors and reports call it."""
-        raise NotImplementedError
-
-    @property
-    def reasons(self) -> list[str]:
-        """For each capture, why it was made."""
-        return self._history.reasons
-
-    @property
-    def program(self) -> CapturedProgram:
-        """The program that ran last.
-
-        Raises:
-            ValueError: nothing was captured yet.
-        """
-        if self._last is None:
-            raise ValueError("this step has not been captured: call it first")
-        return self._last
-
-    @property
-    def graph(self) -> Graph:
-        """The graph of the last program, printed with a line for each node. Raises as `program`."""
-        from .graph_text import Graph
-
-        return Graph(self.program)
-
-    def explain(self) -> str:
-        """What each pass did to the last program, and what it saved. Raises as `program`.
-
-        The passes are run again to see what each does to the predicted peak: it may take seconds.
-        """
-        from .step_report import explain_passes
-
-        captured = self.program.captured
-        assert captured is not None
-        return explain_passes(captured, self.without, self.passes)
-
-    def report(self, path: str | Path, timeline: HasTimeline | None = None) -> None:
-        """Write a page on the last program that needs no network: memory over the step by class,
-        what holds the peak, bytes by line of the program, what each pass saved, and layouts. Needs
-        plotly.
-
-        Args:
-            timeline: of the step, by stream: `pt.simulate(step, mesh, machine)`.
-
-        Raises:
-            ValueError: nothing was captured yet, or plotly is not installed.
-            OSError: the file cannot be written.
-        """
-        from partita.report import RunFacts, check_plotly, write_report
-
-        from .captured_program import list_sent_moves
-        from .step_report import facts_of_graph, facts_of_layouts, facts_of_moves
-
-        check_plotly()
-        run = RunFacts(self.title)
-        run.hear("graph", facts_of_graph(self))
-        run.hear("moves", {"moves": facts_of_moves(list_sent_moves(self.program.runs))})
-        run.hear("layouts", {"parameters": facts_of_layouts(self.program.runs)})
-        if timeline is not None:
-            run.timeline, run.timeline_source = [*timeline.events], timeline.source
-        write_report(path, run)
-
-    @property
-    def memory(self) -> Memory:
-        """The lifetimes of the last program's buffers, and its peak. Raises as `program`.
-
-        Of a region those of its graphs as they run call by call, the backward behind the forward.
-
-        Raises:
-            ValueError: also where this torch generates code of an unknown form.
-        """
-        from .memory.storages import scheduled
-
-        return scheduled(self.program)
-
-    @property
-    def artifact(self) -> Built | None:
-        """The compiled code of the last program: "compiled in 10.3 s", "loaded in 0.4 s".
-
-        None where it runs without being compiled; of a region its forward's and its backward's
-        (`.sections`). Raises as `program`.
-        """
-        return self.program.artifact
-
-    @property
-    def is_recorded(self) -> bool:
-        """Is the next call of the last program one launch of a CUDA graph? Raises as `program`."""
-        return bool(getattr(self.program.call, "is_recorded", False))
-
-    @property
-    def key(self) -> str:
-        """The key of the last program: equal for equal programs, on every rank and in every run."""
-        return self.program.key
+    return compile_step if step is None else compile_step(step)
 
 
 # -- the step --------------------------------------------------------------------------------------
 
-_OPTIONS = "backend fallback without passes keep budget blocks sections cuda_graphs".split()
 _REFUSED_KEPT = 1024  # signatures of calls that could not be captured
 _MOST_PROGRAMS_TRIED = 64  # by one call
 
 
-class CompiledStep(LastProgram):
+class CompiledStep:
     """A step that runs as a graph."""
 
-    def __init__(
-        self,
-        step: Callable[..., Any],
-        state: tuple[Any, ...],
-        backend: str,
-        fallback: str | None,
-        without: tuple[str, ...],
-        passes: Passes,
-        keep: int,
-        budget: int | None = None,
-        blocks: bool | Iterable[nn.Module | type] | None = None,
-        sections: bool | None = None,
-        cuda_graphs: bool = False,
-    ):
+    def __init__(self, step: Callable[..., Any], state: tuple[Any, ...], options: StepOptions):
         functools.update_wrapper(self, step)
-        self.step, self._given, self.backend, self.fallback = step, state, backend, fallback
-        self.without, self.passes, self.keep = without, passes, max(1, keep)
-        self.budget, self.sections, self.cuda_graphs = budget, sections, cuda_graphs
-        self.blocks = blocks if blocks is None or isinstance(blocks, bool) else tuple(blocks)
+        self.step, self._given, self.options = step, state, options
         self._history = History(self.title)
         # By signature and number of the capture.
         self._programs: OrderedDict[tuple[Any, int], CapturedProgram] = OrderedDict()
@@ -306,9 +173,8 @@ class CompiledStep(LastProgram):
         self._state: State | None = None
         self._reached: list[Place] = []  # with state, as runs have shown
         self._last: CapturedProgram | None = None
-        self.call_guard: CallGuard | None = (
-            None  # of the last call, where others can be compared with it
-        )
+        # Of the last call, where others can be compared with it.
+        self.call_guard: CallGuard | None = None
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -317,9 +183,7 @@ class CompiledStep(LastProgram):
         """A decorated method: each instance has a compiled step of its own."""
         if instance is None:
             return self
-        bound = CompiledStep(
-            self.step.__get__(instance, owner), self._given, **self._describe_how()
-        )
+        bound = CompiledStep(self.step.__get__(instance, owner), self._given, self.options)
         # Attribute lookup finds it before this descriptor.
         vars(instance)[getattr(self, "_name", self.step.__name__)] = bound
         return bound
@@ -334,7 +198,7 @@ class CompiledStep(LastProgram):
 
     def __reduce__(self) -> Any:
         """Copies and pickles have no programs: a copy of a module compiles for itself."""
-        return _rebuild_step, (self.step, self._given, self._describe_how())
+        return CompiledStep, (self.step, self._given, self.options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -380,6 +244,101 @@ class CompiledStep(LastProgram):
             for write in reversed(program.writes):
                 write.undo()
         return program
+
+    # -- the last program, for people to read ------------------------------------------------------
+
+    @property
+    def reasons(self) -> list[str]:
+        """For each capture, why it was made."""
+        return self._history.reasons
+
+    @property
+    def program(self) -> CapturedProgram:
+        """The program that ran last.
+
+        Raises:
+            ValueError: nothing was captured yet.
+        """
+        if self._last is None:
+            raise ValueError("this step has not been captured: call it first")
+        return self._last
+
+    @property
+    def graph(self) -> Graph:
+        """The graph of the last program, printed with a line for each node. Raises as `program`."""
+        from .graph_text import Graph
+
+        return Graph(self.program)
+
+    def explain(self) -> str:
+        """What each pass did to the last program, and what it saved. Raises as `program`.
+
+        The passes are run again to see what each does to the predicted peak: it may take seconds.
+        """
+        from .step_report import explain_passes
+
+        captured = self.program.captured
+        assert captured is not None
+        return explain_passes(captured)
+
+    def report(self, path: str | Path, timeline: HasTimeline | None = None) -> None:
+        """Write a page on the last program that needs no network: memory over the step by class,
+        what holds the peak, bytes by line of the program, what each pass saved, and layouts. Needs
+        plotly.
+
+        Args:
+            timeline: of the step, by stream: `pt.simulate(step, mesh, machine)`.
+
+        Raises:
+            ValueError: nothing was captured yet, or plotly is not installed.
+            OSError: the file cannot be written.
+        """
+        from partita.report import RunFacts, check_plotly, write_report
+
+        from .step_report import facts_of_graph, facts_of_layouts, facts_of_moves
+
+        check_plotly()
+        run = RunFacts(self.title)
+        run.hear("graph", facts_of_graph(self))
+        run.hear("moves", {"moves": facts_of_moves(list_sent_moves(self.program.runs))})
+        run.hear("layouts", {"parameters": facts_of_layouts(self.program.runs)})
+        if timeline is not None:
+            run.timeline, run.timeline_source = [*timeline.events], timeline.source
+        write_report(path, run)
+
+    @property
+    def memory(self) -> Memory:
+        """The lifetimes of the last program's buffers, and its peak. Raises as `program`.
+
+        Of a region those of its graphs as they run call by call, the backward behind the forward.
+
+        Raises:
+            ValueError: also where this torch generates code of an unknown form.
+        """
+        from .memory.storages import scheduled
+
+        return scheduled(self.program)
+
+    @property
+    def artifact(self) -> Built | None:
+        """The compiled code of the last program: "compiled in 10.3 s", "loaded in 0.4 s".
+
+        None where it runs without being compiled; of a region its forward's and its backward's
+        (`.sections`). Raises as `program`.
+        """
+        return self.program.artifact
+
+    @property
+    def is_recorded(self) -> bool:
+        """Is the next call of the last program one launch of a CUDA graph? Raises as `program`."""
+        return bool(getattr(self.program.call, "is_recorded", False))
+
+    @property
+    def key(self) -> str:
+        """The key of the last program: equal for equal programs, on every rank and in every run."""
+        return self.program.key
+
+    # -- the program of a call, and its run --------------------------------------------------------
 
     def _run_program(
         self,
@@ -477,7 +436,7 @@ class CompiledStep(LastProgram):
         """A kept program and the leaves; None, or CaptureError, where what it writes overlaps."""
         sharing = program.sharing
         if sharing.may_overlap(tensors) and (error := sharing.find_error(tensors)) is not None:
-            if self.fallback is None:
+            if self.options.fallback is None:
                 raise error
             return None, []
         if program.scope is not None and program.scope.busy:
@@ -487,8 +446,6 @@ class CompiledStep(LastProgram):
     def _announce_run(self, program: CapturedProgram, tensors: list[Any]) -> None:
         """Tell ledgers, `strict()` and `check_ranks()` what is going to run."""
         if self._is_running:
-            from .captured_program import announce_run
-
             announce_run(program, self.title, tensors)
 
     def _run_eagerly(self, args: Any, kwargs: Any) -> Any:
@@ -535,6 +492,8 @@ class CompiledStep(LastProgram):
 
         return watcher.run_function(self, tuple(tensors), {}, run)
 
+    # -- capture -----------------------------------------------------------------------------------
+
     def _capture_call(
         self,
         signature: Any,
@@ -556,33 +515,22 @@ class CompiledStep(LastProgram):
         self.call_guard = None
         state = self._search_state(args, kwargs) if state is None else state
         reason = self._call_roll(state, args, kwargs, why)
-        how: dict[str, Any] = {
-            "without": self.without,
-            "passes": self.passes,
-            "options": self._list_options(),
-        }
         guesses = found.guesses if found is not None else Guesses()
-        blocks = BlockChoice.from_option(self.blocks)
-        stay_calls = not self.passes and not self.cuda_graphs
-        if stay_calls and self.sections is not False:
-            blocks = dataclasses.replace(blocks, outline_above=0 if self.sections else DEEP)
+        options, blocks = self.options, BlockChoice.from_option(self.options.blocks)
+        if options.sections is not False and not options.passes and not options.cuda_graphs:
+            above = 0 if options.sections else DEEP
+            blocks = dataclasses.replace(blocks, outline_above=above)
 
         def make() -> CapturedProgram:
             begin_phase("capture")
             assert self._state is not None
             call = self.step, args, kwargs, self._state
-            return make_program(
-                *call,
-                guesses,
-                budget=self.budget,
-                blocks=blocks,
-                counts_apart=self._counts_apart,
-                **how,
-            )
+            how: dict[str, Any] = {"blocks": blocks, "counts_apart": self._counts_apart}
+            return make_program(*call, guesses, options=options, **how)
 
         made_state = make_optimizer_state(state.optimizers)
         try:
-            program, tensors = self._prepare_program(make, made_state, state, args, kwargs, how)
+            program, tensors = self._prepare_program(make, made_state, state, args, kwargs)
         except ReachedMore as more:
             drop_unused_state(made_state, lambda t: False)
             self._state, self._reached = more.state, more.state.reached
@@ -593,7 +541,7 @@ class CompiledStep(LastProgram):
             return None, []
         except BaseException as error:
             drop_unused_state(made_state, lambda t: False)
-            if self.fallback is None or not isinstance(error, CaptureError):
+            if self.options.fallback is None or not isinstance(error, CaptureError):
                 raise
             warnings.warn(f"runs eagerly: {error}", stacklevel=4)
             if len(self._eager) >= _REFUSED_KEPT:
@@ -607,8 +555,8 @@ class CompiledStep(LastProgram):
         self._made += 1
         key = signature_of(state, tensors, (args, kwargs)), self._made
         what = describe_call(state, tensors, names, (args, kwargs))
-        self._history.note_capture(why or reason, key, what, program.guards, self.keep)
-        while len(self._programs) >= self.keep:
+        self._history.note_capture(why or reason, key, what, program.guards, self.options.keep)
+        while len(self._programs) >= self.options.keep:
             self._history.note_drop(self._programs.popitem(last=False)[0])
         self._programs[key] = self._last = program
         if program.scope is not None and program.scope.busy:
@@ -622,7 +570,6 @@ class CompiledStep(LastProgram):
         state: State,
         args: Any,
         kwargs: Any,
-        how: dict[str, Any],
     ) -> tuple[CapturedProgram, list[Any]]:
         """A program that `make` captures, ready to run, and the leaves of the call.
 
@@ -647,7 +594,7 @@ class CompiledStep(LastProgram):
             program.prepare_memory(tensors)
             program.compare(tensors)
             call_of = functools.partial(self.make_callable, wires=program.wires)
-            ready = kept_within(program, lambda p: p.prepare(call_of), tensors, **how)
+            ready = kept_within(program, lambda p: p.prepare(call_of), tensors)
         except BaseException:
             for write in reversed(writes):
                 write.undo()
@@ -676,20 +623,12 @@ class CompiledStep(LastProgram):
             wait_for_all_ranks(wire, f"captures {self.title}, at {user_line()}: {why}")
         return why
 
-    def _describe_how(self) -> dict[str, Any]:
-        """The options of `pt.compile` with which it was made."""
-        return {name: getattr(self, name) for name in _OPTIONS}
-
-    def _list_options(self) -> list[str]:
-        """The options that are part of a program's key."""
-        how = [] if self.sections is None else [f"sections {self.sections}"]
-        how += ["cuda graphs"] if self.cuda_graphs else []
-        return [f"backend {self.backend}", *how, f"without {sorted(self.without)}"]
+    # -- what runs a program's graph ---------------------------------------------------------------
 
     def make_callable(self, program: CapturedProgram, wires: list[Wire]) -> Callable[..., Any]:
         """What runs a program's graph: compiled by the backend, and recorded where that is asked
         for and may be."""
-        if not self.cuda_graphs:
+        if not self.options.cuda_graphs:
             return self._compile(program, wires)
         from .backend.cuda_graphs import NotRecorded, find_device, split_host_part
 
@@ -722,11 +661,11 @@ class CompiledStep(LastProgram):
         from .backend.executor import function_of
 
         # Compiled code finds process groups by name; other wires are only known to Python.
-        if self.backend == "inductor" and all(isinstance(w, GroupWire) for w in wires):
+        if self.options.backend == "inductor" and all(isinstance(w, GroupWire) for w in wires):
             from .backend.build import build
 
             begin_phase("compile")
-            program.built = build(program, self._name_of_step, wires, self.sections)
+            program.built = build(program, self._name_of_step, wires, self.options.sections)
             begin_phase("graph")
             return program.built.call
         return function_of(program.graph, program.groups)
@@ -735,10 +674,6 @@ class CompiledStep(LastProgram):
     def _name_of_step(self) -> str:
         name = getattr(self.step, "__qualname__", type(self.step).__qualname__)
         return f"{getattr(self.step, '__module__', '')}.{name}".lstrip(".")
-
-
-def _rebuild_step(step: Callable[..., Any], given: tuple[Any, ...], said: dict[str, Any]) -> Any:
-    return CompiledStep(step, given, **said)
 
 
 # -- phases, for whoever shows progress ------------------------------------------------------------

@@ -29,6 +29,7 @@ from partita.tensor.op_facts import facts_of
 
 from ..errors import CaptureError
 from ..graph_nodes import (
+    BLOCK_RESULT,
     NOTE,
     GraphPart,
     add_call,
@@ -452,6 +453,7 @@ class _Outlining:
         )
         _check_results_apart(program)
         program.bodies(made.graph)
+        _mark_results(program)
         return program, free_early, free_late
 
     @staticmethod
@@ -487,6 +489,14 @@ def _check_results_apart(program: BlockProgram) -> None:
     for pair in overlapping_results(program.graph.graph):
         if max(pair) < len(program.results):
             raise UnsureOfWrites
+
+
+def _mark_results(program: BlockProgram) -> None:
+    """Mark the calls that make a block's results, wherever they are copied to."""
+    (end,) = program.graph.graph.find_nodes(op="output")
+    outputs: Any = end.args[0]
+    for node in outputs[: len(program.results)]:
+        _find_base_of_alias(node).meta[BLOCK_RESULT] = True
 
 
 def inline_block_programs(graph: fx.Graph) -> None:

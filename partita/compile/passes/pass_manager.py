@@ -9,7 +9,7 @@ is what `step.explain()` prints of a pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from ..capture.functional_memory import Pairs, keep_apart, overlapping_results
 from ..graph_nodes import NOTE, Note, drop_unused, is_collective, nbytes_of, note_of
 from ..graph_text import canonical, digest_of
 from ..program import Program, written_inputs
+from ..step_options import Pass, StepOptions
 from ..verify import IllegalGraph, verifies_each_pass, verify
 from .backend_ways import backend_ways
 from .bucket import bucket
@@ -40,21 +41,15 @@ __all__ = [
     "PASSES",
     "Change",
     "GraphFigures",
-    "Pass",
     "PassContract",
-    "Passes",
     "format_figure",
     "order_passes",
     "recompute_metadata",
     "record_changes",
-    "record_each_change",
     "run_passes",
 ]
 
 # -- what a pass changed ---------------------------------------------------------------------------
-
-Pass = Callable[[Program], Any]
-"""Changes a program's graph, and returns in a few words what it did."""
 
 _SHOWN = 6  # lines of a diff, in text
 
@@ -209,17 +204,14 @@ PASSES: dict[str, Pass] = {
     "backend_ways": backend_ways,
 }
 
-Passes = Iterable[Pass] | Mapping[str, Pass | Iterable[Pass]]
-"""A user's passes: in order, before all others; or by the name of the pass that they precede."""
 
-
-def order_passes(passes: Passes = (), without: Iterable[str] = ()) -> dict[str, Pass]:
+def order_passes(options: StepOptions) -> dict[str, Pass]:
     """The passes that run, by name.
 
     Raises:
         ValueError: `without`, or a place, names an unknown pass; two passes have one name.
     """
-    first = next(iter(PASSES))
+    passes, first = options.passes, next(iter(PASSES))
     by_place = passes if isinstance(passes, Mapping) else {first: passes}
     unknown = set(by_place) - {*PASSES, "end"}
     if unknown:
@@ -234,49 +226,38 @@ def order_passes(passes: Passes = (), without: Iterable[str] = ()) -> dict[str, 
             found[name] = change
         if place in PASSES:
             found[place] = PASSES[place]
-    left_out = set(without)
+    left_out = set(options.without)
     if left_out - set(found):
         raise ValueError(f"without: the passes are {', '.join(found)}, not {left_out - set(found)}")
     return {name: change for name, change in found.items() if name not in left_out}
 
 
-def run_passes(program: Program, without: Iterable[str] = (), passes: Passes = ()) -> None:
-    """Run all passes but those named in `without`.
+def run_passes(program: Program) -> None:
+    """Run the passes that a program's options leave, and the user's.
 
     Raises:
         ValueError: see `order_passes`.
         IllegalGraph: the graph then breaks the grammar, or does something else.
     """
-    for _ in _run_one_by_one(program, without, passes):
+    for _ in _run_one_by_one(program):
         pass
 
 
-def record_changes(
-    program: Program, without: Iterable[str] = (), passes: Passes = ()
-) -> list[Change]:
-    """Run the passes, and return what each did. Raises as `run_passes`."""
-    return [*record_each_change(program, without, passes)]
-
-
-def record_each_change(
-    program: Program, without: Iterable[str] = (), passes: Passes = ()
-) -> Iterator[Change]:
-    """Run one pass after another, each when what the one before did was taken."""
+def record_changes(program: Program) -> Iterator[Change]:
+    """As `run_passes`, each pass when what the one before did was taken."""
     before = GraphFigures(program)
-    for name, change, did in _run_one_by_one(program, without, passes):
+    for name, change, did in _run_one_by_one(program):
         now = GraphFigures(program)
         promise = (change.__doc__ or name).strip().split("\n")[0]
         yield before.compare(now, name, promise, did)
         before = now
 
 
-def _run_one_by_one(
-    program: Program, without: Iterable[str], passes: Passes
-) -> Iterator[tuple[str, Pass, str]]:
+def _run_one_by_one(program: Program) -> Iterator[tuple[str, Pass, str]]:
     """Run the passes; yield after each its name, itself, and its report of what it did."""
     contract_of_graph = PassContract.of_program(program)
     each, last = verifies_each_pass(), ""
-    for name, change in order_passes(passes, without).items():
+    for name, change in order_passes(program.options).items():
         did = _run_pass(program, name, change)
         keep_apart(program.graph.graph, contract_of_graph.overlapping)
         drop_unused(program.graph.graph)

@@ -24,7 +24,6 @@ from .program import Input, Program
 
 if TYPE_CHECKING:
     from .capture.inputs import FactCondition
-    from .program import Input
 
 __all__ = [
     "Condition",

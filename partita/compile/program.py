@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -582,13 +582,20 @@ class Built:
         sections: the different sections that it calls, where it was cut.
     """
 
-    call: Callable[..., Sequence[torch.Tensor]]
+    call: Call
     loaded: bool
     seconds: float
     key: str
     metadata: dict[str, Any] = field(default_factory=dict)
     schedule: Callable[[], Memory] | None = None
     sections: tuple[Built, ...] = ()
+
+    @classmethod
+    def of_parts(cls, call: Call, key: str, parts: Iterable[Built]) -> Built:
+        """What calls several that are built."""
+        parts = tuple(parts)
+        loaded, seconds = all(p.loaded for p in parts), sum(p.seconds for p in parts)
+        return cls(call, loaded, seconds, key, sections=parts)
 
     def __str__(self) -> str:
         how = "loaded" if self.loaded else "compiled"

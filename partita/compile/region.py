@@ -186,15 +186,7 @@ class Region(CapturedProgram):
     def artifact(self) -> Built | None:
         halves = [self.halves.forward, *self.halves.backwards.values()]
         parts = [half.built for half in halves if half.built is not None]
-        if not parts:
-            return None
-        return Built(
-            parts[0].call,
-            all(part.loaded for part in parts),
-            sum(part.seconds for part in parts),
-            self.key,
-            sections=tuple(parts),
-        )
+        return Built.of_parts(parts[0].call, self.key, parts) if parts else None
 
     def prepare(self, call_of: Callable[[Program], Call]) -> None:
         halves = {"forward": self.halves.forward}

@@ -38,18 +38,15 @@ from ..graph_nodes import (
     note_of,
 )
 from ..graph_text import key_of
-from ..program import Input, Program
+from ..program import Call, Input, Program
 
 __all__ = [
     "HostSplit",
     "NotRecorded",
-    "ReplayResults",
     "ReplayedProgram",
     "find_device",
     "split_host_part",
 ]
-
-Call = Callable[..., Sequence[Any]]
 
 _aten = torch.ops.aten
 UNSAFE_TAGS = frozenset(

@@ -37,7 +37,7 @@ from partita.comm.collective import (
 )
 
 from ..graph_nodes import Section, note_of, section_of
-from ..program import Axes, Groups
+from ..program import Axes, Call, Groups
 
 __all__ = [
     "FILE",
@@ -394,8 +394,6 @@ class SectionWriter(GraphWriter):
 
 
 # -- constants, which compiled code takes as inputs ------------------------------------------------
-
-Call = Callable[..., Sequence[torch.Tensor]]
 
 
 def constants_of(graph: fx.GraphModule) -> list[torch.Tensor]:

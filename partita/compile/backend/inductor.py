@@ -40,7 +40,7 @@ from partita.versions import INPUT_CHECK
 from ..capture.fakes import fake_mode_of
 from ..graph_nodes import NOTE, Section
 from ..memory.codegen_memory import code_of
-from ..program import Program
+from ..program import Call, Program
 from .executor import SectionCall, constants_as_inputs, constants_of
 from .store import Untrusted, check_folder
 
@@ -59,8 +59,6 @@ __all__ = [
     "use_private_cache",
     "without_compiler",
 ]
-
-Call = Callable[..., Sequence[torch.Tensor]]
 
 CONFIG: dict[str, Any] = {
     # Torch's own kernels draw random numbers, so that they are those of eager code.

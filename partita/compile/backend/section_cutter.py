@@ -7,7 +7,6 @@ only values that own their memory: views are made again in the section that read
 
 from __future__ import annotations
 
-import hashlib
 import operator
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterator, Sequence
@@ -37,7 +36,7 @@ from ..graph_nodes import (
     note_of,
     section_of,
 )
-from ..graph_text import line_of, repeats_of
+from ..graph_text import key_of, line_of, repeats_of
 from ..memory.storages import Storages, storages_of
 from ..program import Program
 from .executor import Sections
@@ -427,7 +426,7 @@ class _SectionGraph:
             number[node] = f"%{len(number)}"
             note = note_of(node)  # by it kernels are fused: `inductor_scheduling`
             lines.append(f"{line_of(node, number)} {note.phase} {note.again}")
-        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:40]
+        return key_of(lines)[:40]
 
 
 def _devices_of(graph: fx.Graph) -> frozenset[torch.device]:

@@ -32,7 +32,7 @@ from .backend.executor import function_of
 from .capture.answers import Answers
 from .capture.block_calls import BlocksTraced
 from .conditions import Conditions, Sharing
-from .graph_nodes import Note, copy_node, is_collective, lazy_graph_module, note_of
+from .graph_nodes import Note, extract_graph, is_collective, note_of
 from .guards import Guards, Write
 from .program import Input, Program, ResultPlace
 from .step_forms import CapturedForms, FormSearch
@@ -242,13 +242,8 @@ def extract_compared(
     for node in reversed(made.graph.nodes):
         if node in needed:
             needed.update(node.all_input_nodes)
-    graph, copies = fx.Graph(made), dict[fx.Node, fx.Node]()
-    for node in made.graph.nodes:
-        if node in needed:
-            copies[node] = copy_node(graph, node, copies.__getitem__)
-    graph.output([copies[n] for n, _ in values])
     return Compared(
-        lazy_graph_module(made, graph),
+        extract_graph(made, needed, [n for n, _ in values]),
         [i for n, i in given.items() if n in needed],
         [(given[n].name, line) if n in given else ("", _line_of_node(n)) for n, _ in values],
         [w for _, w in values],

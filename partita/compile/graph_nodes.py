@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import functools
 import operator
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -45,6 +45,7 @@ __all__ = [
     "copy_graph",
     "copy_node",
     "drop_unused",
+    "extract_graph",
     "has_effect",
     "inline_sections",
     "is_collective",
@@ -97,6 +98,20 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
     for node in graph.nodes:
         of[node] = copy_node(made, node, of.__getitem__)
     return made
+
+
+def extract_graph(
+    module: fx.GraphModule, nodes: Collection[fx.Node], gives: Iterable[fx.Node]
+) -> fx.GraphModule:
+    """A graph of copies of some nodes of another, and of its inputs among these, that gives the
+    values `gives`."""
+    graph, of = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in module.graph.nodes:
+        if node in nodes:
+            of[node] = copy_node(graph, node, of.__getitem__)
+    graph.output([of[n] for n in gives])
+    drop_unused(graph)
+    return lazy_graph_module(module, graph)
 
 
 def key_of_operands(value: Any) -> Any:

@@ -153,6 +153,9 @@ def compile(
 _REFUSED_KEPT = 1024  # signatures of calls that could not be captured
 _MOST_PROGRAMS_TRIED = 64  # by one call
 
+Found = tuple[CapturedProgram | None, list[Any], RefusedCall | StepRaises | None]
+"""For a call its program and its leaves; else, where that is known, why it runs eagerly."""
+
 
 class CompiledStep:
     """A step that runs as a graph."""
@@ -166,8 +169,6 @@ class CompiledStep:
         self._made = 0
         self._counts_apart = False  # parameters' step counts were seen to differ
         self._eager: dict[Any, RefusedCall] = {}  # by signature
-        self._runs_eagerly: RefusedCall | None = None
-        self._raised: StepRaises | None = None
         self._recording_pool: Any = None  # of memory, for the recordings of all programs
         self._is_running = True  # False within `capture`
         self._state: State | None = None
@@ -205,16 +206,20 @@ class CompiledStep:
             return self.step(*args, **kwargs)  # part of a step that is being captured
         watcher = HERE.watcher
         if watcher is None:
-            program, tensors = self._find_program(args, kwargs)
-            return self._run_program(program, tensors, args, kwargs)
+            return self._run_program(self._find_program(args, kwargs), args, kwargs)
         HERE.watcher = None  # finding or making a program is not the user's code
         try:
-            program, tensors = self._find_program(args, kwargs)
+            found = self._find_program(args, kwargs)
         finally:
             HERE.watcher = watcher
+        program, tensors, why_eager = found
         if program is None:
-            return self._run_eagerly(args, kwargs)
-        return self._run_watched(program, tensors, args, kwargs)
+            return self._run_eagerly(args, kwargs, why_eager)
+
+        def run() -> Any:
+            return self._run_program(found, args, kwargs, watcher)
+
+        return watcher.run_function(self, tuple(tensors), {}, run)  # as one call, which it records
 
     @property
     def programs(self) -> tuple[CapturedProgram, ...]:
@@ -233,13 +238,12 @@ class CompiledStep:
         watcher, HERE.watcher = HERE.watcher, None
         count, self._is_running = self._made, False
         try:
-            program, _ = self._find_program(args, kwargs)
+            program, _, why = self._find_program(args, kwargs)
         finally:
             HERE.watcher, self._is_running = watcher, True
-            raised, self._raised, self._runs_eagerly = self._raised, None, None
         if program is None:
             error = CaptureError(f"{self.title} runs eagerly when it is called like this")
-            raise error from (None if raised is None else raised.error)
+            raise error from (why.error if isinstance(why, StepRaises) else None)
         if self._made > count:  # a capture makes the writes that its call makes
             for write in reversed(program.writes):
                 write.undo()
@@ -340,42 +344,34 @@ class CompiledStep:
 
     # -- the program of a call, and its run --------------------------------------------------------
 
-    def _run_program(
-        self,
-        program: CapturedProgram | None,
-        tensors: list[Any],
-        args: Any,
-        kwargs: Any,
-        watcher: Any = None,
-    ) -> Any:
+    def _run_program(self, found: Found, args: Any, kwargs: Any, watcher: Any = None) -> Any:
         """Run the program of a call, and others as long as torch's questions get other answers.
 
         Args:
             watcher: to which written tensors are announced.
         """
         for _ in range(_MOST_PROGRAMS_TRIED):
+            program, tensors, why_eager = found
             if program is None:
-                return self._run_eagerly(args, kwargs)
+                return self._run_eagerly(args, kwargs, why_eager)
             for i in program.written if watcher is not None else ():
                 watcher.announce_write(tensors[program.inputs[i].index])
-            found = self._run(program, tensors)
-            if type(found) is not OtherAnswers:
-                return found
+            result = self._run(program, tensors)
+            if type(result) is not OtherAnswers:
+                return result
             current, HERE.watcher = HERE.watcher, None
             try:
                 self.call_guard = None
-                program, tensors = self._find_program(args, kwargs, found)
+                found = self._find_program(args, kwargs, result)
             finally:
                 HERE.watcher = current
         # A value is so near to where an answer changes that programs round to either side.
-        said = f"{self.title} finds other answers in each program ({found.reason})"
+        said = f"{self.title} finds other answers in each program ({result.reason})"
         warnings.warn(f"runs eagerly: {said}", stacklevel=4)
-        return self._run_eagerly(args, kwargs)
+        return self._run_eagerly(args, kwargs, found[2])
 
-    def _find_program(
-        self, args: Any, kwargs: Any, found: OtherAnswers | None = None
-    ) -> tuple[CapturedProgram | None, list[Any]]:
-        """The program of a call and the call's leaves; None where it runs eagerly.
+    def _find_program(self, args: Any, kwargs: Any, found: OtherAnswers | None = None) -> Found:
+        """The program of a call and the call's leaves; or why it runs eagerly.
 
         Args:
             found: the answers of a run of this call, where they were other than its program's.
@@ -393,8 +389,7 @@ class CompiledStep:
         if key is None:
             refused = self._eager.get(signature)
             if refused is not None and refused.holds():
-                self._runs_eagerly = refused
-                return None, []
+                return None, [], refused
             return self._capture_call(signature, args, kwargs, why, found)
         self._history.note_reuse()
         program = self._last = self._programs[key]
@@ -430,34 +425,28 @@ class CompiledStep:
             self._counts_apart |= program.conditions.counts_differ(tensors)
         return None, why
 
-    def _admit_program(
-        self, program: CapturedProgram, tensors: list[Any]
-    ) -> tuple[CapturedProgram | None, list[Any]]:
-        """A kept program and the leaves; None, or CaptureError, where what it writes overlaps."""
+    def _admit_program(self, program: CapturedProgram, tensors: list[Any]) -> Found:
+        """A kept program and the leaves; none, or CaptureError, where what it writes overlaps."""
         sharing = program.sharing
         if sharing.may_overlap(tensors) and (error := sharing.find_error(tensors)) is not None:
             if self.options.fallback is None:
                 raise error
-            return None, []
+            return None, [], None
         if program.scope is not None and program.scope.busy:
             self._announce_run(program, tensors)
-        return program, tensors
+        return program, tensors, None
 
     def _announce_run(self, program: CapturedProgram, tensors: list[Any]) -> None:
         """Tell ledgers, `strict()` and `check_ranks()` what is going to run."""
         if self._is_running:
             announce_run(program, self.title, tensors)
 
-    def _run_eagerly(self, args: Any, kwargs: Any) -> Any:
-        refused, self._runs_eagerly = self._runs_eagerly, None
-        raised, self._raised = self._raised, None
+    def _run_eagerly(self, args: Any, kwargs: Any, why: RefusedCall | StepRaises | None) -> Any:
         result = self.step(*args, **kwargs)
-        if refused is not None:
-            refused.note_run()
-        if raised is not None:  # and it has not raised in eager
-            warnings.warn(
-                f"ran eagerly: while it was captured the step raised {raised}", stacklevel=4
-            )
+        if isinstance(why, RefusedCall):
+            why.note_run()
+        elif why is not None:  # and it has not raised in eager
+            warnings.warn(f"ran eagerly: while it was captured the step raised {why}", stacklevel=4)
         return result
 
     def _run(self, program: CapturedProgram, tensors: list[Any]) -> Any:
@@ -481,17 +470,6 @@ class CompiledStep:
         finally:
             end_graph()
 
-    def _run_watched(
-        self, program: CapturedProgram, tensors: list[Any], args: Any, kwargs: Any
-    ) -> Any:
-        """Run it as one function call that remat records."""
-        watcher = HERE.watcher
-
-        def run() -> Any:
-            return self._run_program(program, tensors, args, kwargs, watcher)
-
-        return watcher.run_function(self, tuple(tensors), {}, run)
-
     # -- capture -----------------------------------------------------------------------------------
 
     def _capture_call(
@@ -502,7 +480,7 @@ class CompiledStep:
         why: str,
         found: OtherAnswers | None,
         state: State | None = None,
-    ) -> tuple[CapturedProgram | None, list[Any]]:
+    ) -> Found:
         """Capture a program for a call; as `_find_program`.
 
         Args:
@@ -537,8 +515,7 @@ class CompiledStep:
             return self._capture_call(signature, args, kwargs, why, found, more.state)
         except StepRaises as raised:
             drop_unused_state(made_state, lambda t: False)
-            self._raised = raised
-            return None, []
+            return None, [], raised
         except BaseException as error:
             drop_unused_state(made_state, lambda t: False)
             if self.options.fallback is None or not isinstance(error, CaptureError):
@@ -548,8 +525,8 @@ class CompiledStep:
                 self._eager.clear()
             before = self._eager.get(signature)
             tries = 1 if before is None else before.tries + 1
-            self._eager[signature] = self._runs_eagerly = RefusedCall(error.guards, tries)
-            return None, []
+            self._eager[signature] = refused = RefusedCall(error.guards, tries)
+            return None, [], refused
         slots = [*state.slots, *state.optimizer_slots()]
         names = [name for name, _ in names_of_call(slots, args, kwargs)]
         self._made += 1
@@ -561,7 +538,7 @@ class CompiledStep:
         self._programs[key] = self._last = program
         if program.scope is not None and program.scope.busy:
             self._announce_run(program, tensors)
-        return program, tensors
+        return program, tensors, None
 
     def _prepare_program(
         self,

@@ -147,7 +147,7 @@ def _split_independent(members: list[fx.Node]) -> list[list[fx.Node]]:
     """
     parts: list[list[fx.Node]] = []
     for node in reversed(members):
-        waiting = _find_dependents(node, parts[-1][-1]) if parts else set()
+        waiting = _find_dependents([node], parts[-1][-1]) if parts else set()
         if parts and waiting.isdisjoint(parts[-1]) and not any(map(_is_backward_work, waiting)):
             parts[-1].insert(0, node)
         else:
@@ -184,10 +184,10 @@ def _is_ready_before(operand: fx.Node, place: fx.Node) -> bool:
     return operand < place
 
 
-def _find_dependents(node: fx.Node, last: fx.Node) -> set[fx.Node]:
-    """The nodes up to `last` that depend on `node`."""
+def _find_dependents(nodes: Iterable[fx.Node], last: fx.Node) -> set[fx.Node]:
+    """The nodes up to `last` that depend on one of `nodes`."""
     found: set[fx.Node] = set()
-    waiting = [node]
+    waiting = [*nodes]
     while waiting:
         for user in waiting.pop().users:
             if user not in found and user <= last:
@@ -285,13 +285,7 @@ def _replace_members(
 
 def _sink_users(pieces: list[fx.Node]) -> None:
     """Move what reads the pieces behind the last of them, keeping its order."""
-    late: set[fx.Node] = set()
-    waiting, behind = list(pieces), pieces[-1]
-    while waiting:
-        for user in waiting.pop().users:
-            if user not in late and user < pieces[-1]:
-                late.add(user)
-                waiting.append(user)
-    for node in sorted(late):
+    behind = pieces[-1]
+    for node in sorted(_find_dependents(pieces, behind)):
         behind.append(node)
         behind = node

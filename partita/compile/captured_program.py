@@ -3,8 +3,9 @@
 `run` runs the graph and puts its outputs where the step would have put them: into slots, `.grad`,
 the result. Conditions, guards and answers say when the program may run instead of the step. Plain
 tensors that are used with DTensors must be equal on all ranks: what leads to them is a small graph
-(`Compared`), which runs before the first run, and before each under `check_ranks()`. A graph's
-moves are known beforehand, so that a run costs nothing where no ledger and no `strict()` listens.
+(`ReplicatedInputCheck`), which runs before the first run, and before each under `check_ranks()`. A
+graph's moves are known beforehand, so that a run costs nothing where no ledger and no `strict()`
+listens.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from .step_report import changes_of
 
 __all__ = [
     "CapturedProgram",
-    "Compared",
+    "ReplicatedInputCheck",
     "announce_run",
     "extract_compared",
     "list_sent_moves",
@@ -65,7 +66,7 @@ class CapturedProgram(Program):
         sharing: finds inputs that overlap one that is written.
     """
 
-    compared: Compared | None = None
+    compared: ReplicatedInputCheck | None = None
     conditions: Conditions = field(default_factory=Conditions)
     guards: Guards | None = None
     writes: list[Write] = field(default_factory=list)
@@ -165,7 +166,7 @@ class CapturedProgram(Program):
 
 
 @dataclass(eq=False)
-class Compared:
+class ReplicatedInputCheck:
     """The plain values that are used with DTensors.
 
     Attributes:
@@ -226,7 +227,7 @@ def extract_compared(
     given: Mapping[fx.Node, Input],
     values: Sequence[tuple[fx.Node, Wire]],
     line: str,
-) -> Compared | None:
+) -> ReplicatedInputCheck | None:
     """Copy what computes `values` in a graph without writes; None where there are none.
 
     Args:
@@ -242,7 +243,7 @@ def extract_compared(
     for node in reversed(made.graph.nodes):
         if node in needed:
             needed.update(node.all_input_nodes)
-    return Compared(
+    return ReplicatedInputCheck(
         extract_graph(made, needed, [n for n, _ in values]),
         [i for n, i in given.items() if n in needed],
         [(given[n].name, line) if n in given else ("", _line_of_node(n)) for n, _ in values],

@@ -24,6 +24,7 @@ from .program import Input, Program
 
 if TYPE_CHECKING:
     from .capture.inputs import FactCondition
+    from .program import Input
 
 __all__ = [
     "Condition",

@@ -38,7 +38,6 @@ __all__ = [
     "Section",
     "SectionSchedule",
     "add_call",
-    "behind_needs",
     "call_section",
     "calls_within",
     "checks_value",
@@ -54,6 +53,7 @@ __all__ = [
     "lazy_graph_modules",
     "nbytes_of",
     "note_of",
+    "order_by_needs",
     "section_of",
     "sections_in",
     "written_inputs_of",
@@ -62,6 +62,63 @@ __all__ = [
 
 _COPY = torch.ops.aten.copy_.default
 _GRAPH = fx.Graph()
+
+
+# -- where a node comes from -----------------------------------------------------------------------
+
+
+NOTE = "partita"
+"""The key of the note in a node's `meta`."""
+
+BLOCK_RESULT = "result of a block"
+"""The key, in the `meta` of a node, of a mark: it makes what a block gives, and is under a budget
+the last to be let go (`passes.remat`)."""
+
+
+@dataclass(frozen=True)
+class Note:
+    """Where a node comes from.
+
+    Attributes:
+        source: the user's "file:line".
+        phase: "forward", "backward" or "update" (within an optimizer's step).
+        layout: of the value, where it is a DTensor.
+        kind, axes, nbytes, op, reason, before, after: of the move that the node belongs to, as in
+            a ledger's `Record`; kind is "" where there is none.
+        move: the number of the move in the step; 0 for none.
+        region: the number of the call of a `pt.remat` region; 0 outside.
+        kept: the region's policy keeps the value.
+        again: a pass added the node, to recompute or gather again what forward had.
+        budget: (number, bytes) of the remat budget that applies to it; None for none.
+    """
+
+    source: str = ""
+    phase: str = "forward"
+    layout: str = ""
+    kind: str = ""
+    axes: tuple[str, ...] = ()
+    nbytes: int = 0
+    op: str = ""
+    reason: str = ""
+    before: str = ""
+    after: str = ""
+    move: int = 0
+    region: int = 0
+    kept: bool = False
+    again: bool = False
+    budget: tuple[int, int] | None = None
+
+
+def note_of(node: fx.Node) -> Note:
+    """The note of a node; an empty one where it has none."""
+    found: Note = node.meta.get(NOTE, NO_NOTE)
+    return found
+
+
+NO_NOTE = Note()
+
+
+# -- calls that are added, copied and compared -----------------------------------------------------
 
 
 def add_call(
@@ -202,60 +259,6 @@ def checks_value(node: fx.Node) -> bool:
     return node.op == "call_function" and facts_of(node.target).checks
 
 
-# -- where a node comes from -----------------------------------------------------------------------
-
-
-NOTE = "partita"
-"""The key of the note in a node's `meta`."""
-
-BLOCK_RESULT = "result of a block"
-"""The key, in the `meta` of a node, of a mark: it makes what a block gives, and is under a budget
-the last to be let go (`passes.remat`)."""
-
-
-@dataclass(frozen=True)
-class Note:
-    """Where a node comes from.
-
-    Attributes:
-        source: the user's "file:line".
-        phase: "forward", "backward" or "update" (within an optimizer's step).
-        layout: of the value, where it is a DTensor.
-        kind, axes, nbytes, op, reason, before, after: of the move that the node belongs to, as in
-            a ledger's `Record`; kind is "" where there is none.
-        move: the number of the move in the step; 0 for none.
-        region: the number of the call of a `pt.remat` region; 0 outside.
-        kept: the region's policy keeps the value.
-        again: a pass added the node, to recompute or gather again what forward had.
-        budget: (number, bytes) of the remat budget that applies to it; None for none.
-    """
-
-    source: str = ""
-    phase: str = "forward"
-    layout: str = ""
-    kind: str = ""
-    axes: tuple[str, ...] = ()
-    nbytes: int = 0
-    op: str = ""
-    reason: str = ""
-    before: str = ""
-    after: str = ""
-    move: int = 0
-    region: int = 0
-    kept: bool = False
-    again: bool = False
-    budget: tuple[int, int] | None = None
-
-
-def note_of(node: fx.Node) -> Note:
-    """The note of a node; an empty one where it has none."""
-    found: Note = node.meta.get(NOTE, NO_NOTE)
-    return found
-
-
-NO_NOTE = Note()
-
-
 # -- what a node is --------------------------------------------------------------------------------
 
 
@@ -283,7 +286,9 @@ def _sends(target: Any) -> bool:
 N = TypeVar("N", bound=Hashable)
 
 
-def behind_needs(wanted: Iterable[N], needs: Mapping[N, Sequence[N]], done: set[N]) -> Iterator[N]:
+def order_by_needs(
+    wanted: Iterable[N], needs: Mapping[N, Sequence[N]], done: set[N]
+) -> Iterator[N]:
     """`wanted` in order, each after what it needs, without what is done.
 
     Args:

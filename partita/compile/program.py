@@ -4,7 +4,8 @@ An input says where its value is in each call (`Input.now`): the leaf of the cal
 leaf's gradient, a Python float at `home[path...]`, or the rank's coordinate. An output says what
 becomes of its value: a part of the result, the content of a slot, a gradient. `run_graph` runs the
 compiled graph (`Built`) over local tensors, with uneven pieces padded on their way in and cut on
-their way out (`Border`); what is done with its outputs is in `captured_program` and `region`.
+their way out (`PaddingBoundary`); what is done with its outputs is in `captured_program` and
+`region`.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ from .step_options import StepOptions
 
 __all__ = [
     "Axes",
-    "Border",
     "Built",
     "Call",
     "Groups",
     "Input",
     "Output",
+    "PaddingBoundary",
     "Program",
     "RecomputeLevel",
     "ResultPlace",
@@ -94,7 +95,7 @@ class Input:
         return getattr(self.tensor, "_spec", None)
 
     @property
-    def border(self) -> Border | None:
+    def border(self) -> PaddingBoundary | None:
         """How it is padded on its way into the graph; None where its pieces are even."""
         if self.kind == "saved":  # the graph made it, with padding
             return None
@@ -372,7 +373,7 @@ class Program:
         return found
 
 
-def _index_borders(borders: Sequence[Border | None]) -> dict[int, Border]:
+def _index_borders(borders: Sequence[PaddingBoundary | None]) -> dict[int, PaddingBoundary]:
     return {i: border for i, border in enumerate(borders) if border is not None}
 
 
@@ -430,7 +431,7 @@ class _Lender:
 
 
 @dataclass(frozen=True)
-class Border:
+class PaddingBoundary:
     """How one tensor of uneven pieces is padded into a graph, and cut when it leaves.
 
     Attributes:
@@ -517,7 +518,7 @@ class Border:
 
 def border_of(
     spec: Spec | None, *, stays: bool = True, zeros: bool = False, read: bool = True
-) -> Border | None:
+) -> PaddingBoundary | None:
     """The border of a tensor of `spec`; None where its pieces are even.
 
     Args:
@@ -531,7 +532,7 @@ def border_of(
         spec = spec_of(spec.layout, spec.wire.real)
     lenders = {} if zeros or not read else _find_lenders(spec)
     shapes = tuple(spec.local_shape), spec.padded_shape
-    return Border(spec.wire, *shapes, spec.is_padded_behind, stays, zeros, read, lenders)
+    return PaddingBoundary(spec.wire, *shapes, spec.is_padded_behind, stays, zeros, read, lenders)
 
 
 def _fills_its_own(value: torch.Tensor) -> bool:

@@ -34,7 +34,7 @@ from .errors import of_anomalies
 from .graph_nodes import NOTE, add_call, copy_node, drop_unused, lazy_graph_module, note_of
 from .graph_text import key_of
 from .memory.storages import storages_of
-from .program import Border, Built, Call, Input, Output, Program, find_cotangents
+from .program import Built, Call, Input, Output, PaddingBoundary, Program, find_cotangents
 from .verify import verify
 
 __all__ = [
@@ -58,7 +58,7 @@ class _Entrance:
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    border: Border | None
+    border: PaddingBoundary | None
 
     def enter(self, x: torch.Tensor | None) -> torch.Tensor:
         """`x` with the metadata of the input; zeros where it is None."""

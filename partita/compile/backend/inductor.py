@@ -39,7 +39,6 @@ from partita.versions import INPUT_CHECK
 
 from ..capture.fakes import fake_mode_of
 from ..graph_nodes import NOTE, Section
-from ..memory.codegen_memory import code_of
 from ..program import Call, Program
 from .executor import SectionCall, constants_as_inputs, constants_of
 from .store import Untrusted, check_folder
@@ -82,7 +81,7 @@ _FORMAT = 4  # of a payload
 # Files that decide what is compiled of a graph, and the schedule of its memory.
 _FILES_OF_COMPILER = (
     "versions.py",
-    "compile/graph_nodes.py",  # `behind_needs`
+    "compile/graph_nodes.py",  # `order_by_needs`
     *(f"compile/memory/{name}.py" for name in ("codegen_memory", "storages")),
     *(f"compile/backend/{name}.py" for name in ("executor", "section_cutter")),
     *(f"compile/backend/{name}.py" for name in ("inductor", "inductor_scheduling")),
@@ -143,12 +142,12 @@ def compile_program(
         stack.enter_context(tracing(TracingContext(mode)))
         _configure_inductor(stack, program.key)
         libraries = stack.enter_context(_record_libraries())
-        code = stack.enter_context(code_of())
+        code = stack.enter_context(_record_code())
         # Private torch, though vLLM relies on it: the one way to a result that can be saved.
         artifact: Any = torch._inductor.standalone_compile(
             graph, examples, dynamic_shapes="from_tracing_context", aot=True
         )
-        note_code(code())
+        note_code(code)
         try:
             saved = artifact.serialize()
             if _has_checked_inputs(program):
@@ -301,6 +300,24 @@ def _configure_inductor(stack: ExitStack, key: str) -> None:
     if hasattr(functorch, "bypass_autograd_cache_key"):
         # Torch does not save a result that it has no cache key for.
         stack.enter_context(functorch.patch(bypass_autograd_cache_key=True))
+
+
+@contextmanager
+def _record_code() -> Iterator[list[str]]:
+    """Within, the code that Inductor generates is added to the list that this yields.
+
+    Private torch: a hook of torch's own tests.
+    """
+    from torch._inductor.graph import GraphLowering
+
+    found: list[str] = []
+    hook: Any = GraphLowering
+    before = hook.save_output_code
+    hook.save_output_code = staticmethod(found.append)
+    try:
+        yield found
+    finally:
+        hook.save_output_code = before
 
 
 # -- libraries of C++ kernels ----------------------------------------------------------------------

@@ -29,12 +29,12 @@ from ..graph_nodes import (
     NOTE,
     Note,
     Section,
-    behind_needs,
     copy_node,
     is_collective,
     lazy_graph_module,
     nbytes_of,
     note_of,
+    order_by_needs,
     section_of,
 )
 from ..memory.storages import Storages, memory_of, storages_of
@@ -316,7 +316,7 @@ def recompute(graph: fx.Graph, chosen: set[fx.Node]) -> dict[fx.Node, fx.Node]:
             if read not in chosen:
                 continue
             with graph.inserting_before(node):
-                for needed in behind_needs([read], needs, made):
+                for needed in order_by_needs([read], needs, made):
                     copy_for_backward(needed)
                     # At once, else all items would stay until the last of them is read.
                     for item in list(needed.users):

@@ -149,6 +149,13 @@ class BlockProgram(GraphPart):
     def __repr__(self) -> str:
         return f"'a {self.kind.__name__}'"  # as code: it stands among the operands of a node
 
+    def mark_results(self) -> None:
+        """Mark the calls that make its results, wherever they are copied to."""
+        (end,) = self.graph.graph.find_nodes(op="output")
+        outputs: Any = end.args[0]
+        for node in outputs[: len(self.results)]:
+            _find_base_of_alias(node).meta[BLOCK_RESULT] = True
+
     def without_unread(self, results: Collection[int], gradients: Collection[int]) -> BlockProgram:
         """The program that gives of its results and gradients those with these numbers; itself
         where that is all."""
@@ -453,7 +460,7 @@ class _Outlining:
         )
         _check_results_apart(program)
         program.bodies(made.graph)
-        _mark_results(program)
+        program.mark_results()
         return program, free_early, free_late
 
     @staticmethod
@@ -489,14 +496,6 @@ def _check_results_apart(program: BlockProgram) -> None:
     for pair in overlapping_results(program.graph.graph):
         if max(pair) < len(program.results):
             raise UnsureOfWrites
-
-
-def _mark_results(program: BlockProgram) -> None:
-    """Mark the calls that make a block's results, wherever they are copied to."""
-    (end,) = program.graph.graph.find_nodes(op="output")
-    outputs: Any = end.args[0]
-    for node in outputs[: len(program.results)]:
-        _find_base_of_alias(node).meta[BLOCK_RESULT] = True
 
 
 def inline_block_programs(graph: fx.Graph) -> None:

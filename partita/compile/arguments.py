@@ -256,7 +256,8 @@ def pad_to_bucket(x: T, lengths: Iterable[int], *, value: float, dim: int = -1) 
         targets = pt.pad_to_bucket(targets, lengths, value=-100)    # cross_entropy's ignore_index
         loss = step(tokens, targets)
 
-    Then a step is captured once for each length. The mean loss is that of the batch as it was where
+    Then a step is captured once for each length. What padding must hold only whoever makes the
+    batch knows. The mean loss is that of the batch as it was where
     targets are padded with what the loss ignores, and where no place of the model reads those that
     come after it: a causal transformer. Where places read all others (attention without a mask, a
     mean or a batch norm over the length), give the model a mask, padded with `value=False`.

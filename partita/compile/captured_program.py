@@ -169,6 +169,9 @@ class CapturedProgram(Program):
 class ReplicatedInputCheck:
     """The plain values that are used with DTensors.
 
+    Eager compares one the first time that a line uses it so. During capture there is no value: what
+    leads to it is copied into a graph of its own.
+
     Attributes:
         graph: computes them.
         inputs: of the graph.
@@ -317,7 +320,8 @@ def record_moves(program: Program) -> None:
 
 
 def announce_run(program: CapturedProgram, title: str, tensors: Sequence[Any]) -> None:
-    """Tell ledgers, `strict()` and `check_ranks()` of a program that is going to run.
+    """Tell ledgers, `strict()` and `check_ranks()` of a program that is going to run: the records
+    that the same moves give in eager.
 
     Args:
         title: how errors call the step.

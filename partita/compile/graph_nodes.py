@@ -339,6 +339,8 @@ class SectionSchedule:
 class Section(GraphPart):
     """A part of a graph, as a graph of its own.
 
+    What it gives lies in memory of its own; it may write inputs, by the `copy_` calls in it.
+
     Attributes:
         graph: its output is a list.
         key: a hash of its text, equal for equal sections.

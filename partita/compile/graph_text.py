@@ -270,6 +270,10 @@ _PERIODS = 16
 def repeats_of(calls: Sequence[Hashable], least: int) -> tuple[range, int] | None:
     """The longest part of `calls` that repeats itself, and its period.
 
+    A model of equal layers is a graph that repeats itself, and so is its update. The distance to a
+    call's last occurrence suggests periods; for each of the most frequent ones the longest run of
+    calls equal to those one period later is found.
+
     Args:
         calls: equal where they do the same.
         least: the shortest period; of shorter ones a multiple is taken.

@@ -434,6 +434,11 @@ class _Lender:
 class PaddingBoundary:
     """How one tensor of uneven pieces is padded into a graph, and cut when it leaves.
 
+    A graph is made for the pieces of the first rank, the largest. A smaller one is padded with
+    copies of its last element, so that what is computed of the padding is as finite as what is
+    computed of the value; a gradient with zeros. A rank whose piece is empty takes the copies from
+    the rank before it. A piece that has room behind it is padded in place, and written there.
+
     Attributes:
         true, padded: the local shape of this rank, and of the first rank.
         behind: does the padding lie behind the piece in memory, so that there may be room for it?

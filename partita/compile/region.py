@@ -322,7 +322,12 @@ class Halves:
 
 
 def split(program: Program) -> Halves:
-    """Split a program that has both. Its graph is changed: views are copied into backward."""
+    """Split a program that has both. Its graph is changed: views are copied into backward.
+
+    Backward is what results do not need: what depends on their gradients, and what passes make
+    again. Of a view its base is saved, of a cast of an input the input. So what is saved of a
+    gathered parameter is the parameter itself, which its owner can free in between.
+    """
     graph = program.graph.graph
     given = dict(zip(graph.find_nodes(op="placeholder"), program.inputs, strict=True))
     late = _find_backward_calls(program, given)

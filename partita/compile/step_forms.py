@@ -123,7 +123,13 @@ class CapturedForms:
 
 
 class FormSearch:
-    """The forms of one captured step, each rewritten when those before it take too much."""
+    """The forms of one captured step, each rewritten when those before it take too much.
+
+    They are tried in one order, whatever the limit, so that a larger budget never takes one that
+    comes later. With blocks as calls a level is chosen in each structure's own program and in the
+    graph around them. Blocks are inlined where no level of that is enough: then what is made again
+    may go back through several of them.
+    """
 
     def __init__(self, captured: CapturedForms):
         self.captured = captured
@@ -203,6 +209,9 @@ class RewrittenBlock:
 def lower_blocks(program: Program, recorded: list[RewrittenBlock] | None = None) -> None:
     """Replace the block nodes of a program by calls of sections, and collectives; where a part of a
     block gives another what is no tensor of its own, by copies of the block's calls.
+
+    Collectives and waits become nodes of the step's graph, in which later passes place them; what
+    stands between two is a section. Forward and backward are never in one.
 
     Args:
         recorded: what passes did in each structure is added, where somebody asks for that.

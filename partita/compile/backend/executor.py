@@ -354,9 +354,6 @@ class Sections:
         return sum(len(s.graph.graph.nodes) for s in self.different)
 
 
-# -- the code that calls sections ------------------------------------------------------------------
-
-
 SectionCall = Callable[[list[Any]], Sequence[torch.Tensor]]
 """A compiled section: takes a list of its inputs, which it empties."""
 
@@ -373,7 +370,11 @@ def function_of_sections(
 
 
 class SectionWriter(GraphWriter):
-    """Writes the code of an outer graph: calls of sections, and what stands between them."""
+    """Writes the code of an outer graph: calls of sections, and what stands between them.
+
+    Without groups collectives are torch's own, and what they read is held until they are waited
+    for.
+    """
 
     def __init__(
         self,
@@ -402,7 +403,8 @@ def constants_of(graph: fx.GraphModule) -> list[torch.Tensor]:
 
 
 def constants_as_inputs(graph: fx.GraphModule) -> None:
-    """Change a graph so that it takes its constants as inputs, after its own."""
+    """Change a graph so that it takes its constants as inputs, after its own: compiled code that
+    held them would lose them in the store."""
     held = graph.graph.find_nodes(op="get_attr")
     names = names_of_constants(graph)
     last = graph.graph.find_nodes(op="placeholder")[-1:]

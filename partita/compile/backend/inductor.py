@@ -394,7 +394,12 @@ _TEXTS = ("runnable_graph_str", "inductor_post_grad_graph_str")
 
 
 def remove_compiler_data(saved: bytes) -> bytes:
-    """A saved result without what only the compiler reads. Private torch: its format."""
+    """A saved result without what only the compiler reads. Private torch: its format.
+
+    Torch saves what is needed to compile it again, and generated code imports the compiler for a
+    few names: most of the time of a load. These are given here instead (`_LINES`). What a new torch
+    writes in another way is left as it is.
+    """
     entry, *rest = pickle.loads(saved)
     code = entry.compiled_fw.result
     for line, ours in _LINES.items():
@@ -410,7 +415,10 @@ def remove_compiler_data(saved: bytes) -> bytes:
 
 
 def remove_input_checks(saved: bytes) -> bytes:
-    """A saved result whose code does not check the shapes and strides of its inputs."""
+    """A saved result whose code does not check the shapes and strides of its inputs.
+
+    A call's guards have, and a tiny step spends as long around its kernels as in them.
+    """
     entry, *rest = pickle.loads(saved)
     code = entry.compiled_fw.result
     code.source_code = INPUT_CHECK.sub("", code.source_code)
@@ -502,7 +510,12 @@ _PREFIX = "partita-compiles-"
 
 @contextmanager
 def cleaning_up_libraries() -> Iterator[None]:
-    """Within, and after a failure, there is no half-written library in torch's folder."""
+    """Within, and after a failure, there is no half-written library in torch's folder.
+
+    A compile that is killed leaves one, and torch loads it as if it were complete, which crashes
+    the process. So while something is compiled, a locked marker file lies there. One without a lock
+    is of a process that was killed: half-written libraries that are not older are deleted.
+    """
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     folder = Path(cache_dir())

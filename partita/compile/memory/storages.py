@@ -333,7 +333,7 @@ _aten = torch.ops.aten
 
 
 def workspace(target: Any, args: Sequence[Any], made: Any) -> int:
-    """Bytes of the workspace of a call; 0 where none is known.
+    """Bytes of the workspace of a call, which torch does not document; 0 where none is known.
 
     Args:
         args: its operands, with fake tensors.

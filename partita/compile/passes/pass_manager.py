@@ -208,20 +208,12 @@ class PassContract:
         for pair in sorted(self.overlapping - now.overlapping, key=sorted):
             raise IllegalGraph(
                 f"after {name}: output {max(pair)} does not lie any more in the memory of "
-                + (
-                    f"output {min(pair)}"
-                    if min(pair) >= 0
-                    else self._name_of_input(program, min(pair))
-                ),
+                + (f"output {at}" if (at := min(pair)) >= 0 else program.inputs[-1 - at].name),
                 reason="who writes one of them after the step writes the other, as in eager",
             )
         for i in sorted(set(now.written) ^ set(self.written)):
             how = "written" if i in now.written else "not written any more"
             raise IllegalGraph(f"after {name}: {program.inputs[i].name} is {how}")
-
-    @staticmethod
-    def _name_of_input(program: Program, number: int) -> str:
-        return program.inputs[-1 - number].name
 
 
 def _describe_value(node: Any) -> str:
@@ -232,7 +224,8 @@ def _describe_value(node: Any) -> str:
 
 
 def recompute_metadata(program: Program, name: str) -> None:
-    """Compute the fake value of each call again, and make a note for nodes without one.
+    """Compute the fake value of each call again, and make a note for nodes without one, so that a
+    user's pass need not.
 
     Args:
         name: of the pass that has run.

@@ -242,7 +242,8 @@ def _exclude_kept(inside: set[fx.Node], storages: Storages, kept: set[int]) -> s
 def _choose_kept_storages(
     program: Program, again: set[fx.Node], storages: Storages, budget: Budget
 ) -> set[int]:
-    """The storages, of those that the nodes `again` make, that are kept within a budget."""
+    """The storages, of those that the nodes `again` make, that are kept within a budget: what saves
+    the most, in the room that the peak of its activations leaves when nothing is kept."""
     trial, copies = trial_of(program, {n.name for n in again})
     made = set(copies.values())
     activations = {
@@ -298,7 +299,8 @@ def is_late(node: fx.Node) -> bool:
 
 
 def recompute(graph: fx.Graph, chosen: set[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Have backward read copies of `chosen`, made where first read; the copies by node."""
+    """Have backward read copies of `chosen`, made where first read, of operands that are copied
+    likewise or still there; the copies by node."""
     copies: dict[fx.Node, fx.Node] = {}
     needs = {node: [n for n in node.all_input_nodes if n in chosen] for node in chosen}
     made: set[fx.Node] = set()

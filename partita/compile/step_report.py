@@ -10,7 +10,7 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from textwrap import indent
 from typing import Any
@@ -198,26 +198,19 @@ def _record_changes(captured: CapturedForms) -> tuple[Any, list[Change], list[in
 def _run_and_record(captured: CapturedForms) -> Iterator[tuple[Program, Change]]:
     """Rewrite a captured program; after each pass the program, and what the pass did."""
     blocks: list[RewrittenBlock] = []
-    with _without_warnings():
+    quiet = partial(warnings.catch_warnings, action="ignore")  # passes warned at capture
+    with quiet():
         program = captured.program(recorded=blocks)
         inlined = captured.inlined() if blocks else program
     if blocks:
         yield program, _change_in_blocks(GraphFigures(inlined), GraphFigures(program), blocks)
     changes = record_changes(program)
     while True:
-        with _without_warnings():
+        with quiet():
             change = next(changes, None)
         if change is None:
             return
         yield program, change
-
-
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Within, passes warn of nothing: they did at capture."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def _change_in_blocks(

@@ -76,10 +76,12 @@ def sections_of(program: Program, always: bool = False, least: int = LEAST) -> S
     calls = len(program.graph.graph.nodes) - len(program.inputs)
     if not always and calls <= DEEP:
         return None
-    found = _GraphCutter(program, least).sections()
-    if found is None or not found.different or (not always and found.nodes > _LEFT * calls):
+    try:
+        found = _GraphCutter(program, least).cut_graph()
+    except UnsureOfSections:
         return None
-    return found
+    worth = always or found.nodes <= _LEFT * calls
+    return found if found.different and worth else None
 
 
 def sections_of_blocks(
@@ -134,12 +136,6 @@ class _GraphCutter:
         self._outer = fx.Graph()
         self._values: dict[fx.Node, fx.Node] = {}  # for each node its node in the outer graph
         self._read: dict[fx.Node, None] = {}  # values of parts that are read from outside
-
-    def sections(self) -> Sections | None:
-        try:
-            return self.cut_graph()
-        except UnsureOfSections:
-            return None
 
     def cut_graph(self) -> Sections:
         """The graph as sections. Raises UnsureOfSections where that cannot be."""

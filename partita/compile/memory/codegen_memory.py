@@ -36,7 +36,7 @@ from ..capture.fakes import fake_mode_of
 from ..graph_nodes import Note, Section, lazy_graph_module, note_of
 from ..program import Program
 from .schedule import Buffer, Memory
-from .storages import held_by, made_at_entry, opname, staging, workspace
+from .storages import held_by, made_at_entry, noted_buffer, opname, staging, workspace
 
 __all__ = ["memory_of_code", "memory_of_sections"]
 
@@ -258,19 +258,7 @@ class _FakeRun(TorchDispatchMode):
             name, note = what.name_at(line), what.note_at(line)
         else:
             name, note = "", _NONE
-        return Buffer(
-            name,
-            nbytes,
-            at,
-            at + 1,
-            (),
-            by,
-            note.source,
-            note.phase,
-            note.layout,
-            note.reason,
-            passing,
-        )
+        return noted_buffer(note, name, by, nbytes, birth=at, death=at + 1, passing=passing)
 
 
 class _GeneratedGlobals(dict[str, Any]):

@@ -121,7 +121,8 @@ def _row_of_node(node: fx.Node, role: str) -> tuple[str, str, str, str, str, str
         why += f", {note.reason}, for {note.op}"
     section = section_of(node)
     name = _name(node.target) if section is None else section.name
-    called = node.op if node.op != "call_function" else f"{name}{_format_operands(node)}"
+    operands = ", ".join(a.name for a in node.all_input_nodes)
+    called = node.op if node.op != "call_function" else f"{name}({operands})"
     where = f"{note.source} ({note.phase})" if note.source else ""
     return node.name, called, shape, size, why, where
 
@@ -153,10 +154,6 @@ def _fold_repeats(lines: list[str], alike: list[int]) -> list[str]:
         said,
         *_fold_repeats(lines[end:], alike[end:]),
     ]
-
-
-def _format_operands(node: fx.Node) -> str:
-    return "(" + ", ".join(a.name for a in node.all_input_nodes) + ")"
 
 
 # -- for comparison -------------------------------------------------------------------------------

@@ -42,7 +42,6 @@ from .capture.optimizers import MadeState, drop_unused_state, make_optimizer_sta
 from .capture.state import ReachedMore, State, names_of_call, state_of, tensors_of_call
 from .captured_program import CapturedProgram, announce_run, list_sent_moves
 from .errors import CaptureError, RefusedCall
-from .graph_nodes import DEEP
 from .guards import History, describe_call, signature_of
 from .guards.guards import function_modes, without_function_modes
 from .guards.places import Place
@@ -494,10 +493,9 @@ class CompiledStep:
         state = self._search_state(args, kwargs) if state is None else state
         reason = self._call_roll(state, args, kwargs, why)
         guesses = found.guesses if found is not None else Guesses()
-        options, blocks = self.options, BlockChoice.from_option(self.options.blocks)
-        if options.sections is not False and not options.passes and not options.cuda_graphs:
-            above = 0 if options.sections else DEEP
-            blocks = dataclasses.replace(blocks, outline_above=above)
+        options = self.options
+        blocks = BlockChoice.from_option(options.blocks)
+        blocks = dataclasses.replace(blocks, outline_above=options.outlines_above)
 
         def make() -> CapturedProgram:
             begin_phase("capture")

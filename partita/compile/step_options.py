@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from .graph_nodes import DEEP
+
 __all__ = ["Pass", "Passes", "StepOptions"]
 
 Pass = Callable[[Any], Any]
@@ -43,6 +45,13 @@ class StepOptions:
             raise ValueError(f"compile: backend is one of {known}, not {self.backend!r}")
         if self.fallback not in (None, "eager"):
             raise ValueError(f'compile: fallback is "eager" or None, not {self.fallback!r}')
+
+    @property
+    def outlines_above(self) -> int | None:
+        """The nodes of a graph above which blocks stay calls of sections; None for never."""
+        if self.sections is False or self.passes or self.cuda_graphs:
+            return None
+        return 0 if self.sections else DEEP
 
     def key_lines(self, ran: Iterable[str]) -> list[str]:
         """Those that decide what a program is, as lines of its key.

@@ -8,7 +8,7 @@ bias corrections) runs in each call, and what the rest reads of it is copied to 
 - State (parameters, buffers, optimizer state) is read and written where it lies. Where it has
   moved, the kernels are recorded anew; state that moves again is copied like an argument.
 - Arguments are copied to where the recording reads them.
-- ReplayResults are copied out of the recording's memory, which the next replay writes.
+- Results are copied out of the recording's memory, which the next replay writes.
 
 The first call runs as it does without: kernels are compiled and tuned, and process groups connect.
 The second records. Inductor's own CUDA graphs are not used: they leave out a graph that writes its

@@ -8,6 +8,7 @@ structure once, cuts it at its collectives, and puts calls of these sections in 
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -58,6 +59,10 @@ class StepForm:
     in_blocks: bool = False
 
 
+_CHANGED_PARTS = ("inputs", "outputs", "metadata")
+"""Parts of a program that are changed in place, beside its graph."""
+
+
 class CapturedForms:
     """A program before the passes, of which programs are made in any form.
 
@@ -77,9 +82,8 @@ class CapturedForms:
             (n, n.op, n.target, n.args, n.kwargs, n.name, dict(n.meta))
             for n in program.graph.graph.nodes
         ]
-        self._parts = {f.name: getattr(program, f.name) for f in fields(program) if f.init}
-        for name in ("inputs", "outputs"):
-            self._parts[name] = list(self._parts[name])
+        parts = {f.name: getattr(program, f.name) for f in fields(program) if f.init}
+        self._parts = parts | {name: copy.copy(parts[name]) for name in _CHANGED_PARTS}
 
     def program(
         self, form: StepForm | None = None, recorded: list[RewrittenBlock] | None = None
@@ -104,14 +108,9 @@ class CapturedForms:
         return self.program(replace(self.form, in_blocks=False))
 
     def _rebuild_program(self) -> Program:
-        parts = {
-            **self._parts,
-            "graph": lazy_graph_module(self._root_module, self._rebuild_graph()),
-            "metadata": dict(self._parts["metadata"]),
-        }
-        for name in ("inputs", "outputs"):
-            parts[name] = list(parts[name])
-        return self._kind(**parts)
+        graph = lazy_graph_module(self._root_module, self._rebuild_graph())
+        changed = {name: copy.copy(self._parts[name]) for name in _CHANGED_PARTS}
+        return self._kind(**self._parts | changed | {"graph": graph})
 
     def _rebuild_graph(self) -> fx.Graph:
         graph, of = fx.Graph(), dict[fx.Node, fx.Node]()

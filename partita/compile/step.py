@@ -411,7 +411,7 @@ class CompiledStep:
         Returns:
             And the condition that does not hold, where that is the reason; else "".
         """
-        why = found.reason if found is not None else ""
+        why = ""  # of the newest program
         for key, program in reversed(self._programs.items()):
             if key[0] != signature or not (program.guards is None or program.guards.hold()):
                 continue
@@ -420,9 +420,9 @@ class CompiledStep:
             failed = program.conditions.failed(tensors)
             if failed is None:
                 return key, ""
-            why = failed
+            why = why or failed
             self._counts_apart |= program.conditions.counts_differ(tensors)
-        return None, why
+        return None, why or (found.reason if found is not None else "")
 
     def _admit_program(self, program: CapturedProgram, tensors: list[Any]) -> Found:
         """A kept program and the leaves; none, or CaptureError, where what it writes overlaps."""

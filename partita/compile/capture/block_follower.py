@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -53,7 +53,7 @@ from .block_tape import (
     within_modes,
     writes_first,
 )
-from .capture_context import dispatch_listeners, unprofiled
+from .capture_context import attribute_set, dispatch_listeners, unprofiled
 from .differentiate import differentiate
 from .equal_calls import node_of
 from .recorder import Recorder
@@ -169,14 +169,9 @@ class BlockFollower(TorchFunctionMode):
         if not (self._suspended or self.is_tracing):
             raise NotABlock(self.kind, reason)
 
-    @contextmanager
-    def suspended(self) -> Iterator[None]:
+    def suspended(self) -> AbstractContextManager[None]:
         """Within, calls are no part of the block."""
-        before, self._suspended = self._suspended, True
-        try:
-            yield
-        finally:
-            self._suspended = before
+        return attribute_set(self, "_suspended", True)
 
     def _refuse_function(self, func: Any) -> None:
         if reason := why_refused(func):
@@ -250,11 +245,9 @@ class BlockFollower(TorchFunctionMode):
 
     def _ask_outside(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call `func`, which reads tensors from outside. Raises NotABlock if it adds a node."""
-        before, self.is_tracing = HERE.recorder.newest(), True
-        try:
+        before = HERE.recorder.newest()
+        with attribute_set(self, "is_tracing", True):
             answer = self._calls.call(func, args, kwargs)
-        finally:
-            self.is_tracing = False
         if HERE.recorder.newest() is not before:
             raise NotABlock(self.kind, f"{func} computes something of what it is asked of")
         return answer
@@ -306,15 +299,11 @@ class BlockFollower(TorchFunctionMode):
         """Run a call over traced tensors, as the next call of the new tape."""
         self._enter_taken()
         numbered, values = self._number_floats(call)
-        self.is_tracing = True
         try:
-            out = self._run_traced(numbered, values)
-        except NotABlock:
-            raise
+            with attribute_set(self, "is_tracing", True):
+                out = self._run_traced(numbered, values)
         except Exception as error:  # which the user may catch; what it left is no part of a block
             raise NotABlock(self.kind, f"a call of torch raises {type(error).__name__}") from error
-        finally:
-            self.is_tracing = False
         self._number_results(out)
         numbered = replace(numbered, result=self._write_result(out))
         self._append_call(numbered, call.operands)
@@ -372,14 +361,11 @@ class BlockFollower(TorchFunctionMode):
     def _enter_taken(self) -> None:
         """Enter the tensors from outside that have no traced tensor yet."""
         assert self.tape is not None
-        self.is_tracing = True
-        try:
+        with attribute_set(self, "is_tracing", True):
             for t in self.taken[len(self.traced_taken) :]:
                 inner = self._trace.enter_tensor(t)
                 self._recorded[id(inner)] = TakenTensor(len(self.traced_taken))
                 self.traced_taken.append(inner)
-        finally:
-            self.is_tracing = False
         self.tape.taken = list(self._writer.describe_taken())
 
     def _number_results(self, out: Any) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,6 +58,7 @@ from .block_updates import BlockUpdates
 from .capture_context import (
     Cell,
     Slot,
+    attribute_set,
     compiling,
     errors_not_logged,
     hidden_from_watchers,
@@ -203,7 +205,6 @@ def trace_once(run: CaptureRun) -> CapturedProgram | None:
     try:
         return run.program()
     finally:
-        run.record.restore_floats()
         run.numbers.env.stop_asking()
         for wire in run.wires.values():
             wire.forget()
@@ -431,8 +432,7 @@ class CaptureRun:
                 self.record.watch_new(optimizer.param_groups, "param_groups")
             self.record.watch_new((args, kwargs), "argument")
             functions = StepFunctionMode(self.inputs, self.tensor_facts)
-            stack.callback(setattr, HERE, "call_own", HERE.call_own)
-            HERE.call_own = functions.calls.call_own
+            stack.enter_context(attribute_set(HERE, "call_own", functions.calls.call_own))
             try:
                 with functions, self.record.recording(self.step, self._list_plain_arguments()):
                     result = self.step(*args, **kwargs)
@@ -599,7 +599,7 @@ class CaptureRun:
             if spec is not None and spec.wire not in self.wires:
                 wire = spec.wire
                 trace = TraceWire(wire, self.inputs.coordinates(wire))
-                trace.noting = self.recorder.noting_on(trace)
+                trace.noting = partial(self.recorder.noting, trace)
                 trace.repeating = self._repeated.carry
                 self.wires[wire] = trace
 

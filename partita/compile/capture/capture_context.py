@@ -31,6 +31,7 @@ __all__ = [
     "Defaults",
     "Members",
     "Slot",
+    "attribute_set",
     "compiling",
     "dispatch_listeners",
     "errors_not_logged",
@@ -42,6 +43,17 @@ __all__ = [
     "unprofiled",
     "without_dispatch_modes",
 ]
+
+
+@contextmanager
+def attribute_set(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Within, an attribute of `owner` has this value."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 class _InThisThread:
@@ -93,11 +105,10 @@ def compiling() -> Iterator[None]:
         if not _capturing:
             compiler._is_compiling_flag = _InThisThread(compiler._is_compiling_flag)
         _capturing += 1
-    before, HERE.capturing = HERE.capturing, True
     try:
-        yield
+        with attribute_set(HERE, "capturing", True):
+            yield
     finally:
-        HERE.capturing = before
         with _LOCK:
             _capturing -= 1
             flag = compiler._is_compiling_flag
@@ -108,14 +119,10 @@ def compiling() -> Iterator[None]:
 @contextmanager
 def hidden_from_watchers() -> Iterator[None]:
     """Within, watchers of the program (remat, saved-tensor hooks) see no fake tensor."""
-    before, HERE.watcher = HERE.watcher, None
     own = saved_tensors_hooks(without_history, lambda t: t)
     hooks = own if saving_hooks() else nullcontext()
-    try:
-        with hooks:
-            yield
-    finally:
-        HERE.watcher = before
+    with attribute_set(HERE, "watcher", None), hooks:
+        yield
 
 
 @contextmanager

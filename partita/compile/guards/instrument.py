@@ -22,6 +22,7 @@ from torch import nn
 
 from partita.layout import Fix
 
+from ..capture.capture_context import attribute_set
 from ..errors import CaptureError
 from .places import Place
 
@@ -121,14 +122,9 @@ def has_own_getattribute(kind: type) -> bool:
 _READERS = frozenset((nn.Module.__getattr__.__code__, _make_recording_getter(nn.Module).__code__))
 
 
-@contextmanager
-def recorded_by(record: StateReader) -> Iterator[None]:
+def recorded_by(record: StateReader) -> AbstractContextManager[None]:
     """Within, `record` is told what this thread reads."""
-    before, _recording.record = _recording.record, record
-    try:
-        yield
-    finally:
-        _recording.record = before
+    return attribute_set(_recording, "record", record)
 
 
 @contextmanager
@@ -264,9 +260,6 @@ class StateReader(Protocol):
 
     def read_all_attributes(self, owner: Any) -> None:
         """Record all attributes of an object that was reached."""
-
-    def offer_float(self, place: Place, value: float, item: bool = False) -> None:
-        """Let capture replace a float at a place by a symbolic one; an `item` is of a container."""
 
     def ignore(self, value: Any) -> None:
         """Do not record what `value` leads to."""

@@ -54,7 +54,6 @@ from .places import (
     place_of_entry,
     place_of_function_part,
     place_of_hidden_builtin,
-    place_of_item,
     place_of_tensor_attribute,
     runs_in_frame,
     variables_of,
@@ -209,9 +208,7 @@ def _reach_container(record: StateReader, value: Any, name: str) -> None:
             record.reach_value(key, f"a key of {name}")
     for i, v in enumerate(values):
         key = keys[i] if keys is not None else i
-        if type(v) is float and isinstance(value, (dict, list)):
-            record.offer_float(place_of_item(f"{name}[{key!r}]", value, key), v, item=True)
-        elif type(v) not in PLAIN:
+        if type(v) not in PLAIN:
             record.reach_value(v, f"{name}.{key}" if is_namespace(value) else f"{name}[{key!r}]")
     if hasattr(type(value), "__dictoffset__") and type(value).__module__ not in (
         "builtins",

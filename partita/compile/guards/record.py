@@ -18,7 +18,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,7 @@ from torch import nn
 from partita.layout import Fix
 
 from ..arguments import is_taken_apart
+from ..capture.capture_context import attribute_set
 from ..errors import CaptureError
 from .calls import Calls, unguarded
 from .codes import is_recorded
@@ -99,14 +100,10 @@ class ReadRecord:
         names: by id, the names of modules and optimizers that were found before the run.
 
     Attributes:
-        stand_in_for_float: called for each float that is reached, before the step reads it, with
-            its name, home, key and value; returns what is to stand there while the step runs, or
-            None. A float with a stand-in is guarded by its type alone.
         before_backward: called where a backward begins, with the `inputs` whose gradients it asks:
             one tensor, several or None.
         places: by identity, the places that were read, in order.
         types: by id, objects whose type is guarded, with the type.
-        numbers: by identity of its place, the place and value of a float with a stand-in.
         huge: by id, name and value of containers that are not compared deeply.
         snapshots: of what was reached, to find what the step writes.
         error: the first refusal.
@@ -114,11 +111,9 @@ class ReadRecord:
     """
 
     def __init__(self, names: dict[int, str]) -> None:
-        self.stand_in_for_float: Callable[[str, Any, Any, float], Any] = lambda *_: None
         self.before_backward: Callable[[Any], None] = lambda _: None
         self.places: dict[tuple[int, Any], Place] = {}
         self.types: dict[int, tuple[Any, type]] = {}
-        self.numbers: dict[tuple[int, Any], tuple[Place, float]] = {}
         self.huge: dict[int, tuple[str, Any]] = {}
         self.snapshots = Snapshots()
         self.error: CaptureError | None = None
@@ -169,23 +164,13 @@ class ReadRecord:
             uninstrument(self._instrumented)
             self._instrumented = []
 
-    @contextmanager
-    def without_recording(self) -> Iterator[None]:
+    def without_recording(self) -> AbstractContextManager[None]:
         """Within, reads of attributes are not recorded."""
-        before, self._is_paused = self._is_paused, True
-        try:
-            yield
-        finally:
-            self._is_paused = before
+        return attribute_set(self, "_is_paused", True)
 
-    @contextmanager
-    def reaching_by_name(self) -> Iterator[None]:
+    def reaching_by_name(self) -> AbstractContextManager[None]:
         """Within, values are reached since code uses their names: the step may not read them."""
-        before, self.reached_by_name = self.reached_by_name, True
-        try:
-            yield
-        finally:
-            self.reached_by_name = before
+        return attribute_set(self, "reached_by_name", True)
 
     def ignore(self, value: Any) -> None:
         """Do not record what `value` leads to."""
@@ -200,26 +185,20 @@ class ReadRecord:
         """The types of the objects that were reached."""
         return [type(known.value) for known in self._objects.values()]
 
-    def make_guards(self, floats: Callable[[Any, Any], bool], slots: Any, extra: Any) -> Guards:
+    def make_guards(
+        self, is_number_input: Callable[[Any, Any], bool], slots: Any, extra: Any
+    ) -> Guards:
         """The guards of what was read, which expect the values of now.
 
         Args:
-            floats: given home and key, whether a float there is a graph input, beside those with a
-                stand-in.
+            is_number_input: given home and key, whether a number there is a graph input.
             slots: identities of the places of the graph's tensors.
             extra: places to be guarded beside those that were read.
         """
-
-        def is_symbolic_number(home: Any, key: Any) -> bool:
-            try:
-                return (id(home), key) in self.numbers or floats(home, key)
-            except TypeError:  # an unhashable key
-                return False
-
         return Guards(
             [*self.places.values(), *extra],
             [*self.types.values()],
-            is_symbolic_number,
+            is_number_input,
             [*self.huge.values()],
             slots,
             self.functions.classes,
@@ -229,11 +208,6 @@ class ReadRecord:
     def watch_new(self, value: Any, name: str) -> None:
         """Take snapshots of objects that capture has made, so that writes into them are found."""
         self.snapshots.snapshot_new(value, name, self._reached)
-
-    def restore_floats(self) -> None:
-        """Put the floats back in place of their stand-ins."""
-        for place, value in self.numbers.values():
-            place.write(value)
 
     def refuse(self, fact: str, reason: str, name: str = "", fix: Fix | None = None) -> None:
         """Raise CaptureError, now and at the end: no guard can cover what the step reads."""
@@ -263,12 +237,8 @@ class ReadRecord:
             else:
                 del known.names[name]
             return
-        before, self._read_by_library = self._read_by_library, not by_user
-        try:
-            with self.without_recording():
-                self._record_read(known, name)
-        finally:
-            self._read_by_library = before
+        with attribute_set(self, "_read_by_library", not by_user), self.without_recording():
+            self._record_read(known, name)
 
     def _record_read(self, known: _ReachedObject, name: str) -> None:
         owner, called = known.value, f"{known.name}.{name}"
@@ -336,7 +306,7 @@ class ReadRecord:
         """Record that a place is read, where `value` stood before the step.
 
         Args:
-            shallow: record the place alone: not what its value leads to, nor a stand-in for it.
+            shallow: record the place alone, not what its value leads to.
         """
         if place.identity in self.places:
             return
@@ -344,24 +314,8 @@ class ReadRecord:
         self._kept_alive[id(place.home)] = place.home
         if place.get is None or place.put is not None or not shallow:
             self.snapshots.snapshot_place(place, value)
-        if shallow:
-            return
-        if type(value) is float:
-            self.offer_float(place, value)
-        else:
+        if not shallow:
             self.reach_value(value, place.name)
-
-    def offer_float(self, place: Place, value: float, item: bool = False) -> None:
-        """Replace a float by its stand-in, if it has one; an `item` is of a known container."""
-        stand_in = self.stand_in_for_float(place.name, place.home, place.key, value)
-        if stand_in is None:
-            return
-        self.numbers[place.identity] = (place, value)
-        place.write(stand_in)
-        if item:
-            self.snapshots.update_item(place, stand_in)
-        else:
-            self.snapshots.snapshot_place(place, stand_in, replace=True)
 
     def reach_value(self, value: Any, name: str) -> None:
         """Record what `value`, which was there before the step, leads to."""
@@ -462,23 +416,17 @@ class Snapshots:
 
     def __init__(self) -> None:
         self._places: dict[tuple[int, Any], tuple[Place, Any]] = {}
-        self._owners: dict[int, tuple[Any, str, dict[str, Any], Any, dict[str, Any]]] = {}
+        self._owners: dict[int, tuple[Any, str, dict[str, Any], Any]] = {}
         self._containers: dict[int, tuple[Any, str, Any]] = {}
         self._arrays: dict[int, tuple[Any, str, Any, Callable[[], None]]] = {}
-        self._by_dict: dict[int, dict[str, Any]] = {}  # by id of a `__dict__`, its copy
 
-    def snapshot_place(self, place: Place, value: Any, replace: bool = False) -> None:
-        """Copy the value of a place; anew where the capture itself has written it (`replace`)."""
-        if replace or place.identity not in self._places:
-            self._places[place.identity] = (place, value)
-        if replace and id(place.home) in self._by_dict:
-            self._by_dict[id(place.home)][place.key] = value
+    def snapshot_place(self, place: Place, value: Any) -> None:
+        """Copy the value of a place."""
+        self._places.setdefault(place.identity, (place, value))
 
     def snapshot_object(self, value: Any, name: str, held: Any, slots: dict[str, Any]) -> None:
         """Copy the attributes of an object: its `__dict__` `held`, and its slots."""
-        before = dict(held or {})
-        self._owners[id(value)] = (value, name, before, held, slots)
-        self._by_dict[id(held)] = before
+        self._owners[id(value)] = (value, name, dict(held or {}), held)
         for key, descriptor in slots.items():
             place = place_of_slot(f"{name}.{key}", value, descriptor)
             self.snapshot_place(place, place.value)
@@ -504,17 +452,13 @@ class Snapshots:
             for key, v in zip(keys or range(len(values)), values, strict=False):
                 self.snapshot_new(v, f"{name}[{key!r}]", known)
 
-    def update_item(self, place: Place, value: Any) -> None:
-        """Note a value that the capture itself has put into a container."""
-        self._containers[id(place.home)][2][place.key] = value
-
     def snapshot_raw(self, value: Any, name: str) -> None:
         """Copy the content of an object implemented in C."""
         self._arrays[id(value)] = (value, name, read_raw_content(value), make_restorer(value))
 
     def find_writes(self) -> Iterator[Write]:
         """The changes since the snapshots."""
-        dicts = {id(held) for *_, held, _ in self._owners.values()}
+        dicts = {id(held) for *_, held in self._owners.values()}
         for place, before in self._places.values():
             if place.get is None and id(place.home) in dicts:
                 continue  # seen with its owner
@@ -524,7 +468,7 @@ class Snapshots:
             if not _is_same_value(before, after):
                 yield _make_place_write(place, before, after)
         replaced = set()
-        for owner, name, before, held, _ in self._owners.values():
+        for owner, name, before, held in self._owners.values():
             if held is not None:
                 for write in _find_dict_writes(name, held, before, dotted=True):
                     if _is_of_torch(owner) and self._is_replaced(write.before, write.after):

@@ -441,7 +441,7 @@ class CaptureRun:
                 self._called_last = functions.called_last
                 self.raised = not isinstance(error, LayoutError)
                 raise
-            codes = [*self.record.functions.codes.values()]
+            codes = [*self.record.reached.codes.values()]
             check_truth(codes, functions.reads_number)
             check_arguments((self.args, self.kwargs), self.record.places.values(), codes)
             self._input_attributes.check_unchanged()
@@ -590,7 +590,7 @@ class CaptureRun:
 
     def make_unrepeated_write_error(self, write: Write) -> Exception:
         """The error to raise where a graph would not write again what the step writes."""
-        codes = [*self.record.functions.codes.values()]
+        codes = [*self.record.reached.codes.values()]
         return unrepeated_write_error(write, codes, self.step)
 
     def _make_wires(self) -> None:

@@ -35,14 +35,12 @@ __all__ = [
     "device_at_capture",
     "fake_mode",
     "fake_mode_of",
-    "hang_hooks",
     "has_memory",
     "local_of",
     "make_distinct",
     "make_empty_fake",
     "make_fake",
     "tensors_written",
-    "users_hooks",
 ]
 
 _META = torch.device("meta")
@@ -263,22 +261,3 @@ def count_writes_of_lists(func: Any, args: Sequence[Any], kwargs: Mapping[str, A
     written = tensors_written(func, args, kwargs, lists=True)
     with Local():
         increment_version([t for t in written if not t.is_inference()])
-
-
-def hang_hooks(tensor: torch.Tensor, fake: torch.Tensor) -> list[Any]:
-    """Register the user's hooks of a leaf on its fake, so that they are traced; the handles.
-
-    Private torch: the dictionaries of a tensor's hooks.
-    """
-    if not tensor.is_leaf:  # autograd calls them outside the graph, when it goes on from there
-        return []
-    found = [fake.register_hook(hook) for hook in users_hooks(tensor._backward_hooks)]
-    for hook in users_hooks(getattr(tensor, "_post_accumulate_grad_hooks", None)):
-        found.append(fake.register_post_accumulate_grad_hook(hook))
-    return found
-
-
-def users_hooks(hooks: Any) -> list[Any]:
-    """The hooks that are not partita's own, which do in eager what the graph does by itself."""
-    found = [getattr(hook, "hook", hook) for hook in (hooks or {}).values()]
-    return [h for h in found if not str(getattr(h, "__module__", "")).startswith("partita.")]

@@ -32,10 +32,11 @@ from partita.tensor.tensor_state import count_writes, own_state, state_of
 
 from ..errors import not_captured
 from ..guards.codes import is_recorded, is_user_module
+from ..guards.places import hang_hooks
 from ..program import Input
 from .capture_context import Slot
 from .equal_calls import set_node_of
-from .fakes import FakeMaker, fake_mode, hang_hooks, local_of
+from .fakes import FakeMaker, fake_mode, local_of
 from .state import names_of_call, tensors_of_call
 from .symbolic import identity_of
 

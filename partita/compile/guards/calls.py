@@ -27,7 +27,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -38,11 +38,9 @@ from partita.layout import Fix
 from ..capture.capture_context import profiled_by
 from ..errors import CaptureError, not_captured, of_anomalies
 from .codes import is_recorded, is_user_module
+from .instrument import StateReader
 from .places import PLAIN, Place, place_of_answer, place_of_entry
 from .values import MISSING
-
-if TYPE_CHECKING:
-    from .instrument import StateReader
 
 __all__ = [
     "Calls",
@@ -57,6 +55,7 @@ __all__ = [
     "read_environment_of",
     "read_process_object",
     "read_setting",
+    "refuse_if_random",
     "unguarded",
 ]
 
@@ -173,11 +172,18 @@ class Calls:
     """Watches what a step calls while it is captured, for a record.
 
     Args:
-        record: is told of functions that run and of settings that are read, and raises refusals.
+        record: is told of settings that are read, and raises refusals.
+        enter_frame: called where a function of the user's runs.
+        reach_globals: called where `globals()` is called, with what it returns.
     """
 
-    def __init__(self, record: StateReader):
-        self._record = record
+    def __init__(
+        self,
+        record: StateReader,
+        enter_frame: Callable[[FrameType], None],
+        reach_globals: Callable[[dict[str, Any]], None],
+    ):
+        self._record, self._enter_frame, self._reach_globals = record, enter_frame, reach_globals
         self._kinds: dict[int, str] = {}
         self._codes: dict[int, CodeType] = {}
         self._warned_of: set[str] = set()
@@ -195,7 +201,7 @@ class Calls:
         for name, (state, put) in states.items():
             if _find_generator_states()[name][0] != state and self._record.error is None:
                 put(state)
-                self._refuse_random_draw(name)
+                _refuse_random_draw(self._record, name)
 
     @contextmanager
     def _ignoring_garbage_collection(self) -> Iterator[None]:
@@ -233,7 +239,7 @@ class Calls:
             self._codes[id(code)] = code
         if what == "call":
             if kind == "recorded":
-                self._record.functions.enter_frame(frame)
+                self._enter_frame(frame)
             elif kind == "setting":  # of interest only where the user asks: torch does all the time
                 caller = frame.f_back
                 if caller is not None and self._kinds.get(id(caller.f_code)) == "recorded":
@@ -269,7 +275,7 @@ class Calls:
         elif code in _SEED_SETTERS:
             self._refuse_seeding(_SEED_SETTERS[code])
         else:
-            self._refuse_random_draw(f"random.{code.co_name}")
+            _refuse_random_draw(self._record, f"random.{code.co_name}")
 
     def _handle_setting(self, code: CodeType, frame: FrameType) -> None:
         if code is _SETTING:
@@ -292,7 +298,7 @@ class Calls:
         owner = getattr(function, "__self__", None)
         name = getattr(function, "__name__", "")
         if function is globals:
-            self._record.functions.reach_globals(frame.f_globals)
+            self._reach_globals(frame.f_globals)
         if is_setting_of_c(function):
             read_setting(self._record, f"{name}()", function)
         if owner is None:
@@ -300,9 +306,9 @@ class Calls:
         if isinstance(owner, torch._C.Generator) and name in _GENERATOR_METHODS:
             self._refuse_seeding(f"torch.Generator.{name}")
         if isinstance(owner, random.Random):
-            self._refuse_random_draw(f"random.{name}")
+            _refuse_random_draw(self._record, f"random.{name}")
         if type(owner).__module__.startswith("numpy.random"):
-            self._refuse_random_draw(f"numpy.random.{name}")
+            _refuse_random_draw(self._record, f"numpy.random.{name}")
 
     def _handle_stdlib_call(self, function: Any, frame: FrameType) -> None:
         """Handle a function of C that Python's library calls, if it does so for the user."""
@@ -325,34 +331,10 @@ class Calls:
         else:
             self._refuse_shared_state(name.removeprefix("io."))
 
-    def refuse_if_random(self, value: Any, name: str) -> None:
-        """Raise CaptureError if `value` is a random generator, whose calls may not be seen."""
-        if isinstance(value, torch._C.Generator):
-            self._record.refuse(
-                f"the step reads {name}, a torch.Generator",
-                "a graph draws from the generator of its own device alone",
-                fix=Fix(
-                    "torch.manual_seed(...)", "before the step, which draws without generator="
-                ),
-            )
-        numpy = sys.modules.get("numpy")
-        kinds = (numpy.random.Generator, numpy.random.RandomState) if numpy is not None else ()
-        if isinstance(value, random.Random) or (kinds and isinstance(value, kinds)):
-            self._refuse_random_draw(f"{name}, a generator")
-        bound = type(value).__name__ == "cython_function_or_method"
-        if bound and kinds and isinstance(value.__self__, kinds):
-            self._refuse_random_draw(f"numpy.random.{value.__name__}")
-
     def _refuse_seeding(self, name: str) -> None:
         self._record.refuse(
             f"the step seeds ({name})",
             "a graph draws from the generator as it finds it: it would be seeded once, at capture",
-        )
-
-    def _refuse_random_draw(self, name: str) -> None:
-        self._record.refuse(
-            f"the step draws a number of Python's or numpy's ({name})",
-            "a graph would always have the number of its capture",
         )
 
     def _refuse_shared_state(self, name: str) -> None:
@@ -370,6 +352,30 @@ class Calls:
                 f"{name} at {user_line(frame)} runs while the step is captured, not in later calls",
                 stacklevel=2,
             )
+
+
+def refuse_if_random(record: StateReader, value: Any, name: str) -> None:
+    """Raise CaptureError if `value` is a random generator, whose calls may not be seen."""
+    if isinstance(value, torch._C.Generator):
+        record.refuse(
+            f"the step reads {name}, a torch.Generator",
+            "a graph draws from the generator of its own device alone",
+            fix=Fix("torch.manual_seed(...)", "before the step, which draws without generator="),
+        )
+    numpy = sys.modules.get("numpy")
+    kinds = (numpy.random.Generator, numpy.random.RandomState) if numpy is not None else ()
+    if isinstance(value, random.Random) or (kinds and isinstance(value, kinds)):
+        _refuse_random_draw(record, f"{name}, a generator")
+    bound = type(value).__name__ == "cython_function_or_method"
+    if bound and kinds and isinstance(value.__self__, kinds):
+        _refuse_random_draw(record, f"numpy.random.{value.__name__}")
+
+
+def _refuse_random_draw(record: StateReader, name: str) -> None:
+    record.refuse(
+        f"the step draws a number of Python's or numpy's ({name})",
+        "a graph would always have the number of its capture",
+    )
 
 
 # -- settings --------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from threading import get_ident
-from types import CodeType, FrameType, FunctionType
+from types import FrameType
 from typing import Any, Protocol
 
 from torch import nn
@@ -27,8 +27,6 @@ from ..errors import CaptureError
 from .places import Place
 
 __all__ = [
-    "CallReader",
-    "FunctionReader",
     "StateReader",
     "count_own_attributes",
     "exclusive_access",
@@ -179,51 +177,10 @@ def _wait_for(ids: tuple[int, ...]) -> None:
 # -- the record, as a protocol ---------------------------------------------------------------------
 
 
-class FunctionReader(Protocol):
-    """Records what functions name (`reached.Functions`)."""
-
-    codes: dict[int, CodeType]
-    reads_ahead: bool
-    constants: set[str]
-
-    def note_asked_names(self, names: set[str]) -> None:
-        """Note names that objects may be asked for."""
-
-    def reach_function(self, f: FunctionType, name: str) -> None:
-        """Note a function that may be called."""
-
-    def reach_methods(self, kind: type, name: str) -> None:
-        """Note the methods of a class."""
-
-    def reach_cached_function(self, f: Any, name: str) -> None:
-        """Enter a function whose results are cached."""
-
-    def reach_class(self, kind: type) -> None:
-        """Record the attributes of a class by the names in use."""
-
-    def reach_namespace(self, space: Any, name: str) -> None:
-        """Record the variables of a module or function by the names in use."""
-
-    def enter_frame(self, frame: FrameType) -> None:
-        """Record what a function names: it begins to run."""
-
-    def reach_globals(self, variables: dict[str, Any]) -> None:
-        """Record all globals of a module."""
-
-
-class CallReader(Protocol):
-    """Watches what a step calls (`calls.Calls`)."""
-
-    def refuse_if_random(self, value: Any, name: str) -> None:
-        """Raise CaptureError if `value` is a random generator."""
-
-
 class StateReader(Protocol):
     """Records what a step reads.
 
     Attributes:
-        functions: records what functions name.
-        calls: watches what is called.
         huge: by id, name and value of containers that are not compared deeply.
         snapshots: `record.Snapshots` of what was reached.
         reached_by_name: see `reaching_by_name`.
@@ -236,12 +193,6 @@ class StateReader(Protocol):
     reached_by_name: bool
     error: CaptureError | None
     before_backward: Callable[[Any], None]
-
-    @property
-    def functions(self) -> FunctionReader: ...
-
-    @property
-    def calls(self) -> CallReader: ...
 
     def read_attribute(self, owner: Any, name: str) -> None:
         """Record that an attribute is read."""

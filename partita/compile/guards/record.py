@@ -42,7 +42,6 @@ from .places import (
     dict_of,
     find_module_dict,
     has_settings,
-    is_slot,
     may_be_hidden,
     may_have_attributes,
     place_of_class_attribute,
@@ -51,7 +50,7 @@ from .places import (
     place_of_slot,
     slots_of,
 )
-from .reached import Functions, has_tensor_keys, reach_by_kind
+from .reached import ReachedValues, has_tensor_keys
 from .values import MISSING, is_container, items_of, make_restorer, read_raw_content, same_bits
 
 __all__ = [
@@ -125,8 +124,8 @@ class ReadRecord:
         self._is_paused = False
         self._read_by_library = False  # whether torch's code reads now
         self.reached_by_name = False
-        self.functions = Functions(self)
-        self.calls = Calls(self)
+        self.reached = ReachedValues(self)
+        self.calls = Calls(self, self.reached.enter_frame, self.reached.reach_globals)
 
     @contextmanager
     def recording(self, step: Any, arguments: Iterable[tuple[str, Any]]) -> Iterator[None]:
@@ -142,7 +141,7 @@ class ReadRecord:
         try:
             self._instrument_type(nn.Module)
             # Where another profiler is set, calls are not seen: functions are read when reached.
-            self.functions.reads_ahead = sys.getprofile() is not None
+            self.reached.reads_ahead = sys.getprofile() is not None
             with self.without_recording():
                 self.read_place(Place("the step", self, "step", lambda: step), step)
                 for key in _GLOBAL_HOOKS:
@@ -152,7 +151,7 @@ class ReadRecord:
                 for mode in function_modes():
                     self.reach_value(mode, type(mode).__name__)
             try:
-                with recorded_by(self), self.calls.listening(not self.functions.reads_ahead):
+                with recorded_by(self), self.calls.listening(not self.reached.reads_ahead):
                     yield
             except Exception as error:
                 if self.error is None or self.error is error:
@@ -160,7 +159,7 @@ class ReadRecord:
             if self.error is not None:  # the step or a library may have caught it
                 raise self.error
         finally:
-            self.functions.remove_substitutes()
+            self.reached.remove_substitutes()
             uninstrument(self._instrumented)
             self._instrumented = []
 
@@ -201,8 +200,8 @@ class ReadRecord:
             is_number_input,
             [*self.huge.values()],
             slots,
-            self.functions.classes,
-            self.functions.namespaces(),
+            self.reached.classes,
+            self.reached.namespaces(),
         )
 
     def watch_new(self, value: Any, name: str) -> None:
@@ -227,7 +226,7 @@ class ReadRecord:
         by_user = is_recorded(sys._getframe(2).f_code.co_filename)
         if name == "__class__" and by_user:
             with self.without_recording():
-                self.functions.reach_class(type(owner))
+                self.reached.reach_class(type(owner))
             return
         if name == "__dict__":
             # Torch's own code looks parameters up there, which is no read of all attributes.
@@ -292,7 +291,7 @@ class ReadRecord:
         value = place.value
         if place.identity in self.places:
             return value
-        if value is not MISSING and not is_slot(value):
+        if value is not MISSING and not isinstance(value, types.MemberDescriptorType):
             self.read_place(place, value)
             inner = ("fget", "__func__", "func", "dispatcher")
             for function in (getattr(value, a, None) for a in inner):
@@ -336,7 +335,7 @@ class ReadRecord:
         ):
             return
         self._reached[id(value)] = value
-        reach_by_kind(self, value, name)
+        self.reached.reach_by_kind(value, name)
 
     def _refuse_weak(self, value: Any, name: str) -> None:
         if self._read_by_library:  # as recurrent layers refer to their weights, which they hold too
@@ -361,9 +360,9 @@ class ReadRecord:
         self._objects[id(value)] = known
         self.types[id(value)] = (value, kind)
         self.snapshots.snapshot_object(value, name, held, known.slots)
-        self.functions.reach_methods(kind, kind.__name__)
-        if self.functions.types_read:
-            self.functions.reach_class(kind)
+        self.reached.reach_methods(kind, kind.__name__)
+        if self.reached.types_read:
+            self.reached.reach_class(kind)
         if has_own_getattribute(kind):
             self._read_all(known)
             for key, v in known.attributes.items():
@@ -380,7 +379,6 @@ class ReadRecord:
 
 # -- writes ----------------------------------------------------------------------------------------
 
-_PLAIN = (bool, int, float, str, bytes, complex, type(None))
 _MUTABLE = (list, dict, set, collections.deque, types.SimpleNamespace)
 
 
@@ -524,7 +522,7 @@ def _copy(value: Any) -> Any:
 def _is_same_value(a: Any, b: Any) -> bool:
     if a is b:
         return True
-    if type(a) is type(b) and isinstance(a, _PLAIN):
+    if type(a) is type(b) and isinstance(a, PLAIN):
         return same_bits(a, b)
     if isinstance(a, types.MethodType) and isinstance(b, types.MethodType):
         return a.__self__ is b.__self__ and a.__func__ is b.__func__

@@ -220,7 +220,7 @@ class BlockCalls:
         choice: BlockChoice,
         models: Iterable[nn.Module],
     ):
-        self.recorder, self._mode, self._wires = recorder, mode, wires
+        self.recorder, self.mode, self._wires = recorder, mode, wires
         self._choice, self._blocks = choice, choice.find(models)
         self._traces: dict[type, list[BlockTrace]] = {}
         self._listeners = dispatch_listeners()
@@ -263,7 +263,7 @@ class BlockCalls:
         """
         kind = type(module)
         traces = self._traces.setdefault(kind, [])
-        tracing = BlockTracing(self.recorder, self._mode.shape_env)
+        tracing = BlockTracing(self.recorder, self.mode.shape_env)
         varying = kind not in self._choice.constants
         follower = BlockFollower(kind, [t.tape for t in traces], tracing, self._listeners, varying)
         casts = torch.is_autocast_cache_enabled()
@@ -360,16 +360,10 @@ class BlockCalls:
     ) -> BackwardBody:
         """Trace the backward of a block: see `differentiate_block`."""
         try:
-            tracing = BlockTracing(self.recorder, self._mode.shape_env)
+            tracing = BlockTracing(self.recorder, self.mode.shape_env)
             return differentiate_block(trace, given, trains, tracing)
         except BlockNumberRead as error:
             raise VaryingFloatRead(trace.kind) from error
-
-    def make_fakes(
-        self, nodes: Sequence[fx.Node], likes: Sequence[torch.Tensor]
-    ) -> list[FakeTensor]:
-        """Fake tensors that the nodes make."""
-        return tensors_of(nodes, likes, self._mode)
 
 
 @dataclass(eq=False)
@@ -409,7 +403,7 @@ class _BlockCall:
         self.node, nodes = add_block_node(self.calls.recorder, block_forward, args, self.numbers)
         self.node.meta[LABELS] = tuple(self.labels)
         likes = [self.trace.made[n].meta["val"] for n in self.numbers]
-        return self.calls.make_fakes(nodes, likes)
+        return tensors_of(nodes, likes, self.calls.mode)
 
     def note_versions(self, tensors: Iterable[torch.Tensor]) -> None:
         """Note the versions of tensors that backward may read, for `_check_unwritten`."""
@@ -446,7 +440,7 @@ class _BlockCall:
         args = back, self.node, *cotangents
         _, nodes = add_block_node(self.calls.recorder, block_backward, args, back.gradients)
         likes = [g.meta["val"] for g in back.gradients.values()]
-        made = dict(zip(back.gradients, self.calls.make_fakes(nodes, likes), strict=True))
+        made = dict(zip(back.gradients, tensors_of(nodes, likes, self.calls.mode), strict=True))
         return [made.get(i) for i in trace.takes]
 
 

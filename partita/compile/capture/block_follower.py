@@ -76,7 +76,7 @@ class BlockFollower(TorchFunctionMode):
     Args:
         kind: the block's class.
         tapes: of earlier blocks of that class.
-        trace: the `BlockTracing` that traces calls of a new tape into the graph.
+        trace: traces calls of a new tape into the graph.
         listeners: `dispatch_listeners()` when the step began.
         varying: may floats differ between blocks of one structure?
 
@@ -92,7 +92,12 @@ class BlockFollower(TorchFunctionMode):
     """
 
     def __init__(
-        self, kind: type, tapes: Sequence[BlockTape], trace: Any, listeners: Any, varying: bool
+        self,
+        kind: type,
+        tapes: Sequence[BlockTape],
+        trace: BlockTracing,
+        listeners: Any,
+        varying: bool,
     ):
         super().__init__()
         self.kind, self._known, self._trace, self._floats_may_vary = kind, tapes, trace, varying
@@ -125,7 +130,8 @@ class BlockFollower(TorchFunctionMode):
         return unprofiled(self._follow_call, func, args, kwargs)
 
     def _follow_call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        self._refuse_function(func)
+        if reason := why_refused(func):
+            raise NotABlock(self.kind, reason)
         operands = self._writer.write_operands(func, args, kwargs)
         modes = self._read_modes()
         if is_question(func) and not contains(operands, MadeTensor):
@@ -172,10 +178,6 @@ class BlockFollower(TorchFunctionMode):
     def suspended(self) -> AbstractContextManager[None]:
         """Within, calls are no part of the block."""
         return attribute_set(self, "_suspended", True)
-
-    def _refuse_function(self, func: Any) -> None:
-        if reason := why_refused(func):
-            raise NotABlock(self.kind, reason)
 
     def _refuse_write(self, func: Any, operands: Any) -> None:
         name = getattr(func, "__name__", "")

@@ -62,7 +62,6 @@ from .symbolic import is_symbolic, takes_number_exactly
 
 __all__ = [
     "BlockProgram",
-    "OutlinedUpdates",
     "Structures",
     "count_blocks",
     "inline_block_programs",
@@ -449,7 +448,8 @@ class _Outlining:
             trace.region,
             trace.labels,
         )
-        _check_results_apart(program)
+        if any(max(pair) < len(results) for pair in overlapping_results(made.graph)):
+            raise UnsureOfWrites  # results show one memory, or that of an operand
         program.bodies(made.graph)
         return program, free_early, free_late
 
@@ -479,13 +479,6 @@ def _add_numbers(graph: fx.Graph, call: fx.Node) -> list[fx.Node]:
             made.meta = {"val": value_of_input(node.meta["val"]), NOTE: note_of(call)}
             found.append(made)
     return found
-
-
-def _check_results_apart(program: BlockProgram) -> None:
-    """Raise UnsureOfWrites where results show one memory, or that of an operand."""
-    for pair in overlapping_results(program.graph.graph):
-        if max(pair) < len(program.results):
-            raise UnsureOfWrites
 
 
 def inline_block_programs(graph: fx.Graph) -> None:

@@ -74,10 +74,10 @@ from .outputs import (
     GraphOutputs,
     InputAttributes,
     ModuleAttributes,
-    StepTrace,
     holds_made,
     is_filled,
     make_left_error,
+    make_program,
     unrepeated_write_error,
 )
 from .recorder import Recorder, RepeatedMoves
@@ -91,7 +91,6 @@ from .step_function_mode import (
 )
 
 __all__ = [
-    "CaptureRun",
     "capture",
     "taking_turns",
     "trace_once",
@@ -167,7 +166,7 @@ def capture(
                 _note_guards(error, run)
             if run.raised and guesses.certain:
                 raise StepRaises(error) from error
-            if isinstance(error, LayoutError) or plain.why or not run.numbers.made:
+            if isinstance(error, LayoutError) or plain.why or not run.numbers.traced:
                 raise error
             # Symbolic numbers cannot do all that floats can: try once more with Python's own.
             plain.why = str(error).strip().split("\n")[0] or type(error).__name__
@@ -361,16 +360,8 @@ class CaptureRun:
             made = functionalize_graph(made, places_of_equal(inputs.all, self._equal_counts))
             if self.questions.values:
                 gate_writes(made.graph, self.questions.answers.values)
-            trace = StepTrace(
-                inputs,
-                self.wires,
-                self.outputs.all,
-                self.outputs.result,
-                self.outputs.constants,
-                self.outputs.cleared,
-                self._collect_conditions(),
-            )
-            program = trace.program(made)
+            conditions = self._collect_conditions()
+            program = make_program(made, inputs, self.wires, self.outputs, conditions)
         program.answers = self.questions.answers
         apart, updates = self._blocks.apart_by_name, self._updates.structures
         program.blocks = BlocksTraced(structures, apart, updates)
@@ -415,7 +406,8 @@ class CaptureRun:
             stack.enter_context(calls.intercepting(mode.tracer))
             self.record.before_backward = calls.check_results
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-            stack.enter_context(exclusive_access(self._find_tensor_holders()))
+            parts = [part for module in self.modules for part in module.modules()]
+            stack.enter_context(exclusive_access(parts))  # whose tensors are exchanged meanwhile
             stack.enter_context(self.attributes.restored())
             self._slot_values_before = stack.enter_context(slots_swapped(self.slots, stand_in))
             self._updates = BlockUpdates(recorder, self.inputs.mode, self._blocks, self.modules)
@@ -516,10 +508,6 @@ class CaptureRun:
         named = ((f"argument[{i}]", v) for i, v in enumerate(leaves))
         return [*kinds, *((name, v) for name, v in named if not isinstance(v, torch.Tensor))]
 
-    def _find_tensor_holders(self) -> list[Any]:
-        """The modules whose tensors are exchanged while the step runs."""
-        return [part for module in self.modules for part in module.modules()]
-
     # -- what the step writes ----------------------------------------------------------------------
 
     @contextmanager
@@ -537,7 +525,7 @@ class CaptureRun:
     def guards(self) -> Guards:
         """The guards of what the step has read, with the values of now."""
         number_places = set()
-        for given in self.numbers.inputs_met:
+        for given, _ in self.numbers.met:
             if given.path:
                 home = given.home
                 if isinstance(home, (Cell, ParamGroup)):
@@ -609,10 +597,14 @@ class CaptureRun:
         """Add to `outputs` what the step returns, and what slots and gradients hold after it."""
         outputs = self.outputs
         outputs.add_result(result, self._is_returned_as_itself)
-        new_state = self.optimizers.list_new_state(self.inputs.stood_for)
+        new_state = self.optimizers.list_new_state(self.inputs.input_of)
         for slot, first in zip(self.slots, self._slot_values_before, strict=True):
             if slot.value is not first and slot.kind != "optimizer":
-                self._check_slot(slot)
+                if not isinstance(slot.value, torch.Tensor):
+                    raise not_captured(
+                        f"{slot.name} is no tensor after the step",
+                        "it would be one before the next step",
+                    )
                 outputs.add_slot(slot, slot.value)
         for slot, value in new_state:
             outputs.add_slot(slot, value)
@@ -638,12 +630,6 @@ class CaptureRun:
         if len(self.outputs.differentiable) > 1:
             self.record.before_backward(self.outputs.differentiable)
         self.outputs.add_cotangents(self.recorder)
-
-    def _check_slot(self, slot: Slot) -> None:
-        if not isinstance(slot.value, torch.Tensor):
-            raise not_captured(
-                f"{slot.name} is no tensor after the step", "it would be one before the next step"
-            )
 
 
 def _is_whole(given: Input) -> bool:

@@ -34,6 +34,7 @@ __all__ = [
     "count_writes_of_lists",
     "device_at_capture",
     "fake_mode",
+    "fake_mode_in",
     "fake_mode_of",
     "has_memory",
     "local_of",
@@ -67,8 +68,23 @@ def fake_mode() -> FakeTensorMode:
 
 def fake_mode_of(inputs: Iterable[Any]) -> FakeTensorMode:
     """The mode in which a graph's inputs were made; a new one for a graph that has none."""
-    found = (getattr(x, "fake_mode", None) for x in inputs)
-    return next((mode for mode in found if mode is not None), None) or FakeTensorMode()
+    return fake_mode_in(inputs) or FakeTensorMode()
+
+
+def fake_mode_in(values: Iterable[Any]) -> FakeTensorMode | None:
+    """The mode of the first fake tensor among values, in lists and dictionaries too."""
+    for v in values:
+        if isinstance(v, FakeTensor):
+            return v.fake_mode  # type: ignore[no-any-return]
+        if isinstance(v, (list, tuple)):
+            found = fake_mode_in(v)
+        elif isinstance(v, dict):
+            found = fake_mode_in(v.values())
+        else:
+            continue
+        if found is not None:
+            return found
+    return None
 
 
 class FakeMaker:

@@ -23,17 +23,22 @@ from torch.utils import _pytree as pytree
 from partita.tensor.op_facts import facts_of
 
 from ..graph_nodes import drop_unused, lazy_graph_modules
-from .symbolic import Scalar, call_with_scalars, compute_scalar, has_scalars, is_symbolic
+from .symbolic import (
+    Scalar,
+    call_with_scalars,
+    compute_scalar,
+    has_scalars,
+    is_symbolic,
+    unwrap_scalar,
+)
 
 __all__ = [
     "REPLACED",
-    "Pattern",
     "UnsureOfWrites",
     "call_in_list",
     "call_without_writes",
     "calls_of_list",
     "changes_without_writes",
-    "draw_in_place",
     "pattern_of",
     "value_of_input",
 ]
@@ -116,7 +121,7 @@ def _trace_pattern(
     call: Callable[..., Any], args: Any, kwargs: Any, like: Any, mode: Any
 ) -> Pattern:
     leaves, structure = pytree.tree_flatten((args, kwargs), is_leaf=_is_scalar)
-    places = [i for i, leaf in enumerate(leaves) if isinstance(_unwrap_scalar(leaf), torch.Tensor)]
+    places = [i for i, leaf in enumerate(leaves) if isinstance(unwrap_scalar(leaf), torch.Tensor)]
     trees: list[Any] = []
 
     def run(*operands: torch.Tensor) -> list[torch.Tensor]:
@@ -125,13 +130,13 @@ def _trace_pattern(
             given[i] = Scalar(operand) if _is_scalar(leaves[i]) else operand
         found = call(*pytree.tree_unflatten(given, structure), like)
         flat, tree = pytree.tree_flatten(found, is_leaf=_is_scalar)
-        if not all(t is None or isinstance(_unwrap_scalar(t), torch.Tensor) for t in flat):
+        if not all(t is None or isinstance(unwrap_scalar(t), torch.Tensor) for t in flat):
             raise UnsureOfWrites
         trees[:] = [tree, [type(t) for t in flat]]
-        return [_unwrap_scalar(t) for t in flat if t is not None]
+        return [unwrap_scalar(t) for t in flat if t is not None]
 
     with mode, torch.no_grad(), lazy_graph_modules():
-        operands = [_without_memory(_unwrap_scalar(leaves[i])) for i in places]
+        operands = [_without_memory(unwrap_scalar(leaves[i])) for i in places]
         made = make_fx(functionalize(run, remove="mutations"))(*operands)
     return _pattern_of_graph(made.graph, *trees)
 
@@ -204,10 +209,6 @@ def _is_scalar(value: Any) -> bool:
     return type(value) is Scalar
 
 
-def _unwrap_scalar(value: Any) -> Any:
-    return value.tensor if type(value) is Scalar else value
-
-
 def _without_memory(t: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
 
@@ -262,7 +263,7 @@ def call_without_writes(target: Any, args: Any, kwargs: Any, like: Any) -> Any:
     if target is _aten.native_batch_norm.default:
         # It writes the running statistics without saying so in its schema; this variant says it.
         return _aten._native_batch_norm_legit.default(*args, **kwargs)
-    drawn = draw_in_place(target, args, kwargs) if name.endswith("_") else None
+    drawn = _draw_in_place(target, args, kwargs) if name.endswith("_") else None
     return target(*args, **kwargs) if drawn is None else drawn
 
 
@@ -347,7 +348,7 @@ _library.impl("bernoulli_like", _draw_bernoulli, "CompositeExplicitAutograd")
 torch.library.register_fake("partita::bernoulli_like", _make_empty_draw, lib=_library)
 
 
-def draw_in_place(func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
+def _draw_in_place(func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
     """Draw random numbers in place, in the order in which eager fills memory.
 
     Eager fills memory as it lies, torch's out-of-place forms as elements are counted; and these say
@@ -371,6 +372,9 @@ def draw_in_place(func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
 
 
 # -- CTC loss --------------------------------------------------------------------------------------
+
+# torch's op returns a table for backward whose size depends on the longest target. Here backward
+# computes it again, so that it is the value of no node.
 
 
 def _compute_loss(log_probs: torch.Tensor, *args: Any) -> torch.Tensor:

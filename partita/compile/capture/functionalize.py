@@ -37,7 +37,8 @@ from ..graph_nodes import (
     written_operands,
 )
 from .block_nodes import is_block_node
-from .equal_calls import call_without_memory, tensors_in
+from .equal_calls import call_without_memory
+from .fakes import fake_mode_in
 from .functional_calls import (
     PatternOperand,
     PatternResult,
@@ -53,7 +54,6 @@ from .functional_memory import (
     invert_view,
     is_plain_write,
     is_reshaped,
-    is_write,
     keep_apart,
     lie_alike,
     makers_of_shared,
@@ -64,14 +64,13 @@ from .functional_memory import (
     view_of,
 )
 from .optimizers import share_equal_counts
-from .symbolic import Scalar, is_symbolic
+from .symbolic import Scalar, is_symbolic, unwrap_scalar
 
 __all__ = [
     "UnsureOfWrites",
     "functionalize_graph",
     "rewrite_without_writes",
     "trace_without_writes",
-    "without_views_in_place",
 ]
 
 _aten = torch.ops.aten
@@ -89,7 +88,7 @@ def functionalize_graph(
         CaptureError: a result cannot be a view of what it is a view of in eager.
         UnsureOfWrites: what a block node takes or gives is written as only a trace could tell.
     """
-    without_views_in_place(graph.graph)
+    _without_views_in_place(graph.graph)
     memory = memory_that_is_written(graph.graph)
     makers = makers_of_shared(graph.graph, memory)
     try:
@@ -114,26 +113,15 @@ def _remove_redundant_nodes(graph: fx.Graph) -> None:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
         elif node.target is _aten.copy.default:
-            into, value = node.args[0], node.args[1]
-            if _has_same_metadata(into, value) and not node.args[2:]:
-                node.replace_all_uses_with(value)
+            into, value = (n.meta.get("val") for n in node.args[:2])
+            alike = into is not None and lie_alike(into, value) and into.device == value.device
+            if alike and not node.args[2:]:
+                node.replace_all_uses_with(node.args[1])
                 graph.erase_node(node)
     for node in reversed(list(graph.nodes)):
         if getattr(node.target, "namespace", "") == "profiler":
             graph.erase_node(node)  # marks for a profiler, which torch's optimizers set
     drop_unused(graph)
-
-
-def _has_same_metadata(a: Any, b: Any) -> bool:
-    one, other = a.meta.get("val"), b.meta.get("val")
-    return (
-        isinstance(one, torch.Tensor)
-        and isinstance(other, torch.Tensor)
-        and one.dtype == other.dtype
-        and one.shape == other.shape
-        and one.stride() == other.stride()
-        and one.device == other.device
-    )
 
 
 # -- tracing the graph again -----------------------------------------------------------------------
@@ -206,7 +194,7 @@ class _Noting(fx.Interpreter):
     def output(self, target: Any, args: Any, kwargs: Any) -> Any:
         values = super().output(target, args, kwargs)
         values = [*values, *self._given.values()]
-        return [v.tensor if isinstance(v, Scalar) else v for v in values]
+        return [*map(unwrap_scalar, values)]
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         name = getattr(target, "_opname", "")
@@ -221,7 +209,7 @@ class _Noting(fx.Interpreter):
 # -- views in place --------------------------------------------------------------------------------
 
 
-def without_views_in_place(graph: fx.Graph) -> None:
+def _without_views_in_place(graph: fx.Graph) -> None:
     """Replace calls that change how a tensor shows its memory (`x.t_()`) by views (`x.t()`).
 
     They write nothing: who reads `x` afterwards reads what the call returns. Left as they are where
@@ -314,7 +302,9 @@ class _Rewrite:
         self.latest: dict[int, dict[Any, tuple[int, fx.Node]]] = {m: {} for m in self.written}
         self.other_strides: set[fx.Node] = set()
         self.shared: dict[fx.Node, fx.Node] = {}
-        self.mode = _mode_of(graph.graph)
+        self.mode = fake_mode_in(n.meta.get("val") for n in graph.graph.nodes if n.op != "output")
+        if self.mode is None:
+            raise UnsureOfWrites
         self.closed: set[int] = set()
         self._note: Any = None
 
@@ -332,7 +322,9 @@ class _Rewrite:
             elif node.op == "call_function":
                 self._rewrite_call(node)
             elif node.op == "output":
-                values = [_node_of(v) for v in fx.node.map_arg(node.args[0], self.current_value)]
+                values = [
+                    unwrap_scalar(v) for v in fx.node.map_arg(node.args[0], self.current_value)
+                ]
                 for maker in self.makers:
                     with suppress(UnsureOfWrites):
                         self.shared[maker] = self.current_value(maker)
@@ -378,8 +370,8 @@ class _Rewrite:
             self._call_part(node)
             return
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.current_value)
-        if changes_without_writes(target, args, kwargs) or is_write(target):
-            if is_write(target) and not is_plain_write(target):
+        if changes_without_writes(target, args, kwargs) or facts_of(target).writes:
+            if facts_of(target).writes and not is_plain_write(target):
                 raise UnsureOfWrites
             call = _bind_call(call_without_writes, target)
             given = node.args, node.kwargs
@@ -400,7 +392,7 @@ class _Rewrite:
         Raises:
             UnsureOfWrites: it writes what is no input, or was written before.
         """
-        args: Any = fx.node.map_arg(node.args, lambda n: _node_of(self.current_value(n)))
+        args: Any = fx.node.map_arg(node.args, lambda n: unwrap_scalar(self.current_value(n)))
         self.of[node] = new = self._add_call(node.target, args, {}, node)
         new.meta = {**node.meta, **new.meta}
         if any(n.op != "placeholder" for n in written_operands(new)):
@@ -425,7 +417,7 @@ class _Rewrite:
             if not isinstance(value, (fx.Node, Scalar)):
                 raise UnsureOfWrites
             olds.append(node)
-            operands.append(_node_of(value))
+            operands.append(unwrap_scalar(value))
             shown = operands[-1].meta["val"]
             return Scalar(shown) if isinstance(value, Scalar) else shown
 
@@ -538,15 +530,3 @@ def _fill_parts(value: Any, part: Callable[[Any], Any]) -> Any:
     if isinstance(value, dict):
         return {k: _fill_parts(v, part) for k, v in value.items()}
     return part(value)
-
-
-def _node_of(value: Any) -> Any:
-    return value.tensor if isinstance(value, Scalar) else value
-
-
-def _mode_of(graph: fx.Graph) -> Any:
-    for node in graph.nodes:
-        for t in tensors_in(node.meta.get("val")) if node.op != "output" else ():
-            if hasattr(t, "fake_mode"):
-                return t.fake_mode
-    raise UnsureOfWrites

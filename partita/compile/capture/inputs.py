@@ -58,29 +58,22 @@ class GraphInputs:
     Attributes:
         all: in the graph's order: coordinates, tensors, gradients, numbers.
         fakes: the fake tensor that stands for each.
-        identities: the set of fakes, by identity.
+        identities: the ids of the fakes.
         leaves: of the call, as `tensors_of_call` gives them.
 
     Args:
         unmarked: places of leaves without a gradient that are given no mark.
     """
 
-    def __init__(
-        self,
-        slots: Sequence[Slot],
-        args: Any,
-        kwargs: Any,
-        unmarked: set[int],
-    ):
+    def __init__(self, slots: Sequence[Slot], args: Any, kwargs: Any, unmarked: set[int]):
         self.mode = fake_mode()
         self.all: list[Input] = []
         self.fakes: list[torch.Tensor] = []
-        self.identities = _Identities()
+        self.identities: set[int] = set()
         self._snapshots: list[torch.Tensor] = []
         self._fakes_by_id: dict[int, torch.Tensor] = {}
         self._coordinates: dict[tuple[Wire, str], int] = {}  # places among all inputs
         self._by_leaf: dict[int, Input] = {}
-        self._originals: dict[int, torch.Tensor] = {}
         names = names_of_call(slots, args, kwargs)
         self.leaves = tensors = tensors_of_call(slots, args, kwargs)
         self._add_coordinates(tensors)
@@ -100,6 +93,7 @@ class GraphInputs:
             elif given.index not in unmarked and given.tensor.requires_grad:
                 self._add(Input(name, "mark", given.tensor, given.index))
         self._make_fakes()
+        self._by_fake = {id(self.stand_in(i.tensor)): i for i in self._by_leaf.values()}
 
     def _add_coordinates(self, tensors: Sequence[Any]) -> None:
         wires = dict.fromkeys(t._spec.wire for t in tensors if hasattr(t, "_spec"))
@@ -129,7 +123,7 @@ class GraphInputs:
                 self._fakes_by_id[id(given.tensor)] = fake
             self.fakes.append(fake)
             self._snapshots.append(snapshot)
-            self.identities.add(fake)
+            self.identities.add(id(fake))
 
     def add_placeholders(self, graph: fx.Graph) -> list[fx.Node]:
         """Add the inputs to the graph that is being traced; called before any other node is there.
@@ -192,27 +186,13 @@ class GraphInputs:
         """The fake of `value` where that is an input; else `value`."""
         return self._fakes_by_id.get(id(value), value) if isinstance(value, torch.Tensor) else value
 
-    def stood_for(self, fake: torch.Tensor) -> torch.Tensor | None:
-        """The input for which `fake` stands, None if for none."""
-        if not self._originals:
-            for given in self._by_leaf.values():
-                self._originals[id(self._fakes_by_id[id(given.tensor)])] = given.tensor
-        return self._originals.get(id(fake))
+    def input_of(self, fake: torch.Tensor) -> Input | None:
+        """The input, a leaf of the call, for which `fake` stands; None if for none."""
+        return self._by_fake.get(id(fake))
 
     def coordinates(self, wire: Wire) -> dict[str, torch.Tensor]:
         """By axis of more than one rank, the fake of this rank's coordinate."""
         return {axis: self.fakes[i] for (w, axis), i in self._coordinates.items() if w is wire}
-
-    def place_of(self, fake: torch.Tensor) -> int:
-        """The index, among the leaves of the call, of the input that has this fake; else -1."""
-        found = [
-            i for i, given in self._by_leaf.items() if self._fakes_by_id[id(given.tensor)] is fake
-        ]
-        return found[0] if found else -1
-
-    def name_of(self, index: int) -> str:
-        """The name of the input at an index among the leaves of the call."""
-        return self._by_leaf[index].name
 
     def owner(self, gradient: Input) -> torch.Tensor:
         """The fake of the tensor whose gradient an input is."""
@@ -228,17 +208,6 @@ def _check_class(t: torch.Tensor, name: str) -> None:
             "what stands for a tensor in a graph has not its methods, nor its __torch_function__",
             Fix(f"{name}.as_subclass(torch.Tensor)", "is a plain tensor of the same memory"),
         )
-
-
-class _Identities:
-    def __init__(self) -> None:
-        self._ids: set[int] = set()
-
-    def add(self, value: Any) -> None:
-        self._ids.add(id(value))
-
-    def __contains__(self, value: Any) -> bool:
-        return id(value) in self._ids
 
 
 # -- facts of input tensors ------------------------------------------------------------------------
@@ -326,8 +295,8 @@ class TensorFacts:
         return self._answer(name, args[0], func)
 
     def _answer(self, name: str, fake: Any, func: Any) -> tuple[Any, ...]:
-        given, index = self._inputs.stood_for(fake), self._inputs.place_of(fake)
-        if given is None or index < 0:
+        given = self._inputs.input_of(fake)
+        if given is None:
             if name in _OF_MEMORY and self._shows_input(fake):
                 raise not_captured(
                     f"the step asks for {name} of a view of one of its inputs",
@@ -342,15 +311,14 @@ class TensorFacts:
             if found is not None and id(found) not in self._grads:
                 return ()  # the step's own
             untouched = self._grads.get(id(found)) == (True, _count_writes(found))
-        value = _read_fact(given, name)
-        named = self._inputs.name_of(index)
-        condition = FactCondition(named, index, name, value, user_line())
-        self._found.setdefault((index, name), condition)
+        value = _read_fact(given.tensor, name)
+        condition = FactCondition(given.name, given.index, name, value, user_line())
+        self._found.setdefault((given.index, name), condition)
         if name == "grad":
             return (None,) if untouched else ()
         if name in _OBJECTS:
             with Local():
-                return () if not value or func(fake) is not None else (func(given),)
+                return () if not value or func(fake) is not None else (func(given.tensor),)
         return (value,)
 
     def _shows_input(self, fake: Any) -> bool:

@@ -15,7 +15,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ from partita.tensor.tensor_state import HERE
 from ..conditions import EqualInputs, read_counts
 from ..errors import CaptureError, not_captured
 from ..graph_nodes import is_collective, key_of_operands, note_of
+from ..guards.codes import codes_within
 from ..guards.guards import hearing_modes
 from ..program import Input
 from .block_updates import COUNTS, BlockUpdates, WidenedCounts, narrow_counts, widen_counts
@@ -125,19 +126,14 @@ def _leaves_state_to_torch(optimizer: Optimizer) -> bool:
         if _is_defined_in_torch(kind):
             return kind is not Optimizer
         own = (inspect.unwrap(f) for f in vars(kind).values() if callable(f))
-        if any("state" in _names_in(f.__code__) for f in own if isinstance(f, FunctionType)):
+        codes = (c for f in own if isinstance(f, FunctionType) for c in codes_within(f.__code__))
+        if any("state" in code.co_names for code in codes):
             return False
     return False
 
 
 def _is_defined_in_torch(found: Any) -> bool:
     return f"{found.__module__}.".startswith("torch.optim.")
-
-
-def _names_in(code: CodeType) -> set[str]:
-    """The names of globals and attributes in a function's code, and in those that it defines."""
-    inner = (_names_in(c) for c in code.co_consts if isinstance(c, CodeType))
-    return {*code.co_names}.union(*inner)
 
 
 def _find_modes() -> tuple[Any, ...]:
@@ -367,12 +363,12 @@ class CapturedOptimizers:
         return now
 
     def list_new_state(
-        self, stood_for: Callable[[torch.Tensor], torch.Tensor | None]
+        self, input_of: Callable[[torch.Tensor], Input | None]
     ) -> list[tuple[Slot, torch.Tensor]]:
         """After the step: (slot, value) of state that optimizers did not hold before.
 
         Args:
-            stood_for: gives the tensor for which a fake stands.
+            input_of: gives the input for which a fake stands.
 
         Raises:
             CaptureError: the step changed a number in an optimizer's state.
@@ -381,7 +377,7 @@ class CapturedOptimizers:
         for name, optimizer in self.optimizers.items():
             for p, entries in optimizer.state.items():
                 held = self._held[optimizer].get(p, {})
-                real = stood_for(p)
+                real = input_of(p)
                 if real is None and any(isinstance(v, torch.Tensor) for v in entries.values()):
                     raise not_captured(
                         f"{name} has a state of a tensor that it does not update",
@@ -391,7 +387,9 @@ class CapturedOptimizers:
                     if value is held.get(key):
                         continue
                     if isinstance(value, torch.Tensor) and real is not None:
-                        slot = Slot(f"{name}.{key}", "optimizer", _StateOf(optimizer, real), key)
+                        slot = Slot(
+                            f"{name}.{key}", "optimizer", _StateOf(optimizer, real.tensor), key
+                        )
                         found.append((slot, value))
                     elif value != held.get(key):
                         raise not_captured(

@@ -57,14 +57,12 @@ from .inputs import GraphInputs, TensorFacts, is_fact
 from .symbolic import as_number
 
 __all__ = [
-    "C_FUNCTION_TYPES",
     "LibraryCalls",
     "StepFunctionMode",
     "check_arguments",
     "check_constants",
     "check_operators",
     "check_truth",
-    "check_values",
 ]
 
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -109,17 +107,17 @@ class StepFunctionMode(TorchFunctionMode):
         if func == _set_data:
             return self._set_data(*args)
         self.called_last = name = getattr(func, "__name__", "")
-        if type(func) in C_FUNCTION_TYPES and not _is_followed(func):
+        if type(func) in _C_FUNCTION_TYPES and not _is_followed(func):
             return self.calls.call(func, args, kwargs)
         if name in _READING:
             self.reads_number = self.reads_number or user_line()
             return pytree.tree_map(as_number, func(*args, **kwargs))
         if name in _ASKING:  # torch would ask for a number first
             return bool(as_number(torch.Tensor.item(*args, **kwargs)))
-        if facts_of_function(name).changes_shape and args[0] in self._inputs.identities:
+        if facts_of_function(name).changes_shape and id(args[0]) in self._inputs.identities:
             raise _shape_is_changed(name)
         _check_function(func)
-        check_values(func, args, kwargs)
+        _check_values(func, args, kwargs)
         answer = self._facts.answer(func, args, caller)
         return answer[0] if answer else self.calls.call(func, args, kwargs)
 
@@ -129,7 +127,7 @@ class StepFunctionMode(TorchFunctionMode):
             before = x.detach()
         with torch.no_grad():
             value = _laid_out_like(x, value.detach())
-        if x in self._inputs.identities:
+        if id(x) in self._inputs.identities:
             self._written.setdefault(id(x), (x, before))
         HERE.recorder.exchange(x, value)
 
@@ -246,7 +244,7 @@ def _checks(*functions: Any) -> Callable[[Callable[..., Checks]], Callable[..., 
     return register_checks
 
 
-def check_values(func: Any, args: Any, kwargs: Any) -> None:
+def _check_values(func: Any, args: Any, kwargs: Any) -> None:
     """Have the graph check what `func` checks in eager, of this rank's local values."""
     if func not in _CHECKS:
         return
@@ -270,7 +268,7 @@ def _check_quantiles(input: Any, q: Any, *_: Any, **__: Any) -> Checks:
 
 # -- library calls ---------------------------------------------------------------------------------
 
-C_FUNCTION_TYPES = (
+_C_FUNCTION_TYPES = (
     BuiltinFunctionType,
     MethodDescriptorType,
     MethodWrapperType,
@@ -325,7 +323,7 @@ class LibraryCalls:
 
 def _calls_nothing_back(func: Any) -> bool:
     """Is it a function of torch that calls at most its operands' methods?"""
-    if type(func) in C_FUNCTION_TYPES:
+    if type(func) in _C_FUNCTION_TYPES:
         return func.__name__ not in _CALLING_BACK
     return type(func) is FunctionType and _is_functional(func)
 

@@ -61,13 +61,11 @@ if TYPE_CHECKING:
     from ..capture.state import State
 
 __all__ = [
-    "Description",
     "Guards",
     "History",
     "TensorGuard",
     "active_modes",
     "describe_call",
-    "explain_difference",
     "function_modes",
     "hearing_modes",
     "kernel_settings",
@@ -512,7 +510,9 @@ def _describe_tensor(t: torch.Tensor, first: str, name: str) -> dict[str, str]:
     return found
 
 
-def explain_difference(now: Description, known: Iterable[tuple[Description, Guards | None]]) -> str:
+def _explain_difference(
+    now: Description, known: Iterable[tuple[Description, Guards | None]]
+) -> str:
     """How a call differs from the most similar one that has a program; of several, the latest."""
     nearest = min(
         reversed([*known]), key=lambda other: _count_differences(now, other[0]), default=None
@@ -596,7 +596,7 @@ class History:
         """Why a call needs a new program; `describe` says what it is."""
         if not self._described:
             return _FIRST_CALL
-        return explain_difference(describe(), self._described.values())
+        return _explain_difference(describe(), self._described.values())
 
     def note_capture(
         self, reason: str, key: Any, description: Description, guards: Guards | None, keep: int

@@ -132,12 +132,10 @@ def exclusive_access(objects: Iterable[Any]) -> Iterator[None]:
     The capture meanwhile exchanges their parameters for fake tensors.
     """
     ids = [id(o) for o in objects]
-    thread = get_ident()
     with _FREED:
-        while any(_EXCHANGED.get(i, thread) != thread for i in ids):
-            _FREED.wait()
+        _wait_for(ids)
         mine = [i for i in ids if i not in _EXCHANGED]
-        _EXCHANGED.update(dict.fromkeys(mine, thread))
+        _EXCHANGED.update(dict.fromkeys(mine, get_ident()))
     instrument(nn.Module)
     try:
         # A thread that is within a read now still gets the real parameter: wait until it is out.
@@ -167,11 +165,11 @@ def _is_reading(frame: FrameType | None) -> bool:
     return _wait_for.__code__ not in codes and not _READERS.isdisjoint(codes)
 
 
-def _wait_for(ids: tuple[int, ...]) -> None:
+def _wait_for(ids: Iterable[int]) -> None:
     thread = get_ident()
     with _FREED:
         while any(_EXCHANGED.get(i, thread) != thread for i in ids):
-            _FREED.wait()
+            _FREED.wait()  # releases the lock, however often this thread has taken it
 
 
 # -- the record, as a protocol ---------------------------------------------------------------------

@@ -72,11 +72,7 @@ from .values import (
 __all__ = [
     "ReachedValues",
     "has_tensor_keys",
-    "names_asked_by",
-    "read_all_names",
-    "read_module",
     "read_modules",
-    "read_registry",
 ]
 
 
@@ -155,7 +151,7 @@ class ReachedValues:
             place = place_of_cell(name, value)
             record.read_place(place, place.value)
         elif isinstance(value, (operator.attrgetter, operator.methodcaller)):
-            self.note_asked_names(names_asked_by(value))
+            self.note_asked_names(_names_asked_by(value))
         elif isinstance(value, types.ModuleType):
             read_ambient(record, value.__name__)
             if is_user_module(value.__name__):
@@ -165,7 +161,7 @@ class ReachedValues:
         elif isinstance(value, type):
             read_ambient(record, value.__module__)
             if isinstance(value, abc.ABCMeta) and not value.__module__.startswith("torch"):
-                read_registry(record, value, name)
+                _read_registry(record, value, name)
             if is_user_module(value.__module__):
                 self.reach_class(value)
                 self.reach_methods(value, name)
@@ -276,7 +272,7 @@ class ReachedValues:
         """Record all globals: `globals()` is called."""
         with self._record.without_recording():
             self.reach_namespace(variables, "globals()")
-            read_all_names(self._record, variables, "globals()")
+            _read_all_names(self._record, variables, "globals()")
 
     def reach_namespace(self, space: Any, name: str) -> None:
         """Record variables of a module, class or function by the names used, now and later."""
@@ -344,14 +340,14 @@ class ReachedValues:
                 if value is MISSING:
                     self._read_builtin(name, variables)
                 elif reflects(code):
-                    read_all_names(self._record, value, name)
+                    _read_all_names(self._record, value, name)
         self._read_libraries(code, variables)
         if "type" in global_names(code) and not self.types_read:
             self.types_read = True
             for kind in self._record.reached_types():
                 self.reach_class(kind)
         for name in imported_names(code, variables.get("__package__")):
-            read_module(self._record, name)
+            _read_module(self._record, name)
             module = sys.modules.get(name)
             if module is not None:
                 self._record.reach_value(module, name)
@@ -379,7 +375,7 @@ class ReachedValues:
             place = place_of_cell(key, where)
             self._record.read_place(place, place.value)
             if reflects(f.__code__):
-                read_all_names(self._record, place.value, key)
+                _read_all_names(self._record, place.value, key)
             if isinstance(place.value, types.ModuleType):
                 self._read_libraries(f.__code__, {key: place.value})
         if f.__dict__:
@@ -416,7 +412,7 @@ class ReachedValues:
                 if key in held and value is not sys.modules:
                     self._record.read_place(place_of_entry(called, held, key), value, shallow=True)
                     if isinstance(value, abc.ABCMeta) and not value.__module__.startswith("torch"):
-                        read_registry(self._record, value, called)
+                        _read_registry(self._record, value, called)
 
     def _read_bases(self, kind: type) -> None:
         """Record what `super()` may return: attributes of a base that another class overrides."""
@@ -471,10 +467,8 @@ def _reach_container(record: StateReader, value: Any, name: str) -> None:
     for i, v in enumerate(values):
         key = keys[i] if keys is not None else i
         if type(v) not in PLAIN:
-            record.reach_value(
-                v,
-                f"{name}.{key}" if isinstance(value, types.SimpleNamespace) else f"{name}[{key!r}]",
-            )
+            dotted = isinstance(value, types.SimpleNamespace)
+            record.reach_value(v, f"{name}.{key}" if dotted else f"{name}[{key!r}]")
     if hasattr(type(value), "__dictoffset__") and type(value).__module__ not in (
         "builtins",
         "collections",
@@ -525,7 +519,7 @@ _FUNCTION_ATTRIBUTES = """__code__ __defaults__ __kwdefaults__ __annotations__ _
     __qualname__ __module__ __signature__""".split()
 
 
-def read_all_names(record: StateReader, space: Any, name: str) -> None:
+def _read_all_names(record: StateReader, space: Any, name: str) -> None:
     """Record all that a class, a module or a function has, and that it has no more."""
     if isinstance(space, type):
         if not is_user_module(space.__module__):
@@ -557,7 +551,7 @@ def _is_special_name(key: Any) -> bool:
     return isinstance(key, str) and key.startswith("__")
 
 
-def names_asked_by(getter: Any) -> set[str]:
+def _names_asked_by(getter: Any) -> set[str]:
     """The names that `attrgetter("a.b")` or `methodcaller("c")` asks an object for."""
     _, given = getter.__reduce__()[:2]
     texts = given if isinstance(getter, operator.attrgetter) else given[:1]
@@ -573,19 +567,19 @@ def read_modules(record: StateReader, code: CodeType) -> None:
     names = [c for c in code.co_consts if isinstance(c, str)]
     spelled = [name for name in names if name.replace(".", "_").isidentifier()]
     for key in spelled:
-        read_module(record, key)
+        _read_module(record, key)
     if not spelled:
         get = functools.partial(tuple, sys.modules)
         record.read_place(Place("sys.modules", sys.modules, "()", get), get(), shallow=True)
 
 
-def read_module(record: StateReader, key: str) -> None:
+def _read_module(record: StateReader, key: str) -> None:
     """Record whether a module is imported (not what it has)."""
     get = functools.partial(sys.modules.get, key)
     record.read_place(Place(f"sys.modules[{key!r}]", sys.modules, key, get), get(), shallow=True)
 
 
-def read_registry(record: StateReader, kind: abc.ABCMeta, name: str) -> None:
+def _read_registry(record: StateReader, kind: abc.ABCMeta, name: str) -> None:
     """Record which classes are registered as subclasses of an abstract class."""
     get = _RegisteredClasses(kind)
     record.read_place(Place(f"the classes of {name}", kind, "registered", get), get(), shallow=True)

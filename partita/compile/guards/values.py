@@ -28,22 +28,17 @@ from typing import Any
 import torch
 
 __all__ = [
-    "BY_EQUALITY",
-    "METHODS",
     "MISSING",
     "ByIdentity",
     "ContainerContents",
-    "Difference",
     "Expected",
     "HugeContainer",
     "Identity",
     "argument_key",
     "as_expected",
     "brief",
-    "compares_by_value",
     "content_key",
     "dict_of_view",
-    "ends_of",
     "has_raw_content",
     "holds_no_more",
     "is_container",
@@ -69,12 +64,12 @@ MISSING = _Missing()
 Difference = tuple[str, str, str]
 """The path within a value, as "['k'][0]"; the text of what was there, and of what is there now."""
 
-BY_EQUALITY = (bool, int, str, bytes, type(None), torch.dtype, torch.device, range, slice)
-_PLAIN = (*BY_EQUALITY, float, complex)
+_BY_EQUALITY = (bool, int, str, bytes, type(None), torch.dtype, torch.device, range, slice)
+_PLAIN = (*_BY_EQUALITY, float, complex)
 _LISTS = (list, tuple, collections.deque)
 _DICTS = (dict, types.MappingProxyType)
 _SETS = (set, frozenset)
-METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
+_METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
 _SHOWN = 60  # characters of a value
 
 
@@ -88,11 +83,11 @@ def same_bits(a: Any, b: Any) -> bool:
     if kind is complex:
         return same_bits(a.real, b.real) and same_bits(a.imag, b.imag)
     if kind is slice:
-        return all(map(same_bits, ends_of(a), ends_of(b)))
+        return all(map(same_bits, _ends_of(a), _ends_of(b)))
     return bool(a == b)
 
 
-def ends_of(value: slice) -> tuple[Any, Any, Any]:
+def _ends_of(value: slice) -> tuple[Any, Any, Any]:
     return value.start, value.stop, value.step
 
 
@@ -372,7 +367,7 @@ def _sort_key_of_member(member: Any) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    return isinstance(value, (*BY_EQUALITY, float, complex, tuple, frozenset))
+    return isinstance(value, (*_BY_EQUALITY, float, complex, tuple, frozenset))
 
 
 def is_container(value: Any) -> bool:
@@ -394,7 +389,7 @@ def as_expected(
     """
     if isinstance(value, torch.Tensor):
         return AnyTensor()
-    if type(value) in (*BY_EQUALITY, float, complex):
+    if type(value) in (*_BY_EQUALITY, float, complex):
         return PlainValue(value)
     known = {} if known is None else known
     if id(value) in known:
@@ -411,18 +406,18 @@ def as_expected(
         return RawContent(type(value), read_raw_content(value))
     if (under := dict_of_view(value)) is not None:
         return DictView(value, as_expected(under, known, is_number_input))
-    if isinstance(value, METHODS) and value.__self__ is not None:
+    if isinstance(value, _METHODS) and value.__self__ is not None:
         function = getattr(value, "__func__", None)
         owner = value.__self__
         held = is_container(owner) or has_raw_content(owner)
         inner = as_expected(owner, known, is_number_input) if held else None
         return BoundMethod(type(value), value.__name__, function, owner, inner)
-    if compares_by_value(value):
+    if _compares_by_value(value):
         return PlainValue(value)
     return Identity(value)
 
 
-def compares_by_value(value: Any) -> bool:
+def _compares_by_value(value: Any) -> bool:
     """Is it an immutable value with `==`: of numpy, a path, a fraction, a date, a UUID?"""
     kind = type(value)
     root = kind.__module__.split(".")[0]
@@ -443,7 +438,7 @@ def brief(value: Any, beside: Any = None) -> str:
         return "a tensor"
     if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
         text = getattr(value, "__qualname__", repr(value))
-    elif isinstance(value, (*BY_EQUALITY, float, complex)):
+    elif isinstance(value, (*_BY_EQUALITY, float, complex)):
         text = repr(value)
     elif is_container(value):
         text = _name(type(value)) + (f" of {len(value)}" if hasattr(value, "__len__") else "")
@@ -494,8 +489,8 @@ def content_key(value: Any, known: dict[int, int] | None = None) -> Any:
     if kind is complex:
         return (kind, content_key(value.real), content_key(value.imag))
     if kind is slice:
-        return (kind, *map(content_key, ends_of(value)))
-    if kind in BY_EQUALITY:
+        return (kind, *map(content_key, _ends_of(value)))
+    if kind in _BY_EQUALITY:
         return (kind, value)
     if has_raw_content(value):
         return (kind, read_raw_content(value))
@@ -506,9 +501,9 @@ def content_key(value: Any, known: dict[int, int] | None = None) -> Any:
             return (_MET, known[id(value)])
         known[id(value)] = len(known)
         return (kind, *[content_key(v, known) for v in inside])
-    if compares_by_value(value):
+    if _compares_by_value(value):
         return (kind, repr(value))
-    if isinstance(value, METHODS) and value.__self__ is not None:
+    if isinstance(value, _METHODS) and value.__self__ is not None:
         return (kind, value.__name__, ByIdentity(value.__self__))
     return (kind, ByIdentity(value))
 

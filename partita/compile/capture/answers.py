@@ -37,8 +37,8 @@ from ..errors import not_captured
 from ..graph_nodes import has_effect, note_of
 from ..passes.rewrite import Making
 from ..program import Input
+from .capture_context import ParamGroup
 from .fakes import local_of
-from .optimizers import ParamGroup
 from .symbolic import NumberEnv, is_symbolic
 
 __all__ = [

@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from partita.comm import TraceWire
 from partita.comm.ledger import scope
-from partita.tensor.tensor_state import HERE
+from partita.tensor.tensor_state import HERE, count_writes, count_writes_of
 
 from .block_follower import (
     BlockFollower,
@@ -407,16 +407,13 @@ class _BlockCall:
 
     def note_versions(self, tensors: Iterable[torch.Tensor]) -> None:
         """Note the versions of tensors that backward may read, for `_check_unwritten`."""
-        with Unheard():
-            self._versions += [(t, t._version) for t in tensors if not t.is_inference()]
+        tensors = [*tensors]
+        self._versions += zip(tensors, count_writes_of(tensors), strict=True)
 
     def _check_unwritten(self) -> None:
         """Raise NotABlock if a tensor that backward may read was written since."""
-        with Unheard():
-            if any(t._version != version for t, version in self._versions):
-                raise NotABlock(
-                    self.trace.kind, "what it takes or gives is written before backward"
-                )
+        if any(count_writes(t) != version for t, version in self._versions):
+            raise NotABlock(self.trace.kind, "what it takes or gives is written before backward")
 
     def backward(
         self, grads: Sequence[torch.Tensor | None], trains: tuple[bool, ...]

@@ -32,7 +32,7 @@ from partita.tensor.dtensor import tagged
 from partita.tensor.op_facts import facts_of
 from partita.tensor.tensor_state import HERE, count_writes, own_state, state_of
 
-from ..graph_nodes import add_call
+from ..graph_nodes import add_call, nodes_since
 from .block_nodes import BackwardBody, BlockBody, block_number
 from .block_tape import (
     BlockTape,
@@ -544,11 +544,7 @@ class BlockTracing:
         try:
             yield
         finally:
-            self._new = []
-            node = self.recorder.newest()
-            while node is not first:
-                self._new.append(node)
-                node = node.prev
+            self._new = [*nodes_since(self.recorder.graph, first)]
             self.nodes += reversed(self._new)
 
     def enter_number(self, value: float) -> None:

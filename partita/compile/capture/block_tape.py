@@ -435,7 +435,11 @@ _REFUSED_ATTRIBUTES = frozenset(
 
 
 def why_refused(func: Any) -> str:
-    """Why a block cannot call `func`, as words for an error; "" where it can."""
+    """Why a block cannot call `func`, as words for an error; "" where it can.
+
+    While a block is followed its tensors have metadata and nothing else: no history, no gradient,
+    no memory.
+    """
     name = getattr(func, "__name__", "")
     if facts_of_function(name).needs_itself or name in ("__set__", "__delete__"):
         return f"it calls {name} of a tensor"

@@ -31,7 +31,7 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 from torch.overrides import _get_current_function_mode
 
-from partita.tensor.tensor_state import HERE, count_writes
+from partita.tensor.tensor_state import HERE, count_writes, count_writes_of
 
 from .block_calls import BlockChoice
 from .block_follower import BlockTrace, BlockTracing, traced_node
@@ -201,8 +201,7 @@ class BlockUpdates:
             [entries for p, entries in state.items() if p not in ours], self._recorder.exact
         )
         taken = list(_strided_tensors(rest, state))
-        with Unheard():
-            versions = [0 if t.is_inference() else t._version for t in taken]
+        versions = count_writes_of(taken)
         if rest:
             optimizer.param_groups = [
                 dict(group, params=[p for p in group["params"] if p not in ours])
@@ -213,9 +212,7 @@ class BlockUpdates:
             finally:
                 optimizer.param_groups = groups
         narrow_counts(counts)
-        with Unheard():
-            now = [0 if t.is_inference() else t._version for t in taken]
-        pairs = zip(taken, versions, now, strict=True)
+        pairs = zip(taken, versions, count_writes_of(taken), strict=True)
         shared.add(taken, [t for t, before, after in pairs if before != after])
 
     def _trace_update(self, optimizer: Optimizer, run: Run, update: _Update) -> _UpdateTrace:
@@ -228,7 +225,7 @@ class BlockUpdates:
         tracing = BlockTracing(self._recorder, self._mode.shape_env)
         with Unheard(), torch.no_grad():
             inner = [_alias_of(t) for t in update.taken]
-            versions = [0 if t.is_inference() else t._version for t in inner]
+        versions = count_writes_of(inner)
         entered = [traced_node(t, kind) for t in inner]
         groups, state = update.bind_tensors(inner)
         before = {p: dict(entries) for p, entries in state.items()}
@@ -237,12 +234,9 @@ class BlockUpdates:
             run()
             narrow_counts(counts)
         results = _results_of(kind, update, inner, before, state)
+        pairs = enumerate(zip(versions, count_writes_of(inner), strict=True))
+        written = tuple(i for i, (before_it, after_it) in pairs if before_it != after_it)
         with Unheard():
-            written = tuple(
-                i
-                for i, (t, version) in enumerate(zip(inner, versions, strict=True))
-                if not t.is_inference() and t._version != version
-            )
             memory = {t.untyped_storage()._cdata for t in inner}
             if any(t.untyped_storage()._cdata in memory for t in results.values()):
                 raise NotABlock(kind, "its state becomes a view of what it updates")

@@ -57,6 +57,7 @@ from .block_tape import NotABlock, VaryingFloatRead
 from .block_updates import BlockUpdates
 from .capture_context import (
     Cell,
+    ParamGroup,
     Slot,
     attribute_set,
     compiling,
@@ -69,7 +70,7 @@ from .capture_context import (
 from .differentiate import make_seeds_inputs
 from .functionalize import UnsureOfWrites, functionalize_graph
 from .inputs import WITHOUT_GRADIENT, GraphInputs, TensorFacts
-from .optimizers import CapturedOptimizers, ParamGroup, find_equal_counts, places_of_equal
+from .optimizers import CapturedOptimizers, find_equal_counts, places_of_equal
 from .outputs import (
     GraphOutputs,
     InputAttributes,

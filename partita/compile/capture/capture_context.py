@@ -20,6 +20,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
@@ -30,6 +31,8 @@ __all__ = [
     "Cell",
     "Defaults",
     "Members",
+    "ParamGroup",
+    "ParamState",
     "Slot",
     "attribute_set",
     "compiling",
@@ -300,6 +303,33 @@ class Members:
 
     def __setitem__(self, name: str, value: Any) -> None:
         setattr(next(k for k in self.kind.__mro__ if name in vars(k)), name, value)
+
+
+class ParamGroup:
+    """A parameter group, by number: `load_state_dict` replaces the dictionaries of all groups."""
+
+    def __init__(self, optimizer: Optimizer, index: int):
+        self.optimizer, self.index = optimizer, index
+
+    @property
+    def now(self) -> dict[str, Any]:
+        return self.optimizer.param_groups[self.index]
+
+    def __getitem__(self, key: str) -> Any:
+        return self.now[key]
+
+
+class ParamState:
+    """The state of one parameter, as a dictionary that is created when it is first written."""
+
+    def __init__(self, optimizer: Optimizer, p: torch.Tensor):
+        self.optimizer, self.p = optimizer, p
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.optimizer.state[self.p][key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.optimizer.state[self.p][key] = value
 
 
 @dataclass(frozen=True, eq=False)

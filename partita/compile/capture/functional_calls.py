@@ -96,18 +96,8 @@ def pattern_of(
     Raises:
         UnsureOfWrites: it traces to what a pattern cannot express.
     """
-    shapes = (
-        what,
-        _key_of_operand(args, _exact_tensor_key),
-        _key_of_operand(kwargs, _exact_tensor_key),
-        _key_of_operand(like, _exact_tensor_key),
-    )
-    kinds = (
-        what,
-        _key_of_operand(args, _rough_tensor_key),
-        _key_of_operand(kwargs, _rough_tensor_key),
-        _key_of_operand(like, _rough_tensor_key),
-    )
+    shapes = what, _key_of_operand((args, kwargs, like), _exact_tensor_key)
+    kinds = what, _key_of_operand((args, kwargs, like), _rough_tensor_key)
     found = _patterns.get(kinds) or _patterns.get(shapes)
     if found is None:
         found = _trace_pattern(call, args, kwargs, like, mode)
@@ -162,7 +152,8 @@ def _pattern_of_graph(graph: fx.Graph, tree: Any, kinds: list[type]) -> Pattern:
         elif node.op == "call_function":
             if facts_of(node.target).writes:
                 raise UnsureOfWrites
-            calls.append((node.target, *_replace_nodes((node.args, node.kwargs), of)))
+            operands = fx.node.map_arg((node.args, node.kwargs), of.__getitem__)
+            calls.append((node.target, *operands))
             of[node] = PatternResult(len(calls) - 1)
         elif node.op != "output":
             raise UnsureOfWrites
@@ -170,17 +161,6 @@ def _pattern_of_graph(graph: fx.Graph, tree: Any, kinds: list[type]) -> Pattern:
     flat: list[Any] = [None if kind is type(None) else of[next(values)] for kind in kinds]
     flat = [Scalar(v) if kind is Scalar else v for v, kind in zip(flat, kinds, strict=True)]
     return Pattern(tuple(calls), pytree.tree_unflatten(flat, tree), writes)
-
-
-def _replace_nodes(value: Any, of: dict[fx.Node, Any]) -> Any:
-    if isinstance(value, fx.Node):
-        return of[value]
-    if isinstance(value, (list, tuple)):
-        found = [_replace_nodes(v, of) for v in value]
-        return tuple(found) if isinstance(value, tuple) else found
-    if isinstance(value, dict):
-        return {k: _replace_nodes(v, of) for k, v in value.items()}
-    return value
 
 
 def _is_general(pattern: Pattern, args: Any, kwargs: Any) -> bool:

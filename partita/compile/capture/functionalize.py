@@ -34,6 +34,7 @@ from ..graph_nodes import (
     drop_unused,
     lazy_graph_module,
     lazy_graph_modules,
+    nodes_since,
     written_operands,
 )
 from .block_nodes import is_block_node
@@ -139,13 +140,11 @@ def trace_without_writes(
         The graph module, and for each of `makers` the node of what its memory holds at the end.
     """
 
-    def run_noting_graph(*inputs: torch.Tensor) -> Any:
-        return _Noting(graph, makers).run(*inputs)
-
     inputs = graph.graph.find_nodes(op="placeholder")
     fakes = [value_of_input(n.meta["val"]) for n in inputs]
     with torch.no_grad(), lazy_graph_modules():
-        made: fx.GraphModule = make_fx(functionalize(run_noting_graph, remove="mutations"))(*fakes)
+        run = functionalize(lambda *given: _Noting(graph, makers).run(*given), remove="mutations")
+        made: fx.GraphModule = make_fx(run)(*fakes)
     for old, new in zip(inputs, made.graph.find_nodes(op="placeholder"), strict=True):
         given = {k: v for k, v in old.meta.items() if not is_symbolic(v)}
         new.meta.update({k: v for k, v in given.items() if k not in new.meta or k == NOTE})
@@ -179,12 +178,9 @@ class _Noting(fx.Interpreter):
         out = super().run_node(n)
         if n in self._given:
             self._given[n] = out
-        node = graph._root.prev
-        while node is not before and n.op == "call_function":
-            node.meta[NOTE] = n.meta.get(NOTE)
-            if node.meta[NOTE] is None:
-                del node.meta[NOTE]
-            node = node.prev
+        if n.op == "call_function" and n.meta.get(NOTE) is not None:
+            for node in nodes_since(graph, before):
+                node.meta[NOTE] = n.meta[NOTE]
         return out
 
     def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:

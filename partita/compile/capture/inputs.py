@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -30,6 +30,7 @@ from partita.tensor.op_facts import FACTS_THAT_CHANGE, FACTS_THAT_STAY
 from partita.tensor.spec import Spec, spec_of
 from partita.tensor.tensor_state import count_writes, own_state, state_of
 
+from ..conditions import FACTS_OF_OBJECTS, FactCondition, read_fact
 from ..errors import not_captured
 from ..guards.codes import is_recorded, is_user_module
 from ..guards.places import hang_hooks
@@ -42,7 +43,6 @@ from .symbolic import identity_of
 
 __all__ = [
     "WITHOUT_GRADIENT",
-    "FactCondition",
     "GraphInputs",
     "TensorFacts",
     "is_fact",
@@ -215,40 +215,12 @@ def _check_class(t: torch.Tensor, name: str) -> None:
 _HELD = {inspect.getattr_static(torch.Tensor, name): name for name in FACTS_THAT_STAY}
 _LOST = {inspect.getattr_static(torch.Tensor, name): name for name in FACTS_THAT_CHANGE}
 _HELD[identity_of] = "id"
-_OBJECTS = ("grad_fn", "grad", "_base", "_backward_hooks")  # the fact: is there one?
 _OF_MEMORY = ("storage_offset", "is_shared", "is_pinned", "_base")
 _WITHIN = (
     torch.Tensor.is_shared.__code__.co_filename,
     torch.overrides.__file__,
     identity_of.__code__.co_filename,
 )
-
-
-@dataclass(frozen=True, eq=False)
-class FactCondition:
-    """A condition on a fact of one input tensor.
-
-    Attributes:
-        name: of the tensor.
-        index: among the leaves of a call.
-        fact: its name, as "is_leaf".
-        value: at capture.
-        line: the user's line that asks.
-    """
-
-    name: str
-    index: int
-    fact: str
-    value: Any
-    line: str
-
-    def holds(self, tensors: Sequence[Any]) -> bool:
-        found: bool = _read_fact(tensors[self.index], self.fact) == self.value
-        return found
-
-    def reason(self, tensors: Sequence[Any]) -> str:
-        now = _read_fact(tensors[self.index], self.fact)
-        return f"{self.name}.{self.fact}: {self.value} became {now}, asked for at {self.line}"
 
 
 class TensorFacts:
@@ -311,12 +283,12 @@ class TensorFacts:
             if found is not None and id(found) not in self._grads:
                 return ()  # the step's own
             untouched = self._grads.get(id(found)) == (True, _count_writes(found))
-        value = _read_fact(given.tensor, name)
+        value = read_fact(given.tensor, name)
         condition = FactCondition(given.name, given.index, name, value, user_line())
         self._found.setdefault((given.index, name), condition)
         if name == "grad":
             return (None,) if untouched else ()
-        if name in _OBJECTS:
+        if name in FACTS_OF_OBJECTS:
             with Local():
                 return () if not value or func(fake) is not None else (func(given.tensor),)
         return (value,)
@@ -343,11 +315,3 @@ def _is_asked_by_user(frame: FrameType | None) -> bool:
 def _count_writes(t: Any) -> int:
     """How often a tensor was written."""
     return 0 if t is None else count_writes(t)
-
-
-def _read_fact(t: torch.Tensor, name: str) -> Any:
-    if name == "id":
-        return id(t)
-    with Local():
-        found = getattr(t, name)
-        return found is not None if name in _OBJECTS else found() if callable(found) else found

@@ -42,7 +42,7 @@ from ..guards.codes import codes_within
 from ..guards.guards import hearing_modes
 from ..program import Input
 from .block_updates import COUNTS, BlockUpdates, WidenedCounts, narrow_counts, widen_counts
-from .capture_context import Slot, dispatch_listeners
+from .capture_context import ParamGroup, ParamState, Slot, dispatch_listeners
 from .fakes import device_at_capture
 from .recorder import Recorder
 
@@ -216,33 +216,6 @@ def drop_unused_state(made_state: MadeState, used: Callable[[Any], bool]) -> boo
     return found
 
 
-class ParamGroup:
-    """A parameter group, by number: `load_state_dict` replaces the dictionaries of all groups."""
-
-    def __init__(self, optimizer: Optimizer, index: int):
-        self.optimizer, self.index = optimizer, index
-
-    @property
-    def now(self) -> dict[str, Any]:
-        return self.optimizer.param_groups[self.index]
-
-    def __getitem__(self, key: str) -> Any:
-        return self.now[key]
-
-
-class _StateOf:
-    """The state of one parameter, as a dictionary that is created when it is first written."""
-
-    def __init__(self, optimizer: Optimizer, p: torch.Tensor):
-        self.optimizer, self.p = optimizer, p
-
-    def __getitem__(self, key: Any) -> Any:
-        return self.optimizer.state[self.p][key]
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.optimizer.state[self.p][key] = value
-
-
 class CapturedOptimizers:
     """The optimizers of a step while it is captured."""
 
@@ -388,7 +361,7 @@ class CapturedOptimizers:
                         continue
                     if isinstance(value, torch.Tensor) and real is not None:
                         slot = Slot(
-                            f"{name}.{key}", "optimizer", _StateOf(optimizer, real.tensor), key
+                            f"{name}.{key}", "optimizer", ParamState(optimizer, real.tensor), key
                         )
                         found.append((slot, value))
                     elif value != held.get(key):

@@ -34,7 +34,7 @@ from partita.tensor.tensor_memory import is_read_in_part
 from partita.tensor.tensor_state import HERE, own_state
 
 from ..errors import CaptureError, not_an_input, not_captured, of_data
-from ..graph_nodes import NO_NOTE, NOTE, Note, copy_node, note_of
+from ..graph_nodes import NO_NOTE, NOTE, Note, copy_node, nodes_since, note_of
 from ..guards.guards import kernel_settings
 from .capture_context import attribute_set, unprofiled
 from .equal_calls import DETACH, RepeatedCalls, is_over_lists, node_of, tensors_of
@@ -159,10 +159,8 @@ class Recorder(TorchDispatchMode):
         newest = self.newest()
         if newest is not self._last:
             note = self._make_note()
-            node = newest
-            while node is not self._last:
+            for node in nodes_since(self.graph, self._last):
                 node.meta[NOTE] = note
-                node = node.prev
             self._last = newest
             if isinstance(out, torch.Tensor):
                 self._made.append((newest, out))
@@ -323,12 +321,10 @@ class Recorder(TorchDispatchMode):
     def _note_new_nodes(self) -> None:
         """Give a note to all new nodes that have none: arithmetic of numbers, of which no call
         tells."""
-        node = newest = self.newest()
-        while node is not self._last:
+        for node in nodes_since(self.graph, self._last):
             if NOTE not in node.meta:
                 node.meta[NOTE] = unprofiled(self._make_note)
-            node = node.prev
-        self._last = newest
+        self._last = self.newest()
 
     def note_copies(self, nodes: Sequence[fx.Node], made: fx.Node, out: torch.Tensor) -> None:
         """Give a note to nodes that were added without a call, of which `made` makes `out`."""
@@ -395,11 +391,7 @@ class RepeatedMoves:
     def _traced(
         self, move: Move, given: fx.Node, x: torch.Tensor, out: torch.Tensor, first: fx.Node
     ) -> _Traced | None:
-        nodes: list[fx.Node] = []
-        node = self._recorder.newest()
-        while node is not first:
-            nodes.insert(0, node)
-            node = node.prev
+        nodes = [*nodes_since(self._recorder.graph, first)][::-1]
         made = node_of(out)
         with Unheard():
             shows = out.untyped_storage()._cdata == x.untyped_storage()._cdata

@@ -147,7 +147,8 @@ class State:
     def guarded_places(self) -> Iterator[Place]:
         """Places that are guarded even if no read of them was seen: groups, marks of tensors."""
         for name, optimizer in self.optimizers.items():
-            yield Place(f"{name}.param_groups", optimizer, "param_groups", _groups_of(optimizer))
+            groups = functools.partial(getattr, optimizer, "param_groups")
+            yield Place(f"{name}.param_groups", optimizer, "param_groups", groups)
         seen: set[int] = set()
         for slot in self.slots:
             t = slot.value
@@ -175,10 +176,6 @@ def _group_lists_of(optimizer: Optimizer) -> list[Any]:
     """An optimizer's list of groups, the groups, and their lists of parameters."""
     groups = optimizer.param_groups
     return [groups, *groups, *[group["params"] for group in groups]]
-
-
-def _groups_of(optimizer: Optimizer) -> Callable[[], Any]:
-    return lambda: optimizer.param_groups
 
 
 def _modules_among(args: Any, kwargs: Any) -> list[Any]:
@@ -396,7 +393,7 @@ class _Search:
                     at = Slot(f"{name}[{key!r}]", "value", value, key)
                     if not isinstance(v, _SIMPLE):
                         self.value(at.name, v, at)
-        elif isinstance(value, tuple) and _has_tensor(value):
+        elif isinstance(value, tuple) and any(isinstance(v, torch.Tensor) for v in value):
             if slot is not None:
                 self.state.slots.append(slot)
         elif isinstance(value, _SIMPLE):
@@ -468,7 +465,3 @@ def _is_of_run(value: Any) -> bool:
     elif isinstance(value, Optimizer):
         value = [group["params"] for group in value.param_groups]
     return any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves(value))
-
-
-def _has_tensor(value: tuple[Any, ...]) -> bool:
-    return any(isinstance(v, torch.Tensor) for v in value)

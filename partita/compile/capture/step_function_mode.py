@@ -1,7 +1,8 @@
 """The torch-function mode of a captured step: it follows what the step calls of tensors by name.
 
 - `x.data = y` exchanges what node makes x. Reads of x from then on are reads of y; at the step's
-  end y's value is copied into the memory of x.
+  end y's value is copied into the memory of x. Other views of that keep their values until then, as
+  in eager.
 - `.item()`, `bool(x)`: numbers that are known when the graph runs (`symbolic`).
 - Metadata of inputs, as `is_leaf`: conditions of the program (`inputs.TensorFacts`).
 - Checks of values that torch makes in eager and leaves out when it traces: nodes of the graph.
@@ -230,20 +231,6 @@ Checks = Iterator[tuple[torch.Tensor, str]]
 """What must be true, and torch's message where it is not."""
 
 
-_CHECKS: dict[Any, Callable[..., Checks]] = {}
-_QUANTILES = ("quantile", "nanquantile")
-
-
-def _checks(*functions: Any) -> Callable[[Callable[..., Checks]], Callable[..., Checks]]:
-    """Register the checks that `functions` make of their operands."""
-
-    def register_checks(f: Callable[..., Checks]) -> Callable[..., Checks]:
-        _CHECKS.update(dict.fromkeys(functions, f))
-        return f
-
-    return register_checks
-
-
 def _check_values(func: Any, args: Any, kwargs: Any) -> None:
     """Have the graph check what `func` checks in eager, of this rank's local values."""
     if func not in _CHECKS:
@@ -253,17 +240,23 @@ def _check_values(func: Any, args: Any, kwargs: Any) -> None:
             torch._assert_async(holds.all(), text)
 
 
-@_checks(F.one_hot)
 def _check_classes(tensor: torch.Tensor, num_classes: int = -1) -> Checks:
     yield tensor >= 0, "Class values must be non-negative."
     if num_classes >= 0:
         yield tensor < num_classes, "Class values must be smaller than num_classes."
 
 
-@_checks(*(getattr(home, name) for home in (torch, torch.Tensor) for name in _QUANTILES))
 def _check_quantiles(input: Any, q: Any, *_: Any, **__: Any) -> Checks:
     if isinstance(q, torch.Tensor):
         yield (q >= 0) & (q <= 1), "quantile() q values must be in the range [0, 1]"
+
+
+_CHECKS: dict[Any, Callable[..., Checks]] = {
+    F.one_hot: _check_classes,
+    **dict.fromkeys((torch.quantile, torch.Tensor.quantile), _check_quantiles),
+    **dict.fromkeys((torch.nanquantile, torch.Tensor.nanquantile), _check_quantiles),
+}
+"""By function, the checks that it makes of its operands in eager."""
 
 
 # -- library calls ---------------------------------------------------------------------------------

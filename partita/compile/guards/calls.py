@@ -375,8 +375,7 @@ _SETTING_FUNCTIONS = (os.getcwd, os.getcwdb, threading.get_ident, threading.get_
 _CHANGED_BY_CAPTURE = (sys.getprofile,)
 
 
-# Functions that look up an object of the process, as `logging.getLogger`: by name, or for the thread
-# that asks.
+# Functions that look up an object of the process: by name, or for the thread that asks.
 _PROCESS_OBJECTS = {
     f.__code__: f"{f.__module__}.{f.__name__}"
     for f in (logging.getLogger, threading.current_thread, threading.main_thread)

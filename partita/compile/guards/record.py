@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -455,7 +456,7 @@ class Snapshots:
         self._arrays[id(value)] = (value, name, read_raw_content(value), make_restorer(value))
 
     def find_writes(self) -> Iterator[Write]:
-        """The changes since the snapshots."""
+        """The changes since the snapshots. What the step changes and puts back is none."""
         dicts = {id(held) for *_, held in self._owners.values()}
         for place, before in self._places.values():
             if place.get is None and id(place.home) in dicts:
@@ -482,9 +483,8 @@ class Snapshots:
         for value, name, before, restore in self._arrays.values():
             if read_raw_content(value) != before:
                 texts = f"a {type(value).__name__}", "another content"
-                yield Write(
-                    name, (id(value), "content"), *texts, restore, _do_nothing, is_repeatable=False
-                )
+                identity = id(value), "content"
+                yield Write(name, identity, *texts, restore, lambda: None, is_repeatable=False)
 
     def _is_replaced(self, before: Any, after: Any) -> bool:
         """Is `after` another container, with the content that `before` had when it was copied?
@@ -537,19 +537,13 @@ def _is_same_value(a: Any, b: Any) -> bool:
 
 
 def _make_place_write(place: Place, before: Any, after: Any, attribute: bool = False) -> Write:
-    def undo_write() -> None:
-        place.write(before)
-
-    def redo_write() -> None:
-        place.write(after)
-
     return Write(
         place.name,
         place.identity,
         before,
         after,
-        undo_write,
-        redo_write,
+        partial(place.write, before),
+        partial(place.write, after),
         home=place.home,
         key=place.key,
         attribute=attribute,
@@ -580,24 +574,10 @@ def _find_container_writes(value: Any, name: str, before: Any) -> Iterator[Write
 
 def _make_container_write(name: str, value: Any, before: Any, is_repeatable: bool) -> Write:
     after = _copy(value)
-
-    def make_refill(content: Any) -> Callable[[], None]:
-        def run() -> None:
-            value.clear()
-            (value.update if isinstance(value, set) else value.extend)(content)
-
-        return run
-
-    return Write(
-        name,
-        (id(value), "content"),
-        before,
-        after,
-        make_refill(before),
-        make_refill(after),
-        is_repeatable,
-    )
+    undo, redo = partial(_refill, value, before), partial(_refill, value, after)
+    return Write(name, (id(value), "content"), before, after, undo, redo, is_repeatable)
 
 
-def _do_nothing() -> None:
-    pass
+def _refill(container: Any, content: Any) -> None:
+    container.clear()
+    (container.update if isinstance(container, set) else container.extend)(content)

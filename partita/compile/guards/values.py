@@ -47,6 +47,7 @@ __all__ = [
     "make_restorer",
     "read_raw_content",
     "same_bits",
+    "shorten_text",
     "text_of",
 ]
 
@@ -70,7 +71,6 @@ _LISTS = (list, tuple, collections.deque)
 _DICTS = (dict, types.MappingProxyType)
 _SETS = (set, frozenset)
 _METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
-_SHOWN = 60  # characters of a value
 
 
 def same_bits(a: Any, b: Any) -> bool:
@@ -363,11 +363,8 @@ def items_of(value: Any) -> tuple[list[Any] | None, list[Any]]:
 
 
 def _sort_key_of_member(member: Any) -> Any:
-    return (type(member).__name__, repr(member) if _is_plain(member) else id(member))
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, (*_BY_EQUALITY, float, complex, tuple, frozenset))
+    is_plain = isinstance(member, (*_PLAIN, tuple, frozenset))
+    return (type(member).__name__, repr(member) if is_plain else id(member))
 
 
 def is_container(value: Any) -> bool:
@@ -389,7 +386,7 @@ def as_expected(
     """
     if isinstance(value, torch.Tensor):
         return AnyTensor()
-    if type(value) in (*_BY_EQUALITY, float, complex):
+    if type(value) in _PLAIN:
         return PlainValue(value)
     known = {} if known is None else known
     if id(value) in known:
@@ -438,7 +435,7 @@ def brief(value: Any, beside: Any = None) -> str:
         return "a tensor"
     if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
         text = getattr(value, "__qualname__", repr(value))
-    elif isinstance(value, (*_BY_EQUALITY, float, complex)):
+    elif isinstance(value, _PLAIN):
         text = repr(value)
     elif is_container(value):
         text = _name(type(value)) + (f" of {len(value)}" if hasattr(value, "__len__") else "")
@@ -446,7 +443,12 @@ def brief(value: Any, beside: Any = None) -> str:
         text = f"a {type(value).__name__}"
     if beside is not None and type(beside) is type(value) and text == brief(beside):
         text = f"another {text.removeprefix('a ')}"
-    return text if len(text) <= _SHOWN else f"{text[:40]}...{text[-17:]}"
+    return shorten_text(text)
+
+
+def shorten_text(text: str) -> str:
+    """The text, or its two ends where it is longer than 60 characters."""
+    return text if len(text) <= 60 else f"{text[:40]}...{text[-17:]}"
 
 
 # -- keys of values --------------------------------------------------------------------------------

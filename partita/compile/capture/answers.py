@@ -14,9 +14,9 @@ of the other answers (`OtherAnswers`).
 from __future__ import annotations
 
 import math
-import os
 import re
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,7 +33,7 @@ from partita.layout import Fix
 from partita.tensor.op_facts import facts_of
 
 from ..conditions import Condition
-from ..errors import not_captured
+from ..errors import file_of_torch, not_captured
 from ..graph_nodes import has_effect, note_of
 from ..passes.rewrite import Making
 from ..program import Input
@@ -207,11 +207,9 @@ def _name_symbols(expr: Any, names: dict[str, str]) -> str:
 # -- answers to torch's questions ------------------------------------------------------------------
 
 _aten = torch.ops.aten
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_PARTITA = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
-_MACHINERY = ("__init__.py", "_tensor.py", "overrides.py", "fx" + os.sep, "utils" + os.sep)
+_MACHINERY = ("__init__.py", "_tensor.py", "overrides.py", "fx", "utils")
 """Files of torch that only pass a question on."""
-_CHECKS = "distributions" + os.sep
+_CHECKS = "torch/distributions/"
 _MOST_QUESTIONS = 4096  # of a step
 _MOST_TRIES = 8  # of guesses, where the step raises
 
@@ -329,7 +327,8 @@ class AskedQuestions:
             question: the node of a symbolic bool.
             predict: gives the likely answer where there is no guess.
         """
-        file = _file_that_asks()
+        stack = (frame for frame, _ in traceback.walk_stack(sys._getframe()))
+        file = file_of_torch(stack, _MACHINERY)
         if not file:
             return None
         known = self._known.get(question.expr)
@@ -361,20 +360,6 @@ class AskedQuestions:
     def answers(self) -> Answers:
         """The answers with which capture went on."""
         return Answers(tuple(self._answers), tuple(self._lines))
-
-
-def _file_that_asks() -> str:
-    """The file of torch whose code asks for a value now; "" where the user's code does."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith(_PARTITA):
-            if not name.startswith(_TORCH):
-                return ""
-            if not name.removeprefix(_TORCH).startswith(_MACHINERY):
-                return name.removeprefix(_TORCH)
-        frame = frame.f_back  # type: ignore[assignment]
-    return ""
 
 
 # -- predicted answers -----------------------------------------------------------------------------

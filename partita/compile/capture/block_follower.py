@@ -33,13 +33,13 @@ from partita.tensor.op_facts import facts_of
 from partita.tensor.tensor_state import HERE, count_writes, own_state, state_of
 
 from ..graph_nodes import add_call, nodes_since
+from ..guards.values import ByIdentity
 from .block_nodes import BackwardBody, BlockBody, block_number
 from .block_tape import (
     BlockTape,
     MadeTensor,
     NotABlock,
     OperandWriter,
-    SameObject,
     TakenTensor,
     TapedCall,
     VaryingFloatRead,
@@ -402,7 +402,7 @@ class BlockFollower(TorchFunctionMode):
         if isinstance(out, (tuple, list)) and not isinstance(out, torch.Size):
             return (type(out), *map(self._write_result, out))
         recorded = self._writer.write_operand(out)
-        if type(recorded) is SameObject:
+        if type(recorded) is ByIdentity:
             raise NotABlock(self.kind, f"a call of torch gives a {type(out).__name__}")
         return recorded
 

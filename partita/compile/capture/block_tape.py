@@ -34,6 +34,7 @@ from partita.tensor.op_facts import VIEW_ATTRIBUTES, facts_of_function
 from partita.tensor.spec import Spec
 from partita.tensor.tensor_state import Label
 
+from ..guards.values import ByIdentity
 from .symbolic import is_symbolic
 
 __all__ = [
@@ -41,7 +42,6 @@ __all__ = [
     "MadeTensor",
     "NotABlock",
     "OperandWriter",
-    "SameObject",
     "TakenTensor",
     "TapedCall",
     "VaryingFloat",
@@ -88,19 +88,6 @@ class TakenTensor:
     """A tensor from outside the block: the `number`-th in the order of first use."""
 
     number: int
-
-
-@dataclass(frozen=True, slots=True)
-class SameObject:
-    """An operand that is compared by identity, as a generator or an enum."""
-
-    value: Any
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is SameObject and self.value is other.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
 
 
 class IntAsFloat:
@@ -269,7 +256,7 @@ def bind_recorded(
         return made(value.number)
     if kind is TakenTensor:
         return taken(value.number)
-    if kind is SameObject or kind is CallLabel:
+    if kind is ByIdentity or kind is CallLabel:
         return value.value
     if kind is not tuple:
         return value
@@ -370,7 +357,7 @@ class OperandWriter:
         if is_symbolic(value):
             raise NotABlock(self.kind, "it reckons with a number that is an input")
         if kind is complex or isinstance(value, (*_ALIKE, type)) or is_closed(value):
-            return SameObject(value)
+            return ByIdentity(value)
         raise NotABlock(self.kind, f"it gives torch a {kind.__name__}")
 
     def _number_tensor(self, t: torch.Tensor) -> MadeTensor | TakenTensor:

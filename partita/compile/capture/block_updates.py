@@ -33,10 +33,11 @@ from torch.overrides import _get_current_function_mode
 
 from partita.tensor.tensor_state import HERE, count_writes, count_writes_of
 
+from ..guards.values import ByIdentity
 from .block_calls import BlockChoice
 from .block_follower import BlockTrace, BlockTracing, traced_node
 from .block_nodes import LABELS, add_block_node, block_forward
-from .block_tape import NotABlock, OperandWriter, SameObject, bind_recorded, current_modes
+from .block_tape import NotABlock, OperandWriter, bind_recorded, current_modes
 from .capture_context import dispatch_listeners, unprofiled
 from .equal_calls import known_node_of, tensors_of
 from .recorder import Recorder
@@ -313,7 +314,7 @@ class _UpdateWriter(OperandWriter):
     """Records what an update is given. A number that is an input is compared by identity."""
 
     def write_operand(self, value: Any) -> Any:
-        return SameObject(value) if is_symbolic(value) else super().write_operand(value)
+        return ByIdentity(value) if is_symbolic(value) else super().write_operand(value)
 
     def write_settings(self, group: dict[str, Any]) -> Any:
         """A parameter group as recorded, without its parameters."""

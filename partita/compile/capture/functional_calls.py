@@ -304,6 +304,8 @@ def value_of_input(value: Any) -> torch.Tensor:
     return found
 
 
+# -- random numbers --------------------------------------------------------------------------------
+
 _library = torch.library.Library("partita", "FRAGMENT")
 _TAGS = (torch.Tag.nondeterministic_seeded, torch.Tag.needs_exact_strides)
 

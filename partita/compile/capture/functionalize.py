@@ -14,10 +14,10 @@ values a write changes, the graph is traced once more under torch's own function
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -235,7 +235,7 @@ def _safe_view_of(target: Any) -> Any:
     return getattr(getattr(_aten, target._opname.removeprefix("unsafe_")), target._overloadname)
 
 
-@functools.lru_cache(maxsize=64)
+@lru_cache(maxsize=64)
 def _view_like(target: Any) -> Any:
     """The out-of-place view op with the arguments of `target`; None where there is none."""
     packet = getattr(_aten, target._opname.removesuffix("_"), None)
@@ -369,7 +369,7 @@ class _Rewrite:
         if changes_without_writes(target, args, kwargs) or facts_of(target).writes:
             if facts_of(target).writes and not is_plain_write(target):
                 raise UnsureOfWrites
-            call = _bind_call(call_without_writes, target)
+            call = partial(call_without_writes, target)
             given = node.args, node.kwargs
             self.of[node] = self._fill_in(call, target, given, node.meta.get("val"))
             if node in self.memory:  # its value is what it has written
@@ -399,7 +399,7 @@ class _Rewrite:
         target, made = node.target, node.meta.get("val")
         found = []
         for name, args, kwargs, like in calls_of_list(target, node.args, node.kwargs, made):
-            call = _bind_call(call_in_list, name)
+            call = partial(call_in_list, name)
             found.append(self._fill_in(call, ("each", name), (args, kwargs), like))
         self.of[node] = found
 
@@ -511,10 +511,6 @@ class _Rewrite:
                     return
             yield source, value
             node = source
-
-
-def _bind_call(call: Callable[..., Any], what: Any) -> Callable[..., Any]:
-    return lambda args, kwargs, like: call(what, args, kwargs, like)
 
 
 def _fill_parts(value: Any, part: Callable[[Any], Any]) -> Any:

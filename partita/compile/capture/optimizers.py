@@ -82,16 +82,6 @@ def make_optimizer_state(optimizers: dict[str, Optimizer]) -> MadeState:
     return found
 
 
-def counts_of(optimizers: Iterable[Optimizer]) -> Iterator[torch.Tensor]:
-    """The zero-dimensional tensors in which torch's optimizers count, for each parameter."""
-    for optimizer in filter(_is_of_torch, optimizers):
-        for entries in optimizer.state.values():
-            for name in COUNTS:
-                number = entries.get(name)
-                if type(number) is torch.Tensor and number.ndim == 0:
-                    yield number
-
-
 def _check_state_is_apart(optimizer: Optimizer) -> None:
     """Raise CaptureError if two parameters have one tensor in their state.
 
@@ -149,11 +139,6 @@ def _steps_under_mode() -> CaptureError:
         Fix("optimizer.step()", "outside of the mode"),
         place=user_line(),
     )
-
-
-def _unscales_by_itself(optimizer: Optimizer) -> bool:
-    """Does its fused kernel unscale gradients and skip steps for a GradScaler?"""
-    return _is_of_torch(optimizer) and bool(vars(optimizer).get(_UNSCALES))
 
 
 def _make_state(optimizer: Optimizer) -> MadeState:
@@ -244,7 +229,7 @@ class CapturedOptimizers:
             updates: makes the updates of blocks.
         """
         before = [(name, o, o.state, o.param_groups) for name, o in self.optimizers.items()]
-        unscaling = [o for o in self.optimizers.values() if _unscales_by_itself(o)]
+        fused = [o for o in self.optimizers.values() if vars(o).get(_UNSCALES) and _is_of_torch(o)]
         modes = _find_modes()
 
         # Global hooks are called for optimizers of other threads too.
@@ -285,7 +270,7 @@ class CapturedOptimizers:
         # before, does the whole step for most optimizers.
         _global_optimizer_pre_hooks.move_to_end(hooks[0].id, last=False)  # type: ignore[attr-defined]
         try:
-            for optimizer in unscaling:
+            for optimizer in fused:
                 vars(optimizer)[_UNSCALES] = False  # it is captured as a foreach optimizer
             for name, optimizer, state, groups in before:
                 by_stand_in: defaultdict[Any, dict[Any, Any]] = defaultdict(dict)
@@ -307,7 +292,7 @@ class CapturedOptimizers:
                 hook.remove()
             for _, optimizer, state, groups in before:
                 optimizer.state, optimizer.param_groups = state, groups
-            for optimizer in unscaling:
+            for optimizer in fused:
                 vars(optimizer)[_UNSCALES] = True
 
     def _stand_in_group(
@@ -385,7 +370,9 @@ def find_equal_counts(
     Only counts on the host: to compare others at each call would wait for their device. And none of
     a user's optimizer, whose numbers may differ between ranks: they might be equal on one alone.
     """
-    counts = {id(t) for t in counts_of(optimizers)}
+    states = (s for o in filter(_is_of_torch, optimizers) for s in o.state.values())
+    numbers = (entries.get(name) for entries in states for name in COUNTS)
+    counts = {id(t) for t in numbers if type(t) is torch.Tensor and t.ndim == 0}
     found: dict[Any, list[Input]] = defaultdict(list)
     for given in inputs:
         t = given.tensor

@@ -180,25 +180,16 @@ def imported_names(code: CodeType, package: str | None) -> tuple[str, ...]:
 
 # -- reflection ------------------------------------------------------------------------------------
 
-
 _GETTERS = ("getattr", "hasattr")
-
-
 _REFLECTING_NAMES = frozenset(
     "vars dir globals eval exec attrgetter getmembers signature getattr_static fields "
     "get_type_hints".split()
 )
-
-
 _REFLECTING_ATTRIBUTES = frozenset(
     "__dict__ __annotations__ __doc__ __name__ __match_args__ __dataclass_fields__ __code__ "
     "__defaults__ __kwdefaults__ __signature__ __closure__".split()
 )
-
-
 _COMPUTING_OPS = ("BINARY_OP", "BINARY_SUBSCR", "BUILD_STRING", "FORMAT_VALUE")
-
-
 _IGNORED_OPS = ("CACHE", "EXTENDED_ARG", "PRECALL")
 
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,7 +37,7 @@ from .block_calls import BlockChoice
 from .block_follower import BlockTrace, BlockTracing, traced_node
 from .block_nodes import LABELS, add_block_node, block_forward
 from .block_tape import NotABlock, OperandWriter, bind_recorded, current_modes
-from .capture_context import dispatch_listeners, unprofiled
+from .capture_context import attribute_set, dispatch_listeners, unprofiled
 from .equal_calls import known_node_of, tensors_of
 from .recorder import Recorder
 from .step_function_mode import StepFunctionMode
@@ -204,14 +203,12 @@ class BlockUpdates:
         taken = list(_strided_tensors(rest, state))
         versions = count_writes_of(taken)
         if rest:
-            optimizer.param_groups = [
+            others = [
                 dict(group, params=[p for p in group["params"] if p not in ours])
                 for group in groups
             ]
-            try:
+            with attribute_set(optimizer, "param_groups", others):
                 run()
-            finally:
-                optimizer.param_groups = groups
         narrow_counts(counts)
         pairs = zip(taken, versions, count_writes_of(taken), strict=True)
         shared.add(taken, [t for t, before, after in pairs if before != after])
@@ -230,7 +227,12 @@ class BlockUpdates:
         entered = [traced_node(t, kind) for t in inner]
         groups, state = update.bind_tensors(inner)
         before = {p: dict(entries) for p, entries in state.items()}
-        with tracing.tracing(), _holding_state(optimizer, groups, state, self._recorder):
+        with (
+            tracing.tracing(),
+            attribute_set(optimizer, "param_groups", groups),
+            attribute_set(optimizer, "state", state),
+            attribute_set(self._recorder, "exact", set()),
+        ):
             counts = widen_counts(state.values(), self._recorder.exact)
             run()
             narrow_counts(counts)
@@ -435,21 +437,6 @@ def _alias_of(t: torch.Tensor) -> torch.Tensor:
     inner.requires_grad_(t.requires_grad)
     inner._is_param = isinstance(t, nn.Parameter)  # type: ignore[attr-defined]
     return inner
-
-
-@contextmanager
-def _holding_state(
-    optimizer: Optimizer, groups: list[dict[str, Any]], state: Any, recorder: Recorder
-) -> Iterator[None]:
-    """Within, an optimizer holds these groups and this state, of counts that are its own."""
-    before, exact = (optimizer.param_groups, optimizer.state), recorder.exact
-    try:
-        optimizer.param_groups, optimizer.state = groups, state
-        recorder.exact = set()
-        yield
-    finally:
-        optimizer.param_groups, optimizer.state = before
-        recorder.exact = exact
 
 
 def _without_numbers(nodes: Sequence[Any], entered: Sequence[Any], kind: type) -> list[Any]:

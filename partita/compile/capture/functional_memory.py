@@ -452,17 +452,14 @@ def _find_overlaps_within(
 ) -> Iterator[frozenset[int]]:
     """The pairs that overlap among results in the memory that `first` made."""
     shown = _replay_views([node for _, node in results], first)
-    ordered = sorted(zip(shown, (i for i, _ in results), strict=True), key=_begin_of_view)
+    pairs = zip(shown, (i for i, _ in results), strict=True)
+    ordered = sorted(pairs, key=lambda pair: (pair[0].storage_offset(), pair[1]))
     for at, (one, i) in enumerate(ordered):
         for other, j in ordered[at + 1 :]:
             if other.storage_offset() > _last_element_offset(one):  # and so do all behind it
                 break
             if _has_common_elements(one, other):
                 yield frozenset((i, j))
-
-
-def _begin_of_view(shown: tuple[torch.Tensor, int]) -> tuple[int, int]:
-    return shown[0].storage_offset(), shown[1]  # type: ignore[return-value]
 
 
 def keep_apart(graph: fx.Graph, before: Pairs) -> None:

@@ -82,16 +82,17 @@ class GraphInputs:
             if isinstance(t, torch.Tensor) and id(t) not in seen:
                 seen.add(id(t))
                 _check_class(t, name)
-                self._by_leaf[i] = self._add(Input(name, kind, t, i))
-        for given in list(self._by_leaf.values()):
+                self._by_leaf[i] = Input(name, kind, t, i)
+        self.all += self._by_leaf.values()
+        for given in self._by_leaf.values():
             if not given.tensor.is_leaf:  # what has a history has no `.grad`
                 continue
             grad = given.tensor.grad if given.tensor.requires_grad else None
             name = given.name + ".grad"
             if grad is not None:
-                self._add(Input(name, "gradient", grad, given.index))
+                self.all.append(Input(name, "gradient", grad, given.index))
             elif given.index not in unmarked and given.tensor.requires_grad:
-                self._add(Input(name, "mark", given.tensor, given.index))
+                self.all.append(Input(name, "mark", given.tensor, given.index))
         self._make_fakes()
         self._by_fake = {id(self.stand_in(i.tensor)): i for i in self._by_leaf.values()}
 
@@ -101,11 +102,7 @@ class GraphInputs:
             for axis, at in zip(wire.mesh.names, wire.at, strict=True):
                 if wire.mesh.size(axis) > 1:
                     self._coordinates[(wire, axis)] = len(self.all)
-                    self._add(Input(f"at {axis}", "coordinate", torch.tensor(at)))
-
-    def _add(self, given: Input) -> Input:
-        self.all.append(given)
-        return given
+                    self.all.append(Input(f"at {axis}", "coordinate", torch.tensor(at)))
 
     def _make_fakes(self) -> None:
         """Make a fake, and a snapshot of it, for each input."""
@@ -235,7 +232,7 @@ class TensorFacts:
         # By id of each gradient that is there when the step begins: is it a mark (which stands
         # where there is none), and how often was it written?
         self._grads = {
-            id(fake): (given.kind == "mark", _count_writes(fake))
+            id(fake): (given.kind == "mark", count_writes(fake))
             for given, fake in zip(inputs.all, inputs.fakes, strict=True)
             if given.kind in ("mark", "gradient")
         }
@@ -282,7 +279,7 @@ class TensorFacts:
                 found = fake.grad
             if found is not None and id(found) not in self._grads:
                 return ()  # the step's own
-            untouched = self._grads.get(id(found)) == (True, _count_writes(found))
+            untouched = found is not None and self._grads[id(found)] == (True, count_writes(found))
         value = read_fact(given.tensor, name)
         condition = FactCondition(given.name, given.index, name, value, user_line())
         self._found.setdefault((given.index, name), condition)
@@ -310,8 +307,3 @@ def _is_asked_by_user(frame: FrameType | None) -> bool:
     while frame is not None and frame.f_code.co_filename in _WITHIN:
         frame = frame.f_back
     return frame is not None and is_recorded(frame.f_code.co_filename)
-
-
-def _count_writes(t: Any) -> int:
-    """How often a tensor was written."""
-    return 0 if t is None else count_writes(t)

@@ -238,7 +238,7 @@ class BlockUpdates:
             narrow_counts(counts)
         results = _results_of(kind, update, inner, before, state)
         pairs = enumerate(zip(versions, count_writes_of(inner), strict=True))
-        written = tuple(i for i, (before_it, after_it) in pairs if before_it != after_it)
+        written = tuple(i for i, (was, now) in pairs if was != now)
         with Unheard():
             memory = {t.untyped_storage()._cdata for t in inner}
             if any(t.untyped_storage()._cdata in memory for t in results.values()):

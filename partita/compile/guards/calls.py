@@ -36,7 +36,7 @@ from partita.comm import user_line
 from partita.layout import Fix
 
 from ..capture.capture_context import profiled_by
-from ..errors import CaptureError, not_captured, of_anomalies
+from ..errors import of_anomalies
 from .codes import is_recorded, is_user_module
 from .instrument import StateReader
 from .places import PLAIN, Place, place_of_answer, place_of_entry
@@ -47,7 +47,6 @@ __all__ = [
     "read_ambient",
     "read_environment_of",
     "refuse_if_random",
-    "unguarded",
 ]
 
 _FUNCTIONS_OF_SEEDS = {  # of torch, by code
@@ -151,12 +150,6 @@ def _find_generator_states() -> dict[str, tuple[Any, Callable[[Any], None]]]:
         name, keys, *more = numpy.random.get_state()
         found["numpy.random"] = ((name, tuple(keys.tolist()), *more), numpy.random.set_state)
     return found
-
-
-def unguarded(fact: str, reason: str, name: str = "", fix: Fix | None = None) -> CaptureError:
-    """The error to raise where a step reads what no guard can hold."""
-    usual = Fix(f"give {name or 'it'} as an argument", "read before the step")
-    return not_captured(fact, reason, fix or usual)
 
 
 class Calls:

@@ -30,8 +30,8 @@ from partita.layout import Fix
 
 from ..arguments import is_taken_apart
 from ..capture.capture_context import attribute_set
-from ..errors import CaptureError
-from .calls import Calls, unguarded
+from ..errors import CaptureError, not_captured
+from .calls import Calls
 from .codes import is_recorded
 from .guards import Guards, function_modes
 from .instrument import has_own_getattribute, instrument, recorded_by, uninstrument
@@ -211,7 +211,8 @@ class ReadRecord:
 
     def refuse(self, fact: str, reason: str, name: str = "", fix: Fix | None = None) -> None:
         """Raise CaptureError, now and at the end: no guard can cover what the step reads."""
-        self.error = self.error or unguarded(fact, reason, name, fix)
+        usual = Fix(f"give {name or 'it'} as an argument", "read before the step")
+        self.error = self.error or not_captured(fact, reason, fix or usual)
         raise self.error
 
     # -- attributes --------------------------------------------------------------------------------

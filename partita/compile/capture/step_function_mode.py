@@ -251,10 +251,10 @@ def _check_quantiles(input: Any, q: Any, *_: Any, **__: Any) -> Checks:
         yield (q >= 0) & (q <= 1), "quantile() q values must be in the range [0, 1]"
 
 
-_CHECKS: dict[Any, Callable[..., Checks]] = {
-    F.one_hot: _check_classes,
-    **dict.fromkeys((torch.quantile, torch.Tensor.quantile), _check_quantiles),
-    **dict.fromkeys((torch.nanquantile, torch.Tensor.nanquantile), _check_quantiles),
+_CHECKS: dict[Any, Callable[..., Checks]] = {F.one_hot: _check_classes} | {
+    getattr(home, name): _check_quantiles
+    for home in (torch, torch.Tensor)
+    for name in ("quantile", "nanquantile")
 }
 """By function, the checks that it makes of its operands in eager."""
 

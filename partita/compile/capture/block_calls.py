@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from partita.comm import TraceWire
 from partita.comm.ledger import scope
-from partita.tensor.tensor_state import HERE, count_writes, count_writes_of
+from partita.tensor.tensor_state import HERE, count_writes_of
 
 from .block_follower import (
     BlockFollower,
@@ -412,7 +412,7 @@ class _BlockCall:
 
     def _check_unwritten(self) -> None:
         """Raise NotABlock if a tensor that backward may read was written since."""
-        if any(count_writes(t) != version for t, version in self._versions):
+        if count_writes_of(t for t, _ in self._versions) != [n for _, n in self._versions]:
             raise NotABlock(self.trace.kind, "what it takes or gives is written before backward")
 
     def backward(

@@ -164,9 +164,15 @@ class ReadRecord:
             uninstrument(self._instrumented)
             self._instrumented = []
 
-    def without_recording(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def without_recording(self) -> Iterator[None]:
         """Within, reads of attributes are not recorded."""
-        return attribute_set(self, "_is_paused", True)
+        # Not by `attribute_set`: the profile function would hear of what it calls.
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
 
     def reaching_by_name(self) -> AbstractContextManager[None]:
         """Within, values are reached since code uses their names: the step may not read them."""
@@ -238,8 +244,12 @@ class ReadRecord:
             else:
                 del known.names[name]
             return
-        with attribute_set(self, "_read_by_library", not by_user), self.without_recording():
-            self._record_read(known, name)
+        before, self._read_by_library = self._read_by_library, not by_user
+        try:
+            with self.without_recording():
+                self._record_read(known, name)
+        finally:
+            self._read_by_library = before
 
     def _record_read(self, known: _ReachedObject, name: str) -> None:
         owner, called = known.value, f"{known.name}.{name}"

@@ -427,8 +427,11 @@ class ReachedValues:
                 self._record.read_class_attribute(space, key)
             return
         held = variables_of(space)
+        found = sorted(names & held.keys())
+        if not found:  # as of most: they are asked for the names of each new code
+            return
         with self._record.reaching_by_name():
-            for key in sorted(names & held.keys()):
+            for key in found:
                 if not key.startswith("__") and not Substitutes.has(held[key]):
                     self._record.read_place(place_of_entry(f"{name}.{key}", held, key), held[key])
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
@@ -22,18 +22,17 @@ from partita.layout import Fix
 from .errors import CaptureError, not_captured
 from .program import Input, Program
 
-if TYPE_CHECKING:
-    from .capture.inputs import FactCondition
-    from .program import Input
-
 __all__ = [
+    "FACTS_OF_OBJECTS",
     "Condition",
     "Conditions",
     "EqualInputs",
+    "FactCondition",
     "GradientCondition",
     "Sharing",
     "kind_of_gradient",
     "read_counts",
+    "read_fact",
 ]
 
 
@@ -162,6 +161,48 @@ def kind_of_gradient(t: torch.Tensor) -> Any:
         if grad is None:
             return None
         return (grad.__dict__.get("_spec") or grad.shape, grad.dtype, grad.device, grad.stride())
+
+
+FACTS_OF_OBJECTS = ("grad_fn", "grad", "_base", "_backward_hooks")
+"""Facts that tell whether a tensor has such an object."""
+
+
+def read_fact(t: torch.Tensor, name: str) -> Any:
+    """A fact of a tensor, as "is_leaf"; of an object that it has, whether it is there."""
+    if name == "id":
+        return id(t)
+    with Local():
+        found = getattr(t, name)
+        if name in FACTS_OF_OBJECTS:
+            return found is not None
+        return found() if callable(found) else found
+
+
+@dataclass(frozen=True, eq=False)
+class FactCondition:
+    """A condition on a fact of one input tensor.
+
+    Attributes:
+        name: of the tensor.
+        index: among the leaves of a call.
+        fact: its name, as "is_leaf".
+        value: at capture.
+        line: the user's line that asks.
+    """
+
+    name: str
+    index: int
+    fact: str
+    value: Any
+    line: str
+
+    def holds(self, tensors: Sequence[Any]) -> bool:
+        found: bool = read_fact(tensors[self.index], self.fact) == self.value
+        return found
+
+    def reason(self, tensors: Sequence[Any]) -> str:
+        now = read_fact(tensors[self.index], self.fact)
+        return f"{self.name}.{self.fact}: {self.value} became {now}, asked for at {self.line}"
 
 
 class Conditions(tuple["Condition | EqualInputs | GradientCondition | FactCondition", ...]):

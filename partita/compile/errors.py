@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from types import FrameType
 from typing import Protocol
@@ -23,6 +23,7 @@ __all__ = [
     "Holding",
     "RefusedCall",
     "explain_error",
+    "file_of_torch",
     "not_an_input",
     "user_line_of",
 ]
@@ -168,7 +169,8 @@ def explain_error(error: Exception, line: str, function: str = "") -> Exception:
         or "data is not allocated yet" in text  # a kernel that reads what has no memory
         or any(f"passed to {name}." in text for name in _NUMBERS)
     ):
-        asking = _code_of_torch(error)
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        asking = file_of_torch(reversed(frames), _MACHINERY)
         if not asking and hasattr(torch, function):  # not where a tensor's own method asks
             asking = f"torch.{function}"
         return not_captured(
@@ -219,13 +221,19 @@ _MACHINERY = (
 """Files of torch that only pass a question on."""
 
 
-def _code_of_torch(error: BaseException) -> str:
-    """The file of torch whose code asked for the value; "" where the user's code did."""
-    for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
+def file_of_torch(frames: Iterable[FrameType], machinery: Collection[str]) -> str:
+    """The file of torch whose code asks for a value, as "torch/nn/functional.py"; "" where the
+    user's code does.
+
+    Args:
+        frames: the innermost first.
+        machinery: files and folders of torch that only pass a question on.
+    """
+    for frame in frames:
         path = Path(frame.f_code.co_filename)
         if path.is_relative_to(_TORCH):
             file = path.relative_to(_TORCH)
-            if file.parts[0] not in _MACHINERY:
+            if file.parts[0] not in machinery:
                 return f"torch/{file.as_posix()}"
         elif not path.is_relative_to(_PARTITA):
             return ""

@@ -52,6 +52,7 @@ __all__ = [
     "lazy_graph_module",
     "lazy_graph_modules",
     "nbytes_of",
+    "nodes_since",
     "note_of",
     "order_by_needs",
     "section_of",
@@ -233,6 +234,14 @@ def written_operands(node: fx.Node) -> Iterator[fx.Node]:
         operands = part.operands(node)
         for place in part.written:
             yield operands[place]
+
+
+def nodes_since(graph: fx.Graph, first: fx.Node) -> Iterator[fx.Node]:
+    """The nodes that were added at the end of a graph after `first`, the newest first."""
+    node = graph._root.prev
+    while node is not first:
+        yield node
+        node = node.prev
 
 
 def drop_unused(graph: fx.Graph) -> None:

@@ -14,9 +14,9 @@ of the other answers (`OtherAnswers`).
 from __future__ import annotations
 
 import math
-import os
 import re
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,12 +33,12 @@ from partita.layout import Fix
 from partita.tensor.op_facts import facts_of
 
 from ..conditions import Condition
-from ..errors import not_captured
+from ..errors import file_of_torch, not_captured
 from ..graph_nodes import has_effect, note_of
 from ..passes.rewrite import Making
 from ..program import Input
+from .capture_context import ParamGroup
 from .fakes import local_of
-from .optimizers import ParamGroup
 from .symbolic import NumberEnv, is_symbolic
 
 __all__ = [
@@ -81,19 +81,15 @@ class CapturedNumbers:
         plain: floats that are not traced.
 
     Attributes:
-        made: the inputs of floats that are traced, in order.
+        met: the inputs of all floats that were met, also of those that are not traced, and the
+            value of each.
+        traced: by symbol, the input of a float that is traced.
     """
 
     def __init__(self, env: NumberEnv, plain: PlainNumbers):
         self.env, self.plain = env, plain
-        self.made: list[Input] = []
-        self._symbols: dict[str, Input] = {}
-        self._values: list[tuple[Input, float]] = []
-
-    @property
-    def inputs_met(self) -> list[Input]:
-        """The inputs of all floats that were met, also of those that are not traced."""
-        return [given for given, _ in self._values]
+        self.met: list[tuple[Input, float]] = []
+        self.traced: dict[str, Input] = {}
 
     def stand_in(self, given: Input, value: float) -> Any:
         """The symbolic float, an input of the graph, that stands for `value`; or `value` itself.
@@ -101,28 +97,26 @@ class CapturedNumbers:
         Args:
             given: the input that it becomes.
         """
+        self.met.append((given, value))
         if self.plain.why or not _is_traceable(value, given, self.plain.zeros):
-            self._values.append((given, value))
             return value
         mode = get_proxy_mode()
         assert mode is not None
-        found = self.env.symbolic(f"{given.name} {len(self.made)}", float(value))
+        found = self.env.symbolic(f"{given.name} {len(self.traced)}", float(value))
         found.kind = type(value)
         graph = mode.tracer.graph
         inputs = graph.find_nodes(op="placeholder")
         with graph.inserting_after(inputs[-1]) if inputs else graph.inserting_before():
-            node = graph.placeholder(f"number_{len(self.made)}")
+            node = graph.placeholder(f"number_{len(self.traced)}")
         track_tensor_tree(found, fx.Proxy(node, mode.tracer), constant=None, tracer=mode.tracer)
         node.meta["val"] = found
-        self.made.append(given)
-        self._symbols[str(found.node.expr)] = given
-        self._values.append((given, value))
+        self.traced[str(found.node.expr)] = given
         return found
 
     def asked_zeros(self) -> bool:
         """Has the step read or compared a traced zero? It stays plain from the next run on."""
         asked = set(map(id, self._list_asked()))
-        found = {given.name for given, value in self._values if value == 0 and id(given) in asked}
+        found = {given.name for given, value in self.met if value == 0 and id(given) in asked}
         self.plain.zeros |= found
         return bool(found)
 
@@ -130,22 +124,22 @@ class CapturedNumbers:
         """The inputs of floats that were compared or read."""
         read = [g.expr for g in self.env.guards if type(g.expr).__name__ == "Equality"]
         guarded = {str(s) for expr in read for s in expr.free_symbols}
-        return [given for s, given in self._symbols.items() if s in self.env.asked | guarded]
+        return [given for s, given in self.traced.items() if s in self.env.asked | guarded]
 
     def conditions(self) -> list[Condition]:
         """What the step has asked of its floats, as conditions."""
         found = []
-        values = {id(given): value for given, value in self._values}
-        symbolic = {id(given) for given in self.made}
+        values = {id(given): value for given, value in self.met}
+        traced = set(map(id, self.traced.values()))
         for i, guard in enumerate(self.env.guards):
             names = sorted(map(str, guard.expr.free_symbols))
-            if not names or any(name not in self._symbols for name in names):
+            if not names or any(name not in self.traced for name in names):
                 continue  # it is about `.item()` of a tensor, which torch decides by itself
-            numbers = tuple(self._symbols[name] for name in names)
+            numbers = tuple(self.traced[name] for name in names)
             code = None  # a value that is read includes the sign of a zero
             if not _is_value(guard.expr):
                 code = compile(PythonPrinter().doprint(guard.expr), "<condition>", "eval")
-            said = _describe_condition(guard.expr, {n: g.name for n, g in self._symbols.items()})
+            said = _describe_condition(guard.expr, {n: g.name for n, g in self.traced.items()})
             found.append(
                 Condition(
                     said,
@@ -159,8 +153,8 @@ class CapturedNumbers:
         asked = self._list_asked()
         if asked:
             found.append(_make_finite_condition(asked, [values[id(given)] for given in asked]))
-        for given, value in self._values:
-            if id(given) not in symbolic:
+        for given, value in self.met:
+            if id(given) not in traced:
                 text = f"a Python number is read ({self.plain.why or f'{value} cannot be traced'})"
                 found.append(Condition(text, user_line(), (given,), (value,), None))
         return found
@@ -212,11 +206,10 @@ def _name_symbols(expr: Any, names: dict[str, str]) -> str:
 
 # -- answers to torch's questions ------------------------------------------------------------------
 
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_PARTITA = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
-_MACHINERY = ("__init__.py", "_tensor.py", "overrides.py", "fx" + os.sep, "utils" + os.sep)
+_aten = torch.ops.aten
+_MACHINERY = ("__init__.py", "_tensor.py", "overrides.py", "fx", "utils")
 """Files of torch that only pass a question on."""
-_CHECKS = "distributions" + os.sep
+_CHECKS = "torch/distributions/"
 _MOST_QUESTIONS = 4096  # of a step
 _MOST_TRIES = 8  # of guesses, where the step raises
 
@@ -334,7 +327,8 @@ class AskedQuestions:
             question: the node of a symbolic bool.
             predict: gives the likely answer where there is no guess.
         """
-        file = _file_that_asks()
+        stack = (frame for frame, _ in traceback.walk_stack(sys._getframe()))
+        file = file_of_torch(stack, _MACHINERY)
         if not file:
             return None
         known = self._known.get(question.expr)
@@ -348,7 +342,10 @@ class AskedQuestions:
                 Fix("pt.compile(part of the step)", "leave out what asks"),
             )
         guesses, value = self._guesses.values, torch.SymBool(question)
-        found = guesses[number] if number < len(guesses) else _is_check(file) or predict(value)
+        if number < len(guesses):
+            found = guesses[number]
+        else:  # a distribution checks its arguments, which are most likely valid
+            found = file.startswith(_CHECKS) or predict(value)
         self._known[question.expr] = found
         self.values.append(value)
         self._answers.append(found)
@@ -363,25 +360,6 @@ class AskedQuestions:
     def answers(self) -> Answers:
         """The answers with which capture went on."""
         return Answers(tuple(self._answers), tuple(self._lines))
-
-
-def _is_check(file: str) -> bool:
-    """Does a distribution of torch check its arguments, which are most likely valid?"""
-    return file.startswith(_CHECKS)
-
-
-def _file_that_asks() -> str:
-    """The file of torch whose code asks for a value now; "" where the user's code does."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith(_PARTITA):
-            if not name.startswith(_TORCH):
-                return ""
-            if not name.removeprefix(_TORCH).startswith(_MACHINERY):
-                return name.removeprefix(_TORCH)
-        frame = frame.f_back  # type: ignore[assignment]
-    return ""
 
 
 # -- predicted answers -----------------------------------------------------------------------------
@@ -447,9 +425,6 @@ def _compute_node(
         (node.args, node.kwargs), lambda n: _predict_value(n, value_of, known)
     )
     return target(*args, **kwargs)
-
-
-_aten = torch.ops.aten
 
 
 # -- gated writes ----------------------------------------------------------------------------------

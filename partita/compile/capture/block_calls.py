@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from partita.comm import TraceWire
 from partita.comm.ledger import scope
-from partita.tensor.tensor_state import HERE
+from partita.tensor.tensor_state import HERE, count_writes_of
 
 from .block_follower import (
     BlockFollower,
@@ -220,7 +220,7 @@ class BlockCalls:
         choice: BlockChoice,
         models: Iterable[nn.Module],
     ):
-        self.recorder, self._mode, self._wires = recorder, mode, wires
+        self.recorder, self.mode, self._wires = recorder, mode, wires
         self._choice, self._blocks = choice, choice.find(models)
         self._traces: dict[type, list[BlockTrace]] = {}
         self._listeners = dispatch_listeners()
@@ -263,7 +263,7 @@ class BlockCalls:
         """
         kind = type(module)
         traces = self._traces.setdefault(kind, [])
-        tracing = BlockTracing(self.recorder, self._mode.shape_env)
+        tracing = BlockTracing(self.recorder, self.mode.shape_env)
         varying = kind not in self._choice.constants
         follower = BlockFollower(kind, [t.tape for t in traces], tracing, self._listeners, varying)
         casts = torch.is_autocast_cache_enabled()
@@ -360,16 +360,10 @@ class BlockCalls:
     ) -> BackwardBody:
         """Trace the backward of a block: see `differentiate_block`."""
         try:
-            tracing = BlockTracing(self.recorder, self._mode.shape_env)
+            tracing = BlockTracing(self.recorder, self.mode.shape_env)
             return differentiate_block(trace, given, trains, tracing)
         except BlockNumberRead as error:
             raise VaryingFloatRead(trace.kind) from error
-
-    def make_fakes(
-        self, nodes: Sequence[fx.Node], likes: Sequence[torch.Tensor]
-    ) -> list[FakeTensor]:
-        """Fake tensors that the nodes make."""
-        return tensors_of(nodes, likes, self._mode)
 
 
 @dataclass(eq=False)
@@ -409,20 +403,17 @@ class _BlockCall:
         self.node, nodes = add_block_node(self.calls.recorder, block_forward, args, self.numbers)
         self.node.meta[LABELS] = tuple(self.labels)
         likes = [self.trace.made[n].meta["val"] for n in self.numbers]
-        return self.calls.make_fakes(nodes, likes)
+        return tensors_of(nodes, likes, self.calls.mode)
 
     def note_versions(self, tensors: Iterable[torch.Tensor]) -> None:
         """Note the versions of tensors that backward may read, for `_check_unwritten`."""
-        with Unheard():
-            self._versions += [(t, t._version) for t in tensors if not t.is_inference()]
+        tensors = [*tensors]
+        self._versions += zip(tensors, count_writes_of(tensors), strict=True)
 
     def _check_unwritten(self) -> None:
         """Raise NotABlock if a tensor that backward may read was written since."""
-        with Unheard():
-            if any(t._version != version for t, version in self._versions):
-                raise NotABlock(
-                    self.trace.kind, "what it takes or gives is written before backward"
-                )
+        if count_writes_of(t for t, _ in self._versions) != [n for _, n in self._versions]:
+            raise NotABlock(self.trace.kind, "what it takes or gives is written before backward")
 
     def backward(
         self, grads: Sequence[torch.Tensor | None], trains: tuple[bool, ...]
@@ -446,7 +437,7 @@ class _BlockCall:
         args = back, self.node, *cotangents
         _, nodes = add_block_node(self.calls.recorder, block_backward, args, back.gradients)
         likes = [g.meta["val"] for g in back.gradients.values()]
-        made = dict(zip(back.gradients, self.calls.make_fakes(nodes, likes), strict=True))
+        made = dict(zip(back.gradients, tensors_of(nodes, likes, self.calls.mode), strict=True))
         return [made.get(i) for i in trace.takes]
 
 

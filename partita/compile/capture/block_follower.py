@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,14 +32,14 @@ from partita.tensor.dtensor import tagged
 from partita.tensor.op_facts import facts_of
 from partita.tensor.tensor_state import HERE, count_writes, own_state, state_of
 
-from ..graph_nodes import add_call
+from ..graph_nodes import add_call, nodes_since
+from ..guards.values import ByIdentity
 from .block_nodes import BackwardBody, BlockBody, block_number
 from .block_tape import (
     BlockTape,
     MadeTensor,
     NotABlock,
     OperandWriter,
-    SameObject,
     TakenTensor,
     TapedCall,
     VaryingFloatRead,
@@ -53,7 +53,7 @@ from .block_tape import (
     within_modes,
     writes_first,
 )
-from .capture_context import dispatch_listeners, unprofiled
+from .capture_context import attribute_set, dispatch_listeners, unprofiled
 from .differentiate import differentiate
 from .equal_calls import node_of
 from .recorder import Recorder
@@ -76,7 +76,7 @@ class BlockFollower(TorchFunctionMode):
     Args:
         kind: the block's class.
         tapes: of earlier blocks of that class.
-        trace: the `BlockTracing` that traces calls of a new tape into the graph.
+        trace: traces calls of a new tape into the graph.
         listeners: `dispatch_listeners()` when the step began.
         varying: may floats differ between blocks of one structure?
 
@@ -92,7 +92,12 @@ class BlockFollower(TorchFunctionMode):
     """
 
     def __init__(
-        self, kind: type, tapes: Sequence[BlockTape], trace: Any, listeners: Any, varying: bool
+        self,
+        kind: type,
+        tapes: Sequence[BlockTape],
+        trace: BlockTracing,
+        listeners: Any,
+        varying: bool,
     ):
         super().__init__()
         self.kind, self._known, self._trace, self._floats_may_vary = kind, tapes, trace, varying
@@ -125,7 +130,8 @@ class BlockFollower(TorchFunctionMode):
         return unprofiled(self._follow_call, func, args, kwargs)
 
     def _follow_call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        self._refuse_function(func)
+        if reason := why_refused(func):
+            raise NotABlock(self.kind, reason)
         operands = self._writer.write_operands(func, args, kwargs)
         modes = self._read_modes()
         if is_question(func) and not contains(operands, MadeTensor):
@@ -169,18 +175,9 @@ class BlockFollower(TorchFunctionMode):
         if not (self._suspended or self.is_tracing):
             raise NotABlock(self.kind, reason)
 
-    @contextmanager
-    def suspended(self) -> Iterator[None]:
+    def suspended(self) -> AbstractContextManager[None]:
         """Within, calls are no part of the block."""
-        before, self._suspended = self._suspended, True
-        try:
-            yield
-        finally:
-            self._suspended = before
-
-    def _refuse_function(self, func: Any) -> None:
-        if reason := why_refused(func):
-            raise NotABlock(self.kind, reason)
+        return attribute_set(self, "_suspended", True)
 
     def _refuse_write(self, func: Any, operands: Any) -> None:
         name = getattr(func, "__name__", "")
@@ -250,11 +247,9 @@ class BlockFollower(TorchFunctionMode):
 
     def _ask_outside(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call `func`, which reads tensors from outside. Raises NotABlock if it adds a node."""
-        before, self.is_tracing = HERE.recorder.newest(), True
-        try:
+        before = HERE.recorder.newest()
+        with attribute_set(self, "is_tracing", True):
             answer = self._calls.call(func, args, kwargs)
-        finally:
-            self.is_tracing = False
         if HERE.recorder.newest() is not before:
             raise NotABlock(self.kind, f"{func} computes something of what it is asked of")
         return answer
@@ -306,15 +301,11 @@ class BlockFollower(TorchFunctionMode):
         """Run a call over traced tensors, as the next call of the new tape."""
         self._enter_taken()
         numbered, values = self._number_floats(call)
-        self.is_tracing = True
         try:
-            out = self._run_traced(numbered, values)
-        except NotABlock:
-            raise
+            with attribute_set(self, "is_tracing", True):
+                out = self._run_traced(numbered, values)
         except Exception as error:  # which the user may catch; what it left is no part of a block
             raise NotABlock(self.kind, f"a call of torch raises {type(error).__name__}") from error
-        finally:
-            self.is_tracing = False
         self._number_results(out)
         numbered = replace(numbered, result=self._write_result(out))
         self._append_call(numbered, call.operands)
@@ -372,14 +363,11 @@ class BlockFollower(TorchFunctionMode):
     def _enter_taken(self) -> None:
         """Enter the tensors from outside that have no traced tensor yet."""
         assert self.tape is not None
-        self.is_tracing = True
-        try:
+        with attribute_set(self, "is_tracing", True):
             for t in self.taken[len(self.traced_taken) :]:
                 inner = self._trace.enter_tensor(t)
                 self._recorded[id(inner)] = TakenTensor(len(self.traced_taken))
                 self.traced_taken.append(inner)
-        finally:
-            self.is_tracing = False
         self.tape.taken = list(self._writer.describe_taken())
 
     def _number_results(self, out: Any) -> None:
@@ -414,7 +402,7 @@ class BlockFollower(TorchFunctionMode):
         if isinstance(out, (tuple, list)) and not isinstance(out, torch.Size):
             return (type(out), *map(self._write_result, out))
         recorded = self._writer.write_operand(out)
-        if type(recorded) is SameObject:
+        if type(recorded) is ByIdentity:
             raise NotABlock(self.kind, f"a call of torch gives a {type(out).__name__}")
         return recorded
 
@@ -556,11 +544,7 @@ class BlockTracing:
         try:
             yield
         finally:
-            self._new = []
-            node = self.recorder.newest()
-            while node is not first:
-                self._new.append(node)
-                node = node.prev
+            self._new = [*nodes_since(self.recorder.graph, first)]
             self.nodes += reversed(self._new)
 
     def enter_number(self, value: float) -> None:

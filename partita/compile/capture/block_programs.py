@@ -63,7 +63,6 @@ from .symbolic import is_symbolic, takes_number_exactly
 
 __all__ = [
     "BlockProgram",
-    "OutlinedUpdates",
     "Structures",
     "count_blocks",
     "inline_block_programs",
@@ -279,6 +278,8 @@ class _Outlining:
             else:
                 self._calls[node.args[0]].append(node)  # type: ignore[index]
         self._programs: dict[Any, tuple[BlockProgram, list[fx.Node], list[fx.Node]]] = {}
+        # By each node of a trace, the trace.
+        self._traced = {n: t for t in self._calls for n in (*t.entered, *_body_of_trace(t))}
         self._sharing = self._find_sharing_neighbours()
         self._regions = self._find_regions_of_several()
 
@@ -299,8 +300,7 @@ class _Outlining:
 
     @cached_property
     def _updates(self) -> OutlinedUpdates:
-        traced = {n for t in self._calls for n in (*t.entered, *_body_of_trace(t))}
-        return OutlinedUpdates(self.step.graph, traced, self._equal)
+        return OutlinedUpdates(self.step.graph, self._traced, self._equal)
 
     def _find_sharing_neighbours(self) -> set[fx.Node]:
         """Calls of blocks that gather one weight next to each other, or to keep it gathered."""
@@ -332,9 +332,8 @@ class _Outlining:
         """The remat regions that hold more than one block."""
         calls = [n for calls in self._calls.values() for n in calls]
         counts = Counter(note_of(n).region for n in calls)
-        traced = {n for t in self._calls for n in (*t.entered, *_body_of_trace(t))}
         for node in self.step.graph.nodes:
-            if node not in traced and not is_block_node(node) and node.op == "call_function":
+            if node not in self._traced and not is_block_node(node) and node.op == "call_function":
                 counts[note_of(node).region] += 1
         return {region for region, n in counts.items() if region and n > 1}
 
@@ -349,6 +348,7 @@ class _Outlining:
         step = self.step.graph
         forwards = (n for n in calls_of_blocks(step) if n.target is block_forward)
         self._traces: set[Any] = {n.args[0] for n in forwards}
+        self._traced = {n: t for n, t in self._traced.items() if t in self._traces}
         self._live = self._find_live_nodes()
         self._outer = self._find_outer_nodes()
         calls = [n for n in calls_of_blocks(step) if n in self._outer]
@@ -371,15 +371,14 @@ class _Outlining:
         """The nodes that are of no block; also those of a trace that others read, as a rank's
         coordinate, which is computed once for all, numbers that all updates share, and constants.
         """
-        own = {n: t for t in self._traces for n in (*t.entered, *_body_of_trace(t))}
         outer = self._live | {*self.step.graph.find_nodes(op="get_attr")}
         for trace in self._traces:
             if trace.written:
                 outer |= self._updates.find_shared_numbers(trace, self._calls[trace])
-        waiting = [r for n in outer for r in n.all_input_nodes if r in own]
+        waiting = [r for n in outer for r in n.all_input_nodes if r in self._traced]
         for trace in self._traces:
             for node in _body_of_trace(trace):
-                waiting += [r for r in node.all_input_nodes if own.get(r) is not trace]
+                waiting += [r for r in node.all_input_nodes if self._traced.get(r) is not trace]
         while waiting:
             node = waiting.pop()
             if node not in outer:
@@ -390,10 +389,9 @@ class _Outlining:
     def _find_live_nodes(self) -> set[fx.Node]:
         """The nodes of no trace that something needs: what nobody reads of a block is not computed
         in it."""
-        traced = {n for t in self._traces for n in (*t.entered, *_body_of_trace(t))}
         live: set[fx.Node] = set()
         for node in reversed(self.step.graph.nodes):
-            if node not in traced and (has_effect(node) or not live.isdisjoint(node.users)):
+            if node not in self._traced and (has_effect(node) or not live.isdisjoint(node.users)):
                 live.add(node)
         return live
 
@@ -458,7 +456,8 @@ class _Outlining:
             trace.region,
             trace.labels,
         )
-        _check_results_apart(program)
+        if any(max(pair) < len(results) for pair in overlapping_results(made.graph)):
+            raise UnsureOfWrites  # results show one memory, or that of an operand
         program.bodies(made.graph)
         program.mark_results()
         return program, free_early, free_late
@@ -489,13 +488,6 @@ def _add_numbers(graph: fx.Graph, call: fx.Node) -> list[fx.Node]:
             made.meta = {"val": value_of_input(node.meta["val"]), NOTE: note_of(call)}
             found.append(made)
     return found
-
-
-def _check_results_apart(program: BlockProgram) -> None:
-    """Raise UnsureOfWrites where results show one memory, or that of an operand."""
-    for pair in overlapping_results(program.graph.graph):
-        if max(pair) < len(program.results):
-            raise UnsureOfWrites
 
 
 def inline_block_programs(graph: fx.Graph) -> None:

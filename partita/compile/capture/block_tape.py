@@ -34,16 +34,14 @@ from partita.tensor.op_facts import VIEW_ATTRIBUTES, facts_of_function
 from partita.tensor.spec import Spec
 from partita.tensor.tensor_state import Label
 
+from ..guards.values import ByIdentity
 from .symbolic import is_symbolic
 
 __all__ = [
     "BlockTape",
-    "CallLabel",
-    "IntAsFloat",
     "MadeTensor",
     "NotABlock",
     "OperandWriter",
-    "SameObject",
     "TakenTensor",
     "TapedCall",
     "VaryingFloat",
@@ -52,9 +50,7 @@ __all__ = [
     "contains",
     "current_modes",
     "is_question",
-    "mark_ints_as_floats",
     "mark_varying_floats",
-    "may_vary",
     "varying_values_in",
     "why_refused",
     "within_modes",
@@ -94,19 +90,6 @@ class TakenTensor:
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class SameObject:
-    """An operand that is compared by identity, as a generator or an enum."""
-
-    value: Any
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is SameObject and self.value is other.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-
 class IntAsFloat:
     """The recorded type of an int that torch computes with as the float of that value."""
 
@@ -115,19 +98,19 @@ class IntAsFloat:
 class VaryingFloat:
     """A float that differs between blocks of one structure, by number.
 
-    It equals every float that `may_vary`, so that a block matches whatever its value is.
+    It equals every float that `_may_vary`, so that a block matches whatever its value is.
     """
 
     number: int
 
     def __eq__(self, other: object) -> bool:
-        return type(other) is VaryingFloat or may_vary(other)
+        return type(other) is VaryingFloat or _may_vary(other)
 
     def __hash__(self) -> int:
         return hash(float)
 
 
-def may_vary(written: Any) -> bool:
+def _may_vary(written: Any) -> bool:
     """Is it a recorded float that may have another value in another block?
 
     Not zero, infinite or NaN: torch and symbolic numbers treat these in ways of their own.
@@ -143,7 +126,7 @@ def _float_of(written: tuple[type, Any]) -> float:
     return float.fromhex(written[1]) if written[0] is float else float(written[1])
 
 
-def mark_ints_as_floats(operands: Any, places: frozenset[int | str]) -> Any:
+def _mark_ints_as_floats(operands: Any, places: frozenset[int | str]) -> Any:
     """Recorded operands in which the ints at these positions and keywords are `IntAsFloat`."""
     (_, *args), (_, *kwargs) = operands
     return (
@@ -232,10 +215,10 @@ def mark_varying_floats(written: Any, beside: Any, number: Callable[[], int]) ->
         None if they differ in anything else, or in a float that may not vary.
     """
     if type(beside) is VaryingFloat:
-        return VaryingFloat(number()) if may_vary(written) else None
+        return VaryingFloat(number()) if _may_vary(written) else None
     if type(written) is not tuple or type(beside) is not tuple:
         return written if written == beside else None
-    if may_vary(written) and may_vary(beside):
+    if _may_vary(written) and _may_vary(beside):
         return written if written == beside else VaryingFloat(number())
     if len(written) != len(beside):
         return None
@@ -273,7 +256,7 @@ def bind_recorded(
         return made(value.number)
     if kind is TakenTensor:
         return taken(value.number)
-    if kind is SameObject or kind is CallLabel:
+    if kind is ByIdentity or kind is CallLabel:
         return value.value
     if kind is not tuple:
         return value
@@ -349,7 +332,7 @@ class OperandWriter:
         with Unheard():
             computes_in_floats = first.is_floating_point()
         places = scalar_places(func) if computes_in_floats else ()
-        return mark_ints_as_floats(operands, places) if places else operands
+        return _mark_ints_as_floats(operands, places) if places else operands
 
     def write_operand(self, value: Any) -> Any:
         """An operand as recorded. Raises NotABlock for one that cannot be compared."""
@@ -374,7 +357,7 @@ class OperandWriter:
         if is_symbolic(value):
             raise NotABlock(self.kind, "it reckons with a number that is an input")
         if kind is complex or isinstance(value, (*_ALIKE, type)) or is_closed(value):
-            return SameObject(value)
+            return ByIdentity(value)
         raise NotABlock(self.kind, f"it gives torch a {kind.__name__}")
 
     def _number_tensor(self, t: torch.Tensor) -> MadeTensor | TakenTensor:
@@ -439,7 +422,11 @@ _REFUSED_ATTRIBUTES = frozenset(
 
 
 def why_refused(func: Any) -> str:
-    """Why a block cannot call `func`, as words for an error; "" where it can."""
+    """Why a block cannot call `func`, as words for an error; "" where it can.
+
+    While a block is followed its tensors have metadata and nothing else: no history, no gradient,
+    no memory.
+    """
     name = getattr(func, "__name__", "")
     if facts_of_function(name).needs_itself or name in ("__set__", "__delete__"):
         return f"it calls {name} of a tensor"

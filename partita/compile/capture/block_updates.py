@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,13 +30,14 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 from torch.overrides import _get_current_function_mode
 
-from partita.tensor.tensor_state import HERE, count_writes
+from partita.tensor.tensor_state import HERE, count_writes, count_writes_of
 
+from ..guards.values import ByIdentity
 from .block_calls import BlockChoice
 from .block_follower import BlockTrace, BlockTracing, traced_node
 from .block_nodes import LABELS, add_block_node, block_forward
-from .block_tape import NotABlock, OperandWriter, SameObject, bind_recorded, current_modes
-from .capture_context import dispatch_listeners, unprofiled
+from .block_tape import NotABlock, OperandWriter, bind_recorded, current_modes
+from .capture_context import attribute_set, dispatch_listeners, unprofiled
 from .equal_calls import known_node_of, tensors_of
 from .recorder import Recorder
 from .step_function_mode import StepFunctionMode
@@ -201,21 +201,16 @@ class BlockUpdates:
             [entries for p, entries in state.items() if p not in ours], self._recorder.exact
         )
         taken = list(_strided_tensors(rest, state))
-        with Unheard():
-            versions = [0 if t.is_inference() else t._version for t in taken]
+        versions = count_writes_of(taken)
         if rest:
-            optimizer.param_groups = [
+            others = [
                 dict(group, params=[p for p in group["params"] if p not in ours])
                 for group in groups
             ]
-            try:
+            with attribute_set(optimizer, "param_groups", others):
                 run()
-            finally:
-                optimizer.param_groups = groups
         narrow_counts(counts)
-        with Unheard():
-            now = [0 if t.is_inference() else t._version for t in taken]
-        pairs = zip(taken, versions, now, strict=True)
+        pairs = zip(taken, versions, count_writes_of(taken), strict=True)
         shared.add(taken, [t for t, before, after in pairs if before != after])
 
     def _trace_update(self, optimizer: Optimizer, run: Run, update: _Update) -> _UpdateTrace:
@@ -228,21 +223,23 @@ class BlockUpdates:
         tracing = BlockTracing(self._recorder, self._mode.shape_env)
         with Unheard(), torch.no_grad():
             inner = [_alias_of(t) for t in update.taken]
-            versions = [0 if t.is_inference() else t._version for t in inner]
+        versions = count_writes_of(inner)
         entered = [traced_node(t, kind) for t in inner]
         groups, state = update.bind_tensors(inner)
         before = {p: dict(entries) for p, entries in state.items()}
-        with tracing.tracing(), _holding_state(optimizer, groups, state, self._recorder):
+        with (
+            tracing.tracing(),
+            attribute_set(optimizer, "param_groups", groups),
+            attribute_set(optimizer, "state", state),
+            attribute_set(self._recorder, "exact", set()),
+        ):
             counts = widen_counts(state.values(), self._recorder.exact)
             run()
             narrow_counts(counts)
         results = _results_of(kind, update, inner, before, state)
+        pairs = enumerate(zip(versions, count_writes_of(inner), strict=True))
+        written = tuple(i for i, (was, now) in pairs if was != now)
         with Unheard():
-            written = tuple(
-                i
-                for i, (t, version) in enumerate(zip(inner, versions, strict=True))
-                if not t.is_inference() and t._version != version
-            )
             memory = {t.untyped_storage()._cdata for t in inner}
             if any(t.untyped_storage()._cdata in memory for t in results.values()):
                 raise NotABlock(kind, "its state becomes a view of what it updates")
@@ -319,7 +316,7 @@ class _UpdateWriter(OperandWriter):
     """Records what an update is given. A number that is an input is compared by identity."""
 
     def write_operand(self, value: Any) -> Any:
-        return SameObject(value) if is_symbolic(value) else super().write_operand(value)
+        return ByIdentity(value) if is_symbolic(value) else super().write_operand(value)
 
     def write_settings(self, group: dict[str, Any]) -> Any:
         """A parameter group as recorded, without its parameters."""
@@ -440,21 +437,6 @@ def _alias_of(t: torch.Tensor) -> torch.Tensor:
     inner.requires_grad_(t.requires_grad)
     inner._is_param = isinstance(t, nn.Parameter)  # type: ignore[attr-defined]
     return inner
-
-
-@contextmanager
-def _holding_state(
-    optimizer: Optimizer, groups: list[dict[str, Any]], state: Any, recorder: Recorder
-) -> Iterator[None]:
-    """Within, an optimizer holds these groups and this state, of counts that are its own."""
-    before, exact = (optimizer.param_groups, optimizer.state), recorder.exact
-    try:
-        optimizer.param_groups, optimizer.state = groups, state
-        recorder.exact = set()
-        yield
-    finally:
-        optimizer.param_groups, optimizer.state = before
-        recorder.exact = exact
 
 
 def _without_numbers(nodes: Sequence[Any], entered: Sequence[Any], kind: type) -> list[Any]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,7 +57,9 @@ from .block_tape import NotABlock, VaryingFloatRead
 from .block_updates import BlockUpdates
 from .capture_context import (
     Cell,
+    ParamGroup,
     Slot,
+    attribute_set,
     compiling,
     errors_not_logged,
     hidden_from_watchers,
@@ -67,15 +70,15 @@ from .capture_context import (
 from .differentiate import make_seeds_inputs
 from .functionalize import UnsureOfWrites, functionalize_graph
 from .inputs import WITHOUT_GRADIENT, GraphInputs, TensorFacts
-from .optimizers import CapturedOptimizers, ParamGroup, find_equal_counts, places_of_equal
+from .optimizers import CapturedOptimizers, find_equal_counts, places_of_equal
 from .outputs import (
     GraphOutputs,
     InputAttributes,
     ModuleAttributes,
-    StepTrace,
     holds_made,
     is_filled,
     make_left_error,
+    make_program,
     unrepeated_write_error,
 )
 from .recorder import Recorder, RepeatedMoves
@@ -89,7 +92,6 @@ from .step_function_mode import (
 )
 
 __all__ = [
-    "CaptureRun",
     "capture",
     "taking_turns",
     "trace_once",
@@ -165,7 +167,7 @@ def capture(
                 _note_guards(error, run)
             if run.raised and guesses.certain:
                 raise StepRaises(error) from error
-            if isinstance(error, LayoutError) or plain.why or not run.numbers.made:
+            if isinstance(error, LayoutError) or plain.why or not run.numbers.traced:
                 raise error
             # Symbolic numbers cannot do all that floats can: try once more with Python's own.
             plain.why = str(error).strip().split("\n")[0] or type(error).__name__
@@ -203,7 +205,6 @@ def trace_once(run: CaptureRun) -> CapturedProgram | None:
     try:
         return run.program()
     finally:
-        run.record.restore_floats()
         run.numbers.env.stop_asking()
         for wire in run.wires.values():
             wire.forget()
@@ -360,16 +361,8 @@ class CaptureRun:
             made = functionalize_graph(made, places_of_equal(inputs.all, self._equal_counts))
             if self.questions.values:
                 gate_writes(made.graph, self.questions.answers.values)
-            trace = StepTrace(
-                inputs,
-                self.wires,
-                self.outputs.all,
-                self.outputs.result,
-                self.outputs.constants,
-                self.outputs.cleared,
-                self._collect_conditions(),
-            )
-            program = trace.program(made)
+            conditions = self._collect_conditions()
+            program = make_program(made, inputs, self.wires, self.outputs, conditions)
         program.answers = self.questions.answers
         apart, updates = self._blocks.apart_by_name, self._updates.structures
         program.blocks = BlocksTraced(structures, apart, updates)
@@ -414,7 +407,8 @@ class CaptureRun:
             stack.enter_context(calls.intercepting(mode.tracer))
             self.record.before_backward = calls.check_results
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-            stack.enter_context(exclusive_access(self._find_tensor_holders()))
+            parts = [part for module in self.modules for part in module.modules()]
+            stack.enter_context(exclusive_access(parts))  # whose tensors are exchanged meanwhile
             stack.enter_context(self.attributes.restored())
             self._slot_values_before = stack.enter_context(slots_swapped(self.slots, stand_in))
             self._updates = BlockUpdates(recorder, self.inputs.mode, self._blocks, self.modules)
@@ -431,8 +425,7 @@ class CaptureRun:
                 self.record.watch_new(optimizer.param_groups, "param_groups")
             self.record.watch_new((args, kwargs), "argument")
             functions = StepFunctionMode(self.inputs, self.tensor_facts)
-            stack.callback(setattr, HERE, "call_own", HERE.call_own)
-            HERE.call_own = functions.calls.call_own
+            stack.enter_context(attribute_set(HERE, "call_own", functions.calls.call_own))
             try:
                 with functions, self.record.recording(self.step, self._list_plain_arguments()):
                     result = self.step(*args, **kwargs)
@@ -441,7 +434,7 @@ class CaptureRun:
                 self._called_last = functions.called_last
                 self.raised = not isinstance(error, LayoutError)
                 raise
-            codes = [*self.record.functions.codes.values()]
+            codes = [*self.record.reached.codes.values()]
             check_truth(codes, functions.reads_number)
             check_arguments((self.args, self.kwargs), self.record.places.values(), codes)
             self._input_attributes.check_unchanged()
@@ -516,10 +509,6 @@ class CaptureRun:
         named = ((f"argument[{i}]", v) for i, v in enumerate(leaves))
         return [*kinds, *((name, v) for name, v in named if not isinstance(v, torch.Tensor))]
 
-    def _find_tensor_holders(self) -> list[Any]:
-        """The modules whose tensors are exchanged while the step runs."""
-        return [part for module in self.modules for part in module.modules()]
-
     # -- what the step writes ----------------------------------------------------------------------
 
     @contextmanager
@@ -537,7 +526,7 @@ class CaptureRun:
     def guards(self) -> Guards:
         """The guards of what the step has read, with the values of now."""
         number_places = set()
-        for given in self.numbers.inputs_met:
+        for given, _ in self.numbers.met:
             if given.path:
                 home = given.home
                 if isinstance(home, (Cell, ParamGroup)):
@@ -590,7 +579,7 @@ class CaptureRun:
 
     def make_unrepeated_write_error(self, write: Write) -> Exception:
         """The error to raise where a graph would not write again what the step writes."""
-        codes = [*self.record.functions.codes.values()]
+        codes = [*self.record.reached.codes.values()]
         return unrepeated_write_error(write, codes, self.step)
 
     def _make_wires(self) -> None:
@@ -599,7 +588,7 @@ class CaptureRun:
             if spec is not None and spec.wire not in self.wires:
                 wire = spec.wire
                 trace = TraceWire(wire, self.inputs.coordinates(wire))
-                trace.noting = self.recorder.noting_on(trace)
+                trace.noting = partial(self.recorder.noting, trace)
                 trace.repeating = self._repeated.carry
                 self.wires[wire] = trace
 
@@ -609,10 +598,14 @@ class CaptureRun:
         """Add to `outputs` what the step returns, and what slots and gradients hold after it."""
         outputs = self.outputs
         outputs.add_result(result, self._is_returned_as_itself)
-        new_state = self.optimizers.list_new_state(self.inputs.stood_for)
+        new_state = self.optimizers.list_new_state(self.inputs.input_of)
         for slot, first in zip(self.slots, self._slot_values_before, strict=True):
             if slot.value is not first and slot.kind != "optimizer":
-                self._check_slot(slot)
+                if not isinstance(slot.value, torch.Tensor):
+                    raise not_captured(
+                        f"{slot.name} is no tensor after the step",
+                        "it would be one before the next step",
+                    )
                 outputs.add_slot(slot, slot.value)
         for slot, value in new_state:
             outputs.add_slot(slot, value)
@@ -638,12 +631,6 @@ class CaptureRun:
         if len(self.outputs.differentiable) > 1:
             self.record.before_backward(self.outputs.differentiable)
         self.outputs.add_cotangents(self.recorder)
-
-    def _check_slot(self, slot: Slot) -> None:
-        if not isinstance(slot.value, torch.Tensor):
-            raise not_captured(
-                f"{slot.name} is no tensor after the step", "it would be one before the next step"
-            )
 
 
 def _is_whole(given: Input) -> bool:

@@ -20,6 +20,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
@@ -30,7 +31,10 @@ __all__ = [
     "Cell",
     "Defaults",
     "Members",
+    "ParamGroup",
+    "ParamState",
     "Slot",
+    "attribute_set",
     "compiling",
     "dispatch_listeners",
     "errors_not_logged",
@@ -42,6 +46,17 @@ __all__ = [
     "unprofiled",
     "without_dispatch_modes",
 ]
+
+
+@contextmanager
+def attribute_set(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Within, an attribute of `owner` has this value."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 class _InThisThread:
@@ -93,11 +108,10 @@ def compiling() -> Iterator[None]:
         if not _capturing:
             compiler._is_compiling_flag = _InThisThread(compiler._is_compiling_flag)
         _capturing += 1
-    before, HERE.capturing = HERE.capturing, True
     try:
-        yield
+        with attribute_set(HERE, "capturing", True):
+            yield
     finally:
-        HERE.capturing = before
         with _LOCK:
             _capturing -= 1
             flag = compiler._is_compiling_flag
@@ -108,14 +122,10 @@ def compiling() -> Iterator[None]:
 @contextmanager
 def hidden_from_watchers() -> Iterator[None]:
     """Within, watchers of the program (remat, saved-tensor hooks) see no fake tensor."""
-    before, HERE.watcher = HERE.watcher, None
     own = saved_tensors_hooks(without_history, lambda t: t)
     hooks = own if saving_hooks() else nullcontext()
-    try:
-        with hooks:
-            yield
-    finally:
-        HERE.watcher = before
+    with attribute_set(HERE, "watcher", None), hooks:
+        yield
 
 
 @contextmanager
@@ -293,6 +303,33 @@ class Members:
 
     def __setitem__(self, name: str, value: Any) -> None:
         setattr(next(k for k in self.kind.__mro__ if name in vars(k)), name, value)
+
+
+class ParamGroup:
+    """A parameter group, by number: `load_state_dict` replaces the dictionaries of all groups."""
+
+    def __init__(self, optimizer: Optimizer, index: int):
+        self.optimizer, self.index = optimizer, index
+
+    @property
+    def now(self) -> dict[str, Any]:
+        return self.optimizer.param_groups[self.index]
+
+    def __getitem__(self, key: str) -> Any:
+        return self.now[key]
+
+
+class ParamState:
+    """The state of one parameter, as a dictionary that is created when it is first written."""
+
+    def __init__(self, optimizer: Optimizer, p: torch.Tensor):
+        self.optimizer, self.p = optimizer, p
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.optimizer.state[self.p][key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.optimizer.state[self.p][key] = value
 
 
 @dataclass(frozen=True, eq=False)

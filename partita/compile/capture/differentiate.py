@@ -31,7 +31,6 @@ from .inputs import GraphInputs
 from .recorder import Recorder
 
 __all__ = [
-    "ResultPart",
     "Seed",
     "asks_gradient",
     "cut_history",
@@ -39,6 +38,7 @@ __all__ = [
     "has_history",
     "make_seeds_inputs",
     "part_results",
+    "requires_grad",
 ]
 
 
@@ -66,7 +66,7 @@ class Seed:
 
 def has_history(value: torch.Tensor) -> bool:
     """Can the caller of the function that made `value` go backward from it?"""
-    if not _requires_grad(value) or not _is_computed(value):
+    if not requires_grad(value) or not _is_computed(value):
         return False
     spec = getattr(value, "_spec", None)
     return spec is None or all(op == "sum" for _, op in spec.layout.partial)
@@ -74,10 +74,11 @@ def has_history(value: torch.Tensor) -> bool:
 
 def asks_gradient(value: torch.Tensor) -> bool:
     """Does it require a gradient and have no history, as leaves, and views made under `no_grad`?"""
-    return _requires_grad(value) and not _is_computed(value)
+    return requires_grad(value) and not _is_computed(value)
 
 
-def _requires_grad(value: torch.Tensor) -> bool:
+def requires_grad(value: torch.Tensor) -> bool:
+    """Does it, as it is asked of a local tensor?"""
     with Local():
         return value.requires_grad
 

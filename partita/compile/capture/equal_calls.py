@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,19 +38,17 @@ from partita.comm.collective import WAIT
 from partita.tensor.op_facts import facts_of
 
 from ..graph_nodes import add_call
-from .fakes import make_empty_fake, make_fake
+from .fakes import fake_mode_in, make_empty_fake, make_fake
 from .symbolic import is_symbolic
 
 __all__ = [
     "DETACH",
-    "MadeByCall",
     "RepeatedCalls",
     "call_without_memory",
     "is_over_lists",
     "key_of",
     "known_node_of",
     "node_of",
-    "node_of_number",
     "replace_tensor",
     "set_node_of",
     "tensors_in",
@@ -84,7 +82,7 @@ def call_without_memory(target: Any, args: Any, kwargs: Any, like: Any = None) -
     if not isinstance(target, torch._ops.OpOverload) and facts_of(target).makes_new:
         nbytes = tuple(t.untyped_storage().nbytes() for t in tensors_in(like))
         return MadeByCall(like, tuple(-1 - i for i in range(len(nbytes))), nbytes)
-    mode = _mode_of((args, kwargs, like))
+    mode = fake_mode_in((args, kwargs, like))
     if mode is None:
         return _call_and_describe(target, args, kwargs, None)
     # The key has the shapes and strides of operands, and not their storages.
@@ -164,21 +162,6 @@ def _storage_of(t: torch.Tensor) -> torch.UntypedStorage:
     return values.untyped_storage()
 
 
-def _mode_of(values: Iterable[Any]) -> FakeTensorMode | None:
-    for v in values:
-        if isinstance(v, FakeTensor):
-            return v.fake_mode  # type: ignore[no-any-return]
-        if isinstance(v, (list, tuple)):
-            found = _mode_of(v)
-        elif isinstance(v, dict):
-            found = _mode_of(v.values())
-        else:
-            continue
-        if found is not None:
-            return found
-    return None
-
-
 def key_of(target: Any, args: Any, kwargs: Any) -> Any:
     """The key that decides the fake value of a call; None where more does."""
     try:
@@ -226,7 +209,7 @@ def known_node_of(t: torch.Tensor) -> fx.Node | None:
     return None if slot is None or slot.constant is not None else slot.proxy.node
 
 
-def node_of_number(number: torch.SymFloat | torch.SymInt | torch.SymBool) -> fx.Node | None:
+def _node_of_number(number: torch.SymFloat | torch.SymInt | torch.SymBool) -> fx.Node | None:
     """The node that makes a symbolic number; None if none does."""
     slot = get_proxy_slot(number, get_proxy_mode().tracer, None)  # type: ignore[union-attr]
     return None if slot is None else slot.force().node  # type: ignore[union-attr]
@@ -410,7 +393,7 @@ def _nodes_of(value: Any) -> Any:
             raise LookupError
         return node
     if is_symbolic(value):
-        node = node_of_number(value)
+        node = _node_of_number(value)
         if node is None:
             raise LookupError
         return node

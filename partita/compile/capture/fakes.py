@@ -34,15 +34,14 @@ __all__ = [
     "count_writes_of_lists",
     "device_at_capture",
     "fake_mode",
+    "fake_mode_in",
     "fake_mode_of",
-    "hang_hooks",
     "has_memory",
     "local_of",
     "make_distinct",
     "make_empty_fake",
     "make_fake",
     "tensors_written",
-    "users_hooks",
 ]
 
 _META = torch.device("meta")
@@ -69,8 +68,23 @@ def fake_mode() -> FakeTensorMode:
 
 def fake_mode_of(inputs: Iterable[Any]) -> FakeTensorMode:
     """The mode in which a graph's inputs were made; a new one for a graph that has none."""
-    found = (getattr(x, "fake_mode", None) for x in inputs)
-    return next((mode for mode in found if mode is not None), None) or FakeTensorMode()
+    return fake_mode_in(inputs) or FakeTensorMode()
+
+
+def fake_mode_in(values: Iterable[Any]) -> FakeTensorMode | None:
+    """The mode of the first fake tensor among values, in lists and dictionaries too."""
+    for v in values:
+        if isinstance(v, FakeTensor):
+            return v.fake_mode  # type: ignore[no-any-return]
+        if isinstance(v, (list, tuple)):
+            found = fake_mode_in(v)
+        elif isinstance(v, dict):
+            found = fake_mode_in(v.values())
+        else:
+            continue
+        if found is not None:
+            return found
+    return None
 
 
 class FakeMaker:
@@ -263,22 +277,3 @@ def count_writes_of_lists(func: Any, args: Sequence[Any], kwargs: Mapping[str, A
     written = tensors_written(func, args, kwargs, lists=True)
     with Local():
         increment_version([t for t in written if not t.is_inference()])
-
-
-def hang_hooks(tensor: torch.Tensor, fake: torch.Tensor) -> list[Any]:
-    """Register the user's hooks of a leaf on its fake, so that they are traced; the handles.
-
-    Private torch: the dictionaries of a tensor's hooks.
-    """
-    if not tensor.is_leaf:  # autograd calls them outside the graph, when it goes on from there
-        return []
-    found = [fake.register_hook(hook) for hook in users_hooks(tensor._backward_hooks)]
-    for hook in users_hooks(getattr(tensor, "_post_accumulate_grad_hooks", None)):
-        found.append(fake.register_post_accumulate_grad_hook(hook))
-    return found
-
-
-def users_hooks(hooks: Any) -> list[Any]:
-    """The hooks that are not partita's own, which do in eager what the graph does by itself."""
-    found = [getattr(hook, "hook", hook) for hook in (hooks or {}).values()]
-    return [h for h in found if not str(getattr(h, "__module__", "")).startswith("partita.")]

@@ -23,17 +23,22 @@ from torch.utils import _pytree as pytree
 from partita.tensor.op_facts import facts_of
 
 from ..graph_nodes import drop_unused, lazy_graph_modules
-from .symbolic import Scalar, call_with_scalars, compute_scalar, has_scalars, is_symbolic
+from .symbolic import (
+    Scalar,
+    call_with_scalars,
+    compute_scalar,
+    has_scalars,
+    is_symbolic,
+    unwrap_scalar,
+)
 
 __all__ = [
     "REPLACED",
-    "Pattern",
     "UnsureOfWrites",
     "call_in_list",
     "call_without_writes",
     "calls_of_list",
     "changes_without_writes",
-    "draw_in_place",
     "pattern_of",
     "value_of_input",
 ]
@@ -91,18 +96,8 @@ def pattern_of(
     Raises:
         UnsureOfWrites: it traces to what a pattern cannot express.
     """
-    shapes = (
-        what,
-        _key_of_operand(args, _exact_tensor_key),
-        _key_of_operand(kwargs, _exact_tensor_key),
-        _key_of_operand(like, _exact_tensor_key),
-    )
-    kinds = (
-        what,
-        _key_of_operand(args, _rough_tensor_key),
-        _key_of_operand(kwargs, _rough_tensor_key),
-        _key_of_operand(like, _rough_tensor_key),
-    )
+    shapes = what, _key_of_operand((args, kwargs, like), _exact_tensor_key)
+    kinds = what, _key_of_operand((args, kwargs, like), _rough_tensor_key)
     found = _patterns.get(kinds) or _patterns.get(shapes)
     if found is None:
         found = _trace_pattern(call, args, kwargs, like, mode)
@@ -116,7 +111,7 @@ def _trace_pattern(
     call: Callable[..., Any], args: Any, kwargs: Any, like: Any, mode: Any
 ) -> Pattern:
     leaves, structure = pytree.tree_flatten((args, kwargs), is_leaf=_is_scalar)
-    places = [i for i, leaf in enumerate(leaves) if isinstance(_unwrap_scalar(leaf), torch.Tensor)]
+    places = [i for i, leaf in enumerate(leaves) if isinstance(unwrap_scalar(leaf), torch.Tensor)]
     trees: list[Any] = []
 
     def run(*operands: torch.Tensor) -> list[torch.Tensor]:
@@ -125,13 +120,13 @@ def _trace_pattern(
             given[i] = Scalar(operand) if _is_scalar(leaves[i]) else operand
         found = call(*pytree.tree_unflatten(given, structure), like)
         flat, tree = pytree.tree_flatten(found, is_leaf=_is_scalar)
-        if not all(t is None or isinstance(_unwrap_scalar(t), torch.Tensor) for t in flat):
+        if not all(t is None or isinstance(unwrap_scalar(t), torch.Tensor) for t in flat):
             raise UnsureOfWrites
         trees[:] = [tree, [type(t) for t in flat]]
-        return [_unwrap_scalar(t) for t in flat if t is not None]
+        return [unwrap_scalar(t) for t in flat if t is not None]
 
     with mode, torch.no_grad(), lazy_graph_modules():
-        operands = [_without_memory(_unwrap_scalar(leaves[i])) for i in places]
+        operands = [_without_memory(unwrap_scalar(leaves[i])) for i in places]
         made = make_fx(functionalize(run, remove="mutations"))(*operands)
     return _pattern_of_graph(made.graph, *trees)
 
@@ -157,7 +152,8 @@ def _pattern_of_graph(graph: fx.Graph, tree: Any, kinds: list[type]) -> Pattern:
         elif node.op == "call_function":
             if facts_of(node.target).writes:
                 raise UnsureOfWrites
-            calls.append((node.target, *_replace_nodes((node.args, node.kwargs), of)))
+            operands = fx.node.map_arg((node.args, node.kwargs), of.__getitem__)
+            calls.append((node.target, *operands))
             of[node] = PatternResult(len(calls) - 1)
         elif node.op != "output":
             raise UnsureOfWrites
@@ -165,17 +161,6 @@ def _pattern_of_graph(graph: fx.Graph, tree: Any, kinds: list[type]) -> Pattern:
     flat: list[Any] = [None if kind is type(None) else of[next(values)] for kind in kinds]
     flat = [Scalar(v) if kind is Scalar else v for v, kind in zip(flat, kinds, strict=True)]
     return Pattern(tuple(calls), pytree.tree_unflatten(flat, tree), writes)
-
-
-def _replace_nodes(value: Any, of: dict[fx.Node, Any]) -> Any:
-    if isinstance(value, fx.Node):
-        return of[value]
-    if isinstance(value, (list, tuple)):
-        found = [_replace_nodes(v, of) for v in value]
-        return tuple(found) if isinstance(value, tuple) else found
-    if isinstance(value, dict):
-        return {k: _replace_nodes(v, of) for k, v in value.items()}
-    return value
 
 
 def _is_general(pattern: Pattern, args: Any, kwargs: Any) -> bool:
@@ -202,10 +187,6 @@ def _is_list_of_numbers(value: Any) -> bool:
 
 def _is_scalar(value: Any) -> bool:
     return type(value) is Scalar
-
-
-def _unwrap_scalar(value: Any) -> Any:
-    return value.tensor if type(value) is Scalar else value
 
 
 def _without_memory(t: torch.Tensor) -> torch.Tensor:
@@ -262,7 +243,7 @@ def call_without_writes(target: Any, args: Any, kwargs: Any, like: Any) -> Any:
     if target is _aten.native_batch_norm.default:
         # It writes the running statistics without saying so in its schema; this variant says it.
         return _aten._native_batch_norm_legit.default(*args, **kwargs)
-    drawn = draw_in_place(target, args, kwargs) if name.endswith("_") else None
+    drawn = _draw_in_place(target, args, kwargs) if name.endswith("_") else None
     return target(*args, **kwargs) if drawn is None else drawn
 
 
@@ -323,6 +304,8 @@ def value_of_input(value: Any) -> torch.Tensor:
     return found
 
 
+# -- random numbers --------------------------------------------------------------------------------
+
 _library = torch.library.Library("partita", "FRAGMENT")
 _TAGS = (torch.Tag.nondeterministic_seeded, torch.Tag.needs_exact_strides)
 
@@ -347,7 +330,7 @@ _library.impl("bernoulli_like", _draw_bernoulli, "CompositeExplicitAutograd")
 torch.library.register_fake("partita::bernoulli_like", _make_empty_draw, lib=_library)
 
 
-def draw_in_place(func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
+def _draw_in_place(func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
     """Draw random numbers in place, in the order in which eager fills memory.
 
     Eager fills memory as it lies, torch's out-of-place forms as elements are counted; and these say
@@ -371,6 +354,9 @@ def draw_in_place(func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
 
 
 # -- CTC loss --------------------------------------------------------------------------------------
+
+# torch's op returns a table for backward whose size depends on the longest target. Here backward
+# computes it again, so that it is the value of no node.
 
 
 def _compute_loss(log_probs: torch.Tensor, *args: Any) -> torch.Tensor:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping
 from itertools import count
 from typing import Any
 
@@ -36,28 +36,20 @@ __all__ = [
     "invert_view",
     "is_plain_write",
     "is_reshaped",
-    "is_write",
     "keep_apart",
     "lie_alike",
     "makers_of_shared",
     "memory_that_is_written",
-    "nodes_overlap",
     "operands_written",
     "overlapping_results",
     "part_of",
     "refuse_cut_views",
     "share_memory_of_results",
-    "shown_operand",
     "view_of",
     "views_of",
 ]
 
 _aten = torch.ops.aten
-
-
-def is_write(target: Any) -> bool:
-    """Does an op write operands, by its schema?"""
-    return bool(facts_of(target).writes)
 
 
 def is_plain_write(target: Any) -> bool:
@@ -110,13 +102,17 @@ def _shown_by_call(
         return shown[whole][first : first + len(made)]
     if facts_of(node.target).makes_new:
         return [next(numbers) for _ in made]
+    if facts_of(node.target).shows_unsaid:
+        (operand,) = node.all_input_nodes
+        return shown[operand] * len(made)
     schema = getattr(node.target, "_schema", None)
-    if facts_of(node.target).shows_unsaid or schema is None:
+    if schema is None:
         return _shown_by_memory(node, shown, numbers)
     found: list[int] = []
-    for value, returned in zip(_values_of_node(node), schema.returns, strict=False):
-        operand = _shown_operand(node, schema, returned)
-        of_operand = shown[operand] if operand is not None else []
+    values = node.meta["val"] if len(schema.returns) > 1 else (node.meta["val"],)
+    for value, returned in zip(values, schema.returns, strict=False):
+        source = _shown_operand(node, schema, returned)
+        of_operand = shown[source] if source is not None else []
         for i, _ in enumerate(tensors_in(value)):
             if of_operand:  # chunks of one tensor, or of a list each the one at its place
                 found.append(of_operand[i] if len(of_operand) > 1 else of_operand[0])
@@ -146,12 +142,6 @@ def shown_operand(node: fx.Node) -> tuple[fx.Node | None, bool]:
     return operand, operand is not None and returned.alias_info.is_write
 
 
-def _values_of_node(node: fx.Node) -> Sequence[Any]:
-    value = node.meta["val"]
-    several = len(node.target._schema.returns) > 1  # type: ignore[union-attr]
-    return value if several else (value,)
-
-
 def _shown_operand(node: fx.Node, schema: Any, returned: Any) -> fx.Node | None:
     """The operand whose memory one of a call's results shows; None for new memory."""
     if returned.alias_info is None:
@@ -171,10 +161,7 @@ def _shown_operand(node: fx.Node, schema: Any, returned: Any) -> fx.Node | None:
 def _shown_by_memory(
     node: fx.Node, shown: dict[fx.Node, list[int]], numbers: Iterator[int]
 ) -> list[int]:
-    """The same for a call whose schema does not say it: by its one operand, or by storage."""
-    if facts_of(node.target).shows_unsaid:
-        (operand,) = node.all_input_nodes
-        return shown[operand] * len(tensors_in(node.meta["val"]))
+    """The same for a call without a schema: by storage."""
     known: dict[int, int] = {}
     for read in node.all_input_nodes:
         for t, memory in zip(tensors_in(_value_of(read)), shown[read], strict=True):
@@ -199,8 +186,6 @@ def operands_written(node: fx.Node) -> list[fx.Node]:
     if facts_of(target).statistics:
         statistics = node.args[3:5] if node.args[5] else ()
         return [t for t in statistics if isinstance(t, fx.Node)]
-    if not is_write(target):
-        return []
     args, kwargs, found = node.args, node.kwargs, list[fx.Node]()
     for written in facts_of(target).writes:
         place = written.place
@@ -366,7 +351,7 @@ def _make_views_of_each_other(
         base, calls = views_of(node, bases)
         if base in bases:
             values[i] = _call_again(calls, bases[base])
-        elif any(nodes_overlap(node, other) for other in kept):
+        elif any(_nodes_overlap(node, other) for other in kept):
             _make_views(results, makers, values)
             return
         else:
@@ -467,17 +452,14 @@ def _find_overlaps_within(
 ) -> Iterator[frozenset[int]]:
     """The pairs that overlap among results in the memory that `first` made."""
     shown = _replay_views([node for _, node in results], first)
-    ordered = sorted(zip(shown, (i for i, _ in results), strict=True), key=_begin_of_view)
+    pairs = zip(shown, (i for i, _ in results), strict=True)
+    ordered = sorted(pairs, key=lambda pair: (pair[0].storage_offset(), pair[1]))
     for at, (one, i) in enumerate(ordered):
         for other, j in ordered[at + 1 :]:
             if other.storage_offset() > _last_element_offset(one):  # and so do all behind it
                 break
             if _has_common_elements(one, other):
                 yield frozenset((i, j))
-
-
-def _begin_of_view(shown: tuple[torch.Tensor, int]) -> tuple[int, int]:
-    return shown[0].storage_offset(), shown[1]  # type: ignore[return-value]
 
 
 def keep_apart(graph: fx.Graph, before: Pairs) -> None:
@@ -499,7 +481,7 @@ def keep_apart(graph: fx.Graph, before: Pairs) -> None:
     end.args = (values,)
 
 
-def nodes_overlap(one: fx.Node, other: fx.Node) -> bool:
+def _nodes_overlap(one: fx.Node, other: fx.Node) -> bool:
     """Do two nodes show an element of the same memory?"""
     first = views_of(one)[0]
     return first is views_of(other)[0] and _has_common_elements(*_replay_views([one, other], first))

@@ -14,10 +14,10 @@ values a write changes, the graph is traced once more under torch's own function
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -34,10 +34,12 @@ from ..graph_nodes import (
     drop_unused,
     lazy_graph_module,
     lazy_graph_modules,
+    nodes_since,
     written_operands,
 )
 from .block_nodes import is_block_node
-from .equal_calls import call_without_memory, tensors_in
+from .equal_calls import call_without_memory
+from .fakes import fake_mode_in
 from .functional_calls import (
     PatternOperand,
     PatternResult,
@@ -53,7 +55,6 @@ from .functional_memory import (
     invert_view,
     is_plain_write,
     is_reshaped,
-    is_write,
     keep_apart,
     lie_alike,
     makers_of_shared,
@@ -64,14 +65,13 @@ from .functional_memory import (
     view_of,
 )
 from .optimizers import share_equal_counts
-from .symbolic import Scalar, is_symbolic
+from .symbolic import Scalar, is_symbolic, unwrap_scalar
 
 __all__ = [
     "UnsureOfWrites",
     "functionalize_graph",
     "rewrite_without_writes",
     "trace_without_writes",
-    "without_views_in_place",
 ]
 
 _aten = torch.ops.aten
@@ -89,7 +89,7 @@ def functionalize_graph(
         CaptureError: a result cannot be a view of what it is a view of in eager.
         UnsureOfWrites: what a block node takes or gives is written as only a trace could tell.
     """
-    without_views_in_place(graph.graph)
+    _without_views_in_place(graph.graph)
     memory = memory_that_is_written(graph.graph)
     makers = makers_of_shared(graph.graph, memory)
     try:
@@ -114,26 +114,15 @@ def _remove_redundant_nodes(graph: fx.Graph) -> None:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
         elif node.target is _aten.copy.default:
-            into, value = node.args[0], node.args[1]
-            if _has_same_metadata(into, value) and not node.args[2:]:
-                node.replace_all_uses_with(value)
+            into, value = (n.meta.get("val") for n in node.args[:2])
+            alike = into is not None and lie_alike(into, value) and into.device == value.device
+            if alike and not node.args[2:]:
+                node.replace_all_uses_with(node.args[1])
                 graph.erase_node(node)
     for node in reversed(list(graph.nodes)):
         if getattr(node.target, "namespace", "") == "profiler":
             graph.erase_node(node)  # marks for a profiler, which torch's optimizers set
     drop_unused(graph)
-
-
-def _has_same_metadata(a: Any, b: Any) -> bool:
-    one, other = a.meta.get("val"), b.meta.get("val")
-    return (
-        isinstance(one, torch.Tensor)
-        and isinstance(other, torch.Tensor)
-        and one.dtype == other.dtype
-        and one.shape == other.shape
-        and one.stride() == other.stride()
-        and one.device == other.device
-    )
 
 
 # -- tracing the graph again -----------------------------------------------------------------------
@@ -151,13 +140,11 @@ def trace_without_writes(
         The graph module, and for each of `makers` the node of what its memory holds at the end.
     """
 
-    def run_noting_graph(*inputs: torch.Tensor) -> Any:
-        return _Noting(graph, makers).run(*inputs)
-
     inputs = graph.graph.find_nodes(op="placeholder")
     fakes = [value_of_input(n.meta["val"]) for n in inputs]
     with torch.no_grad(), lazy_graph_modules():
-        made: fx.GraphModule = make_fx(functionalize(run_noting_graph, remove="mutations"))(*fakes)
+        run = functionalize(lambda *given: _Noting(graph, makers).run(*given), remove="mutations")
+        made: fx.GraphModule = make_fx(run)(*fakes)
     for old, new in zip(inputs, made.graph.find_nodes(op="placeholder"), strict=True):
         given = {k: v for k, v in old.meta.items() if not is_symbolic(v)}
         new.meta.update({k: v for k, v in given.items() if k not in new.meta or k == NOTE})
@@ -191,12 +178,9 @@ class _Noting(fx.Interpreter):
         out = super().run_node(n)
         if n in self._given:
             self._given[n] = out
-        node = graph._root.prev
-        while node is not before and n.op == "call_function":
-            node.meta[NOTE] = n.meta.get(NOTE)
-            if node.meta[NOTE] is None:
-                del node.meta[NOTE]
-            node = node.prev
+        if n.op == "call_function" and n.meta.get(NOTE) is not None:
+            for node in nodes_since(graph, before):
+                node.meta[NOTE] = n.meta[NOTE]
         return out
 
     def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -206,7 +190,7 @@ class _Noting(fx.Interpreter):
     def output(self, target: Any, args: Any, kwargs: Any) -> Any:
         values = super().output(target, args, kwargs)
         values = [*values, *self._given.values()]
-        return [v.tensor if isinstance(v, Scalar) else v for v in values]
+        return [*map(unwrap_scalar, values)]
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         name = getattr(target, "_opname", "")
@@ -221,7 +205,7 @@ class _Noting(fx.Interpreter):
 # -- views in place --------------------------------------------------------------------------------
 
 
-def without_views_in_place(graph: fx.Graph) -> None:
+def _without_views_in_place(graph: fx.Graph) -> None:
     """Replace calls that change how a tensor shows its memory (`x.t_()`) by views (`x.t()`).
 
     They write nothing: who reads `x` afterwards reads what the call returns. Left as they are where
@@ -251,7 +235,7 @@ def _safe_view_of(target: Any) -> Any:
     return getattr(getattr(_aten, target._opname.removeprefix("unsafe_")), target._overloadname)
 
 
-@functools.lru_cache(maxsize=64)
+@lru_cache(maxsize=64)
 def _view_like(target: Any) -> Any:
     """The out-of-place view op with the arguments of `target`; None where there is none."""
     packet = getattr(_aten, target._opname.removesuffix("_"), None)
@@ -314,7 +298,9 @@ class _Rewrite:
         self.latest: dict[int, dict[Any, tuple[int, fx.Node]]] = {m: {} for m in self.written}
         self.other_strides: set[fx.Node] = set()
         self.shared: dict[fx.Node, fx.Node] = {}
-        self.mode = _mode_of(graph.graph)
+        self.mode = fake_mode_in(n.meta.get("val") for n in graph.graph.nodes if n.op != "output")
+        if self.mode is None:
+            raise UnsureOfWrites
         self.closed: set[int] = set()
         self._note: Any = None
 
@@ -332,7 +318,9 @@ class _Rewrite:
             elif node.op == "call_function":
                 self._rewrite_call(node)
             elif node.op == "output":
-                values = [_node_of(v) for v in fx.node.map_arg(node.args[0], self.current_value)]
+                values = [
+                    unwrap_scalar(v) for v in fx.node.map_arg(node.args[0], self.current_value)
+                ]
                 for maker in self.makers:
                     with suppress(UnsureOfWrites):
                         self.shared[maker] = self.current_value(maker)
@@ -378,10 +366,10 @@ class _Rewrite:
             self._call_part(node)
             return
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.current_value)
-        if changes_without_writes(target, args, kwargs) or is_write(target):
-            if is_write(target) and not is_plain_write(target):
+        if changes_without_writes(target, args, kwargs) or facts_of(target).writes:
+            if facts_of(target).writes and not is_plain_write(target):
                 raise UnsureOfWrites
-            call = _bind_call(call_without_writes, target)
+            call = partial(call_without_writes, target)
             given = node.args, node.kwargs
             self.of[node] = self._fill_in(call, target, given, node.meta.get("val"))
             if node in self.memory:  # its value is what it has written
@@ -400,7 +388,7 @@ class _Rewrite:
         Raises:
             UnsureOfWrites: it writes what is no input, or was written before.
         """
-        args: Any = fx.node.map_arg(node.args, lambda n: _node_of(self.current_value(n)))
+        args: Any = fx.node.map_arg(node.args, lambda n: unwrap_scalar(self.current_value(n)))
         self.of[node] = new = self._add_call(node.target, args, {}, node)
         new.meta = {**node.meta, **new.meta}
         if any(n.op != "placeholder" for n in written_operands(new)):
@@ -411,7 +399,7 @@ class _Rewrite:
         target, made = node.target, node.meta.get("val")
         found = []
         for name, args, kwargs, like in calls_of_list(target, node.args, node.kwargs, made):
-            call = _bind_call(call_in_list, name)
+            call = partial(call_in_list, name)
             found.append(self._fill_in(call, ("each", name), (args, kwargs), like))
         self.of[node] = found
 
@@ -425,7 +413,7 @@ class _Rewrite:
             if not isinstance(value, (fx.Node, Scalar)):
                 raise UnsureOfWrites
             olds.append(node)
-            operands.append(_node_of(value))
+            operands.append(unwrap_scalar(value))
             shown = operands[-1].meta["val"]
             return Scalar(shown) if isinstance(value, Scalar) else shown
 
@@ -525,10 +513,6 @@ class _Rewrite:
             node = source
 
 
-def _bind_call(call: Callable[..., Any], what: Any) -> Callable[..., Any]:
-    return lambda args, kwargs, like: call(what, args, kwargs, like)
-
-
 def _fill_parts(value: Any, part: Callable[[Any], Any]) -> Any:
     if isinstance(value, Scalar):
         return Scalar(part(value.tensor))
@@ -538,15 +522,3 @@ def _fill_parts(value: Any, part: Callable[[Any], Any]) -> Any:
     if isinstance(value, dict):
         return {k: _fill_parts(v, part) for k, v in value.items()}
     return part(value)
-
-
-def _node_of(value: Any) -> Any:
-    return value.tensor if isinstance(value, Scalar) else value
-
-
-def _mode_of(graph: fx.Graph) -> Any:
-    for node in graph.nodes:
-        for t in tensors_in(node.meta.get("val")) if node.op != "output" else ():
-            if hasattr(t, "fake_mode"):
-                return t.fake_mode
-    raise UnsureOfWrites

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -30,18 +30,19 @@ from partita.tensor.op_facts import FACTS_THAT_CHANGE, FACTS_THAT_STAY
 from partita.tensor.spec import Spec, spec_of
 from partita.tensor.tensor_state import count_writes, own_state, state_of
 
+from ..conditions import FACTS_OF_OBJECTS, FactCondition, read_fact
 from ..errors import not_captured
 from ..guards.codes import is_recorded, is_user_module
+from ..guards.places import hang_hooks
 from ..program import Input
 from .capture_context import Slot
 from .equal_calls import set_node_of
-from .fakes import FakeMaker, fake_mode, hang_hooks, local_of
+from .fakes import FakeMaker, fake_mode, local_of
 from .state import names_of_call, tensors_of_call
 from .symbolic import identity_of
 
 __all__ = [
     "WITHOUT_GRADIENT",
-    "FactCondition",
     "GraphInputs",
     "TensorFacts",
     "is_fact",
@@ -57,29 +58,22 @@ class GraphInputs:
     Attributes:
         all: in the graph's order: coordinates, tensors, gradients, numbers.
         fakes: the fake tensor that stands for each.
-        identities: the set of fakes, by identity.
+        identities: the ids of the fakes.
         leaves: of the call, as `tensors_of_call` gives them.
 
     Args:
         unmarked: places of leaves without a gradient that are given no mark.
     """
 
-    def __init__(
-        self,
-        slots: Sequence[Slot],
-        args: Any,
-        kwargs: Any,
-        unmarked: set[int],
-    ):
+    def __init__(self, slots: Sequence[Slot], args: Any, kwargs: Any, unmarked: set[int]):
         self.mode = fake_mode()
         self.all: list[Input] = []
         self.fakes: list[torch.Tensor] = []
-        self.identities = _Identities()
+        self.identities: set[int] = set()
         self._snapshots: list[torch.Tensor] = []
         self._fakes_by_id: dict[int, torch.Tensor] = {}
         self._coordinates: dict[tuple[Wire, str], int] = {}  # places among all inputs
         self._by_leaf: dict[int, Input] = {}
-        self._originals: dict[int, torch.Tensor] = {}
         names = names_of_call(slots, args, kwargs)
         self.leaves = tensors = tensors_of_call(slots, args, kwargs)
         self._add_coordinates(tensors)
@@ -88,17 +82,19 @@ class GraphInputs:
             if isinstance(t, torch.Tensor) and id(t) not in seen:
                 seen.add(id(t))
                 _check_class(t, name)
-                self._by_leaf[i] = self._add(Input(name, kind, t, i))
-        for given in list(self._by_leaf.values()):
+                self._by_leaf[i] = Input(name, kind, t, i)
+        self.all += self._by_leaf.values()
+        for given in self._by_leaf.values():
             if not given.tensor.is_leaf:  # what has a history has no `.grad`
                 continue
             grad = given.tensor.grad if given.tensor.requires_grad else None
             name = given.name + ".grad"
             if grad is not None:
-                self._add(Input(name, "gradient", grad, given.index))
+                self.all.append(Input(name, "gradient", grad, given.index))
             elif given.index not in unmarked and given.tensor.requires_grad:
-                self._add(Input(name, "mark", given.tensor, given.index))
+                self.all.append(Input(name, "mark", given.tensor, given.index))
         self._make_fakes()
+        self._by_fake = {id(self.stand_in(i.tensor)): i for i in self._by_leaf.values()}
 
     def _add_coordinates(self, tensors: Sequence[Any]) -> None:
         wires = dict.fromkeys(t._spec.wire for t in tensors if hasattr(t, "_spec"))
@@ -106,11 +102,7 @@ class GraphInputs:
             for axis, at in zip(wire.mesh.names, wire.at, strict=True):
                 if wire.mesh.size(axis) > 1:
                     self._coordinates[(wire, axis)] = len(self.all)
-                    self._add(Input(f"at {axis}", "coordinate", torch.tensor(at)))
-
-    def _add(self, given: Input) -> Input:
-        self.all.append(given)
-        return given
+                    self.all.append(Input(f"at {axis}", "coordinate", torch.tensor(at)))
 
     def _make_fakes(self) -> None:
         """Make a fake, and a snapshot of it, for each input."""
@@ -128,7 +120,7 @@ class GraphInputs:
                 self._fakes_by_id[id(given.tensor)] = fake
             self.fakes.append(fake)
             self._snapshots.append(snapshot)
-            self.identities.add(fake)
+            self.identities.add(id(fake))
 
     def add_placeholders(self, graph: fx.Graph) -> list[fx.Node]:
         """Add the inputs to the graph that is being traced; called before any other node is there.
@@ -191,27 +183,13 @@ class GraphInputs:
         """The fake of `value` where that is an input; else `value`."""
         return self._fakes_by_id.get(id(value), value) if isinstance(value, torch.Tensor) else value
 
-    def stood_for(self, fake: torch.Tensor) -> torch.Tensor | None:
-        """The input for which `fake` stands, None if for none."""
-        if not self._originals:
-            for given in self._by_leaf.values():
-                self._originals[id(self._fakes_by_id[id(given.tensor)])] = given.tensor
-        return self._originals.get(id(fake))
+    def input_of(self, fake: torch.Tensor) -> Input | None:
+        """The input, a leaf of the call, for which `fake` stands; None if for none."""
+        return self._by_fake.get(id(fake))
 
     def coordinates(self, wire: Wire) -> dict[str, torch.Tensor]:
         """By axis of more than one rank, the fake of this rank's coordinate."""
         return {axis: self.fakes[i] for (w, axis), i in self._coordinates.items() if w is wire}
-
-    def place_of(self, fake: torch.Tensor) -> int:
-        """The index, among the leaves of the call, of the input that has this fake; else -1."""
-        found = [
-            i for i, given in self._by_leaf.items() if self._fakes_by_id[id(given.tensor)] is fake
-        ]
-        return found[0] if found else -1
-
-    def name_of(self, index: int) -> str:
-        """The name of the input at an index among the leaves of the call."""
-        return self._by_leaf[index].name
 
     def owner(self, gradient: Input) -> torch.Tensor:
         """The fake of the tensor whose gradient an input is."""
@@ -229,56 +207,17 @@ def _check_class(t: torch.Tensor, name: str) -> None:
         )
 
 
-class _Identities:
-    def __init__(self) -> None:
-        self._ids: set[int] = set()
-
-    def add(self, value: Any) -> None:
-        self._ids.add(id(value))
-
-    def __contains__(self, value: Any) -> bool:
-        return id(value) in self._ids
-
-
 # -- facts of input tensors ------------------------------------------------------------------------
 
 _HELD = {inspect.getattr_static(torch.Tensor, name): name for name in FACTS_THAT_STAY}
 _LOST = {inspect.getattr_static(torch.Tensor, name): name for name in FACTS_THAT_CHANGE}
 _HELD[identity_of] = "id"
-_OBJECTS = ("grad_fn", "grad", "_base", "_backward_hooks")  # the fact: is there one?
 _OF_MEMORY = ("storage_offset", "is_shared", "is_pinned", "_base")
 _WITHIN = (
     torch.Tensor.is_shared.__code__.co_filename,
     torch.overrides.__file__,
     identity_of.__code__.co_filename,
 )
-
-
-@dataclass(frozen=True, eq=False)
-class FactCondition:
-    """A condition on a fact of one input tensor.
-
-    Attributes:
-        name: of the tensor.
-        index: among the leaves of a call.
-        fact: its name, as "is_leaf".
-        value: at capture.
-        line: the user's line that asks.
-    """
-
-    name: str
-    index: int
-    fact: str
-    value: Any
-    line: str
-
-    def holds(self, tensors: Sequence[Any]) -> bool:
-        found: bool = _read_fact(tensors[self.index], self.fact) == self.value
-        return found
-
-    def reason(self, tensors: Sequence[Any]) -> str:
-        now = _read_fact(tensors[self.index], self.fact)
-        return f"{self.name}.{self.fact}: {self.value} became {now}, asked for at {self.line}"
 
 
 class TensorFacts:
@@ -293,7 +232,7 @@ class TensorFacts:
         # By id of each gradient that is there when the step begins: is it a mark (which stands
         # where there is none), and how often was it written?
         self._grads = {
-            id(fake): (given.kind == "mark", _count_writes(fake))
+            id(fake): (given.kind == "mark", count_writes(fake))
             for given, fake in zip(inputs.all, inputs.fakes, strict=True)
             if given.kind in ("mark", "gradient")
         }
@@ -325,8 +264,8 @@ class TensorFacts:
         return self._answer(name, args[0], func)
 
     def _answer(self, name: str, fake: Any, func: Any) -> tuple[Any, ...]:
-        given, index = self._inputs.stood_for(fake), self._inputs.place_of(fake)
-        if given is None or index < 0:
+        given = self._inputs.input_of(fake)
+        if given is None:
             if name in _OF_MEMORY and self._shows_input(fake):
                 raise not_captured(
                     f"the step asks for {name} of a view of one of its inputs",
@@ -340,16 +279,15 @@ class TensorFacts:
                 found = fake.grad
             if found is not None and id(found) not in self._grads:
                 return ()  # the step's own
-            untouched = self._grads.get(id(found)) == (True, _count_writes(found))
-        value = _read_fact(given, name)
-        named = self._inputs.name_of(index)
-        condition = FactCondition(named, index, name, value, user_line())
-        self._found.setdefault((index, name), condition)
+            untouched = found is not None and self._grads[id(found)] == (True, count_writes(found))
+        value = read_fact(given.tensor, name)
+        condition = FactCondition(given.name, given.index, name, value, user_line())
+        self._found.setdefault((given.index, name), condition)
         if name == "grad":
             return (None,) if untouched else ()
-        if name in _OBJECTS:
+        if name in FACTS_OF_OBJECTS:
             with Local():
-                return () if not value or func(fake) is not None else (func(given),)
+                return () if not value or func(fake) is not None else (func(given.tensor),)
         return (value,)
 
     def _shows_input(self, fake: Any) -> bool:
@@ -369,16 +307,3 @@ def _is_asked_by_user(frame: FrameType | None) -> bool:
     while frame is not None and frame.f_code.co_filename in _WITHIN:
         frame = frame.f_back
     return frame is not None and is_recorded(frame.f_code.co_filename)
-
-
-def _count_writes(t: Any) -> int:
-    """How often a tensor was written."""
-    return 0 if t is None else count_writes(t)
-
-
-def _read_fact(t: torch.Tensor, name: str) -> Any:
-    if name == "id":
-        return id(t)
-    with Local():
-        found = getattr(t, name)
-        return found is not None if name in _OBJECTS else found() if callable(found) else found

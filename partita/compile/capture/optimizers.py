@@ -15,7 +15,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -38,10 +38,11 @@ from partita.tensor.tensor_state import HERE
 from ..conditions import EqualInputs, read_counts
 from ..errors import CaptureError, not_captured
 from ..graph_nodes import is_collective, key_of_operands, note_of
+from ..guards.codes import codes_within
 from ..guards.guards import hearing_modes
 from ..program import Input
 from .block_updates import COUNTS, BlockUpdates, WidenedCounts, narrow_counts, widen_counts
-from .capture_context import Slot, dispatch_listeners
+from .capture_context import ParamGroup, ParamState, Slot, dispatch_listeners
 from .fakes import device_at_capture
 from .recorder import Recorder
 
@@ -81,16 +82,6 @@ def make_optimizer_state(optimizers: dict[str, Optimizer]) -> MadeState:
     return found
 
 
-def counts_of(optimizers: Iterable[Optimizer]) -> Iterator[torch.Tensor]:
-    """The zero-dimensional tensors in which torch's optimizers count, for each parameter."""
-    for optimizer in filter(_is_of_torch, optimizers):
-        for entries in optimizer.state.values():
-            for name in COUNTS:
-                number = entries.get(name)
-                if type(number) is torch.Tensor and number.ndim == 0:
-                    yield number
-
-
 def _check_state_is_apart(optimizer: Optimizer) -> None:
     """Raise CaptureError if two parameters have one tensor in their state.
 
@@ -125,19 +116,14 @@ def _leaves_state_to_torch(optimizer: Optimizer) -> bool:
         if _is_defined_in_torch(kind):
             return kind is not Optimizer
         own = (inspect.unwrap(f) for f in vars(kind).values() if callable(f))
-        if any("state" in _names_in(f.__code__) for f in own if isinstance(f, FunctionType)):
+        codes = (c for f in own if isinstance(f, FunctionType) for c in codes_within(f.__code__))
+        if any("state" in code.co_names for code in codes):
             return False
     return False
 
 
 def _is_defined_in_torch(found: Any) -> bool:
     return f"{found.__module__}.".startswith("torch.optim.")
-
-
-def _names_in(code: CodeType) -> set[str]:
-    """The names of globals and attributes in a function's code, and in those that it defines."""
-    inner = (_names_in(c) for c in code.co_consts if isinstance(c, CodeType))
-    return {*code.co_names}.union(*inner)
 
 
 def _find_modes() -> tuple[Any, ...]:
@@ -153,11 +139,6 @@ def _steps_under_mode() -> CaptureError:
         Fix("optimizer.step()", "outside of the mode"),
         place=user_line(),
     )
-
-
-def _unscales_by_itself(optimizer: Optimizer) -> bool:
-    """Does its fused kernel unscale gradients and skip steps for a GradScaler?"""
-    return _is_of_torch(optimizer) and bool(vars(optimizer).get(_UNSCALES))
 
 
 def _make_state(optimizer: Optimizer) -> MadeState:
@@ -220,33 +201,6 @@ def drop_unused_state(made_state: MadeState, used: Callable[[Any], bool]) -> boo
     return found
 
 
-class ParamGroup:
-    """A parameter group, by number: `load_state_dict` replaces the dictionaries of all groups."""
-
-    def __init__(self, optimizer: Optimizer, index: int):
-        self.optimizer, self.index = optimizer, index
-
-    @property
-    def now(self) -> dict[str, Any]:
-        return self.optimizer.param_groups[self.index]
-
-    def __getitem__(self, key: str) -> Any:
-        return self.now[key]
-
-
-class _StateOf:
-    """The state of one parameter, as a dictionary that is created when it is first written."""
-
-    def __init__(self, optimizer: Optimizer, p: torch.Tensor):
-        self.optimizer, self.p = optimizer, p
-
-    def __getitem__(self, key: Any) -> Any:
-        return self.optimizer.state[self.p][key]
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.optimizer.state[self.p][key] = value
-
-
 class CapturedOptimizers:
     """The optimizers of a step while it is captured."""
 
@@ -275,7 +229,7 @@ class CapturedOptimizers:
             updates: makes the updates of blocks.
         """
         before = [(name, o, o.state, o.param_groups) for name, o in self.optimizers.items()]
-        unscaling = [o for o in self.optimizers.values() if _unscales_by_itself(o)]
+        fused = [o for o in self.optimizers.values() if vars(o).get(_UNSCALES) and _is_of_torch(o)]
         modes = _find_modes()
 
         # Global hooks are called for optimizers of other threads too.
@@ -316,7 +270,7 @@ class CapturedOptimizers:
         # before, does the whole step for most optimizers.
         _global_optimizer_pre_hooks.move_to_end(hooks[0].id, last=False)  # type: ignore[attr-defined]
         try:
-            for optimizer in unscaling:
+            for optimizer in fused:
                 vars(optimizer)[_UNSCALES] = False  # it is captured as a foreach optimizer
             for name, optimizer, state, groups in before:
                 by_stand_in: defaultdict[Any, dict[Any, Any]] = defaultdict(dict)
@@ -338,7 +292,7 @@ class CapturedOptimizers:
                 hook.remove()
             for _, optimizer, state, groups in before:
                 optimizer.state, optimizer.param_groups = state, groups
-            for optimizer in unscaling:
+            for optimizer in fused:
                 vars(optimizer)[_UNSCALES] = True
 
     def _stand_in_group(
@@ -367,12 +321,12 @@ class CapturedOptimizers:
         return now
 
     def list_new_state(
-        self, stood_for: Callable[[torch.Tensor], torch.Tensor | None]
+        self, input_of: Callable[[torch.Tensor], Input | None]
     ) -> list[tuple[Slot, torch.Tensor]]:
         """After the step: (slot, value) of state that optimizers did not hold before.
 
         Args:
-            stood_for: gives the tensor for which a fake stands.
+            input_of: gives the input for which a fake stands.
 
         Raises:
             CaptureError: the step changed a number in an optimizer's state.
@@ -381,7 +335,7 @@ class CapturedOptimizers:
         for name, optimizer in self.optimizers.items():
             for p, entries in optimizer.state.items():
                 held = self._held[optimizer].get(p, {})
-                real = stood_for(p)
+                real = input_of(p)
                 if real is None and any(isinstance(v, torch.Tensor) for v in entries.values()):
                     raise not_captured(
                         f"{name} has a state of a tensor that it does not update",
@@ -391,7 +345,9 @@ class CapturedOptimizers:
                     if value is held.get(key):
                         continue
                     if isinstance(value, torch.Tensor) and real is not None:
-                        slot = Slot(f"{name}.{key}", "optimizer", _StateOf(optimizer, real), key)
+                        slot = Slot(
+                            f"{name}.{key}", "optimizer", ParamState(optimizer, real.tensor), key
+                        )
                         found.append((slot, value))
                     elif value != held.get(key):
                         raise not_captured(
@@ -414,7 +370,9 @@ def find_equal_counts(
     Only counts on the host: to compare others at each call would wait for their device. And none of
     a user's optimizer, whose numbers may differ between ranks: they might be equal on one alone.
     """
-    counts = {id(t) for t in counts_of(optimizers)}
+    states = (s for o in filter(_is_of_torch, optimizers) for s in o.state.values())
+    numbers = (entries.get(name) for entries in states for name in COUNTS)
+    counts = {id(t) for t in numbers if type(t) is torch.Tensor and t.ndim == 0}
     found: dict[Any, list[Input]] = defaultdict(list)
     for given in inputs:
         t = given.tensor

@@ -4,7 +4,7 @@ A step returns results, and leaves values in its slots, in attributes of modules
 caller may ask for gradients of results with a history ("cotangent"). "admitted" and "answers" are
 values for checks alone. What the graph could not repeat in each call is refused: tensors in lists
 or variables, attributes and hooks on tensors, writes of Python objects that change each time.
-`StepTrace` makes the program: it drops inputs that are not read, gradients that would only hold
+`make_program` drops inputs that are not read, gradients that would only hold
 memory, and the tensors of the captured call.
 """
 
@@ -17,7 +17,7 @@ import types
 import weakref
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import CodeType
 from typing import Any
 
@@ -52,6 +52,7 @@ from .differentiate import (
     differentiate,
     has_history,
     part_results,
+    requires_grad,
 )
 from .functional_memory import refuse_cut_views
 from .inputs import GraphInputs
@@ -63,15 +64,10 @@ __all__ = [
     "GraphOutputs",
     "InputAttributes",
     "ModuleAttributes",
-    "StepTrace",
-    "attributes_given_to",
-    "check_no_marks",
-    "check_result",
     "holds_made",
     "is_filled",
-    "left_gradient",
     "make_left_error",
-    "retains_gradient",
+    "make_program",
     "unrepeated_write_error",
 ]
 
@@ -120,10 +116,10 @@ class GraphOutputs:
                 self._add_value("result", leaf)
             elif not isinstance(leaf, torch.Tensor):
                 if not returns_as_it_is(leaf):
-                    check_result(leaf)
+                    _check_result(leaf)
                 self.constants.append(leaf)
-            elif (place := self._inputs.place_of(leaf)) >= 0:
-                self.constants.append(ResultPlace("input", place))  # the input tensor itself
+            elif (given := self._inputs.input_of(leaf)) is not None:
+                self.constants.append(ResultPlace("input", given.index))  # the tensor itself
             else:
                 number = next((i for i, t in enumerate(results) if t is leaf), len(results))
                 self.constants.append(ResultPlace("result", number))
@@ -139,9 +135,9 @@ class GraphOutputs:
         """Add the gradients that the step leaves on tensors that it has made, and on inputs."""
         for i, output in enumerate([*self.all]):
             is_first = not output.scalar and output.tensor == i
-            if is_first and self._inputs.place_of(self.values[i]) < 0:
-                check_no_marks(self.values[i])
-                if (grad := left_gradient(self.values[i])) is not None:
+            if is_first and self._inputs.input_of(self.values[i]) is None:
+                _check_no_marks(self.values[i])
+                if (grad := _left_gradient(self.values[i])) is not None:
                     spec = None if isinstance(grad, DTensor) else output.spec
                     self._add_tensor("left gradient", grad, spec=spec and spec.gradient, index=i)
         for given, fake in self._differentiable_inputs():
@@ -154,13 +150,13 @@ class GraphOutputs:
                     raise _no_leaf_error(given)
             elif grad is None:
                 self.cleared.append(given.index)
-            elif grad not in self._inputs.identities:
+            elif id(grad) not in self._inputs.identities:
                 spec = None if isinstance(grad, DTensor) else getattr(fake, "_spec", None)
                 self._add_tensor("gradient", grad, spec=spec and spec.gradient, index=given.index)
 
     def add_cotangents(self, recorder: Recorder) -> None:
         """Add the gradients of inputs; none where the step has used up the results' history."""
-        wanted = [(i, t) for i, t in self._differentiable_inputs() if _is_differentiable(t)]
+        wanted = [(i, t) for i, t in self._differentiable_inputs() if requires_grad(t)]
         parts = part_results(self.differentiable) if wanted else []
         part_of = {n: i for i, part in enumerate(parts) for n in part.results}
         unheard = {n for part in parts for n in part.unheard}
@@ -216,7 +212,7 @@ class GraphOutputs:
         if "gradient" not in kind and has_history(value):
             more["number"] = len(self.differentiable)
             self.differentiable.append(value)
-            more["retains_grad"] = retains_gradient(value)
+            more["retains_grad"] = _retains_gradient(value)
         elif "gradient" not in kind:
             more["asks_gradient"] = asks_gradient(value)
         self.all.append(Output(kind, _untraced_spec(spec), **more))
@@ -236,11 +232,6 @@ def _untraced_spec(spec: Spec | None) -> Spec | None:
         return None
     wire = spec.wire
     return spec_of(spec.layout, wire.real if isinstance(wire, TraceWire) else wire)
-
-
-def _is_differentiable(t: torch.Tensor) -> bool:
-    with Local():
-        return t.requires_grad
 
 
 # -- what a step leaves in attributes --------------------------------------------------------------
@@ -341,13 +332,13 @@ class InputAttributes:
         for name in user_attributes_of(given.tensor):
             self._record.read_place(place_of_entry(f"{given.name}.{name}", held, name), held[name])
             fake.__dict__[name] = stand_in(held[name])
-        before = {name: fake.__dict__[name] for name in attributes_given_to(fake)}
+        before = {name: fake.__dict__[name] for name in _attributes_given_to(fake)}
         self._before.append((given, fake, before))
 
     def check_unchanged(self) -> None:
         """Raise CaptureError if the step has set an attribute of an input tensor."""
         for given, fake, before in self._before:
-            for name in {*before, *attributes_given_to(fake)}:
+            for name in {*before, *_attributes_given_to(fake)}:
                 if fake.__dict__.get(name, MISSING) is not before.get(name, MISSING):
                     raise not_captured(
                         f"the step sets {given.name}.{name}",
@@ -356,7 +347,7 @@ class InputAttributes:
                     )
 
 
-def check_result(value: Any) -> None:
+def _check_result(value: Any) -> None:
     """Raise CaptureError if a part of a result that is no tensor holds one, or is text of one."""
     if is_text_of_unknown(value):
         raise not_captured(
@@ -398,15 +389,15 @@ def is_filled(value: Any) -> bool:
     return any(map(_stands_in, _walk_reachable(value, _in_container)))
 
 
-def holds_made(value: Any, inputs: Container[Any] = ()) -> bool:
+def holds_made(value: Any, inputs: Container[int] = ()) -> bool:
     """Does an object of any class hold a fake tensor that the step has made?
 
     Args:
-        inputs: the fakes that stand for inputs.
+        inputs: the ids of the fakes that stand for inputs.
     """
     found = _walk_reachable(value, _in_object)
     return any(
-        is_text_of_unknown(v) or (isinstance(v, FakeTensor) and v not in inputs) for v in found
+        is_text_of_unknown(v) or (isinstance(v, FakeTensor) and id(v) not in inputs) for v in found
     )
 
 
@@ -478,29 +469,29 @@ _OF_FAKES = frozenset(FakeTensor.__annotations__)
 _MEMO = ("_memo", "_memo_vc", "_memo_epoch")
 
 
-def attributes_given_to(fake: torch.Tensor) -> list[str]:
+def _attributes_given_to(fake: torch.Tensor) -> list[str]:
     """The names of attributes set on a tensor, without what a fake caches, as of `.item()`."""
     return [name for name in user_attributes_of(fake) if not name.endswith(_MEMO)]
 
 
-def left_gradient(made: torch.Tensor) -> torch.Tensor | None:
+def _left_gradient(made: torch.Tensor) -> torch.Tensor | None:
     """The `.grad` that the step's backward passes left on a tensor that it made."""
-    if has_history(made) and not retains_gradient(made):
+    if has_history(made) and not _retains_gradient(made):
         return None  # torch warns whoever reads it
     with Local():
         found: torch.Tensor | None = _grad.__get__(made)
         return found
 
 
-def retains_gradient(made: torch.Tensor) -> bool:
+def _retains_gradient(made: torch.Tensor) -> bool:
     """Has the step called `retain_grad()` on a value that it computed?"""
     with Local():
         return made.retains_grad
 
 
-def check_no_marks(made: torch.Tensor) -> None:
+def _check_no_marks(made: torch.Tensor) -> None:
     """Raise CaptureError if the step sets a hook or an attribute on a tensor that it makes."""
-    given = [name for name in attributes_given_to(made) if name not in _OF_FAKES]
+    given = [name for name in _attributes_given_to(made) if name not in _OF_FAKES]
     marks = [f"the attribute {name}" for name in given]
     if asks_gradient(made) and user_hooks_of(made):
         marks.append("a hook")
@@ -542,119 +533,106 @@ def _line_of(step: Any) -> str:
 # -- the program of a trace ------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class StepTrace:
-    """What the inputs and outputs of a traced graph are.
+def make_program(
+    made: fx.GraphModule,
+    inputs: GraphInputs,
+    wires: dict[Wire, TraceWire],
+    outputs: GraphOutputs,
+    conditions: Conditions,
+) -> CapturedProgram:
+    """The program of a traced graph, which is changed in place.
 
-    Attributes:
-        inputs: in the graph's order.
+    Args:
         wires: by real wire, the one that traced.
-        outputs: in the graph's order; "admitted" are plain values taken as equal on all ranks.
-        result, constants: as in a `Program`.
-        cleared: places, in the call, of tensors whose gradients the step leaves None.
         conditions: under which the program may run.
     """
+    graph = made.graph
+    given = dict(zip(graph.find_nodes(op="placeholder"), inputs.all, strict=True))
+    cleared = list(outputs.cleared)
+    kept, admitted = _select_outputs(graph, given, wires, outputs, cleared)
+    cut = [i for i, output in enumerate(kept) if border_of(output.spec) is not None]
+    if cut:
+        refuse_cut_views(graph, cut)
+    used = {node: _without_memory(i, inputs) for node, i in given.items() if node.users}
+    for node in given:
+        if node not in used:
+            graph.erase_node(node)
+    return CapturedProgram(
+        made,
+        [*used.values()],
+        kept,
+        outputs.result,
+        outputs.constants,
+        sorted(set(cleared)),
+        {name: (t.real, axes) for t in wires.values() for name, axes in t.groups.items()},
+        compared=extract_compared(made, used, admitted, user_line()),
+        conditions=conditions,
+    )
 
-    inputs: GraphInputs
-    wires: dict[Wire, TraceWire]
-    outputs: list[Output]
-    result: pytree.TreeSpec
-    constants: list[Any]
-    cleared: list[int]
-    conditions: Conditions
 
-    def program(self, made: fx.GraphModule) -> CapturedProgram:
-        """The program of the graph `made`, which is changed in place."""
-        cleared = list(self.cleared)
-        kept, admitted = self._select_outputs(made.graph, cleared)
-        cut = [i for i, output in enumerate(kept) if border_of(output.spec) is not None]
-        if cut:
-            refuse_cut_views(made.graph, cut)
-        used: dict[fx.Node, Input] = {}
-        for node, given in zip(
-            made.graph.find_nodes(op="placeholder"), self.inputs.all, strict=True
-        ):
-            if node.users:
-                used[node] = self._without_memory(given)
-            else:
-                made.graph.erase_node(node)
-        groups = {
-            name: (trace.real, axes)
-            for trace in self.wires.values()
-            for name, axes in trace.groups.items()
-        }
-        return CapturedProgram(
-            made,
-            [*used.values()],
-            kept,
-            self.result,
-            self.constants,
-            sorted(set(cleared)),
-            groups,
-            compared=extract_compared(made, used, admitted, user_line()),
-            conditions=self.conditions,
-        )
+def _select_outputs(
+    graph: fx.Graph,
+    given: dict[fx.Node, Input],
+    wires: dict[Wire, TraceWire],
+    outputs: GraphOutputs,
+    cleared: list[int],
+) -> tuple[list[Output], list[Any]]:
+    """The outputs that stay and the admitted (node, wire)s; others are taken off the graph.
 
-    def _select_outputs(
-        self, graph: fx.Graph, cleared: list[int]
-    ) -> tuple[list[Output], list[Any]]:
-        """The outputs that stay and the admitted (node, wire)s; others are taken off the graph."""
-        (end,) = graph.find_nodes(op="output")
-        updated = self._updated_by_gradients(graph, end.args[0])
-        dropped = self._dropped_gradients(graph)
-        kept, admitted = [], []
-        wires = iter([t.real for t in self.wires.values() for _ in t.admitted])
-        for output, value in zip(self.outputs, end.args[0], strict=True):
-            # A gradient that the step did not accumulate, and that its update has used, would only
-            # hold memory. One that accumulates, or is used by nothing, is kept.
-            if output.kind == "admitted":
-                admitted.append((_find_compared(value), next(wires)))
-            elif output.kind == "gradient" and output.index in updated & dropped:
-                cleared.append(output.index)
-            else:
-                kept.append((output, value))
-        end.args = ([value for _, value in kept],)
-        drop_unused(graph)
-        return [output for output, _ in kept], admitted
+    Args:
+        given: by node, the input.
+        cleared: gets the places of tensors whose gradients are taken off.
+    """
+    (end,) = graph.find_nodes(op="output")
+    pairs = [*zip(outputs.all, end.args[0], strict=True)]
+    updated = _updated_by_gradients(graph, given, pairs)
+    # Gradients that the step did not read as it found them.
+    unread = {
+        i.index for node, i in given.items() if i.kind in ("mark", "gradient") and not node.users
+    }
+    kept, admitted = [], []
+    traced_by = iter([t.real for t in wires.values() for _ in t.admitted])
+    for output, value in pairs:
+        # A gradient that the step did not accumulate, and that its update has used, would only
+        # hold memory. One that accumulates, or is used by nothing, is kept.
+        if output.kind == "admitted":
+            admitted.append((_find_compared(value), next(traced_by)))
+        elif output.kind == "gradient" and output.index in updated & unread:
+            cleared.append(output.index)
+        else:
+            kept.append((output, value))
+    end.args = ([value for _, value in kept],)
+    drop_unused(graph)
+    return [output for output, _ in kept], admitted
 
-    def _updated_by_gradients(self, graph: fx.Graph, values: Sequence[fx.Node]) -> set[int]:
-        """The places of tensors whose new values are computed from their new gradients."""
-        pairs = zip(self.outputs, values, strict=True)
-        gradients = {value: out.index for out, value in pairs if out.kind == "gradient"}
-        nodes = graph.find_nodes(op="placeholder")
-        places = dict(zip(nodes, self.inputs.all, strict=True))
-        found = set()
-        reached: dict[
-            fx.Node, int
-        ] = {}  # a bit for the place of each gradient that a node depends on
-        for node in graph.nodes:
-            bits = 1 << gradients[node] if node in gradients else 0
-            for read in node.all_input_nodes:
-                bits |= reached[read]
-            reached[node] = bits
-            for written in written_operands(node):
-                given = places[written]
-                if given.kind != "gradient" and bits >> given.index & 1:
-                    found.add(given.index)
-        return found
 
-    def _without_memory(self, given: Input) -> Input:
-        """The input with a fake in place of a tensor that belongs to the captured call alone."""
-        if given.kind != "argument" and given.tensor.is_leaf:
-            return given
-        with Local(), torch.no_grad():
-            like = self.inputs.stand_in(given.tensor).detach()
-        return replace(given, tensor=like if given.spec is None else tagged(like, given.spec))
+def _updated_by_gradients(
+    graph: fx.Graph, given: dict[fx.Node, Input], outputs: Sequence[tuple[Output, fx.Node]]
+) -> set[int]:
+    """The places of tensors whose new values are computed from their new gradients."""
+    gradients = {value: out.index for out, value in outputs if out.kind == "gradient"}
+    found = set()
+    # A bit for the place of each gradient that a node depends on.
+    reached: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        bits = 1 << gradients[node] if node in gradients else 0
+        for read in node.all_input_nodes:
+            bits |= reached[read]
+        reached[node] = bits
+        for written in written_operands(node):
+            one = given[written]
+            if one.kind != "gradient" and bits >> one.index & 1:
+                found.add(one.index)
+    return found
 
-    def _dropped_gradients(self, graph: fx.Graph) -> set[int]:
-        """The places of tensors whose gradients, as the step found them, it did not read."""
-        nodes = graph.find_nodes(op="placeholder")
-        pairs = zip(nodes, self.inputs.all, strict=True)
-        return {
-            given.index
-            for node, given in pairs
-            if given.kind in ("mark", "gradient") and not node.users
-        }
+
+def _without_memory(given: Input, inputs: GraphInputs) -> Input:
+    """The input with a fake in place of a tensor that belongs to the captured call alone."""
+    if given.kind != "argument" and given.tensor.is_leaf:
+        return given
+    with Local(), torch.no_grad():
+        like = inputs.stand_in(given.tensor).detach()
+    return replace(given, tensor=like if given.spec is None else tagged(like, given.spec))
 
 
 def _find_compared(value: fx.Node) -> fx.Node:

@@ -10,10 +10,9 @@ gathered like those of the next, and to trace a move takes ten times as long as 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -35,9 +34,9 @@ from partita.tensor.tensor_memory import is_read_in_part
 from partita.tensor.tensor_state import HERE, own_state
 
 from ..errors import CaptureError, not_an_input, not_captured, of_data
-from ..graph_nodes import NO_NOTE, NOTE, Note, copy_node, note_of
+from ..graph_nodes import NO_NOTE, NOTE, Note, copy_node, nodes_since, note_of
 from ..guards.guards import kernel_settings
-from .capture_context import unprofiled
+from .capture_context import attribute_set, unprofiled
 from .equal_calls import DETACH, RepeatedCalls, is_over_lists, node_of, tensors_of
 from .fakes import count_writes_of_lists, has_memory, tensors_written
 from .functional_calls import REPLACED
@@ -91,6 +90,9 @@ class Recorder(TorchDispatchMode):
     Attributes:
         updating: is an optimizer stepping?
         exact: while one of torch's steps, the ids for `with_exact_numbers`; else None.
+        is_behind_forward: is the backward of a region being traced, which the step itself has not
+            asked for?
+        regions_begun: how many remat regions have begun.
     """
 
     def __init__(self, graph: fx.Graph, mode: FakeTensorMode):
@@ -99,8 +101,9 @@ class Recorder(TorchDispatchMode):
         self._repeated = RepeatedCalls(graph, mode)
         self.updating = False
         self.exact: set[int] | None = None
-        self._behind = False
-        self._region, self._regions, self._kept = 0, 0, False
+        self.is_behind_forward = False
+        self.regions_begun = 0
+        self._region, self._kept = 0, False
         self._budget: tuple[int, int] | None = None
         self._budgets: list[Any] = []
         self._move = NO_NOTE
@@ -156,10 +159,8 @@ class Recorder(TorchDispatchMode):
         newest = self.newest()
         if newest is not self._last:
             note = self._make_note()
-            node = newest
-            while node is not self._last:
+            for node in nodes_since(self.graph, self._last):
                 node.meta[NOTE] = note
-                node = node.prev
             self._last = newest
             if isinstance(out, torch.Tensor):
                 self._made.append((newest, out))
@@ -201,11 +202,12 @@ class Recorder(TorchDispatchMode):
                 node.meta[NOTE] = replace(note_of(node), layout=str(made.layout_over_mesh))
         self._made.clear()
 
-    @contextmanager
-    def noting(self, wire: Wire, move: Move, itemsize: int, op: str, reason: str) -> Iterator[None]:
+    def noting(
+        self, wire: Wire, move: Move, itemsize: int, op: str, reason: str
+    ) -> AbstractContextManager[None]:
         """Within, nodes belong to `move`, with bytes as a ledger counts them."""
-        outer, self._moves = self._move, self._moves + 1
-        self._move = Note(
+        self._moves += 1
+        note = Note(
             kind=move.kind,
             axes=move.axes,
             nbytes=bytes_sent(move, wire.mesh, itemsize),
@@ -215,45 +217,26 @@ class Recorder(TorchDispatchMode):
             after=move.after.brief(),
             move=self._moves,
         )
-        try:
-            yield
-        finally:
-            self._move = outer
+        return attribute_set(self, "_move", note)
 
-    @contextmanager
-    def region(self) -> Iterator[None]:
+    def region(self) -> AbstractContextManager[None]:
         """Within, nodes belong to a remat region; to the outermost where regions are nested."""
-        outer = self._region
-        if not outer:
-            self._regions += 1
-            self._region = self._regions
-        try:
-            yield
-        finally:
-            self._region = outer
+        if not self._region:
+            self.regions_begun += 1
+        return attribute_set(self, "_region", self._region or self.regions_begun)
 
-    @contextmanager
-    def sharing(self, budget: Any) -> Iterator[None]:
+    def sharing(self, budget: Any) -> AbstractContextManager[None]:
         """Within, regions share a budget of `budget.nbytes`; the outermost budget applies."""
-        outer = self._budget
-        if outer is None:
-            if not any(b is budget for b in self._budgets):
-                self._budgets.append(budget)
-            number = next(i for i, b in enumerate(self._budgets) if b is budget)
-            self._budget = number, budget.nbytes
-        try:
-            yield
-        finally:
-            self._budget = outer
+        if self._budget is not None:
+            return nullcontext()
+        if not any(b is budget for b in self._budgets):
+            self._budgets.append(budget)
+        number = next(i for i, b in enumerate(self._budgets) if b is budget)
+        return attribute_set(self, "_budget", (number, budget.nbytes))
 
-    @contextmanager
-    def keeping(self, keep: bool) -> Iterator[None]:
+    def keeping(self, keep: bool) -> AbstractContextManager[None]:
         """Within, values are kept for backward if `keep`."""
-        outer, self._kept = self._kept, self._kept or keep
-        try:
-            yield
-        finally:
-            self._kept = outer
+        return attribute_set(self, "_kept", self._kept or keep)
 
     def keep(self, x: torch.Tensor) -> None:
         """Have the nodes that made the memory of `x` kept for backward."""
@@ -284,23 +267,9 @@ class Recorder(TorchDispatchMode):
         HERE.recorder = None
         return super().__exit__(*error)
 
-    def noting_on(self, wire: Wire) -> Callable[..., AbstractContextManager[None]]:
-        """`noting` for the moves of one wire."""
-        return partial(self.noting, wire)
-
-    @contextmanager
-    def behind_forward(self) -> Iterator[None]:
+    def behind_forward(self) -> AbstractContextManager[None]:
         """Within, nodes belong to backward."""
-        self._behind = True
-        try:
-            yield
-        finally:
-            self._behind = False
-
-    @property
-    def is_behind_forward(self) -> bool:
-        """Is the backward of a region being traced, which the step itself has not asked for?"""
-        return self._behind
+        return attribute_set(self, "is_behind_forward", True)
 
     def line(self) -> str:
         """The user's line that calls now; in backward that of the forward call."""
@@ -321,7 +290,7 @@ class Recorder(TorchDispatchMode):
             phase = "backward"
         elif self.updating:
             phase = "update"
-        elif self._behind or torch._C._current_graph_task_id() != -1:
+        elif self.is_behind_forward or torch._C._current_graph_task_id() != -1:
             phase = "backward"
         line = self.line()
         made = self._move, line, phase, self._region, self._kept, self._budget
@@ -342,11 +311,6 @@ class Recorder(TorchDispatchMode):
         """(region, kept, budget) of the nodes that are made now."""
         return self._region, self._kept, self._budget
 
-    @property
-    def regions_begun(self) -> int:
-        """How many remat regions have begun."""
-        return self._regions
-
     def note_made(self, *nodes: fx.Node) -> None:
         """Give a note to nodes that were added without a call."""
         note = unprofiled(self._make_note)
@@ -357,12 +321,10 @@ class Recorder(TorchDispatchMode):
     def _note_new_nodes(self) -> None:
         """Give a note to all new nodes that have none: arithmetic of numbers, of which no call
         tells."""
-        node = newest = self.newest()
-        while node is not self._last:
+        for node in nodes_since(self.graph, self._last):
             if NOTE not in node.meta:
                 node.meta[NOTE] = unprofiled(self._make_note)
-            node = node.prev
-        self._last = newest
+        self._last = self.newest()
 
     def note_copies(self, nodes: Sequence[fx.Node], made: fx.Node, out: torch.Tensor) -> None:
         """Give a note to nodes that were added without a call, of which `made` makes `out`."""
@@ -429,11 +391,7 @@ class RepeatedMoves:
     def _traced(
         self, move: Move, given: fx.Node, x: torch.Tensor, out: torch.Tensor, first: fx.Node
     ) -> _Traced | None:
-        nodes: list[fx.Node] = []
-        node = self._recorder.newest()
-        while node is not first:
-            nodes.insert(0, node)
-            node = node.prev
+        nodes = [*nodes_since(self._recorder.graph, first)][::-1]
         made = node_of(out)
         with Unheard():
             shows = out.untyped_storage()._cdata == x.untyped_storage()._cdata

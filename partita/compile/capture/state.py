@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import dis
 import functools
 import operator
 import sys
@@ -29,15 +28,13 @@ from torch.utils import _pytree as pytree
 from partita.tensor import tensor_state
 
 from ..arguments import flatten_call
+from ..guards.codes import codes_within, global_names
 from ..guards.places import Place, places_of_attributes_and_hooks
 from .capture_context import Cell, Defaults, Members, Slot
 
 __all__ = [
     "ReachedMore",
     "State",
-    "contents_of_module",
-    "group_lists_of",
-    "modules_among",
     "names_of_call",
     "state_of",
     "tensors_of_call",
@@ -56,10 +53,10 @@ class State:
             Not of optimizers, whose state comes and goes: see `optimizer_slots`.
         values: the slots of plain Python values: another value is another program.
         found: for modules and optimizers, the slot and what was there.
-        parts: each module, with all within it, and its `contents_of_module`.
+        parts: each module, with all within it, and its `_contents_of_module`.
         given: the modules and optimizers among the arguments of the call.
         lists: lists and dictionaries that were searched, and the length of each.
-        groups: each optimizer, and its `group_lists_of`.
+        groups: each optimizer, and its `_group_lists_of`.
         reached: places with state that only a run of the step has shown.
         search: searches again, with more such places.
         searches: how often that was done for one call.
@@ -103,7 +100,7 @@ class State:
 
     def is_of(self, args: Any, kwargs: Any) -> bool:
         """Are the modules and optimizers among these arguments those of the search?"""
-        given = modules_among(args, kwargs)
+        given = _modules_among(args, kwargs)
         return len(given) == len(self.given) and all(map(operator.is_, given, self.given))
 
     def has_changed(self) -> bool:
@@ -117,12 +114,12 @@ class State:
             return True
         if any(len(held) != count for held, count in self.lists):
             return True
-        return any(contents_of_module(module) != inside for module, inside in self.parts)
+        return any(_contents_of_module(module) != inside for module, inside in self.parts)
 
     def has_other_groups(self) -> bool:
         """Has an optimizer got other group dictionaries, as by `load_state_dict`?"""
         return any(
-            len(now := group_lists_of(o)) != len(parts) or not all(map(operator.is_, now, parts))
+            len(now := _group_lists_of(o)) != len(parts) or not all(map(operator.is_, now, parts))
             for o, parts in self.groups
         )
 
@@ -150,7 +147,8 @@ class State:
     def guarded_places(self) -> Iterator[Place]:
         """Places that are guarded even if no read of them was seen: groups, marks of tensors."""
         for name, optimizer in self.optimizers.items():
-            yield Place(f"{name}.param_groups", optimizer, "param_groups", _groups_of(optimizer))
+            groups = functools.partial(getattr, optimizer, "param_groups")
+            yield Place(f"{name}.param_groups", optimizer, "param_groups", groups)
         seen: set[int] = set()
         for slot in self.slots:
             t = slot.value
@@ -174,22 +172,18 @@ class ReachedMore(Exception):
         self.state = state
 
 
-def group_lists_of(optimizer: Optimizer) -> list[Any]:
+def _group_lists_of(optimizer: Optimizer) -> list[Any]:
     """An optimizer's list of groups, the groups, and their lists of parameters."""
     groups = optimizer.param_groups
     return [groups, *groups, *[group["params"] for group in groups]]
 
 
-def _groups_of(optimizer: Optimizer) -> Callable[[], Any]:
-    return lambda: optimizer.param_groups
-
-
-def modules_among(args: Any, kwargs: Any) -> list[Any]:
+def _modules_among(args: Any, kwargs: Any) -> list[Any]:
     """The modules and optimizers that a call is given."""
     return [v for v in (*args, *kwargs.values()) if isinstance(v, (nn.Module, Optimizer))]
 
 
-def contents_of_module(module: nn.Module) -> tuple[Any, ...]:
+def _contents_of_module(module: nn.Module) -> tuple[Any, ...]:
     """A module's children, and how many parameters and buffers it has, which slots locate."""
     tensors = (*module._parameters.values(), *module._buffers.values())
     return (*module._modules.values(), sum(t is not None for t in tensors))
@@ -221,7 +215,6 @@ def names_of_call(slots: Sequence[Slot], args: Any, kwargs: Any) -> list[tuple[s
 # -- the search ------------------------------------------------------------------------------------
 
 _SIMPLE = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
-_OF_GLOBALS = ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "STORE_NAME")
 _NOT_USERS = ("torch", "partita", "builtins")
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 _SEARCHED = 10_000  # entries of a container that an object holds
@@ -234,13 +227,13 @@ def state_of(
     kwargs: Any,
     reached: Sequence[Place] = (),
 ) -> State:
-    """All that `step` can reach.
+    """All that `step` can reach, in an order that is the same on every rank.
 
     Args:
         given: the objects of `state=`.
         reached: places that runs of it were seen to read.
     """
-    return _search_state(step, list(given), modules_among(args, kwargs), reached)
+    return _search_state(step, list(given), _modules_among(args, kwargs), reached)
 
 
 def _search_state(
@@ -300,16 +293,17 @@ class _Search:
             except ValueError:  # not assigned yet
                 continue
             self.value(name, value, Slot(name, "value", Cell(cell), 0))
-        for name in _global_names(f.__code__):
+        for name in (n for code in codes_within(f.__code__) for n in global_names(code)):
             if name in f.__globals__:
                 self.value(name, f.__globals__[name], Slot(name, "value", f.__globals__, name))
         for i, value in enumerate(f.__defaults__ or ()):
             at = Slot(f"default[{i}]", "value", Defaults(f), i)
             self.value(at.name, value, at if isinstance(value, torch.Tensor) else None)
-        for name, value in vars(f).items():
-            if isinstance(value, (torch.Tensor, list, dict)) and name != "__wrapped__":
-                at = Slot(f"{f.__name__}.{name}", "value", vars(f), name)
-                self.value(at.name, value, at)
+        self._search_attributes(
+            f"{f.__name__}.",
+            f,
+            lambda key, v: isinstance(v, (torch.Tensor, list, dict)) and key != "__wrapped__",
+        )
         for name, value in (f.__kwdefaults__ or {}).items():
             self.value(name, value, Slot(name, "value", f.__kwdefaults__, name))
         return None
@@ -343,8 +337,15 @@ class _Search:
         if isinstance(owner, (nn.Module, Optimizer)):
             self.value(type(owner).__name__.lower(), owner, None)
         elif hasattr(owner, "__dict__") and self._first_time(owner):
-            for name, value in list(vars(owner).items()):
-                self.value(name, value, Slot(name, "value", vars(owner), name))
+            self._search_attributes("", owner, lambda key, v: True)
+
+    def _search_attributes(
+        self, prefix: str, owner: Any, wanted: Callable[[str, Any], bool]
+    ) -> None:
+        """Search the attributes of an object that are `wanted`, by name and value."""
+        for key, v in list(vars(owner).items()):
+            if wanted(key, v):
+                self.value(prefix + key, v, Slot(prefix + key, "value", vars(owner), key))
 
     def given(self, name: str, value: Any) -> None:
         """Search an object that the user gives as `state=`.
@@ -371,7 +372,7 @@ class _Search:
             if self._first_time(value):
                 self.state.optimizers[name] = value
                 self.state.lists.append((value.param_groups, len(value.param_groups)))
-                self.state.groups.append((value, group_lists_of(value)))
+                self.state.groups.append((value, _group_lists_of(value)))
                 for i, group in enumerate(value.param_groups):
                     self.state.lists.append((group["params"], len(group["params"])))
                     for key, v in group.items():  # a rate that is a tensor
@@ -392,7 +393,7 @@ class _Search:
                     at = Slot(f"{name}[{key!r}]", "value", value, key)
                     if not isinstance(v, _SIMPLE):
                         self.value(at.name, v, at)
-        elif isinstance(value, tuple) and _has_tensor(value):
+        elif isinstance(value, tuple) and any(isinstance(v, torch.Tensor) for v in value):
             if slot is not None:
                 self.state.slots.append(slot)
         elif isinstance(value, _SIMPLE):
@@ -410,29 +411,23 @@ class _Search:
             return
         library = package in _NOT_USERS or package in sys.stdlib_module_names - {"__main__"}
         if library and not isinstance(value, _NAMESPACES):
-            if package == "torch" and hasattr(value, "load_state_dict"):
-                self._search_state_keeper(name, value)
+            keeps_state = package == "torch" and hasattr(value, "load_state_dict")  # a GradScaler
+            if keeps_state and self._first_time(value):
+                self._search_attributes(f"{name}.", value, lambda _, v: isinstance(v, torch.Tensor))
             return
         if id(value) in self._named or not self._first_time(value):
             return
-        for key, v in list(vars(value).items()):
-            at = Slot(f"{name}.{key}", "value", vars(value), key)
-            many = isinstance(v, (list, dict)) and len(v) > _SEARCHED
-            if isinstance(v, float) or not (many or isinstance(v, _SIMPLE)):
-                self.value(at.name, v, at)
 
-    def _search_state_keeper(self, name: str, value: Any) -> None:
-        """Add the tensors of an object of torch's that has state, as a GradScaler."""
-        if self._first_time(value):
-            for key, held in list(vars(value).items()):
-                if isinstance(held, torch.Tensor):
-                    at = Slot(f"{name}.{key}", "value", vars(value), key)
-                    self.value(at.name, held, at)
+        def is_wanted(_: str, v: Any) -> bool:
+            many = isinstance(v, (list, dict)) and len(v) > _SEARCHED
+            return isinstance(v, float) or not (many or isinstance(v, _SIMPLE))
+
+        self._search_attributes(f"{name}.", value, is_wanted)
 
     def _module(self, name: str, module: nn.Module) -> None:
         for prefix, part in module.named_modules():
             self._first_time(part)
-            self.state.parts.append((part, contents_of_module(part)))
+            self.state.parts.append((part, _contents_of_module(part)))
             where = f"{name}.{prefix}." if prefix else f"{name}."
             for kind, home in (("parameter", part._parameters), ("buffer", part._buffers)):
                 for key, t in home.items():
@@ -470,18 +465,3 @@ def _is_of_run(value: Any) -> bool:
     elif isinstance(value, Optimizer):
         value = [group["params"] for group in value.param_groups]
     return any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves(value))
-
-
-@functools.lru_cache(maxsize=1024)
-def _global_names(code: types.CodeType) -> list[str]:
-    """The globals that a code uses. (`co_names` has names of attributes too.)"""
-    used = [i.argval for i in dis.get_instructions(code) if i.opname in _OF_GLOBALS]
-    names = list(dict.fromkeys(used))
-    for const in code.co_consts:
-        if isinstance(const, types.CodeType):
-            names += _global_names(const)
-    return names
-
-
-def _has_tensor(value: tuple[Any, ...]) -> bool:
-    return any(isinstance(v, torch.Tensor) for v in value)

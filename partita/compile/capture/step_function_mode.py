@@ -1,7 +1,8 @@
 """The torch-function mode of a captured step: it follows what the step calls of tensors by name.
 
 - `x.data = y` exchanges what node makes x. Reads of x from then on are reads of y; at the step's
-  end y's value is copied into the memory of x.
+  end y's value is copied into the memory of x. Other views of that keep their values until then, as
+  in eager.
 - `.item()`, `bool(x)`: numbers that are known when the graph runs (`symbolic`).
 - Metadata of inputs, as `is_leaf`: conditions of the program (`inputs.TensorFacts`).
 - Checks of values that torch makes in eager and leaves out when it traces: nodes of the graph.
@@ -57,14 +58,12 @@ from .inputs import GraphInputs, TensorFacts, is_fact
 from .symbolic import as_number
 
 __all__ = [
-    "C_FUNCTION_TYPES",
     "LibraryCalls",
     "StepFunctionMode",
     "check_arguments",
     "check_constants",
     "check_operators",
     "check_truth",
-    "check_values",
 ]
 
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -109,17 +108,17 @@ class StepFunctionMode(TorchFunctionMode):
         if func == _set_data:
             return self._set_data(*args)
         self.called_last = name = getattr(func, "__name__", "")
-        if type(func) in C_FUNCTION_TYPES and not _is_followed(func):
+        if type(func) in _C_FUNCTION_TYPES and not _is_followed(func):
             return self.calls.call(func, args, kwargs)
         if name in _READING:
             self.reads_number = self.reads_number or user_line()
             return pytree.tree_map(as_number, func(*args, **kwargs))
         if name in _ASKING:  # torch would ask for a number first
             return bool(as_number(torch.Tensor.item(*args, **kwargs)))
-        if facts_of_function(name).changes_shape and args[0] in self._inputs.identities:
+        if facts_of_function(name).changes_shape and id(args[0]) in self._inputs.identities:
             raise _shape_is_changed(name)
         _check_function(func)
-        check_values(func, args, kwargs)
+        _check_values(func, args, kwargs)
         answer = self._facts.answer(func, args, caller)
         return answer[0] if answer else self.calls.call(func, args, kwargs)
 
@@ -129,7 +128,7 @@ class StepFunctionMode(TorchFunctionMode):
             before = x.detach()
         with torch.no_grad():
             value = _laid_out_like(x, value.detach())
-        if x in self._inputs.identities:
+        if id(x) in self._inputs.identities:
             self._written.setdefault(id(x), (x, before))
         HERE.recorder.exchange(x, value)
 
@@ -232,21 +231,7 @@ Checks = Iterator[tuple[torch.Tensor, str]]
 """What must be true, and torch's message where it is not."""
 
 
-_CHECKS: dict[Any, Callable[..., Checks]] = {}
-_QUANTILES = ("quantile", "nanquantile")
-
-
-def _checks(*functions: Any) -> Callable[[Callable[..., Checks]], Callable[..., Checks]]:
-    """Register the checks that `functions` make of their operands."""
-
-    def register_checks(f: Callable[..., Checks]) -> Callable[..., Checks]:
-        _CHECKS.update(dict.fromkeys(functions, f))
-        return f
-
-    return register_checks
-
-
-def check_values(func: Any, args: Any, kwargs: Any) -> None:
+def _check_values(func: Any, args: Any, kwargs: Any) -> None:
     """Have the graph check what `func` checks in eager, of this rank's local values."""
     if func not in _CHECKS:
         return
@@ -255,22 +240,28 @@ def check_values(func: Any, args: Any, kwargs: Any) -> None:
             torch._assert_async(holds.all(), text)
 
 
-@_checks(F.one_hot)
 def _check_classes(tensor: torch.Tensor, num_classes: int = -1) -> Checks:
     yield tensor >= 0, "Class values must be non-negative."
     if num_classes >= 0:
         yield tensor < num_classes, "Class values must be smaller than num_classes."
 
 
-@_checks(*(getattr(home, name) for home in (torch, torch.Tensor) for name in _QUANTILES))
 def _check_quantiles(input: Any, q: Any, *_: Any, **__: Any) -> Checks:
     if isinstance(q, torch.Tensor):
         yield (q >= 0) & (q <= 1), "quantile() q values must be in the range [0, 1]"
 
 
+_CHECKS: dict[Any, Callable[..., Checks]] = {F.one_hot: _check_classes} | {
+    getattr(home, name): _check_quantiles
+    for home in (torch, torch.Tensor)
+    for name in ("quantile", "nanquantile")
+}
+"""By function, the checks that it makes of its operands in eager."""
+
+
 # -- library calls ---------------------------------------------------------------------------------
 
-C_FUNCTION_TYPES = (
+_C_FUNCTION_TYPES = (
     BuiltinFunctionType,
     MethodDescriptorType,
     MethodWrapperType,
@@ -325,7 +316,7 @@ class LibraryCalls:
 
 def _calls_nothing_back(func: Any) -> bool:
     """Is it a function of torch that calls at most its operands' methods?"""
-    if type(func) in C_FUNCTION_TYPES:
+    if type(func) in _C_FUNCTION_TYPES:
         return func.__name__ not in _CALLING_BACK
     return type(func) is FunctionType and _is_functional(func)
 

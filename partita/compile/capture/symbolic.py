@@ -44,11 +44,11 @@ __all__ = [
     "compute_scalar",
     "has_scalars",
     "identity_of",
-    "is_scalar_operation",
     "is_symbolic",
     "is_text_of_unknown",
     "taken_as_numbers",
     "takes_number_exactly",
+    "unwrap_scalar",
     "with_exact_numbers",
 ]
 
@@ -449,16 +449,12 @@ def _base_op_name(func: Any) -> str:
 # -- arithmetic of Python --------------------------------------------------------------------------
 
 
-def _compute_power(one: Any, other: Any) -> Any:
-    return torch.pow(one, other)
-
-
 _RECKONED: dict[str, Callable[..., Any]] = {
     "add": operator.add,
     "sub": operator.sub,
     "mul": operator.mul,
     "truediv": operator.truediv,
-    "pow": _compute_power,
+    "pow": torch.pow,
     "neg": operator.neg,
     "pos": lambda one: one,
     "abs": torch.abs,
@@ -484,7 +480,7 @@ def _name_of(target: Any) -> str:
     return _NAMES.get(name, name)
 
 
-def is_scalar_operation(target: Any) -> bool:
+def _is_scalar_operation(target: Any) -> bool:
     """Is `target` an operation on Python numbers that tensors can do?"""
     return _name_of(target) in _RECKONED
 
@@ -495,23 +491,23 @@ def compute_scalar(target: Any, args: Sequence[Any], like: Any) -> Scalar:
     Raises:
         CaptureError: tensors cannot do it as Python does.
     """
-    if not is_scalar_operation(target):
+    if not _is_scalar_operation(target):
         raise not_captured(
             f"the step asks for {_name_of(target)}(x) of a number that .item() gave",
             "it is known when the graph has run, and tensors do not reckon this as Python does",
             Fix("return x.item()", f"and take {_name_of(target)}(x) outside of the step"),
             place="",
         )
-    whole = all(isinstance(a, (int, torch.Tensor)) for a in map(_tensor_of, args))
-    exact = isinstance(like, (int, torch.SymInt)) or (
-        whole and not any(_is_float(a) for a in map(_tensor_of, args))
-    )
+    values = [*map(unwrap_scalar, args)]
+    whole = all(isinstance(v, (int, torch.Tensor)) for v in values)
+    exact = isinstance(like, (int, torch.SymInt)) or (whole and not any(map(_is_float, values)))
     dtype = torch.int64 if exact and _name_of(target) != "truediv" else torch.float64
     given = [_cast_to_tensor(a, dtype) for a in args]
     return Scalar(_RECKONED[_name_of(target)](*given))
 
 
-def _tensor_of(value: Any) -> Any:
+def unwrap_scalar(value: Any) -> Any:
+    """The tensor of a `Scalar`; other values as they are."""
     return value.tensor if isinstance(value, Scalar) else value
 
 

@@ -27,7 +27,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -36,28 +36,17 @@ from partita.comm import user_line
 from partita.layout import Fix
 
 from ..capture.capture_context import profiled_by
-from ..errors import CaptureError, not_captured, of_anomalies
+from ..errors import of_anomalies
 from .codes import is_recorded, is_user_module
+from .instrument import StateReader
 from .places import PLAIN, Place, place_of_answer, place_of_entry
 from .values import MISSING
 
-if TYPE_CHECKING:
-    from .instrument import StateReader
-
 __all__ = [
     "Calls",
-    "find_user_frame",
-    "finds_process_object",
-    "is_called_as_setting",
-    "is_setting_of_c",
-    "is_stdlib_file",
-    "name_of_external_function",
     "read_ambient",
-    "read_environment",
     "read_environment_of",
-    "read_process_object",
-    "read_setting",
-    "unguarded",
+    "refuse_if_random",
 ]
 
 _FUNCTIONS_OF_SEEDS = {  # of torch, by code
@@ -129,15 +118,15 @@ def _kind_of(frame: FrameType) -> str:
     special = logs or code in _SEED_SETTERS or code in _RANDOM_CODES or code in _SHARED_STATE
     if special or code in _ENVIRONMENT or code in _BACKWARD:
         return "special"
-    if code is _SETTING or code in _SEED_GETTERS or finds_process_object(code) or _is_setting(code):
+    if code is _SETTING or code in _SEED_GETTERS or code in _PROCESS_OBJECTS or _is_setting(code):
         return "setting"
-    return "stdlib" if is_stdlib_file(code.co_filename) else "library"
+    return "stdlib" if _is_stdlib_file(code.co_filename) else "library"
 
 
 def _is_setting(code: CodeType) -> bool:
     """Is it a function of torch without arguments that returns a setting, by its name?"""
     of_torch = code.co_argcount == 0 and code.co_filename.startswith(_TORCH)
-    return of_torch and is_called_as_setting(code.co_name)
+    return of_torch and _is_called_as_setting(code.co_name)
 
 
 def _is_made_by_library(frame: FrameType) -> bool:
@@ -163,21 +152,22 @@ def _find_generator_states() -> dict[str, tuple[Any, Callable[[Any], None]]]:
     return found
 
 
-def unguarded(fact: str, reason: str, name: str = "", fix: Fix | None = None) -> CaptureError:
-    """The error to raise where a step reads what no guard can hold."""
-    usual = Fix(f"give {name or 'it'} as an argument", "read before the step")
-    return not_captured(fact, reason, fix or usual)
-
-
 class Calls:
     """Watches what a step calls while it is captured, for a record.
 
     Args:
-        record: is told of functions that run and of settings that are read, and raises refusals.
+        record: is told of settings that are read, and raises refusals.
+        enter_frame: called where a function of the user's runs.
+        reach_globals: called where `globals()` is called, with what it returns.
     """
 
-    def __init__(self, record: StateReader):
-        self._record = record
+    def __init__(
+        self,
+        record: StateReader,
+        enter_frame: Callable[[FrameType], None],
+        reach_globals: Callable[[dict[str, Any]], None],
+    ):
+        self._record, self._enter_frame, self._reach_globals = record, enter_frame, reach_globals
         self._kinds: dict[int, str] = {}
         self._codes: dict[int, CodeType] = {}
         self._warned_of: set[str] = set()
@@ -195,7 +185,7 @@ class Calls:
         for name, (state, put) in states.items():
             if _find_generator_states()[name][0] != state and self._record.error is None:
                 put(state)
-                self._refuse_random_draw(name)
+                _refuse_random_draw(self._record, name)
 
     @contextmanager
     def _ignoring_garbage_collection(self) -> Iterator[None]:
@@ -233,7 +223,7 @@ class Calls:
             self._codes[id(code)] = code
         if what == "call":
             if kind == "recorded":
-                self._record.functions.enter_frame(frame)
+                self._enter_frame(frame)
             elif kind == "setting":  # of interest only where the user asks: torch does all the time
                 caller = frame.f_back
                 if caller is not None and self._kinds.get(id(caller.f_code)) == "recorded":
@@ -256,63 +246,63 @@ class Calls:
         while caller is not None and _forwards_call(caller.f_code, code):
             caller = caller.f_back
         if code in _ENVIRONMENT:
-            caller = find_user_frame(caller)  # the step may ask through Python's library
+            caller = _find_user_frame(caller)  # the step may ask through Python's library
         if caller is None or not is_recorded(caller.f_code.co_filename):
             return  # torch calls it for itself
         if code.co_name == "_log":
             self._warn_not_repeated("logging", caller)
             return
         if code in _ENVIRONMENT:
-            read_environment(self._record, frame.f_locals.get("key"))
+            _read_environment(self._record, frame.f_locals.get("key"))
         elif code in _SHARED_STATE:
             self._refuse_shared_state(_SHARED_STATE[code])
         elif code in _SEED_SETTERS:
             self._refuse_seeding(_SEED_SETTERS[code])
         else:
-            self._refuse_random_draw(f"random.{code.co_name}")
+            _refuse_random_draw(self._record, f"random.{code.co_name}")
 
     def _handle_setting(self, code: CodeType, frame: FrameType) -> None:
         if code is _SETTING:
             function: Any = frame.f_locals["self"].getter
-            read_setting(self._record, getattr(function, "__name__", "a setting"), function)
+            _read_setting(self._record, getattr(function, "__name__", "a setting"), function)
             return
-        if finds_process_object(code):
-            read_process_object(self._record, frame)
+        if code in _PROCESS_OBJECTS:
+            _read_process_object(self._record, frame)
             return
         function = frame.f_globals.get(code.co_name)
         if getattr(function, "__code__", None) is code:
-            read_setting(self._record, f"{function.__module__}.{code.co_name}()", function)
+            _read_setting(self._record, f"{function.__module__}.{code.co_name}()", function)
 
     def _handle_c_call(self, function: Any, frame: FrameType) -> None:
         if function is print:
             self._warn_not_repeated("print", frame)
             return
-        if name := name_of_external_function(function):
+        if name := _name_of_external_function(function):
             self._refuse_external(function, name, frame)
         owner = getattr(function, "__self__", None)
         name = getattr(function, "__name__", "")
         if function is globals:
-            self._record.functions.reach_globals(frame.f_globals)
-        if is_setting_of_c(function):
-            read_setting(self._record, f"{name}()", function)
+            self._reach_globals(frame.f_globals)
+        if _is_setting_of_c(function):
+            _read_setting(self._record, f"{name}()", function)
         if owner is None:
             return
         if isinstance(owner, torch._C.Generator) and name in _GENERATOR_METHODS:
             self._refuse_seeding(f"torch.Generator.{name}")
         if isinstance(owner, random.Random):
-            self._refuse_random_draw(f"random.{name}")
+            _refuse_random_draw(self._record, f"random.{name}")
         if type(owner).__module__.startswith("numpy.random"):
-            self._refuse_random_draw(f"numpy.random.{name}")
+            _refuse_random_draw(self._record, f"numpy.random.{name}")
 
     def _handle_stdlib_call(self, function: Any, frame: FrameType) -> None:
         """Handle a function of C that Python's library calls, if it does so for the user."""
-        name, is_setting = name_of_external_function(function), is_setting_of_c(function)
-        if not (name or is_setting) or (caller := find_user_frame(frame)) is None:
+        name, is_setting = _name_of_external_function(function), _is_setting_of_c(function)
+        if not (name or is_setting) or (caller := _find_user_frame(frame)) is None:
             return
         if name:
             self._refuse_external(function, name, caller)
         else:
-            read_setting(self._record, f"{function.__name__}()", function)
+            _read_setting(self._record, f"{function.__name__}()", function)
 
     def _refuse_external(self, function: Any, name: str, frame: FrameType) -> None:
         if getattr(function, "__self__", None) in (sys.stdout, sys.stderr):
@@ -325,34 +315,10 @@ class Calls:
         else:
             self._refuse_shared_state(name.removeprefix("io."))
 
-    def refuse_if_random(self, value: Any, name: str) -> None:
-        """Raise CaptureError if `value` is a random generator, whose calls may not be seen."""
-        if isinstance(value, torch._C.Generator):
-            self._record.refuse(
-                f"the step reads {name}, a torch.Generator",
-                "a graph draws from the generator of its own device alone",
-                fix=Fix(
-                    "torch.manual_seed(...)", "before the step, which draws without generator="
-                ),
-            )
-        numpy = sys.modules.get("numpy")
-        kinds = (numpy.random.Generator, numpy.random.RandomState) if numpy is not None else ()
-        if isinstance(value, random.Random) or (kinds and isinstance(value, kinds)):
-            self._refuse_random_draw(f"{name}, a generator")
-        bound = type(value).__name__ == "cython_function_or_method"
-        if bound and kinds and isinstance(value.__self__, kinds):
-            self._refuse_random_draw(f"numpy.random.{value.__name__}")
-
     def _refuse_seeding(self, name: str) -> None:
         self._record.refuse(
             f"the step seeds ({name})",
             "a graph draws from the generator as it finds it: it would be seeded once, at capture",
-        )
-
-    def _refuse_random_draw(self, name: str) -> None:
-        self._record.refuse(
-            f"the step draws a number of Python's or numpy's ({name})",
-            "a graph would always have the number of its capture",
         )
 
     def _refuse_shared_state(self, name: str) -> None:
@@ -372,6 +338,30 @@ class Calls:
             )
 
 
+def refuse_if_random(record: StateReader, value: Any, name: str) -> None:
+    """Raise CaptureError if `value` is a random generator, whose calls may not be seen."""
+    if isinstance(value, torch._C.Generator):
+        record.refuse(
+            f"the step reads {name}, a torch.Generator",
+            "a graph draws from the generator of its own device alone",
+            fix=Fix("torch.manual_seed(...)", "before the step, which draws without generator="),
+        )
+    numpy = sys.modules.get("numpy")
+    kinds = (numpy.random.Generator, numpy.random.RandomState) if numpy is not None else ()
+    if isinstance(value, random.Random) or (kinds and isinstance(value, kinds)):
+        _refuse_random_draw(record, f"{name}, a generator")
+    bound = type(value).__name__ == "cython_function_or_method"
+    if bound and kinds and isinstance(value.__self__, kinds):
+        _refuse_random_draw(record, f"numpy.random.{value.__name__}")
+
+
+def _refuse_random_draw(record: StateReader, name: str) -> None:
+    record.refuse(
+        f"the step draws a number of Python's or numpy's ({name})",
+        "a graph would always have the number of its capture",
+    )
+
+
 # -- settings --------------------------------------------------------------------------------------
 
 _SETTING_FUNCTIONS = (os.getcwd, os.getcwdb, threading.get_ident, threading.get_native_id)
@@ -385,12 +375,7 @@ _PROCESS_OBJECTS = {
 }
 
 
-def finds_process_object(code: CodeType) -> bool:
-    """Does code look up an object of the process, as `logging.getLogger`?"""
-    return code in _PROCESS_OBJECTS
-
-
-def read_process_object(record: StateReader, frame: FrameType) -> None:
+def _read_process_object(record: StateReader, frame: FrameType) -> None:
     """Record which object a call of a lookup function finds, by looking it up once more."""
     function = frame.f_globals[frame.f_code.co_name]
     given = [frame.f_locals[key] for key in frame.f_code.co_varnames[: frame.f_code.co_argcount]]
@@ -401,24 +386,24 @@ def read_process_object(record: StateReader, frame: FrameType) -> None:
         record.read_place(Place(name, function, key, get), get())
 
 
-def is_called_as_setting(name: str) -> bool:
+def _is_called_as_setting(name: str) -> bool:
     """Is it the name of a function that returns a setting, as `get_num_threads`?"""
     begins = name.lstrip("_").startswith(("is_", "are_", "get_")) or name.endswith("_enabled")
     return begins and "rng" not in name and "seed" not in name
 
 
-def is_setting_of_c(function: Any) -> bool:
+def _is_setting_of_c(function: Any) -> bool:
     """Is it a function of C that returns a setting of torch or of Python?"""
     owner = getattr(function, "__self__", None)
     if not isinstance(owner, types.ModuleType):
         return False
     if owner.__name__.startswith("torch._C"):
-        return is_called_as_setting(function.__name__)
+        return _is_called_as_setting(function.__name__)
     own = owner in (sys, gc) and function not in _CHANGED_BY_CAPTURE
     return function in _SETTING_FUNCTIONS or (own and function.__name__.startswith(("get", "is")))
 
 
-def read_setting(record: StateReader, name: str, function: Callable[[], Any]) -> None:
+def _read_setting(record: StateReader, name: str, function: Callable[[], Any]) -> None:
     """Record the answer of a function without arguments, if it is a plain value."""
     with record.without_recording(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -430,7 +415,7 @@ def read_setting(record: StateReader, name: str, function: Callable[[], Any]) ->
             record.read_place(place_of_answer(name, function), value, shallow=True)
 
 
-def read_environment(record: StateReader, key: str | bytes | None) -> None:
+def _read_environment(record: StateReader, key: str | bytes | None) -> None:
     """Record an environment variable; all of them where `key` is None."""
     data: Any = os.environ._data  # type: ignore[attr-defined]
     with record.without_recording():
@@ -540,7 +525,7 @@ def _name_of_module_function(function: Any) -> str:
     return f"{_PUBLIC_NAMES.get(module, module.lstrip('_'))}.{name}"
 
 
-def name_of_external_function(function: Any) -> str:
+def _name_of_external_function(function: Any) -> str:
     """The public name of a function or method of C that uses external state; "" for others."""
     if found := _name_of_module_function(function):
         return found
@@ -564,7 +549,7 @@ def name_of_external_function(function: Any) -> str:
     return "lock.locked" if name == "locked" and kind.__module__ == "_thread" else ""
 
 
-def is_stdlib_file(filename: str) -> bool:
+def _is_stdlib_file(filename: str) -> bool:
     """Is it a file of Python's library (but not the import system) or of numpy?"""
     if _NUMPY in filename:
         return True
@@ -578,14 +563,14 @@ _NUMPY = os.path.join("site-packages", "numpy", "")
 _CAPTURE_FILE = "partita/compile/capture/capture.py"
 
 
-def find_user_frame(frame: FrameType | None) -> FrameType | None:
+def _find_user_frame(frame: FrameType | None) -> FrameType | None:
     """The user's frame that called into Python's library, which runs `frame`.
 
     None where torch or another module called it, and while a module is imported.
     """
     while frame is not None and not is_recorded(frame.f_code.co_filename):
         name = frame.f_code.co_filename
-        if not is_stdlib_file(name) or name.endswith(_FILES_OF_CODE_READERS):
+        if not _is_stdlib_file(name) or name.endswith(_FILES_OF_CODE_READERS):
             return None
         frame = frame.f_back
     found = frame

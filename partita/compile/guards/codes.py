@@ -12,6 +12,7 @@ import importlib.util
 import os
 import sys
 import sysconfig
+from collections.abc import Iterator
 from types import CodeType
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 __all__ = [
     "asks_whether_true",
     "asks_which_object",
+    "codes_within",
     "dotted_names",
     "global_names",
     "imported_names",
@@ -77,6 +79,14 @@ def is_user_module(module: Any) -> bool:
     return (
         root not in _LIBRARY_MODULES and root not in sys.stdlib_module_names
     ) or root == "__main__"
+
+
+def codes_within(code: CodeType) -> Iterator[CodeType]:
+    """Code, and that of the functions that it defines."""
+    yield code
+    for const in code.co_consts:
+        if isinstance(const, CodeType):
+            yield from codes_within(const)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -170,25 +180,16 @@ def imported_names(code: CodeType, package: str | None) -> tuple[str, ...]:
 
 # -- reflection ------------------------------------------------------------------------------------
 
-
 _GETTERS = ("getattr", "hasattr")
-
-
 _REFLECTING_NAMES = frozenset(
     "vars dir globals eval exec attrgetter getmembers signature getattr_static fields "
     "get_type_hints".split()
 )
-
-
 _REFLECTING_ATTRIBUTES = frozenset(
     "__dict__ __annotations__ __doc__ __name__ __match_args__ __dataclass_fields__ __code__ "
     "__defaults__ __kwdefaults__ __signature__ __closure__".split()
 )
-
-
 _COMPUTING_OPS = ("BINARY_OP", "BINARY_SUBSCR", "BUILD_STRING", "FORMAT_VALUE")
-
-
 _IGNORED_OPS = ("CACHE", "EXTENDED_ARG", "PRECALL")
 
 

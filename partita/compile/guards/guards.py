@@ -53,6 +53,7 @@ from .values import (
     argument_key,
     as_expected,
     content_key,
+    shorten_text,
     text_of,
 )
 
@@ -61,13 +62,11 @@ if TYPE_CHECKING:
     from ..capture.state import State
 
 __all__ = [
-    "Description",
     "Guards",
     "History",
     "TensorGuard",
     "active_modes",
     "describe_call",
-    "explain_difference",
     "function_modes",
     "hearing_modes",
     "kernel_settings",
@@ -77,8 +76,6 @@ __all__ = [
 ]
 
 # -- guards of what was read -----------------------------------------------------------------------
-
-_get = dict.get
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,7 +154,7 @@ class Guards:
         return hash(tuple((g.place.name, _key_of(g)) for g in self._guards))
 
     def hold(self) -> bool:
-        """Is everything as expected?"""
+        """Is everything as expected? The next call is then compared with the objects of now."""
         if self.hold_by_identity():
             return True
         if self.differences(1):
@@ -191,7 +188,7 @@ class Guards:
             and all(
                 map(
                     is_,
-                    map(_get, self._entry_homes, self._entry_keys, repeat(MISSING)),
+                    map(dict.get, self._entry_homes, self._entry_keys, repeat(MISSING)),
                     self._entry_values,
                 )
             )
@@ -301,6 +298,9 @@ _dtype, _requires_grad = _base.dtype.__get__, _base.requires_grad.__get__
 class TensorGuard:
     """The tensors in some slots, as they are now.
 
+    The same object may have another storage, shape, dtype or layout than before. There are four
+    tensors for each parameter, so each property is read of all tensors in one pass that runs in C.
+
     Args:
         tensors: of each slot, its tensor.
     """
@@ -376,19 +376,16 @@ def _strides_of_tensors(tensors: list[Any], arguments: int) -> list[tuple[int, .
 def kind_of_tensor(t: torch.Tensor) -> tuple[Any, ...]:
     """What a program is made for, of a tensor: shape, layout, dtype, hooks, not strides."""
     with Local():
-        return _key_of_tensor(t)
-
-
-def _key_of_tensor(t: torch.Tensor) -> tuple[Any, ...]:
-    attributes = t.__dict__
-    spec = attributes.get("_spec")
-    own: tuple[Any, ...] = ()
-    if attributes and not OWN_ATTRIBUTES.issuperset(attributes):
-        own = tuple([(name, _attribute_key(attributes[name])) for name in user_attributes_of(t)])
-    trained = _requires_grad(t)
-    hooks = user_hooks_of(t) if trained else ()
-    shown = t.is_conj(), t.is_neg()
-    return (spec or t.shape, _dtype(t), trained, t.device, type(t), own, hooks, shown)
+        attributes = t.__dict__
+        spec = attributes.get("_spec")
+        own: tuple[Any, ...] = ()
+        if attributes and not OWN_ATTRIBUTES.issuperset(attributes):
+            names = user_attributes_of(t)
+            own = tuple([(name, _attribute_key(attributes[name])) for name in names])
+        trained = _requires_grad(t)
+        hooks = user_hooks_of(t) if trained else ()
+        shown = t.is_conj(), t.is_neg()
+        return (spec or t.shape, _dtype(t), trained, t.device, type(t), own, hooks, shown)
 
 
 def _attribute_key(value: Any) -> Any:
@@ -512,7 +509,9 @@ def _describe_tensor(t: torch.Tensor, first: str, name: str) -> dict[str, str]:
     return found
 
 
-def explain_difference(now: Description, known: Iterable[tuple[Description, Guards | None]]) -> str:
+def _explain_difference(
+    now: Description, known: Iterable[tuple[Description, Guards | None]]
+) -> str:
     """How a call differs from the most similar one that has a program; of several, the latest."""
     nearest = min(
         reversed([*known]), key=lambda other: _count_differences(now, other[0]), default=None
@@ -552,7 +551,7 @@ def _describe_change(was: dict[str, str], now: dict[str, str]) -> str:
         if before == after:
             continue
         if what == "value":
-            return f"{_shorten_text(str(before))} became {_shorten_text(str(after))}"
+            return f"{shorten_text(str(before))} became {shorten_text(str(after))}"
         if what == "structure":
             return "put together in another way"
         if what == "mesh" or (what == "layout" and None in (before, after)):
@@ -565,10 +564,6 @@ def _describe_change(was: dict[str, str], now: dict[str, str]) -> str:
 
 def _is_int(text: str) -> bool:
     return text.removeprefix("-").isdigit()
-
-
-def _shorten_text(text: str) -> str:
-    return text if len(text) <= 60 else f"{text[:40]}...{text[-17:]}"
 
 
 class History:
@@ -596,7 +591,7 @@ class History:
         """Why a call needs a new program; `describe` says what it is."""
         if not self._described:
             return _FIRST_CALL
-        return explain_difference(describe(), self._described.values())
+        return _explain_difference(describe(), self._described.values())
 
     def note_capture(
         self, reason: str, key: Any, description: Description, guards: Guards | None, keep: int

@@ -15,19 +15,18 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from threading import get_ident
-from types import CodeType, FrameType, FunctionType
+from types import FrameType
 from typing import Any, Protocol
 
 from torch import nn
 
 from partita.layout import Fix
 
+from ..capture.capture_context import attribute_set
 from ..errors import CaptureError
 from .places import Place
 
 __all__ = [
-    "CallReader",
-    "FunctionReader",
     "StateReader",
     "count_own_attributes",
     "exclusive_access",
@@ -121,14 +120,9 @@ def has_own_getattribute(kind: type) -> bool:
 _READERS = frozenset((nn.Module.__getattr__.__code__, _make_recording_getter(nn.Module).__code__))
 
 
-@contextmanager
-def recorded_by(record: StateReader) -> Iterator[None]:
+def recorded_by(record: StateReader) -> AbstractContextManager[None]:
     """Within, `record` is told what this thread reads."""
-    before, _recording.record = _recording.record, record
-    try:
-        yield
-    finally:
-        _recording.record = before
+    return attribute_set(_recording, "record", record)
 
 
 @contextmanager
@@ -138,12 +132,10 @@ def exclusive_access(objects: Iterable[Any]) -> Iterator[None]:
     The capture meanwhile exchanges their parameters for fake tensors.
     """
     ids = [id(o) for o in objects]
-    thread = get_ident()
     with _FREED:
-        while any(_EXCHANGED.get(i, thread) != thread for i in ids):
-            _FREED.wait()
+        _wait_for(ids)
         mine = [i for i in ids if i not in _EXCHANGED]
-        _EXCHANGED.update(dict.fromkeys(mine, thread))
+        _EXCHANGED.update(dict.fromkeys(mine, get_ident()))
     instrument(nn.Module)
     try:
         # A thread that is within a read now still gets the real parameter: wait until it is out.
@@ -173,61 +165,20 @@ def _is_reading(frame: FrameType | None) -> bool:
     return _wait_for.__code__ not in codes and not _READERS.isdisjoint(codes)
 
 
-def _wait_for(ids: tuple[int, ...]) -> None:
+def _wait_for(ids: Iterable[int]) -> None:
     thread = get_ident()
     with _FREED:
         while any(_EXCHANGED.get(i, thread) != thread for i in ids):
-            _FREED.wait()
+            _FREED.wait()  # releases the lock, however often this thread has taken it
 
 
 # -- the record, as a protocol ---------------------------------------------------------------------
-
-
-class FunctionReader(Protocol):
-    """Records what functions name (`reached.Functions`)."""
-
-    codes: dict[int, CodeType]
-    reads_ahead: bool
-    constants: set[str]
-
-    def note_asked_names(self, names: set[str]) -> None:
-        """Note names that objects may be asked for."""
-
-    def reach_function(self, f: FunctionType, name: str) -> None:
-        """Note a function that may be called."""
-
-    def reach_methods(self, kind: type, name: str) -> None:
-        """Note the methods of a class."""
-
-    def reach_cached_function(self, f: Any, name: str) -> None:
-        """Enter a function whose results are cached."""
-
-    def reach_class(self, kind: type) -> None:
-        """Record the attributes of a class by the names in use."""
-
-    def reach_namespace(self, space: Any, name: str) -> None:
-        """Record the variables of a module or function by the names in use."""
-
-    def enter_frame(self, frame: FrameType) -> None:
-        """Record what a function names: it begins to run."""
-
-    def reach_globals(self, variables: dict[str, Any]) -> None:
-        """Record all globals of a module."""
-
-
-class CallReader(Protocol):
-    """Watches what a step calls (`calls.Calls`)."""
-
-    def refuse_if_random(self, value: Any, name: str) -> None:
-        """Raise CaptureError if `value` is a random generator."""
 
 
 class StateReader(Protocol):
     """Records what a step reads.
 
     Attributes:
-        functions: records what functions name.
-        calls: watches what is called.
         huge: by id, name and value of containers that are not compared deeply.
         snapshots: `record.Snapshots` of what was reached.
         reached_by_name: see `reaching_by_name`.
@@ -240,12 +191,6 @@ class StateReader(Protocol):
     reached_by_name: bool
     error: CaptureError | None
     before_backward: Callable[[Any], None]
-
-    @property
-    def functions(self) -> FunctionReader: ...
-
-    @property
-    def calls(self) -> CallReader: ...
 
     def read_attribute(self, owner: Any, name: str) -> None:
         """Record that an attribute is read."""
@@ -264,9 +209,6 @@ class StateReader(Protocol):
 
     def read_all_attributes(self, owner: Any) -> None:
         """Record all attributes of an object that was reached."""
-
-    def offer_float(self, place: Place, value: float, item: bool = False) -> None:
-        """Let capture replace a float at a place by a symbolic one; an `item` is of a container."""
 
     def ignore(self, value: Any) -> None:
         """Do not record what `value` leads to."""

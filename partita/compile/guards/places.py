@@ -32,7 +32,6 @@ from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.tensor.tensor_state import OURS
 
-from ..capture.fakes import users_hooks
 from ..capture.symbolic import Substitutes
 from .codes import is_user_module
 from .values import MISSING
@@ -47,11 +46,10 @@ __all__ = [
     "cell_content",
     "dict_of",
     "find_module_dict",
+    "hang_hooks",
     "has_settings",
     "is_attributes_or_hooks",
     "is_iterator",
-    "is_namespace",
-    "is_slot",
     "may_be_hidden",
     "may_have_attributes",
     "names_of_class",
@@ -291,12 +289,8 @@ def slots_of(kind: type) -> dict[str, Any]:
         if is_user_module(base.__module__)
         or base.__module__.startswith(("collections", "dataclasses"))
         for key, value in vars(base).items()
-        if is_slot(value)
+        if isinstance(value, types.MemberDescriptorType)
     }
-
-
-def is_slot(value: Any) -> bool:
-    return isinstance(value, types.MemberDescriptorType)
 
 
 def may_be_hidden(name: str, found: Any) -> bool:
@@ -323,10 +317,6 @@ def may_have_attributes(value: Any) -> bool:
     """Is a plain value of a class of the user's (or an enum), which may have attributes?"""
     kind = type(value)
     return isinstance(value, enum.Enum) or (kind not in PLAIN and is_user_module(kind.__module__))
-
-
-def is_namespace(value: Any) -> bool:
-    return isinstance(value, types.SimpleNamespace)
 
 
 def is_iterator(value: Any) -> bool:
@@ -378,7 +368,23 @@ def user_hooks_of(t: torch.Tensor) -> tuple[Any, ...]:
         one, other = _hooks_of_backward(t), _hooks_of_gradient(t)
     if not one and not other:
         return ()
-    return (*users_hooks(one), *users_hooks(other))
+    return (*_users_hooks(one), *_users_hooks(other))
+
+
+def hang_hooks(tensor: torch.Tensor, fake: torch.Tensor) -> list[Any]:
+    """Register the user's hooks of a leaf on its fake, so that they are traced; the handles."""
+    if not tensor.is_leaf:  # autograd calls them outside the graph, when it goes on from there
+        return []
+    found = [fake.register_hook(hook) for hook in _users_hooks(tensor._backward_hooks)]
+    for hook in _users_hooks(getattr(tensor, "_post_accumulate_grad_hooks", None)):
+        found.append(fake.register_post_accumulate_grad_hook(hook))
+    return found
+
+
+def _users_hooks(hooks: Any) -> list[Any]:
+    """The hooks that are not partita's own, which do in eager what the graph does by itself."""
+    found = [getattr(hook, "hook", hook) for hook in (hooks or {}).values()]
+    return [h for h in found if not str(getattr(h, "__module__", "")).startswith("partita.")]
 
 
 def places_of_attributes_and_hooks(name: str, t: torch.Tensor) -> Iterator[Place]:

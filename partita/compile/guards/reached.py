@@ -1,9 +1,9 @@
 """Reached values: what each value that a captured step reaches leads to, which it may read unseen.
 
 A function leads to the globals, closure cells, defaults and attributes of modules that its bytecode
-names (`Functions`, when its code runs for the first time); a class, module or function to variables
+names, when its code runs for the first time; a class, module or function to variables
 of the names that code asks for; code that reflects (`getattr(x, key)`, `vars(x)`) to all of their
-names. Containers are recorded whole, a bound method leads to its owner (`reach_by_kind`). What no
+names. Containers are recorded whole, a bound method leads to its owner. What no
 guard can cover, as an iterator, is refused.
 """
 
@@ -23,13 +23,13 @@ import threading
 import types
 import warnings
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..capture.symbolic import Substitutes
-from .calls import read_ambient, read_environment_of
+from .calls import read_ambient, read_environment_of, refuse_if_random
 from .codes import (
     dotted_names,
     global_names,
@@ -40,13 +40,13 @@ from .codes import (
     reflects,
     strings_of,
 )
+from .instrument import StateReader
 from .places import (
     PLAIN,
     Place,
     cell_content,
     dict_of,
     is_iterator,
-    is_namespace,
     names_of_class,
     place_of_cell,
     place_of_class_attribute,
@@ -54,7 +54,6 @@ from .places import (
     place_of_entry,
     place_of_function_part,
     place_of_hidden_builtin,
-    place_of_item,
     place_of_tensor_attribute,
     runs_in_frame,
     variables_of,
@@ -70,188 +69,15 @@ from .values import (
     items_of,
 )
 
-if TYPE_CHECKING:
-    from .instrument import StateReader
-
 __all__ = [
-    "Functions",
+    "ReachedValues",
     "has_tensor_keys",
-    "names_asked_by",
-    "reach_by_kind",
-    "read_all_names",
-    "read_module",
     "read_modules",
-    "read_registry",
 ]
 
-# -- objects by kind -------------------------------------------------------------------------------
 
-_HUGE = 100_000  # entries above which a container's entries are not looked into
-
-
-def reach_by_kind(record: StateReader, value: Any, name: str) -> None:
-    """Record what `value`, which is reached for the first time, leads to.
-
-    Raises:
-        CaptureError: no guard can cover it: an iterator, shared memory, a generator.
-    """
-    if isinstance(value, enum.Enum):
-        _reach_member(record, value, name)
-    elif isinstance(value, threading.local):
-        _reach_local(record, value, name)
-    elif is_container(value):
-        _reach_container(record, value, name)
-    elif has_raw_content(value):
-        read_ambient(record, type(value).__module__)
-        record.snapshots.snapshot_raw(value, name)
-    elif (under := dict_of_view(value)) is not None:
-        record.reach_value(under, name)
-    elif is_shared_memory(value):
-        record.refuse(
-            f"the step reads {name}, memory that others may write ({type(value).__name__})",
-            "a graph would always have what was there at its capture",
-            name,
-        )
-    elif isinstance(value, types.CellType):
-        place = place_of_cell(name, value)
-        record.read_place(place, place.value)
-    elif isinstance(value, (operator.attrgetter, operator.methodcaller)):
-        record.functions.note_asked_names(names_asked_by(value))
-    elif isinstance(value, types.ModuleType):
-        read_ambient(record, value.__name__)
-        if is_user_module(value.__name__):
-            record.functions.reach_namespace(value, name)
-        elif value.__name__ == "os" and record.functions.reads_ahead:
-            read_environment_of(record, record.functions.constants)
-    elif isinstance(value, type):
-        read_ambient(record, value.__module__)
-        if isinstance(value, abc.ABCMeta) and not value.__module__.startswith("torch"):
-            read_registry(record, value, name)
-        if is_user_module(value.__module__):
-            record.functions.reach_class(value)
-            record.functions.reach_methods(value, name)
-            record.reach_value(type(value), type(value).__name__)
-    elif isinstance(value, types.FunctionType):
-        record.functions.reach_function(value, name)
-    elif isinstance(value, types.MethodType):
-        record.reach_value(value.__self__, name)
-        record.reach_value(value.__func__, name)
-    elif isinstance(value, (types.BuiltinMethodType, types.MethodWrapperType)):
-        read_ambient(record, getattr(value, "__module__", None))
-        record.calls.refuse_if_random(value, name)
-        if not isinstance(value.__self__, (types.ModuleType, type)):
-            record.reach_value(value.__self__, f"the owner of {name}")
-        record.read_all_attributes(value.__self__)  # code in C reads them unseen
-    elif isinstance(value, contextvars.ContextVar):
-        place = place_of_context_variable(name, value)
-        record.read_place(place, place.value)
-    elif isinstance(value, (staticmethod, classmethod)):
-        record.reach_value(value.__func__, name)
-    elif is_iterator(value):
-        if record.reached_by_name:
-            return
-        record.refuse(
-            f"the step reads {name}, an iterator ({type(value).__name__})",
-            "what it gives next is not the same in the next call, and a graph would always "
-            "have the first",
-            name,
-        )
-    else:
-        if not record.reached_by_name:
-            record.calls.refuse_if_random(value, name)
-        read_ambient(record, type(value).__module__)
-        if isinstance(value, BaseException):
-            place = place_of_function_part(f"{name}.args", value, "args")
-            record.read_place(place, place.value)
-        record.reach_object(value, name)
-        if isinstance(value, functools._lru_cache_wrapper):
-            record.functions.reach_cached_function(value.__wrapped__, name)
-
-
-def _reach_member(record: StateReader, value: enum.Enum, name: str) -> None:
-    """Record the attributes of an enum's member: its value may be mutable."""
-    held = dict_of(value)
-    if held is not None and is_user_module(type(value).__module__):
-        record.read_place(Place(name, value, "__dict__", lambda: held), held)
-        record.functions.reach_methods(type(value), type(value).__name__)
-
-
-def _reach_local(record: StateReader, value: threading.local, name: str) -> None:
-    """Record what this thread holds in a `threading.local`, and which thread it is."""
-    record.read_place(Place("the thread", value, "thread", threading.current_thread), None, True)
-    held = value.__dict__
-    record.read_place(Place(name, value, "__dict__", lambda: value.__dict__), held)
-
-
-# -- containers ------------------------------------------------------------------------------------
-
-
-def has_tensor_keys(value: Any) -> bool:
-    """Is it a set or a dictionary with tensors as keys?"""
-    if not isinstance(value, (dict, set, frozenset)) or len(value) > _HUGE:
-        return False
-    return any(isinstance(key, torch.Tensor) for key in value)
-
-
-def _reach_container(record: StateReader, value: Any, name: str) -> None:
-    """Record what a container holds, keys too."""
-    record.snapshots.snapshot_container(value, name)
-    if hasattr(type(value), "__len__") and len(value) > _HUGE:
-        _record_entries(record, value, name)
-        return
-    if isinstance(value, collections.defaultdict):
-        _read_factory(record, value, name)
-    keys, values = items_of(value)
-    if isinstance(value, (set, frozenset)):
-        keys, values = None, list(value)
-    for key in keys or ():
-        if type(key) not in PLAIN:
-            record.reach_value(key, f"a key of {name}")
-    for i, v in enumerate(values):
-        key = keys[i] if keys is not None else i
-        if type(v) is float and isinstance(value, (dict, list)):
-            record.offer_float(place_of_item(f"{name}[{key!r}]", value, key), v, item=True)
-        elif type(v) not in PLAIN:
-            record.reach_value(v, f"{name}.{key}" if is_namespace(value) else f"{name}[{key!r}]")
-    if hasattr(type(value), "__dictoffset__") and type(value).__module__ not in (
-        "builtins",
-        "collections",
-        "types",
-        "functools",
-    ):
-        record.reach_object(value, name)
-
-
-def _read_factory(record: StateReader, value: collections.defaultdict[Any, Any], name: str) -> None:
-    """Record the `default_factory` of a defaultdict."""
-
-    def set_factory(factory: Any) -> None:
-        value.default_factory = factory
-
-    called, key = f"{name}.default_factory", ("default_factory",)
-    place = Place(called, value, key, lambda: value.default_factory, set_factory)
-    record.read_place(place, value.default_factory)
-
-
-def _record_entries(record: StateReader, value: Any, name: str) -> None:
-    """Record a huge container by its entries, and warn where an entry may change in place."""
-    record.huge[id(value)] = (name, value)
-    entries = value.values() if hasattr(value, "values") else value
-    inner = next((v for v in entries if not holds_no_more(v)), None)
-    if inner is not None and not record.reached_by_name:
-        warnings.warn(
-            f"{name} has {len(value):,} entries: a compiled step sees when one is replaced, "
-            f"not when something within one changes ({brief(inner)}). Give what the step needs "
-            "of it as an argument",
-            stacklevel=2,
-        )
-
-
-# -- functions -------------------------------------------------------------------------------------
-
-
-class Functions:
-    """The functions that a captured step reaches and runs.
+class ReachedValues:
+    """What a captured step reaches, and the functions of it that run.
 
     Args:
         record: notes what they read.
@@ -274,9 +100,8 @@ class Functions:
         self._record = record
         self._waiting: dict[int, list[Any]] = {}  # by code: functions that have not run
         self._codes_of_functions: set[int] = set()
-        self._namespaces: dict[
-            int, tuple[Any, str]
-        ] = {}  # the user's modules and classes, and names
+        # The user's modules and classes, and their names.
+        self._namespaces: dict[int, tuple[Any, str]] = {}
         self._without_attributes: dict[int, tuple[Any, str]] = {}  # functions without attributes
         self._names_asked: set[str] = set()  # names that code may ask objects for
         self._super_names: set[str] = set()  # names in code that may call `super()`
@@ -297,6 +122,92 @@ class Functions:
         self._substitutes.take_away()
 
     # -- what is reached ---------------------------------------------------------------------------
+
+    def reach_by_kind(self, value: Any, name: str) -> None:
+        """Record what `value`, which is reached for the first time, leads to.
+
+        Raises:
+            CaptureError: no guard can cover it: an iterator, shared memory, a generator.
+        """
+        record = self._record
+        if isinstance(value, enum.Enum):
+            self._reach_member(value, name)
+        elif isinstance(value, threading.local):
+            _reach_local(record, value, name)
+        elif is_container(value):
+            _reach_container(record, value, name)
+        elif has_raw_content(value):
+            read_ambient(record, type(value).__module__)
+            record.snapshots.snapshot_raw(value, name)
+        elif (under := dict_of_view(value)) is not None:
+            record.reach_value(under, name)
+        elif is_shared_memory(value):
+            record.refuse(
+                f"the step reads {name}, memory that others may write ({type(value).__name__})",
+                "a graph would always have what was there at its capture",
+                name,
+            )
+        elif isinstance(value, types.CellType):
+            place = place_of_cell(name, value)
+            record.read_place(place, place.value)
+        elif isinstance(value, (operator.attrgetter, operator.methodcaller)):
+            self.note_asked_names(_names_asked_by(value))
+        elif isinstance(value, types.ModuleType):
+            read_ambient(record, value.__name__)
+            if is_user_module(value.__name__):
+                self.reach_namespace(value, name)
+            elif value.__name__ == "os" and self.reads_ahead:
+                read_environment_of(record, self.constants)
+        elif isinstance(value, type):
+            read_ambient(record, value.__module__)
+            if isinstance(value, abc.ABCMeta) and not value.__module__.startswith("torch"):
+                _read_registry(record, value, name)
+            if is_user_module(value.__module__):
+                self.reach_class(value)
+                self.reach_methods(value, name)
+                record.reach_value(type(value), type(value).__name__)
+        elif isinstance(value, types.FunctionType):
+            self.reach_function(value, name)
+        elif isinstance(value, types.MethodType):
+            record.reach_value(value.__self__, name)
+            record.reach_value(value.__func__, name)
+        elif isinstance(value, (types.BuiltinMethodType, types.MethodWrapperType)):
+            read_ambient(record, getattr(value, "__module__", None))
+            refuse_if_random(record, value, name)
+            if not isinstance(value.__self__, (types.ModuleType, type)):
+                record.reach_value(value.__self__, f"the owner of {name}")
+            record.read_all_attributes(value.__self__)  # code in C reads them unseen
+        elif isinstance(value, contextvars.ContextVar):
+            place = place_of_context_variable(name, value)
+            record.read_place(place, place.value)
+        elif isinstance(value, (staticmethod, classmethod)):
+            record.reach_value(value.__func__, name)
+        elif is_iterator(value):
+            if record.reached_by_name:
+                return
+            record.refuse(
+                f"the step reads {name}, an iterator ({type(value).__name__})",
+                "what it gives next is not the same in the next call, and a graph would always "
+                "have the first",
+                name,
+            )
+        else:
+            if not record.reached_by_name:
+                refuse_if_random(record, value, name)
+            read_ambient(record, type(value).__module__)
+            if isinstance(value, BaseException):
+                place = place_of_function_part(f"{name}.args", value, "args")
+                record.read_place(place, place.value)
+            record.reach_object(value, name)
+            if isinstance(value, functools._lru_cache_wrapper):
+                self.reach_cached_function(value.__wrapped__, name)
+
+    def _reach_member(self, value: enum.Enum, name: str) -> None:
+        """Record the attributes of an enum's member: its value may be mutable."""
+        held = dict_of(value)
+        if held is not None and is_user_module(type(value).__module__):
+            self._record.read_place(Place(name, value, "__dict__", lambda: held), held)
+            self.reach_methods(type(value), type(value).__name__)
 
     def reach_function(self, f: types.FunctionType, name: str) -> None:
         """Note a function that the step may call; what it names is read when it runs."""
@@ -361,7 +272,7 @@ class Functions:
         """Record all globals: `globals()` is called."""
         with self._record.without_recording():
             self.reach_namespace(variables, "globals()")
-            read_all_names(self._record, variables, "globals()")
+            _read_all_names(self._record, variables, "globals()")
 
     def reach_namespace(self, space: Any, name: str) -> None:
         """Record variables of a module, class or function by the names used, now and later."""
@@ -429,14 +340,14 @@ class Functions:
                 if value is MISSING:
                     self._read_builtin(name, variables)
                 elif reflects(code):
-                    read_all_names(self._record, value, name)
+                    _read_all_names(self._record, value, name)
         self._read_libraries(code, variables)
         if "type" in global_names(code) and not self.types_read:
             self.types_read = True
             for kind in self._record.reached_types():
                 self.reach_class(kind)
         for name in imported_names(code, variables.get("__package__")):
-            read_module(self._record, name)
+            _read_module(self._record, name)
             module = sys.modules.get(name)
             if module is not None:
                 self._record.reach_value(module, name)
@@ -464,7 +375,7 @@ class Functions:
             place = place_of_cell(key, where)
             self._record.read_place(place, place.value)
             if reflects(f.__code__):
-                read_all_names(self._record, place.value, key)
+                _read_all_names(self._record, place.value, key)
             if isinstance(place.value, types.ModuleType):
                 self._read_libraries(f.__code__, {key: place.value})
         if f.__dict__:
@@ -501,7 +412,7 @@ class Functions:
                 if key in held and value is not sys.modules:
                     self._record.read_place(place_of_entry(called, held, key), value, shallow=True)
                     if isinstance(value, abc.ABCMeta) and not value.__module__.startswith("torch"):
-                        read_registry(self._record, value, called)
+                        _read_registry(self._record, value, called)
 
     def _read_bases(self, kind: type) -> None:
         """Record what `super()` may return: attributes of a base that another class overrides."""
@@ -516,8 +427,11 @@ class Functions:
                 self._record.read_class_attribute(space, key)
             return
         held = variables_of(space)
+        found = sorted(names & held.keys())
+        if not found:  # as of most: they are asked for the names of each new code
+            return
         with self._record.reaching_by_name():
-            for key in sorted(names & held.keys()):
+            for key in found:
                 if not key.startswith("__") and not Substitutes.has(held[key]):
                     self._record.read_place(place_of_entry(f"{name}.{key}", held, key), held[key])
 
@@ -525,6 +439,78 @@ class Functions:
 def _is_users(value: Any) -> bool:
     """Is it the user's, set as an attribute of something of torch?"""
     return value is not MISSING and is_user_module(getattr(value, "__module__", None))
+
+
+# -- containers ------------------------------------------------------------------------------------
+
+_HUGE = 100_000  # entries above which a container's entries are not looked into
+
+
+def has_tensor_keys(value: Any) -> bool:
+    """Is it a set or a dictionary with tensors as keys?"""
+    if not isinstance(value, (dict, set, frozenset)) or len(value) > _HUGE:
+        return False
+    return any(isinstance(key, torch.Tensor) for key in value)
+
+
+def _reach_container(record: StateReader, value: Any, name: str) -> None:
+    """Record what a container holds, keys too."""
+    record.snapshots.snapshot_container(value, name)
+    if hasattr(type(value), "__len__") and len(value) > _HUGE:
+        _record_entries(record, value, name)
+        return
+    if isinstance(value, collections.defaultdict):
+        _read_factory(record, value, name)
+    keys, values = items_of(value)
+    if isinstance(value, (set, frozenset)):
+        keys, values = None, list(value)
+    for key in keys or ():
+        if type(key) not in PLAIN:
+            record.reach_value(key, f"a key of {name}")
+    for i, v in enumerate(values):
+        key = keys[i] if keys is not None else i
+        if type(v) not in PLAIN:
+            dotted = isinstance(value, types.SimpleNamespace)
+            record.reach_value(v, f"{name}.{key}" if dotted else f"{name}[{key!r}]")
+    if hasattr(type(value), "__dictoffset__") and type(value).__module__ not in (
+        "builtins",
+        "collections",
+        "types",
+        "functools",
+    ):
+        record.reach_object(value, name)
+
+
+def _read_factory(record: StateReader, value: collections.defaultdict[Any, Any], name: str) -> None:
+    """Record the `default_factory` of a defaultdict."""
+
+    def set_factory(factory: Any) -> None:
+        value.default_factory = factory
+
+    called, key = f"{name}.default_factory", ("default_factory",)
+    place = Place(called, value, key, lambda: value.default_factory, set_factory)
+    record.read_place(place, value.default_factory)
+
+
+def _record_entries(record: StateReader, value: Any, name: str) -> None:
+    """Record a huge container by its entries, and warn where an entry may change in place."""
+    record.huge[id(value)] = (name, value)
+    entries = value.values() if hasattr(value, "values") else value
+    inner = next((v for v in entries if not holds_no_more(v)), None)
+    if inner is not None and not record.reached_by_name:
+        warnings.warn(
+            f"{name} has {len(value):,} entries: a compiled step sees when one is replaced, "
+            f"not when something within one changes ({brief(inner)}). Give what the step needs "
+            "of it as an argument",
+            stacklevel=2,
+        )
+
+
+def _reach_local(record: StateReader, value: threading.local, name: str) -> None:
+    """Record what this thread holds in a `threading.local`, and which thread it is."""
+    record.read_place(Place("the thread", value, "thread", threading.current_thread), None, True)
+    held = value.__dict__
+    record.read_place(Place(name, value, "__dict__", lambda: value.__dict__), held)
 
 
 # -- reflection ------------------------------------------------------------------------------------
@@ -536,7 +522,7 @@ _FUNCTION_ATTRIBUTES = """__code__ __defaults__ __kwdefaults__ __annotations__ _
     __qualname__ __module__ __signature__""".split()
 
 
-def read_all_names(record: StateReader, space: Any, name: str) -> None:
+def _read_all_names(record: StateReader, space: Any, name: str) -> None:
     """Record all that a class, a module or a function has, and that it has no more."""
     if isinstance(space, type):
         if not is_user_module(space.__module__):
@@ -568,7 +554,7 @@ def _is_special_name(key: Any) -> bool:
     return isinstance(key, str) and key.startswith("__")
 
 
-def names_asked_by(getter: Any) -> set[str]:
+def _names_asked_by(getter: Any) -> set[str]:
     """The names that `attrgetter("a.b")` or `methodcaller("c")` asks an object for."""
     _, given = getter.__reduce__()[:2]
     texts = given if isinstance(getter, operator.attrgetter) else given[:1]
@@ -584,19 +570,19 @@ def read_modules(record: StateReader, code: CodeType) -> None:
     names = [c for c in code.co_consts if isinstance(c, str)]
     spelled = [name for name in names if name.replace(".", "_").isidentifier()]
     for key in spelled:
-        read_module(record, key)
+        _read_module(record, key)
     if not spelled:
         get = functools.partial(tuple, sys.modules)
         record.read_place(Place("sys.modules", sys.modules, "()", get), get(), shallow=True)
 
 
-def read_module(record: StateReader, key: str) -> None:
+def _read_module(record: StateReader, key: str) -> None:
     """Record whether a module is imported (not what it has)."""
     get = functools.partial(sys.modules.get, key)
     record.read_place(Place(f"sys.modules[{key!r}]", sys.modules, key, get), get(), shallow=True)
 
 
-def read_registry(record: StateReader, kind: abc.ABCMeta, name: str) -> None:
+def _read_registry(record: StateReader, kind: abc.ABCMeta, name: str) -> None:
     """Record which classes are registered as subclasses of an abstract class."""
     get = _RegisteredClasses(kind)
     record.read_place(Place(f"the classes of {name}", kind, "registered", get), get(), shallow=True)

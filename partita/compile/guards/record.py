@@ -18,8 +18,9 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,8 +29,9 @@ from torch import nn
 from partita.layout import Fix
 
 from ..arguments import is_taken_apart
-from ..errors import CaptureError
-from .calls import Calls, unguarded
+from ..capture.capture_context import attribute_set
+from ..errors import CaptureError, not_captured
+from .calls import Calls
 from .codes import is_recorded
 from .guards import Guards, function_modes
 from .instrument import has_own_getattribute, instrument, recorded_by, uninstrument
@@ -41,7 +43,6 @@ from .places import (
     dict_of,
     find_module_dict,
     has_settings,
-    is_slot,
     may_be_hidden,
     may_have_attributes,
     place_of_class_attribute,
@@ -50,7 +51,7 @@ from .places import (
     place_of_slot,
     slots_of,
 )
-from .reached import Functions, has_tensor_keys, reach_by_kind
+from .reached import ReachedValues, has_tensor_keys
 from .values import MISSING, is_container, items_of, make_restorer, read_raw_content, same_bits
 
 __all__ = [
@@ -99,14 +100,10 @@ class ReadRecord:
         names: by id, the names of modules and optimizers that were found before the run.
 
     Attributes:
-        stand_in_for_float: called for each float that is reached, before the step reads it, with
-            its name, home, key and value; returns what is to stand there while the step runs, or
-            None. A float with a stand-in is guarded by its type alone.
         before_backward: called where a backward begins, with the `inputs` whose gradients it asks:
             one tensor, several or None.
         places: by identity, the places that were read, in order.
         types: by id, objects whose type is guarded, with the type.
-        numbers: by identity of its place, the place and value of a float with a stand-in.
         huge: by id, name and value of containers that are not compared deeply.
         snapshots: of what was reached, to find what the step writes.
         error: the first refusal.
@@ -114,11 +111,9 @@ class ReadRecord:
     """
 
     def __init__(self, names: dict[int, str]) -> None:
-        self.stand_in_for_float: Callable[[str, Any, Any, float], Any] = lambda *_: None
         self.before_backward: Callable[[Any], None] = lambda _: None
         self.places: dict[tuple[int, Any], Place] = {}
         self.types: dict[int, tuple[Any, type]] = {}
-        self.numbers: dict[tuple[int, Any], tuple[Place, float]] = {}
         self.huge: dict[int, tuple[str, Any]] = {}
         self.snapshots = Snapshots()
         self.error: CaptureError | None = None
@@ -130,8 +125,8 @@ class ReadRecord:
         self._is_paused = False
         self._read_by_library = False  # whether torch's code reads now
         self.reached_by_name = False
-        self.functions = Functions(self)
-        self.calls = Calls(self)
+        self.reached = ReachedValues(self)
+        self.calls = Calls(self, self.reached.enter_frame, self.reached.reach_globals)
 
     @contextmanager
     def recording(self, step: Any, arguments: Iterable[tuple[str, Any]]) -> Iterator[None]:
@@ -147,7 +142,7 @@ class ReadRecord:
         try:
             self._instrument_type(nn.Module)
             # Where another profiler is set, calls are not seen: functions are read when reached.
-            self.functions.reads_ahead = sys.getprofile() is not None
+            self.reached.reads_ahead = sys.getprofile() is not None
             with self.without_recording():
                 self.read_place(Place("the step", self, "step", lambda: step), step)
                 for key in _GLOBAL_HOOKS:
@@ -157,7 +152,7 @@ class ReadRecord:
                 for mode in function_modes():
                     self.reach_value(mode, type(mode).__name__)
             try:
-                with recorded_by(self), self.calls.listening(not self.functions.reads_ahead):
+                with recorded_by(self), self.calls.listening(not self.reached.reads_ahead):
                     yield
             except Exception as error:
                 if self.error is None or self.error is error:
@@ -165,27 +160,23 @@ class ReadRecord:
             if self.error is not None:  # the step or a library may have caught it
                 raise self.error
         finally:
-            self.functions.remove_substitutes()
+            self.reached.remove_substitutes()
             uninstrument(self._instrumented)
             self._instrumented = []
 
     @contextmanager
     def without_recording(self) -> Iterator[None]:
         """Within, reads of attributes are not recorded."""
+        # Not by `attribute_set`: the profile function would hear of what it calls.
         before, self._is_paused = self._is_paused, True
         try:
             yield
         finally:
             self._is_paused = before
 
-    @contextmanager
-    def reaching_by_name(self) -> Iterator[None]:
+    def reaching_by_name(self) -> AbstractContextManager[None]:
         """Within, values are reached since code uses their names: the step may not read them."""
-        before, self.reached_by_name = self.reached_by_name, True
-        try:
-            yield
-        finally:
-            self.reached_by_name = before
+        return attribute_set(self, "reached_by_name", True)
 
     def ignore(self, value: Any) -> None:
         """Do not record what `value` leads to."""
@@ -200,44 +191,34 @@ class ReadRecord:
         """The types of the objects that were reached."""
         return [type(known.value) for known in self._objects.values()]
 
-    def make_guards(self, floats: Callable[[Any, Any], bool], slots: Any, extra: Any) -> Guards:
+    def make_guards(
+        self, is_number_input: Callable[[Any, Any], bool], slots: Any, extra: Any
+    ) -> Guards:
         """The guards of what was read, which expect the values of now.
 
         Args:
-            floats: given home and key, whether a float there is a graph input, beside those with a
-                stand-in.
+            is_number_input: given home and key, whether a number there is a graph input.
             slots: identities of the places of the graph's tensors.
             extra: places to be guarded beside those that were read.
         """
-
-        def is_symbolic_number(home: Any, key: Any) -> bool:
-            try:
-                return (id(home), key) in self.numbers or floats(home, key)
-            except TypeError:  # an unhashable key
-                return False
-
         return Guards(
             [*self.places.values(), *extra],
             [*self.types.values()],
-            is_symbolic_number,
+            is_number_input,
             [*self.huge.values()],
             slots,
-            self.functions.classes,
-            self.functions.namespaces(),
+            self.reached.classes,
+            self.reached.namespaces(),
         )
 
     def watch_new(self, value: Any, name: str) -> None:
         """Take snapshots of objects that capture has made, so that writes into them are found."""
         self.snapshots.snapshot_new(value, name, self._reached)
 
-    def restore_floats(self) -> None:
-        """Put the floats back in place of their stand-ins."""
-        for place, value in self.numbers.values():
-            place.write(value)
-
     def refuse(self, fact: str, reason: str, name: str = "", fix: Fix | None = None) -> None:
         """Raise CaptureError, now and at the end: no guard can cover what the step reads."""
-        self.error = self.error or unguarded(fact, reason, name, fix)
+        usual = Fix(f"give {name or 'it'} as an argument", "read before the step")
+        self.error = self.error or not_captured(fact, reason, fix or usual)
         raise self.error
 
     # -- attributes --------------------------------------------------------------------------------
@@ -253,7 +234,7 @@ class ReadRecord:
         by_user = is_recorded(sys._getframe(2).f_code.co_filename)
         if name == "__class__" and by_user:
             with self.without_recording():
-                self.functions.reach_class(type(owner))
+                self.reached.reach_class(type(owner))
             return
         if name == "__dict__":
             # Torch's own code looks parameters up there, which is no read of all attributes.
@@ -322,7 +303,7 @@ class ReadRecord:
         value = place.value
         if place.identity in self.places:
             return value
-        if value is not MISSING and not is_slot(value):
+        if value is not MISSING and not isinstance(value, types.MemberDescriptorType):
             self.read_place(place, value)
             inner = ("fget", "__func__", "func", "dispatcher")
             for function in (getattr(value, a, None) for a in inner):
@@ -336,7 +317,7 @@ class ReadRecord:
         """Record that a place is read, where `value` stood before the step.
 
         Args:
-            shallow: record the place alone: not what its value leads to, nor a stand-in for it.
+            shallow: record the place alone, not what its value leads to.
         """
         if place.identity in self.places:
             return
@@ -344,24 +325,8 @@ class ReadRecord:
         self._kept_alive[id(place.home)] = place.home
         if place.get is None or place.put is not None or not shallow:
             self.snapshots.snapshot_place(place, value)
-        if shallow:
-            return
-        if type(value) is float:
-            self.offer_float(place, value)
-        else:
+        if not shallow:
             self.reach_value(value, place.name)
-
-    def offer_float(self, place: Place, value: float, item: bool = False) -> None:
-        """Replace a float by its stand-in, if it has one; an `item` is of a known container."""
-        stand_in = self.stand_in_for_float(place.name, place.home, place.key, value)
-        if stand_in is None:
-            return
-        self.numbers[place.identity] = (place, value)
-        place.write(stand_in)
-        if item:
-            self.snapshots.update_item(place, stand_in)
-        else:
-            self.snapshots.snapshot_place(place, stand_in, replace=True)
 
     def reach_value(self, value: Any, name: str) -> None:
         """Record what `value`, which was there before the step, leads to."""
@@ -382,7 +347,7 @@ class ReadRecord:
         ):
             return
         self._reached[id(value)] = value
-        reach_by_kind(self, value, name)
+        self.reached.reach_by_kind(value, name)
 
     def _refuse_weak(self, value: Any, name: str) -> None:
         if self._read_by_library:  # as recurrent layers refer to their weights, which they hold too
@@ -407,9 +372,9 @@ class ReadRecord:
         self._objects[id(value)] = known
         self.types[id(value)] = (value, kind)
         self.snapshots.snapshot_object(value, name, held, known.slots)
-        self.functions.reach_methods(kind, kind.__name__)
-        if self.functions.types_read:
-            self.functions.reach_class(kind)
+        self.reached.reach_methods(kind, kind.__name__)
+        if self.reached.types_read:
+            self.reached.reach_class(kind)
         if has_own_getattribute(kind):
             self._read_all(known)
             for key, v in known.attributes.items():
@@ -426,7 +391,6 @@ class ReadRecord:
 
 # -- writes ----------------------------------------------------------------------------------------
 
-_PLAIN = (bool, int, float, str, bytes, complex, type(None))
 _MUTABLE = (list, dict, set, collections.deque, types.SimpleNamespace)
 
 
@@ -462,23 +426,17 @@ class Snapshots:
 
     def __init__(self) -> None:
         self._places: dict[tuple[int, Any], tuple[Place, Any]] = {}
-        self._owners: dict[int, tuple[Any, str, dict[str, Any], Any, dict[str, Any]]] = {}
+        self._owners: dict[int, tuple[Any, str, dict[str, Any], Any]] = {}
         self._containers: dict[int, tuple[Any, str, Any]] = {}
         self._arrays: dict[int, tuple[Any, str, Any, Callable[[], None]]] = {}
-        self._by_dict: dict[int, dict[str, Any]] = {}  # by id of a `__dict__`, its copy
 
-    def snapshot_place(self, place: Place, value: Any, replace: bool = False) -> None:
-        """Copy the value of a place; anew where the capture itself has written it (`replace`)."""
-        if replace or place.identity not in self._places:
-            self._places[place.identity] = (place, value)
-        if replace and id(place.home) in self._by_dict:
-            self._by_dict[id(place.home)][place.key] = value
+    def snapshot_place(self, place: Place, value: Any) -> None:
+        """Copy the value of a place."""
+        self._places.setdefault(place.identity, (place, value))
 
     def snapshot_object(self, value: Any, name: str, held: Any, slots: dict[str, Any]) -> None:
         """Copy the attributes of an object: its `__dict__` `held`, and its slots."""
-        before = dict(held or {})
-        self._owners[id(value)] = (value, name, before, held, slots)
-        self._by_dict[id(held)] = before
+        self._owners[id(value)] = (value, name, dict(held or {}), held)
         for key, descriptor in slots.items():
             place = place_of_slot(f"{name}.{key}", value, descriptor)
             self.snapshot_place(place, place.value)
@@ -504,17 +462,13 @@ class Snapshots:
             for key, v in zip(keys or range(len(values)), values, strict=False):
                 self.snapshot_new(v, f"{name}[{key!r}]", known)
 
-    def update_item(self, place: Place, value: Any) -> None:
-        """Note a value that the capture itself has put into a container."""
-        self._containers[id(place.home)][2][place.key] = value
-
     def snapshot_raw(self, value: Any, name: str) -> None:
         """Copy the content of an object implemented in C."""
         self._arrays[id(value)] = (value, name, read_raw_content(value), make_restorer(value))
 
     def find_writes(self) -> Iterator[Write]:
-        """The changes since the snapshots."""
-        dicts = {id(held) for *_, held, _ in self._owners.values()}
+        """The changes since the snapshots. What the step changes and puts back is none."""
+        dicts = {id(held) for *_, held in self._owners.values()}
         for place, before in self._places.values():
             if place.get is None and id(place.home) in dicts:
                 continue  # seen with its owner
@@ -524,7 +478,7 @@ class Snapshots:
             if not _is_same_value(before, after):
                 yield _make_place_write(place, before, after)
         replaced = set()
-        for owner, name, before, held, _ in self._owners.values():
+        for owner, name, before, held in self._owners.values():
             if held is not None:
                 for write in _find_dict_writes(name, held, before, dotted=True):
                     if _is_of_torch(owner) and self._is_replaced(write.before, write.after):
@@ -540,9 +494,8 @@ class Snapshots:
         for value, name, before, restore in self._arrays.values():
             if read_raw_content(value) != before:
                 texts = f"a {type(value).__name__}", "another content"
-                yield Write(
-                    name, (id(value), "content"), *texts, restore, _do_nothing, is_repeatable=False
-                )
+                identity = id(value), "content"
+                yield Write(name, identity, *texts, restore, lambda: None, is_repeatable=False)
 
     def _is_replaced(self, before: Any, after: Any) -> bool:
         """Is `after` another container, with the content that `before` had when it was copied?
@@ -580,7 +533,7 @@ def _copy(value: Any) -> Any:
 def _is_same_value(a: Any, b: Any) -> bool:
     if a is b:
         return True
-    if type(a) is type(b) and isinstance(a, _PLAIN):
+    if type(a) is type(b) and isinstance(a, PLAIN):
         return same_bits(a, b)
     if isinstance(a, types.MethodType) and isinstance(b, types.MethodType):
         return a.__self__ is b.__self__ and a.__func__ is b.__func__
@@ -595,19 +548,13 @@ def _is_same_value(a: Any, b: Any) -> bool:
 
 
 def _make_place_write(place: Place, before: Any, after: Any, attribute: bool = False) -> Write:
-    def undo_write() -> None:
-        place.write(before)
-
-    def redo_write() -> None:
-        place.write(after)
-
     return Write(
         place.name,
         place.identity,
         before,
         after,
-        undo_write,
-        redo_write,
+        partial(place.write, before),
+        partial(place.write, after),
         home=place.home,
         key=place.key,
         attribute=attribute,
@@ -638,24 +585,10 @@ def _find_container_writes(value: Any, name: str, before: Any) -> Iterator[Write
 
 def _make_container_write(name: str, value: Any, before: Any, is_repeatable: bool) -> Write:
     after = _copy(value)
-
-    def make_refill(content: Any) -> Callable[[], None]:
-        def run() -> None:
-            value.clear()
-            (value.update if isinstance(value, set) else value.extend)(content)
-
-        return run
-
-    return Write(
-        name,
-        (id(value), "content"),
-        before,
-        after,
-        make_refill(before),
-        make_refill(after),
-        is_repeatable,
-    )
+    undo, redo = partial(_refill, value, before), partial(_refill, value, after)
+    return Write(name, (id(value), "content"), before, after, undo, redo, is_repeatable)
 
 
-def _do_nothing() -> None:
-    pass
+def _refill(container: Any, content: Any) -> None:
+    container.clear()
+    (container.update if isinstance(container, set) else container.extend)(content)

@@ -28,22 +28,17 @@ from typing import Any
 import torch
 
 __all__ = [
-    "BY_EQUALITY",
-    "METHODS",
     "MISSING",
     "ByIdentity",
     "ContainerContents",
-    "Difference",
     "Expected",
     "HugeContainer",
     "Identity",
     "argument_key",
     "as_expected",
     "brief",
-    "compares_by_value",
     "content_key",
     "dict_of_view",
-    "ends_of",
     "has_raw_content",
     "holds_no_more",
     "is_container",
@@ -52,6 +47,7 @@ __all__ = [
     "make_restorer",
     "read_raw_content",
     "same_bits",
+    "shorten_text",
     "text_of",
 ]
 
@@ -69,13 +65,12 @@ MISSING = _Missing()
 Difference = tuple[str, str, str]
 """The path within a value, as "['k'][0]"; the text of what was there, and of what is there now."""
 
-BY_EQUALITY = (bool, int, str, bytes, type(None), torch.dtype, torch.device, range, slice)
-_PLAIN = (*BY_EQUALITY, float, complex)
+_BY_EQUALITY = (bool, int, str, bytes, type(None), torch.dtype, torch.device, range, slice)
+_PLAIN = (*_BY_EQUALITY, float, complex)
 _LISTS = (list, tuple, collections.deque)
 _DICTS = (dict, types.MappingProxyType)
 _SETS = (set, frozenset)
-METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
-_SHOWN = 60  # characters of a value
+_METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
 
 
 def same_bits(a: Any, b: Any) -> bool:
@@ -88,11 +83,11 @@ def same_bits(a: Any, b: Any) -> bool:
     if kind is complex:
         return same_bits(a.real, b.real) and same_bits(a.imag, b.imag)
     if kind is slice:
-        return all(map(same_bits, ends_of(a), ends_of(b)))
+        return all(map(same_bits, _ends_of(a), _ends_of(b)))
     return bool(a == b)
 
 
-def ends_of(value: slice) -> tuple[Any, Any, Any]:
+def _ends_of(value: slice) -> tuple[Any, Any, Any]:
     return value.start, value.stop, value.step
 
 
@@ -368,11 +363,8 @@ def items_of(value: Any) -> tuple[list[Any] | None, list[Any]]:
 
 
 def _sort_key_of_member(member: Any) -> Any:
-    return (type(member).__name__, repr(member) if _is_plain(member) else id(member))
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, (*BY_EQUALITY, float, complex, tuple, frozenset))
+    is_plain = isinstance(member, (*_PLAIN, tuple, frozenset))
+    return (type(member).__name__, repr(member) if is_plain else id(member))
 
 
 def is_container(value: Any) -> bool:
@@ -394,7 +386,7 @@ def as_expected(
     """
     if isinstance(value, torch.Tensor):
         return AnyTensor()
-    if type(value) in (*BY_EQUALITY, float, complex):
+    if type(value) in _PLAIN:
         return PlainValue(value)
     known = {} if known is None else known
     if id(value) in known:
@@ -411,18 +403,18 @@ def as_expected(
         return RawContent(type(value), read_raw_content(value))
     if (under := dict_of_view(value)) is not None:
         return DictView(value, as_expected(under, known, is_number_input))
-    if isinstance(value, METHODS) and value.__self__ is not None:
+    if isinstance(value, _METHODS) and value.__self__ is not None:
         function = getattr(value, "__func__", None)
         owner = value.__self__
         held = is_container(owner) or has_raw_content(owner)
         inner = as_expected(owner, known, is_number_input) if held else None
         return BoundMethod(type(value), value.__name__, function, owner, inner)
-    if compares_by_value(value):
+    if _compares_by_value(value):
         return PlainValue(value)
     return Identity(value)
 
 
-def compares_by_value(value: Any) -> bool:
+def _compares_by_value(value: Any) -> bool:
     """Is it an immutable value with `==`: of numpy, a path, a fraction, a date, a UUID?"""
     kind = type(value)
     root = kind.__module__.split(".")[0]
@@ -443,7 +435,7 @@ def brief(value: Any, beside: Any = None) -> str:
         return "a tensor"
     if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
         text = getattr(value, "__qualname__", repr(value))
-    elif isinstance(value, (*BY_EQUALITY, float, complex)):
+    elif isinstance(value, _PLAIN):
         text = repr(value)
     elif is_container(value):
         text = _name(type(value)) + (f" of {len(value)}" if hasattr(value, "__len__") else "")
@@ -451,7 +443,12 @@ def brief(value: Any, beside: Any = None) -> str:
         text = f"a {type(value).__name__}"
     if beside is not None and type(beside) is type(value) and text == brief(beside):
         text = f"another {text.removeprefix('a ')}"
-    return text if len(text) <= _SHOWN else f"{text[:40]}...{text[-17:]}"
+    return shorten_text(text)
+
+
+def shorten_text(text: str) -> str:
+    """The text, or its two ends where it is longer than 60 characters."""
+    return text if len(text) <= 60 else f"{text[:40]}...{text[-17:]}"
 
 
 # -- keys of values --------------------------------------------------------------------------------
@@ -494,8 +491,8 @@ def content_key(value: Any, known: dict[int, int] | None = None) -> Any:
     if kind is complex:
         return (kind, content_key(value.real), content_key(value.imag))
     if kind is slice:
-        return (kind, *map(content_key, ends_of(value)))
-    if kind in BY_EQUALITY:
+        return (kind, *map(content_key, _ends_of(value)))
+    if kind in _BY_EQUALITY:
         return (kind, value)
     if has_raw_content(value):
         return (kind, read_raw_content(value))
@@ -506,9 +503,9 @@ def content_key(value: Any, known: dict[int, int] | None = None) -> Any:
             return (_MET, known[id(value)])
         known[id(value)] = len(known)
         return (kind, *[content_key(v, known) for v in inside])
-    if compares_by_value(value):
+    if _compares_by_value(value):
         return (kind, repr(value))
-    if isinstance(value, METHODS) and value.__self__ is not None:
+    if isinstance(value, _METHODS) and value.__self__ is not None:
         return (kind, value.__name__, ByIdentity(value.__self__))
     return (kind, ByIdentity(value))
 

@@ -125,7 +125,10 @@ class State:
 
     def optimizer_slots(self) -> list[Slot]:
         """The slots of the tensors in optimizers' state now."""
-        names = {id(s.value): s.name for s in self.slots if s.kind == "parameter"}
+        names: dict[int, str] = {}  # the first is a module's, where one has it
+        for slot in self.slots:
+            if slot.kind == "parameter":
+                names.setdefault(id(slot.value), slot.name)
         found = []
         for name, optimizer in self.optimizers.items():
             for i, (p, state) in enumerate(optimizer.state.items()):
@@ -249,6 +252,7 @@ def _search_state(
     search.state.given = given
     for value in given:  # tensors among the arguments are inputs anyway
         search.value(type(value).__name__.lower(), value, None)
+    search.name_parameters_of_optimizers()
     return search.state
 
 
@@ -261,6 +265,7 @@ class _Search:
         self._step = step
         self._seen: set[int] = set()
         self._kept: list[Any] = []
+        self._of_optimizers: list[Slot] = []
 
     def _first_time(self, value: Any) -> bool:
         if id(value) in self._seen:
@@ -329,6 +334,11 @@ class _Search:
             if self.count_found() > before:
                 self.state.reached.append(place)
 
+    def name_parameters_of_optimizers(self) -> None:
+        """Have the places in optimizers' lists come last: a parameter has its module's name."""
+        slots = self._of_optimizers
+        self.state.slots += [s for s in slots if not isinstance(s.value, FakeTensor)]
+
     def count_found(self) -> int:
         """How many slots, modules and optimizers were found."""
         return len(self.state.slots) + len(self.state.modules) + len(self.state.optimizers)
@@ -379,9 +389,9 @@ class _Search:
                         if isinstance(v, torch.Tensor):
                             at = Slot(f"{name}.param_groups[{i}][{key!r}]", "value", group, key)
                             self.value(at.name, v, at)
-                    for j, p in enumerate(group["params"]):
+                    for j in range(len(group["params"])):
                         at = Slot(f"{name}.params[{i}][{j}]", "parameter", group["params"], j)
-                        self.value(at.name, p, at)
+                        self._of_optimizers.append(at)
         elif isinstance(value, torch.Tensor):
             if slot is not None:
                 self.state.slots.append(slot)

@@ -295,14 +295,7 @@ FAST_METHODS = {
 }
 """Names of methods by their signature; `inplace` is none of it, but says that they write `self`."""
 
-_METHOD_OF_OPERATOR = {
-    "__pow__": "pow",
-    "__eq__": "eq",
-    "__ne__": "ne",
-    "__lt__": "lt",
-    "__le__": "le",
-}
-_METHOD_OF_OPERATOR |= {"__gt__": "gt", "__ge__": "ge", "__neg__": "neg", "__abs__": "abs"}
+_METHOD_OF_OPERATOR = {f"__{name}__": name for name in "pow eq ne lt le gt ge neg abs".split()}
 """These operators of torch.Tensor are Python around a builtin method, which runs in their place."""
 
 # With torch-function disabled, or under a TorchFunctionMode, a method leaves the call to torch.
@@ -341,9 +334,6 @@ def _install_fast_methods() -> None:
             if op.run is None and _installed.get(name) is not op.key:
                 setattr(DTensor, name, _make_method(name, kind, base, op))
                 _installed[name] = op.key
-    # Python drops __hash__ where __eq__ is defined. It must be torch.Tensor's: a tensor may be
-    # re-tagged as a DTensor while it is the key of a dictionary.
-    DTensor.__hash__ = lambda self: id(self)  # type: ignore[method-assign,assignment]
 
 
 def _make_method(name: str, kind: str, base: Any, op: Op) -> Any:

@@ -56,6 +56,9 @@ __all__ = [
 ]
 
 T: Any = torch.Tensor
+_base: Any = torch._C.TensorBase
+_data, _grad = _base.data, _base.grad
+_requires_grad, _hooks = _base.requires_grad.__get__, _base._backward_hooks.__get__
 
 
 def _show_gradient(x: torch.Tensor) -> None:
@@ -298,10 +301,6 @@ DTensor.grad = property(gradient_of, _set_grad, _del_grad)  # type: ignore[assig
 # first rank keeps it, the others hold zero. That is the move R -> P, which carries nothing. A hook
 # does it (`mark_settled`).
 
-_base: Any = torch._C.TensorBase
-_grad, _requires_grad = _base.grad, _base.requires_grad.__get__
-_hooks = _base._backward_hooks.__get__
-
 
 def settled_spec(x: DTensor) -> Spec:
     """The spec of x's gradient once it is settled: that of x, or the one that ZeRO keeps it in."""
@@ -423,8 +422,6 @@ def _restore_partial_gradient(x: DTensor | None) -> None:
 BUCKET_BYTES = 64 << 20
 """Bytes of gradients that one all-reduce takes, at most; a larger gradient goes by itself."""
 
-_data, _get_grad = _base.data, _base.grad.__get__
-
 
 def _find_owner(grad: torch.Tensor) -> DTensor | None:
     """The tensor whose `.grad` this object is now, or None."""
@@ -459,7 +456,7 @@ def reduce_pending_gradients(params: Iterable[DTensor]) -> None:
         owner.finish()
     groups: dict[Any, list[DTensor]] = {}
     with Local():
-        stored = [_get_grad(p) for p in params]
+        stored = [_grad.__get__(p) for p in params]
     for p, g in zip(params, stored, strict=True):
         if g is None or (isinstance(g, DTensor) and not g._spec.is_pending):
             continue

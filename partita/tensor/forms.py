@@ -40,9 +40,6 @@ __all__ = [
     "parameter_names",
 ]
 
-# Not public, but where torch keeps what `torch.library.custom_op` has made, by name, and the types
-# of what `torch.ops.a.b` and `.default` are.
-
 
 _DUNDERS = {
     "and": "bitwise_and",

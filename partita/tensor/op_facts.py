@@ -232,8 +232,6 @@ it is summed. Norms sum by thread, and what is not contiguous is made so by many
 
 # -- facts of functions, by their names ------------------------------------------------------------
 
-# Not public, but where torch keeps the type of what `torch.ops.a.b` is.
-
 
 class Cast(enum.Enum):
     """What autocast does to the floating operands of an op (never to those of float64)."""

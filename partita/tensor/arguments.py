@@ -70,6 +70,7 @@ __all__ = [
     "refuse_transform",
     "replace_at_paths",
     "rule_parameters",
+    "spec_of_plain",
     "takes_numbers",
     "write_into_plain",
     "writes_view_copy",
@@ -196,18 +197,13 @@ def read_numbers_of_other_meshes(
     """`find_numbers_of_other_meshes`, as plain tensors. What is partial is reduced for it."""
     with torch.no_grad():
         return {
-            path: moved(t, t._spec, _make_replicated_spec(t._spec), op, "implicit")
+            path: moved(t, t._spec, t._spec.reduced, op, "implicit")
             for path, t in find_numbers_of_other_meshes(tensors)
         }
 
 
 def _is_number(t: DTensor) -> bool:
     return not (t._spec.shape or (t.requires_grad and torch.is_grad_enabled()))
-
-
-def _make_replicated_spec(spec: Spec) -> Spec:
-    layout = spec.layout
-    return spec_of(Layout(layout.shape, invariant=layout.invariant), spec.wire)
 
 
 def find_wire(op: str, tensors: Sequence[Any]) -> Wire:
@@ -583,14 +579,15 @@ def _is_made_of_leaves(value: torch.Tensor) -> bool:
 # of one device.
 
 
-def _make_invariant_spec(x: torch.Tensor, wire: Wire) -> Spec:
+def spec_of_plain(x: torch.Tensor, wire: Wire) -> Spec:
+    """The spec of plain `x`, which every rank holds alike: Invariant, gradient and all."""
     return spec_of(Layout(tuple(x.shape), invariant=wire.mesh.names), wire)
 
 
 def alias_as_invariant(x: torch.Tensor, wire: Wire) -> DTensor:
     """The memory of plain `x`, which every rank holds alike, as a DTensor that may be written."""
     with Local():
-        return tagged(x.view_as(x), _make_invariant_spec(x, wire))
+        return tagged(x.view_as(x), spec_of_plain(x, wire))
 
 
 def give_history(x: torch.Tensor, wire: Wire) -> None:
@@ -599,7 +596,7 @@ def give_history(x: torch.Tensor, wire: Wire) -> None:
     for t in (x, x._base if x._is_view() else None):
         if t is not None and type(t) in PLAIN and t.requires_grad and not t.is_leaf:
             t.grad_fn.metadata[WHOLE] = True  # type: ignore[union-attr, index]
-            tagged(t, _make_invariant_spec(t, wire))
+            tagged(t, spec_of_plain(t, wire))
 
 
 def write_into_plain(

@@ -25,13 +25,21 @@ from partita.layout import Layout, LayoutError
 from partita.rules import NUMBER, Bound, Work, parse
 
 from .aliasing import copy_as_on_one_device, mark_copies
-from .arguments import Path, admit, collect_tensors, get_at_path, locate_in_call, replace_at_paths
+from .arguments import (
+    Path,
+    admit,
+    collect_tensors,
+    get_at_path,
+    locate_in_call,
+    replace_at_paths,
+    spec_of_plain,
+)
 from .autograd import alias_without_base, moved
 from .dtensor import PLAIN, DTensor, tagged
 from .dtensor_gradients import pending_gradients, reduce_pending_gradients
 from .forms import Form, form_of, parameter_names
 from .spec import Spec, spec_of
-from .tensor_state import MovedValue, current, own_state, state_of
+from .tensor_state import MovedValue, count_writes, current, own_state, state_of
 
 __all__ = [
     "DECLARED",
@@ -82,6 +90,11 @@ class Choice:
     partial: tuple[tuple[tuple[str, str], ...], ...]
     invariant: tuple[tuple[str, ...], ...]
     splits: dict[str, tuple[str, ...]]
+
+    def layout_of_output(self, bound: Bound, i: int, local: tuple[int, ...]) -> Layout:
+        """The layout of output i, where the kernel gives pieces of shape `local`."""
+        shape = bound.output_shape(i, local)
+        return Layout(shape, self.outputs[i], self.partial[i], self.invariant[i])
 
 
 @dataclass(frozen=True)
@@ -196,8 +209,7 @@ class CallPlan:
                 admit(value, self.wire, self.op, path, with_gradient=True)
                 if value.requires_grad and torch.is_grad_enabled():
                     # Its gradient is to come back whole, as plain autograd goes on with it.
-                    names = self.wire.mesh.names
-                    whole = spec_of(Layout(tuple(value.shape), invariant=names), self.wire)
+                    whole = spec_of_plain(value, self.wire)
                     value = moved(value, whole, target.plain, self.op, "implicit")
                 # An alias at least: an op may return its operand, and the user's is not re-tagged.
                 new[path] = moved(value, target.plain, target.spec, self.op, "implicit")
@@ -268,13 +280,7 @@ class CallPlan:
             local = tuple(out.shape)
             if len(local) != len(self.bound.outputs[i]):
                 raise self._make_broken_plan_error(out, None)
-            layout = Layout(
-                self.bound.output_shape(i, local),
-                self.choice.outputs[i],
-                self.choice.partial[i],
-                self.choice.invariant[i],
-            )
-            spec = spec_of(layout, self.wire)
+            spec = spec_of(self.choice.layout_of_output(self.bound, i, local), self.wire)
             if spec.local_shape != out.shape:
                 raise self._make_broken_plan_error(out, spec)
             specs.append((spec, spec.local_shape))
@@ -313,33 +319,20 @@ def _move_once(x: DTensor, after: Spec, op: str) -> torch.Tensor:
     """
     before = x._spec
     with Local():
-        if torch.is_inference_mode_enabled() or x.is_inference():  # changes are not counted
-            return moved(x, before, after, op, "implicit")
+        is_counted = not (torch.is_inference_mode_enabled() or x.is_inference())
     # The largest pieces are compared: whether to move must be the same question on every rank.
-    if after.largest > before.largest or state_of(x).written_unseen:
+    if not is_counted or after.largest > before.largest or state_of(x).written_unseen:
         return moved(x, before, after, op, "implicit")
     graded = torch.is_grad_enabled()
-    remembered, version = state_of(x).moved, (_version_of_tensor(x), graded)
-    fits = remembered is not None and remembered.spec is after and remembered.version == version
-    if (
-        remembered is not None
-        and fits
-        and _version_of_tensor(remembered.value) == remembered.value_version
-    ):
-        return remembered.value
+    known, version = state_of(x).moved, (count_writes(x), graded)
+    if known is not None and known.is_of(after, version):
+        return known.value
     # A view would hold `x`, which holds it: no one would ever let go of the two.
     value = moved(x, before, after, op, "implicit")
     with Local():
         value = value if value._base is None else alias_without_base(value)
-    own_state(x).moved = MovedValue(
-        after, (_version_of_tensor(x), graded), value, _version_of_tensor(value)
-    )
+    own_state(x).moved = MovedValue(after, (count_writes(x), graded), value, count_writes(value))
     return value
-
-
-def _version_of_tensor(x: torch.Tensor) -> int:
-    with Local():
-        return x._version
 
 
 # -- work ------------------------------------------------------------------------------------------
@@ -372,26 +365,16 @@ class PlanWork:
         return self.run(*args, **kwargs)
 
 
-def work_of_plan(
-    op: str,
-    wire: Wire,
-    work: Sequence[Work],
-    choice: Choice,
-    kernel: Callable[..., Any] | None,
-    run: Callable[..., Any],
-) -> PlanWork:
-    """The work of a call whose names are split as `choice` says.
-
-    Args:
-        kernel, run: as in `PlanWork`.
-    """
-    products = []
+def work_of_plan(plan: CallPlan, work: Sequence[Work], run: Callable[..., Any]) -> PlanWork:
+    """The work of a call by `plan`, which has its kernel; `run` runs where that is None."""
+    assert plan.choice is not None
+    wire, splits, products = plan.wire, plan.choice.splits, []
     for one in work:
-        spread = {a for name in one.names for a in choice.splits.get(name, ())}
+        spread = {a for name in one.names for a in splits.get(name, ())}
         repeated = [a for a in wire.mesh.names if a not in spread and wire.mesh.size(a) > 1]
         operations = one.operations / wire.mesh_size(tuple(spread))
         products.append((operations, tuple(repeated)))
-    return PlanWork(op, wire, tuple(products), kernel, kernel or run)
+    return PlanWork(plan.op, wire, tuple(products), plan.kernel, plan.kernel or run)
 
 
 # -- a function and its plans ----------------------------------------------------------------------

@@ -394,9 +394,7 @@ def _find_picked_places(entry: Any, size: int, dim: int) -> Any:
 
 def _write_whole(x: DTensor, spec: Spec, index: Any, value: Any) -> None:
     """Gather x, write, and take the pieces back."""
-    mesh = spec.wire.mesh
-    split = [a for a in mesh.names if not spec.layout.placement(a).is_replicate()]
-    whole = spec_of(Layout(tuple(spec.shape), invariant=tuple(split)), spec.wire)
+    whole = spec.invariant(spec.shape)
     value = _redistribute_value(value, whole)
     entries = index if isinstance(index, tuple) else (index,)
     places = tuple(

@@ -31,7 +31,7 @@ from .autograd import holders
 from .dtensor import DTensor
 from .forms import Form
 from .op_facts import facts_of_function
-from .plan import Choice
+from .plan import CallPlan, Choice
 from .spec import Spec
 from .tensor_state import HERE
 
@@ -46,6 +46,8 @@ __all__ = [
     "wrap_filling_padding",
     "wrap_for_empty_pieces",
 ]
+
+Shape = tuple[int, ...]
 
 # -- room for padding behind a piece ---------------------------------------------------------------
 # What stays between steps (parameters, their gradients, an optimizer's state) is as large as the
@@ -151,9 +153,6 @@ def give_room(x: torch.Tensor) -> None:
             _data.__set__(x, copy_with_room(x.detach(), x._spec))
 
 
-Shape = tuple[int, ...]
-
-
 # -- padded pieces ---------------------------------------------------------------------------------
 
 
@@ -161,11 +160,8 @@ def wrap_filling_padding(
     kernel: Callable[..., Any] | None,
     func: Callable[..., Any],
     form: Form,
-    bound: Bound,
-    choice: Choice,
-    wire: Wire,
+    plan: CallPlan,
     paths: Sequence[Path],
-    names: Sequence[str],
 ) -> Callable[..., Any] | None:
     """What to run on a rank's padded shards: `kernel`, behind what fills the padding of its
     operands if the op reduces over it.
@@ -177,12 +173,14 @@ def wrap_filling_padding(
 
     Args:
         kernel, func: what runs on even ones; where there is no kernel, the function.
+        plan: of the call, whose kernel is yet to be set.
         paths: where each term of the sentence stands in a call.
-        names: of the arguments that may be given by place or by name.
 
     Raises:
         LayoutError: the op reduces what is padded, and nothing is known of how to hide it.
     """
+    bound, choice, wire, names = plan.bound, plan.choice, plan.wire, plan.names
+    assert bound is not None and choice is not None and form.rule is not None
     padded = [
         name
         for name, axes in choice.splits.items()
@@ -190,7 +188,6 @@ def wrap_filling_padding(
     ]
     if not padded:
         return kernel
-    assert form.rule is not None
     found = find_padding_fills(form.rule, bound, padded)
     if found is None:
         given = [x for x in choice.inputs if x is not None]
@@ -230,12 +227,9 @@ def wrap_for_empty_pieces(
     kernel: Callable[..., Any] | None,
     func: Callable[..., Any],
     form: Form,
-    bound: Bound,
-    choice: Choice,
-    wire: Wire,
+    plan: CallPlan,
     paths: Sequence[Path],
-    names: Sequence[str],
-) -> Callable[..., Any] | None:
+) -> Callable[..., Any]:
     """What to run where one of the pieces is empty on this rank.
 
     Which collectives backward makes must not depend on a rank's own autograd graph, and torch's
@@ -248,8 +242,11 @@ def wrap_for_empty_pieces(
 
     Args:
         kernel, func: what runs on pieces with elements; where there is no kernel, the function.
+        plan: of the call, whose kernel is yet to be set.
         paths: where each term of the sentence stands in a call.
     """
+    bound, choice, wire, names = plan.bound, plan.choice, plan.wire, plan.names
+    assert bound is not None and choice is not None
     mesh, first = wire.mesh, (0,) * wire.mesh.ndim
     largest: dict[Path, Shape] = {}
     wholes: list[Shape] = []
@@ -257,8 +254,6 @@ def wrap_for_empty_pieces(
         if layout is not None:
             largest[path] = layout.local_shape(mesh, first)
             wholes.append(layout.shape)
-    if wire.padded:
-        return kernel
     whole = form.local or func
     asks = not (_is_of_users(form) or facts_of_function(form.name).draws)
     known: dict[tuple[Any, ...], tuple[list[torch.Tensor], list[Path]] | None] = {}
@@ -428,8 +423,7 @@ def _make_empty_output(
 ) -> torch.Tensor | None:
     """This rank's piece of output i, of which the first rank has one like `t`; None if it has
     elements."""
-    shape = bound.output_shape(i, tuple(t.shape))
-    layout = Layout(shape, choice.outputs[i], choice.partial[i], choice.invariant[i])
+    layout = choice.layout_of_output(bound, i, tuple(t.shape))
     local = layout.local_shape(wire.mesh, wire.at)
     if 0 not in local:
         return None
@@ -443,13 +437,14 @@ def _tie_outputs_to_operands(
     outs = collect_tensors(out)
     if len(outs) != len(like):
         return out
-    new = [
-        tie_to_lost_operands(t, operands) if there.requires_grad else t
-        for t, there in zip(outs, like, strict=True)
-    ]
+    for i, (t, there) in enumerate(zip(outs, like, strict=True)):
+        if there.requires_grad:
+            reached = _nodes_behind([t], operands)
+            lost = [o for o in operands if _node_of_tensor(o) not in reached]
+            outs[i] = tie_to_operands(t, lost) if lost else t
     if isinstance(out, torch.Tensor):
-        return new[0]
-    return type(out)(*new) if hasattr(out, "_fields") else type(out)(new)
+        return outs[0]
+    return type(out)(*outs) if hasattr(out, "_fields") else type(out)(outs)
 
 
 def tie_to_operands(t: torch.Tensor, operands: list[torch.Tensor]) -> torch.Tensor:
@@ -457,13 +452,6 @@ def tie_to_operands(t: torch.Tensor, operands: list[torch.Tensor]) -> torch.Tens
     of zeros."""
     tied: torch.Tensor = _Tie.apply(t, *operands)
     return tied
-
-
-def tie_to_lost_operands(t: torch.Tensor, operands: list[torch.Tensor]) -> torch.Tensor:
-    """`t` with those of `operands` tied to it that are not in its autograd graph."""
-    reached = _nodes_behind([t], operands)
-    lost = [o for o in operands if _node_of_tensor(o) not in reached]
-    return tie_to_operands(t, lost) if lost else t
 
 
 class _Tie(torch.autograd.Function):

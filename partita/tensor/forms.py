@@ -41,48 +41,24 @@ __all__ = [
 ]
 
 
-_DUNDERS = {
-    "and": "bitwise_and",
-    "or": "bitwise_or",
-    "xor": "bitwise_xor",
-    "invert": "bitwise_not",
-    "lshift": "bitwise_left_shift",
-    "rshift": "bitwise_right_shift",
-    "truediv": "div",
-    "mod": "remainder",
-    "floordiv": "floor_divide",
-    "neg": "neg",
-    "pos": "positive",
-}
+_DUNDERS = dict(
+    pair.split("=")
+    for pair in """
+    and=bitwise_and or=bitwise_or xor=bitwise_xor invert=bitwise_not lshift=bitwise_left_shift
+    rshift=bitwise_right_shift truediv=div mod=remainder floordiv=floor_divide neg=neg pos=positive
+    """.split()
+)
 _COMMUTING = {"add", "mul", "and", "or", "xor"}
 
-_SYNONYMS = {
-    "multiply": "mul",
-    "subtract": "sub",
-    "divide": "div",
-    "true_divide": "div",
-    "greater": "gt",
-    "greater_equal": "ge",
-    "less": "lt",
-    "less_equal": "le",
-    "not_equal": "ne",
-    "negative": "neg",
-    "absolute": "abs",
-    "arccos": "acos",
-    "arccosh": "acosh",
-    "arcsin": "asin",
-    "arcsinh": "asinh",
-    "arctan": "atan",
-    "arctanh": "atanh",
-    "arctan2": "atan2",
-    "clip": "clamp",
-    "fix": "trunc",
-    "swapdims": "transpose",
-    "swapaxes": "transpose",
-    "moveaxis": "movedim",
-    "concat": "cat",
-    "concatenate": "cat",
-}
+_SYNONYMS = dict(
+    pair.split("=")
+    for pair in """
+    multiply=mul subtract=sub divide=div true_divide=div greater=gt greater_equal=ge less=lt
+    less_equal=le not_equal=ne negative=neg absolute=abs arccos=acos arccosh=acosh arcsin=asin
+    arcsinh=asinh arctan=atan arctanh=atanh arctan2=atan2 clip=clamp fix=trunc swapdims=transpose
+    swapaxes=transpose moveaxis=movedim concat=cat concatenate=cat
+    """.split()
+)
 
 _BARE_CALLS: dict[Any, Callable[..., Any]] = {
     getattr(torch.nn.functional, op): getattr(torch._C._nn, op, None) or getattr(torch, op)
@@ -141,9 +117,7 @@ def form_of(func: Callable[..., Any]) -> Form:
     if name.startswith("__") and name.endswith("__"):
         op = name[2:-2]
         bare = op[1:]
-        if op.startswith("i") and bare in _DUNDERS | dict.fromkeys(
-            ("add", "sub", "mul", "pow", "matmul"), ""
-        ):
+        if op.startswith("i") and bare in (*_DUNDERS, "add", "sub", "mul", "pow", "matmul"):
             op, inplace = bare, True
         elif op.startswith("r") and bare in _COMMUTING:
             op = bare

@@ -24,6 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from partita.comm import (
     Wire,
     agree,
+    is_uneven,
     local_of_torch_dtensor,
     make_torch_dtensor,
     read_torch_dtensor,
@@ -37,7 +38,7 @@ from partita.rules.rule import narrow_piece
 from .aliasing import global_strides
 from .arguments import find_wire
 from .autograd import moved
-from .dtensor import DTensor, make_no_strides_error, tagged
+from .dtensor import DTensor, make_no_strides_error, shape_of_pieces, tagged
 from .dtensor_gradients import type_hook
 from .random import run_with_generator_check
 from .spec import Spec, spec_on_mesh, spec_on_wire
@@ -494,7 +495,7 @@ def local_map(
         if lacks_elements:
             results = _tie_lost_operands(results, [*flat, *flat_kwargs])
         given = _match_placements(_list_per_result(out_placements), results, "out_placements", name)
-        even = all(_is_even(t._spec) for t in tensors)
+        even = not any(is_uneven(t._spec.layout, t._spec.wire.mesh) for t in tensors)
         wrapped = [_wrap_result(o, p, wire, even) for o, p in zip(results, given, strict=True)]
         return pytree.tree_unflatten(wrapped, shape_of_results)
 
@@ -564,15 +565,6 @@ def _convert_to_local(x: DTensor, grads: Placements) -> torch.Tensor:
     return x.to_local(grad_placements=grads)
 
 
-def _is_even(spec: Spec) -> bool:
-    """Does every rank hold equally much?"""
-    mesh = spec.wire.mesh
-    return all(
-        size % math.prod([mesh.size(a) for a in axes]) == 0
-        for size, axes in zip(spec.layout.shape, spec.layout.shards, strict=True)
-    )
-
-
 def _wrap_result(out: Any, placements: Placements, wire: Wire, even: bool) -> Any:
     """A result of `func` as a DTensor. Where pieces may be uneven the ranks exchange their
     sizes."""
@@ -581,17 +573,7 @@ def _wrap_result(out: Any, placements: Placements, wire: Wire, even: bool) -> An
     probe = spec_on_wire(wire, out.shape, placements)
     shape = None
     if not even and probe.is_sharded:
-        sizes_by_coordinate = dict(
-            zip(wire.mesh.coordinates(), wire.gather_ints(tuple(out.shape)), strict=True)
-        )
-        shape = [
-            sum(
-                sizes[dim]
-                for at, sizes in sizes_by_coordinate.items()
-                if all(i == 0 or a in axes for a, i in zip(wire.mesh.names, at, strict=True))
-            )
-            for dim, axes in enumerate(probe.layout.shards)
-        ]
+        shape = shape_of_pieces(wire.gather_ints(tuple(out.shape)), probe.layout.shards, wire.mesh)
     spec = DTensor._spec_of_local(out, wire.device_mesh, placements, shape)
     with Local():
         return tagged(out.view_as(out), spec)

@@ -35,7 +35,7 @@ from partita.comm import (
     user_line,
     wire_of,
 )
-from partita.layout import Coordinate, Fix, Layout, LayoutError, Partial, Placement, Replicate
+from partita.layout import Coordinate, Fix, Layout, LayoutError, Mesh, Partial, Placement, Replicate
 from partita.layout.picture import draw, html_of
 
 from .autograd import ask_gradient, convert_gradient, make_other_cut_error, moved
@@ -43,6 +43,7 @@ from .spec import Spec, spec_on_mesh, spec_on_wire
 from .tensor_state import HERE, Label, current
 
 __all__ = [
+    "DTYPES",
     "PLAIN",
     "TYPED",
     "DTensor",
@@ -54,6 +55,7 @@ __all__ = [
     "laid_out_as",
     "make_no_strides_error",
     "piece_held",
+    "shape_of_pieces",
     "short_dtype",
     "tagged",
 ]
@@ -401,20 +403,18 @@ def tagged(local: torch.Tensor, spec: Spec) -> DTensor:
     return local  # type: ignore[return-value]
 
 
-_SHORT = {
-    torch.float32: "f32",
-    torch.float64: "f64",
-    torch.float16: "f16",
-    torch.bfloat16: "bf16",
-    torch.int64: "i64",
-    torch.int32: "i32",
-    torch.int16: "i16",
-    torch.int8: "i8",
-    torch.uint8: "u8",
-    torch.bool: "bool",
-    torch.complex64: "c64",
-    torch.complex128: "c128",
+DTYPES: dict[str, torch.dtype] = {
+    short: getattr(torch, name)
+    for short, _, name in (
+        pair.partition("=")
+        for pair in """
+        f64=float64 f32=float32 f16=float16 bf16=bfloat16 i64=int64 i32=int32 i16=int16 i8=int8
+        u8=uint8 bool=bool c64=complex64 c128=complex128
+        """.split()
+    )
 }
+"""The dtypes that have a short form, by it."""
+_SHORT = {dtype: short for short, dtype in DTYPES.items()}
 
 
 def short_dtype(dtype: torch.dtype) -> str:
@@ -611,7 +611,7 @@ def _make_disagreement_error(
     by_coordinate = dict(zip(wire.mesh.coordinates(), shapes, strict=True))
     # Only where the ranks agree on all but the shape can the pieces say which it is.
     cut_alike = len({cut for _, cut, _ in gathered}) == 1
-    true = _find_shape_of_pieces(by_coordinate, layout, wire) if cut_alike else None
+    true = _find_true_shape(shapes, layout, wire.mesh) if cut_alike else None
     fix = None if true is None else Fix(f"shape={true}", "what the pieces make together")
     if len(set(texts)) > 1:
         uneven = fix is None and cut_alike and len({len(shape) for shape in shapes}) == 1
@@ -622,27 +622,30 @@ def _make_disagreement_error(
     return _make_misfit_error(by_coordinate[wrong], layout, wire, wrong, fix=fix)
 
 
-def _find_shape_of_pieces(
-    by_coordinate: dict[Coordinate, tuple[int, ...]], layout: Layout, wire: Wire
+def shape_of_pieces(
+    pieces: Sequence[Sequence[int]], shards: Sequence[Sequence[str]], mesh: Mesh
+) -> tuple[int, ...]:
+    """The shape that the ranks' pieces of these shapes make together, cut along `shards`."""
+    by_coordinate = list(zip(mesh.coordinates(), pieces, strict=True))
+    return tuple(
+        sum(
+            piece[dim]
+            for at, piece in by_coordinate
+            if all(i == 0 or a in axes for a, i in zip(mesh.names, at, strict=True))
+        )
+        for dim, axes in enumerate(shards)
+    )
+
+
+def _find_true_shape(
+    pieces: Sequence[tuple[int, ...]], layout: Layout, mesh: Mesh
 ) -> tuple[int, ...] | None:
     """The shape of the tensor that is cut into just these pieces, if there is one."""
-    if any(len(shape) != len(layout.shape) for shape in by_coordinate.values()):
+    if any(len(shape) != len(layout.shape) for shape in pieces):
         return None
-    shape = []
-    for dim, axes in enumerate(layout.shards):
-        first = [
-            c
-            for c in by_coordinate
-            if all(i == 0 or a in axes for a, i in _name_coordinates(c, wire))
-        ]
-        shape.append(sum(by_coordinate[c][dim] for c in first))
-    whole = Layout(tuple(shape), layout.shards)
-    fits = all(piece == whole.local_shape(wire.mesh, c) for c, piece in by_coordinate.items())
-    return tuple(shape) if fits and 0 not in shape else None
-
-
-def _name_coordinates(at: Coordinate, wire: Wire) -> list[tuple[str, int]]:
-    return list(zip(wire.mesh.names, at, strict=True))
+    shape = shape_of_pieces(pieces, layout.shards, mesh)
+    fits = pieces == [Layout(shape, layout.shards).local_shape(mesh, c) for c in mesh.coordinates()]
+    return shape if fits and 0 not in shape else None
 
 
 # -- checksums -------------------------------------------------------------------------------------

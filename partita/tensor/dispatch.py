@@ -245,16 +245,17 @@ def op_of(func: Callable[..., Any]) -> Op:
 
 
 def _relearn_ops() -> None:
-    """After a rule was given, have each function whose rule it is forget its plans."""
+    """After a rule was given, have each function whose rule it is forget its plans, and each method
+    its key."""
     form_of.cache_clear()
     for func, op in OPS.items():
         form = form_of(func)
         if form.rule is not op.form.rule:
             op.learn(form)
             op.run = _choose_run(op)
+    _install_fast_methods()
 
 
-ON_NEW_RULE.append(_relearn_ops)
 if IN_C is not None:
     IN_C.connect(
         DTensor=DTensor,
@@ -383,7 +384,7 @@ def _make_method_in_python(name: str, kind: str, base: Any, op: Op) -> Any:
 
 
 _install_fast_methods()
-ON_NEW_RULE.append(_install_fast_methods)
+ON_NEW_RULE.append(_relearn_ops)
 
 
 # -- collectives -----------------------------------------------------------------------------------
@@ -503,15 +504,7 @@ def run_gathered(
         x = get_at_path(args, kwargs, path)
         if copy.shape != x.shape:
             raise make_changed_layout_error(form.name, x)
-        layout = x._spec.layout
-        if all(op == "sum" for _, op in layout.partial):
-            x.copy_(tagged(copy, make_replicated_spec(x.shape)))
-            continue
-        # A pending maximum of one value is that value: each rank keeps it whole.
-        with Local():
-            x.copy_(
-                moved(copy, make_replicated_spec(x.shape), x._spec.reduced, form.name, "implicit")
-            )
+        x.copy_(tagged(copy, make_replicated_spec(x.shape)))
     return args[0] if form.inplace else out
 
 

@@ -49,7 +49,9 @@ __all__ = [
     "pending_gradients",
     "reduce_pending_gradients",
     "settled_spec",
+    "specs_of_values",
     "store_gradient",
+    "type_gradient",
     "type_hook",
     "unmark_settled",
     "update_spec",
@@ -95,9 +97,9 @@ def gradient_of(x: DTensor) -> DTensor | None:
 @implements(T.grad.__set__)
 def _set_grad(x: torch.Tensor, grad: torch.Tensor | None) -> None:
     _show_gradient(x)
+    fits = True
     if grad is None:
         unmark_settled(x)  # type: ignore[arg-type]
-        fits = True
     else:
         if not isinstance(x, DTensor):
             raise LayoutError(
@@ -115,11 +117,11 @@ def _set_grad(x: torch.Tensor, grad: torch.Tensor | None) -> None:
         grad = lay_out_gradient(x, grad)
         with Unheard():
             fits = grad.shape == x.shape
-    with Unheard():
-        if fits:
-            _grad.__set__(x, grad)
     if not fits:  # ZeRO leaves each rank a shard of it
         store_gradient(x, grad)  # type: ignore[arg-type]
+        return
+    with Unheard():
+        _grad.__set__(x, grad)
 
 
 def clear_gradients(tensors: Iterable[torch.Tensor]) -> None:
@@ -251,12 +253,7 @@ def _autograd_grad(
     outs, given = _find_backward_seeds(outputs, grad_outputs)
     wanted = list(inputs) if isinstance(inputs, (tuple, list)) else [inputs]
     grads = _plain_grad(outs, wanted, given, *args, **kwargs)
-    result = []
-    for x, g in zip(wanted, grads, strict=True):
-        if g is not None and isinstance(x, DTensor):
-            g = tagged(g.view_as(g), x._spec.gradient)
-        result.append(g)
-    return tuple(result)
+    return tuple(map(type_gradient, grads, specs_of_values(wanted)))
 
 
 def type_hook(x: torch.Tensor, hook: Callable[..., Any]) -> Callable[[torch.Tensor], Any]:
@@ -621,7 +618,7 @@ def make_typed_function(cls: type[Function]) -> type[Function]:
     user_backward: Callable[..., Any] = getattr(cls, name)
 
     def backward(ctx: Any, *grads: Any) -> Any:
-        out = user_backward(ctx, *map(_type_gradient, grads, ctx._output_specs))
+        out = user_backward(ctx, *map(type_gradient, grads, ctx._output_specs))
         outs = out if isinstance(out, (tuple, list)) else (out,)
         # A backward may return fewer gradients than there were arguments, or None more.
         specs = (*ctx._input_specs, *[None] * len(outs))
@@ -638,15 +635,17 @@ def make_typed_function(cls: type[Function]) -> type[Function]:
 
 def _remember_specs(ctx: Any, inputs: Any, output: Any) -> None:
     outputs = output if isinstance(output, (tuple, list)) else (output,)
-    ctx._input_specs, ctx._output_specs = _specs_of_values(inputs), _specs_of_values(outputs)
-    ctx._saved_specs = _specs_of_values(ctx.to_save or ())
+    ctx._input_specs, ctx._output_specs = specs_of_values(inputs), specs_of_values(outputs)
+    ctx._saved_specs = specs_of_values(ctx.to_save or ())
 
 
-def _specs_of_values(values: Any) -> tuple[Spec | None, ...]:
+def specs_of_values(values: Iterable[Any]) -> tuple[Spec | None, ...]:
+    """The spec of each DTensor among `values`; None of all else."""
     return tuple(v._spec if isinstance(v, DTensor) else None for v in values)
 
 
-def _type_gradient(grad: torch.Tensor | None, spec: Spec | None) -> torch.Tensor | None:
+def type_gradient(grad: torch.Tensor | None, spec: Spec | None) -> torch.Tensor | None:
+    """The local gradient of a value of `spec`, which may be none, as a DTensor."""
     if grad is None or spec is None:
         return grad
     return tagged(grad.view_as(grad), spec.gradient)

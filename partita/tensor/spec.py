@@ -189,11 +189,7 @@ def spec_on_wire(wire: Wire, shape: Sequence[int], placements: Sequence[Placemen
 def spec_for_write_into(spec: Spec) -> Spec:
     """The spec in which a value is written into memory of `spec`. That is `spec`, but for a pending
     maximum or minimum: of one value it is that value, which each rank takes whole."""
-    layout = spec.layout
-    if all(op == "sum" for _, op in layout.partial):
-        return spec
-    sums = tuple((axis, op) for axis, op in layout.partial if op == "sum")
-    return spec_of(Layout(layout.shape, layout.shards, sums, layout.invariant), spec.wire)
+    return spec if all(op == "sum" for _, op in spec.layout.partial) else spec.reduced
 
 
 def make_two_meshes_error(op: str, one: Wire, other: Wire) -> LayoutError:

@@ -139,13 +139,10 @@ def _gather_full_value(x: Any, op: str) -> Any:
     if not isinstance(x, DTensor):
         return x
     spec = x._spec
-    after = spec_of(Layout(spec.layout.shape), spec.wire)
     if all(p.is_invariant() or p.is_replicate() for p in spec.placements):
-        after = spec
-    if after is spec:
-        return moved(x, spec, after, op, "explicit")
+        return moved(x, spec, spec, op, "explicit")
     with torch.no_grad(), spec.wire.reading(op):
-        return moved(x, spec, after, op, "explicit")
+        return moved(x, spec, spec_of(Layout(spec.layout.shape), spec.wire), op, "explicit")
 
 
 def _by_value(name: str) -> None:

@@ -13,7 +13,7 @@ import contextlib
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -41,6 +41,7 @@ from .arguments import read_number, refuse_transform
 from .autograd import moved
 from .dispatch import run_gathered
 from .dtensor import DTensor, tagged
+from .dtensor_gradients import specs_of_values, type_gradient
 from .forms import Form, form_of
 from .spec import Spec
 from .tensor_overrides import MEMORY, OVERRIDES, make_refusal
@@ -427,11 +428,7 @@ class TypedBackwardHook(BackwardHook):
     """
 
     def _apply_on_tensors(self, fn: Callable[[Any], None], args: Any) -> Any:
-        specs = [
-            a._spec.gradient if isinstance(a, DTensor) else None
-            for a in args
-            if isinstance(a, torch.Tensor)
-        ]
+        specs = specs_of_values(a for a in args if isinstance(a, torch.Tensor))
         if not any(specs):
             return super()._apply_on_tensors(fn, args)
         return super()._apply_on_tensors(lambda node: fn(_TypedNode(node, specs)), args)
@@ -440,27 +437,21 @@ class TypedBackwardHook(BackwardHook):
 class _TypedNode:
     """A node of autograd that lets its hooks see DTensors."""
 
-    def __init__(self, node: Any, specs: list[Spec | None]):
+    def __init__(self, node: Any, specs: Sequence[Spec | None]):
         self.node, self.specs = node, specs
 
     def register_hook(self, hook: Callable[..., Any]) -> Any:
-        def call_typed_hook(grad_inputs: tuple[Any, ...], grad_outputs: tuple[Any, ...]) -> Any:
-            out = hook(self._wrap_gradients(grad_inputs), self._wrap_gradients(grad_outputs))
-            return None if out is None else self._unwrap_gradients(out)
+        def call_typed_hook(*grads: tuple[Any, ...]) -> Any:  # of the inputs, and of the outputs
+            out = hook(*[tuple(map(type_gradient, given, self.specs)) for given in grads])
+            return None if out is None else tuple(map(_type_back, out, self.specs))
 
         return self.node.register_hook(call_typed_hook)
 
-    def _wrap_gradients(self, grads: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(
-            g if g is None or spec is None else tagged(g.view_as(g), spec)
-            for g, spec in zip(grads, self.specs, strict=True)
-        )
 
-    def _unwrap_gradients(self, grads: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(
-            moved(g, g._spec, spec, "hook", "gradient") if isinstance(g, DTensor) and spec else g
-            for g, spec in zip(grads, self.specs, strict=True)
-        )
+def _type_back(grad: Any, spec: Spec | None) -> Any:
+    if spec is None or not isinstance(grad, DTensor):
+        return grad
+    return moved(grad, grad._spec, spec.gradient, "hook", "gradient")
 
 
 # torch offers no way in: it makes its BackwardHooks by this name.
@@ -494,7 +485,7 @@ def _keep_layouts() -> None:
 
     def save_inputs(frame: Any, *args: Any) -> None:
         save(frame, *args)
-        frame._layouts = [a._spec if isinstance(a, DTensor) else None for a in args]
+        frame._layouts = specs_of_values(args)
 
     def get_inputs(frame: Any) -> list[Any]:
         with torch.enable_grad():  # as the region itself is run again: an alias has its history

@@ -61,13 +61,13 @@ __all__ = [
     "give_history",
     "locate_in_call",
     "make_changed_layout_error",
+    "make_transform_error",
     "may_have_numbers",
     "normalize_call",
     "operands_of_call",
     "read_number",
     "read_numbers",
     "read_numbers_of_other_meshes",
-    "refuse_transform",
     "replace_at_paths",
     "rule_parameters",
     "spec_of_plain",
@@ -80,7 +80,7 @@ Path = tuple[int | str, ...]
 """Where in a call a tensor stands: (1,) or ("bias",), or (0, 3) for the fourth of a list.
 
 A plan has it from the call that it was made for; others of the same key may give by name what that
-gave by place (`CallPlan.path_in_call`)."""
+gave by place (`locate_in_call`)."""
 
 
 def normalize_call(
@@ -439,7 +439,7 @@ def _hint_of(parameter: inspect.Parameter) -> str:
 # -- plain tensors beside DTensors -----------------------------------------------------------------
 
 
-def refuse_transform(name: str) -> LayoutError:
+def make_transform_error(name: str) -> LayoutError:
     """What to raise where a function transform would get hold of a DTensor."""
     return LayoutError(
         f"torch.func: {name} cannot take a DTensor",
@@ -477,7 +477,7 @@ def admit(
             between ranks; `strict()` is on; or a torch.func transform is at work on it.
     """
     if is_functorch_wrapped_tensor(value):
-        raise refuse_transform("grad" if value.requires_grad else "vmap")
+        raise make_transform_error("grad" if value.requires_grad else "vmap")
     graded = value.requires_grad and torch.is_grad_enabled()
     if graded and not (with_gradient and _is_made_of_leaves(value)):
         raise LayoutError(

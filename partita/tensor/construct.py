@@ -8,11 +8,10 @@ identity to its optimizer, its hooks and other modules, so its value is exchange
 
 from __future__ import annotations
 
-import functools
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -235,16 +234,16 @@ def _normalize_size(size: tuple[Any, ...]) -> tuple[int, ...]:
 def _make_filled(
     make: Callable[..., torch.Tensor],
     size: tuple[Any, ...],
+    requires_grad: bool,
+    dtype: torch.dtype | None,
     device_mesh: Any,
     placements: Sequence[Placement] | None,
-    requires_grad: bool,
-    pending: bool,
-    **options: Any,
+    as_shares: bool = False,
 ) -> DTensor:
+    """What `make` makes on each rank; where it is pending, `as_shares` or on the first alone."""
     spec = spec_on_mesh(device_mesh, _normalize_size(size), placements)
-    options.setdefault("device", spec.wire.device)
-    local = with_room(make(spec.local_shape, **options), spec)
-    if spec.is_pending and not pending:
+    local = with_room(make(spec.local_shape, dtype=dtype, device=spec.wire.device), spec)
+    if not as_shares:
         _keep_on_first(local, spec)
     return tagged(local, spec).requires_grad_(requires_grad)
 
@@ -257,9 +256,7 @@ def zeros(
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
     """As torch.zeros: global `size`, each rank making its own piece only."""
-    return _make_filled(
-        torch.zeros, size, device_mesh, placements, requires_grad, True, dtype=dtype
-    )
+    return _make_filled(torch.zeros, size, requires_grad, dtype, device_mesh, placements, True)
 
 
 def empty(
@@ -270,9 +267,7 @@ def empty(
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
     """As torch.empty: global `size`, each rank making its own piece only."""
-    return _make_filled(
-        torch.empty, size, device_mesh, placements, requires_grad, True, dtype=dtype
-    )
+    return _make_filled(torch.empty, size, requires_grad, dtype, device_mesh, placements, True)
 
 
 def ones(
@@ -283,9 +278,7 @@ def ones(
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
     """As torch.ones: global `size`, each rank making its own piece only."""
-    return _make_filled(
-        torch.ones, size, device_mesh, placements, requires_grad, False, dtype=dtype
-    )
+    return _make_filled(torch.ones, size, requires_grad, dtype, device_mesh, placements)
 
 
 def full(
@@ -298,28 +291,22 @@ def full(
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
     """As torch.full: global `size`, each rank making its own piece only."""
-
-    def make_full_piece(shape: Sequence[int], **options: Any) -> torch.Tensor:
-        return torch.full(shape, fill_value, **options)
-
-    return _make_filled(
-        make_full_piece, (size,), device_mesh, placements, requires_grad, False, dtype=dtype
-    )
+    make = partial(torch.full, fill_value=fill_value)
+    return _make_filled(make, (size,), requires_grad, dtype, device_mesh, placements)
 
 
 def _make_drawn(
     make: Callable[..., torch.Tensor],
     size: tuple[Any, ...],
-    device_mesh: Any,
-    placements: Sequence[Placement] | None,
     requires_grad: bool,
     dtype: torch.dtype | None,
+    device_mesh: Any,
+    placements: Sequence[Placement] | None,
 ) -> DTensor:
     """A tensor of random numbers: every rank draws all of one device's, and keeps its piece."""
-    wire: Wire = wire_of(device_mesh)
     spec = spec_on_mesh(device_mesh, _normalize_size(size), placements)
-    draw = partial(make, _normalize_size(size), dtype=dtype, device=wire.device)
-    whole = run_with_generator_check(draw, make.__name__, wire)
+    draw = partial(make, spec.shape, dtype=dtype, device=spec.wire.device)
+    whole = run_with_generator_check(draw, make.__name__, spec.wire)
     return tagged(piece_of(whole, spec), spec).requires_grad_(requires_grad)
 
 
@@ -331,7 +318,7 @@ def randn(
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
     """As torch.randn, with the values that one device with the same seed has, in every layout."""
-    return _make_drawn(torch.randn, size, device_mesh, placements, requires_grad, dtype)
+    return _make_drawn(torch.randn, size, requires_grad, dtype, device_mesh, placements)
 
 
 def rand(
@@ -342,7 +329,7 @@ def rand(
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
     """As torch.rand, with the values that one device with the same seed has, in every layout."""
-    return _make_drawn(torch.rand, size, device_mesh, placements, requires_grad, dtype)
+    return _make_drawn(torch.rand, size, requires_grad, dtype, device_mesh, placements)
 
 
 # -- parameters get values -------------------------------------------------------------------------
@@ -456,7 +443,7 @@ def local_map(
             more or fewer arguments or results than there are.
     """
     if func is None:
-        return functools.partial(
+        return partial(
             local_map,
             out_placements=out_placements,
             in_placements=in_placements,
@@ -466,7 +453,7 @@ def local_map(
         )
     name = getattr(func, "__name__", str(func))
 
-    @functools.wraps(func)
+    @wraps(func)
     def run_local_map(*args: Any, **kwargs: Any) -> Any:
         flat, shape_of_args = pytree.tree_flatten(args)
         flat_kwargs, shape_of_kwargs = pytree.tree_flatten(kwargs)

@@ -15,6 +15,7 @@ import json
 import math
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -96,14 +97,7 @@ class DTensor(torch.Tensor):
     @property
     def layout_over_mesh(self) -> Layout:
         """The layout, with its dtype; `str` of it is what `repr` shows."""
-        layout = self._spec.layout
-        return Layout(
-            layout.shape,
-            layout.shards,
-            layout.partial,
-            layout.invariant,
-            short_dtype(self.dtype),
-        )
+        return replace(self._spec.layout, dtype=short_dtype(self.dtype))
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
@@ -431,18 +425,22 @@ def piece_held(x: torch.Tensor) -> Piece:
     Raises:
         LayoutError: `x` is pending: its shares are no pieces of the value.
     """
-    with Local(), torch.no_grad():
-        local = x.detach()
     spec = getattr(x, "_spec", None)
-    if spec is None:
-        return Piece(local, tuple(local.shape), tuple((0, n) for n in local.shape))
-    if spec.is_pending:
+    if spec is not None and spec.is_pending:
         raise LayoutError(
             "a checkpoint holds values, and this tensor is pending",
             place=user_line(),
             operands=(spec.layout.brief(),),
             fixes=(Fix("x.redistribute(placements=...) first"), Fix("pt.save, which does so")),
         )
+    return _read_piece(x, spec)
+
+
+def _read_piece(x: torch.Tensor, spec: Spec | None) -> Piece:
+    with Local(), torch.no_grad():
+        local = x.detach()
+    if spec is None:
+        return Piece(local, tuple(local.shape), tuple((0, n) for n in local.shape))
     return Piece(local, tuple(spec.shape), spec.region)
 
 
@@ -453,15 +451,13 @@ def destination(x: torch.Tensor) -> Piece | None:
     and `x` is zeroed.
     """
     spec = getattr(x, "_spec", None)
-    if spec is None or not spec.is_pending:
-        return piece_held(x)
-    mesh, at = spec.wire.mesh, spec.wire.at
-    with Local(), torch.no_grad():
-        local = x.detach()
+    piece = _read_piece(x, spec)
+    if spec is not None:
+        mesh, at = spec.wire.mesh, spec.wire.at
         if any(op == "sum" and at[mesh.index(a)] for a, op in spec.layout.partial):
-            local.zero_()
+            piece.local.zero_()
             return None
-        return Piece(local, tuple(spec.shape), spec.region)
+    return piece
 
 
 def holders(spec: Spec) -> tuple[tuple[str, ...], int, int]:

@@ -175,7 +175,7 @@ class CallPlan:
             kwargs = dict(kwargs)
             args = (kwargs.pop(self.names[0]),)
         if self.view_copies:
-            paths = [self.path_in_call(path, args, kwargs) for path in self.view_copies]
+            paths = [locate_in_call(path, self.names, args, kwargs) for path in self.view_copies]
             renewed = {path: current(get_at_path(args, kwargs, path)) for path in paths}
             args, kwargs = replace_at_paths(args, kwargs, renewed)
         if self.rewrite is not None:
@@ -199,7 +199,7 @@ class CallPlan:
     ) -> tuple[Sequence[Any], dict[str, Any]]:
         new = {}
         for target in self.targets:
-            path = self.path_in_call(target.path, args, kwargs)
+            path = locate_in_call(target.path, self.names, args, kwargs)
             value = get_at_path(args, kwargs, path)
             if target.plain is None:
                 if value._spec.is_pending and not target.spec.is_pending:
@@ -214,10 +214,6 @@ class CallPlan:
                 # An alias at least: an op may return its operand, and the user's is not re-tagged.
                 new[path] = moved(value, target.plain, target.spec, self.op, "implicit")
         return replace_at_paths(args, kwargs, new)
-
-    def path_in_call(self, path: Path, args: Sequence[Any], kwargs: dict[str, Any]) -> Path:
-        """Where in this call stands what is at `path` in the call that the plan was made for."""
-        return locate_in_call(path, self.names, args, kwargs)
 
     def tag(self, out: Any) -> Any:
         """Tag each new local tensor of a result with its spec.

@@ -122,8 +122,7 @@ def _compute_adjoint(x: DTensor) -> Any:
     return x.transpose(-2, -1).conj() if x.is_complex() else x.transpose(-2, -1)
 
 
-OVERRIDES[find_getter("real")] = lambda x: torch.real(x)
-OVERRIDES[find_getter("imag")] = lambda x: torch.imag(x)
+OVERRIDES |= {find_getter("real"): torch.real, find_getter("imag"): torch.imag}
 
 
 @implements(torch.numel)

@@ -37,7 +37,7 @@ from partita.layout import Fix, LayoutError
 from partita.versions import frames_hold_inputs, name_of_checkpoint_generator
 
 from . import tensor_memory  # noqa: F401  what users hear comes first
-from .arguments import read_number, refuse_transform
+from .arguments import make_transform_error, read_number
 from .autograd import moved
 from .dispatch import run_gathered
 from .dtensor import DTensor, tagged
@@ -102,7 +102,7 @@ def _make_checked_transform(name: str, transform: Callable[..., Any]) -> Callabl
 
     def look(args: Any, kwargs: Any) -> None:
         if holds_dtensor(args) or holds_dtensor(kwargs):
-            raise refuse_transform(name)
+            raise make_transform_error(name)
 
     def asking(*args: Any, **kwargs: Any) -> Any:
         look(args, kwargs)
@@ -247,7 +247,7 @@ _plain_script_module = put_in_place_of(
 
 # torch.autograd.forward_ad ends here, as jvp does.
 def _make_dual(*_: Any, **__: Any) -> Any:
-    raise refuse_transform("jvp")
+    raise make_transform_error("jvp")
 
 
 OVERRIDES[torch._VF._make_dual] = _make_dual  # type: ignore[attr-defined]

@@ -31,8 +31,8 @@ __all__ = [
     "backward_pass",
     "carry_all",
     "convert_gradient",
+    "count_holders",
     "frees_graph",
-    "holders",
     "in_backward",
     "keep_missing_gradients",
     "make_other_cut_error",
@@ -288,6 +288,6 @@ def without_history(t: torch.Tensor) -> torch.Tensor:
         return t if t.grad_fn is None else t.detach()
 
 
-def holders(storage: torch.UntypedStorage) -> int:
+def count_holders(storage: torch.UntypedStorage) -> int:
     """How many tensors and storages have this memory? Whoever asks has one of them in hand."""
     return torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]

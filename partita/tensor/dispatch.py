@@ -82,8 +82,10 @@ _Tensor = torch.Tensor
 
 def _choose_run(op: Op) -> Run | None:
     """What runs a function's calls in place of plans; None for an op with a rule."""
-    if op.func in OVERRIDES or runs_as_torch_has_it(op.func):
-        return _make_override_run(OVERRIDES.get(op.func), takes_numbers(op.func))
+    if op.func in OVERRIDES:
+        return _make_override_run(OVERRIDES[op.func], takes_numbers(op.func))
+    if runs_as_torch_has_it(op.func):
+        return _run_locally
     if is_collective(op.func):
         return _run_collective
     if op.form.name.startswith("_fused_"):
@@ -95,13 +97,16 @@ def _choose_run(op: Op) -> Run | None:
     return run_foreach if op.form.foreach else None
 
 
-def _run_collective(func: Any, args: Any, kwargs: dict[str, Any], op: Op) -> Any:
-    args, kwargs = operands_of_collective(op.form.name, (args, kwargs))
+def _run_locally(func: Any, args: Any, kwargs: dict[str, Any], op: Op) -> Any:
     with Local():
         return func(*args, **kwargs)
 
 
-def _make_override_run(override: Callable[..., Any] | None, takes_numbers: bool) -> Run:
+def _run_collective(func: Any, args: Any, kwargs: dict[str, Any], op: Op) -> Any:
+    return _run_locally(func, *operands_of_collective(op.form.name, (args, kwargs)), op)
+
+
+def _make_override_run(override: Callable[..., Any], takes_numbers: bool) -> Run:
     def run_with_numbers(
         func: Callable[..., Any], args: Any, kwargs: dict[str, Any], op: Op
     ) -> Any:
@@ -109,18 +114,11 @@ def _make_override_run(override: Callable[..., Any] | None, takes_numbers: bool)
             args, kwargs = read_numbers(func, args, kwargs)
             if not collect_dtensors((args, kwargs)):
                 return func(*args, **kwargs)
-        return override(*args, **kwargs)  # type: ignore[misc]
+        return override(*args, **kwargs)
 
-    if override is not None and takes_numbers:
+    if takes_numbers:
         return run_with_numbers
-    if override is not None:
-        return lambda func, args, kwargs, op: override(*args, **kwargs)
-
-    def run_locally(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], op: Op) -> Any:
-        with Local():
-            return func(*args, **kwargs)
-
-    return run_locally
+    return lambda func, args, kwargs, op: override(*args, **kwargs)
 
 
 def _choose_run_without_rule(func: Callable[..., Any]) -> Run:
@@ -149,8 +147,7 @@ def _run_operator(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], o
     DTensors that forward saved: it runs on the pieces of all of them.
     """
     if in_backward():
-        with Local():
-            return func(*args, **kwargs)
+        return _run_locally(func, args, kwargs, op)
     if op.form.rule is None:
         return _gather_and_run(func, args, kwargs, op)
     return _plan_and_run(func, args, kwargs, op)

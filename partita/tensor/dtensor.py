@@ -52,7 +52,7 @@ __all__ = [
     "checksum",
     "compare_pieces",
     "destination",
-    "holders",
+    "holders_of_piece",
     "laid_out_as",
     "make_no_strides_error",
     "piece_held",
@@ -460,7 +460,7 @@ def destination(x: torch.Tensor) -> Piece | None:
     return piece
 
 
-def holders(spec: Spec) -> tuple[tuple[str, ...], int, int]:
+def holders_of_piece(spec: Spec) -> tuple[tuple[str, ...], int, int]:
     """Who holds the same piece as this rank: the axes along which, which of them it is, how many.
 
     Pieces that are equal along the same axes have equally many holders.

@@ -703,8 +703,7 @@ def cache_clear() -> None:
     """Forget every plan and every count. Results do not change; the next calls plan anew."""
     with _CACHE.lock:
         for plans in _CACHE.ops:
-            plans.clear()
-            plans.old = {}
+            plans.forget()
         _CACHE.young = _CACHE.misses = _CACHE.forgotten_hits = 0
 
 

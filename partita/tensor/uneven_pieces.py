@@ -27,7 +27,7 @@ from partita.layout import Layout
 from partita.rules import EXTREME, Bound, PaddingFill, find_padding_fills
 
 from .arguments import Path, collect_tensors, get_at_path, locate_in_call, replace_at_paths
-from .autograd import holders
+from .autograd import count_holders
 from .dtensor import DTensor
 from .forms import Form
 from .op_facts import facts_of_function
@@ -147,7 +147,7 @@ def give_room(x: torch.Tensor) -> None:
         if x.shape == padded or not x.is_leaf or find_padded(x, padded) is not None:
             return
         storage = x.untyped_storage()
-        is_alone = holders(storage) == 2 and x.numel() * x.itemsize == storage.nbytes()
+        is_alone = count_holders(storage) == 2 and x.numel() * x.itemsize == storage.nbytes()
         is_torchs = storage.resizable() and not is_seen_by_processes(storage)
         if is_alone and is_torchs and not x.is_inference():
             _data.__set__(x, copy_with_room(x.detach(), x._spec))

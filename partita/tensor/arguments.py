@@ -175,9 +175,7 @@ def all_tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[Path,
     return found + _tensors_at(tuple(kwargs), tuple(kwargs.values()))
 
 
-def find_numbers_of_other_meshes(
-    tensors: Sequence[tuple[Path, Any]],
-) -> list[tuple[Path, DTensor]]:
+def find_numbers_of_other_meshes(tensors: Sequence[tuple[Path, Any]]) -> list[tuple[Path, DTensor]]:
     """The 0-d DTensors that live on another mesh than the others; by path.
 
     A norm, a coefficient: a number that every rank holds is the same number on any mesh. Only

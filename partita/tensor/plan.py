@@ -756,9 +756,7 @@ IN_C = load_extension()
 
 
 def make_key_in_c(
-    key: Callable[..., Any],
-    params: Sequence[tuple[str, int, Any]],
-    flagged: bool,
+    key: Callable[..., Any], params: Sequence[tuple[str, int, Any]], flagged: bool
 ) -> Callable[..., Any]:
     """A key function in C that gives the same keys as `key`; `key` itself where there is no C.
 

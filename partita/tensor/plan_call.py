@@ -76,12 +76,7 @@ from .spec import spec_of
 from .tensor_state import HERE
 from .uneven_pieces import wrap_filling_padding, wrap_for_empty_pieces
 
-__all__ = [
-    "Considered",
-    "check_undeclared_tensors",
-    "choose",
-    "make_plan",
-]
+__all__ = ["Considered", "check_undeclared_tensors", "choose", "make_plan"]
 
 _NUMBERS = (int, float, bool, complex)
 
@@ -597,11 +592,7 @@ def _find_rows_splitting(bound: Bound, first: Layout | None, name: str, axis: st
 
 
 def _choose_layouts(
-    bound: Bound,
-    rows: Sequence[Row],
-    layouts: Sequence[Layout | None],
-    mesh: Mesh,
-    inplace: bool,
+    bound: Bound, rows: Sequence[Row], layouts: Sequence[Layout | None], mesh: Mesh, inplace: bool
 ) -> Choice:
     splits: dict[str, tuple[str, ...]] = {}
     for axis, row in zip(mesh.names, rows, strict=True):

@@ -554,12 +554,7 @@ _SAID = (
 )
 
 
-_ENTERED = (
-    "tensor/flex.py",
-    "tensor/torch_patches.py",
-    "parallel/optimizer.py",
-    "remat/",
-)
+_ENTERED = ("tensor/flex.py", "tensor/torch_patches.py", "parallel/optimizer.py", "remat/")
 """What Dynamo may enter: functions that stand in torch's own places, where plain programs are
 compiled, too, and regions, which know what they are in a program that is compiled."""
 

@@ -355,11 +355,7 @@ def _takes_shapes(
 
 
 def _run_on_meta(
-    run: Callable[..., Any],
-    args: Any,
-    kwargs: Any,
-    metas: dict[Path, torch.Tensor],
-    is_users: bool,
+    run: Callable[..., Any], args: Any, kwargs: Any, metas: dict[Path, torch.Tensor], is_users: bool
 ) -> tuple[list[torch.Tensor], list[Path]] | None:
     """The outputs for pieces with elements, and the paths of the operands that they are
     differentiable in; None where it takes values to tell."""

@@ -167,14 +167,14 @@ def reshape_copy(reshape: Callable[..., Any], copy: DTensor, *args: Any, **kwarg
 def _replace_viewed_part(source: DTensor, origin: Origin, value: DTensor) -> DTensor:
     """`source` with the part that `origin` views replaced by `value`; both are gathered for it."""
     spec = source._spec
-    whole = spec.invariant(spec.shape)
+    whole = spec.invariant_of(spec.shape)
     with Local():
         copy = moved(source, spec, whole, "write", "implicit")
         copy = copy.clone(memory_format=torch.contiguous_format)
         part = origin.view(copy, *origin.args, **origin.kwargs)
         if origin.index is not None:
             part = part[origin.index]
-        of_part = spec.invariant(value._spec.shape)
+        of_part = spec.invariant_of(value._spec.shape)
         part.copy_(moved(value, value._spec, of_part, "write", "implicit"))
     return tagged(copy, whole)
 

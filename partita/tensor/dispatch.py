@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 from torch._C import _is_torch_function_enabled, _len_torch_function_stack
+from torch.utils._pytree import tree_map_only
 
 from partita.comm import inspect_collectives, user_line
 from partita.layout import Fix, Layout, LayoutError
@@ -394,7 +395,7 @@ def operands_of_collective(name: str, given: Any) -> Any:
         return given
     parted = [t for t in dtensors if not t._spec.is_whole]
     if not parted:
-        return given if "object" in name else _as_plain(given)
+        return given if "object" in name else tree_map_only(DTensor, _alias_plainly, given)
     raise LayoutError(
         f"torch.distributed: {name} cannot take a DTensor of which a rank holds a part",
         place=user_line(),
@@ -408,13 +409,9 @@ def operands_of_collective(name: str, given: Any) -> Any:
     )
 
 
-def _as_plain(value: Any) -> Any:
-    if isinstance(value, DTensor):
-        with Local():
-            return value.view_as(value)
-    if isinstance(value, dict):
-        return {key: _as_plain(v) for key, v in value.items()}
-    return type(value)(map(_as_plain, value)) if isinstance(value, (list, tuple)) else value
+def _alias_plainly(x: DTensor) -> torch.Tensor:
+    with Local():
+        return x.view_as(x)
 
 
 inspect_collectives(operands_of_collective)

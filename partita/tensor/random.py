@@ -106,7 +106,7 @@ def _on_pieces(x: Any, run: Callable[..., Any]) -> Callable[[KernelCall], Kernel
     return make_kernel
 
 
-def _drawing(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Draw:
+def _make_draw(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Draw:
     """`function(out, *args, **kwargs)`, with the generator."""
 
     def draw(out: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
@@ -118,7 +118,9 @@ def _drawing(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) ->
 
 @rule(torch.dropout)
 def _derive_dropout(x: Any, _p: float = 0.5, _train: bool = True) -> KernelRule:
-    def drop(draw_piece: Any, input: torch.Tensor, p: float = 0.5, train: bool = True) -> Any:
+    def drop_elements(
+        draw_piece: Any, input: torch.Tensor, p: float = 0.5, train: bool = True
+    ) -> Any:
         if not train or p == 0:
             return input.clone() if train else torch.dropout(input, p, False)
 
@@ -129,12 +131,14 @@ def _derive_dropout(x: Any, _p: float = 0.5, _train: bool = True) -> KernelRule:
 
         return input * draw_piece(draw)
 
-    return KernelRule(f"+ {x.names} -> {x.names}", _on_pieces(x, drop))
+    return KernelRule(f"+ {x.names} -> {x.names}", _on_pieces(x, drop_elements))
 
 
 @rule(torch.alpha_dropout)
 def _derive_alpha_dropout(x: Any) -> KernelRule:
-    def drop(draw_piece: Any, input: torch.Tensor, p: float = 0.5, train: bool = True) -> Any:
+    def drop_elements(
+        draw_piece: Any, input: torch.Tensor, p: float = 0.5, train: bool = True
+    ) -> Any:
         if not train or p in (0, 1):  # nothing is drawn
             return torch.alpha_dropout(input, p, train)
         # What is dropped becomes -b, and then all is brought back to mean 0 and variance 1.
@@ -150,15 +154,15 @@ def _derive_alpha_dropout(x: Any) -> KernelRule:
         shift = draw_piece(draw)  # above 0 where it is kept
         return input * ((shift > 0) * scale) + shift
 
-    return KernelRule(f"{x.names} -> {x.names}", _on_pieces(x, drop))
+    return KernelRule(f"{x.names} -> {x.names}", _on_pieces(x, drop_elements))
 
 
 def _register_fill(function: Callable[..., Any]) -> None:
-    def fill(draw_piece: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return input.copy_(draw_piece(_drawing(function, args, kwargs)))
+    def fill_piece(draw_piece: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return input.copy_(draw_piece(_make_draw(function, args, kwargs)))
 
     def derive_fill(x: Any) -> KernelRule:
-        return KernelRule(f"{x.names} -> {x.names}", _on_pieces(x, fill))
+        return KernelRule(f"{x.names} -> {x.names}", _on_pieces(x, fill_piece))
 
     rule(function)(derive_fill)
 
@@ -173,7 +177,7 @@ def _register_like(function: Callable[..., Any]) -> None:
     ) -> torch.Tensor:
         requires = kwargs.pop("requires_grad", False)
         kwargs.pop("memory_format", None)
-        out = draw_piece(_drawing(run, args, kwargs))
+        out = draw_piece(_make_draw(run, args, kwargs))
         return out.clone(memory_format=torch.contiguous_format).requires_grad_(requires)
 
     def derive_like(x: Any) -> LikeRule:

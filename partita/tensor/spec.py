@@ -72,7 +72,7 @@ class Spec:
         layout = self.layout
         return spec_of(Layout(layout.shape, layout.shards, (), layout.invariant), self.wire)
 
-    def invariant(self, shape: Sequence[int]) -> Spec:
+    def invariant_of(self, shape: Sequence[int]) -> Spec:
         """The spec of a whole value of `shape`: Invariant where this one is not Replicate."""
         axes = tuple(a for a, p in self.by_axis() if not p.is_replicate())
         return spec_of(Layout(tuple(shape), invariant=axes), self.wire)

@@ -390,7 +390,7 @@ def _find_picked_places(entry: Any, size: int, dim: int) -> Any:
 
 def _write_whole(x: DTensor, spec: Spec, index: Any, value: Any) -> None:
     """Gather x, write, and take the pieces back."""
-    whole = spec.invariant(spec.shape)
+    whole = spec.invariant_of(spec.shape)
     value = _redistribute_value(value, whole)
     entries = index if isinstance(index, tuple) else (index,)
     places = tuple(

@@ -100,24 +100,24 @@ def put_in_place_of(name: str, function: Callable[..., Any], *homes: Any) -> Any
 def _make_checked_transform(name: str, transform: Callable[..., Any]) -> Callable[..., Any]:
     """A transform, and the function that it makes, which look at their arguments first."""
 
-    def look(args: Any, kwargs: Any) -> None:
+    def refuse_dtensors(args: Any, kwargs: Any) -> None:
         if holds_dtensor(args) or holds_dtensor(kwargs):
             raise make_transform_error(name)
 
-    def asking(*args: Any, **kwargs: Any) -> Any:
-        look(args, kwargs)
+    def checked_transform(*args: Any, **kwargs: Any) -> Any:
+        refuse_dtensors(args, kwargs)
         made = transform(*args, **kwargs)
         if not callable(made):
             return made
 
         @functools.wraps(made)
-        def made_asking(*args: Any, **kwargs: Any) -> Any:
-            look(args, kwargs)
+        def checked_function(*args: Any, **kwargs: Any) -> Any:
+            refuse_dtensors(args, kwargs)
             return made(*args, **kwargs)
 
-        return made_asking
+        return checked_function
 
-    return asking
+    return checked_transform
 
 
 for _name in TRANSFORMS:
@@ -192,7 +192,7 @@ torch.Tensor.__init__ = _refuse_piece_operands  # type: ignore[method-assign,ass
 # -- TorchScript -----------------------------------------------------------------------------------
 
 
-def _of_whole_operands(kind: type) -> None:
+def _let_script_run_whole(kind: type) -> None:
     """Let a function or method of TorchScript run as an op without a rule, on whole operands."""
     base = kind.__call__  # type: ignore[operator]
 
@@ -207,8 +207,8 @@ def _of_whole_operands(kind: type) -> None:
     kind.__call__ = __call__  # type: ignore[method-assign, operator]
 
 
-_of_whole_operands(torch.jit.ScriptFunction)
-_of_whole_operands(torch._C.ScriptMethod)
+_let_script_run_whole(torch.jit.ScriptFunction)
+_let_script_run_whole(torch._C.ScriptMethod)
 
 
 def _refuse_script(what: str) -> LayoutError:
@@ -223,18 +223,18 @@ def _refuse_script(what: str) -> LayoutError:
     )
 
 
-def _module_of_dtensors(f: Any) -> bool:
+def _has_dtensors(f: Any) -> bool:
     return isinstance(f, torch.nn.Module) and holds_dtensor([*f.parameters(), *f.buffers()])
 
 
 def _trace_or_refuse(func: Any, example_inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
-    if holds_dtensor(example_inputs) or holds_dtensor(kwargs) or _module_of_dtensors(func):
+    if holds_dtensor(example_inputs) or holds_dtensor(kwargs) or _has_dtensors(func):
         raise _refuse_script("torch.jit.trace")
     return _plain_trace(func, example_inputs, *args, **kwargs)
 
 
 def _create_script_module(nn_module: Any, *args: Any, **kwargs: Any) -> Any:
-    if _module_of_dtensors(nn_module):
+    if _has_dtensors(nn_module):
         raise _refuse_script(f"torch.jit of {type(nn_module).__name__}")
     return _plain_script_module(nn_module, *args, **kwargs)
 

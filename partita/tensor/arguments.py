@@ -317,7 +317,7 @@ def may_have_numbers(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 def _may_be_number(value: Any) -> bool:
     kind = type(value)
     if kind is DTensor:
-        return value._spec.shape.numel() == 1  # type: ignore[no-any-return]
+        return value._spec.shape.numel() == 1
     if kind is slice:
         return any(type(v) is DTensor for v in (value.start, value.stop, value.step))
     return (kind is tuple or kind is list) and any(map(_may_be_number, value))

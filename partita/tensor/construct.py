@@ -521,7 +521,7 @@ def _match_placements(given: Any, values: list[Any], what: str, name: str) -> Se
             reason="one entry for each tensor or value, also in lists and dicts; None for a value",
             fixes=(Fix(f"{what}=({', '.join(['[...]'] * len(values))},)"),),
         )
-    return given  # type: ignore[no-any-return]
+    return given
 
 
 def _require_placements(x: DTensor, wanted: Placements, i: int, name: str, move: bool) -> DTensor:

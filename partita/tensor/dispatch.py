@@ -98,7 +98,8 @@ def _run_locally(func: Any, args: Any, kwargs: dict[str, Any], op: Op) -> Any:
 
 
 def _run_collective(func: Any, args: Any, kwargs: dict[str, Any], op: Op) -> Any:
-    return _run_locally(func, *operands_of_collective(op.form.name, (args, kwargs)), op)
+    args, kwargs = operands_of_collective(op.form.name, (args, kwargs))
+    return _run_locally(func, args, kwargs, op)
 
 
 def _make_override_run(override: Callable[..., Any], takes_numbers: bool) -> Run:

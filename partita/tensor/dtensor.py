@@ -241,7 +241,7 @@ class DTensor(torch.Tensor):
         given = spec_on_wire(spec.wire, spec.layout.shape, grad_placements)
         with Local():
             if given is spec.gradient:
-                return x.view_as(x)  # type: ignore[no-any-return]
+                return x.view_as(x)
             return convert_gradient(x, given, spec.gradient, "to_local")
 
     def _piece(self) -> torch.Tensor:
@@ -249,7 +249,7 @@ class DTensor(torch.Tensor):
         self._spec.wire.refuse_padded_piece(self._spec.layout, "to_local")
         x = current(self)
         with Local():
-            return x.view_as(x)  # type: ignore[no-any-return]
+            return x.view_as(x)
 
     def redistribute(
         self,
@@ -375,7 +375,7 @@ for _name in "dtype device requires_grad is_leaf grad_fn is_sparse is_cuda is_cp
 def laid_out_as(x: DTensor, after: Spec, op: str) -> DTensor:
     """The same global value in the layout of `after`, as the user asks for it. Differentiable."""
     if HERE.block is not None:
-        return HERE.block.call_ours(_laid_out_as, x, after, Label(op))  # type: ignore[no-any-return]
+        return HERE.block.call_ours(_laid_out_as, x, after, Label(op))
     return _laid_out_as(x, after, op)
 
 

@@ -769,4 +769,4 @@ def make_key_in_c(
         return key
     names, kinds, defaults = zip(*params, strict=True)
     harmless = key.__globals__["harmless"]
-    return IN_C.Key(key, names, bytes(kinds), defaults, harmless, flagged)  # type: ignore[no-any-return]
+    return IN_C.Key(key, names, bytes(kinds), defaults, harmless, flagged)

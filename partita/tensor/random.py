@@ -111,7 +111,7 @@ def _make_draw(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) 
 
     def draw(out: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
         own = {} if generator is None else {"generator": generator}
-        return function(out, *args, **kwargs | own)  # type: ignore[no-any-return]
+        return function(out, *args, **kwargs | own)
 
     return draw
 

@@ -191,7 +191,7 @@ def _fit_broadcast_spec(src: DTensor, spec: Spec) -> Spec:
 @implements(T.__deepcopy__)
 def _deepcopy_dtensor(x: DTensor, memo: dict[int, Any]) -> DTensor:
     if id(x) in memo:
-        return memo[id(x)]  # type: ignore[no-any-return]
+        return memo[id(x)]
     with Local(), torch.no_grad():
         if not x.is_leaf:
             raise RuntimeError(

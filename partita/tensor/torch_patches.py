@@ -271,7 +271,7 @@ def _read_nested_values(data: Any) -> Any:
 
 def _make_tensor(data: Any, **options: Any) -> torch.Tensor:
     if _len_torch_function_stack():
-        return handle_torch_function(_make_tensor, (), data, **options)  # type: ignore[no-any-return]
+        return handle_torch_function(_make_tensor, (), data, **options)
     if not isinstance(data, DTensor):
         return _plain_tensor(_read_nested_values(data), **options)
     requires_grad, pinned = options.pop("requires_grad", False), options.pop("pin_memory", False)
@@ -281,7 +281,7 @@ def _make_tensor(data: Any, **options: Any) -> torch.Tensor:
 
 def _as_tensor(data: Any, **options: Any) -> torch.Tensor:
     if _len_torch_function_stack():
-        return handle_torch_function(_as_tensor, (), data, **options)  # type: ignore[no-any-return]
+        return handle_torch_function(_as_tensor, (), data, **options)
     if isinstance(data, DTensor):
         return data.to(**options) if options else data
     return _plain_as_tensor(_read_nested_values(data), **options)
@@ -289,7 +289,7 @@ def _as_tensor(data: Any, **options: Any) -> torch.Tensor:
 
 def _convert_to_tensor(obj: Any, **options: Any) -> torch.Tensor:
     if _len_torch_function_stack():
-        return handle_torch_function(_convert_to_tensor, (), obj, **options)  # type: ignore[no-any-return]
+        return handle_torch_function(_convert_to_tensor, (), obj, **options)
     if not isinstance(obj, DTensor):
         return _plain_asarray(_read_nested_values(obj), **options)
     copies, requires_grad = options.pop("copy", None), options.pop("requires_grad", None)
@@ -355,7 +355,7 @@ class _LegacyType(type):
     @property
     def __name__(cls) -> str:  # type: ignore[override]
         # `x.type(torch.FloatTensor)` goes by the name in C, which has the module's too.
-        return cls.plain.__name__  # type: ignore[no-any-return]
+        return cls.plain.__name__
 
 
 def _plain_type(kind: Any) -> Any:

@@ -54,6 +54,7 @@ __all__ = [
     "destination",
     "holders_of_piece",
     "laid_out_as",
+    "make_memory_error",
     "make_no_strides_error",
     "piece_held",
     "shape_of_pieces",
@@ -73,12 +74,13 @@ class DTensor(torch.Tensor):
 
     What is made of DTensors gives it the rest, as it is imported: `dispatch` its
     `__torch_function__` and frequent methods, `dtensor_gradients` its `grad`, `torch_patches` what
-    it refuses.
+    Dynamo asks first.
     """
 
     _spec: Spec
 
-    if TYPE_CHECKING:  # torch's own, which gives what it is asked of
+    if TYPE_CHECKING:  # what `dtensor_gradients` gives it; and torch's own, of what it is asked of
+        grad: DTensor | None
 
         def requires_grad_(self, requires_grad: bool = True) -> DTensor: ...
 
@@ -306,6 +308,24 @@ class DTensor(torch.Tensor):
             return out
         given = spec_on_wire(wire, spec.layout.shape, grad_placements)
         return convert_gradient(out, given, spec.whole, "full_tensor")
+
+    # -- memory, of which each rank has another part ---------------------------------------------
+
+    def as_subclass(self, cls: type) -> Any:
+        """Of this rank's piece, with torch-function disabled; else refused."""
+        if _global_view():
+            raise make_memory_error("as_subclass")
+        return super().as_subclass(cls)
+
+    def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        """`x.set_(y)` of a DTensor y: `x.data = y`. Memory of another kind is set as by
+        torch.Tensor.set_ with torch-function disabled, and refused else."""
+        if not _global_view():
+            return super().set_(*(() if source is None else (source,)), *args, **kwargs)
+        if not isinstance(source, DTensor) or args or kwargs:
+            raise make_memory_error("set_")
+        self.data = source.detach()
+        return self
 
     # -- what torch.distributed.checkpoint asks a tensor that is spread, by these names ----------
 
@@ -575,6 +595,16 @@ def _make_order_error(orders: Sequence[int]) -> LayoutError:
         ),
         reason="strides, and what is a view or a copy of it, would be another on each rank",
         fixes=(Fix("pt.DTensor.from_local(t.contiguous(), ...)", "on every rank"),),
+    )
+
+
+def make_memory_error(name: str) -> LayoutError:
+    """What to raise where method `name`, which works on memory, is called of a DTensor."""
+    return LayoutError(
+        f"{name} cannot take a DTensor",
+        place=user_line(),
+        reason="it works on memory, of which each rank has another part",
+        fixes=(Fix(f"x.to_local().{name}(...)", "on this rank's piece"),),
     )
 
 

@@ -19,17 +19,15 @@ from partita.layout import Fix, Layout, LayoutError
 from .aliasing import write_through_copy
 from .arguments import admit, alias_as_invariant, give_history
 from .autograd import moved
-from .dtensor import DTensor, tagged
+from .dtensor import DTensor, make_memory_error, tagged
 from .op_facts import facts_of_function
 from .spec import Spec, spec_for_write_into, spec_of
 from .tensor_state import own_state
 
 __all__ = [
-    "MEMORY",
     "OVERRIDES",
     "find_getter",
     "implements",
-    "make_refusal",
     "runs_as_torch_has_it",
     "set_item",
 ]
@@ -175,27 +173,27 @@ def _format_dtensor(x: DTensor, spec: str) -> str:
     return object.__format__(x, spec)
 
 
-def make_refusal(name: str, reason: str, *fixes: Fix) -> Callable[..., Any]:
-    """An override that raises LayoutError: the function cannot take a DTensor."""
+@implements(T.__dlpack__)
+def _refuse_dlpack(x: DTensor, *args: Any, **kwargs: Any) -> Any:
+    raise LayoutError(
+        "dlpack cannot take a DTensor",
+        place=user_line(),
+        reason="the other side would take this rank's piece for the whole tensor",
+        fixes=(
+            Fix("x.to_local().__dlpack__()", "this rank's piece"),
+            Fix("x.full_tensor().__dlpack__()", "the whole value"),
+        ),
+    )
 
-    def raise_refusal(*args: Any, **kwargs: Any) -> Any:
-        raise LayoutError(
-            f"{name} cannot take a DTensor", place=user_line(), reason=reason, fixes=fixes
-        )
 
-    return raise_refusal
+def _refuse_memory_method(name: str) -> None:
+    @implements(getattr(T, name))
+    def raise_memory_error(*args: Any, **kwargs: Any) -> Any:
+        raise make_memory_error(name)
 
 
-OVERRIDES[T.__dlpack__] = make_refusal(
-    "dlpack",
-    "the other side would take this rank's piece for the whole tensor",
-    Fix("x.to_local().__dlpack__()", "this rank's piece"),
-    Fix("x.full_tensor().__dlpack__()", "the whole value"),
-)
-MEMORY = "it works on memory, of which each rank has another part"
 for _name in ("resize_", "resize_as_", "as_strided_", "apply_", "map_", "share_memory_"):
-    _way_out = Fix(f"x.to_local().{_name}(...)", "on this rank's piece")
-    OVERRIDES[getattr(T, _name)] = make_refusal(_name, MEMORY, _way_out)
+    _refuse_memory_method(_name)
 
 # -- assignment to an index ------------------------------------------------------------------------
 

@@ -44,7 +44,7 @@ from .dtensor import DTensor, tagged
 from .dtensor_gradients import specs_of_values, type_gradient
 from .forms import Form, form_of
 from .spec import Spec
-from .tensor_overrides import MEMORY, OVERRIDES, make_refusal
+from .tensor_overrides import OVERRIDES
 from .tensor_state import HERE
 
 __all__ = [
@@ -136,32 +136,6 @@ def _to_dlpack(tensor: torch.Tensor) -> Any:
 
 put_in_place_of("to_dlpack", _to_dlpack, torch, torch.utils.dlpack)
 OVERRIDES[torch.Tensor.__dlpack_device__] = lambda x: x.__dlpack__()
-
-
-def _refusing_method(name: str) -> Callable[..., Any]:
-    base = getattr(torch.Tensor, name)
-    refused = make_refusal(name, MEMORY, Fix(f"x.to_local().{name}(...)", "on this rank's piece"))
-
-    @functools.wraps(base)
-    def method(self: DTensor, *args: Any, **kwargs: Any) -> Any:
-        return (refused if _global_view() else base)(self, *args, **kwargs)
-
-    return method
-
-
-DTensor.as_subclass = _refusing_method("as_subclass")  # type: ignore[method-assign]
-_refuse_set = _refusing_method("set_")
-
-
-@functools.wraps(torch.Tensor.set_)
-def _set_memory(self: DTensor, source: Any = None, *args: Any, **kwargs: Any) -> Any:
-    if isinstance(source, DTensor) and not args and not kwargs and _global_view():
-        self.data = source.detach()
-        return self
-    return _refuse_set(self, *(() if source is None else (source,)), *args, **kwargs)
-
-
-DTensor.set_ = _set_memory  # type: ignore[method-assign, assignment]
 
 
 def refuse_piece(name: str, x: Any) -> None:

@@ -129,8 +129,8 @@ def form_of(func: Callable[..., Any]) -> Form:
         return Form(func, name, own, inplace, reshapes, bare=bare, writes=writes)
     if isinstance(func, types.FunctionType):
         if facts_of_function(op).is_twin and func is getattr(torch.nn.functional, op):
-            twin, bare = _builtin_twin(op), _BARE_CALLS.get(func)
-            return Form(func, op, _find_rule_named(op), local=twin, bare=bare)
+            bare = _BARE_CALLS.get(func)
+            return Form(func, op, _find_rule_named(op), local=_builtin_twin(func), bare=bare)
         return Form(func, op, None, inplace)
     # Of zero_ there is only the form in place.
     rule = _find_rule_named(op) or _find_rule_named(name)
@@ -154,15 +154,14 @@ def _form_of_operator(func: Callable[..., Any], operator: Operator) -> Form:
     return Form(func, name, rule, local=local, operator=operator, writes=writes)
 
 
-def _builtin_twin(op: str) -> Callable[..., Any] | None:
+def _builtin_twin(func: Callable[..., Any]) -> Callable[..., Any] | None:
     """The builtin that a function of torch.nn.functional passes its arguments on to, if it takes
     them as they are; else None."""
-    builtin = getattr(torch._C._nn, op, None) or getattr(torch, op, None)
-    if op in ("layer_norm", "rms_norm"):
-        return builtin
-    if op in OF_ONE_OPERAND:
-        return None if builtin is None else lambda input, inplace=False: builtin(input)
-    return None
+    bare = _BARE_CALLS.get(func)
+    if bare is not None:
+        return lambda input, inplace=False: bare(input)
+    nn = torch.nn.functional
+    return {nn.layer_norm: torch.layer_norm, nn.rms_norm: torch.rms_norm}.get(func)
 
 
 def _find_rule_named(name: str) -> Rule | None:

@@ -255,7 +255,8 @@ def wrap_for_empty_pieces(
             largest[path] = layout.local_shape(mesh, first)
             wholes.append(layout.shape)
     whole = form.local or func
-    asks = not (_is_of_users(form) or facts_of_function(form.name).draws)
+    is_users = _is_of_users(form)
+    asks = not (is_users or facts_of_function(form.name).draws)
     known: dict[tuple[Any, ...], tuple[list[torch.Tensor], list[Path]] | None] = {}
 
     def try_with_elements(args: Any, kwargs: Any) -> tuple[list[torch.Tensor], list[Path]] | None:
@@ -272,7 +273,7 @@ def wrap_for_empty_pieces(
                     options = {"dtype": t.dtype, "requires_grad": t.requires_grad and graded}
                     given_metas[path] = torch.empty(shape, device="meta", **options)
                 try:
-                    found = _run_on_meta(whole, args, kwargs, given_metas, _is_of_users(form))
+                    found = _run_on_meta(whole, args, kwargs, given_metas, is_users)
                 except IndexError:
                     continue
                 takes_shapes = found is not None or _takes_shapes(whole, args, kwargs, given_metas)

@@ -105,6 +105,11 @@ class _UnplannedCall:
         return self.form.local or self.func
 
     @property
+    def is_view(self) -> bool:
+        """Is the result a view of the first operand on one device?"""
+        return facts_of_function(self.form.name).is_view and gives_view(self.form, self.args)
+
+    @property
     def keeps_layout(self) -> bool:
         """Must the first operand keep its layout? In place it must, unless its shape changes."""
         return self.form.inplace and not self.form.reshapes
@@ -185,7 +190,7 @@ def _plan_rewrite(call: _UnplannedCall, answer: Decomposition) -> CallPlan:
     rewrite = as_autocast_casts(answer.run, form.name, form.inplace)
     rewrite = _wrap_writing_into_first(rewrite, form) if form.inplace else rewrite
     copies = False
-    if gives_view(form, call.args):
+    if call.is_view:
         # What the ops inside do to make a view is not known: what is split is taken as copied.
         spec = call.args[0]._spec
         copies = spec.is_sharded or spec.is_copy
@@ -253,7 +258,7 @@ def _plan_sentence(
         if any(target.path in written for target in targets):
             return None  # what is written keeps its layout
     first: Any = call.args[0] if call.args else None
-    copies = gives_view(form, call.args) and (
+    copies = call.is_view and (
         bool(targets) or first._spec.is_copy or choice.partial[0] != first._spec.layout.partial
     )
     plan = CallPlan(
@@ -407,7 +412,7 @@ def _make_kernel(
         kernel = answer.local(given)
         # A kernel is asked with the tensors' own shapes; it runs with torch-function disabled.
         if kernel is not None:
-            if not gives_view(form, call.args):
+            if not call.is_view:
                 kernel = as_autocast_casts(kernel, form.name, form.inplace)
             if form.inplace:
                 kernel = _wrap_writing_into_first(kernel, form)

@@ -315,19 +315,20 @@ def _move_once(x: DTensor, after: Spec, op: str) -> torch.Tensor:
     """
     before = x._spec
     with Local():
-        is_counted = not (torch.is_inference_mode_enabled() or x.is_inference())
+        if torch.is_inference_mode_enabled() or x.is_inference():  # changes are not counted
+            return moved(x, before, after, op, "implicit")
+        version = x._version, torch.is_grad_enabled()
+    state = state_of(x)
     # The largest pieces are compared: whether to move must be the same question on every rank.
-    if not is_counted or after.largest > before.largest or state_of(x).written_unseen:
+    if after.largest > before.largest or state.written_unseen:
         return moved(x, before, after, op, "implicit")
-    graded = torch.is_grad_enabled()
-    known, version = state_of(x).moved, (count_writes(x), graded)
-    if known is not None and known.is_of(after, version):
-        return known.value
+    if state.moved is not None and state.moved.is_of(after, version):
+        return state.moved.value
     # A view would hold `x`, which holds it: no one would ever let go of the two.
     value = moved(x, before, after, op, "implicit")
     with Local():
         value = value if value._base is None else alias_without_base(value)
-    own_state(x).moved = MovedValue(after, (count_writes(x), graded), value, count_writes(value))
+    own_state(x).moved = MovedValue(after, version, value, count_writes(value))
     return value
 
 

@@ -160,8 +160,8 @@ def _builtin_twin(func: Callable[..., Any]) -> Callable[..., Any] | None:
     bare = _BARE_CALLS.get(func)
     if bare is not None:
         return lambda input, inplace=False: bare(input)
-    nn = torch.nn.functional
-    return {nn.layer_norm: torch.layer_norm, nn.rms_norm: torch.rms_norm}.get(func)
+    norms = ("layer_norm", "rms_norm")
+    return getattr(torch, func.__name__) if func.__name__ in norms else None
 
 
 def _find_rule_named(name: str) -> Rule | None:

@@ -35,9 +35,9 @@ from .app import (
 )
 from .comm import dry_mesh
 from .comm.device import HOST, Device, accelerator_names, choose_device, explain_no_gpu
-from .comm.ledger import human
 from .compile.backend.store import Entry, Store, default_store
 from .layout import LayoutError
+from .layout.text import format_table, human
 from .predict.autoplan import MOST, autoplan
 from .predict.calibrate import calibrate, machine_toml
 from .predict.explain import explain
@@ -51,16 +51,11 @@ from .versions import __version__, describe_torch
 __all__ = ["BENCHES", "main"]
 
 BENCHES = {
-    "dispatch": "partita.bench.dispatch:main",
-    "ops": "partita.bench.ops:main",
-    "compile": "partita.bench.compile:main",
-    "memory": "partita.bench.memory:main",
-    "zero": "partita.bench.zero:main",
-    "checkpoint": "partita.bench.checkpoint:main",
-    "faults": "partita.bench.faults:main",
-    "simulate": "partita.bench.simulate:main",
-    "published": "partita.bench.published:main",
-    "plan": "partita.bench.plan:main",
+    name: f"partita.bench.{name}:main"
+    for name in (
+        *("dispatch", "ops", "compile", "memory", "zero", "checkpoint"),
+        *("faults", "simulate", "published", "plan"),
+    )
 }
 """What `partita bench NAME` runs: "module:function", called with the remaining arguments."""
 HOST_BENCHES = {
@@ -75,25 +70,10 @@ HOST_BENCHES = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    options = _parser().parse_args(argv)
+    options = _parser().parse_args(argv, argparse.Namespace(argv=argv))
     try:
-        if options.command == "train":
-            return _train(options, argv)
-        if options.command == "explain":
-            return run_explain(options)
-        if options.command == "simulate":
-            return run_simulate(options)
-        if options.command == "plan":
-            return run_plan(options)
-        if options.command == "calibrate":
-            return run_calibrate(options)
-        if options.command == "report":
-            return _report(options.out, options.logs)
-        if options.command == "bench":
-            return _bench(options.name, options.device, options.options)
-        if options.command == "cache":
-            return cache(options.action)
-        return _doctor()
+        code: int = options.run(options)
+        return code
     except KeyboardInterrupt:
         return 130
 
@@ -101,28 +81,38 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="partita", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    _add_train(commands.add_parser("train", help="train a byte-level GPT on a mesh of ranks"))
-    add_explain(commands.add_parser("explain", help="how a call is run, without running it"))
-    add_simulate(commands.add_parser("simulate", help="what a step costs on another machine"))
-    add_plan(commands.add_parser("plan", help="the way to spread a model that fits best"))
-    add_calibrate(commands.add_parser("calibrate", help="measure this machine, into a file"))
-    report = commands.add_parser("report", help="a page about runs, from their --log files")
+
+    def add(name: str, help: str, run: Callable[..., int]) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=help)
+        command.set_defaults(run=run)
+        return command
+
+    _add_train(add("train", "train a byte-level GPT on a mesh of ranks", run_train))
+    _add_explain(add("explain", "how a call is run, without running it", run_explain))
+    _add_simulate(add("simulate", "what a step costs on another machine", run_simulate))
+    _add_plan(add("plan", "the way to spread a model that fits best", run_plan))
+    _add_calibrate(add("calibrate", "measure this machine, into a file", run_calibrate))
+    report = add("report", "a page about runs, from their --log files", run_report)
     report.add_argument("logs", nargs="+", type=Path, help="logs that `partita train --log` kept")
     report.add_argument("--out", type=Path, default=Path("report.html"), help="(report.html)")
-    bench = commands.add_parser("bench", help="measure, and compare with torch")
+    bench = add("bench", "measure, and compare with torch", run_bench)
     bench.add_argument(
-        "--device",
-        default=HOST.type,
-        help="what ranks compute on: cpu (default), cuda or auto",
+        "--device", default=HOST.type, help="what ranks compute on: cpu (default), cuda or auto"
     )
     bench.add_argument("name", choices=sorted(BENCHES))
     each = "of the bench: partita bench NAME --help"
     bench.add_argument("options", nargs=argparse.REMAINDER, help=each)
-    kept = commands.add_parser("cache", help="compiled programs that are kept: what is there")
-    actions = "; ".join(f"{name}: {what}" for name, what in ACTIONS.items())
-    kept.add_argument("action", choices=ACTIONS, help=actions)
-    commands.add_parser("doctor", help="show what this machine offers")
+    kept = add("cache", "compiled programs that are kept: what is there", run_cache)
+    actions = "; ".join(f"{name}: {what}" for name, what in _ACTIONS.items())
+    kept.add_argument("action", choices=_ACTIONS, help=actions)
+    add("doctor", "show what this machine offers", run_doctor)
     return parser
+
+
+def _refuse(command: str, reason: object) -> int:
+    """Say why a command cannot be done; the exit code for that."""
+    print(f"partita {command}: {reason}", file=sys.stderr)
+    return 2
 
 
 # -- train ----------------------------------------------------------------------------------------
@@ -179,7 +169,8 @@ def _argument(read: Callable[[str], Any]) -> Callable[[str], Any]:
     return argument
 
 
-def _train(asked: argparse.Namespace, argv: list[str]) -> int:
+def run_train(asked: argparse.Namespace) -> int:
+    """Train as options ask, or start the ranks that do."""
     try:
         options = _options(asked)
         if asked.print_config:
@@ -195,12 +186,11 @@ def _train(asked: argparse.Namespace, argv: list[str]) -> int:
         )
         logs = make_logs(options, progress.show, least_seconds)
     except (ValueError, OSError) as error:
-        print(f"partita train: {error}", file=sys.stderr)
-        return 2
+        return _refuse("train", error)
     try:
         if not is_rank():
             progress.say(f"starting {options.ranks} rank{'s' * (options.ranks > 1)}")
-            code = launch(argv, options.ranks, logs.show)
+            code = launch(asked.argv, options.ranks, logs.show)
             logs.end()
             return code or (0 if logs.complete else 1)
         with joined(logs.show) as me:
@@ -270,15 +260,16 @@ def _fit(mesh: Mesh | None, ranks: int | None, tp: int | None) -> Mesh:
 # -- report ---------------------------------------------------------------------------------------
 
 
-def _report(out: Path, logs: list[Path]) -> int:
+def run_report(options: argparse.Namespace) -> int:
+    """Write the page about logs; the exit code is 2 where that cannot be."""
+    out, logs = options.out, options.logs
     try:
         check_plotly()
         check_outputs({"--out": out}, logs)
         runs = read_logs(logs)
         write_report(out, *runs)
     except (ValueError, OSError) as error:
-        print(f"partita report: {error}", file=sys.stderr)
-        return 2
+        return _refuse("report", error)
     for note in (note for run in runs for note in run.notes):
         print(f"partita report: {note}", file=sys.stderr)
     print(out)
@@ -288,9 +279,11 @@ def _report(out: Path, logs: list[Path]) -> int:
 # -- bench ----------------------------------------------------------------------------------------
 
 
-def _bench(name: str, device: str, arguments: list[str]) -> int:
+def run_bench(options: argparse.Namespace) -> int:
+    """Run one of `BENCHES`, on the device that is asked for."""
     from partita.bench.place import DEVICE_VARIABLE
 
+    name, device = options.name, options.device
     try:
         chosen = choose_device(device)
         if name in HOST_BENCHES and not chosen.is_host:
@@ -300,10 +293,9 @@ def _bench(name: str, device: str, arguments: list[str]) -> int:
             chosen = Device(HOST.type)
         os.environ[DEVICE_VARIABLE] = chosen.type
     except ValueError as error:
-        print(f"partita bench: {error}", file=sys.stderr)
-        return 2
+        return _refuse("bench", error)
     module, _, function = BENCHES[name].partition(":")
-    return getattr(importlib.import_module(module), function)(arguments) or 0
+    return getattr(importlib.import_module(module), function)(options.options) or 0
 
 
 # -- doctor ---------------------------------------------------------------------------------------
@@ -323,7 +315,8 @@ def _describe_package(name: str, use: str) -> str:
         return f"none: for {use}"
 
 
-def _doctor() -> int:
+def run_doctor(options: argparse.Namespace) -> int:
+    """Print what this machine offers; the exit code is 1 where ranks cannot be compared."""
     from .comm.backends.choose import installed_backends
     from .comm.backends.control import can_compare
     from .tensor.plan import IN_C
@@ -353,12 +346,10 @@ def _doctor() -> int:
     return 0 if can_compare() else 1
 
 
-# -- predictions -----------------------------------------------------------------------------------
-
 # -- explain ---------------------------------------------------------------------------------------
 
 
-def add_explain(parser: argparse.ArgumentParser) -> None:
+def _add_explain(parser: argparse.ArgumentParser) -> None:
     """Add the options of `partita explain`."""
     parser.description = (
         "Show how a call on DTensors is run: its rule, the ways that were priced, what moves. "
@@ -392,13 +383,13 @@ def run_explain(options: argparse.Namespace) -> int:
 # -- simulate --------------------------------------------------------------------------------------
 
 
-def add_simulate(parser: argparse.ArgumentParser) -> None:
+def _add_simulate(parser: argparse.ArgumentParser) -> None:
     """Add the options of `partita simulate`."""
     parser.description = (
         "Show what a training step of a model would cost: time, bytes, memory. It is captured over "
         "tensors without memory and played as events; nothing is run."
     )
-    add_model(parser)
+    _add_model(parser)
     parser.add_argument("--mesh", required=True, help="the ranks of each axis: dp=64,tp=8")
     parser.add_argument("--zero", type=int, default=3, help="the stage of ZeRO over dp (3)")
     on_off = argparse.BooleanOptionalAction
@@ -410,7 +401,7 @@ def add_simulate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--report", metavar="FILE", help="write a page about it (needs plotly)")
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
+def _add_model(parser: argparse.ArgumentParser) -> None:
     """Add the options that name a model and a machine."""
     parser.add_argument("--model", required=True, help=", ".join(MODELS))
     machines = ", ".join(shipped_machines())
@@ -427,13 +418,13 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--precision", default="bfloat16", help="bfloat16 or float32 (bfloat16)")
 
 
-def strategy_of(options: argparse.Namespace) -> Strategy:
+def _strategy_of(options: argparse.Namespace) -> Strategy:
     """The strategy that options say."""
     given = vars(options)
     return Strategy(**{f.name: given[f.name] for f in fields(Strategy) if f.name in given})
 
 
-def machine_of(options: argparse.Namespace) -> Machine:
+def _machine_of(options: argparse.Namespace) -> Machine:
     """The machine that options say, with its links.
 
     Raises:
@@ -452,7 +443,7 @@ def run_simulate(options: argparse.Namespace) -> int:
         # Before what may take a minute.
         check_outputs({"--trace": options.trace, "--report": options.report})
         mesh = dict(read_mesh(options.mesh))
-        found = simulate(options.model, mesh, machine_of(options), strategy=strategy_of(options))
+        found = simulate(options.model, mesh, _machine_of(options), strategy=_strategy_of(options))
         print(found, flush=True)
         if options.trace:
             found.save_trace(options.trace)
@@ -466,13 +457,13 @@ def run_simulate(options: argparse.Namespace) -> int:
 # -- plan ------------------------------------------------------------------------------------------
 
 
-def add_plan(parser: argparse.ArgumentParser) -> None:
+def _add_plan(parser: argparse.ArgumentParser) -> None:
     """Add the options of `partita plan`."""
     parser.description = (
         "Show the best five ways to spread a model: meshes, stages of ZeRO, tensor and sequence "
         "parallelism, remat and micro-batches, by simulation. All that is shown fits."
     )
-    add_model(parser)
+    _add_model(parser)
     parser.add_argument("--ranks", type=int, required=True, help="all of them")
     parser.add_argument("--memory", help="of a rank: 80GB, 64GiB (the machine's)")
     parser.add_argument("--batch", type=int, help="sequences of a step, all ranks (one a rank)")
@@ -520,9 +511,9 @@ def run_plan(options: argparse.Namespace) -> int:
                 options.model,
                 options.ranks,
                 options.memory,
-                machine_of(options),
+                _machine_of(options),
                 batch=options.batch,
-                strategy=strategy_of(given),
+                strategy=_strategy_of(given),
                 most=options.most,
                 watch=watch,
             )
@@ -535,7 +526,7 @@ def run_plan(options: argparse.Namespace) -> int:
 # -- calibrate -------------------------------------------------------------------------------------
 
 
-def add_calibrate(parser: argparse.ArgumentParser) -> None:
+def _add_calibrate(parser: argparse.ArgumentParser) -> None:
     """Add the options of `partita calibrate`."""
     parser.description = (
         "Measure this machine, with so many ranks of one thread at work at once, and write a "
@@ -560,32 +551,26 @@ def run_calibrate(options: argparse.Namespace) -> int:
     return 0
 
 
-def _refuse(command: str, reason: object) -> int:
-    """Say why a command cannot be done; the exit code for that."""
-    print(f"partita {command}: {reason}", file=sys.stderr)
-    return 2
-
-
 # -- compiled programs that are kept ---------------------------------------------------------------
 
-ACTIONS = {
+_ACTIONS = {
     "list": "show what is kept",
     "clear": "remove all of it",
     "verify": "read all of it, and say what is damaged; exit code 1 if anything is",
 }
 
 
-def cache(action: str) -> int:
-    """Do one of `ACTIONS` with the user's store, print what came of it, return the exit code."""
+def run_cache(options: argparse.Namespace) -> int:
+    """Do one of `_ACTIONS` with the user's store, print what came of it, return the exit code."""
+    action = options.action
     try:
         store = default_store()
         if action == "clear":
             count, nbytes = store.clear()
-            print(f"removed {_format_count(count)}, {_format_size(nbytes)}, from {store.folder}")
+            print(f"removed {_format_count(count)}, {human(nbytes, '0 B')}, from {store.folder}")
             return 0
     except (ValueError, OSError) as error:
-        print(f"partita cache: {error}", file=sys.stderr)
-        return 2
+        return _refuse("cache", error)
     entries = store.entries(check=action == "verify")
     damaged = [e for e in entries if e.problem]
     print(_format_table(entries), end="")
@@ -603,15 +588,7 @@ def _format_table(entries: list[Entry]) -> str:
         return ""
     head = ("KEY", "SIZE", "USED", "WHAT", "MESH", "TORCH", "COMPILED IN")
     rows = [head, *(_format_row(entry) for entry in entries)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.rjust(width) if i in (1, 2) else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines) + "\n"
+    return format_table(rows, {1, 2}) + "\n"
 
 
 def _format_row(entry: Entry) -> tuple[str, ...]:
@@ -621,7 +598,7 @@ def _format_row(entry: Entry) -> tuple[str, ...]:
     seconds: Any = entry.metadata.get("seconds")
     return (
         entry.key[:12],
-        _format_size(entry.nbytes),
+        human(entry.nbytes, "0 B"),
         _format_age(time.time() - entry.used),
         entry.problem or said("what").replace(".<locals>", ""),
         said("mesh"),
@@ -642,10 +619,5 @@ def _format_count(count: int) -> str:
 
 
 def _format_total(entries: list[Entry], store: Store) -> str:
-    total = sum(e.nbytes for e in entries)
-    held = f"{_format_count(len(entries))}, {_format_size(total)}"
-    return f"{held} of {_format_size(store.limit)}, in {store.folder}"
-
-
-def _format_size(nbytes: int) -> str:
-    return human(nbytes) if nbytes else "0 B"
+    total, limit = human(sum(e.nbytes for e in entries), "0 B"), human(store.limit, "0 B")
+    return f"{_format_count(len(entries))}, {total} of {limit}, in {store.folder}"

@@ -46,7 +46,7 @@ NEEDED = {
 def noted(monkeypatch, tmp_path):
     """What commands would run that take long; none of it runs."""
     ran = []
-    for name in ("run_simulate", "run_plan", "run_calibrate", "cache", "write_report"):
+    for name in ("run_simulate", "run_plan", "run_calibrate", "run_cache", "write_report"):
         monkeypatch.setattr(cli, name, lambda *args, name=name: ran.append(name) or 0)
     for name in ("check_outputs", "read_logs"):
         monkeypatch.setattr(cli, name, lambda *args: ())

@@ -1,8 +1,8 @@
 """The trainer of `partita train`, and the start of its ranks.
 
-In reading order: `options`, `launch` with `start_rank` and `failures`, `trainer`, `data`,
-`models/`, `progress`, `logs`, `step_timeline`, `checkpoint_schedule`; `cache_table` (`partita
-cache`).
+In reading order: `options`, `launch` (the ranks, and what is said where one fails) with
+`start_rank`, `trainer` (the loop, its checkpoints, the timeline of a step), `data`, `models/`,
+`logs` (progress on a terminal, and logs).
 """
 
 from .launch import count_cores, is_rank, joined, launch

@@ -34,19 +34,7 @@ from partita.comm import LOOPBACK, MEETING, find_ended, is_lost, join, user_line
 
 from .logs import printable
 
-__all__ = [
-    "Failure",
-    "LastKnown",
-    "Rank",
-    "count_cores",
-    "describe_end_of_job",
-    "failure_of",
-    "is_rank",
-    "joined",
-    "launch",
-    "phase_of",
-    "state_of_child",
-]
+__all__ = ["Rank", "count_cores", "is_rank", "joined", "launch", "state_of_child"]
 
 EVENTS = "PARTITA_EVENTS_FD"
 GRACE = 1.0  # seconds in which the ranks that fail because another one died may die too
@@ -77,7 +65,7 @@ class _Child:
     last_step: int = -1
     done: bool = False
     ended: bool = False
-    failed: Failure | None = None
+    failed: _Failure | None = None
     failed_when: float = 0.0
     stopped_by: int = 0
     stopped_since: float = 0.0
@@ -86,14 +74,14 @@ class _Child:
         """Ended without a word: asked only of what it wrote, which may outlast the process."""
         return self.ended and not self.done
 
-    def make_last_known(self) -> LastKnown:
+    def make_last_known(self) -> _LastKnown:
         """What is known of it when the job ends."""
         code = self.process.returncode if self.has_died() else None
         # A signal from outside says all; what was written before has nothing to do with it.
         told = not self.has_died() or self.failed is not None or code in _ENDING
         log = "" if told else _last_lines(self.log)
         stopped = self.stopped_by if self.has_stopped() else 0
-        return LastKnown(self.rank, self.at, code, self.failed, self.failed_when, log, stopped)
+        return _LastKnown(self.rank, self.at, code, self.failed, self.failed_when, log, stopped)
 
     def has_stopped(self) -> bool:
         """Has it been stopped for so long that the job cannot wait for it?"""
@@ -144,7 +132,7 @@ def launch(command: list[str], ranks: int, show: Show) -> int:
                     if has_died:  # of one that is stopped they wait
                         _gather_last_words(selector, told)
                     ends = [child.make_last_known() for child in children]
-                    message = describe_end_of_job(ends, saved)
+                    message = _describe_end_of_job(ends, saved)
                     show("job", {"message": message})
                     return 1
         for child in children:
@@ -257,7 +245,7 @@ def _take_event(child: _Child, message: dict[str, Any], show: Show) -> None:
         child.done = True
     elif event == "failed":
         child.failed_when = message.pop("when")
-        child.failed = Failure(**message)
+        child.failed = _Failure(**message)
     elif event == "at":
         child.at = message
     else:
@@ -334,7 +322,7 @@ def joined(show: Show) -> Iterator[Rank]:
         others = [r for r in range(world) if r != rank]
         gone = find_ended(others, GRACE)
         said = f"another rank is gone ({place})" if gone else f"ended by SIGTERM ({place})"
-        _print_error(f"rank {rank} failed {phase_of(at)}: {said}")
+        _print_error(f"rank {rank} failed {_phase_of(at)}: {said}")
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -356,12 +344,12 @@ def joined(show: Show) -> Iterator[Rank]:
             dist.destroy_process_group()
         tell("done")
     except Exception as error:
-        failure = failure_of(error)
+        failure = _failure_of(error)
         if listener is not None:
             tell("failed", when=time.monotonic(), **asdict(failure))
         else:
             said = f"another rank is gone ({failure.place})" if failure.lost else failure.said
-            said = f"rank {rank} failed {phase_of(at)}: {said}"
+            said = f"rank {rank} failed {_phase_of(at)}: {said}"
             if rank == 0:
                 # torchrun sends SIGTERM as soon as another rank has ended: the logs come first.
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -394,13 +382,13 @@ _PHASES = {
 }
 
 
-def phase_of(at: dict[str, Any] | None) -> str:
+def _phase_of(at: dict[str, Any] | None) -> str:
     """Where a rank is that last told so: "in backward of step 12"."""
     return "before the first step" if at is None else _PHASES[at["phase"]].format(at["step"])
 
 
 @dataclass(frozen=True)
-class Failure:
+class _Failure:
     """An error that ended a rank.
 
     Attributes:
@@ -414,7 +402,7 @@ class Failure:
     place: str
 
 
-def failure_of(error: BaseException) -> Failure:
+def _failure_of(error: BaseException) -> _Failure:
     """What there is to say of an error.
 
     What a user can mend (a ValueError; a layout that does not fit is one) is said in its own words;
@@ -423,7 +411,7 @@ def failure_of(error: BaseException) -> Failure:
     said = "".join(traceback.format_exception(error)).rstrip()
     if isinstance(error, ValueError):
         said = f"{type(error).__name__}: {error}"
-    return Failure(said, is_lost(error), _place_of_error(error))
+    return _Failure(said, is_lost(error), _place_of_error(error))
 
 
 def _place_of_error(error: BaseException) -> str:
@@ -435,7 +423,7 @@ def _place_of_error(error: BaseException) -> str:
 
 
 @dataclass(frozen=True)
-class LastKnown:
+class _LastKnown:
     """The last that is known of a rank.
 
     Attributes:
@@ -450,13 +438,13 @@ class LastKnown:
     rank: int
     at: dict[str, Any] | None
     code: int | None
-    failed: Failure | None
+    failed: _Failure | None
     when: float
     log: str
     stopped: int = 0
 
 
-def describe_end_of_job(ranks: Sequence[LastKnown], saved: dict[str, Any] | None) -> str:
+def _describe_end_of_job(ranks: Sequence[_LastKnown], saved: dict[str, Any] | None) -> str:
     """Which rank ended the job, why, and where the others were.
 
     One that fails because a peer is gone is not to blame.
@@ -474,10 +462,12 @@ def describe_end_of_job(ranks: Sequence[LastKnown], saved: dict[str, Any] | None
     first = (killed or own or untold or stopped or lost)[0]
     alike = [r for r in own if first.failed and r.failed and r.failed.said == first.failed.said]
     if first in own and len(alike) == len(ranks) > 1:
-        lines = [f"every rank failed {phase_of(first.at)}; the job is ended"]
+        lines = [f"every rank failed {_phase_of(first.at)}; the job is ended"]
         others = []
     else:
-        lines = [f"rank {first.rank} {_describe_end(first)} {phase_of(first.at)}; the job is ended"]
+        lines = [
+            f"rank {first.rank} {_describe_end(first)} {_phase_of(first.at)}; the job is ended"
+        ]
         others = [r for r in ranks if r is not first]
     if said := first.failed.said if first.failed else first.log:
         lines.append(said)
@@ -490,7 +480,7 @@ def describe_end_of_job(ranks: Sequence[LastKnown], saved: dict[str, Any] | None
     return "\n".join(lines)
 
 
-def _describe_end(rank: LastKnown) -> str:
+def _describe_end(rank: _LastKnown) -> str:
     if rank.code is not None and rank.code < 0:
         return f"was killed by {signal.Signals(-rank.code).name}"
     if rank.stopped:
@@ -498,12 +488,12 @@ def _describe_end(rank: LastKnown) -> str:
     return "failed" if rank.failed else f"ended with exit code {rank.code}"
 
 
-def _list_places(others: Sequence[LastKnown]) -> list[str]:
+def _list_places(others: Sequence[_LastKnown]) -> list[str]:
     """Where the ranks were that had nothing to do with it; those at one place in one line."""
     places: dict[str, list[str]] = {}
     for r in others:
         line = f" ({r.failed.place})" if r.failed and r.failed.place else ""
-        places.setdefault(phase_of(r.at) + line, []).append(str(r.rank))
+        places.setdefault(_phase_of(r.at) + line, []).append(str(r.rank))
     return [
         f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)} {'were' if len(ranks) > 1 else 'was'} "
         + place

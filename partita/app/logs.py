@@ -10,7 +10,6 @@ import contextlib
 import importlib
 import importlib.util
 import json
-import math
 import os
 import statistics
 import sys
@@ -21,6 +20,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from partita.layout.text import human
 from partita.report import (
     RunFacts,
     check_outputs,
@@ -32,15 +32,7 @@ from partita.report import (
 
 from .options import Options, flag
 
-__all__ = [
-    "JsonLines",
-    "Logs",
-    "Progress",
-    "RunLog",
-    "make_logs",
-    "make_progress",
-    "printable",
-]
+__all__ = ["JsonLines", "Logs", "Progress", "RunLog", "make_logs", "make_progress", "printable"]
 
 _NOT_KEPT = ("at", "done", "failed")  # where ranks are, for who watches them
 _PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
@@ -383,7 +375,7 @@ class Progress:
         seconds = max(statistics.median_low(self._seconds), 1e-9)
         share = "" if self.least_seconds is None else f"  MFU {self.least_seconds / seconds:5.1%}"
         rate = f"{self.tokens / seconds:7,.0f} tokens/s"
-        sent, held = _format_size(nbytes), _format_size(memory)
+        sent, held = human(nbytes, "0 B"), human(memory, "0 B")
         return f"loss {loss:6.4f}  {rate}{share}  {sent:>8}/step  {held:>8} held"
 
     # -- events ----------------------------------------------------------------------------------
@@ -488,12 +480,6 @@ def make_progress(
         except ModuleNotFoundError:
             pass
     return Progress(**facts)
-
-
-def _format_size(nbytes: float) -> str:
-    units = ("B", "KiB", "MiB", "GiB")
-    rank = min(int(math.log(max(nbytes, 1), 1024)), len(units) - 1)
-    return f"{nbytes / 1024**rank:.{1 if rank else 0}f} {units[rank]}"
 
 
 def printable(text: str) -> str:

@@ -126,11 +126,7 @@ class Options:
     """
 
     mesh: Mesh = _option(  # noqa: RUF009  it returns a field
-        (),
-        "dp splits the batch, tp the weights",
-        read_mesh,
-        show=shown_mesh,
-        metavar="dp=2,tp=2",
+        (), "dp splits the batch, tp the weights", read_mesh, show=shown_mesh, metavar="dp=2,tp=2"
     )
     data: Path | None = _option(  # noqa: RUF009
         None, "a folder of text, or a file (Python's standard library)", Path, show=str
@@ -188,11 +184,7 @@ class Options:
         None, "a JSON object a line for each step, in this file", Path, show=str, metavar="FILE"
     )
     report: Path | None = _option(  # noqa: RUF009
-        None,
-        "a page about the run, in this file (needs plotly)",
-        Path,
-        show=str,
-        metavar="FILE",
+        None, "a page about the run, in this file (needs plotly)", Path, show=str, metavar="FILE"
     )
     tensorboard: Path | None = _option(  # noqa: RUF009
         None, "log to TensorBoard, if it is installed", Path, show=str, metavar="DIR"

@@ -29,14 +29,7 @@ from .data import Text, read
 from .models import GPT
 from .options import Options, flag, options_in
 
-__all__ = [
-    "CheckpointSchedule",
-    "StepTimeline",
-    "build_model",
-    "sample",
-    "train",
-    "verify",
-]
+__all__ = ["build_model", "sample", "train", "verify"]
 
 Tell = Callable[..., None]
 """Called with the name of an event and its facts: `tell("step", step=3, loss=2.1, ...)`."""
@@ -71,7 +64,7 @@ def train(options: Options, tell: Tell, text: Text | None = None, mesh: Any = No
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1, foreach=True
     )
-    schedule = CheckpointSchedule(options, model, optimizer, tell)
+    schedule = _CheckpointSchedule(options, model, optimizer, tell)
     first = schedule.resume()
     tell(
         "ready",
@@ -193,7 +186,7 @@ class _ReportedStep:
 
     def __init__(self, options: Options, mesh: Any, tell: Tell, first: int):
         self.step = min(first + 1, options.steps - 1) if options.report is not None else -1
-        self.tell, self.timeline = tell, StepTimeline()
+        self.tell, self.timeline = tell, _StepTimeline()
         self.measures = options.report is not None and (mesh is None or mesh.get_rank() == 0)
         self.marked_tell = self.timeline.marking(tell) if self.measures else tell
 
@@ -319,7 +312,7 @@ FIXED = ("layers", "width", "heads", "context", "seed", "batch", "data")
 The mesh, and how it is used, may change."""
 
 
-class CheckpointSchedule:
+class _CheckpointSchedule:
     """The checkpoints of one run: model, optimizer, random numbers, and the step, which is the
     position in the data. Does nothing where `options.save` is None.
 
@@ -417,7 +410,7 @@ _PRODUCTS = ("mm", "linear", "matmul", "convolution")
 _PHASES = ("forward", "backward", "update")
 
 
-class StepTimeline:
+class _StepTimeline:
     """What one rank does in a step, measured. The profiler slows what it measures.
 
     Attributes:

@@ -1,9 +1,9 @@
 """Checkpoints: folders that a run writes and that a run on any mesh can load.
 
-In reading order: `state` (the named tensors and values in a state) with `named_optimizer`,
-`staging` (what a rank writes) and `saving`, `folder` (a checkpoint gets its name all at once),
-`locks` and `checksums`, `loading` with `mismatches`, `random_state`; whole values: `full_state`,
-`safetensors_file` with `first_values`, `pretrained`.
+In reading order: `state` (the named tensors and values in a state), `saving` (staging, and
+writing), `folder` (a checkpoint gets its name all at once; locks and checksums), `loading` (with
+all that does not fit). Whole values: `full_state` (also for models that save themselves),
+`safetensors_file`.
 """
 
 from .folder import is_checkpoint

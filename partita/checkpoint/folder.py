@@ -47,6 +47,9 @@ except ImportError:  # Windows
 class Lock:
     """A lock on a file. `acquire`, or `with`, waits until no other process has it.
 
+    It is the operating system's, on a file beside the checkpoint: it ends with its process, however
+    that ends. The last process that releases it removes the file.
+
     Args:
         path: of the lock's file.
         shared: a lock that several processes may share.
@@ -128,6 +131,9 @@ Place = tuple[str, int, int]
 @dataclass
 class Checksums:
     """The checksums of one checkpoint.
+
+    A CRC-32 detects every error of up to 32 bits in a row, and of others all but one in four
+    thousand million; it does not prove who wrote a file.
 
     Attributes:
         metadata: the size of `.metadata` in bytes, and its checksum.
@@ -267,7 +273,8 @@ def begin_replacement(home: Path) -> Replacement:
     """
     new = Replacement(home)
     try:
-        if home.exists() and not (home / ".metadata").is_file() and not _is_empty(home):
+        is_empty = home.is_dir() and not any(home.iterdir())
+        if home.exists() and not (home / ".metadata").is_file() and not is_empty:
             raise ValueError(f"{home} is there already, and is no checkpoint: it is left as it is")
         if _path_of_previous(home).exists():
             if home.exists():
@@ -328,10 +335,6 @@ def _remove_path(place: Path) -> None:
         shutil.rmtree(place, ignore_errors=True)
     else:
         place.unlink(missing_ok=True)
-
-
-def _is_empty(place: Path) -> bool:
-    return place.is_dir() and not any(place.iterdir())
 
 
 def _sync_folder(folder: Path) -> None:

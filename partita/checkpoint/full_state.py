@@ -59,10 +59,8 @@ from .state import (
 )
 
 __all__ = [
-    "FullCopies",
     "allocate_meta_tensors",
     "collect_model_tensors",
-    "find_tied_names",
     "full_state_dict",
     "gather_full_value",
     "load_full_state_dict",
@@ -97,7 +95,7 @@ def full_state_dict(
     """
     refuse_lazy(model, "full_state_dict")
     keeps = not rank0_only or control_plane().rank == 0
-    copies = FullCopies(keeps, device)
+    copies = _FullCopies(keeps, device)
     state = {name: copies.of(value, name) for name, value in collect_model_tensors(model).items()}
     if optimizer is None:
         return state if keeps else {}
@@ -107,7 +105,7 @@ def full_state_dict(
 
 
 @dataclass
-class FullCopies:
+class _FullCopies:
     """Whole copies of tensors, one of each tensor. Every rank makes them together.
 
     Attributes:
@@ -152,7 +150,7 @@ def gather_full_value(x: torch.Tensor) -> torch.Tensor:
         return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-# -- and back --------------------------------------------------------------------------------------
+# -- loading of whole values -----------------------------------------------------------------------
 
 
 def load_full_state_dict(
@@ -208,7 +206,9 @@ def load_full_state_dict(
         held = {name: leaf.value for name, leaf in target.leaves.items()}
         there = told.texts()
         found: Mismatches | Exception = remove_tied_names(
-            find_mismatches(held, there, strict), _tensors_by_name(model), there
+            find_mismatches(held, there, strict),
+            {f"model.{name}": x for name, x in collect_model_tensors(model).items()},
+            there,
         )
     except Exception as error:
         found = error
@@ -230,12 +230,8 @@ def load_full_state_dict(
     except Exception as error:
         failed = error
     ranks.decide(failed, lambda brought: [None] * len(brought))
-    return Loaded(
-        *(
-            _strip_model_prefix(names)
-            for names in (passed_over.missing_keys, passed_over.unexpected_keys)
-        )
-    )
+    both = passed_over.missing_keys, passed_over.unexpected_keys
+    return Loaded(*(tuple(name.removeprefix("model.") for name in names) for names in both))
 
 
 @message
@@ -301,10 +297,6 @@ def _flatten_states(state: Any, optimizer: torch.optim.Optimizer | None) -> dict
     return open_state(_join_states(*map(_check_state_dict, state))).leaves
 
 
-def _tensors_by_name(model: nn.Module) -> dict[str, Any]:
-    return {f"model.{name}": x for name, x in collect_model_tensors(model).items()}
-
-
 def _check_state_dict(state: Any) -> Mapping[str, Any]:
     if not isinstance(state, Mapping):
         raise ValueError(f"a state dict is a dict, and this is a {type(state).__name__}")
@@ -314,22 +306,18 @@ def _check_state_dict(state: Any) -> Mapping[str, Any]:
     return dict(state)
 
 
-def _strip_model_prefix(names: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(name.removeprefix("model.") for name in names)
-
-
 def remove_tied_names(
     found: Mismatches, tensors: Mapping[str, Any], there: Mapping[str, str]
 ) -> Mismatches:
     """`found` without missing names of tensors that are there under another name."""
-    tied = set(find_tied_names(tensors, there))
+    tied = set(_find_tied_names(tensors, there))
     keys = [one for one in found.keys if one.partition(": in the state,")[0] not in tied]
     passed = found.passed_over
     missing = tuple(name for name in passed.missing_keys if name not in tied)
     return replace(found, keys=tuple(keys), passed_over=Loaded(missing, passed.unexpected_keys))
 
 
-def find_tied_names(tensors: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
+def _find_tied_names(tensors: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
     """The names that are not `there` of `tensors` that are there under another name."""
     found = {id(x) for name, x in tensors.items() if name in there and isinstance(x, torch.Tensor)}
     return [name for name, x in tensors.items() if name not in there and id(x) in found]
@@ -420,7 +408,7 @@ def allocate_meta_tensors(model: nn.Module, names: Container[str] | None = None)
     """Allocate the tensors of a model's state dict (or those of `names`) on the meta device."""
     known = collect_model_tensors(model)
     named = {id(x) for name, x in known.items() if names is None or name in names}
-    for held in (found for kind in find_parameters_and_buffers(model) for found in kind):
+    for held in find_parameters_and_buffers(model):
         if held.tensor.is_meta and id(held.tensor) in named:
             allocate_tensor(held, by="load")
 
@@ -429,7 +417,7 @@ def allocate_meta_tensors(model: nn.Module, names: Container[str] | None = None)
 
 
 class _SpreadTensors:
-    """Implements `comm.torch_state_dicts.SpreadTensors`."""
+    """Implements `comm.torch_distributed.SpreadTensors`."""
 
     def is_spread(self, x: Any) -> bool:
         return isinstance(x, DTensor)
@@ -497,11 +485,7 @@ def _spread_tensors(model: Any, state: Mapping[str, Any] | None) -> dict[int, DT
     if not isinstance(model, nn.Module):
         return {}
     if state is None:
-        found = {
-            id(x): x
-            for kind in find_parameters_and_buffers(model)
-            for x in [h.tensor for h in kind]
-        }
+        found = {id(held.tensor): held.tensor for held in find_parameters_and_buffers(model)}
     else:
         known = collect_model_tensors(model)
         found = {_find_tensor_id(name, x, known): x for name, x in state.items()}
@@ -528,7 +512,7 @@ def _save_once(
     wires: list[Wire] = [x._spec.wire for x in spread.values()]
     wire = max(wires, key=lambda one: one.mesh.size())
     writes = _is_writer(wire, bool(_argument_of_call(call, "is_main_process", True)))
-    copies = FullCopies(writes, HOST)
+    copies = _FullCopies(writes, HOST)
     whole = {key: copies.of(x, f"{_NAME}: a tensor") for key, x in spread.items()}
     result, failed = None, None
     if writes:
@@ -575,7 +559,7 @@ def _held_whole(model: nn.Module, whole: Mapping[int, torch.Tensor]) -> Iterator
     """Within, modules hold the values of `whole`, by the ids of their tensors, in place of
     these."""
     before: list[tuple[dict[str, Any], str, torch.Tensor]] = []
-    for held in (found for kind in find_parameters_and_buffers(model) for found in kind):
+    for held in find_parameters_and_buffers(model):
         value = whole.get(id(held.tensor))
         if value is None:
             continue

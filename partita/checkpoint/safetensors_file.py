@@ -33,7 +33,7 @@ from .full_state import (
     remove_tied_names,
 )
 from .loading import Loaded, Mismatches, agree_on_mismatches, describe_tensor, find_mismatches
-from .state import open_module, open_state
+from .state import open_state
 
 __all__ = ["load_safetensors", "save_safetensors"]
 
@@ -158,11 +158,7 @@ def _load_files(
     there: dict[str, str] = {}
     try:
         there = files.open(path, held, ranks)
-        objects = (
-            collect_model_tensors(model)
-            if isinstance(model, nn.Module)
-            else _tensors_by_name(model)
-        )
+        objects = _tensors_by_name(model)
         fits = find_mismatches(objects, there, strict, gives_memory=isinstance(model, nn.Module))
         found: Mismatches | Exception = remove_tied_names(fits, objects, there)
     except Exception as error:
@@ -264,32 +260,29 @@ class _File:
         self.failed: OSError | None = None
         self._file: IO[bytes] | None = None
         if path is not None:
-            self._try_write(lambda: self.__dict__.update(_file=open(path, "wb")))  # noqa: SIM115
+            try:
+                self._file = path.open("wb")
+            except OSError as error:
+                self.failed = error
 
     def write(self, data: bytes | memoryview) -> None:
-        if self._file is not None:
-            file = self._file
-            self._try_write(lambda: file.write(data))
+        self._try(lambda file: file.write(data))
 
     def rewrite(self, data: bytes) -> None:
         """Write this over what was written first."""
-        if self._file is not None:
-            file = self._file
-            self._try_write(lambda: file.seek(0))
-            self._try_write(lambda: file.write(data))
+        self._try(lambda file: file.seek(0))
+        self.write(data)
 
     def close(self) -> None:
         """Flush the file to the disk, and close it."""
-        if self._file is not None:
-            file = self._file
-            self._try_write(file.flush)
-            self._try_write(lambda: os.fsync(file.fileno()))
-            self._try_write(file.close)
+        self._try(lambda file: file.flush())
+        self._try(lambda file: os.fsync(file.fileno()))
+        self._try(lambda file: file.close())
 
-    def _try_write(self, act: Callable[[], Any]) -> None:
-        if self.failed is None:
+    def _try(self, act: Callable[[IO[bytes]], Any]) -> None:
+        if self._file is not None and self.failed is None:
             try:
-                act()
+                act(self._file)
             except OSError as error:
                 self.failed = error
 
@@ -361,8 +354,9 @@ def _describe_stored(there: Any) -> str:
 
 
 def _tensors_by_name(model: nn.Module | Mapping[str, Any]) -> dict[str, Any]:
+    """The tensors, of a module as its own objects."""
     if isinstance(model, nn.Module):
-        return open_module(model)[0]
+        return collect_model_tensors(model)
     return {name: leaf.value for name, leaf in open_state(model).leaves.items()}
 
 

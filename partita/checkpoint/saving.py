@@ -32,13 +32,7 @@ from partita.tensor.spec import Spec
 from .folder import NAME, Checksums, Replacement, begin_replacement, compute_crcs
 from .state import KeyPath, OpenedState, open_state
 
-__all__ = [
-    "Memory",
-    "StagedState",
-    "async_save",
-    "save",
-    "stage_state",
-]
+__all__ = ["Memory", "async_save", "save", "stage_state"]
 
 _memory: WeakKeyDictionary[Any, Memory] = WeakKeyDictionary()
 
@@ -94,7 +88,7 @@ def _make_absolute(path: str | os.PathLike[str]) -> Path:
     return Path(os.path.abspath(path))  # not resolved: a symbolic link is itself replaced
 
 
-def _try_stage_state(state: Mapping[str, Any], memory: Memory | None) -> StagedState | Exception:
+def _try_stage_state(state: Mapping[str, Any], memory: Memory | None) -> _StagedState | Exception:
     try:
         return stage_state(open_state(state), memory)
     except Exception as error:
@@ -104,7 +98,7 @@ def _try_stage_state(state: Mapping[str, Any], memory: Memory | None) -> StagedS
 class _SaveJob:
     """One rank's part of a save."""
 
-    def __init__(self, rank: int, ranks: int, brought: StagedState | Exception, home: Path):
+    def __init__(self, rank: int, ranks: int, brought: _StagedState | Exception, home: Path):
         self._rank, self._ranks, self._brought, self._home = rank, ranks, brought, home
         self._new: Replacement | None = None  # on rank 0
 
@@ -132,7 +126,7 @@ class _SaveJob:
     def _write_items(self, kept: list[int], folder: Path) -> Any:
         from partita.comm.dcp_format import Writer, results_to_rows
 
-        assert isinstance(self._brought, StagedState)
+        assert isinstance(self._brought, _StagedState)
         try:
             rows: list[Any] = []
             if kept:
@@ -227,7 +221,7 @@ Memory = dict[str, torch.Tensor]
 
 
 @dataclass
-class StagedState:
+class _StagedState:
     """What one rank brings to a save.
 
     Attributes:
@@ -273,7 +267,7 @@ class StagedState:
         }
 
 
-def stage_state(state: OpenedState, memory: Memory | None) -> StagedState:
+def stage_state(state: OpenedState, memory: Memory | None) -> _StagedState:
     """What this rank writes of `state`. Ranks that share tensors on a mesh must call it together.
 
     Pending tensors are reduced first: one collective each, noted in the ledger as explicit.
@@ -284,7 +278,7 @@ def stage_state(state: OpenedState, memory: Memory | None) -> StagedState:
     Raises:
         ValueError: a tensor on the meta device; a value that does not pickle.
     """
-    out = StagedState()
+    out = _StagedState()
     written: dict[Any, list[int]] = {}  # bytes that each holder of a piece writes so far
     known: dict[Spec, tuple[Any, int]] = {}  # a model's many tensors have few specs
     for name, leaf in state.leaves.items():
@@ -341,7 +335,7 @@ def reduce_partial(x: DTensor) -> DTensor:
     )
 
 
-def _copy_to_buffers(out: StagedState, memory: Memory) -> None:
+def _copy_to_buffers(out: _StagedState, memory: Memory) -> None:
     kept = {}
     with Local(), torch.no_grad():
         for name, piece in out.pieces.items():

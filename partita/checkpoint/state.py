@@ -34,7 +34,6 @@ __all__ = [
     "OpenedState",
     "RandomState",
     "name_parameters",
-    "open_module",
     "open_optimizer",
     "open_state",
     "strip_wrapper_names",
@@ -102,7 +101,7 @@ def open_state(state: Mapping[str, Any], stored: Metadata | None = None) -> Open
             value, load_back = open_optimizer(value, names, path, stored)
             out.load_back.append(load_back)
         elif isinstance(value, torch.nn.Module):
-            value, load_back = open_module(value)
+            value, load_back = _open_module(value)
             out.load_back.append(load_back)
         elif _is_stateful(value):
             owner, value = value, value.state_dict()
@@ -158,7 +157,7 @@ def _find_modules(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, torch.nn
             yield from _find_modules(v, (*path, i))
 
 
-def open_module(module: torch.nn.Module) -> tuple[dict[str, Any], Callable[[], None]]:
+def _open_module(module: torch.nn.Module) -> tuple[dict[str, Any], Callable[[], None]]:
     """(Its state dict, by names without torch.compile's parts; a function that loads this back.)"""
     own = module.state_dict()
     names = {name: strip_wrapper_names(name) for name in own}

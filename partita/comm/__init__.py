@@ -34,7 +34,6 @@ from .agreement import (
 )
 from .collective import PendingWork, Request
 from .device import (
-    AutocastState,
     enabled_autocast_dtypes,
     read_autocast_state,
     switch_off,
@@ -42,7 +41,7 @@ from .device import (
 )
 from .dry import DryWire, dry_mesh
 from .groups import GroupWire, explain_failed_collective, wait_for_all_ranks
-from .ledger import ON_CHECK, Ledger, Record, check_ranks, ledger, recomputing, strict
+from .ledger import ON_CHECK, Record, check_ranks, ledger, recomputing, strict
 from .meshes import (
     LOOPBACK,
     MEETING,
@@ -54,7 +53,7 @@ from .meshes import (
 )
 from .messages import message, pack, unpack
 from .move_steps import identity_of_reduction
-from .ranks import World, ranks
+from .ranks import ranks
 from .source import (
     call_site,
     first_instruction,
@@ -64,7 +63,6 @@ from .source import (
 )
 from .torch_distributed import (
     Piece,
-    Region,
     after_import,
     inspect_collectives,
     local_of_torch_dtensor,
@@ -73,34 +71,28 @@ from .torch_distributed import (
     read_torch_dtensor,
     torch_mesh,
 )
-from .trace import TraceWire, Uneven, active_wire, is_uneven, substitute_wires, uneven
+from .trace import TraceWire, Uneven, is_uneven, substitute_wires, uneven
 from .waiting import RankGoneError, begin_graph, end_graph, find_ended, is_lost
-from .wire import MeshHandle, Wire
+from .wire import Wire
 
 __all__ = [
     "LOOPBACK",
     "MEETING",
     "ON_CHECK",
-    "AutocastState",
     "BackgroundResult",
     "ControlPlane",
     "Decide",
     "DeviceMesh",
     "DryWire",
     "GroupWire",
-    "Ledger",
-    "MeshHandle",
     "PendingWork",
     "Piece",
     "RankGoneError",
     "Record",
-    "Region",
     "Request",
     "TraceWire",
     "Uneven",
     "Wire",
-    "World",
-    "active_wire",
     "after_import",
     "agree",
     "agree_first",

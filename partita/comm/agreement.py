@@ -52,22 +52,13 @@ __all__ = [
 ]
 
 
-def agree(
-    what: str,
-    mine: str,
-    wire: Wire,
-    *,
-    fact: str = "the ranks do not ask for the same",
-    reason: str = "a global tensor is one thing, of which each rank has a part",
-    fixes: Sequence[Fix] = (),
-) -> None:
+def agree(what: str, mine: str, wire: Wire, **message: Any) -> None:
     """Return if `mine` is equal on all ranks of the mesh; raise on all of them if not.
 
     Args:
         what: names the operation, alike on all ranks: "from_local".
         mine: this rank's text, of any length.
-        fact: what is wrong where the ranks differ.
-        fixes: what helps then.
+        message: `fact`, `reason` and `fixes`, as of `make_disagreement_error`.
 
     Raises:
         LayoutError: with the texts of two ranks.
@@ -77,23 +68,23 @@ def agree(
     why = f"compares {what}"
     if len(set(wire.exchange(why, hash_text(mine)))) > 1:
         texts = [row.decode(errors="replace") for row in wire.exchange(why, mine.encode())]
-        raise make_disagreement_error(what, texts, fact=fact, reason=reason, fixes=fixes)
+        raise make_disagreement_error(what, texts, **message)
 
 
 def agree_first(
-    what: str, mine: str, wire: Wire, *where: object, each: bool = True, **message: object
+    what: str, mine: str, wire: Wire, *where: object, each: bool = True, **message: Any
 ) -> None:
     """`agree`, the first time that this line of the program passes this, or under `check_ranks()`.
 
     Args:
         where: which argument it is, where a line has several.
         each: compare each new text of a line; False: only its first.
-        message: `fact`, `reason` and `fixes`, as of `agree`.
+        message: as of `agree`.
     """
     key = (call_site(), what, *where, mine if each else None)
     if is_agreed(wire, key):
         return
-    agree(what, mine, wire, **message)  # type: ignore[arg-type]
+    agree(what, mine, wire, **message)
     remember_agreed(wire, key)
 
 
@@ -118,9 +109,13 @@ def remember_agreed(wire: Wire, key: object) -> None:
 _KEPT = 1 << 16
 
 
-def gather_texts(mine: str, wire: Wire) -> list[str]:
-    """Every rank's text, of any length, in mesh order."""
-    return [row.decode(errors="replace") for row in wire.exchange("compares texts", mine.encode())]
+def gather_texts(mine: str, wire: Wire, why: str = "compares texts") -> list[str]:
+    """Every rank's text, of any length, in mesh order.
+
+    Args:
+        why: what a rank does that waits for the others, for warnings and errors.
+    """
+    return [row.decode(errors="replace") for row in wire.exchange(why, mine.encode())]
 
 
 def make_disagreement_error(
@@ -131,7 +126,12 @@ def make_disagreement_error(
     reason: str = "a global tensor is one thing, of which each rank has a part",
     fixes: Sequence[Fix] = (),
 ) -> LayoutError:
-    """The error for the `texts` of all ranks, in mesh order, of which two differ."""
+    """The error for the `texts` of all ranks, in mesh order, of which two differ.
+
+    Args:
+        fact: what is wrong where the ranks differ.
+        fixes: what helps then.
+    """
     rank = next(i for i, text in enumerate(texts) if text != texts[0])
     return LayoutError(
         f"{what}: {fact}",
@@ -151,7 +151,9 @@ def digest_of_text(text: str) -> int:
 
 Answer = Callable[[list[Any]], Sequence[Any]]
 Decide = Callable[[Any, Answer], Any]
-PATIENCE = 1800.0  # seconds that a rank's thread waits for those of other ranks of one process
+PATIENCE_WITH_THREADS = (
+    1800.0  # seconds that a rank's thread waits for those of other ranks of one process
+)
 
 
 class BackgroundResult(Future[Any]):
@@ -375,7 +377,7 @@ class _Board:
         self._brought: list[Any] = [None] * size
         self._outcomes: Sequence[Any] = ()
         self._answer: Answer | None = None
-        self._meeting = threading.Barrier(size, self._answer_meeting, PATIENCE)
+        self._meeting = threading.Barrier(size, self._answer_meeting, PATIENCE_WITH_THREADS)
 
     def decide(self, rank: int, mine: Any, answer: Answer) -> Any:
         self._brought[rank] = mine

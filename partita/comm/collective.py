@@ -1,7 +1,7 @@
 """Collectives: what one is asked for, how its buffers are divided among ranks, what is waited for
 while it is under way, and what it is called in a captured graph.
 
-Shares that ranks exchange are added in the order of the ranks (`sum_in_rank_order`; in graphs
+Shares that ranks exchange are added in the order of the ranks (`reduce_in_rank_order`; in graphs
 `sum_of_shares`): the sum is the same bits whichever collective brought them.
 """
 
@@ -32,7 +32,7 @@ __all__ = [
     "Splits",
     "all_gather",
     "all_to_all",
-    "sum_in_rank_order",
+    "reduce_in_rank_order",
     "sum_of_shares",
 ]
 
@@ -41,7 +41,7 @@ class Request(NamedTuple):
     """Why a collective runs.
 
     Attributes:
-        kind: of the collective, or what is compared: "all_gather", "gather_ints".
+        kind: of the collective, "all_gather", or what is compared.
         move: that it is a part of; None where it serves a comparison of ranks.
         op: that needs the move, "matmul".
     """
@@ -139,26 +139,32 @@ class PendingSum:
     def wait(self) -> None:
         self._exchange.wait()
         with torch.no_grad():
-            sum_in_rank_order(self._shares, self._out)
+            reduce_in_rank_order(self._shares, self._out)
 
 
-def sum_in_rank_order(shares: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """Sum `shares`, in their order, into `out`, which may be one of them."""
-    narrow = out.element_size() < 4 and out.is_floating_point()
-    first, *rest = shares
-    if narrow:
-        total = first.float()
-    else:
-        total = out if out.dtype == first.dtype and rest else first.to(out.dtype)
-        if total is out:
-            torch.add(first, rest.pop(0), out=out)
-    for share in rest:
-        total = total.add_(share) if total is not first else total + share
-    if total is not out:
-        out.copy_(total)
+_COMBINE: dict[str, Callable[..., torch.Tensor]] = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
+
+
+def reduce_in_rank_order(
+    shares: Sequence[torch.Tensor], out: torch.Tensor, reduce_op: str = "sum"
+) -> torch.Tensor:
+    """Reduce `shares`, in their order, into `out`, which may be the first; narrow floats in 32
+    bits, and rounded once."""
+    narrow = out.is_floating_point() and out.element_size() < 4
+    total = shares[0].to(torch.float32 if narrow else out.dtype, copy=narrow)
+    into = total if narrow else out
+    for share in shares[1:]:
+        total = _COMBINE[reduce_op](total, share, out=into)
+    return out if total is out else out.copy_(total)
 
 
 # -- in captured graphs ----------------------------------------------------------------------------
+# Torch's functional ones by name, and three that it lacks. Compiled code finds a process group by
+# name and waits with torch's own `wait_tensor`, at which the work of ours is registered.
 
 _functional = torch.ops._c10d_functional
 ALL_GATHER = _functional.all_gather_into_tensor.default
@@ -204,17 +210,13 @@ def _all_to_all(x: torch.Tensor, group_size: int, group_name: str) -> torch.Tens
 
 
 def _sum_of_shares(shares: torch.Tensor, count: int) -> torch.Tensor:
-    """The sum of shares that lie end to end, in their order, in at least 32 bits.
+    """The sum of shares that lie end to end, in their order.
 
     One operator and not additions: a compiler would defer those, and keep the shares until the sum
     is read.
     """
-    rows = shares.view(count, -1).unbind()
-    narrow = shares.dtype.itemsize < 4
-    total = rows[0].float() if narrow else rows[0].clone()
-    for row in rows[1:]:
-        total += row
-    return total.to(shares.dtype) if narrow else total
+    rows = shares.view(count, -1)
+    return reduce_in_rank_order(rows.unbind(), rows.new_empty(rows.shape[1]))
 
 
 def _shape_of_sum(shares: torch.Tensor, count: int) -> torch.Tensor:

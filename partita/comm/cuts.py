@@ -2,21 +2,20 @@
 
 Pieces are found by arithmetic on the sizes of the axes, never by asking each rank: all full pieces
 come first (as `torch.chunk` has it), so that along each axis they are a run of equal pieces at
-equal distances, then at most one that is shorter, then empty ones. A `PieceBlock` is the product of
-such runs over all dimensions: one strided view of a tensor, however many ranks there are.
+equal distances, then at most one that is shorter, then empty ones.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from partita.layout import Coordinate, Layout, LayoutError, Mesh, chunk
+from partita.layout import Layout, LayoutError, Mesh
+from partita.redistribute.move import count_common_axes
 
 if TYPE_CHECKING:
     from partita.redistribute import Move
@@ -24,15 +23,12 @@ if TYPE_CHECKING:
 __all__ = [
     "Cut",
     "Number",
-    "PieceBlock",
     "contiguous_strides",
     "ends_last",
     "find_cuts",
-    "find_piece_blocks",
     "has_empty",
     "is_restack",
     "least",
-    "make_no_such_move_error",
     "padded_length",
     "places_of",
     "span",
@@ -72,13 +68,6 @@ class Cut:
         """The elements of the first rank's piece, which no rank's exceeds."""
         return padded_length(self.size, self.outer_parts + self.parts)
 
-    def length_at(self, mesh: Mesh, at: Coordinate) -> int:
-        """The elements that the rank at `at` has of it where only `outer` splits it."""
-        length = self.size
-        for axis, n in zip(self.outer, self.outer_parts, strict=True):
-            length = chunk(length, n, at[mesh.index(axis)])[1]
-        return length
-
 
 def find_cuts(move: Move, mesh: Mesh) -> tuple[list[Cut], list[Cut]]:
     """The dimensions whose pieces `move` joins, and those that it divides.
@@ -98,7 +87,11 @@ def find_cuts(move: Move, mesh: Mesh) -> tuple[list[Cut], list[Cut]]:
         "all_to_all": leave == enter <= moved,
     }
     if move.before.shape != move.after.shape or not fits[move.kind]:
-        raise make_no_such_move_error(move)
+        raise LayoutError(
+            f"one {move.kind} over {' '.join(move.axes)} cannot make "
+            f"{move.after.brief()} of {move.before.brief()}",
+            reason="the pieces that its ranks hold do not tile what they are to hold",
+        )
     return joined, divided
 
 
@@ -120,23 +113,13 @@ def _cut_further(cut: Layout, whole: Layout, mesh: Mesh) -> list[Cut]:
     for dim, (size, have, want) in enumerate(zip(cut.shape, cut.shards, whole.shards, strict=True)):
         if have == want:
             continue
-        axes, kept = ([a for a in stack if mesh.size(a) > 1] for stack in (have, want))
-        same = 0
-        while same < min(len(axes), len(kept)) and axes[same] == kept[same]:
-            same += 1
+        axes, kept = (tuple(a for a in stack if mesh.size(a) > 1) for stack in (have, want))
+        same = count_common_axes(axes, kept)
         if same < len(axes):
-            outer, inner = tuple(axes[:same]), tuple(axes[same:])
+            outer, inner = axes[:same], axes[same:]
             parts = [tuple(mesh.size(a) for a in stack) for stack in (outer, inner)]
             found.append(Cut(dim, size, outer, inner, *parts))
     return found
-
-
-def make_no_such_move_error(move: Move) -> LayoutError:
-    return LayoutError(
-        f"one {move.kind} over {' '.join(move.axes)} cannot make "
-        f"{move.after.brief()} of {move.before.brief()}",
-        reason="the pieces that its ranks hold do not tile what they are to hold",
-    )
 
 
 # -- where pieces are, as numbers or tensors -------------------------------------------------------
@@ -236,89 +219,3 @@ def least(a: Number, b: Number) -> Number:
     if isinstance(a, torch.Tensor):
         return a.clamp(max=b)
     return b.clamp(max=a) if isinstance(b, torch.Tensor) else min(a, b)
-
-
-# -- where pieces are, as views --------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _PieceRun:
-    """Pieces of one length at equal distances: `counts` of them along each axis, from `first`."""
-
-    start: int
-    length: int
-    first: tuple[int, ...] = ()
-    counts: tuple[int, ...] = ()
-    steps: tuple[int, ...] = ()
-
-
-def _find_piece_runs(length: int, parts: tuple[int, ...]) -> Iterator[_PieceRun]:
-    """All pieces that are not empty, as at most two runs for each axis."""
-    if not length:
-        return
-    if not parts:
-        yield _PieceRun(0, length)
-        return
-    step = -(-length // parts[0])
-    full, rest = divmod(length, step)
-    for first, count, each in ((0, full, step), (full, 1, rest)):
-        for run in _find_piece_runs(each, parts[1:]):
-            yield _PieceRun(
-                first * step + run.start,
-                run.length,
-                (first, *run.first),
-                (count, *run.counts),
-                (step, *run.steps),
-            )
-
-
-@dataclass(frozen=True)
-class PieceBlock:
-    """The pieces, all of one shape, that some ranks hold of what one rank holds.
-
-    Attributes:
-        first, counts: for each axis of the grid of ranks: the first rank, and how many ranks.
-        dims, steps: for each axis: the dimension that it cuts, and the distance of two pieces.
-        start: for each dimension, where the first piece begins.
-        piece: the shape of each piece.
-    """
-
-    first: tuple[int, ...]
-    counts: tuple[int, ...]
-    dims: tuple[int, ...]
-    steps: tuple[int, ...]
-    start: tuple[int, ...]
-    piece: tuple[int, ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (*self.counts, *self.piece)
-
-    def strided(self, strides: Sequence[int]) -> tuple[tuple[int, ...], int]:
-        """Strides and offset of the pieces, (*counts, *piece), in a tensor of `strides`."""
-        outer = [step * strides[d] for d, step in zip(self.dims, self.steps, strict=True)]
-        return (*outer, *strides), sum(map(int.__mul__, self.start, strides))
-
-
-def find_piece_blocks(
-    cuts: Sequence[Cut], lengths: Sequence[int], shape: Sequence[int], grid: Sequence[str]
-) -> list[PieceBlock]:
-    """The pieces of a tensor of `shape` for each rank of `grid`, but for empty ones.
-
-    Args:
-        lengths: how long each cut dimension is here.
-    """
-    if math.prod(shape) == 0:
-        return []
-    found = []
-    runs = [list(_find_piece_runs(n, cut.parts)) for n, cut in zip(lengths, cuts, strict=True)]
-    for chosen in itertools.product(*runs):
-        along: dict[str, tuple[int, int, int, int]] = {}
-        start, piece = [0] * len(shape), list(shape)
-        for cut, run in zip(cuts, chosen, strict=True):
-            start[cut.dim], piece[cut.dim] = run.start, run.length
-            for axis, *one in zip(cut.inner, run.first, run.counts, run.steps, strict=True):
-                along[axis] = (one[0], one[1], cut.dim, one[2])
-        first, counts, dims, steps = zip(*(along[a] for a in grid), strict=True)
-        found.append(PieceBlock(first, counts, dims, steps, tuple(start), tuple(piece)))
-    return found

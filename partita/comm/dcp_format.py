@@ -363,9 +363,6 @@ def write_items(name: str, piece: Piece) -> list[WriteItem]:
     ]
 
 
-# -- saving ----------------------------------------------------------------------------------------
-
-
 class SavePieces(DefaultSavePlanner):
     """Plans the writing of named pieces and of values that are bytes already.
 
@@ -501,16 +498,16 @@ def results_from_rows(rows: list[list[Any]]) -> list[WriteResult]:
 class Writer(FileSystemWriter):
     """Writes a checkpoint into a folder that will then be renamed to `home`."""
 
+    def __init__(self, folder: Path, home: Path):
+        super().__init__(folder)
+        self._home = home
+
     def write(self, plan: SavePlan, planner: SavePieces, rank: int) -> Sequence[WriteResult]:
         """Write the items of this rank's plan into files of its own."""
         # A plan's place among all plans decides what its files are called.
         mine = self.prepare_global_plan([SavePlan([])] * rank + [plan])[rank]
         results: Sequence[WriteResult] = self.write_data(mine, planner).wait()
         return results
-
-    def __init__(self, folder: Path, home: Path):
-        super().__init__(folder)
-        self._home = home
 
     def storage_meta(self) -> StorageMeta:
         # The mark distinguishes a checkpoint that has lost its checksums from one of torch's own.

@@ -356,6 +356,8 @@ def use_autocast_state(state: AutocastState, *, cache: bool | None = None) -> It
 
 
 # -- bytes of host memory --------------------------------------------------------------------------
+# Read where they lie: torch's own way there, `x.numpy()`, wants numpy, which torch neither needs
+# nor brings.
 
 
 def view_bytes(x: torch.Tensor) -> memoryview:

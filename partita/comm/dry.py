@@ -16,7 +16,7 @@ from .cuts import unravel
 from .device import HOST
 from .ledger import Scope, scope
 from .source import user_line
-from .transport import Axes
+from .transport import ALL_DTYPES, Axes
 from .wire import MeshHandle, Wire
 
 __all__ = ["DryWire", "dry_mesh"]
@@ -36,8 +36,7 @@ class DryWire(Wire):
             `bandwidth` (bytes per second).
     """
 
-    moved_dtypes = frozenset(d for d in vars(torch).values() if isinstance(d, torch.dtype))
-    reduced_dtypes = moved_dtypes
+    moved_dtypes = reduced_dtypes = ALL_DTYPES
     has_peers = False
     runs_in_streams = True
     kind = "that is dry"
@@ -95,12 +94,6 @@ class DryWire(Wire):
         self._account_transfer((send.total - mine[1]) * x.element_size())
         out.zero_()
         out.narrow(0, *kept).copy_(x.narrow(0, *mine))
-
-    def gather_ints(self, values: tuple[int, ...]) -> list[tuple[int, ...]]:
-        return [tuple(values)] * self.mesh.size()
-
-    def exchange(self, why: str, mine: bytes) -> list[bytes]:
-        return [mine] * self.mesh.size()
 
     def _broadcast(self, x: torch.Tensor, axes: Axes, root: int, request: Request) -> None:
         self._account_transfer(x.nbytes)

@@ -14,8 +14,7 @@ import contextlib
 import struct
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,7 +25,7 @@ from partita.layout import Coordinate, Fix, LayoutError, Mesh
 
 from .backends.choose import backend_of
 from .backends.control import rendezvous_group
-from .collective import PendingWork, Request, Splits, sum_in_rank_order
+from .collective import PendingWork, Request, Splits, reduce_in_rank_order
 from .device import HOST, Device, copy_bytes
 from .messages import hash_text
 from .source import place_of_user, user_line
@@ -97,7 +96,6 @@ class GroupWire(Wire):
         self.backend = backend_of(kind)
         self.runs_in_streams = self.backend.runs_in_streams
         self._control: ControlGroup | None = None
-        self._reading_op: str | None = None  # the op that reads the value being moved
 
     # -- groups ----------------------------------------------------------------------------------
 
@@ -134,11 +132,8 @@ class GroupWire(Wire):
         return tuple(self._at_rank[rank] for rank in order)
 
     def _order(self, axes: Axes) -> list[int] | None:
-        members = self.mesh.group(axes, self.at)
-        if len(members) == 1:
-            return None
-        number = {self._rank_at[m]: i for i, m in enumerate(members)}
-        order = [number[rank] for rank in dist.get_process_group_ranks(self.process_group(axes))]
+        number = {m: i for i, m in enumerate(self.mesh.group(axes, self.at))}
+        order = [number[m] for m in self._members(axes)]
         return None if order == sorted(order) else order
 
     # -- collectives -------------------------------------------------------------------------------
@@ -154,17 +149,14 @@ class GroupWire(Wire):
     def _reduce_scatter(
         self, out: torch.Tensor, x: torch.Tensor, axes: Axes, reduce_op: str, request: Request
     ) -> None:
-        self.backend.reduce_scatter(self._process_groups[axes], out, x, reduce_op, request)
+        group = self._process_groups[axes]
+        self.backend.start_reduce_scatter(group, out, x, reduce_op, request).wait()
 
     def _all_reduce(self, x: torch.Tensor, axes: Axes, reduce_op: str, request: Request) -> None:
         if self._reading_op is not None and (rows := self._gather_read_value(x, axes)) is not None:
-            if reduce_op == "sum":
-                sum_in_rank_order(rows, x)
-            else:
-                stacked = torch.stack(rows)
-                x.copy_(stacked.amax(0) if reduce_op == "max" else stacked.amin(0))
+            reduce_in_rank_order(rows, x, reduce_op)
             return
-        self.backend.all_reduce(self._process_groups[axes], x, reduce_op, request)
+        self.backend.start_all_reduce(self._process_groups[axes], x, reduce_op, request).wait()
 
     def _start_all_gather(
         self, out: torch.Tensor, x: torch.Tensor, axes: Axes, request: Request
@@ -172,12 +164,13 @@ class GroupWire(Wire):
         return self.backend.start_all_gather(self._process_groups[axes], out, x, request)
 
     def _start_all_reduce(self, x: torch.Tensor, axes: Axes, request: Request) -> PendingWork:
-        return self.backend.start_all_reduce(self._process_groups[axes], x, request)
+        return self.backend.start_all_reduce(self._process_groups[axes], x, "sum", request)
 
     def _start_reduce_scatter(
         self, out: torch.Tensor, x: torch.Tensor, axes: Axes, request: Request
     ) -> PendingWork:
-        return self.backend.start_reduce_scatter(self._process_groups[axes], out, x, request)
+        group = self._process_groups[axes]
+        return self.backend.start_reduce_scatter(group, out, x, "sum", request)
 
     def _all_to_all(
         self,
@@ -193,7 +186,7 @@ class GroupWire(Wire):
     def _broadcast(self, x: torch.Tensor, axes: Axes, root: int, request: Request) -> None:
         self.backend.broadcast(self._process_groups[axes], x, root, request)
 
-    # -- the control group --------------------------------------
+    # -- comparison of ranks ---------------------------------------------------------------------
 
     @property
     def control(self) -> ControlGroup:
@@ -215,8 +208,7 @@ class GroupWire(Wire):
         store."""
         if not self._others_exist():
             return None
-        axes, _ = self.group(self.mesh.names)
-        return self.process_group(axes)
+        return self.process_group(self.mesh.names)
 
     def _others_exist(self) -> bool:
         return self.mesh.size() > 1 and dist.get_backend() != "fake"
@@ -232,14 +224,6 @@ class GroupWire(Wire):
     def ranks_to_wait_for(self) -> list[int]:
         waits = self._others_exist() and self.backend.waits_on_host
         return list(self._rank_at.values()) if waits else []
-
-    @contextmanager
-    def reading(self, op: str) -> Iterator[None]:
-        before, self._reading_op = self._reading_op, op
-        try:
-            yield
-        finally:
-            self._reading_op = before
 
     def meet_readers(self, op: str, mine: bytes) -> list[bytes]:
         limit = timeout_of_job().total_seconds() / 2
@@ -261,17 +245,6 @@ class GroupWire(Wire):
             torch.frombuffer(bytearray(by_place[at]), dtype=x.dtype).view(x.shape).to(x.device)
             for at in self.group(axes)[1]
         ]
-
-    def gather_ints(self, values: tuple[int, ...]) -> list[tuple[int, ...]]:
-        form = struct.Struct(f"<{len(values)}q")
-        why = f"compares {len(values)} numbers"
-        if self.scope.check is not None:
-            self.check(f"{why} at {user_line()}")
-        return [form.unpack(row) for row in self.exchange(why, form.pack(*values))]
-
-    def check(self, text: str) -> None:
-        if self.scope.check is not None and self.mesh.size() > 1:
-            self.scope.check.compare(self, text)
 
 
 # -- the control group -----------------------------------------------------------------------------
@@ -309,18 +282,8 @@ class ControlGroup:
     def exchange(
         self, why: str, mine: bytes, deadline: float | None = None, place: str = ""
     ) -> list[bytes]:
-        """Every rank's payload `mine`, in mesh order, if all ranks come for the same reason.
-
-        Args:
-            why: the reason, which must be equal on all ranks: "compares from_local".
-            deadline: seconds to wait for ranks of which nothing is known; by default the timeout of
-                `init_process_group`.
-            place: the line at which all must be, where that matters.
-
-        Raises:
-            LayoutError: on all ranks, naming two with different reasons, or the ranks that do not
-                come.
-        """
+        """As `Wire.exchange`. An error names two ranks with different reasons, or those that do not
+        come by the deadline, which is the timeout of `init_process_group` where none is given."""
         head = _MESSAGE_HEAD.pack(hash_text(why + place, 8), len(mine))
         rows = self._gather((head + mine).ljust(_MESSAGE_BYTES)[:_MESSAGE_BYTES], why, deadline)
         heads = [_MESSAGE_HEAD.unpack_from(row) for row in rows]

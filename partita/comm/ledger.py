@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakValueDictionary
 
 from partita.layout import Fix, LayoutError
+from partita.layout.text import format_table, human
 
 from .source import user_line
 
@@ -31,6 +32,7 @@ __all__ = [
     "Scope",
     "check_ranks",
     "enter_check_hooks",
+    "human",
     "ledger",
     "noting_work_in",
     "recomputing",
@@ -163,12 +165,10 @@ class Ledger:
         if many:
             head = ["rank", *head]
             rows = [[str(m.rank), *row] for m, row in zip(self.moves, rows, strict=True)]
-        right = {head.index("bytes")}
-        widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-        lines = [_format_row(row, widths, right) for row in [head, *rows]]
         n = len(self.moves)
         total = f"{n} move{'s' if n > 1 else ''}, {human(self.bytes)} sent"
-        return "\n".join([*lines, total + (" by all ranks together" if many else "")])
+        total += " by all ranks together" if many else ""
+        return format_table([head, *rows], {head.index("bytes")}) + f"\n{total}"
 
     __repr__ = __str__
 
@@ -178,24 +178,6 @@ def _describe_repeated_work(work: RepeatedWork) -> str:
         f"repeated by each rank along {' '.join(work.axes)}: {work.op} at {work.source or '-'}, "
         f"{work.share:.0%} of the operations"
     )
-
-
-def human(nbytes: int) -> str:
-    """`1536` as "1.5 KiB"; nothing as "-"."""
-    if nbytes == 0:
-        return "-"
-    size, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while size >= 1024 and len(units) > 1:
-        size, units = size / 1024, units[1:]
-    return f"{size:.0f} {units[0]}" if units[0] == "B" or size >= 100 else f"{size:.1f} {units[0]}"
-
-
-def _format_row(row: list[str], widths: list[int], right: set[int]) -> str:
-    cells = (
-        cell.rjust(w) if i in right else cell.ljust(w)
-        for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-    )
-    return "  ".join(cells).rstrip()
 
 
 # -- the scope of a rank: which ledgers and checks its moves are told to ---------------------------
@@ -327,7 +309,6 @@ def strict(on: bool = True) -> Iterator[None]:
 
 def refuse_implicit(move: Move, op: str, nbytes: int) -> None:
     """Raise the error of an implicit move under `strict()`."""
-
     asked = ", ".join(f"{move.after.placement(a)} on {a}" for a in move.axes)
     cost = f"{move.kind} {human(nbytes)}"
     raise LayoutError(
@@ -345,13 +326,6 @@ def refuse_implicit(move: Move, op: str, nbytes: int) -> None:
 # -- what ranks compare ----------------------------------------------------------------------------
 
 
-class Exchanging(Protocol):
-    """A wire on which ranks compare."""
-
-    def exchange(self, why: str, mine: bytes, deadline: float | None = None) -> list[bytes]:
-        """What every rank brings; raises on all of them where they come for other reasons."""
-
-
 class Check:
     """One `check_ranks()` region: what its ranks compare before each collective.
 
@@ -361,11 +335,12 @@ class Check:
 
     def __init__(self, timeout: float):
         self.timeout = timeout
-        # Wires that were used inside: leaving the region is compared on each.
-        self.wires: dict[int, Exchanging] = {}
+        # Wires that were used inside: leaving the region is compared on each. (`wire` knows this
+        # file, and not the other way round: they are asked for their `exchange` alone.)
+        self.wires: dict[int, Any] = {}
         self.broken = False  # a comparison has failed: to wait for another rank again would hang
 
-    def compare(self, wire: Exchanging, text: str) -> None:
+    def compare(self, wire: Any, text: str) -> None:
         """Raise on every rank of the mesh, naming two that differ, unless all say `text`."""
         self.wires[id(wire)] = wire
         try:

@@ -240,7 +240,13 @@ def join(backend: str | None = None, timeout: timedelta = timedelta(minutes=10))
 
 
 def _agree_on_round_name(store: dist.Store, rank: int, world: int, timeout: timedelta) -> str:
-    """A name that all ranks of this round have, and none of an earlier one."""
+    """A name that all ranks of this round have, and none of an earlier one.
+
+    torchrun's store outlives the ranks (torch issue 135712): after a restart the addresses of the
+    dead are still in it, and a rank that reads one too early waits for nobody. Nor does
+    TORCHELASTIC_RESTART_COUNT tell the rounds apart: each machine counts its own. So rank 0 names
+    the round, and goes on when every rank of it has answered to that name.
+    """
     until = time.monotonic() + timeout.total_seconds()
     me = uuid.uuid4().hex
     name = me  # rank 0's

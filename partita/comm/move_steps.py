@@ -10,8 +10,10 @@ later in-place op or autograd would trip over.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,11 +23,9 @@ from partita.layout import Layout, LayoutError
 from .collective import Splits
 from .cuts import (
     Cut,
-    PieceBlock,
     contiguous_strides,
     ends_last,
     find_cuts,
-    find_piece_blocks,
     is_restack,
     padded_length,
     span,
@@ -45,7 +45,6 @@ __all__ = [
     "prepare",
 ]
 
-Region = tuple[tuple[int, int], ...]
 Step = Callable[[torch.Tensor, "Request"], torch.Tensor]
 
 _CONTIGUOUS = torch.contiguous_format
@@ -246,9 +245,7 @@ def _copy_alone(x: torch.Tensor, request: Request) -> torch.Tensor:
 def _make_slice_step(move: Move, transport: Transport) -> Step:
     find_cuts(move, transport.mesh)
     source = move.before.local_region(transport.mesh, transport.at)
-    where = _slices_of_region(
-        _offset_region_within(move.after.local_region(transport.mesh, transport.at), source)
-    )
+    where = _slices_within(move.after.local_region(transport.mesh, transport.at), source)
     # Cloned, not viewed: an in-place op on the slice must not write into the whole.
     return lambda x, request: x[where].clone(memory_format=_CONTIGUOUS)
 
@@ -256,10 +253,8 @@ def _make_slice_step(move: Move, transport: Transport) -> Step:
 def _make_place_step(move: Move, transport: Transport) -> Step:
     find_cuts(move, transport.mesh)
     target = move.after.local_region(transport.mesh, transport.at)
-    where = _slices_of_region(
-        _offset_region_within(move.before.local_region(transport.mesh, transport.at), target)
-    )
-    shape, reduce_op = _shape_of_region(target), move.op
+    where = _slices_within(move.before.local_region(transport.mesh, transport.at), target)
+    shape, reduce_op = [length for _, length in target], move.op
 
     def run_place(x: torch.Tensor, request: Request) -> torch.Tensor:
         out = x.new_full(shape, identity_of_reduction(reduce_op, x.dtype))
@@ -309,20 +304,14 @@ _BUILD = {
     "retype": _make_retype_step,
 }
 
-# -- regions -------------------------------------------------------------------------------------
+# -- regions and padding -------------------------------------------------------------------------
 
 
-def _shape_of_region(region: Region) -> tuple[int, ...]:
-    return tuple(length for _, length in region)
-
-
-def _slices_of_region(region: Region) -> tuple[slice, ...]:
-    return tuple(slice(start, start + length) for start, length in region)
-
-
-def _offset_region_within(inner: Region, outer: Region) -> Region:
-    """`inner` with offsets relative to the start of `outer`."""
-    return tuple((i - j, n) for (i, n), (j, _) in zip(inner, outer, strict=True))
+def _slices_within(
+    inner: Sequence[tuple[int, int]], outer: Sequence[tuple[int, int]]
+) -> tuple[slice, ...]:
+    """Where the region `inner` of a tensor lies in its region `outer`."""
+    return tuple(slice(i - j, i - j + n) for (i, n), (j, _) in zip(inner, outer, strict=True))
 
 
 def _pad_to_shape(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
@@ -340,9 +329,93 @@ def _pad_to_shape(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 # -- pieces and collective buffers -----------------------------------------------------------------
+# All pieces of one shape are one strided view of a tensor, however many ranks there are.
 
-Strides = Sequence[int]
-Placing = Callable[[PieceBlock], tuple[tuple[int, ...], int]]
+
+@dataclass(frozen=True)
+class _PieceRun:
+    """Pieces of one length at equal distances: `counts` of them along each axis, from `first`."""
+
+    start: int
+    length: int
+    first: tuple[int, ...] = ()
+    counts: tuple[int, ...] = ()
+    steps: tuple[int, ...] = ()
+
+
+def _find_piece_runs(length: int, parts: tuple[int, ...]) -> Iterator[_PieceRun]:
+    """All pieces that are not empty, as at most two runs for each axis."""
+    if not length:
+        return
+    if not parts:
+        yield _PieceRun(0, length)
+        return
+    step = -(-length // parts[0])
+    full, rest = divmod(length, step)
+    for first, count, each in ((0, full, step), (full, 1, rest)):
+        for run in _find_piece_runs(each, parts[1:]):
+            yield _PieceRun(
+                first * step + run.start,
+                run.length,
+                (first, *run.first),
+                (count, *run.counts),
+                (step, *run.steps),
+            )
+
+
+@dataclass(frozen=True)
+class _PieceBlock:
+    """The pieces, all of one shape, that some ranks hold of what one rank holds.
+
+    Attributes:
+        first, counts: for each axis of the grid of ranks: the first rank, and how many ranks.
+        dims, steps: for each axis: the dimension that it cuts, and the distance of two pieces.
+        start: for each dimension, where the first piece begins.
+        piece: the shape of each piece.
+    """
+
+    first: tuple[int, ...]
+    counts: tuple[int, ...]
+    dims: tuple[int, ...]
+    steps: tuple[int, ...]
+    start: tuple[int, ...]
+    piece: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.counts, *self.piece)
+
+    def strided(self, strides: Sequence[int]) -> tuple[tuple[int, ...], int]:
+        """Strides and offset of the pieces, (*counts, *piece), in a tensor of `strides`."""
+        outer = [step * strides[d] for d, step in zip(self.dims, self.steps, strict=True)]
+        return (*outer, *strides), sum(map(int.__mul__, self.start, strides))
+
+
+def _find_piece_blocks(
+    cuts: Sequence[Cut], lengths: Sequence[int], shape: Sequence[int], grid: Sequence[str]
+) -> list[_PieceBlock]:
+    """The pieces of a tensor of `shape` for each rank of `grid`, but for empty ones.
+
+    Args:
+        lengths: how long each cut dimension is here.
+    """
+    if math.prod(shape) == 0:
+        return []
+    found = []
+    runs = [list(_find_piece_runs(n, cut.parts)) for n, cut in zip(lengths, cuts, strict=True)]
+    for chosen in itertools.product(*runs):
+        along: dict[str, tuple[int, int, int, int]] = {}
+        start, piece = [0] * len(shape), list(shape)
+        for cut, run in zip(cuts, chosen, strict=True):
+            start[cut.dim], piece[cut.dim] = run.start, run.length
+            for axis, *one in zip(cut.inner, run.first, run.counts, run.steps, strict=True):
+                along[axis] = (one[0], one[1], cut.dim, one[2])
+        first, counts, dims, steps = zip(*(along[a] for a in grid), strict=True)
+        found.append(_PieceBlock(first, counts, dims, steps, tuple(start), tuple(piece)))
+    return found
+
+
+Placing = Callable[[_PieceBlock], tuple[tuple[int, ...], int]]
 
 
 class Side:
@@ -363,7 +436,10 @@ class Side:
         self.shape, self._cuts = shape, cuts
         self._grid = [a for a in axes if transport.mesh.size(a) > 1]
         self._sizes = [transport.mesh.size(a) for a in self._grid]
-        self._lengths = [cut.length_at(transport.mesh, transport.at) for cut in cuts]
+        self._lengths = [
+            span(cut.size, cut.outer_parts, [transport.index(a) for a in cut.outer])[1]
+            for cut in cuts
+        ]
         piece = list(shape)
         for cut, length in zip(cuts, self._lengths, strict=True):
             piece[cut.dim] = padded_length(length, cut.parts)
@@ -402,8 +478,7 @@ class Side:
     def to_rows(self, pad: int) -> Callable[[torch.Tensor], torch.Tensor]:
         """A function that packs the pieces into a flat buffer, each padded with zeros to `pad`
         elements."""
-        n = math.prod(self._sizes)
-        return self._to_flat(n * pad, self._in_rows(pad), filled=n * pad == math.prod(self.shape))
+        return self._to_flat(math.prod(self._sizes) * pad, self._in_rows(pad))
 
     def from_rows(self, pad: int) -> Callable[[torch.Tensor, torch.Tensor], None]:
         """What copies the pieces from such a buffer, the second argument, to where they belong."""
@@ -411,34 +486,30 @@ class Side:
 
     def to_segments(self) -> Callable[[torch.Tensor], torch.Tensor]:
         """A function that packs the pieces, which are in order, end to end as in `splits`."""
-        return self._to_flat(math.prod(self.shape), self._end_to_end, filled=True)
+        return self._to_flat(math.prod(self.shape), self._end_to_end)
 
     def from_segments(self) -> Callable[[torch.Tensor, torch.Tensor], None]:
         """What copies the pieces from such a buffer, the second argument, to where they belong."""
         return self._from_flat(self._end_to_end)
 
-    def _find_piece_blocks(self) -> list[PieceBlock]:
-        return find_piece_blocks(self._cuts, self._lengths, self.shape, self._grid)
-
     def _in_rows(self, pad: int) -> Placing:
         strides = [pad * math.prod(self._sizes[i + 1 :]) for i in range(len(self._sizes))]
 
-        def strides_and_offset(block: PieceBlock) -> tuple[tuple[int, ...], int]:
+        def strides_and_offset(block: _PieceBlock) -> tuple[tuple[int, ...], int]:
             offset = sum(map(int.__mul__, block.first, strides))
             return (*strides, *contiguous_strides(block.piece)), offset
 
         return strides_and_offset
 
-    def _end_to_end(self, block: PieceBlock) -> tuple[tuple[int, ...], int]:
+    def _end_to_end(self, block: _PieceBlock) -> tuple[tuple[int, ...], int]:
         (cut,), (length,) = self._cuts, self._lengths
         rest = math.prod(self.shape) // length
         strides = (*(rest * step for step in block.steps), *contiguous_strides(block.piece))
         return strides, rest * block.start[cut.dim]
 
-    def _to_flat(
-        self, total: int, placed: Placing, filled: bool
-    ) -> Callable[[torch.Tensor], torch.Tensor]:
-        blocks = self._find_piece_blocks()
+    def _to_flat(self, total: int, placed: Placing) -> Callable[[torch.Tensor], torch.Tensor]:
+        filled = total == math.prod(self.shape)
+        blocks = _find_piece_blocks(self._cuts, self._lengths, self.shape, self._grid)
         own = contiguous_strides(self.shape)
         sources = [(block.shape, *block.strided(own)) for block in blocks]
         places = [placed(block) for block in blocks]
@@ -461,7 +532,8 @@ class Side:
     def _from_flat(self, placed: Placing) -> Callable[[torch.Tensor, torch.Tensor], None]:
         own = contiguous_strides(self.shape)
         views = [
-            (block.shape, block.strided(own), placed(block)) for block in self._find_piece_blocks()
+            (block.shape, block.strided(own), placed(block))
+            for block in _find_piece_blocks(self._cuts, self._lengths, self.shape, self._grid)
         ]
 
         def unpack_from_flat(out: torch.Tensor, flat: torch.Tensor) -> None:

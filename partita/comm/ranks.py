@@ -12,8 +12,8 @@ from __future__ import annotations
 import contextvars
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -23,53 +23,39 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from partita.layout import LayoutError, Mesh
 
-from .collective import Request, Splits
-from .device import read_autocast_state, use_autocast_state
+from .collective import Request, Splits, reduce_in_rank_order
+from .device import AutocastState, read_autocast_state, use_autocast_state
 from .ledger import Scope, enter_check_hooks, enter_rank_thread, scope
 from .source import user_line
-from .transport import Axes
+from .transport import ALL_DTYPES, Axes
 from .wire import MeshHandle, Wire
 
 __all__ = [
     "RankWire",
     "World",
     "ranks",
-    "running_rank",
     "running_wire",
 ]
 
 Payload = tuple[Any, ...]
 Action = Callable[[Sequence[Payload]], None]
-WireOf = Callable[["World", int, MeshHandle, tuple[int, ...], Scope], Wire]
 READY, WAITING, ENDED = "ready", "waiting", "ended"
 
 _running = threading.local()
 
 
 class World:
-    """Ranks of one process on one mesh. Made by `ranks`.
+    """Ranks of one process on one mesh. Made by `ranks`."""
 
-    Args:
-        wire_of: makes a rank's wire of this world, the rank's number, the handle of a mesh, the
-            ranks
-            of that mesh, and the rank's scope.
-    """
-
-    def __init__(self, mesh: Mesh, wire_of: WireOf):
+    def __init__(self, mesh: Mesh):
         self.mesh, n = mesh, mesh.size()
-        self._wire_of = wire_of
         self._scopes = [Scope() for _ in range(n)]
         numbers = torch.arange(n).view(mesh.sizes)
         self._handles = [
-            MeshHandle(mesh, at, numbers, self._wire_maker(r))
+            MeshHandle(mesh, at, numbers, partial(RankWire, self, r, self._scopes[r]))
             for r, at in enumerate(mesh.coordinates())
         ]
         self._active = False
-
-    def _wire_maker(self, rank: int) -> Callable[[MeshHandle, tuple[int, ...]], Wire]:
-        return lambda handle, members: self._wire_of(
-            self, rank, handle, members, self._scopes[rank]
-        )
 
     def __enter__(self) -> World:
         return self
@@ -110,11 +96,11 @@ class World:
         outer = scope()
         for own in self._scopes:
             own.copy_from(outer)
-        carried = _CallerState()
+        modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled(), read_autocast_state()
         threads = [
             threading.Thread(
                 target=contextvars.copy_context().run,
-                args=(self._run_rank, r, partial(fn, **kwargs), args, results, carried),
+                args=(self._run_rank, r, partial(fn, **kwargs), args, results, *modes),
                 name=f"rank {r}",
                 daemon=True,
             )
@@ -146,15 +132,21 @@ class World:
         fn: Callable[..., Any],
         args: tuple[Any, ...],
         results: list[Any],
-        carried: _CallerState,
+        inference: bool,
+        grad: bool,
+        casting: AutocastState,
     ) -> None:
         self._go[r].acquire()
         _running.world, _running.rank = self, r
         enter_rank_thread(self._scopes[r])
         torch.set_rng_state(self._generator[r])
         try:
-            checked = self._scopes[r].check is not None
-            with carried.restored(), enter_check_hooks() if checked else nullcontext():
+            with (  # modes that a thread does not inherit
+                torch.inference_mode(inference),
+                use_autocast_state(casting),
+                torch.set_grad_enabled(grad),
+                nullcontext() if self._scopes[r].check is None else enter_check_hooks(),
+            ):
                 results[r] = fn(self._handles[r], *args)
         except BaseException as error:
             self._failures[r] = error
@@ -281,30 +273,6 @@ class World:
         raise error
 
 
-class _CallerState:
-    """State that a thread does not inherit and a rank should: grad mode, inference mode,
-    autocast."""
-
-    def __init__(self) -> None:
-        self.grad, self.inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        self.casting = read_autocast_state()
-
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        with ExitStack() as modes:
-            if self.inference:
-                modes.enter_context(torch.inference_mode())
-            modes.enter_context(use_autocast_state(self.casting))
-            modes.enter_context(torch.enable_grad() if self.grad else torch.no_grad())
-            yield
-
-
-def running_rank() -> MeshHandle | None:
-    """The mesh of the world as the rank of this thread sees it; None where no rank runs."""
-    world = getattr(_running, "world", None)
-    return None if world is None else world.handle(_running.rank)
-
-
 # -- what ranks bring to a meeting, and why they must stop -----------------------------------------
 
 
@@ -378,14 +346,14 @@ def describe_error(error: BaseException) -> str:
 
 def running_wire() -> RankWire | None:
     """The wire over the whole world of the rank that runs in this thread; None where none does."""
-    mesh = running_rank()
-    return None if mesh is None else mesh.wire  # type: ignore[return-value]
+    world = getattr(_running, "world", None)
+    return None if world is None else world.handle(_running.rank).wire
 
 
 class RankWire(Wire):
     """The wire of one rank of a `World`."""
 
-    moved_dtypes = frozenset(d for d in vars(torch).values() if isinstance(d, torch.dtype))
+    moved_dtypes = ALL_DTYPES
     reduced_dtypes = frozenset(
         (torch.float16, torch.bfloat16, torch.float32, torch.float64)
         + (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -393,7 +361,7 @@ class RankWire(Wire):
     kind = "of pt.ranks"
 
     def __init__(
-        self, world: World, number: int, handle: MeshHandle, members: tuple[int, ...], own: Scope
+        self, world: World, number: int, own: Scope, handle: MeshHandle, members: tuple[int, ...]
     ):
         super().__init__(handle._layout, handle._at, own)
         self.device_mesh, self._world, self._number = handle, world, number
@@ -417,12 +385,9 @@ class RankWire(Wire):
             MeetingCall(self._number, self._mesh_ranks, group, key, request, payload), action
         )
 
-    def check(self, text: str) -> None:
-        # Moves are compared anyhow when ranks meet; a graph that is run makes none.
-        if self.scope.check is not None and self.mesh.size() > 1:
-            self.scope.check.compare(self, text)
-
-    def exchange(self, why: str, mine: bytes, deadline: float | None = None) -> list[bytes]:
+    def exchange(
+        self, why: str, mine: bytes, deadline: float | None = None, place: str = ""
+    ) -> list[bytes]:
         def answer_with_all(brought: list[bytes]) -> list[list[bytes]]:
             return [brought] * len(brought)
 
@@ -451,18 +416,15 @@ class RankWire(Wire):
             for to, _ in all_:
                 torch.cat([x.reshape(-1) for _, x in all_], out=to.view(-1))
 
-        # Groups may hold different amounts, except of compared numbers and of padded pieces.
-        size = (
-            x.numel()
-            if request.kind in ("gather_ints", "all_gather") and not request.move
-            else None
-        )
+        # Groups may hold different amounts, except of padded pieces.
+        size = None if request.move else x.numel()
         self._meet_group(("gather", x.dtype, size), axes, request, (out, x), perform_all_gather)
 
     def _all_reduce(self, x: torch.Tensor, axes: Axes, reduce_op: str, request: Request) -> None:
         def perform_all_reduce(all_: Sequence[Payload]) -> None:
-            total = _reduce_in_rank_order([x for (x,) in all_], reduce_op)
-            for (x,) in all_:
+            shares = [x for (x,) in all_]
+            total = reduce_in_rank_order(shares, torch.empty_like(shares[0]), reduce_op)
+            for x in shares:
                 x.copy_(total)
 
         self._meet_group(("reduce", x.dtype, reduce_op), axes, request, (x,), perform_all_reduce)
@@ -471,7 +433,8 @@ class RankWire(Wire):
         self, out: torch.Tensor, x: torch.Tensor, axes: Axes, reduce_op: str, request: Request
     ) -> None:
         def perform_reduce_scatter(all_: Sequence[Payload]) -> None:
-            total = _reduce_in_rank_order([x.reshape(-1) for _, x in all_], reduce_op)
+            shares = [x.reshape(-1) for _, x in all_]
+            total = reduce_in_rank_order(shares, torch.empty_like(shares[0]), reduce_op)
             for (to, _), part in zip(all_, total.view(len(all_), -1), strict=True):
                 to.view(-1).copy_(part)
 
@@ -507,21 +470,6 @@ class RankWire(Wire):
         )
 
 
-def _reduce_in_rank_order(shares: list[torch.Tensor], reduce_op: str) -> torch.Tensor:
-    """The reduction of `shares` in rank order; 16-bit floats are summed in 32 bits."""
-    dtype = shares[0].dtype
-    narrow = dtype in (torch.float16, torch.bfloat16)
-    total = shares[0].float() if narrow else shares[0].clone()
-    for share in shares[1:]:
-        if reduce_op == "sum":
-            total += share
-        elif reduce_op == "max":
-            total = torch.maximum(total, share.to(total.dtype))
-        else:
-            total = torch.minimum(total, share.to(total.dtype))
-    return total.to(dtype)
-
-
 def ranks(**axes: int) -> World:
     """Ranks of one process, `ranks(dp=2, tp=2)`: a world whose `run` calls a function on each.
 
@@ -536,4 +484,4 @@ def ranks(**axes: int) -> World:
     """
     if not axes:
         raise LayoutError("ranks needs at least one axis", reason="write ranks(dp=2), for one")
-    return World(Mesh(tuple(axes), tuple(axes.values())), RankWire)
+    return World(Mesh(tuple(axes), tuple(axes.values())))

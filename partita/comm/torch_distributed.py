@@ -202,7 +202,10 @@ COLLECTIVES = (
 
 
 def inspect_collectives(inspect: Callable[[str, Any], Any]) -> None:
-    """Have each collective pass its arguments through `inspect(name, arguments)` from now on."""
+    """Have each collective pass its arguments through `inspect(name, arguments)` from now on.
+
+    Not those of partita itself, which go to the process groups directly.
+    """
     if not dist.is_available():
         return
     for name in COLLECTIVES:
@@ -230,6 +233,8 @@ def _make_inspected_collective(
 
 
 # -- functions of state dicts ----------------------------------------------------------------------
+# Those with `StateDictOptions(full_state_dict=True)` know torch's DTensors by their class and take
+# every other tensor for whole: a file that rank 0 writes would lack what others have of ours.
 
 _STATE_DICT_UTILS = "torch.distributed._state_dict_utils"
 _STATE_DICT = "torch.distributed.checkpoint.state_dict"

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -49,302 +49,20 @@ from .groups import GroupWire
 from .ledger import Ledger, Scope
 from .move_steps import Step, identity_of_reduction, prepare
 from .source import user_line
-from .transport import Axes, Transport
+from .transport import Axes
 from .wire import Wire
 
-if TYPE_CHECKING:
-    from partita.redistribute import Move
-
-    from .collective import Request, Splits
-
 __all__ = [
-    "PaddedTransport",
     "TraceWire",
     "Uneven",
     "active_wire",
     "is_uneven",
-    "padded_step",
-    "padding",
     "substitute_wires",
     "uneven",
 ]
 
-# -- padded moves ----------------------------------------------------------------------------------
-
-
-class PaddedTransport(Transport):
-    """A transport on which every rank's pieces are as large as the first rank's.
-
-    Attributes:
-        coordinate: for each axis of more than one rank, this rank's place on it, as a tensor.
-        zeros: the current move pads with zeros, as moves of gradients do.
-    """
-
-    coordinate: dict[str, torch.Tensor]
-    zeros: bool
-
-    def place(self, axes: Sequence[str]) -> torch.Tensor:
-        """The rank's position along `axes` together, first slowest: a 0-d int64 tensor."""
-        places = [self.coordinate[a] for a in axes if self.mesh.size(a) > 1]
-        sizes = [self.mesh.size(a) for a in axes if self.mesh.size(a) > 1]
-        if not places:
-            return torch.zeros((), dtype=torch.int64)
-        place = places[0]
-        for size, inner in zip(sizes[1:], places[1:], strict=True):
-            place = place * size + inner
-        return place
-
-    def stack(self, axes: Sequence[str]) -> tuple[list[int], list[torch.Tensor]]:
-        """The sizes of `axes` and the rank's places on them, but for axes of one rank."""
-        cut = [a for a in axes if self.mesh.size(a) > 1]
-        return [self.mesh.size(a) for a in cut], [self.coordinate[a] for a in cut]
-
-
-def is_uneven(layout: Layout, mesh: Mesh) -> bool:
-    """Do some ranks hold less of a tensor of this layout than others?"""
-    return any(map(_divides_unevenly, *_shape_and_shard_sizes(layout, mesh)))
-
-
-def _shape_and_shard_sizes(
-    layout: Layout, mesh: Mesh
-) -> tuple[Sequence[int], list[tuple[int, ...]]]:
-    return layout.shape, [tuple(mesh.size(a) for a in axes) for axes in layout.shards]
-
-
-def _divides_unevenly(size: int, parts: Sequence[int]) -> bool:
-    return size % math.prod(parts) != 0
-
-
-def padding(
-    transport: PaddedTransport, size: int, axes: Sequence[str], device: torch.device
-) -> torch.Tensor:
-    """A mask of the padding in a rank's piece of `size` elements that are cut over `axes`."""
-    parts, places = transport.stack(axes)
-    _, length = span(size, parts, places)
-    return torch.arange(padded_length(size, parts), device=device) >= _move_to_device(
-        length, device
-    )
-
-
-def _move_to_device(x: Number, device: torch.device) -> Number:
-    return x.to(device) if isinstance(x, torch.Tensor) else x
-
-
-# -- moves -----------------------------------------------------------------------------------------
-
-
-def padded_step(move: Move, transport: PaddedTransport) -> Step | None:
-    """The step of a move between padded pieces, of equally many nodes for any number of ranks.
-
-    None for a move that neither exchanges pieces nor changes a dimension that is cut unevenly.
-
-    Raises:
-        LayoutError: one move of its kind cannot make what it is to make.
-    """
-    if move.kind not in ("all_gather", "reduce_scatter", "all_to_all", "slice", "place"):
-        return None
-    joined, divided = find_cuts(move, transport.mesh)
-    if not joined and not divided:
-        return None
-    if move.kind in ("slice", "place"):
-        if all(cut.even for cut in (*joined, *divided)):
-            return None
-        if move.kind == "slice":
-            return lambda x, request: _slice_own_piece(x, divided, transport)
-        return lambda x, request: _place_own_piece(x, joined, move.op, transport)
-    axes, _ = transport.group_order(move.axes)
-    grid = tuple(a for a in axes if transport.mesh.size(a) > 1)
-    n = transport.mesh_size(axes)
-
-    def run_padded_step(x: torch.Tensor, request: Request) -> torch.Tensor:
-        piece = list(x.shape)
-        for cut in divided:
-            piece[cut.dim] = cut.first_length
-        rows = _pack_padded_pieces(x, divided, grid, transport)
-        if move.kind == "reduce_scatter":
-            out = x.new_empty(piece)
-            transport.reduce_scatter(out, rows, axes, move.op, request)
-            return out
-        if _in_order(joined, grid):
-            out = x.new_empty([n * piece[0], *piece[1:]])
-        else:
-            out = x.new_empty([*(transport.mesh.size(a) for a in grid), *piece])
-        if move.kind == "all_gather":
-            transport.gather(out, rows, axes, request)
-        else:
-            each = Splits.evenly(n, math.prod(piece))
-            transport.all_to_all(out, rows, axes, each, each, request)
-        return _unpack_pieces(out, joined, grid, transport)
-
-    return run_padded_step
-
-
-def _outer_length(cut: Cut, transport: PaddedTransport) -> tuple[int, Number]:
-    """Padded and true length of what the inner axes of `cut` cut."""
-    padded = padded_length(cut.size, cut.outer_parts)
-    if not _divides_unevenly(cut.size, cut.outer_parts):
-        return padded, padded
-    return padded, span(cut.size, *transport.stack(cut.outer))[1]
-
-
-def _pack_padded_pieces(
-    x: torch.Tensor, cuts: Sequence[Cut], grid: Sequence[str], transport: PaddedTransport
-) -> torch.Tensor:
-    """A buffer of the padded piece of each member of `grid`, in the grid's order."""
-    labels: list[Any] = []
-    by_dim = {cut.dim: cut for cut in cuts}
-    shape: list[int] = []
-    for dim in range(x.dim()):
-        cut = by_dim.get(dim)
-        if cut is None:
-            labels, shape = [*labels, dim], [*shape, x.shape[dim]]
-            continue
-        if not cut.even:
-            x = _pieces_in_a_row(x, cut, cut.parts, transport)
-        labels = [*labels, *cut.inner, dim]
-        shape = [*shape, *cut.parts, cut.first_length]
-    if not cuts or _in_order(cuts, grid):
-        return x.contiguous()
-    order = [labels.index(a) for a in grid] + [labels.index(d) for d in range(x.dim())]
-    return x.reshape(shape).permute(order).contiguous()
-
-
-def _pieces_in_a_row(
-    x: torch.Tensor, cut: Cut, parts: Sequence[int], transport: PaddedTransport
-) -> torch.Tensor:
-    _, outer = _outer_length(cut, transport)
-    step, n = cut.first_length, math.prod(parts)
-    if isinstance(outer, int) and len(parts) == 1:
-        more = n * step - outer
-        if transport.zeros:
-            return _with_zeros(x, cut.dim, more)
-        places = torch.arange(n * step, device=x.device).clamp(max=outer - 1)
-        return x.index_select(cut.dim, places)
-    each = [
-        torch.arange(m, device=x.device).view([-1] + [1] * (len(parts) - i))
-        for i, m in enumerate(parts)
-    ]
-    start, length = span(_move_to_device(outer, x.device), parts, each)
-    return _take_padded_piece(
-        x, cut.dim, start, length, torch.arange(step, device=x.device), transport.zeros
-    )
-
-
-def _take_padded_piece(
-    x: torch.Tensor, dim: int, start: Number, length: Number, offsets: torch.Tensor, zeros: bool
-) -> torch.Tensor:
-    """The elements of pieces along `dim`, each padded to as many as there are offsets."""
-    at = (start + least(offsets, length - 1)).clamp(min=0)
-    out = x.index_select(dim, at.flatten())
-    return _zero_where(out, dim, (offsets >= length).expand(at.shape).flatten()) if zeros else out
-
-
-def _zero_where(x: torch.Tensor, dim: int, where: torch.Tensor) -> torch.Tensor:
-    return x.masked_fill(where.view([-1] + [1] * (x.dim() - dim - 1)), 0)
-
-
-def _with_zeros(x: torch.Tensor, dim: int, more: int) -> torch.Tensor:
-    return torch.constant_pad_nd(x, [0, 0] * (x.dim() - dim - 1) + [0, more])
-
-
-def _unpack_pieces(
-    rows: torch.Tensor, cuts: Sequence[Cut], grid: Sequence[str], transport: PaddedTransport
-) -> torch.Tensor:
-    """Join the pieces in `rows`, (*grid, *piece), along the dimensions of `cuts`.
-
-    Pieces in order along dimension 0 are joined already.
-    """
-    if not _in_order(cuts, grid):
-        rows = _side_by_side(rows, cuts, grid)
-    for cut in cuts:
-        if not cut.even:
-            rows = _without_gaps(rows, cut, transport)
-    return rows.contiguous()
-
-
-def _side_by_side(rows: torch.Tensor, cuts: Sequence[Cut], grid: Sequence[str]) -> torch.Tensor:
-    labels: list[Any] = [*grid, *range(rows.dim() - len(grid))]
-    by_dim = {cut.dim: cut for cut in cuts}
-    order: list[Any] = []
-    shape = []
-    for dim in range(rows.dim() - len(grid)):
-        inner = by_dim[dim].inner if dim in by_dim else ()
-        order += [*inner, dim]
-        shape.append(math.prod([rows.shape[labels.index(label)] for label in (*inner, dim)]))
-    # Not `reshape`, whose `_unsafe_view` of a copy no pass recognises as a mere copy.
-    return rows.permute([labels.index(label) for label in order]).contiguous().view(shape)
-
-
-def _in_order(cuts: Sequence[Cut], grid: Sequence[str]) -> bool:
-    """Do the pieces follow each other along dimension 0, in the order of the ranks?"""
-    return len(cuts) == 1 and cuts[0].dim == 0 and cuts[0].inner == tuple(grid)
-
-
-def _without_gaps(x: torch.Tensor, cut: Cut, transport: PaddedTransport) -> torch.Tensor:
-    """`x`, in which padded pieces stand end to end along a dimension, without their padding."""
-    padded, length = _outer_length(cut, transport)
-    if isinstance(length, int) and ends_last(length, cut.parts):
-        return x.narrow(cut.dim, 0, length)
-    at, length = torch.arange(padded, device=x.device), _move_to_device(length, x.device)
-    behind = at >= length
-    places, rest = places_of(least(at, length - 1).clamp(min=0), length, cut.parts)
-    place: Number = 0
-    for n, here in zip(cut.parts, places, strict=True):
-        place = place * n + here
-    out = x.index_select(cut.dim, place * cut.first_length + rest)
-    return _zero_where(out, cut.dim, behind) if transport.zeros else out
-
-
-def _slice_own_piece(
-    x: torch.Tensor, cuts: Sequence[Cut], transport: PaddedTransport
-) -> torch.Tensor:
-    for cut in cuts:
-        start, length = _place_of(cut, transport, x.device)
-        offsets = torch.arange(cut.first_length, device=x.device)
-        x = _take_padded_piece(x, cut.dim, start, length, offsets, transport.zeros)
-    return x.contiguous()
-
-
-def _place_own_piece(
-    x: torch.Tensor, cuts: Sequence[Cut], op: str, transport: PaddedTransport
-) -> torch.Tensor:
-    for cut in cuts:
-        start, length = _place_of(cut, transport, x.device)
-        padded, _ = _outer_length(cut, transport)
-        at = torch.arange(padded, device=x.device) - start
-        mine = (at >= 0) & (at < length)
-        out = x.index_select(cut.dim, at.clamp(0, cut.first_length - 1))
-        mine = mine.view([-1] + [1] * (x.dim() - cut.dim - 1))
-        x = out.masked_fill(~mine, identity_of_reduction(op, x.dtype))
-    return x.contiguous()
-
-
-def _place_of(cut: Cut, transport: PaddedTransport, device: torch.device) -> tuple[Number, Number]:
-    """`(start, length)` of this rank's piece within the piece that `inner` cuts."""
-    parts, places = transport.stack(cut.inner)
-    _, outer = _outer_length(cut, transport)
-    start, length = span(outer, parts, places)
-    return _move_to_device(start, device), _move_to_device(length, device)
-
-
-class Uneven(LayoutError):
-    """Raised for what cannot be done with padded shards."""
-
-
-def uneven(fact: str) -> Uneven:
-    """The error where uneven pieces cannot be captured; a capture turns it into its own error."""
-    return Uneven(
-        fact,
-        place=user_line(),
-        reason="while a step is captured every rank's piece is padded to the largest one",
-    )
-
-
-# -- the wire of a capture -------------------------------------------------------------------------
-
-Region = tuple[tuple[Any, Any], ...]
-Noting = Callable[["Move", int, str, str], AbstractContextManager[None]]
-Repeating = Callable[["TraceWire", "Move", torch.Tensor, Callable[[], torch.Tensor]], torch.Tensor]
+Noting = Callable[[Move, int, str, str], AbstractContextManager[None]]
+Repeating = Callable[["TraceWire", Move, torch.Tensor, Callable[[], torch.Tensor]], torch.Tensor]
 
 
 def _no_repeating(
@@ -357,11 +75,13 @@ def _no_noting(move: Move, itemsize: int, op: str, reason: str) -> AbstractConte
     return nullcontext()
 
 
-class TraceWire(PaddedTransport, Wire):
+class TraceWire(Wire):
     """The wire while a step is captured: moves become nodes, and nothing leaves the rank.
 
     Attributes:
         real: the wire that it stands in for.
+        coordinate: for each axis of more than one rank, this rank's place on it, as a tensor.
+        zeros: the current move pads with zeros, as moves of gradients do.
         groups: the axes of the process groups that the graph uses, by their names in it.
         noting: a context manager within which a move's nodes are made.
         repeating: traces a move, or repeats the trace of an equal one.
@@ -428,7 +148,22 @@ class TraceWire(PaddedTransport, Wire):
 
     # -- what is padded ----------------------------------------------------------------------------
 
-    def region(self, layout: Layout, *, beyond: bool = False) -> Region:
+    def place(self, axes: Sequence[str]) -> torch.Tensor:
+        """The rank's position along `axes` together, first slowest: a 0-d int64 tensor."""
+        sizes, places = self.stack(axes)
+        if not places:
+            return torch.zeros((), dtype=torch.int64)
+        place = places[0]
+        for size, inner in zip(sizes[1:], places[1:], strict=True):
+            place = place * size + inner
+        return place
+
+    def stack(self, axes: Sequence[str]) -> tuple[list[int], list[torch.Tensor]]:
+        """The sizes of `axes` and the rank's places on them, but for axes of one rank."""
+        cut = [a for a in axes if self.mesh.size(a) > 1]
+        return [self.mesh.size(a) for a in cut], [self.coordinate[a] for a in cut]
+
+    def region(self, layout: Layout, *, beyond: bool = False) -> tuple[tuple[Any, Any], ...]:
         region: list[tuple[Any, Any]] = []
         longest = layout.local_shape(self.mesh, self.at)
         for size, axes, length in zip(layout.shape, layout.shards, longest, strict=True):
@@ -459,8 +194,11 @@ class TraceWire(PaddedTransport, Wire):
             key = (size, axes, x.device)
             where = self._paddings.get(key)
             if where is None:
-                where = self._paddings[key] = padding(self, size, axes, x.device)
-            x = x.masked_fill(where.view([-1] + [1] * (x.dim() - dim - 1)), value)
+                parts, places = self.stack(axes)
+                _, length = span(size, parts, places)
+                at = torch.arange(padded_length(size, parts), device=x.device)
+                where = self._paddings[key] = at >= _move_to_device(length, x.device)
+            x = _fill_where(x, dim, where, value)
         return x
 
     # -- moves -------------------------------------------------------------------------------------
@@ -507,63 +245,8 @@ class TraceWire(PaddedTransport, Wire):
         finally:
             self.zeros = before
 
-    def _prepare(self, move: Move) -> Any:
-        for axis in move.axes:
-            self.mesh.index(axis)
-        build = {
-            "slice": self._make_slice_step,
-            "place": self._make_place_step,
-            "mask": self._make_mask_step,
-        }.get(move.kind)
-        step = padded_step(move, self)
-        if step is None:
-            step = prepare(move, self) if build is None else build(move)
-        entry = (move, step, move.before.local_shape(self.mesh, self.at))
-        self._steps[id(move)] = entry
-        return entry
-
-    def _find_new_cuts(self, whole: Layout, cut: Layout) -> list[tuple[int, tuple[str, ...], int]]:
-        """`(dimension, axes, pieces)` of each dimension that `cut` splits further than `whole`."""
-        found = []
-        for dim, (outer, all_axes) in enumerate(zip(whole.shards, cut.shards, strict=True)):
-            axes = all_axes[len(outer) :]
-            if self.mesh_size(axes) > 1:
-                found.append((dim, axes, self.mesh_size(axes)))
-        return found
-
-    def _make_slice_step(self, move: Move) -> Any:
-        stacks = self._find_new_cuts(move.before, move.after)
-
-        def run(x: torch.Tensor, request: Request) -> torch.Tensor:
-            for dim, axes, n in stacks:
-                rows = x.unflatten(dim, (n, x.shape[dim] // n))
-                x = rows.index_select(dim, self.place(axes).view(1).to(x.device)).squeeze(dim)
-            return x.clone(memory_format=torch.contiguous_format)
-
-        return run
-
-    def _make_place_step(self, move: Move) -> Any:
-        stacks = self._find_new_cuts(move.after, move.before)
-
-        def run(x: torch.Tensor, request: Request) -> torch.Tensor:
-            for dim, axes, n in stacks:
-                shape = [*x.shape[:dim], n, *x.shape[dim:]]
-                rows = x.new_full(shape, identity_of_reduction(move.op, x.dtype))
-                rows = rows.index_copy(dim, self.place(axes).view(1).to(x.device), x.unsqueeze(dim))
-                x = rows.flatten(dim, dim + 1)
-            return x.clone(memory_format=torch.contiguous_format)
-
-        return run
-
-    def _make_mask_step(self, move: Move) -> Any:
-        if move.op != "sum":
-            return lambda x, request: x.clone(memory_format=torch.contiguous_format)
-
-        def run(x: torch.Tensor, request: Request) -> torch.Tensor:
-            first = self.place(move.axes).to(x.device) == 0
-            return torch.where(first, x, x.new_zeros(())).contiguous()
-
-        return run
+    def _make_step(self, move: Move) -> Step:
+        return _make_padded_step(move, self)
 
     def group_name(self, axes: Axes) -> str:
         """The name of the group over `axes` in the graph."""
@@ -613,10 +296,248 @@ class TraceWire(PaddedTransport, Wire):
         told = BROADCAST(x, root, self.group_name(axes))
         x.copy_(WAIT(told))
 
-    def gather_ints(self, values: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """This rank's values for all: ranks trace one program, and compare their keys
-        afterwards."""
-        return [tuple(values)] * self.mesh.size()
+
+class Uneven(LayoutError):
+    """Raised for what cannot be done with padded shards."""
+
+
+def uneven(fact: str) -> Uneven:
+    """The error where uneven pieces cannot be captured; a capture turns it into its own error."""
+    return Uneven(
+        fact,
+        place=user_line(),
+        reason="while a step is captured every rank's piece is padded to the largest one",
+    )
+
+
+def is_uneven(layout: Layout, mesh: Mesh) -> bool:
+    """Do some ranks hold less of a tensor of this layout than others?"""
+    return any(
+        size % math.prod(mesh.size(a) for a in axes)
+        for size, axes in zip(layout.shape, layout.shards, strict=True)
+    )
+
+
+# -- moves between padded pieces -------------------------------------------------------------------
+
+
+def _make_padded_step(move: Move, wire: TraceWire) -> Step:
+    """The step of a move between padded pieces, of equally many nodes for any number of ranks.
+
+    Raises:
+        LayoutError: one move of its kind cannot make what it is to make.
+    """
+    if move.kind == "mask":
+        return lambda x, request: _keep_on_first(x, move, wire)
+    if move.kind in ("all_reduce", "retype"):
+        return prepare(move, wire)
+    joined, divided = find_cuts(move, wire.mesh)
+    if move.kind == "slice":
+        return lambda x, request: _slice_own_piece(x, divided, wire)
+    if move.kind == "place":
+        return lambda x, request: _place_own_piece(x, joined, move.op, wire)
+    if not joined and not divided:
+        return prepare(move, wire)
+    axes, _ = wire.group_order(move.axes)
+    grid = tuple(a for a in axes if wire.mesh.size(a) > 1)
+    n = wire.mesh_size(axes)
+
+    def run_padded_step(x: torch.Tensor, request: Request) -> torch.Tensor:
+        piece = list(x.shape)
+        for cut in divided:
+            piece[cut.dim] = cut.first_length
+        rows = _pack_padded_pieces(x, divided, grid, wire)
+        if move.kind == "reduce_scatter":
+            out = x.new_empty(piece)
+            wire.reduce_scatter(out, rows, axes, move.op, request)
+            return out
+        if _in_order(joined, grid):
+            out = x.new_empty([n * piece[0], *piece[1:]])
+        else:
+            out = x.new_empty([*(wire.mesh.size(a) for a in grid), *piece])
+        if move.kind == "all_gather":
+            wire.gather(out, rows, axes, request)
+        else:
+            each = Splits.evenly(n, math.prod(piece))
+            wire.all_to_all(out, rows, axes, each, each, request)
+        return _unpack_pieces(out, joined, grid, wire)
+
+    return run_padded_step
+
+
+def _outer_length(cut: Cut, wire: TraceWire) -> tuple[int, Number]:
+    """Padded and true length of what the inner axes of `cut` cut."""
+    padded = padded_length(cut.size, cut.outer_parts)
+    if cut.size % math.prod(cut.outer_parts) == 0:
+        return padded, padded
+    return padded, span(cut.size, *wire.stack(cut.outer))[1]
+
+
+def _pack_padded_pieces(
+    x: torch.Tensor, cuts: Sequence[Cut], grid: Sequence[str], wire: TraceWire
+) -> torch.Tensor:
+    """A buffer of the padded piece of each member of `grid`, in the grid's order."""
+    labels: list[Any] = []
+    by_dim = {cut.dim: cut for cut in cuts}
+    shape: list[int] = []
+    for dim in range(x.dim()):
+        cut = by_dim.get(dim)
+        if cut is None:
+            labels, shape = [*labels, dim], [*shape, x.shape[dim]]
+            continue
+        if not cut.even:
+            x = _pieces_in_a_row(x, cut, wire)
+        labels = [*labels, *cut.inner, dim]
+        shape = [*shape, *cut.parts, cut.first_length]
+    if not cuts or _in_order(cuts, grid):
+        return x.contiguous()
+    order = [labels.index(a) for a in grid] + [labels.index(d) for d in range(x.dim())]
+    return x.reshape(shape).permute(order).contiguous()
+
+
+def _pieces_in_a_row(x: torch.Tensor, cut: Cut, wire: TraceWire) -> torch.Tensor:
+    _, outer = _outer_length(cut, wire)
+    parts, step, n = cut.parts, cut.first_length, math.prod(cut.parts)
+    if isinstance(outer, int) and len(parts) == 1:
+        if wire.zeros:
+            behind = [0, 0] * (x.dim() - cut.dim - 1) + [0, n * step - outer]
+            return torch.constant_pad_nd(x, behind)
+        places = torch.arange(n * step, device=x.device).clamp(max=outer - 1)
+        return x.index_select(cut.dim, places)
+    each = [
+        torch.arange(m, device=x.device).view([-1] + [1] * (len(parts) - i))
+        for i, m in enumerate(parts)
+    ]
+    start, length = span(_move_to_device(outer, x.device), parts, each)
+    return _take_padded_piece(
+        x, cut.dim, start, length, torch.arange(step, device=x.device), wire.zeros
+    )
+
+
+def _take_padded_piece(
+    x: torch.Tensor, dim: int, start: Number, length: Number, offsets: torch.Tensor, zeros: bool
+) -> torch.Tensor:
+    """The elements of pieces along `dim`, each padded to as many as there are offsets."""
+    at = (start + least(offsets, length - 1)).clamp(min=0)
+    out = x.index_select(dim, at.flatten())
+    return _fill_where(out, dim, (offsets >= length).expand(at.shape).flatten()) if zeros else out
+
+
+def _fill_where(x: torch.Tensor, dim: int, where: torch.Tensor, value: Any = 0) -> torch.Tensor:
+    """`x` with `value` at the places along `dim` that `where` marks."""
+    return x.masked_fill(where.view([-1] + [1] * (x.dim() - dim - 1)), value)
+
+
+def _unpack_pieces(
+    rows: torch.Tensor, cuts: Sequence[Cut], grid: Sequence[str], wire: TraceWire
+) -> torch.Tensor:
+    """Join the pieces in `rows`, (*grid, *piece), along the dimensions of `cuts`.
+
+    Pieces in order along dimension 0 are joined already.
+    """
+    if not _in_order(cuts, grid):
+        rows = _side_by_side(rows, cuts, grid)
+    for cut in cuts:
+        if not cut.even:
+            rows = _without_gaps(rows, cut, wire)
+    return rows.contiguous()
+
+
+def _side_by_side(rows: torch.Tensor, cuts: Sequence[Cut], grid: Sequence[str]) -> torch.Tensor:
+    labels: list[Any] = [*grid, *range(rows.dim() - len(grid))]
+    by_dim = {cut.dim: cut for cut in cuts}
+    order: list[Any] = []
+    shape = []
+    for dim in range(rows.dim() - len(grid)):
+        inner = by_dim[dim].inner if dim in by_dim else ()
+        order += [*inner, dim]
+        shape.append(math.prod([rows.shape[labels.index(label)] for label in (*inner, dim)]))
+    # Not `reshape`, whose `_unsafe_view` of a copy no pass recognises as a mere copy.
+    return rows.permute([labels.index(label) for label in order]).contiguous().view(shape)
+
+
+def _in_order(cuts: Sequence[Cut], grid: Sequence[str]) -> bool:
+    """Do the pieces follow each other along dimension 0, in the order of the ranks?"""
+    return len(cuts) == 1 and cuts[0].dim == 0 and cuts[0].inner == tuple(grid)
+
+
+def _without_gaps(x: torch.Tensor, cut: Cut, wire: TraceWire) -> torch.Tensor:
+    """`x`, in which padded pieces stand end to end along a dimension, without their padding."""
+    padded, length = _outer_length(cut, wire)
+    if isinstance(length, int) and ends_last(length, cut.parts):
+        return x.narrow(cut.dim, 0, length)
+    at, length = torch.arange(padded, device=x.device), _move_to_device(length, x.device)
+    behind = at >= length
+    places, rest = places_of(least(at, length - 1).clamp(min=0), length, cut.parts)
+    place: Number = 0
+    for n, here in zip(cut.parts, places, strict=True):
+        place = place * n + here
+    out = x.index_select(cut.dim, place * cut.first_length + rest)
+    return _fill_where(out, cut.dim, behind) if wire.zeros else out
+
+
+def _slice_own_piece(x: torch.Tensor, cuts: Sequence[Cut], wire: TraceWire) -> torch.Tensor:
+    for cut in cuts:
+        if cut.even:
+            rows = x.unflatten(cut.dim, (math.prod(cut.parts), cut.first_length))
+            x = rows.index_select(cut.dim, _row_of(cut, wire, x.device)).squeeze(cut.dim)
+        else:
+            start, length = _place_of(cut, wire, x.device)
+            offsets = torch.arange(cut.first_length, device=x.device)
+            x = _take_padded_piece(x, cut.dim, start, length, offsets, wire.zeros)
+    return _own_memory(x, cuts)
+
+
+def _place_own_piece(
+    x: torch.Tensor, cuts: Sequence[Cut], op: str, wire: TraceWire
+) -> torch.Tensor:
+    rest = identity_of_reduction(op, x.dtype)
+    for cut in cuts:
+        if cut.even:
+            rows = x.new_full(
+                [*x.shape[: cut.dim], math.prod(cut.parts), *x.shape[cut.dim :]], rest
+            )
+            row = _row_of(cut, wire, x.device)
+            x = rows.index_copy(cut.dim, row, x.unsqueeze(cut.dim)).flatten(cut.dim, cut.dim + 1)
+        else:
+            start, length = _place_of(cut, wire, x.device)
+            padded, _ = _outer_length(cut, wire)
+            at = torch.arange(padded, device=x.device) - start
+            theirs = (at < 0) | (at >= length)
+            out = x.index_select(cut.dim, at.clamp(0, cut.first_length - 1))
+            x = _fill_where(out, cut.dim, theirs, rest)
+    return _own_memory(x, cuts)
+
+
+def _keep_on_first(x: torch.Tensor, move: Move, wire: TraceWire) -> torch.Tensor:
+    if move.op != "sum":
+        return x.clone(memory_format=torch.contiguous_format)
+    first = wire.place(move.axes).to(x.device) == 0
+    return torch.where(first, x, x.new_zeros(())).contiguous()
+
+
+def _own_memory(x: torch.Tensor, cuts: Sequence[Cut]) -> torch.Tensor:
+    """`x`, contiguous, in memory of its own, where an uneven cut's copy is not that already."""
+    if all(cut.even for cut in cuts):
+        return x.clone(memory_format=torch.contiguous_format)
+    return x.contiguous()
+
+
+def _row_of(cut: Cut, wire: TraceWire, device: torch.device) -> torch.Tensor:
+    """The number of this rank's piece, of pieces that are even."""
+    return wire.place(cut.inner).view(1).to(device)
+
+
+def _place_of(cut: Cut, wire: TraceWire, device: torch.device) -> tuple[Number, Number]:
+    """`(start, length)` of this rank's piece within the piece that `inner` cuts."""
+    parts, places = wire.stack(cut.inner)
+    _, outer = _outer_length(cut, wire)
+    start, length = span(outer, parts, places)
+    return _move_to_device(start, device), _move_to_device(length, device)
+
+
+def _move_to_device(x: Number, device: torch.device) -> Number:
+    return x.to(device) if isinstance(x, torch.Tensor) else x
 
 
 # -- groups, by the name that graphs call them -----------------------------------------------------

@@ -83,7 +83,33 @@ STUCK = 4.0
 """Seconds without a change of posts after which waiting ranks count as deadlocked."""
 WARN = 20.0
 """Seconds after which a rank that waits for others warns."""
+LOOK = 0.5
+"""Seconds between two looks of a rank at the others' posts."""
+LEAVING = threading.Event()
+"""Is this process about to end?"""
 TIME_SLICE = timedelta(seconds=SLICE)
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a rank waits for.
+
+    Attributes:
+        text: what it does, for errors: "reads a value (item) at train.py:10".
+        ranks: the ranks that it needs, by their numbers in the job.
+        group: the process group that it waits in; ranks count the collectives that they began
+            in it.
+        meets: it compares or reads a value, where a rank that stays away is an error.
+        count: without a group: the name of the meeting, and how many there have been.
+        number: of the collective among those of its group, from 1; 0 where that is not known.
+    """
+
+    text: str
+    ranks: Sequence[int]
+    group: dist.ProcessGroup | None = None
+    meets: bool = False
+    count: tuple[str, int] = ("", 0)
+    number: int = 0
 
 
 class WatchedWork:
@@ -250,10 +276,6 @@ def _watch_for_deadlock() -> None:
 
 # -- posts of waiting ranks and deadlocks ----------------------------------------------------------
 
-LOOK = 0.5
-"""Seconds between two looks of a rank at the others' posts."""
-LEAVING = threading.Event()
-"""Is this process about to end?"""
 Post = dict[str, Any]
 """What a waiting rank writes to the store, made by `make_post`."""
 _VERDICT = "partita/waits/verdict"
@@ -261,31 +283,6 @@ _FIXES_OF_DEADLOCK = (
     Fix("the same calls on every rank, in the same order"),
     Fix("value = x.item()", "on every rank, and then `if rank == 0: print(value)`"),
 )
-
-
-@dataclass(frozen=True)
-class Need:
-    """What a rank waits for.
-
-    Attributes:
-        text: what it does, for errors: "reads a value (item) at train.py:10". ranks: the ranks that
-            it needs, by their numbers in the job. group: the process group that it waits in; ranks
-            count the collectives that they began in it. meets: it compares or reads a value, where
-            a rank that stays away is an error. count: without a group: the name of the meeting, and
-            how many there have been. number: of the collective among those of its group, from 1; 0
-            where that is not known.
-    """
-
-    text: str
-    ranks: Sequence[int]
-    group: dist.ProcessGroup | None = None
-    meets: bool = False
-    count: tuple[str, int] = ("", 0)
-    number: int = 0
-
-
-# -- posts -------------------------------------------------------------------
-
 _post_numbers = itertools.count(1)
 BEGUN: dict[str, int] = {}
 """How many collectives this rank has begun, by the name of a group that torch does not list."""
@@ -352,12 +349,12 @@ def make_post(need: Need) -> Post:
             name: {str(n): str(request.move or request.kind) for n, request in asks}
             for name, asks in _ASKED.items()
         },
-        # Private torch: the sequence number of each group, by its name.
+        # Private torch: all groups, and the sequence number of each, by its name.
         "begun": BEGUN
         | dict([need.count])
         | {
             g.group_name: n
-            for g in _list_process_groups()
+            for g in list(dist.distributed_c10d._world.pg_map)
             if (n := _count_begun_collectives(g)) is not None
         },
     }
@@ -385,10 +382,6 @@ def withdraw_post(store: Any, rank: int, post: Post) -> None:
 def _replace_post(store: Any, rank: int, post: Post | None) -> None:
     if not LEAVING.is_set():  # that it has ended is a rank's last post
         store.set(_key_of_rank(rank), json.dumps(post))
-
-
-def _list_process_groups() -> list[Any]:
-    return list(dist.distributed_c10d._world.pg_map)
 
 
 def _count_begun_collectives(group: Any) -> int | None:
@@ -532,6 +525,9 @@ def _key_of_rank(rank: int) -> str:
 
 
 # -- ranks that are gone ---------------------------------------------------------------------------
+# A process group says that a connection was closed, but not whose. The ranks of one machine know
+# one another's processes, which they exchange when a control group is made, and look which have
+# ended; of ranks on other machines they can only say that it must be one of them.
 
 _PROCESS = struct.Struct("<8sqq")
 _TIME_TO_END, _LOOK_AT_PROCESSES = 0.5, 0.01

@@ -9,8 +9,8 @@ that is being captured (`trace`).
 from __future__ import annotations
 
 import itertools
+import struct
 import weakref
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -65,6 +65,7 @@ class Wire(Transport):
         super().__init__(mesh, at)
         self.scope = scope() if scope_of_rank is None else scope_of_rank
         self.agreed: set[object] = set()  # what the ranks have compared (`agreement`)
+        self._reading_op: str | None = None  # the op that reads the value being moved
         self._steps: dict[int, tuple[Move, Step, tuple[int, ...]]] = {}
         self._shared: WeakValueDictionary[tuple[Any, ...], torch.Tensor] = WeakValueDictionary()
 
@@ -124,8 +125,8 @@ class Wire(Transport):
     def _start_move(
         self, move: Move, x: torch.Tensor, out: torch.Tensor, request: Request
     ) -> PendingWork:
-        axes, members = self.group(move.axes)
-        if len(members) == 1:
+        axes, _ = self.group_order(move.axes)
+        if self.mesh_size(axes) == 1:
             if out is not x:
                 out.view(-1).copy_(x.view(-1))
             return CompletedWork()
@@ -140,9 +141,12 @@ class Wire(Transport):
             self.mesh.index(axis)
         if len(self._steps) >= _PLANS_KEPT:
             self._steps.clear()
-        entry = (move, prepare(move, self), move.before.local_shape(self.mesh, self.at))
+        entry = (move, self._make_step(move), move.before.local_shape(self.mesh, self.at))
         self._steps[id(move)] = entry
         return entry
+
+    def _make_step(self, move: Move) -> Step:
+        return prepare(move, self)
 
     def _note(self, move: Move, x: torch.Tensor, op: str, reason: str) -> None:
         nbytes = bytes_sent(move, self.mesh, x.element_size())
@@ -176,10 +180,9 @@ class Wire(Transport):
             log.moves.append(record)
 
     def check(self, text: str) -> None:
-        """Under `check_ranks()`, raise on every rank unless all ranks of the mesh say `text`.
-
-        A wire on which there are no others does nothing.
-        """
+        """Under `check_ranks()`, raise on every rank unless all ranks of the mesh say `text`."""
+        if self.scope.check is not None and self.mesh.size() > 1:
+            self.scope.check.compare(self, text)
 
     def _wrong_shape(self, move: Move, x: torch.Tensor, op: str) -> LayoutError:
         return LayoutError(
@@ -191,15 +194,21 @@ class Wire(Transport):
 
     # -- small exchanges over the whole mesh -----------------------------------------------------
 
-    def exchange(self, why: str, mine: bytes) -> list[bytes]:
-        """Every rank's bytes `mine`, of any length, in mesh order.
+    def exchange(
+        self, why: str, mine: bytes, deadline: float | None = None, place: str = ""
+    ) -> list[bytes]:
+        """Every rank's bytes `mine`, of any length, in mesh order; this rank's for all where there
+        are no others to ask, or ranks compare afterwards.
 
         Args:
-            why: the reason, which must be equal on all ranks: an operation, and the user's line.
+            why: the reason, which must be equal on all ranks: "compares from_local".
+            deadline: seconds to wait for ranks of which nothing is known.
+            place: the line at which all must be, where that matters.
+
+        Raises:
+            LayoutError: on all ranks, where they come for different reasons, or some do not come.
         """
-        lengths = [n for (n,) in self.gather_ints((len(mine),))]
-        rows = self.gather_ints(tuple(mine.ljust(max(lengths))))
-        return [bytes(row[:n]) for row, n in zip(rows, lengths, strict=True)]
+        return [mine] * self.mesh.size()
 
     def group_of_all(self) -> Any:
         """The process group of all ranks of the mesh; None of ranks of one process, which are
@@ -214,9 +223,12 @@ class Wire(Transport):
     @contextmanager
     def reading(self, op: str) -> Iterator[None]:
         """Within, moves bring a value that the program reads by `op`: they cannot be mistaken for
-        another rank's move, and a rank that reads alone gets an error. Does nothing where ranks are
-        compared anyhow."""
-        yield
+        another rank's move, and a rank that reads alone gets an error."""
+        before, self._reading_op = self._reading_op, op
+        try:
+            yield
+        finally:
+            self._reading_op = before
 
     def meet_readers(self, op: str, mine: bytes) -> list[bytes]:
         """Every rank's bytes `mine`, in mesh order, where all ranks read a value by `op`.
@@ -228,19 +240,13 @@ class Wire(Transport):
 
     def gather_ints(self, values: tuple[int, ...]) -> list[tuple[int, ...]]:
         """Every rank's values, in mesh order. All ranks pass equally many, each within 64 bits."""
-        axes, members = self.group(self.mesh.names)
-        if len(members) == 1:
+        if self.mesh.size() == 1:
             return [tuple(values)]
+        form = struct.Struct(f"<{len(values)}q")
+        why = f"compares {len(values)} numbers (gather_ints)"
         if self.scope.check is not None:
-            self.check(f"gather_ints of {len(values)} at {user_line()}")
-        # Hidden from modes of the user and of remat: a comparison is no part of the program.
-        with torch._C.DisableTorchFunction(), torch.no_grad():
-            x = torch.frombuffer(array("q", values), dtype=torch.int64).to(self.device)
-            out = x.new_empty((len(members), len(values)))
-            self._all_gather(out.view(-1), x, axes, Request("gather_ints", None, ""))
-            rows = out.tolist()
-        by_place = dict(zip(members, map(tuple, rows), strict=True))
-        return [by_place[m] for m in self.mesh.coordinates()]
+            self.check(f"{why} at {user_line()}")
+        return [form.unpack(row) for row in self.exchange(why, form.pack(*values))]
 
     def from_first(self, x: torch.Tensor, src: int = 0) -> torch.Tensor:
         """The `x` of rank `src` of the mesh (in mesh order); all pass the same shape and dtype.

@@ -57,8 +57,8 @@ def flatten_call(
     leaves, structure = pytree.tree_flatten(call)
     if LEAVES.issuperset(map(type, leaves)):
         return leaves, structure
-    opener = _Opener()
-    opened = [leaf if stays and stays(leaf) else opener.open(leaf) for leaf in leaves]
+    flattener = _ObjectFlattener()
+    opened = [leaf if stays and stays(leaf) else flattener.open(leaf) for leaf in leaves]
     if all(now is before for now, before in zip(opened, leaves, strict=True)):
         return leaves, structure
     numbers: dict[int, int] = {}
@@ -82,7 +82,7 @@ def classes_of_call(structure: pytree.TreeSpec) -> list[type]:
 
 def is_taken_apart(value: Any) -> bool:
     """Does `flatten_call` take this object apart?"""
-    return _Opener().open(value) is not value
+    return _ObjectFlattener().open(value) is not value
 
 
 def refuse_closed(name: str, leaf: Any) -> None:
@@ -132,7 +132,7 @@ def _is_parts(value: Any) -> bool:
     return isinstance(value, _Parts)
 
 
-class _Opener:
+class _ObjectFlattener:
     """Takes the objects of one call apart, each once."""
 
     def __init__(self) -> None:
@@ -256,7 +256,8 @@ def pad_to_bucket(x: T, lengths: Iterable[int], *, value: float, dim: int = -1) 
         targets = pt.pad_to_bucket(targets, lengths, value=-100)    # cross_entropy's ignore_index
         loss = step(tokens, targets)
 
-    Then a step is captured once for each length. The mean loss is that of the batch as it was where
+    Then a step is captured once for each length. What padding must hold only whoever makes the
+    batch knows. The mean loss is that of the batch as it was where
     targets are padded with what the loss ignores, and where no place of the model reads those that
     come after it: a causal transformer. Where places read all others (attention without a mask, a
     mean or a batch norm over the length), give the model a mask, padded with `value=False`.

@@ -3,8 +3,9 @@
 `run` runs the graph and puts its outputs where the step would have put them: into slots, `.grad`,
 the result. Conditions, guards and answers say when the program may run instead of the step. Plain
 tensors that are used with DTensors must be equal on all ranks: what leads to them is a small graph
-(`Compared`), which runs before the first run, and before each under `check_ranks()`. A graph's
-moves are known beforehand, so that a run costs nothing where no ledger and no `strict()` listens.
+(`ReplicatedInputCheck`), which runs before the first run, and before each under `check_ranks()`. A
+graph's moves are known beforehand, so that a run costs nothing where no ledger and no `strict()`
+listens.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ from .backend.executor import function_of
 from .capture.answers import Answers
 from .capture.block_calls import BlocksTraced
 from .conditions import Conditions, Sharing
-from .graph_nodes import Note, copy_node, is_collective, lazy_graph_module, note_of
+from .graph_nodes import Note, extract_graph, is_collective, note_of
 from .guards import Guards, Write
 from .program import Input, Program, ResultPlace
-from .step_forms import AsCaptured, BudgetSearch
+from .step_forms import CapturedForms, FormSearch
 from .step_report import changes_of
 
 __all__ = [
     "CapturedProgram",
-    "Compared",
+    "ReplicatedInputCheck",
     "announce_run",
     "extract_compared",
     "list_sent_moves",
@@ -61,26 +62,26 @@ class CapturedProgram(Program):
         blocks: how its blocks were traced.
         work: its matrix products, for ledgers.
         captured: the program before any pass.
-        search: finds how it is rewritten for its budget; None where it has none.
+        search: finds how it is rewritten for a smaller budget, until it is compiled.
         sharing: finds inputs that overlap one that is written.
     """
 
-    compared: Compared | None = None
+    compared: ReplicatedInputCheck | None = None
     conditions: Conditions = field(default_factory=Conditions)
     guards: Guards | None = None
     writes: list[Write] = field(default_factory=list)
     answers: Answers = field(default_factory=Answers)
     blocks: BlocksTraced = field(default_factory=BlocksTraced)
     work: list[tuple[str, str, tuple[str, ...], float]] = field(default_factory=list)
-    captured: AsCaptured[CapturedProgram] | None = field(init=False, default=None)
-    search: BudgetSearch[CapturedProgram] | None = field(init=False, default=None)
+    captured: CapturedForms | None = field(init=False, default=None)
+    search: FormSearch | None = field(init=False, default=None)
     sharing: Sharing = field(init=False)
 
     @cached_property
     def changes(self) -> list[Any]:
         """What each pass did to the graph. The passes run again, which may take seconds."""
         assert self.captured is not None
-        return [*changes_of(self.captured, self.without, self.passes)]
+        return [*changes_of(self.captured)]
 
     def compare(self, tensors: Sequence[Any]) -> None:
         """Raise on all ranks if a number, or a plain value used with DTensors, differs."""
@@ -165,8 +166,11 @@ class CapturedProgram(Program):
 
 
 @dataclass(eq=False)
-class Compared:
+class ReplicatedInputCheck:
     """The plain values that are used with DTensors.
+
+    Eager compares one the first time that a line uses it so. During capture there is no value: what
+    leads to it is copied into a graph of its own.
 
     Attributes:
         graph: computes them.
@@ -226,7 +230,7 @@ def extract_compared(
     given: Mapping[fx.Node, Input],
     values: Sequence[tuple[fx.Node, Wire]],
     line: str,
-) -> Compared | None:
+) -> ReplicatedInputCheck | None:
     """Copy what computes `values` in a graph without writes; None where there are none.
 
     Args:
@@ -242,13 +246,8 @@ def extract_compared(
     for node in reversed(made.graph.nodes):
         if node in needed:
             needed.update(node.all_input_nodes)
-    graph, copies = fx.Graph(made), dict[fx.Node, fx.Node]()
-    for node in made.graph.nodes:
-        if node in needed:
-            copies[node] = copy_node(graph, node, copies.__getitem__)
-    graph.output([copies[n] for n, _ in values])
-    return Compared(
-        lazy_graph_module(made, graph),
+    return ReplicatedInputCheck(
+        extract_graph(made, needed, [n for n, _ in values]),
         [i for n, i in given.items() if n in needed],
         [(given[n].name, line) if n in given else ("", _line_of_node(n)) for n, _ in values],
         [w for _, w in values],
@@ -321,7 +320,8 @@ def record_moves(program: Program) -> None:
 
 
 def announce_run(program: CapturedProgram, title: str, tensors: Sequence[Any]) -> None:
-    """Tell ledgers, `strict()` and `check_ranks()` of a program that is going to run.
+    """Tell ledgers, `strict()` and `check_ranks()` of a program that is going to run: the records
+    that the same moves give in eager.
 
     Args:
         title: how errors call the step.

@@ -19,7 +19,6 @@ from partita.comm.ledger import human
 from partita.layout import Fix, LayoutError
 
 __all__ = [
-    "EAGER",
     "CaptureError",
     "Holding",
     "RefusedCall",

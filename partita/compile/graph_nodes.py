@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import functools
 import operator
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -29,6 +29,7 @@ from partita.comm.collective import all_gather, all_to_all
 from partita.tensor.op_facts import OpFacts, declare_facts, facts_of
 
 __all__ = [
+    "BLOCK_RESULT",
     "DEEP",
     "NOTE",
     "NO_NOTE",
@@ -37,13 +38,13 @@ __all__ = [
     "Section",
     "SectionSchedule",
     "add_call",
-    "behind_needs",
     "call_section",
     "calls_within",
     "checks_value",
     "copy_graph",
     "copy_node",
     "drop_unused",
+    "extract_graph",
     "has_effect",
     "inline_sections",
     "is_collective",
@@ -52,6 +53,7 @@ __all__ = [
     "lazy_graph_modules",
     "nbytes_of",
     "note_of",
+    "order_by_needs",
     "section_of",
     "sections_in",
     "written_inputs_of",
@@ -60,6 +62,63 @@ __all__ = [
 
 _COPY = torch.ops.aten.copy_.default
 _GRAPH = fx.Graph()
+
+
+# -- where a node comes from -----------------------------------------------------------------------
+
+
+NOTE = "partita"
+"""The key of the note in a node's `meta`."""
+
+BLOCK_RESULT = "result of a block"
+"""The key, in the `meta` of a node, of a mark: it makes what a block gives, and is under a budget
+the last to be let go (`passes.remat`)."""
+
+
+@dataclass(frozen=True)
+class Note:
+    """Where a node comes from.
+
+    Attributes:
+        source: the user's "file:line".
+        phase: "forward", "backward" or "update" (within an optimizer's step).
+        layout: of the value, where it is a DTensor.
+        kind, axes, nbytes, op, reason, before, after: of the move that the node belongs to, as in
+            a ledger's `Record`; kind is "" where there is none.
+        move: the number of the move in the step; 0 for none.
+        region: the number of the call of a `pt.remat` region; 0 outside.
+        kept: the region's policy keeps the value.
+        again: a pass added the node, to recompute or gather again what forward had.
+        budget: (number, bytes) of the remat budget that applies to it; None for none.
+    """
+
+    source: str = ""
+    phase: str = "forward"
+    layout: str = ""
+    kind: str = ""
+    axes: tuple[str, ...] = ()
+    nbytes: int = 0
+    op: str = ""
+    reason: str = ""
+    before: str = ""
+    after: str = ""
+    move: int = 0
+    region: int = 0
+    kept: bool = False
+    again: bool = False
+    budget: tuple[int, int] | None = None
+
+
+def note_of(node: fx.Node) -> Note:
+    """The note of a node; an empty one where it has none."""
+    found: Note = node.meta.get(NOTE, NO_NOTE)
+    return found
+
+
+NO_NOTE = Note()
+
+
+# -- calls that are added, copied and compared -----------------------------------------------------
 
 
 def add_call(
@@ -96,6 +155,20 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
     for node in graph.nodes:
         of[node] = copy_node(made, node, of.__getitem__)
     return made
+
+
+def extract_graph(
+    module: fx.GraphModule, nodes: Collection[fx.Node], gives: Iterable[fx.Node]
+) -> fx.GraphModule:
+    """A graph of copies of some nodes of another, and of its inputs among these, that gives the
+    values `gives`."""
+    graph, of = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in module.graph.nodes:
+        if node in nodes:
+            of[node] = copy_node(graph, node, of.__getitem__)
+    graph.output([of[n] for n in gives])
+    drop_unused(graph)
+    return lazy_graph_module(module, graph)
 
 
 def key_of_operands(value: Any) -> Any:
@@ -186,56 +259,6 @@ def checks_value(node: fx.Node) -> bool:
     return node.op == "call_function" and facts_of(node.target).checks
 
 
-# -- where a node comes from -----------------------------------------------------------------------
-
-
-NOTE = "partita"
-"""The key of the note in a node's `meta`."""
-
-
-@dataclass(frozen=True)
-class Note:
-    """Where a node comes from.
-
-    Attributes:
-        source: the user's "file:line".
-        phase: "forward", "backward" or "update" (within an optimizer's step).
-        layout: of the value, where it is a DTensor.
-        kind, axes, nbytes, op, reason, before, after: of the move that the node belongs to, as in
-            a ledger's `Record`; kind is "" where there is none.
-        move: the number of the move in the step; 0 for none.
-        region: the number of the call of a `pt.remat` region; 0 outside.
-        kept: the region's policy keeps the value.
-        again: a pass added the node, to recompute or gather again what forward had.
-        budget: (number, bytes) of the remat budget that applies to it; None for none.
-    """
-
-    source: str = ""
-    phase: str = "forward"
-    layout: str = ""
-    kind: str = ""
-    axes: tuple[str, ...] = ()
-    nbytes: int = 0
-    op: str = ""
-    reason: str = ""
-    before: str = ""
-    after: str = ""
-    move: int = 0
-    region: int = 0
-    kept: bool = False
-    again: bool = False
-    budget: tuple[int, int] | None = None
-
-
-def note_of(node: fx.Node) -> Note:
-    """The note of a node; an empty one where it has none."""
-    found: Note = node.meta.get(NOTE, NO_NOTE)
-    return found
-
-
-NO_NOTE = Note()
-
-
 # -- what a node is --------------------------------------------------------------------------------
 
 
@@ -263,7 +286,9 @@ def _sends(target: Any) -> bool:
 N = TypeVar("N", bound=Hashable)
 
 
-def behind_needs(wanted: Iterable[N], needs: Mapping[N, Sequence[N]], done: set[N]) -> Iterator[N]:
+def order_by_needs(
+    wanted: Iterable[N], needs: Mapping[N, Sequence[N]], done: set[N]
+) -> Iterator[N]:
     """`wanted` in order, each after what it needs, without what is done.
 
     Args:
@@ -313,6 +338,8 @@ class SectionSchedule:
 @dataclass(eq=False)
 class Section(GraphPart):
     """A part of a graph, as a graph of its own.
+
+    What it gives lies in memory of its own; it may write inputs, by the `copy_` calls in it.
 
     Attributes:
         graph: its output is a list.

@@ -121,7 +121,8 @@ def _row_of_node(node: fx.Node, role: str) -> tuple[str, str, str, str, str, str
         why += f", {note.reason}, for {note.op}"
     section = section_of(node)
     name = _name(node.target) if section is None else section.name
-    called = node.op if node.op != "call_function" else f"{name}{_format_operands(node)}"
+    operands = ", ".join(a.name for a in node.all_input_nodes)
+    called = node.op if node.op != "call_function" else f"{name}({operands})"
     where = f"{note.source} ({note.phase})" if note.source else ""
     return node.name, called, shape, size, why, where
 
@@ -153,10 +154,6 @@ def _fold_repeats(lines: list[str], alike: list[int]) -> list[str]:
         said,
         *_fold_repeats(lines[end:], alike[end:]),
     ]
-
-
-def _format_operands(node: fx.Node) -> str:
-    return "(" + ", ".join(a.name for a in node.all_input_nodes) + ")"
 
 
 # -- for comparison -------------------------------------------------------------------------------
@@ -270,6 +267,10 @@ _PERIODS = 16
 def repeats_of(calls: Sequence[Hashable], least: int) -> tuple[range, int] | None:
     """The longest part of `calls` that repeats itself, and its period.
 
+    A model of equal layers is a graph that repeats itself, and so is its update. The distance to a
+    call's last occurrence suggests periods; for each of the most frequent ones the longest run of
+    calls equal to those one period later is found.
+
     Args:
         calls: equal where they do the same.
         least: the shortest period; of shorter ones a multiple is taken.
@@ -320,13 +321,12 @@ def versions() -> list[str]:
 
 def key_of(lines: Sequence[str]) -> str:
     """The hash of a program's lines: 64 hexadecimal digits."""
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    return _hash_lines(lines).hex()
 
 
 def digest_of(lines: Sequence[str]) -> int:
     """A 63-bit hash of lines, the same in every process."""
-    raw = hashlib.sha256("\n".join(lines).encode()).digest()
-    return int.from_bytes(raw[:8], "big") >> 1
+    return int.from_bytes(_hash_lines(lines)[:8], "big") >> 1
 
 
 def agree_on_program(
@@ -346,14 +346,13 @@ def agree_on_program(
     Raises:
         LayoutError: the first line in which two ranks differ, as both have it.
     """
-    hashes = wire.gather_ints(_hash_lines(lines))
-    if len(set(hashes)) <= 1:
+    if _are_equal(lines, wire):
         return
     shortest = min(n for (n,) in wire.gather_ints((len(lines),)))
     same, differ = 0, shortest + 1  # the first `same` lines are equal, the first `differ` are not
     while differ - same > 1:
         middle = (same + differ) // 2
-        if middle <= shortest and len(set(wire.gather_ints(_hash_lines(lines[:middle])))) <= 1:
+        if middle <= shortest and _are_equal(lines[:middle], wire):
             same = middle
         else:
             differ = middle
@@ -386,6 +385,12 @@ def _find_diverging_pass(stages: Sequence[tuple[str, int]], wire: Wire) -> str:
     return ""
 
 
-def _hash_lines(lines: Sequence[str]) -> tuple[int, ...]:
-    raw = hashlib.sha256("\n".join(lines).encode()).digest()
-    return tuple(int.from_bytes(raw[i : i + 4], "big") for i in range(0, 32, 4))
+def _are_equal(lines: Sequence[str], wire: Wire) -> bool:
+    """Have all ranks the same lines?"""
+    raw = _hash_lines(lines)
+    numbers = tuple(int.from_bytes(raw[i : i + 4], "big") for i in range(0, 32, 4))
+    return len(set(wire.gather_ints(numbers))) <= 1
+
+
+def _hash_lines(lines: Sequence[str]) -> bytes:
+    return hashlib.sha256("\n".join(lines).encode()).digest()

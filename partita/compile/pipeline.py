@@ -24,9 +24,10 @@ from .errors import CaptureError, cannot_be_kept
 from .graph_nodes import note_of
 from .graph_text import agree_on_program, canonical, digest_of, key_of, versions
 from .memory.storages import peak_of, scheduled
-from .passes import Passes, order_passes, run_passes
+from .passes import order_passes
 from .region import region_of
-from .step_forms import AsCaptured, BudgetSearch, lower_blocks
+from .step_forms import CapturedForms, FormSearch
+from .step_options import StepOptions
 from .step_report import changes_of
 from .verify import verifies_each_pass, verify
 
@@ -40,10 +41,7 @@ def make_program(
     state: State,
     guesses: Guesses,
     *,
-    without: Iterable[str],
-    passes: Passes,
-    options: Iterable[str],
-    budget: int | None = None,
+    options: StepOptions,
     blocks: BlockChoice,
     counts_apart: bool = False,
 ) -> CapturedProgram:
@@ -52,8 +50,6 @@ def make_program(
     Args:
         state: what the step reaches.
         guesses: answers to what torch asks of values.
-        options: compiler options that are part of the key.
-        budget: the most bytes that it may take above its inputs.
         blocks: which modules are traced once for all that are built alike.
         counts_apart: optimizers' step counts of parameters may differ: none stands for all.
 
@@ -64,22 +60,18 @@ def make_program(
     slots = [*state.slots, *state.optimizer_slots()]
     tensors = tensors_of_call(slots, args, kwargs)
 
-    def capture_program() -> CapturedProgram:
+    def capture_forms() -> FormSearch:
         program = capture(step, args, kwargs, state, guesses, blocks, counts_apart)
-        program.budget, program.without, program.passes = budget, tuple(without), passes
+        program.options = options
         if verifies_each_pass():
             verify(program, "capture")
         if program.compared is not None:  # another graph, small
             inline_block_programs(program.compared.graph.graph)
-        program.captured = AsCaptured(program)
-        if budget is not None:
-            program.search = BudgetSearch(program.captured, without, passes)
-        return program
+        return FormSearch(CapturedForms(program))
 
     wires = dict.fromkeys(t._spec.wire for t in tensors if hasattr(t, "_spec"))
-    said = (*options, f"budget {budget}")
     with _collector_paused():
-        return _finish_program(capture_program, budget, tensors, wires, without, passes, said)
+        return _finish_program(capture_forms, options.budget, tensors, wires, options)
 
 
 @contextmanager
@@ -113,10 +105,6 @@ def kept_within(
     program: CapturedProgram,
     prepare: Callable[[CapturedProgram], None],
     tensors: Sequence[Any],
-    *,
-    without: Iterable[str],
-    passes: Passes,
-    options: Iterable[str],
 ) -> CapturedProgram:
     """Compile a program so that it takes no more than its budget. Every rank calls this.
 
@@ -126,12 +114,12 @@ def kept_within(
     Args:
         prepare: compiles a program.
         tensors: the leaves of the call for which it was made.
-        without, passes, options: as for `make_program`.
 
     Raises:
         CaptureError: the budget cannot be kept; names the least that can.
     """
-    budget, least = program.budget, None
+    budget, search, least = program.options.budget, program.search, None
+    assert search is not None
     while True:
         prepare(program)
         taken = 0 if budget is None else _find_peak_bytes(program)
@@ -140,15 +128,9 @@ def kept_within(
             return program
         least = taken if least is None else min(least, taken)
         less = peak_of(program) - 1
-
-        def take_again(program: CapturedProgram = program) -> CapturedProgram:
-            return program
-
         try:
-            said = (*options, f"budget {budget}")
-            program = _finish_program(
-                take_again, less, tensors, program.wires, without, passes, said
-            )
+            wires = program.wires
+            program = _finish_program(lambda: search, less, tensors, wires, program.options)
         except CaptureError:
             raise cannot_be_kept(budget, least) from None
 
@@ -162,55 +144,44 @@ def _find_peak_bytes(program: CapturedProgram) -> int:
 
 
 def _finish_program(
-    make: Callable[[], CapturedProgram],
+    forms: Callable[[], FormSearch],
     limit: int | None,
     tensors: Sequence[Any],
     wires: Iterable[Wire],
-    without: Iterable[str],
-    passes: Passes,
-    said: Sequence[str],
+    options: StepOptions,
 ) -> CapturedProgram:
-    """The program that `make` gives, after passes and split, with its agreed key.
-
-    Args:
-        limit: the most bytes of its predicted peak; None for no limit.
-    """
-    failed, lines, where, as_captured = None, [], [], None
+    """The first form of a step, after passes and split, whose predicted peak is within `limit`
+    bytes, with its agreed key."""
+    failed, lines, where, captured = None, [], [], None
     try:
-        ran = list(order_passes(passes, without))
-        program = make()
-        as_captured, search = program.captured, program.search
-        if limit is not None:
-            assert search is not None
-            program = search.first_within(limit)
-        else:
-            lower_blocks(program)
-            run_passes(program, without, passes)
-        program = region_of(program)
-        program.sharing, program.captured, program.search = Sharing(program), as_captured, search
+        ran = order_passes(options)
+        search = forms()
+        captured = search.captured
+        rewritten = search.first_within(limit)
+        assert isinstance(rewritten, CapturedProgram)
+        program = region_of(rewritten)
+        program.sharing, program.captured, program.search = Sharing(program), captured, search
         if (error := program.sharing.find_error(tensors)) is not None:
             raise error
-        lines = [*canonical(program), *versions(), *said[:-1], f"passes {ran}", said[-1]]
+        lines = [*canonical(program), *versions(), *options.key_lines(ran)]
         where = [note_of(n).source for n in program.graph.graph.nodes]
     except Exception as error:  # the other ranks are waiting to compare
         failed, lines = error, [f"error: {error}"]
     for wire in wires:
-        agree_on_program(lines, where, wire, lambda: _digest_stages(as_captured, without, passes))
+        agree_on_program(lines, where, wire, lambda: _digest_stages(captured))
     if failed is not None:
         raise failed
     program.key = key_of(lines)
     return program
 
 
-def _digest_stages(
-    captured: AsCaptured[CapturedProgram] | None, without: Iterable[str], passes: Passes
-) -> list[tuple[str, int]]:
+def _digest_stages(captured: CapturedForms | None) -> list[tuple[str, int]]:
     """(name, digest of the program after it) for capture and each pass, up to one that raises."""
     if captured is None:
         return []
     found = [("capture", digest_of(canonical(captured.inlined())))]
     # Other ranks wait for the digests, and the caller raises the error.
     with suppress(Exception):
-        for change in changes_of(captured, without, passes):
+        for change in changes_of(captured):
             found.append((change.name, change.digest))
     return found

@@ -4,14 +4,15 @@ An input says where its value is in each call (`Input.now`): the leaf of the cal
 leaf's gradient, a Python float at `home[path...]`, or the rank's coordinate. An output says what
 becomes of its value: a part of the result, the content of a slot, a gradient. `run_graph` runs the
 compiled graph (`Built`) over local tensors, with uneven pieces padded on their way in and cut on
-their way out (`Border`); what is done with its outputs is in `captured_program` and `region`.
+their way out (`PaddingBoundary`); what is done with its outputs is in `captured_program` and
+`region`.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -36,16 +37,18 @@ from .capture.capture_context import Slot
 from .capture.fakes import local_of
 from .graph_nodes import calls_within, inline_sections, written_operands
 from .memory.schedule import Memory
+from .step_options import StepOptions
 
 __all__ = [
     "Axes",
-    "Border",
     "Built",
     "Call",
     "Groups",
     "Input",
     "Output",
+    "PaddingBoundary",
     "Program",
+    "RecomputeLevel",
     "ResultPlace",
     "border_of",
     "find_cotangents",
@@ -92,7 +95,7 @@ class Input:
         return getattr(self.tensor, "_spec", None)
 
     @property
-    def border(self) -> Border | None:
+    def border(self) -> PaddingBoundary | None:
         """How it is padded on its way into the graph; None where its pieces are even."""
         if self.kind == "saved":  # the graph made it, with padding
             return None
@@ -178,6 +181,19 @@ class ResultPlace:
 
 
 @dataclass(eq=False)
+class RecomputeLevel:
+    """How much of a step is made again in backward: one for its graph and those of its blocks.
+
+    Attributes:
+        number: of a choice of the pass `remat`, from 0, nothing, on.
+        is_last: in none of the graphs has `remat` found a further choice.
+    """
+
+    number: int = 0
+    is_last: bool = True
+
+
+@dataclass(eq=False)
 class Program:
     """A graph, and what goes into it and comes out of it.
 
@@ -197,11 +213,8 @@ class Program:
         taken, given: the inputs and outputs without cotangents, which are those of backward.
         built: the compiled code; None where the graph runs without being compiled.
         metadata: stored beside the compiled code; JSON.
-        budget: the most bytes that the step may take above its inputs; None for no limit.
-        level: how much is made again in backward for that: the number of a choice of the pass
-            `remat`, from 0, nothing, on.
-        levels: how many choices it has found.
-        without, passes: the names of the passes that are left out, and the user's passes.
+        options: of the step.
+        recompute: how much is made again in backward for a budget.
     """
 
     graph: fx.GraphModule
@@ -215,11 +228,8 @@ class Program:
     key: str = ""
     built: Built | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
-    budget: int | None = None
-    level: int = 0
-    without: tuple[str, ...] = ()
-    passes: Any = ()
-    levels: int = field(init=False, default=1)
+    options: StepOptions = field(default_factory=StepOptions)
+    recompute: RecomputeLevel = field(default_factory=RecomputeLevel)
     carried: list[Record] | None = field(init=False, default=None)
     _has_run: bool = field(init=False, default=False)
     written: list[int] = field(init=False)
@@ -233,6 +243,11 @@ class Program:
         self.leaving = _index_borders([border_of(o.spec) for o in self.outputs])
         self.taken = [i for i in self.inputs if i.kind != "cotangent"]
         self.given = [o for o in self.outputs if o.kind != "cotangent"]
+
+    @property
+    def level(self) -> int:
+        """The number of the choice of what is made again."""
+        return self.recompute.number
 
     @property
     def wires(self) -> list[Wire]:
@@ -358,7 +373,7 @@ class Program:
         return found
 
 
-def _index_borders(borders: Sequence[Border | None]) -> dict[int, Border]:
+def _index_borders(borders: Sequence[PaddingBoundary | None]) -> dict[int, PaddingBoundary]:
     return {i: border for i, border in enumerate(borders) if border is not None}
 
 
@@ -416,8 +431,13 @@ class _Lender:
 
 
 @dataclass(frozen=True)
-class Border:
+class PaddingBoundary:
     """How one tensor of uneven pieces is padded into a graph, and cut when it leaves.
+
+    A graph is made for the pieces of the first rank, the largest. A smaller one is padded with
+    copies of its last element, so that what is computed of the padding is as finite as what is
+    computed of the value; a gradient with zeros. A rank whose piece is empty takes the copies from
+    the rank before it. A piece that has room behind it is padded in place, and written there.
 
     Attributes:
         true, padded: the local shape of this rank, and of the first rank.
@@ -503,7 +523,7 @@ class Border:
 
 def border_of(
     spec: Spec | None, *, stays: bool = True, zeros: bool = False, read: bool = True
-) -> Border | None:
+) -> PaddingBoundary | None:
     """The border of a tensor of `spec`; None where its pieces are even.
 
     Args:
@@ -517,7 +537,7 @@ def border_of(
         spec = spec_of(spec.layout, spec.wire.real)
     lenders = {} if zeros or not read else _find_lenders(spec)
     shapes = tuple(spec.local_shape), spec.padded_shape
-    return Border(spec.wire, *shapes, spec.is_padded_behind, stays, zeros, read, lenders)
+    return PaddingBoundary(spec.wire, *shapes, spec.is_padded_behind, stays, zeros, read, lenders)
 
 
 def _fills_its_own(value: torch.Tensor) -> bool:
@@ -568,13 +588,20 @@ class Built:
         sections: the different sections that it calls, where it was cut.
     """
 
-    call: Callable[..., Sequence[torch.Tensor]]
+    call: Call
     loaded: bool
     seconds: float
     key: str
     metadata: dict[str, Any] = field(default_factory=dict)
     schedule: Callable[[], Memory] | None = None
     sections: tuple[Built, ...] = ()
+
+    @classmethod
+    def of_parts(cls, call: Call, key: str, parts: Iterable[Built]) -> Built:
+        """What calls several that are built."""
+        parts = tuple(parts)
+        loaded, seconds = all(p.loaded for p in parts), sum(p.seconds for p in parts)
+        return cls(call, loaded, seconds, key, sections=parts)
 
     def __str__(self) -> str:
         how = "loaded" if self.loaded else "compiled"

@@ -34,7 +34,7 @@ from .errors import of_anomalies
 from .graph_nodes import NOTE, add_call, copy_node, drop_unused, lazy_graph_module, note_of
 from .graph_text import key_of
 from .memory.storages import storages_of
-from .program import Border, Built, Call, Input, Output, Program, find_cotangents
+from .program import Built, Call, Input, Output, PaddingBoundary, Program, find_cotangents
 from .verify import verify
 
 __all__ = [
@@ -58,7 +58,7 @@ class _Entrance:
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    border: Border | None
+    border: PaddingBoundary | None
 
     def enter(self, x: torch.Tensor | None) -> torch.Tensor:
         """`x` with the metadata of the input; zeros where it is None."""
@@ -186,15 +186,7 @@ class Region(CapturedProgram):
     def artifact(self) -> Built | None:
         halves = [self.halves.forward, *self.halves.backwards.values()]
         parts = [half.built for half in halves if half.built is not None]
-        if not parts:
-            return None
-        return Built(
-            parts[0].call,
-            all(part.loaded for part in parts),
-            sum(part.seconds for part in parts),
-            self.key,
-            sections=tuple(parts),
-        )
+        return Built.of_parts(parts[0].call, self.key, parts) if parts else None
 
     def prepare(self, call_of: Callable[[Program], Call]) -> None:
         halves = {"forward": self.halves.forward}
@@ -330,7 +322,12 @@ class Halves:
 
 
 def split(program: Program) -> Halves:
-    """Split a program that has both. Its graph is changed: views are copied into backward."""
+    """Split a program that has both. Its graph is changed: views are copied into backward.
+
+    Backward is what results do not need: what depends on their gradients, and what passes make
+    again. Of a view its base is saved, of a cast of an input the input. So what is saved of a
+    gathered parameter is the parameter itself, which its owner can free in between.
+    """
     graph = program.graph.graph
     given = dict(zip(graph.find_nodes(op="placeholder"), program.inputs, strict=True))
     late = _find_backward_calls(program, given)

@@ -40,12 +40,12 @@ from .capture.answers import Guesses, OtherAnswers, StepRaises
 from .capture.block_calls import BlockChoice
 from .capture.optimizers import MadeState, drop_unused_state, make_optimizer_state
 from .capture.state import ReachedMore, State, names_of_call, state_of, tensors_of_call
-from .captured_program import CapturedProgram
+from .captured_program import CapturedProgram, announce_run, list_sent_moves
 from .errors import CaptureError, RefusedCall
-from .graph_nodes import DEEP
 from .guards import History, describe_call, signature_of
 from .guards.guards import function_modes, without_function_modes
 from .guards.places import Place
+from .step_options import Passes, StepOptions
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -53,22 +53,16 @@ if TYPE_CHECKING:
     from partita.report import HasTimeline
 
     from .backend.cuda_graphs import HostSplit, ReplayedProgram
-    from .captured_program import CapturedProgram
     from .graph_text import Graph
-    from .guards import History
     from .memory.schedule import Memory
-    from .passes import Passes
     from .program import Built, Program
 
 __all__ = [
     "CompiledStep",
-    "LastProgram",
     "begin_phase",
     "compile",
     "told_of_phases",
 ]
-
-BACKENDS = ("inductor", "graph")
 
 
 def compile(
@@ -127,49 +121,134 @@ def compile(
             raises CaptureError where the step does what a graph cannot say, unless there is a
             fallback.
     """
-    if backend not in BACKENDS:
-        raise ValueError(f"compile: backend is one of {', '.join(BACKENDS)}, not {backend!r}")
-    if fallback not in (None, "eager"):
-        raise ValueError(f'compile: fallback is "eager" or None, not {fallback!r}')
-    options: dict[str, Any] = {
-        "state": tuple(state),
-        "backend": backend,
-        "fallback": fallback,
-        "without": tuple(without),
-        "passes": dict(passes) if isinstance(passes, Mapping) else tuple(passes),
-        "keep": keep,
-        "budget": budget,
-        "blocks": blocks if blocks is None or isinstance(blocks, bool) else tuple(blocks),
-        "sections": sections,
-        "cuda_graphs": cuda_graphs,
-    }
-    BlockChoice.from_option(options["blocks"])
-    if step is None:
-        return lambda f: compile(f, **options)
-    if not isinstance(step, nn.Module):
-        return CompiledStep(step, **options)
-    forward = step.forward
-    if isinstance(forward, CompiledStep):
-        forward = forward.step
-    object.__setattr__(step, "forward", CompiledStep(forward, **options))
-    return step
+    options = StepOptions(
+        backend,
+        fallback,
+        tuple(without),
+        dict(passes) if isinstance(passes, Mapping) else tuple(passes),
+        max(1, keep),
+        budget,
+        blocks if blocks is None or isinstance(blocks, bool) else tuple(blocks),
+        sections,
+        cuda_graphs,
+    )
+    BlockChoice.from_option(options.blocks)
+    given = tuple(state)
+
+    def compile_step(step: Callable[..., Any]) -> Any:
+        if not isinstance(step, nn.Module):
+            return CompiledStep(step, given, options)
+        forward = step.forward
+        if isinstance(forward, CompiledStep):
+            forward = forward.step
+        object.__setattr__(step, "forward", CompiledStep(forward, given, options))
+        return step
+
+    return compile_step if step is None else compile_step(step)
 
 
-# -- the last program, for people to read ----------------------------------------------------------
+# -- the step --------------------------------------------------------------------------------------
+
+_REFUSED_KEPT = 1024  # signatures of calls that could not be captured
+_MOST_PROGRAMS_TRIED = 64  # by one call
+
+Found = tuple[CapturedProgram | None, list[Any], RefusedCall | StepRaises | None]
+"""For a call its program and its leaves; else, where that is known, why it runs eagerly."""
 
 
-class LastProgram:
-    """The part of a `CompiledStep` that is read, not called."""
+class CompiledStep:
+    """A step that runs as a graph."""
 
-    without: tuple[str, ...]
-    passes: Passes
-    _history: History
-    _last: CapturedProgram | None
+    def __init__(self, step: Callable[..., Any], state: tuple[Any, ...], options: StepOptions):
+        functools.update_wrapper(self, step)
+        self.step, self._given, self.options = step, state, options
+        self._history = History(self.title)
+        # By signature and number of the capture.
+        self._programs: OrderedDict[tuple[Any, int], CapturedProgram] = OrderedDict()
+        self._made = 0
+        self._counts_apart = False  # parameters' step counts were seen to differ
+        self._eager: dict[Any, RefusedCall] = {}  # by signature
+        self._recording_pool: Any = None  # of memory, for the recordings of all programs
+        self._is_running = True  # False within `capture`
+        self._state: State | None = None
+        self._reached: list[Place] = []  # with state, as runs have shown
+        self._last: CapturedProgram | None = None
+        # Of the last call, where others can be compared with it.
+        self.call_guard: CallGuard | None = None
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """A decorated method: each instance has a compiled step of its own."""
+        if instance is None:
+            return self
+        bound = CompiledStep(self.step.__get__(instance, owner), self._given, self.options)
+        # Attribute lookup finds it before this descriptor.
+        vars(instance)[getattr(self, "_name", self.step.__name__)] = bound
+        return bound
 
     @property
     def title(self) -> str:
         """How errors and reports call it."""
-        raise NotImplementedError
+        owner = getattr(self.step, "__self__", None)
+        if isinstance(owner, nn.Module):
+            return type(owner).__name__
+        return getattr(self.step, "__qualname__", None) or type(self.step).__name__
+
+    def __reduce__(self) -> Any:
+        """Copies and pickles have no programs: a copy of a module compiles for itself."""
+        return CompiledStep, (self.step, self._given, self.options)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self.step(*args, **kwargs)  # part of a step that is being captured
+        watcher = HERE.watcher
+        if watcher is None:
+            return self._run_program(self._find_program(args, kwargs), args, kwargs)
+        HERE.watcher = None  # finding or making a program is not the user's code
+        try:
+            found = self._find_program(args, kwargs)
+        finally:
+            HERE.watcher = watcher
+        program, tensors, why_eager = found
+        if program is None:
+            return self._run_eagerly(args, kwargs, why_eager)
+
+        def run() -> Any:
+            return self._run_program(found, args, kwargs, watcher)
+
+        return watcher.run_function(self, tuple(tensors), {}, run)  # as one call, which it records
+
+    @property
+    def programs(self) -> tuple[CapturedProgram, ...]:
+        """The programs that are kept, at most `keep`, the most recently used at the end."""
+        return tuple(self._programs.values())
+
+    def capture(self, *args: Any, **kwargs: Any) -> CapturedProgram:
+        """The program of such a call, captured where there is none yet, and not run.
+
+        Ledgers record nothing, and Python objects that the step writes stay as they are. State that
+        an optimizer makes in its first step is made, of zeros.
+
+        Raises:
+            CaptureError: such a call cannot be captured.
+        """
+        watcher, HERE.watcher = HERE.watcher, None
+        count, self._is_running = self._made, False
+        try:
+            program, _, why = self._find_program(args, kwargs)
+        finally:
+            HERE.watcher, self._is_running = watcher, True
+        if program is None:
+            error = CaptureError(f"{self.title} runs eagerly when it is called like this")
+            raise error from (why.error if isinstance(why, StepRaises) else None)
+        if self._made > count:  # a capture makes the writes that its call makes
+            for write in reversed(program.writes):
+                write.undo()
+        return program
+
+    # -- the last program, for people to read ------------------------------------------------------
 
     @property
     def reasons(self) -> list[str]:
@@ -203,7 +282,7 @@ class LastProgram:
 
         captured = self.program.captured
         assert captured is not None
-        return explain_passes(captured, self.without, self.passes)
+        return explain_passes(captured)
 
     def report(self, path: str | Path, timeline: HasTimeline | None = None) -> None:
         """Write a page on the last program that needs no network: memory over the step by class,
@@ -219,7 +298,6 @@ class LastProgram:
         """
         from partita.report import RunFacts, check_plotly, write_report
 
-        from .captured_program import list_sent_moves
         from .step_report import facts_of_graph, facts_of_layouts, facts_of_moves
 
         check_plotly()
@@ -263,160 +341,36 @@ class LastProgram:
         """The key of the last program: equal for equal programs, on every rank and in every run."""
         return self.program.key
 
+    # -- the program of a call, and its run --------------------------------------------------------
 
-# -- the step --------------------------------------------------------------------------------------
-
-_OPTIONS = "backend fallback without passes keep budget blocks sections cuda_graphs".split()
-_REFUSED_KEPT = 1024  # signatures of calls that could not be captured
-_MOST_PROGRAMS_TRIED = 64  # by one call
-
-
-class CompiledStep(LastProgram):
-    """A step that runs as a graph."""
-
-    def __init__(
-        self,
-        step: Callable[..., Any],
-        state: tuple[Any, ...],
-        backend: str,
-        fallback: str | None,
-        without: tuple[str, ...],
-        passes: Passes,
-        keep: int,
-        budget: int | None = None,
-        blocks: bool | Iterable[nn.Module | type] | None = None,
-        sections: bool | None = None,
-        cuda_graphs: bool = False,
-    ):
-        functools.update_wrapper(self, step)
-        self.step, self._given, self.backend, self.fallback = step, state, backend, fallback
-        self.without, self.passes, self.keep = without, passes, max(1, keep)
-        self.budget, self.sections, self.cuda_graphs = budget, sections, cuda_graphs
-        self.blocks = blocks if blocks is None or isinstance(blocks, bool) else tuple(blocks)
-        self._history = History(self.title)
-        # By signature and number of the capture.
-        self._programs: OrderedDict[tuple[Any, int], CapturedProgram] = OrderedDict()
-        self._made = 0
-        self._counts_apart = False  # parameters' step counts were seen to differ
-        self._eager: dict[Any, RefusedCall] = {}  # by signature
-        self._runs_eagerly: RefusedCall | None = None
-        self._raised: StepRaises | None = None
-        self._recording_pool: Any = None  # of memory, for the recordings of all programs
-        self._is_running = True  # False within `capture`
-        self._state: State | None = None
-        self._reached: list[Place] = []  # with state, as runs have shown
-        self._last: CapturedProgram | None = None
-        self.call_guard: CallGuard | None = (
-            None  # of the last call, where others can be compared with it
-        )
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        """A decorated method: each instance has a compiled step of its own."""
-        if instance is None:
-            return self
-        bound = CompiledStep(
-            self.step.__get__(instance, owner), self._given, **self._describe_how()
-        )
-        # Attribute lookup finds it before this descriptor.
-        vars(instance)[getattr(self, "_name", self.step.__name__)] = bound
-        return bound
-
-    @property
-    def title(self) -> str:
-        """How errors and reports call it."""
-        owner = getattr(self.step, "__self__", None)
-        if isinstance(owner, nn.Module):
-            return type(owner).__name__
-        return getattr(self.step, "__qualname__", None) or type(self.step).__name__
-
-    def __reduce__(self) -> Any:
-        """Copies and pickles have no programs: a copy of a module compiles for itself."""
-        return _rebuild_step, (self.step, self._given, self._describe_how())
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return self.step(*args, **kwargs)  # part of a step that is being captured
-        watcher = HERE.watcher
-        if watcher is None:
-            program, tensors = self._find_program(args, kwargs)
-            return self._run_program(program, tensors, args, kwargs)
-        HERE.watcher = None  # finding or making a program is not the user's code
-        try:
-            program, tensors = self._find_program(args, kwargs)
-        finally:
-            HERE.watcher = watcher
-        if program is None:
-            return self._run_eagerly(args, kwargs)
-        return self._run_watched(program, tensors, args, kwargs)
-
-    @property
-    def programs(self) -> tuple[CapturedProgram, ...]:
-        """The programs that are kept, at most `keep`, the most recently used at the end."""
-        return tuple(self._programs.values())
-
-    def capture(self, *args: Any, **kwargs: Any) -> CapturedProgram:
-        """The program of such a call, captured where there is none yet, and not run.
-
-        Ledgers record nothing, and Python objects that the step writes stay as they are. State that
-        an optimizer makes in its first step is made, of zeros.
-
-        Raises:
-            CaptureError: such a call cannot be captured.
-        """
-        watcher, HERE.watcher = HERE.watcher, None
-        count, self._is_running = self._made, False
-        try:
-            program, _ = self._find_program(args, kwargs)
-        finally:
-            HERE.watcher, self._is_running = watcher, True
-            raised, self._raised, self._runs_eagerly = self._raised, None, None
-        if program is None:
-            error = CaptureError(f"{self.title} runs eagerly when it is called like this")
-            raise error from (None if raised is None else raised.error)
-        if self._made > count:  # a capture makes the writes that its call makes
-            for write in reversed(program.writes):
-                write.undo()
-        return program
-
-    def _run_program(
-        self,
-        program: CapturedProgram | None,
-        tensors: list[Any],
-        args: Any,
-        kwargs: Any,
-        watcher: Any = None,
-    ) -> Any:
+    def _run_program(self, found: Found, args: Any, kwargs: Any, watcher: Any = None) -> Any:
         """Run the program of a call, and others as long as torch's questions get other answers.
 
         Args:
             watcher: to which written tensors are announced.
         """
         for _ in range(_MOST_PROGRAMS_TRIED):
+            program, tensors, why_eager = found
             if program is None:
-                return self._run_eagerly(args, kwargs)
+                return self._run_eagerly(args, kwargs, why_eager)
             for i in program.written if watcher is not None else ():
                 watcher.announce_write(tensors[program.inputs[i].index])
-            found = self._run(program, tensors)
-            if type(found) is not OtherAnswers:
-                return found
+            result = self._run(program, tensors)
+            if type(result) is not OtherAnswers:
+                return result
             current, HERE.watcher = HERE.watcher, None
             try:
                 self.call_guard = None
-                program, tensors = self._find_program(args, kwargs, found)
+                found = self._find_program(args, kwargs, result)
             finally:
                 HERE.watcher = current
         # A value is so near to where an answer changes that programs round to either side.
-        said = f"{self.title} finds other answers in each program ({found.reason})"
+        said = f"{self.title} finds other answers in each program ({result.reason})"
         warnings.warn(f"runs eagerly: {said}", stacklevel=4)
-        return self._run_eagerly(args, kwargs)
+        return self._run_eagerly(args, kwargs, found[2])
 
-    def _find_program(
-        self, args: Any, kwargs: Any, found: OtherAnswers | None = None
-    ) -> tuple[CapturedProgram | None, list[Any]]:
-        """The program of a call and the call's leaves; None where it runs eagerly.
+    def _find_program(self, args: Any, kwargs: Any, found: OtherAnswers | None = None) -> Found:
+        """The program of a call and the call's leaves; or why it runs eagerly.
 
         Args:
             found: the answers of a run of this call, where they were other than its program's.
@@ -434,8 +388,7 @@ class CompiledStep(LastProgram):
         if key is None:
             refused = self._eager.get(signature)
             if refused is not None and refused.holds():
-                self._runs_eagerly = refused
-                return None, []
+                return None, [], refused
             return self._capture_call(signature, args, kwargs, why, found)
         self._history.note_reuse()
         program = self._last = self._programs[key]
@@ -458,7 +411,7 @@ class CompiledStep(LastProgram):
         Returns:
             And the condition that does not hold, where that is the reason; else "".
         """
-        why = found.reason if found is not None else ""
+        why = ""  # of the newest program
         for key, program in reversed(self._programs.items()):
             if key[0] != signature or not (program.guards is None or program.guards.hold()):
                 continue
@@ -467,40 +420,32 @@ class CompiledStep(LastProgram):
             failed = program.conditions.failed(tensors)
             if failed is None:
                 return key, ""
-            why = failed
+            why = why or failed
             self._counts_apart |= program.conditions.counts_differ(tensors)
-        return None, why
+        return None, why or (found.reason if found is not None else "")
 
-    def _admit_program(
-        self, program: CapturedProgram, tensors: list[Any]
-    ) -> tuple[CapturedProgram | None, list[Any]]:
-        """A kept program and the leaves; None, or CaptureError, where what it writes overlaps."""
+    def _admit_program(self, program: CapturedProgram, tensors: list[Any]) -> Found:
+        """A kept program and the leaves; none, or CaptureError, where what it writes overlaps."""
         sharing = program.sharing
         if sharing.may_overlap(tensors) and (error := sharing.find_error(tensors)) is not None:
-            if self.fallback is None:
+            if self.options.fallback is None:
                 raise error
-            return None, []
+            return None, [], None
         if program.scope is not None and program.scope.busy:
             self._announce_run(program, tensors)
-        return program, tensors
+        return program, tensors, None
 
     def _announce_run(self, program: CapturedProgram, tensors: list[Any]) -> None:
         """Tell ledgers, `strict()` and `check_ranks()` what is going to run."""
         if self._is_running:
-            from .captured_program import announce_run
-
             announce_run(program, self.title, tensors)
 
-    def _run_eagerly(self, args: Any, kwargs: Any) -> Any:
-        refused, self._runs_eagerly = self._runs_eagerly, None
-        raised, self._raised = self._raised, None
+    def _run_eagerly(self, args: Any, kwargs: Any, why: RefusedCall | StepRaises | None) -> Any:
         result = self.step(*args, **kwargs)
-        if refused is not None:
-            refused.note_run()
-        if raised is not None:  # and it has not raised in eager
-            warnings.warn(
-                f"ran eagerly: while it was captured the step raised {raised}", stacklevel=4
-            )
+        if isinstance(why, RefusedCall):
+            why.note_run()
+        elif why is not None:  # and it has not raised in eager
+            warnings.warn(f"ran eagerly: while it was captured the step raised {why}", stacklevel=4)
         return result
 
     def _run(self, program: CapturedProgram, tensors: list[Any]) -> Any:
@@ -524,16 +469,7 @@ class CompiledStep(LastProgram):
         finally:
             end_graph()
 
-    def _run_watched(
-        self, program: CapturedProgram, tensors: list[Any], args: Any, kwargs: Any
-    ) -> Any:
-        """Run it as one function call that remat records."""
-        watcher = HERE.watcher
-
-        def run() -> Any:
-            return self._run_program(program, tensors, args, kwargs, watcher)
-
-        return watcher.run_function(self, tuple(tensors), {}, run)
+    # -- capture -----------------------------------------------------------------------------------
 
     def _capture_call(
         self,
@@ -543,7 +479,7 @@ class CompiledStep(LastProgram):
         why: str,
         found: OtherAnswers | None,
         state: State | None = None,
-    ) -> tuple[CapturedProgram | None, list[Any]]:
+    ) -> Found:
         """Capture a program for a call; as `_find_program`.
 
         Args:
@@ -556,64 +492,51 @@ class CompiledStep(LastProgram):
         self.call_guard = None
         state = self._search_state(args, kwargs) if state is None else state
         reason = self._call_roll(state, args, kwargs, why)
-        how: dict[str, Any] = {
-            "without": self.without,
-            "passes": self.passes,
-            "options": self._list_options(),
-        }
         guesses = found.guesses if found is not None else Guesses()
-        blocks = BlockChoice.from_option(self.blocks)
-        stay_calls = not self.passes and not self.cuda_graphs
-        if stay_calls and self.sections is not False:
-            blocks = dataclasses.replace(blocks, outline_above=0 if self.sections else DEEP)
+        options = self.options
+        blocks = BlockChoice.from_option(options.blocks)
+        blocks = dataclasses.replace(blocks, outline_above=options.outlines_above)
 
         def make() -> CapturedProgram:
             begin_phase("capture")
             assert self._state is not None
             call = self.step, args, kwargs, self._state
-            return make_program(
-                *call,
-                guesses,
-                budget=self.budget,
-                blocks=blocks,
-                counts_apart=self._counts_apart,
-                **how,
-            )
+            how: dict[str, Any] = {"blocks": blocks, "counts_apart": self._counts_apart}
+            return make_program(*call, guesses, options=options, **how)
 
         made_state = make_optimizer_state(state.optimizers)
         try:
-            program, tensors = self._prepare_program(make, made_state, state, args, kwargs, how)
+            program, tensors = self._prepare_program(make, made_state, state, args, kwargs)
         except ReachedMore as more:
             drop_unused_state(made_state, lambda t: False)
             self._state, self._reached = more.state, more.state.reached
             return self._capture_call(signature, args, kwargs, why, found, more.state)
         except StepRaises as raised:
             drop_unused_state(made_state, lambda t: False)
-            self._raised = raised
-            return None, []
+            return None, [], raised
         except BaseException as error:
             drop_unused_state(made_state, lambda t: False)
-            if self.fallback is None or not isinstance(error, CaptureError):
+            if self.options.fallback is None or not isinstance(error, CaptureError):
                 raise
             warnings.warn(f"runs eagerly: {error}", stacklevel=4)
             if len(self._eager) >= _REFUSED_KEPT:
                 self._eager.clear()
             before = self._eager.get(signature)
             tries = 1 if before is None else before.tries + 1
-            self._eager[signature] = self._runs_eagerly = RefusedCall(error.guards, tries)
-            return None, []
+            self._eager[signature] = refused = RefusedCall(error.guards, tries)
+            return None, [], refused
         slots = [*state.slots, *state.optimizer_slots()]
         names = [name for name, _ in names_of_call(slots, args, kwargs)]
         self._made += 1
         key = signature_of(state, tensors, (args, kwargs)), self._made
         what = describe_call(state, tensors, names, (args, kwargs))
-        self._history.note_capture(why or reason, key, what, program.guards, self.keep)
-        while len(self._programs) >= self.keep:
+        self._history.note_capture(why or reason, key, what, program.guards, self.options.keep)
+        while len(self._programs) >= self.options.keep:
             self._history.note_drop(self._programs.popitem(last=False)[0])
         self._programs[key] = self._last = program
         if program.scope is not None and program.scope.busy:
             self._announce_run(program, tensors)
-        return program, tensors
+        return program, tensors, None
 
     def _prepare_program(
         self,
@@ -622,7 +545,6 @@ class CompiledStep(LastProgram):
         state: State,
         args: Any,
         kwargs: Any,
-        how: dict[str, Any],
     ) -> tuple[CapturedProgram, list[Any]]:
         """A program that `make` captures, ready to run, and the leaves of the call.
 
@@ -647,7 +569,7 @@ class CompiledStep(LastProgram):
             program.prepare_memory(tensors)
             program.compare(tensors)
             call_of = functools.partial(self.make_callable, wires=program.wires)
-            ready = kept_within(program, lambda p: p.prepare(call_of), tensors, **how)
+            ready = kept_within(program, lambda p: p.prepare(call_of), tensors)
         except BaseException:
             for write in reversed(writes):
                 write.undo()
@@ -676,20 +598,12 @@ class CompiledStep(LastProgram):
             wait_for_all_ranks(wire, f"captures {self.title}, at {user_line()}: {why}")
         return why
 
-    def _describe_how(self) -> dict[str, Any]:
-        """The options of `pt.compile` with which it was made."""
-        return {name: getattr(self, name) for name in _OPTIONS}
-
-    def _list_options(self) -> list[str]:
-        """The options that are part of a program's key."""
-        how = [] if self.sections is None else [f"sections {self.sections}"]
-        how += ["cuda graphs"] if self.cuda_graphs else []
-        return [f"backend {self.backend}", *how, f"without {sorted(self.without)}"]
+    # -- what runs a program's graph ---------------------------------------------------------------
 
     def make_callable(self, program: CapturedProgram, wires: list[Wire]) -> Callable[..., Any]:
         """What runs a program's graph: compiled by the backend, and recorded where that is asked
         for and may be."""
-        if not self.cuda_graphs:
+        if not self.options.cuda_graphs:
             return self._compile(program, wires)
         from .backend.cuda_graphs import NotRecorded, find_device, split_host_part
 
@@ -722,11 +636,11 @@ class CompiledStep(LastProgram):
         from .backend.executor import function_of
 
         # Compiled code finds process groups by name; other wires are only known to Python.
-        if self.backend == "inductor" and all(isinstance(w, GroupWire) for w in wires):
+        if self.options.backend == "inductor" and all(isinstance(w, GroupWire) for w in wires):
             from .backend.build import build
 
             begin_phase("compile")
-            program.built = build(program, self._name_of_step, wires, self.sections)
+            program.built = build(program, self._name_of_step, wires, self.options.sections)
             begin_phase("graph")
             return program.built.call
         return function_of(program.graph, program.groups)
@@ -735,10 +649,6 @@ class CompiledStep(LastProgram):
     def _name_of_step(self) -> str:
         name = getattr(self.step, "__qualname__", type(self.step).__qualname__)
         return f"{getattr(self.step, '__module__', '')}.{name}".lstrip(".")
-
-
-def _rebuild_step(step: Callable[..., Any], given: tuple[Any, ...], said: dict[str, Any]) -> Any:
-    return CompiledStep(step, given, **said)
 
 
 # -- phases, for whoever shows progress ------------------------------------------------------------

@@ -1,23 +1,22 @@
 """Forms of a captured step: blocks are calls or inlined, more or less is made again in backward.
 
-A program is kept as captured (`AsCaptured`) and made again in any form, to be rewritten within a
-smaller budget, or for whoever asks what the passes do. `BudgetSearch` finds the form whose
-predicted peak of memory is within a number of bytes. `lower_blocks` has the passes rewrite each
-block structure once, cuts it at its collectives, and puts calls of these sections in place of the
-blocks.
+A program is kept as captured (`CapturedForms`) and made again in any form, to be rewritten within a
+smaller budget, or for whoever asks what the passes do. `FormSearch` finds the form whose predicted
+peak of memory is within a number of bytes. `lower_blocks` has the passes rewrite each block
+structure once, cuts it at its collectives, and puts calls of these sections in place of the blocks.
 """
 
 from __future__ import annotations
 
+import copy
+import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from torch import fx
 from torch.utils import _pytree as pytree
-
-from partita.tensor.op_facts import facts_of
 
 from .backend.section_cutter import UnsureOfSections, sections_of_blocks
 from .capture.block_nodes import (
@@ -33,22 +32,18 @@ from .capture.block_programs import BlockProgram, find_late, inline_block_progra
 from .errors import cannot_be_kept
 from .graph_nodes import Section, copy_graph, lazy_graph_module, note_of, sections_in
 from .memory.storages import peak_of
-from .passes import Change, Passes, record_changes, run_passes
+from .passes import Change, record_changes, run_passes
 from .passes.gathered_parameters import is_gather, packing_of
-from .passes.remat import BLOCK_RESULT, cost_of_recompute
-from .program import Input, Output, Program
+from .passes.remat import cost_of_recompute
+from .program import Input, Output, Program, RecomputeLevel
 
 __all__ = [
-    "AsCaptured",
-    "BudgetSearch",
+    "CapturedForms",
+    "FormSearch",
     "RewrittenBlock",
     "StepForm",
-    "lower_and_record_blocks",
     "lower_blocks",
-    "mark_results",
 ]
-
-P = TypeVar("P", bound=Program)
 
 
 @dataclass(frozen=True)
@@ -56,7 +51,7 @@ class StepForm:
     """How a captured step is rewritten.
 
     Attributes:
-        level: how much is made again for a budget: `Program.level`.
+        level: how much is made again for a budget: the number of a `RecomputeLevel`.
         in_blocks: blocks stay calls; else they are inlined.
     """
 
@@ -64,61 +59,58 @@ class StepForm:
     in_blocks: bool = False
 
 
-class AsCaptured(Generic[P]):
-    """A copy of a program before the passes: a row for each node, made a program on request.
+_CHANGED_PARTS = ("inputs", "outputs", "metadata")
+"""Parts of a program that are changed in place, beside its graph."""
+
+
+class CapturedForms:
+    """A program before the passes, of which programs are made in any form.
+
+    The first is the program itself; for others there is a row for each of its nodes.
 
     Attributes:
         form: the one in which it was rewritten: with blocks as calls where it has any, unless a
             budget took another.
     """
 
-    def __init__(self, program: P):
-        blocks: Any = {n.args[0] for n in calls_of_blocks(program.graph.graph)}
-        self.has_blocks = bool(blocks)
+    def __init__(self, program: Program):
+        self.has_blocks = bool(calls_of_blocks(program.graph.graph))
         self.form = StepForm(in_blocks=self.has_blocks)
-        for block in blocks:
-            mark_results(block)
+        self._unchanged: Program | None = program
         self._kind, self._root_module = type(program), program.graph
         self._rows = [
             (n, n.op, n.target, n.args, n.kwargs, n.name, dict(n.meta))
             for n in program.graph.graph.nodes
         ]
-        self._parts = {f.name: getattr(program, f.name) for f in fields(program) if f.init}
-        for name in ("inputs", "outputs"):
-            self._parts[name] = list(self._parts[name])
+        parts = {f.name: getattr(program, f.name) for f in fields(program) if f.init}
+        self._parts = parts | {name: copy.copy(parts[name]) for name in _CHANGED_PARTS}
 
-    def program(self, form: StepForm | None = None) -> P:
-        """A new program like it, which may be changed: one of `self.form` unless another is
-        asked for."""
+    def program(
+        self, form: StepForm | None = None, recorded: list[RewrittenBlock] | None = None
+    ) -> Program:
+        """A new program like it, which may be changed.
+
+        Args:
+            form: `self.form` where None.
+            recorded: as for `lower_blocks`.
+        """
         form = form or self.form
-        program = self._rebuild_program(form.level)
+        program, self._unchanged = self._unchanged or self._rebuild_program(), None
+        program.recompute = RecomputeLevel(form.level)
         if form.in_blocks:
-            lower_blocks(program)
+            lower_blocks(program, recorded)
         else:
             inline_block_programs(program.graph.graph)
         return program
 
-    def inlined(self) -> P:
+    def inlined(self) -> Program:
         """As `program`, with its blocks inlined."""
         return self.program(replace(self.form, in_blocks=False))
 
-    def program_and_blocks(self) -> tuple[P, list[RewrittenBlock]]:
-        """As `program`, with what passes did in its blocks, if they stay calls."""
-        if not self.form.in_blocks:
-            return self.program(), []
-        program = self._rebuild_program(self.form.level)
-        return program, lower_and_record_blocks(program)
-
-    def _rebuild_program(self, level: int) -> P:
-        parts: dict[str, Any] = {
-            **self._parts,
-            "graph": lazy_graph_module(self._root_module, self._rebuild_graph()),
-            "level": level,
-            "metadata": dict(self._parts["metadata"]),
-        }
-        for name in ("inputs", "outputs"):
-            parts[name] = list(parts[name])
-        return self._kind(**parts)
+    def _rebuild_program(self) -> Program:
+        graph = lazy_graph_module(self._root_module, self._rebuild_graph())
+        changed = {name: copy.copy(self._parts[name]) for name in _CHANGED_PARTS}
+        return self._kind(**self._parts | changed | {"graph": graph})
 
     def _rebuild_graph(self) -> fx.Graph:
         graph, of = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -129,76 +121,64 @@ class AsCaptured(Generic[P]):
         return graph
 
 
-# -- within a budget of memory ---------------------------------------------------------------------
+class FormSearch:
+    """The forms of one captured step, each rewritten when those before it take too much.
 
+    They are tried in one order, whatever the limit, so that a larger budget never takes one that
+    comes later. With blocks as calls a level is chosen in each structure's own program and in the
+    graph around them. Blocks are inlined where no level of that is enough: then what is made again
+    may go back through several of them.
+    """
 
-@dataclass(frozen=True)
-class _Tried:
-    """A form of a step, and the peak in bytes that is predicted for it."""
-
-    form: StepForm
-    peak: int
-
-
-class BudgetSearch(Generic[P]):
-    """The forms of one captured step, each rewritten when those before it take too much."""
-
-    def __init__(
-        self,
-        captured: AsCaptured[P],
-        without: Iterable[str],
-        passes: Passes,
-    ):
-        self._captured, self._without, self._passes = captured, without, passes
+    def __init__(self, captured: CapturedForms):
+        self.captured = captured
         self._untried = self._rewrite_in_order()
-        self._least: int | None = None
+        self._peak = math.inf  # the least of those that were compared, in bytes,
+        self._cost = (0, 0)  # and what is made again for it
 
-    def first_within(self, budget: int) -> P:
-        """The step in the first form whose predicted peak is at most `budget` bytes.
-
-        Asked again, the budget must be smaller.
+    def first_within(self, limit: int | None) -> Program:
+        """The step in the first form whose predicted peak is at most `limit` bytes; in the first
+        of all where that is None. Asked again, the limit must be smaller.
 
         Raises:
             CaptureError: there is none; it tells the least that can be kept.
         """
-        for tried, program in self._untried:
-            if tried.peak <= budget:
-                self._captured.form = tried.form
+        for form, program in self._untried:
+            if limit is None or (self._is_better(program) and self._peak <= limit):
+                self.captured.form = form
                 return program
-        assert self._least is not None
-        raise cannot_be_kept(budget, self._least)
+        assert limit is not None
+        raise cannot_be_kept(limit, int(self._peak))
 
-    def _rewrite_in_order(self) -> Iterator[tuple[_Tried, P]]:
-        """The forms in their order, each with a lower peak than those before, and more made again.
+    def _is_better(self, program: Program) -> bool:
+        """Has it a lower peak than those before, and does it make no less again?
 
         One that has a lower peak and makes less again, or less of one kind, is left out: for a
-        smaller budget less would be made again than for a larger one.
+        smaller limit less would be made again than for a larger one.
         """
-        cost, peak = (0, 0), None
-        for tried, program in self._rewrite_all():
-            if peak is not None and tried.peak >= peak:
-                continue
-            its_cost = cost_of_recompute(program.graph.graph)
-            if all(a >= b for a, b in zip(its_cost, cost, strict=True)):
-                self._least = peak = tried.peak
-                cost = its_cost
-                yield tried, program
+        peak = peak_of(program)
+        if peak >= self._peak:
+            return False
+        cost = cost_of_recompute(program.graph.graph)
+        if any(now < then for now, then in zip(cost, self._cost, strict=True)):
+            return False
+        self._peak, self._cost = peak, cost
+        return True
 
-    def _rewrite_all(self) -> Iterator[tuple[_Tried, P]]:
-        for in_blocks in (True, False) if self._captured.has_blocks else (False,):
-            level, levels = 0, 1
-            while level < levels:
+    def _rewrite_in_order(self) -> Iterator[tuple[StepForm, Program]]:
+        for in_blocks in (True, False) if self.captured.has_blocks else (False,):
+            level = 0
+            while True:
                 form = StepForm(level, in_blocks)
-                program = self._rewrite(form)
-                yield _Tried(form, peak_of(program)), program
-                level, levels = level + 1, program.levels
+                program = self.captured.program(form)
+                run_passes(program)
+                is_last = program.recompute.is_last
+                yield form, program
+                if is_last:
+                    break
+                level += 1
             if in_blocks and not sections_in(program.graph.graph):
                 return  # they could not stay calls
-
-    def _rewrite(self, form: StepForm) -> P:
-        program = self._captured.program(form)
-        run_passes(program, self._without, self._passes)
-        return program
 
 
 # -- blocks as calls of sections -------------------------------------------------------------------
@@ -208,11 +188,6 @@ _OF_STEP = ("overlap", "backend_ways")
 
 _OF_STEP_AND_UPDATES = ("lifetime",)
 """Passes that place updates: they run over the graph of the step, and over those of updates."""
-
-
-Rewrite = Callable[[Program, Collection[str]], list[Change]]
-"""Runs the passes over a block's program but those that are named, and returns what each did where
-somebody asks for that."""
 
 
 @dataclass(frozen=True)
@@ -230,53 +205,32 @@ class RewrittenBlock:
     changes: list[Change]
 
 
-def lower_blocks(program: Program) -> None:
+def lower_blocks(program: Program, recorded: list[RewrittenBlock] | None = None) -> None:
     """Replace the block nodes of a program by calls of sections, and collectives; where a part of a
     block gives another what is no tensor of its own, by copies of the block's calls.
+
+    Collectives and waits become nodes of the step's graph, in which later passes place them; what
+    stands between two is a section. Forward and backward are never in one.
+
+    Args:
+        recorded: what passes did in each structure is added, where somebody asks for that.
 
     Raises:
         IllegalGraph: a pass breaks a block's graph.
     """
-
-    def rewrite(part: Program, without: Collection[str]) -> list[Change]:
-        run_passes(part, without)
-        return []
-
-    _lower_blocks(program, rewrite)
-
-
-def lower_and_record_blocks(program: Program) -> list[RewrittenBlock]:
-    """As `lower_blocks`, and tell what passes did in each structure."""
-    return _lower_blocks(program, record_changes)
-
-
-def _lower_blocks(program: Program, rewrite: Rewrite) -> list[RewrittenBlock]:
-    lowering = _Lowering(program, rewrite)
     try:
-        inline_bodies(program.graph.graph, lowering.body_of)
+        inline_bodies(program.graph.graph, _Lowering(program, recorded).body_of)
     except UnsureOfSections:
         inline_block_programs(program.graph.graph)
-        return []
-    return lowering.rewritten
-
-
-def mark_results(block: BlockProgram) -> None:
-    """Mark the calls that make a block's results, wherever they are copied to: under a budget the
-    last to be let go (`passes.remat`)."""
-    (end,) = block.graph.graph.find_nodes(op="output")
-    outputs: Any = end.args[0]
-    for node in outputs[: len(block.results)]:
-        while facts_of(node.target).is_alias:
-            node = node.args[0]
-        node.meta[BLOCK_RESULT] = True
+        if recorded is not None:
+            recorded.clear()
 
 
 class _Lowering:
     """The sections of the block programs of one step."""
 
-    def __init__(self, program: Program, rewrite: Rewrite):
-        self.program, self._rewrite = program, rewrite
-        self.rewritten: list[RewrittenBlock] = []
+    def __init__(self, program: Program, recorded: list[RewrittenBlock] | None):
+        self.program, self._recorded = program, recorded
         self._sections: dict[Any, Section] = {}
         self._read = _find_read(program.graph.graph)
         self._calls: defaultdict[Any, list[fx.Node]] = defaultdict(list)
@@ -301,10 +255,13 @@ class _Lowering:
             block = block.with_shared_operands(equal)
         part = _program_of_block(block, self.program)
         left_out = _OF_STEP if block.written else (*_OF_STEP, *_OF_STEP_AND_UPDATES)
-        changes = self._rewrite(part, {*self.program.without, *left_out})
-        changed = [change for change in changes if change.changed]
-        self.rewritten.append(RewrittenBlock(block.kind.__name__, len(calls), changed))
-        self.program.levels = max(self.program.levels, part.levels)
+        without = (*self.program.options.without, *left_out)
+        part.options = replace(self.program.options, without=without, passes=())
+        if self._recorded is None:
+            run_passes(part)
+        else:
+            changed = [change for change in record_changes(part) if change.changed]
+            self._recorded.append(RewrittenBlock(block.kind.__name__, len(calls), changed))
         late = find_late(part.graph.graph, block.taken) if block.has_backward else set()
         packing = [*_find_packing_of_gathers(part.graph.graph)]
         outer = sections_of_blocks(part, late, packing, self._sections)
@@ -355,6 +312,5 @@ def _program_of_block(block: BlockProgram, step: Program) -> Program:
         [],
         [],
         step.groups,
-        budget=step.budget,
-        level=step.level,
+        recompute=step.recompute,
     )

@@ -10,7 +10,7 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from textwrap import indent
 from typing import Any
@@ -21,11 +21,11 @@ from partita.tensor.dtensor import DTensor
 from .graph_nodes import call_section, section_of
 from .memory.schedule import Buffer, Memory
 from .memory.storages import memory_of
-from .passes import Change, Passes, record_each_change
+from .passes import Change, record_changes
 from .passes.pass_manager import GraphFigures, format_figure
 from .passes.remat import count_made_again
 from .program import Program
-from .step_forms import AsCaptured, RewrittenBlock
+from .step_forms import CapturedForms, RewrittenBlock
 
 __all__ = [
     "changes_of",
@@ -35,7 +35,6 @@ __all__ = [
     "facts_of_memory",
     "facts_of_moves",
     "facts_of_parameter",
-    "peaks_of_changes",
 ]
 
 _HELD = {
@@ -53,7 +52,7 @@ def facts_of_graph(step: Any) -> dict[str, Any]:
     Raises:
         ValueError: nothing was captured yet.
     """
-    changes, peaks = peaks_of_changes(step.program.captured, step.without, step.passes)
+    _, changes, peaks = _record_changes(step.program.captured)
     passes = [
         {
             "name": change.name,
@@ -146,27 +145,26 @@ def facts_of_parameter(name: str, p: DTensor) -> list[Any]:
 # -- what passes did -------------------------------------------------------------------------------
 
 
-def explain_passes(captured: AsCaptured[Any], without: Iterable[str], passes: Passes) -> str:
+def explain_passes(captured: CapturedForms) -> str:
     """What each pass changes and saves, with a short diff; then all of them together."""
-    program, changes, peaks = _record_changes(captured, without, passes)
+    program, changes, peaks = _record_changes(captured)
     texts = []
     for change, (before, after) in zip(changes, pairwise(peaks), strict=True):
         peak = [f"predicted peak: {human(before)} -> {human(after)}"] if before != after else []
         texts.append(change.text(*peak))
     if changes:
         texts.append(_summarize_changes(changes[0], changes[-1], peaks))
-    if program.budget is not None:
-        texts.insert(0, f"budget\n{indent(_describe_budget(program, peaks[-1]), '  ')}")
+    if (budget := program.options.budget) is not None:
+        texts.insert(0, f"budget\n{indent(_describe_budget(program, peaks[-1], budget), '  ')}")
     if blocks := str(program.blocks):
         texts.insert(0, f"blocks\n{indent(blocks, '  ')}")
     return "\n".join(texts)
 
 
-def _describe_budget(program: Program, peak: int) -> str:
+def _describe_budget(program: Program, peak: int, budget: int) -> str:
     """What a program makes again for its budget, in each section and between them."""
-    assert program.budget is not None
     graph = program.graph.graph
-    lines = [f"{human(peak)} of {human(program.budget)}, at level {program.level} of recomputation"]
+    lines = [f"{human(peak)} of {human(budget)}, at level {program.level} of recomputation"]
     calls = Counter(map(section_of, graph.find_nodes(op="call_function", target=call_section)))
     for section, count in calls.items():
         assert section is not None
@@ -178,61 +176,41 @@ def _describe_budget(program: Program, peak: int) -> str:
     return "\n".join(lines)
 
 
-def peaks_of_changes(
-    captured: AsCaptured[Any] | None, without: Iterable[str], passes: Passes
-) -> tuple[list[Change], list[int]]:
-    """The change of each pass, and the predicted peak (bytes above the inputs) around each."""
-    assert captured is not None
-    _, changes, peaks = _record_changes(captured, without, passes)
-    return changes, peaks
-
-
-def changes_of(
-    captured: AsCaptured[Any], without: Iterable[str], passes: Passes
-) -> Iterator[Change]:
+def changes_of(captured: CapturedForms) -> Iterator[Change]:
     """The change of each pass in a captured program, one after another.
 
     The first is that of all passes within blocks, where blocks stay calls.
     """
-    return (change for _, change in _run_and_record(captured, without, passes))
+    return (change for _, change in _run_and_record(captured))
 
 
-def _record_changes(
-    captured: AsCaptured[Any], without: Iterable[str], passes: Passes
-) -> tuple[Any, list[Change], list[int]]:
-    """The rewritten program, the change of each pass, and the predicted peaks around them."""
-    before = program = captured.inlined()
-    changes, peaks = list[Change](), [memory_of(before).peak]
-    for program, change in _run_and_record(captured, without, passes):
+def _record_changes(captured: CapturedForms) -> tuple[Any, list[Change], list[int]]:
+    """The rewritten program, the change of each pass, and the predicted peak (bytes above the
+    inputs) around each."""
+    program = captured.inlined()
+    changes, peaks = list[Change](), [memory_of(program).peak]
+    for program, change in _run_and_record(captured):
         changes.append(change)
         peaks.append(peaks[-1] if not change.changed else memory_of(program).peak)
     return program, changes, peaks
 
 
-def _run_and_record(
-    captured: AsCaptured[Any], without: Iterable[str], passes: Passes
-) -> Iterator[tuple[Any, Change]]:
+def _run_and_record(captured: CapturedForms) -> Iterator[tuple[Program, Change]]:
     """Rewrite a captured program; after each pass the program, and what the pass did."""
-    with _without_warnings():
-        program, blocks = captured.program_and_blocks()
-        flat = captured.inlined() if blocks else program
+    blocks: list[RewrittenBlock] = []
+    quiet = partial(warnings.catch_warnings, action="ignore")  # passes warned at capture
+    with quiet():
+        program = captured.program(recorded=blocks)
+        inlined = captured.inlined() if blocks else program
     if blocks:
-        yield program, _change_in_blocks(GraphFigures(flat), GraphFigures(program), blocks)
-    changes = record_each_change(program, without, passes)
+        yield program, _change_in_blocks(GraphFigures(inlined), GraphFigures(program), blocks)
+    changes = record_changes(program)
     while True:
-        with _without_warnings():
+        with quiet():
             change = next(changes, None)
         if change is None:
             return
         yield program, change
-
-
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Within, passes warn of nothing: they did at capture."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def _change_in_blocks(

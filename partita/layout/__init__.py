@@ -2,7 +2,7 @@
 
 In reading order: `mesh` (the ranks and their axes), `placement` (what one axis does to a tensor,
 its dual, and torch's words for it), `layout` (all axes together, as text too), `errors` (what a
-user reads), `picture` (which rank holds what, drawn).
+user reads), `picture` (which rank holds what, drawn), `text` (amounts and tables, as printed).
 """
 
 from .errors import Fix, LayoutError

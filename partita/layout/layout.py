@@ -202,17 +202,14 @@ class Layout:
 
     def __str__(self) -> str:
         """`f32[8@dp, 16, 64@(dp tp)] {sum tp}`; what prints also parses."""
-        dims = ", ".join(
-            f"{n}{_format_axes(a)}" for n, a in zip(self.shape, self.shards, strict=True)
-        )
-        return f"{self.dtype}[{dims}]{self._rest()}"
+        return f"{self.dtype}[{', '.join(self._dims())}]{self._rest()}"
 
     def brief(self) -> str:
         """`8@dp 16 64 {sum tp}`, the form in errors and tables."""
-        dims = " ".join(
-            f"{n}{_format_axes(a)}" for n, a in zip(self.shape, self.shards, strict=True)
-        )
-        return (dims or "scalar") + self._rest()
+        return (" ".join(self._dims()) or "scalar") + self._rest()
+
+    def _dims(self) -> list[str]:
+        return [f"{n}{_format_axes(a)}" for n, a in zip(self.shape, self.shards, strict=True)]
 
     def _rest(self) -> str:
         notes = [f"{op} {axis}" for axis, op in self.partial] + [f"inv {a}" for a in self.invariant]

@@ -291,11 +291,11 @@ def _panel_html(panel: Panel, picture: Picture, width: int) -> str:
     tracks = " ".join(
         f"minmax(max-content, {_fraction_of_dim(p, panel.columns)}fr)" for p in panel.columns
     )
+    tall = min(260, 70 + 26 * len(panel.rows))  # pixels of all rows together
     heights = " ".join(
-        f"minmax(2.2em, {round(_fraction_of_dim(p, panel.rows) * _choose_panel_height(panel))}px)"
-        for p in panel.rows
+        f"minmax(2.2em, {round(_fraction_of_dim(p, panel.rows) * tall)}px)" for p in panel.rows
     )
-    pixels = _choose_panel_width(picture, width)
+    pixels = width if len(picture.panels) == 1 else max(220, width // 2 - 8)
     grid = (
         f"display:grid; grid-template-columns:max-content {tracks}; "
         f"grid-template-rows:max-content {heights}; gap:2px; width:{pixels}px"
@@ -308,15 +308,6 @@ def _panel_html(panel: Panel, picture: Picture, width: int) -> str:
         body += map(_cell_html, cells)
     where = f'<div style="margin-bottom:2px">{escape(panel.where)}</div>' if panel.where else ""
     return f'<div style="max-width:100%">{where}<div style="{grid}">{"".join(body)}</div></div>'
-
-
-def _choose_panel_width(picture: Picture, width: int) -> int:
-    return width if len(picture.panels) == 1 else max(220, width // 2 - 8)
-
-
-def _choose_panel_height(panel: Panel) -> int:
-    """Pixels of all rows together."""
-    return min(260, 70 + 26 * len(panel.rows))
 
 
 def _fraction_of_dim(piece: DimPiece, of: Sequence[DimPiece]) -> float:

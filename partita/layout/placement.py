@@ -125,6 +125,8 @@ class Invariant(Placement):
 
 
 # -- torch's placements ----------------------------------------------------------------------------
+# Known by their class's name, since to import torch's classes takes half a second. What torch has
+# and we have not (a pending average, a product) stays what it is, and is refused as no placement.
 
 
 def own_placement(given: Any) -> Any:
@@ -161,11 +163,7 @@ def own_placements(
         factor = p.split_factor if axis in strided else 1
         dim = getattr(p, "dim", None)
         for i in range(len(found) + 1):
-            before = [
-                a
-                for a in found[:i]
-                if getattr(_placement_of_axis(mesh, out, a), "dim", None) == dim
-            ]
+            before = [a for a in found[:i] if getattr(out[mesh.index(a)], "dim", None) == dim]
             if math.prod(map(mesh.size, before)) == factor:
                 found.insert(i, axis)
                 break
@@ -186,7 +184,3 @@ def split_factors(mesh: Mesh, stacks: Sequence[Sequence[str]]) -> dict[str, int]
 
 def _is_strided(p: Any) -> bool:
     return type(p).__name__ == "_StridedShard" and type(p).__module__.startswith("torch.")
-
-
-def _placement_of_axis(mesh: Mesh, placements: Sequence[Any], axis: str) -> Any:
-    return placements[mesh.index(axis)]

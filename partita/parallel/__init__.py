@@ -1,7 +1,7 @@
 """Models on a mesh: how parameters, batches, gradients and optimizers are spread over ranks.
 
-In reading order: `parallelize` with `plan_parser`, `plans` (ready ones) and `module_boundary`
-(activations), `parameters` (exchanging one for another), `batch`, `materialize`, `blocks` (which
-parameters are gathered together), `zero/`, `gradients`, `optimizer`; `nested_tensors` (tensors in
-the arguments of modules).
+In reading order: `parallelize` (a model by a plan: where weights and activations live), `plans`
+(ready ones), `parameters` (who holds one, its exchange, blocks, memory and first values), `batch`
+(batches and other tensors in nested values), `optimizer` (gradients are reduced, and a step),
+`zero/` (training state that is sharded).
 """

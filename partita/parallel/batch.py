@@ -32,13 +32,7 @@ from partita.tensor.spec import Spec, spec_of
 
 from .parallelize import Places, in_range
 
-__all__ = [
-    "distribute_batch",
-    "find_instances",
-    "map_tensors",
-    "replace_instances",
-    "tensors_in",
-]
+__all__ = ["distribute_batch", "find_instances", "replace_instances", "tensors_in"]
 
 
 def distribute_batch(
@@ -120,7 +114,8 @@ def _agree_whole(batch: Any, tensors: list[torch.Tensor], wire: Wire) -> None:
     key = (call_site(), "distribute_batch", "whole")
     if is_agreed(wire, key):
         return
-    agree("distribute_batch", f"{shapes}, checksum {_format_checksums(tensors)}", wire, **said)
+    sums = " ".join(f"{checksum(t.detach())[-1]:x}" for t in tensors)
+    agree("distribute_batch", f"{shapes}, checksum {sums}", wire, **said)
     remember_agreed(wire, key)
 
 
@@ -162,10 +157,6 @@ def _agree_pieces(tensors: list[torch.Tensor], specs: list[Spec], wire: Wire) ->
                     ),
                 )
     remember_agreed(wire, key)
-
-
-def _format_checksums(tensors: list[torch.Tensor]) -> str:
-    return " ".join(f"{checksum(t.detach())[-1]:x}" for t in tensors)
 
 
 def _spec(shape: tuple[int, ...], places: Places, wire: Wire) -> Spec:
@@ -212,7 +203,7 @@ def _find_global_shapes(
     return shapes
 
 
-# -- tensors in dicts, lists and tuples ------------------------------------------------------------
+# -- tensors of a batch ----------------------------------------------------------------------------
 
 
 def _find_tensors(batch: Any) -> list[torch.Tensor]:
@@ -257,25 +248,6 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     return find_instances(value, torch.Tensor)
 
 
-def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """A copy of `value` with each tensor passed through `change`."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        new = copy.copy(value)  # what makes a dictionary of its class may ask for more than items
-        for k, v in value.items():
-            new[k] = map_tensors(change, v)
-        return new
-    if isinstance(value, (tuple, list)):
-        each = [map_tensors(change, v) for v in value]
-        return type(value)(*each) if hasattr(value, "_fields") else type(value)(each)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [f.name for f in dataclasses.fields(value) if f.init]
-        new_values = {n: map_tensors(change, getattr(value, n)) for n in names}
-        return dataclasses.replace(value, **new_values)
-    return value
-
-
 def find_instances(value: Any, kind: type) -> Iterator[Any]:
     """The instances of `kind` in tuples, lists, dicts and dataclasses, in order."""
     if isinstance(value, kind):
@@ -294,23 +266,18 @@ def find_instances(value: Any, kind: type) -> Iterator[Any]:
 def replace_instances(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
     """A copy of `value` in which each instance of `kind` is changed, in order.
 
-    As `map_tensors`, but for what stands for tensors, too: classes are not called, so that what
-    they check of a tensor need not hold.
+    Dataclasses are not called, so that what they check of a tensor need not hold.
     """
     if isinstance(value, kind):
         return change(value)
     if isinstance(value, dict):
-        new = copy.copy(value)
+        new = copy.copy(value)  # what makes a dictionary of its class may ask for more than items
         for k, v in value.items():
             new[k] = replace_instances(v, kind, change)
         return new
     if isinstance(value, (tuple, list)):
         each = [replace_instances(v, kind, change) for v in value]
-        if hasattr(value, "_fields"):
-            return type(value)(*each)
-        return (
-            type(value)(each) if type(value) in (tuple, list) else _find_container_type(value)(each)
-        )
+        return type(value)(*each) if hasattr(value, "_fields") else type(value)(each)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         new = copy.copy(value)  # type: ignore[arg-type]
         for field in dataclasses.fields(value):
@@ -318,9 +285,3 @@ def replace_instances(value: Any, kind: type, change: Callable[[Any], Any]) -> A
             object.__setattr__(new, field.name, v)
         return new
     return value
-
-
-def _find_container_type(value: Any) -> type:
-    """A plain type in place of torch.Size, torch.return_types and the like, which torch alone
-    makes."""
-    return list if isinstance(value, list) else tuple

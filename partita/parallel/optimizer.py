@@ -21,12 +21,14 @@ from torch._C import DisableTorchFunction as Unheard  # by modes, too
 from torch._C import DisableTorchFunctionSubclass as Local
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import (
+    Optimizer,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
 from partita.comm import agree
 from partita.layout import Fix
+from partita.tensor.autograd import moved
 from partita.tensor.construct import piece_of
 from partita.tensor.dtensor import TYPED, DTensor, tagged
 from partita.tensor.dtensor_gradients import (
@@ -40,21 +42,17 @@ from partita.tensor.tensor_state import HERE, own_state, state_of
 from partita.tensor.torch_patches import only_entered
 
 from .parameters import refuse_given_up
-from .zero.fsdp_hooks import step_on_parts
 
-__all__ = [
-    "ELEMENTWISE",
-    "clip_grad_norm_",
-    "reduce_gradients",
-]
+__all__ = ["ELEMENTWISE", "clip_grad_norm_", "reduce_gradients"]
 
 
 @only_entered
 def reduce_gradients(params: Iterable[torch.Tensor]) -> None:
     """Reduce the partial gradients of `params`: afterwards each is laid out as its parameter.
 
-    Sends each partial byte once. Gradients that are not partial, and plain ones, are left alone, so
-    calling it twice reduces once. Noted in the ledger with the reason "settle".
+    Sends each partial byte once: one all-reduce for each set of axes and dtype, cut into buckets.
+    Gradients that are not partial, and plain ones, are left alone, so calling it twice reduces
+    once; shares that arrive later still add up. Noted in the ledger with the reason "settle".
     """
     reduce_pending_gradients(p for p in params if isinstance(p, DTensor))
 
@@ -124,14 +122,17 @@ ELEMENTWISE = frozenset(
 may do more and are not in it."""
 
 
+_Args = tuple[Any, ...]
+_Kwargs = dict[str, Any]
+_StepCall = tuple[_Args, _Kwargs]
+"""The arguments of a step; of an unbound method, so that the optimizer is the first."""
+
 _grad = torch._C.TensorBase.grad.__get__  # type: ignore[union-attr]
 _set_grad = torch._C.TensorBase.grad.__set__  # type: ignore[union-attr]
 
 
 @only_entered
-def _before_step(
-    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+def _before_step(optimizer: Optimizer, args: _Args, kwargs: _Kwargs) -> _StepCall | None:
     if torch.compiler.is_dynamo_compiling():  # which never compiles a step of DTensors
         return None
     _after_step(optimizer, args, kwargs)  # of a step that failed
@@ -152,7 +153,7 @@ def _before_step(
     owners = HERE.unheard(_find_owners, spread)
     if owners and plain and HERE.capturing:
         args, kwargs = _run_own_hooks(optimizer, args, kwargs)
-        with step_on_parts(optimizer, spread) as parts:
+        with _step_on_parts(optimizer, spread) as parts:
             originals = dict(zip(parts, spread, strict=True))
             _step_as_plain(optimizer, parts, args, kwargs, originals)
         return _make_idle_step_args(optimizer, args, kwargs)
@@ -175,11 +176,11 @@ def _before_step(
     return _make_idle_step_args(optimizer, args, kwargs)
 
 
-_agreed: WeakSet[torch.optim.Optimizer] = WeakSet()
+_agreed: WeakSet[Optimizer] = WeakSet()
 """Optimizers whose settings were compared before their first step."""
 
 
-def agree_settings(optimizer: torch.optim.Optimizer, params: list[DTensor]) -> None:
+def agree_settings(optimizer: Optimizer, params: list[DTensor]) -> None:
     """Raise on all ranks unless they bring the same learning rates and the like to a first step,
     and to each under `check_ranks()`."""
     check = params[0]._spec.wire.scope.check
@@ -208,7 +209,7 @@ def _find_owners(params: list[DTensor]) -> list[Any]:
     return [*dict.fromkeys(rest.owner for rest in rests if rest is not None)]
 
 
-def _lay_out_state(optimizer: torch.optim.Optimizer, params: list[DTensor]) -> None:
+def _lay_out_state(optimizer: Optimizer, params: list[DTensor]) -> None:
     """Lay out state that was made while its parameter was plain as the parameter's update is."""
     for p in params:
         if not state_of(p).was_plain:
@@ -221,9 +222,7 @@ def _lay_out_state(optimizer: torch.optim.Optimizer, params: list[DTensor]) -> N
                 optimizer.state[p][name] = tagged(piece_of(value, spec), spec)
 
 
-def _run_own_hooks(
-    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _run_own_hooks(optimizer: Optimizer, args: _Args, kwargs: _Kwargs) -> _StepCall:
     """Run the user's pre-step hooks of this optimizer. torch would run them after the hooks of all
     optimizers, of which ours is one, when the step is over.
 
@@ -241,20 +240,16 @@ def _run_own_hooks(
     return args, kwargs
 
 
-_done: WeakKeyDictionary[torch.optim.Optimizer, dict[int, Any]] = WeakKeyDictionary()
+_done: WeakKeyDictionary[Optimizer, dict[int, Any]] = WeakKeyDictionary()
 
 
-def _after_step(
-    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+def _after_step(optimizer: Optimizer, args: _Args, kwargs: _Kwargs) -> None:
     own = _done.pop(optimizer, None)
     if own:
         optimizer._optimizer_step_pre_hooks.update(own)
 
 
-def _make_idle_step_args(
-    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _make_idle_step_args(optimizer: Optimizer, args: _Args, kwargs: _Kwargs) -> _StepCall:
     """The arguments of the step that follows: an optimizer without parameters."""
     idle = copy.copy(optimizer)
     idle.param_groups = []
@@ -262,17 +257,17 @@ def _make_idle_step_args(
 
 
 def _step_as_plain(
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     params: list[DTensor],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: _Args,
+    kwargs: _Kwargs,
     originals: Mapping[Any, Any] | None = None,
 ) -> None:
     """Run the step while the class of parameters, gradients and state is that of plain tensors.
 
     torch's kernels take lists of plain tensors a good deal faster than lists of a subclass.
 
-    Args:
+    _Args:
         originals: by a tensor that the optimizer updates, the parameter of which it is a part.
     """
     state = optimizer.state
@@ -299,7 +294,7 @@ def _step_as_plain(
                 tagged(value, update_spec(p))  # type: ignore[arg-type]
 
 
-def _list_tensors(optimizer: torch.optim.Optimizer, params: list[DTensor]) -> list[Any]:
+def _list_tensors(optimizer: Optimizer, params: list[DTensor]) -> list[Any]:
     """Gradients, parameters, and what an optimizer's state has of them that is a DTensor."""
     state = optimizer.state
     with Unheard():
@@ -311,10 +306,7 @@ def _list_tensors(optimizer: torch.optim.Optimizer, params: list[DTensor]) -> li
 
 
 def _run_step(
-    optimizer: torch.optim.Optimizer,
-    originals: Mapping[Any, Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    optimizer: Optimizer, originals: Mapping[Any, Any], args: _Args, kwargs: _Kwargs
 ) -> None:
     """Run the optimizer's own step without its hooks; in a captured step block by block."""
     step = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]
@@ -322,6 +314,76 @@ def _run_step(
         step(*args, **kwargs)
     else:
         HERE.step_in_blocks(optimizer, lambda: step(*args, **kwargs), originals)
+
+
+def _lie_alike(optimizer: Optimizer, params: list[DTensor]) -> bool:
+    """Does each parameter's gradient and state have the parameter's own layout?"""
+    if any(type(group.get("lr")) is DTensor for group in optimizer.param_groups):
+        return False
+    with Unheard():
+        grads = [_grad(p) for p in params]
+    for p, grad in zip(params, grads, strict=True):
+        if grad is None:
+            continue
+        if not isinstance(grad, DTensor) or grad._spec is not settled_spec(p):
+            return False
+    states = optimizer.state
+    for p in params:
+        if p._spec.is_pending:
+            return False
+        for value in states[p].values() if p in states else ():
+            if isinstance(value, DTensor) and value._spec is not update_spec(p):
+                return False
+    return True
+
+
+# -- parts that a rank updates ---------------------------------------------------------------------
+
+
+@contextmanager
+def _step_on_parts(optimizer: Optimizer, params: list[DTensor]) -> Iterator[list[DTensor]]:
+    """Within, the optimizer holds the parts that this rank updates in place of `params`.
+
+    Afterwards the parts are gathered into the parameters.
+    """
+    cut = [p for p in params if update_spec(p) is not p._spec]
+    parts: dict[DTensor, DTensor] = {p: p for p in params}
+    with torch.no_grad():
+        for p in cut:
+            update, name = update_spec(p), _block_of(p)
+            parts[p] = part = tagged(moved(p, p._spec, update, name, "update"), update)
+            grad: Any = p.grad
+            if grad is not None:  # partial; or whole, after a clip has reduced it; or a shard
+                part.grad = tagged(moved(grad, grad._spec, update, name, "settle"), update)
+    reduce_pending_gradients(p for p in params if parts[p] is p)
+    groups = optimizer.param_groups
+    _rekey_optimizer_state(optimizer, parts)
+    optimizer.param_groups = [
+        dict(group, params=[parts.get(p, p) for p in group["params"]]) for group in groups
+    ]
+    try:
+        yield list(parts.values())
+    finally:
+        _rekey_optimizer_state(optimizer, {part: p for p, part in parts.items()})
+        optimizer.param_groups = groups
+    with torch.no_grad():
+        for p in cut:
+            now = moved(parts[p], parts[p]._spec, p._spec, _block_of(p), "update")
+            with Local():
+                p.copy_(now)
+
+
+def _block_of(p: DTensor) -> str:
+    rest = state_of(p).rest
+    return "" if rest is None else rest.name
+
+
+def _rekey_optimizer_state(optimizer: Optimizer, to: dict[Any, Any]) -> None:
+    """Move each entry of the optimizer's state to another tensor, in the same order."""
+    entries = list(optimizer.state.items())
+    optimizer.state.clear()
+    for p, state in entries:
+        optimizer.state[to.get(p, p)] = state
 
 
 @contextmanager
@@ -345,27 +407,6 @@ def _narrow_to_updated(params: list[DTensor]) -> Iterator[None]:
                     p.data = whole
                     _set_grad(p, grad)
                 p.data = whole
-
-
-def _lie_alike(optimizer: torch.optim.Optimizer, params: list[DTensor]) -> bool:
-    """Does each parameter's gradient and state have the parameter's own layout?"""
-    if any(type(group.get("lr")) is DTensor for group in optimizer.param_groups):
-        return False
-    with Unheard():
-        grads = [_grad(p) for p in params]
-    for p, grad in zip(params, grads, strict=True):
-        if grad is None:
-            continue
-        if not isinstance(grad, DTensor) or grad._spec is not settled_spec(p):
-            return False
-    states = optimizer.state
-    for p in params:
-        if p._spec.is_pending:
-            return False
-        for value in states[p].values() if p in states else ():
-            if isinstance(value, DTensor) and value._spec is not update_spec(p):
-                return False
-    return True
 
 
 register_optimizer_step_pre_hook(_before_step)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import lru_cache, partial
@@ -39,25 +39,11 @@ from .parameters import (
     replace_tensor,
 )
 
-__all__ = [
-    "Inputs",
-    "Outputs",
-    "ParsedPlan",
-    "Places",
-    "Plan",
-    "arguments",
-    "in_range",
-    "parallelize",
-    "register_boundary_hook",
-]
+__all__ = ["Inputs", "Outputs", "Places", "Plan", "in_range", "parallelize"]
 
 
 def parallelize(
-    model: nn.Module,
-    device_mesh: Any,
-    plan: Plan | None = None,
-    *,
-    src_data_rank: int | None = 0,
+    model: nn.Module, device_mesh: Any, plan: Plan | None = None, *, src_data_rank: int | None = 0
 ) -> nn.Module:
     """Put `model` on a mesh, in place: each parameter and buffer becomes a DTensor.
 
@@ -95,7 +81,7 @@ def parallelize(
             has a gradient or hooks already.
     """
     wire = wire_of(device_mesh)
-    parsed = ParsedPlan(model, wire, dict(plan or {}))
+    parsed = _ParsedPlan(model, wire, dict(plan or {}))
     parsed.raise_problems()
     for held, layout in parsed.layouts:
         old, spec = held.tensor, spec_of(layout, wire)
@@ -107,7 +93,7 @@ def parallelize(
         elif old._spec is not spec:
             replace_tensor(held, _redistribute_parameter(old, spec), by="parallelize")
     for module, name, boundary in parsed.boundaries:
-        register_boundary_hook(module, name, boundary, device_mesh)
+        _register_boundary_hook(module, name, boundary, device_mesh)
     return model
 
 
@@ -125,7 +111,24 @@ Places = Mapping[str, Placement]
 """Placements by mesh axis. Of an activation, an axis that is not named is left as it is."""
 
 
-class Inputs:
+class _Boundary:
+    """What a plan says of a module: placements of what comes in or goes out, one for each value."""
+
+    places: tuple[Places | None, ...]
+    named: dict[str, Places]
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and repr(other) == repr(self)
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
+    @property
+    def all_places(self) -> list[Places]:
+        return [p for p in (*self.places, *self.named.values()) if p is not None]
+
+
+class Inputs(_Boundary):
     """Where the arguments of a module's `forward` live when it runs.
 
     Args:
@@ -139,19 +142,13 @@ class Inputs:
     def __init__(self, *places: Places | None, **named: Places):
         self.places, self.named = places, named
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Inputs) and _make_boundary_key(self) == _make_boundary_key(other)
-
-    def __hash__(self) -> int:
-        return hash(repr(self))
-
     def __repr__(self) -> str:
         each = [str(p and dict(p)) for p in self.places]
         each += [f"{name}={dict(p)}" for name, p in self.named.items()]
         return f"Inputs({', '.join(each)})"
 
 
-class Outputs:
+class Outputs(_Boundary):
     """Where what a module's `forward` returns lives: a tensor, or a tuple or list of tensors.
 
     Args:
@@ -162,32 +159,17 @@ class Outputs:
     def __init__(self, *places: Places | EllipsisType | None):
         self.open = bool(places) and places[-1] is ...
         self.places = cast("tuple[Places | None, ...]", places[:-1] if self.open else places)
-        self.named: dict[str, Places] = {}
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Outputs) and _make_boundary_key(self) == _make_boundary_key(other)
-
-    def __hash__(self) -> int:
-        return hash(repr(self))
+        self.named = {}
 
     def __repr__(self) -> str:
         said = [str(p and dict(p)) for p in self.places] + ["..."] * self.open
         return f"Outputs({', '.join(said)})"
 
 
-def _make_boundary_key(boundary: Inputs | Outputs) -> Any:
-    listed = [None if p is None else list(p.items()) for p in boundary.places]
-    return (
-        listed,
-        getattr(boundary, "open", False),
-        {name: list(p.items()) for name, p in boundary.named.items()},
-    )
-
-
 # -- hooks on a module -----------------------------------------------------------------------------
 
 
-def register_boundary_hook(
+def _register_boundary_hook(
     module: nn.Module, name: str, boundary: Inputs | Outputs, mesh: Any
 ) -> None:
     """Register the hook that redistributes at a boundary of `module`, called `name` in the ledger.
@@ -202,12 +184,14 @@ def register_boundary_hook(
     else:
         asked_of = tuple(
             (i, key, f"{name}({key or f'argument {i}'})", tuple(places.items()))
-            for i, key, places in arguments(module, name, boundary)
+            for i, key, places in _list_arguments(module, name, boundary)
         )
         module.register_forward_pre_hook(_InputsHook(asked_of, mesh), with_kwargs=True)
 
 
-def arguments(module: nn.Module, name: str, boundary: Inputs) -> list[tuple[int, str, Places]]:
+def _list_arguments(
+    module: nn.Module, name: str, boundary: Inputs
+) -> list[tuple[int, str, Places]]:
     """`(position, name, places)` of each argument that `boundary` names; position -1: keyword-only.
 
     Raises:
@@ -354,7 +338,7 @@ _SHOWN = 40  # problems of a plan in one error
 
 
 @dataclass
-class ParsedPlan:
+class _ParsedPlan:
     """A plan, read for a model.
 
     Attributes:
@@ -393,7 +377,7 @@ class ParsedPlan:
                     fits = [
                         self._check_placements(pattern, p)
                         for boundary in each
-                        for p in _all_places(boundary)
+                        for p in boundary.all_places
                     ]
                     if all(fits):
                         boundaries[pattern] = list(each)
@@ -430,10 +414,12 @@ class ParsedPlan:
 
     def _read_parameters(self, plan: dict[str, Places], faulty: Sequence[str]) -> None:
         """Note where parameters go. Of `faulty` patterns it is only checked whether they match."""
-        parameters, buffers = find_parameters_and_buffers(self.model)
+        held_tensors = find_parameters_and_buffers(self.model)
         used: set[str] = set()
-        for held in parameters:
-            matching = [p for p in plan if _matches_any_name(p, held.names)]
+        for held in held_tensors:
+            # No pattern speaks of buffers.
+            of = () if held.is_buffer else plan
+            matching = [p for p in of if _matches_any_name(p, held.names)]
             used.update(matching)
             if nn.parameter.is_lazy(held.tensor):
                 self.wrong.append(f"{held.name} has no shape yet: run the model once before")
@@ -445,15 +431,11 @@ class ParsedPlan:
                 self.wrong.append(f"{held.name}: {said} disagree")
             elif wanted or not matching:
                 self._record_layout(held, next(iter(wanted.values()), _find_start_layout(held)))
-        for held in buffers:
-            if nn.parameter.is_lazy(held.tensor):
-                self.wrong.append(f"{held.name} has no shape yet: run the model once before")
-                continue
-            self._record_layout(held, _find_start_layout(held))
-        known = [name for held in parameters for name in held.names]
+        known = [name for held in held_tensors if not held.is_buffer for name in held.names]
+        buffers = [held.name for held in held_tensors if held.is_buffer]
         for pattern in (*plan, *faulty):
             if pattern not in used and not _matches_any_name(pattern, known):
-                self._report_unmatched(pattern, "parameter", known, [h.name for h in buffers])
+                self._report_unmatched(pattern, "parameter", known, buffers)
 
     def _apply_placements(self, held: HeldParameter, pattern: str, places: Places) -> Layout | None:
         layout = _find_start_layout(held)
@@ -517,7 +499,7 @@ class ParsedPlan:
             for _, boundary in said.values():
                 try:
                     if isinstance(boundary, Inputs):
-                        arguments(module, its[0] or type(module).__name__, boundary)
+                        _list_arguments(module, its[0] or type(module).__name__, boundary)
                     self.boundaries.append((module, its[0], boundary))
                 except ValueError as error:
                     self.wrong.append(str(error))
@@ -535,10 +517,6 @@ class ParsedPlan:
         near = _find_similar_names(pattern, known)
         hint = f"; near: {', '.join(near)}" if near else ""
         self.wrong.append(f"{pattern!r} matches no {what}{hint}")
-
-
-def _all_places(boundary: Inputs | Outputs) -> Iterable[Places]:
-    return [p for p in (*boundary.places, *boundary.named.values()) if p is not None]
 
 
 def _find_start_layout(held: HeldParameter) -> Layout:

@@ -53,11 +53,13 @@ class HeldParameter:
     """A parameter or buffer, and the modules that hold it.
 
     Attributes:
+        is_buffer: it is a buffer.
         names: all its names in the model, without the parts that wrappers add.
         homes: `(module, attribute)` of each module that holds it.
     """
 
     tensor: torch.Tensor
+    is_buffer: bool
     names: list[str] = field(default_factory=list)
     homes: list[tuple[nn.Module, str]] = field(default_factory=list)
 
@@ -66,23 +68,21 @@ class HeldParameter:
         return self.names[0]
 
 
-def find_parameters_and_buffers(
-    model: nn.Module,
-) -> tuple[list[HeldParameter], list[HeldParameter]]:
-    """The parameters and the buffers of `model`, each once, in the order of their first names."""
-    parameters: dict[int, HeldParameter] = {}
-    buffers: dict[int, HeldParameter] = {}
+def find_parameters_and_buffers(model: nn.Module) -> list[HeldParameter]:
+    """The parameters and then the buffers of `model`, each once, in the order of their first
+    names."""
+    found: dict[tuple[bool, int], HeldParameter] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
-        for found, members in (
-            (parameters, module.named_parameters(recurse=False, remove_duplicate=False)),
-            (buffers, module.named_buffers(recurse=False, remove_duplicate=False)),
+        for is_buffer, members in (
+            (False, module.named_parameters(recurse=False, remove_duplicate=False)),
+            (True, module.named_buffers(recurse=False, remove_duplicate=False)),
         ):
             for key, tensor in members:
-                held = found.setdefault(id(tensor), HeldParameter(tensor))
+                held = found.setdefault((is_buffer, id(tensor)), HeldParameter(tensor, is_buffer))
                 held.names.append(plain_name(f"{prefix}.{key}" if prefix else key))
                 if not any(home is module and k == key for home, k in held.homes):
                     held.homes.append((module, key))
-    return list(parameters.values()), list(buffers.values())
+    return sorted(found.values(), key=lambda held: held.is_buffer)
 
 
 def plain_name(name: str) -> str:
@@ -125,16 +125,18 @@ def replace_tensor(held: HeldParameter, new: torch.Tensor, *, by: str) -> None:
     own_state(old).given_up = (held.name, by)
 
 
-def allocate_tensor(held: HeldParameter, *, by: str) -> None:
-    """Replace a tensor on the meta device by an uninitialized one on its mesh's device, or the
-    CPU."""
+def allocate_tensor(
+    held: HeldParameter, *, by: str, device: torch.device | str | None = None
+) -> None:
+    """Replace a tensor on the meta device by an uninitialized one on `device`; where that is None,
+    on its mesh's, or the CPU."""
     x = held.tensor
     if isinstance(x, DTensor):
         spec = x._spec
-        new = empty_with_room(spec, x.dtype, spec.wire.device)
+        new = empty_with_room(spec, x.dtype, spec.wire.device if device is None else device)
         replace_tensor(held, tagged(new, spec), by=by)
     else:
-        replace_tensor(held, torch.empty_like(x, device=HOST), by=by)
+        replace_tensor(held, torch.empty_like(x, device=device or HOST), by=by)
 
 
 def refuse_given_up(params: Iterable[torch.Tensor]) -> None:
@@ -184,8 +186,7 @@ class ParameterSlot:
                 reason="pt.zero gathers and reduces the parameters that a model had when it came",
                 fixes=(
                     Fix(
-                        "pt.zero(model, mesh)",
-                        "last: after parametrizations, weight norm, pruning",
+                        "pt.zero(model, mesh)", "last: after parametrizations, weight norm, pruning"
                     ),
                 ),
             )
@@ -194,7 +195,11 @@ class ParameterSlot:
 
 @dataclass
 class Block:
-    """Parameters that are gathered together.
+    """Parameters that are gathered together: what one `forward` uses.
+
+    That is a layer of a ModuleList or a Sequential, found by itself or named by the user.
+    Parameters outside of all blocks (an embedding, a final norm, a head) form a block for each set
+    of modules that own them, so that a tied weight is gathered for each of its users.
 
     Attributes:
         name: the name of its module in the model.
@@ -327,29 +332,25 @@ def materialize(
     Raises:
         LayoutError: naming each parameter and buffer that was left without values.
     """
-    parameters, buffers = find_parameters_and_buffers(model)
-    bare = [held for held in (*parameters, *buffers) if held.tensor.is_meta]
-    specs: dict[str, Spec] = {}
-    for held in bare:
-        t = held.tensor
-        if isinstance(t, DTensor):
-            specs[held.name] = spec = t._spec
-            where = spec.wire.device if device is None else device
-            replace_tensor(
-                held,
-                tagged(empty_with_room(spec, t.dtype, where), spec),
-                by="materialize",
-            )
-        else:
-            replace_tensor(held, torch.empty_like(t, device=device or HOST), by="materialize")
-    writes = {id(held.tensor): count_writes(held.tensor) for held in bare}
+    bare = [held for held in find_parameters_and_buffers(model) if held.tensor.is_meta]
     if not bare:
         return model
+    specs = {h.name: h.tensor._spec for h in bare if isinstance(h.tensor, DTensor)}
+    for held in bare:
+        allocate_tensor(held, by="materialize", device=device)
+    writes = {id(held.tensor): count_writes(held.tensor) for held in bare}
     if init_fn is None:
-        _run_initializers(model, {id(held.tensor) for held in bare})
+        _run_initializers(model, {*writes})
     else:
         init_fn(model)
-    _refuse_without_values(model, writes)
+    _refuse_without_values(
+        model,
+        writes,
+        "materialize: nothing gave these a value",
+        "no reset_parameters and no init_weights wrote them, and memory is not zeros",
+        Fix("pt.materialize(model, init_fn=...)", "a function that writes all of them"),
+        Fix("def init_weights(self): ...", "in the model, called by its constructor too"),
+    )
     _spread_assigned_values(model, specs)
     return model
 
@@ -386,35 +387,34 @@ def _run_initializers(model: nn.Module, bare: set[int]) -> None:
     init_new_weights(model)
 
 
-def _refuse_without_values(model: nn.Module, writes: dict[int, int]) -> None:
-    left: list[HeldParameter] = []
-    for held in (found for kind in find_parameters_and_buffers(model) for found in kind):
-        t = held.tensor
-        count = writes.get(id(t))
-        if count is not None and not was_written_since(t, count) and t.numel():
-            left.append(held)
+def _refuse_without_values(
+    model: nn.Module, writes: dict[int, int], fact: str, reason: str, *fixes: Fix
+) -> None:
+    """Raise LayoutError where a tensor of `writes` was not written since, nor replaced.
+
+    Args:
+        writes: by the ids of tensors that got memory, their write counts then.
+    """
+    left = []
+    for held in find_parameters_and_buffers(model):
+        count = writes.get(id(held.tensor))
+        if count is not None and not was_written_since(held.tensor, count) and held.tensor.numel():
+            left.append(held.name)
     if left:
         raise LayoutError(
-            "materialize: nothing gave these a value",
-            place=user_line(),
-            operands=tuple(held.name for held in left),
-            reason="no reset_parameters and no init_weights wrote them, and memory is not zeros",
-            fixes=(
-                Fix("pt.materialize(model, init_fn=...)", "a function that writes all of them"),
-                Fix("def init_weights(self): ...", "in the model, called by its constructor too"),
-            ),
+            fact, place=user_line(), operands=tuple(left), reason=reason, fixes=tuple(fixes)
         )
 
 
 def _spread_assigned_values(model: nn.Module, specs: dict[str, Spec]) -> None:
     """Spread over the mesh again what an init function assigned instead of writing into it."""
-    for held in (found for kind in find_parameters_and_buffers(model) for found in kind):
+    for held in find_parameters_and_buffers(model):
         spec = specs.get(held.name)
         if spec is not None and not isinstance(held.tensor, DTensor):
             replace_tensor(held, spread(held.tensor, spec), by="materialize")
 
 
-# -- first values of the rest ----------------------------------------------------------------------
+# -- first values of what no file has --------------------------------------------------------------
 
 
 def initialize_missing(model: nn.Module, init_fn: Callable[[nn.Module], Any] | None) -> None:
@@ -426,27 +426,21 @@ def initialize_missing(model: nn.Module, init_fn: Callable[[nn.Module], Any] | N
     Raises:
         LayoutError: naming the tensors that still have no value.
     """
-    rest = [
-        held for kind in find_parameters_and_buffers(model) for held in kind if held.tensor.is_meta
-    ]
+    rest = [held for held in find_parameters_and_buffers(model) if held.tensor.is_meta]
     for held in rest:
         allocate_tensor(held, by="load")
     writes = {id(held.tensor): count_writes(held.tensor) for held in rest}
     above = _ancestors_of_modules(model)
     for module in dict.fromkeys(module for held in rest for module, _ in held.homes):
         _initialize_module(module, above[module], init_fn, writes)
-    left = [held for held in rest if not _was_written(held, writes)]
-    if left:
-        raise LayoutError(
-            "load_safetensors: no file has these, and nothing gave them a value",
-            place=user_line(),
-            operands=tuple(held.name for held in left),
-            reason="they are made where the model is made, which was on the meta device",
-            fixes=(
-                Fix("load_safetensors(..., init_fn=...)", "called with the module that has them"),
-                Fix("def reset_parameters(self): ...", "in that module"),
-            ),
-        )
+    _refuse_without_values(
+        model,
+        writes,
+        "load_safetensors: no file has these, and nothing gave them a value",
+        "they are made where the model is made, which was on the meta device",
+        Fix("load_safetensors(..., init_fn=...)", "called with the module that has them"),
+        Fix("def reset_parameters(self): ...", "in that module"),
+    )
 
 
 def _initialize_module(
@@ -492,11 +486,3 @@ def _ancestors_of_modules(model: nn.Module) -> dict[nn.Module, list[nn.Module]]:
                 found[child] = [module, *found[module]]
                 waiting.append(child)
     return found
-
-
-def _was_written(held: HeldParameter, writes: dict[int, int]) -> bool:
-    module, key = held.homes[0]
-    t = getattr(module, key)
-    if t is not held.tensor:  # assigned anew
-        return True
-    return was_written_since(t, writes[id(t)]) or not t.numel()

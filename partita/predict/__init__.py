@@ -1,12 +1,10 @@
 """Predictions of what a step costs, before it runs.
 
-In reading order, of a simulation: `collective_time` (formulas of collectives), `machine` (what a
-rank's processor and links do), `kernel_rates` and `kernel_time` (times of kernels), `timeline` (a
-graph played on streams), `simulation` (what was found), `strategy` (named models), `simulate`;
-`calibrate` and `calibrate_rank` measure a machine. Of a plan: `way` (all ways to spread a model),
-`plan_bounds`, `way_search`, `autoplan`. Of an explanation: `explanation` (its data), `rehearsal` (a
-run without memory), `explain`, `call_text` (a call said as text). `show` draws layouts; `commands`
-are on the command line.
+In reading order, of a simulation: `machine` (what a rank's processor and links do, and the times of
+collectives), `timeline` (a graph played on streams, kernel by kernel), `strategy` (models by name,
+and the ways to spread one), `simulate`; `calibrate` measures a machine. Of a plan: `plan_bounds`
+(what a way takes at least), `autoplan` (the search). Of an explanation: `rehearsal` (a call is
+planned and not run), `explain`. `show` draws layouts.
 """
 
 from .autoplan import ModelPlan, PlannedWay, autoplan

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from partita.comm.ledger import human
+from partita.layout.text import human
 
 from .machine import Machine, load_machine
 from .plan_bounds import guess_bytes, guess_seconds, least_bytes, least_seconds
@@ -337,7 +337,8 @@ class WaySearch:
         def rank(way: Way) -> tuple[float, ...]:
             seconds, size = thought[way]
             doubt = max(size / self.memory, 1.0) ** _DOUBT
-            return seconds * doubt, *_simplest_first(way)
+            of = way.strategy  # the simplest first
+            return seconds * doubt, of.remat, of.micro_batches, of.zero, of.sequence
 
         return min(left, key=rank)
 
@@ -458,11 +459,6 @@ def _make_likeness(way: Way) -> Callable[[Way], int]:
 
     own = facts_of(way)
     return lambda other: sum(a == b for a, b in zip(own, facts_of(other), strict=True))
-
-
-def _simplest_first(way: Way) -> tuple[int, ...]:
-    of = way.strategy
-    return of.remat, of.micro_batches, of.zero, of.sequence
 
 
 def _replace_strategy(way: Way, **changes: Any) -> Way:

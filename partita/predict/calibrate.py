@@ -136,7 +136,7 @@ def _find_best_rate(curve: MeasuredCurve) -> float:
     return max(a / s for a, s in zip(curve.amounts, curve.seconds, strict=True))
 
 
-# -- kernels ---------------------------------------------------------------------------------------
+# -- curves of kernels -----------------------------------------------------------------------------
 
 
 def _compare_clocks(told: Sequence[Mapping[str, Any]]) -> float:
@@ -161,7 +161,7 @@ def _fit_kernels(told: Sequence[Mapping[str, Any]], slower: float) -> dict[str, 
     }
 
 
-# -- collectives -----------------------------------------------------------------------------------
+# -- curves of collectives -------------------------------------------------------------------------
 
 
 def _fit_collectives(
@@ -333,7 +333,7 @@ def _agree_on_passes(seconds: float, ranks: int) -> int:
     return max(3, int(_SECONDS / seconds))
 
 
-# -- collectives -----------------------------------------------------------------------------------
+# -- collectives that are measured -----------------------------------------------------------------
 
 
 def _make_collectives(ranks: int) -> list[_TimedCollective]:

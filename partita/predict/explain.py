@@ -18,8 +18,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils import _pytree as pytree
 
 from partita.comm import DryWire, Wire, user_line
-from partita.comm.ledger import human
 from partita.layout import Layout, LayoutError, Mesh
+from partita.layout.text import format_count, format_seconds, format_table, human
 from partita.redistribute import Move, plan
 from partita.redistribute.cost import bytes_sent
 from partita.rules import Bound, Row, Work
@@ -33,15 +33,7 @@ from partita.tensor.tensor_state import HERE
 
 from .rehearsal import rehearse
 
-__all__ = [
-    "ConsideredRow",
-    "ExplainedMove",
-    "ExplainedOp",
-    "Explanation",
-    "explain",
-    "format_count",
-    "format_seconds",
-]
+__all__ = ["ConsideredRow", "ExplainedMove", "ExplainedOp", "Explanation", "explain"]
 
 _IS_CAUSAL = 4  # among the operands of `rules.table.attention`
 _NO_RULE = "(no rule: the operands are gathered, the result is whole)"
@@ -175,39 +167,26 @@ class Explainer:
     # -- what dispatch tells -----------------------------------------------------------------------
 
     def explain_call(
-        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], form: Form
-    ) -> Any:
-        """Plan a call of an op that has a rule, run it on fakes, and note both."""
-
-        def run() -> tuple[Any, CallPlan | None]:
-            made = make_plan(form, func, args, kwargs)
-            if made is None:
-                return run_gathered(func, args, kwargs, form), None
-            return made.run(func, args, kwargs), made
-
-        return self._run_and_note(form.name, args, kwargs, run)
-
-    def explain_gathered(
-        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], form: Form
-    ) -> Any:
-        """As `explain_call`, of an op that has no rule."""
-        return self._run_and_note(
-            form.name, args, kwargs, lambda: (run_gathered(func, args, kwargs, form), None)
-        )
-
-    def _run_and_note(
         self,
-        name: str,
-        args: Any,
-        kwargs: Any,
-        run: Callable[[], tuple[Any, CallPlan | None]],
+        func: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        form: Form,
+        *,
+        has_rule: bool = True,
     ) -> Any:
+        """Plan a call of an op, run it on fakes, and note both."""
+        name = form.name
         operands = _layouts_of((args, kwargs))
         call = _Call(name)
         source = user_line()
         self.calls.append(call)
         try:
-            out, made = run()
+            made = make_plan(form, func, args, kwargs) if has_rule else None
+            if made is None:
+                out = run_gathered(func, args, kwargs, form)
+            else:
+                out = made.run(func, args, kwargs)
         finally:
             self.calls.pop()
         products = () if made is None or made.work is None else made.work.products
@@ -558,8 +537,12 @@ class Explanation:
         if not self.ops:
             return f"{self.title}: nothing is planned, since no call takes a DTensor"
         head = f"{self.title} on {self.mesh}"
-        body = str(self.ops[0]) if len(self.ops) == 1 else _format_table(self.ops)
+        body = str(self.ops[0]) if len(self.ops) == 1 else self._format_ops()
         return f"{head}\n{body}\n{self._format_totals()}"
+
+    def _format_ops(self) -> str:
+        cells = (_format_cells(op, depth) for op, depth in _with_depth(self.ops))
+        return format_table([_HEAD, *cells], _RIGHT)
 
     def _format_totals(self) -> str:
         sending = [move for move in self.moves if move.nbytes]
@@ -580,29 +563,19 @@ def _flatten_ops(ops: Iterable[ExplainedOp]) -> Iterable[ExplainedOp]:
 
 
 def _rows_of(axis: str, rows: Sequence[ConsideredRow]) -> list[str]:
-    width = max(len(row.row) for row in rows)
-    price = max(len(format_seconds(row.seconds)) for row in rows)
-    lines = [f"  axis {axis}"]
-    for row in sorted(rows, key=lambda row: (not row.chosen, row.seconds)):
-        mark = "->" if row.chosen else "  "
-        cells = f"    {mark} {row.row:<{width}}  {format_seconds(row.seconds):>{price}}"
-        lines.append(f"{cells}  {', '.join(row.needs)}".rstrip())
-    return lines
+    cells = [
+        (
+            f"    {'->' if row.chosen else '  '} {row.row}",
+            format_seconds(row.seconds),
+            ", ".join(row.needs),
+        )
+        for row in sorted(rows, key=lambda row: (not row.chosen, row.seconds))
+    ]
+    return [f"  axis {axis}", *format_table(cells, {1}).splitlines()]
 
 
 _HEAD = ("op", "rows", "gives", "sent", "backward", "work", "where")
-_RIGHT = frozenset(("sent", "backward", "work"))
-
-
-def _format_table(ops: Sequence[ExplainedOp]) -> str:
-    rows = [_HEAD, *(_format_cells(op, depth) for op, depth in _with_depth(ops))]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(_HEAD))]
-    lines = []
-    for row in rows:
-        cells = zip(_HEAD, row, widths, strict=True)
-        line = "  ".join(c.rjust(w) if name in _RIGHT else c.ljust(w) for name, c, w in cells)
-        lines.append(line.rstrip())
-    return "\n".join(lines)
+_RIGHT = (3, 4, 5)
 
 
 def _with_depth(ops: Iterable[ExplainedOp], depth: int = 0) -> Iterable[tuple[ExplainedOp, int]]:
@@ -628,19 +601,3 @@ def _format_cells(op: ExplainedOp, depth: int) -> tuple[str, ...]:
 
 def _format_layouts(layouts: Sequence[Layout]) -> str:
     return ", ".join(map(str, layouts))
-
-
-def format_seconds(time: float) -> str:
-    """`4.1e-05` as "41 us"; less than a tenth of a microsecond as "0"."""
-    for unit, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
-        if time >= unit:
-            return f"{time / unit:.3g} {name}"
-    return f"{time * 1e6:.1f} us" if time >= 1e-7 else "0"
-
-
-def format_count(number: float) -> str:
-    """`65536.0` as "65.5 k"."""
-    for unit, name in ((1e15, " P"), (1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
-        if number >= unit:
-            return f"{number / unit:.3g}{name}"
-    return f"{number:.3g}"

@@ -13,7 +13,7 @@ import math
 import re
 import tomllib
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -262,7 +262,10 @@ def load_machine(name: str | Path | Machine) -> Machine:
         found = tomllib.loads(path.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise MachineError(f"{path}: {error}") from None
-    return _Reader(str(path)).read_machine(found)
+    try:
+        return _read_machine(found)
+    except MachineError as error:
+        raise MachineError(f"{path}: {error}") from None
 
 
 def read_link(text: str) -> tuple[str, Link]:
@@ -276,149 +279,159 @@ def read_link(text: str) -> tuple[str, Link]:
     if not axes.strip() or len(amounts) != 2:
         raise MachineError(f"{text!r} is no link: write dp=10us,50GB/s")
     table = dict(zip(("latency", "bandwidth"), (a.strip() for a in amounts), strict=True))
-    return " ".join(axes.split()), _Reader("--link").read_link(axes.strip(), table)
+    try:
+        return " ".join(axes.split()), _read_link(axes.strip(), table)
+    except MachineError as error:
+        raise MachineError(f"--link: {error}") from None
 
 
-class _Reader:
-    """Reads a table key by key; all errors name the file and the key."""
+# -- what a file must hold ------------------------------------------------------------------------
 
-    def __init__(self, path: str):
-        self.path = path
+_Read = Callable[[str, Any], Any]
+"""Called with a key and its value, which it reads. Raises MachineError, naming the key."""
 
-    def read_machine(self, found: Mapping[str, Any]) -> Machine:
-        amounts = {
-            "memory_bytes": "bytes",
-            "memory_bandwidth": "bytes per second",
-            "kernel_seconds": "seconds",
-        }
-        tables = ("flops", "efficiency", "host", "network")
-        needed = ["name", "source", "fuses", "ranks_per_host", *amounts, *tables]
-        beside = ("kernels", "collectives", "links")
-        amounts_beside = {"straggling": "parts", "step_seconds": "seconds"}
-        self._check_keys("", found, needed, ["overlaps", *amounts_beside, *beside])
-        for key in (*tables, *(key for key in beside if key in found)):
-            if not isinstance(found[key], dict):
-                raise self._make_error(key, f"is a table: write [{key}]")
-        self._check_keys("efficiency.", found["efficiency"], EFFICIENCIES)
-        if not found["flops"]:
-            raise self._make_error("flops", 'names no dtype: write bfloat16 = "989 TFLOP/s"')
-        for dtype in found["flops"]:
-            if str(getattr(torch, dtype, None)) != f"torch.{dtype}":  # torch.half says float16
-                raise self._make_error(f"flops.{dtype}", "is no dtype of torch: bfloat16, float32")
-        self._check_keys("kernels.", found.get("kernels", {}), [], RATES)
-        for name in found.get("collectives", {}):
-            kind, _, ranks = name.rpartition("-")
-            if kind not in COLLECTIVES or not re.fullmatch("[1-9][0-9]*", ranks):
-                raise self._make_error(
-                    f"collectives.{name}",
-                    f"is not known: it is one of {', '.join(COLLECTIVES)}, and the number of "
-                    "ranks: all_gather-4",
-                )
-        return Machine(
-            name=self._check_type("name", found["name"], str),
-            source=self._check_type("source", found["source"], str),
-            fuses=self._check_type("fuses", found["fuses"], bool),
-            overlaps=self._check_type("overlaps", found.get("overlaps", True), bool),
-            ranks_per_host=self._read_count("ranks_per_host", found["ranks_per_host"]),
-            flops={
-                dtype: self._read_amount(f"flops.{dtype}", value, "operations per second")
-                for dtype, value in found["flops"].items()
-            },
-            efficiency={
-                kind: self._read_share(f"efficiency.{kind}", value)
-                for kind, value in found["efficiency"].items()
-            },
-            host=self.read_link("host", found["host"]),
-            network=self.read_link("network", found["network"]),
-            kernels=self._read_curves("kernels", found.get("kernels", {})),
-            collectives=self._read_curves("collectives", found.get("collectives", {})),
-            links={
-                " ".join(name.split()): self.read_link(f"links.{name}", link)
-                for name, link in found.get("links", {}).items()
-            },
-            **{
-                key: self._read_amount(key, found[key], unit)
-                for key, unit in {**amounts, **amounts_beside}.items()
-                if key in found
-            },
-        )
 
-    def _read_curves(self, key: str, found: Mapping[str, Any]) -> dict[str, MeasuredCurve]:
-        return {name: self._read_curve(f"{key}.{name}", table) for name, table in found.items()}
+def _read_machine(found: Mapping[str, Any]) -> Machine:
+    read = _table_of(
+        {
+            "name": _of_type(str),
+            "source": _of_type(str),
+            "fuses": _of_type(bool),
+            "ranks_per_host": _read_count,
+            "memory_bytes": _amount_of("bytes"),
+            "memory_bandwidth": _amount_of("bytes per second"),
+            "kernel_seconds": _amount_of("seconds"),
+            "flops": _read_flops,
+            "efficiency": _table_of(dict.fromkeys(EFFICIENCIES, _read_share)),
+            "host": _read_link,
+            "network": _read_link,
+        },
+        {
+            "overlaps": _of_type(bool),
+            "straggling": _amount_of("parts"),
+            "step_seconds": _amount_of("seconds"),
+            "kernels": _table_of({}, dict.fromkeys(RATES, _read_curve)),
+            "collectives": _read_collectives,
+            "links": _read_links,
+        },
+    )
+    return Machine(**read("", found))
 
-    def _read_curve(self, key: str, found: Any) -> MeasuredCurve:
-        if not isinstance(found, dict):
-            raise self._make_error(key, f"is a table: write [{key}]")
-        self._check_keys(f"{key}.", found, ["amounts", "seconds"])
-        rows = []
-        for name in ("amounts", "seconds"):
-            row = self._check_type(f"{key}.{name}", found[name], list)
-            if not all(type(value) in (int, float) and math.isfinite(value) for value in row):
-                raise self._make_error(f"{key}.{name}", f"is {row!r}, not all of it numbers")
-            rows.append(tuple(map(float, row)))
-        try:
-            return MeasuredCurve(*rows)
-        except ValueError as error:
-            raise self._make_error(key, str(error)) from None
 
-    def read_link(self, key: str, found: Any) -> Link:
-        if not isinstance(found, dict):
-            raise self._make_error(key, f"is a table: write [{key}]")
-        self._check_keys(f"{key}.", found, ["latency", "bandwidth"])
-        return Link(
-            self._read_amount(f"{key}.latency", found["latency"], "seconds"),
-            self._read_amount(f"{key}.bandwidth", found["bandwidth"], "bytes per second"),
-        )
+def _table_of(needed: Mapping[str, _Read], also: Mapping[str, _Read] | None = None) -> _Read:
+    known = {**needed, **(also or {})}
 
-    def _check_keys(
-        self, of: str, found: Mapping[str, Any], needed: Sequence[str], also: Sequence[str] = ()
-    ) -> None:
-        for key in needed:
-            if key not in found:
-                raise self._make_error(f"{of}{key}", "is missing")
-        for key in found:
-            if key not in needed and key not in also:
-                raise self._make_error(
-                    f"{of}{key}", f"is not known: {', '.join([*needed, *also])} are"
-                )
+    def read(key: str, found: Any) -> dict[str, Any]:
+        _check_table(key, found)
+        of = f"{key}." if key else ""
+        for name in needed:
+            if name not in found:
+                raise MachineError(f"{of}{name} is missing")
+        for name in found:
+            if name not in known:
+                raise MachineError(f"{of}{name} is not known: {', '.join(known)} are")
+        return {name: known[name](f"{of}{name}", value) for name, value in found.items()}
 
-    def _read_amount(self, key: str, value: Any, what: str) -> float:
+    return read
+
+
+def _check_table(key: str, found: Any) -> None:
+    if not isinstance(found, dict):
+        raise MachineError(f"{key} is a table: write [{key}]")
+
+
+def _read_link(key: str, found: Any) -> Link:
+    read = _table_of(
+        {"latency": _amount_of("seconds"), "bandwidth": _amount_of("bytes per second")}
+    )
+    return Link(**read(key, found))
+
+
+def _read_links(key: str, found: Any) -> dict[str, Link]:
+    _check_table(key, found)
+    return {" ".join(n.split()): _read_link(f"{key}.{n}", link) for n, link in found.items()}
+
+
+def _read_flops(key: str, found: Any) -> dict[str, float]:
+    _check_table(key, found)
+    if not found:
+        raise MachineError(f'{key} names no dtype: write bfloat16 = "989 TFLOP/s"')
+    for dtype in found:
+        if str(getattr(torch, dtype, None)) != f"torch.{dtype}":  # torch.half says float16
+            raise MachineError(f"{key}.{dtype} is no dtype of torch: bfloat16, float32")
+    read = _amount_of("operations per second")
+    return {dtype: read(f"{key}.{dtype}", value) for dtype, value in found.items()}
+
+
+def _read_collectives(key: str, found: Any) -> dict[str, MeasuredCurve]:
+    _check_table(key, found)
+    for name in found:
+        kind, _, ranks = name.rpartition("-")
+        if kind not in COLLECTIVES or not re.fullmatch("[1-9][0-9]*", ranks):
+            raise MachineError(
+                f"{key}.{name} is not known: it is one of {', '.join(COLLECTIVES)}, and the number "
+                "of ranks: all_gather-4"
+            )
+    return {name: _read_curve(f"{key}.{name}", curve) for name, curve in found.items()}
+
+
+def _read_curve(key: str, found: Any) -> MeasuredCurve:
+    rows = _table_of({"amounts": _read_row, "seconds": _read_row})(key, found)
+    try:
+        return MeasuredCurve(**rows)
+    except ValueError as error:
+        raise MachineError(f"{key} {error}") from None
+
+
+def _read_row(key: str, found: Any) -> tuple[float, ...]:
+    row = _of_type(list)(key, found)
+    if not all(type(value) in (int, float) and math.isfinite(value) for value in row):
+        raise MachineError(f"{key} is {row!r}, not all of it numbers")
+    return tuple(map(float, row))
+
+
+def _amount_of(what: str) -> _Read:
+    units = _UNITS[what]
+
+    def read(key: str, value: Any) -> float:
         if isinstance(value, str):
             match = re.fullmatch(r"([-+\d.eE]+)\s*(\S+)", value.strip())
-            units = _UNITS[what]
             if match is None or match[2] not in units:
-                raise self._make_error(
-                    key, f"is {value!r}, no amount of {what}: {', '.join(units)}"
-                )
+                raise MachineError(f"{key} is {value!r}, no amount of {what}: {', '.join(units)}")
             try:
                 number = float(match[1]) * units[match[2]]
             except ValueError:
-                raise self._make_error(key, f"is {value!r}, which has no number") from None
+                raise MachineError(f"{key} is {value!r}, which has no number") from None
         elif isinstance(value, int | float) and not isinstance(value, bool):
             number = float(value)
         else:
-            raise self._make_error(key, f"is {value!r}, no amount of {what}")
+            raise MachineError(f"{key} is {value!r}, no amount of {what}")
         if not (math.isfinite(number) and number > 0):
-            raise self._make_error(key, f"is {value!r}: {what} are above 0")
+            raise MachineError(f"{key} is {value!r}: {what} are above 0")
         return number
 
-    def _read_share(self, key: str, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
-            raise self._make_error(key, f"is {value!r}, no part of a peak: above 0, at most 1")
-        return float(value)
+    return read
 
-    def _read_count(self, key: str, value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self._make_error(key, f"is {value!r}, no number of ranks")
-        return value
 
-    def _check_type(self, key: str, value: Any, kind: type) -> Any:
+def _read_share(key: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+        raise MachineError(f"{key} is {value!r}, no part of a peak: above 0, at most 1")
+    return float(value)
+
+
+def _read_count(key: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise MachineError(f"{key} is {value!r}, no number of ranks")
+    return value
+
+
+def _of_type(kind: type) -> _Read:
+    def read(key: str, value: Any) -> Any:
         if not isinstance(value, kind):
-            raise self._make_error(key, f"is {value!r}, not of type {kind.__name__}")
+            raise MachineError(f"{key} is {value!r}, not of type {kind.__name__}")
         return value
 
-    def _make_error(self, key: str, what: str) -> MachineError:
-        return MachineError(f"{self.path}: {key} {what}")
+    return read
 
 
 # -- times of collectives --------------------------------------------------------------------------
@@ -485,6 +498,20 @@ def collective_seconds(
 ) -> float:
     """Seconds from when the last rank begins to the end, by the quicker algorithm.
 
+    A ring of n ranks has n - 1 messages one after the other; an all-reduce is a reduce-scatter and
+    an all-gather, and has twice as many (Thakur, Rabenseifner and Gropp 2005, "Optimization of
+    Collective Communication Operations in MPICH", section 4, without their term for the arithmetic
+    of a sum). An all-reduce may also go up two binary trees and down again, half of the bytes in
+    each (Sanders, Speck and Traff 2009, "Two-tree algorithms for full bandwidth broadcast,
+    reduction and scan"). NVIDIA's library reckons both, too: trees have 2 log2(n) messages from
+    host to host and carry all bytes twice (github.com/NVIDIA, src/graph/tuning.cc, in the function
+    that tunes its model of a topology).
+
+    Gathers and reduce-scatters of ranks that are each alone on their host may go along parallel
+    aggregated trees (Jeaugey 2025, "PAT: a new algorithm for all-gather and reduce-scatter
+    operations at scale", arXiv 2506.20252): since its version 2.23 that library reckons a latency
+    for each level of them, a fifth of one for each rank, and three quarters of the bandwidth.
+
     Args:
         nbytes: that one rank of a ring sends, as `collective_bytes` or a ledger has them.
         each_on_its_host: no two of the ranks share a host.
@@ -508,6 +535,9 @@ def collective_seconds(
 
 # -- rates of kernels ------------------------------------------------------------------------------
 
+# Kernels that move the same bytes do not take the same time: a processor adds several times as fast
+# as it takes exponentials, and a sum over rows reads faster than a permutation writes. A rate is
+# the name of those that do alike; `calibrate` has the calls that are measured of each.
 _RATES = {
     "copy": "cat stack clone copy_ copy _to_copy contiguous constant_pad_nd repeat fill_ zero_ "
     "full full_like zeros zeros_like ones ones_like new_zeros new_full empty slice_scatter arange",

@@ -172,7 +172,7 @@ def guess_bytes(shape: ModelShape, way: Way) -> float:
     return least_bytes(shape, way) + gradients + gathered + saved / split
 
 
-# -- the run ---------------------------------------------------------------------------------------
+# -- the run that both are reckoned from -----------------------------------------------------------
 
 
 def _needs_of(shape: ModelShape, way: Way) -> _ModelNeeds:

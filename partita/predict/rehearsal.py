@@ -37,12 +37,7 @@ from partita.tensor.dtensor import DTYPES, DTensor, tagged
 from partita.tensor.spec import spec_of
 from partita.tensor.tensor_state import HERE
 
-__all__ = [
-    "describe_raised",
-    "read_call",
-    "read_mesh",
-    "rehearse",
-]
+__all__ = ["describe_raised", "read_call", "read_mesh", "rehearse"]
 
 _VALUE_ASKED = (DataDependentOutputException, DynamicOutputShapeException)
 
@@ -199,7 +194,6 @@ _HOMES = {"F": torch.nn.functional, "torch": torch, "Tensor": torch.Tensor}
 _DIGITS = 20  # of a number of ranks that is read as one
 _CALL = re.compile(r"\s*(?P<name>[\w.:]+)\s*(?:\((?P<args>.*)\))?\s*", re.DOTALL)
 _LAYOUT = re.compile(r"[a-z]+\d*\[[^\]]*\](\s*\{[^}]*\})?")
-_NAME = re.compile(r"\s*(\w+)\s*=")
 
 
 def read_mesh(text: str) -> dict[str, int]:
@@ -230,7 +224,7 @@ def read_call(text: str, arguments: str, mesh: Any) -> tuple[Callable[..., Any],
     Args:
         text: a function of torch ("F.linear", "torch.matmul", "Tensor.sum") or of yours
             ("module:function"), and its arguments in parentheses if they are not in `arguments`.
-        arguments: what stands in the parentheses; a comma between two tensors may be left out.
+        arguments: what stands in the parentheses; the comma after a tensor may be left out.
         mesh: of the tensors, which have no memory. Floating ones require a gradient.
 
     Raises:
@@ -244,7 +238,7 @@ def read_call(text: str, arguments: str, mesh: Any) -> tuple[Callable[..., Any],
             fixes=(Fix('"F.linear(f32[8@dp, 16], f32[32@tp, 16])"'),),
         )
     inside = ", ".join(filter(None, [match["args"], arguments]))
-    args, kwargs = _Arguments(inside, mesh).read()
+    args, kwargs = _read_arguments(inside, mesh)
     return _find_function(match["name"]), args, kwargs
 
 
@@ -291,85 +285,59 @@ def _no_function(name: str, reason: str) -> LayoutError:
     return LayoutError(f"no function {name!r}", reason=reason, fixes=tuple(map(Fix, fixes)))
 
 
-class _Arguments:
-    """A reader of arguments: layouts, lists of them, and Python's literals."""
+def _read_arguments(text: str, mesh: Any) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments that are layouts, lists and tuples of them, and Python's literals."""
+    tensors: dict[str, DTensor] = {}
 
-    def __init__(self, text: str, mesh: Any):
-        self.text, self.at, self.mesh = text, 0, mesh
+    def name_tensor(match: re.Match[str]) -> str:
+        name = f"tensor_{len(tensors)}"
+        tensors[name] = _make_tensor(match[0], mesh)
+        return f" {name} "
 
-    def read(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        args: list[Any] = []
-        kwargs: dict[str, Any] = {}
-        while self._remaining_text():
-            named = _NAME.match(self.text, self.at)
-            if named is not None:
-                self.at = named.end()
-                kwargs[named[1]] = self._read_value()
-            else:
-                args.append(self._read_value())
-            self._skip_mark(",")
-        return tuple(args), kwargs
+    def value_of(node: ast.expr) -> Any:
+        if isinstance(node, ast.Name) and node.id in tensors:
+            return tensors[node.id]
+        if isinstance(node, ast.List):
+            return [value_of(one) for one in node.elts]
+        if isinstance(node, ast.Tuple):
+            return tuple(value_of(one) for one in node.elts)
+        try:
+            return ast.literal_eval(node)
+        except ValueError:
+            said = ast.unparse(node)
+            raise _unreadable(
+                said, text, "it is no layout, and no number, text, list or None"
+            ) from None
 
-    def _remaining_text(self) -> str:
-        self._skip_mark("")
-        return self.text[self.at :]
+    named = _LAYOUT.sub(name_tensor, text)
+    separated = re.sub(r"(\btensor_\d+)\s+(?=[^\s,\])])", r"\1, ", named)
+    try:
+        call = ast.parse(f"f({separated})", mode="eval").body
+    except (SyntaxError, ValueError) as error:
+        raise _unreadable(text, text, getattr(error, "msg", str(error))) from None
+    if not isinstance(call, ast.Call) or any(one.arg is None for one in call.keywords):
+        raise _unreadable(text, text, "these are no arguments of one call")
+    args = [value_of(one) for one in call.args]
+    return args, {str(one.arg): value_of(one.value) for one in call.keywords}
 
-    def _skip_mark(self, mark: str) -> None:
-        while self.at < len(self.text) and self.text[self.at] in " \t\n" + mark:
-            self.at += 1
 
-    def _read_value(self) -> Any:
-        self._skip_mark("")
-        layout = _LAYOUT.match(self.text, self.at)
-        if layout is not None:
-            self.at = layout.end()
-            return self._make_tensor(layout[0])
-        if self.text[self.at : self.at + 1] == "[":
-            return self._read_list()
-        return self._read_literal()
+def _unreadable(part: str, text: str, reason: str) -> LayoutError:
+    return LayoutError(
+        f"cannot read {part.strip()!r} in the arguments {text!r}",
+        reason=reason,
+        fixes=(Fix('"f32[8@dp, 16], dim=1"'),),
+    )
 
-    def _read_list(self) -> list[Any]:
-        self.at += 1
-        found = []
-        while self._remaining_text() and self.text[self.at] != "]":
-            found.append(self._read_value())
-            self._skip_mark(",")
-        if not self._remaining_text():
-            raise self._cannot_read("a list has no end")
-        self.at += 1
-        return found
 
-    def _read_literal(self) -> Any:
-        """The shortest text from here that is one of Python's literals."""
-        for end in filter(self._is_literal_end, range(self.at + 1, len(self.text) + 1)):
-            try:
-                value = ast.literal_eval(self.text[self.at : end].strip())
-            except (ValueError, SyntaxError):
-                continue
-            self.at = end
-            return value
-        raise self._cannot_read("it is no layout, and no number, text, list or None")
-
-    def _is_literal_end(self, i: int) -> bool:
-        return i == len(self.text) or self.text[i] in ",]) \t\n"
-
-    def _cannot_read(self, reason: str) -> LayoutError:
-        return LayoutError(
-            f"cannot read {self.text[self.at :].strip()!r} in the arguments {self.text!r}",
-            reason=reason,
-            fixes=(Fix('"f32[8@dp, 16], dim=1"'),),
+def _make_tensor(text: str, mesh: Any) -> DTensor:
+    layout = Layout.parse(text)
+    if layout.dtype not in DTYPES:
+        raise LayoutError(
+            f"cannot read the dtype {layout.dtype!r} of {text!r}",
+            fixes=tuple(Fix(name) for name in DTYPES),
         )
-
-    def _make_tensor(self, text: str) -> DTensor:
-        layout = Layout.parse(text)
-        if layout.dtype not in DTYPES:
-            raise LayoutError(
-                f"cannot read the dtype {layout.dtype!r} of {text!r}",
-                fixes=tuple(Fix(name) for name in DTYPES),
-            )
-        dtype, wire = DTYPES[layout.dtype], wire_of(self.mesh)
-        layout.check_axes(wire.mesh)
-        spec = spec_of(Layout(layout.shape, layout.shards, layout.partial, layout.invariant), wire)
-        local = torch.empty(spec.local_shape, dtype=dtype, device="meta")
-        found = tagged(local, spec)
-        return found.requires_grad_() if dtype.is_floating_point else found
+    dtype, wire = DTYPES[layout.dtype], wire_of(mesh)
+    layout.check_axes(wire.mesh)
+    spec = spec_of(Layout(layout.shape, layout.shards, layout.partial, layout.invariant), wire)
+    found = tagged(torch.empty(spec.local_shape, dtype=dtype, device="meta"), spec)
+    return found.requires_grad_() if dtype.is_floating_point else found

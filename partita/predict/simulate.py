@@ -18,7 +18,6 @@ from torch import nn
 
 from partita.comm import own_lines_shown
 from partita.comm.device import HOST
-from partita.comm.ledger import human
 from partita.compile import CompiledStep
 from partita.compile import compile as compile_step
 from partita.compile.capture.fakes import captured_for, local_of
@@ -29,6 +28,7 @@ from partita.compile.memory.schedule import Buffer, HeldInput, Memory
 from partita.compile.memory.storages import held_by, scheduled
 from partita.compile.program import Program
 from partita.compile.step_report import facts_of_layouts, facts_of_memory, facts_of_moves
+from partita.layout.text import format_seconds, format_table, human
 from partita.report import RunFacts, TimelineEvent, save_trace, write_report
 
 from .machine import Link, Machine, MachineError, load_machine
@@ -37,15 +37,7 @@ from .strategy import ModelShape, Strategy, StrategyError, check_counts, make_st
 from .strategy import __file__ as strategy_file
 from .timeline import PlayedStep, bytes_per_axis, play_graph
 
-__all__ = [
-    "CLASSES",
-    "Simulation",
-    "capture_model",
-    "simulate",
-    "simulate_program",
-    "simulation_of",
-    "with_links",
-]
+__all__ = ["Simulation", "capture_model", "simulate", "simulate_program", "with_links"]
 
 
 def simulate(
@@ -92,9 +84,7 @@ def simulate(
     found = with_links(load_machine(machine), links or {}, sizes)
     if isinstance(step_or_model, str | ModelShape):
         shape = shape_of(step_or_model)
-        step, args, tokens = make_step(shape, sizes, strategy or Strategy())
-        with own_lines_shown(strategy_file):
-            program = _capture_step(step, args)
+        program, tokens, unread = capture_model(shape, sizes, strategy or Strategy())
         what = shape.name
     else:
         step = _step_of(step_or_model) if isinstance(step_or_model, nn.Module) else step_or_model
@@ -102,7 +92,7 @@ def simulate(
         what = getattr(step_or_model, "title", own)
         program = _capture_step(step, args)
         _check_mesh(program, sizes)
-    unread = _count_unread_bytes(step, args, program)
+        unread = _count_unread_bytes(step, args, program)
     return simulate_program(program, sizes, found, what=what, tokens=tokens, unread=unread)
 
 
@@ -117,12 +107,9 @@ def with_links(machine: Machine, links: Mapping[str, Link], axes: Iterable[str])
             raise MachineError(f"a link of {name!r} is {link!r}: write Link(2e-6, 450e9)")
         if not name.split() or not {*name.split()} <= {*axes}:
             raise MachineError(f"a link of {name!r}: the mesh has the axes {', '.join(axes)}")
-    own = {k: v for k, v in machine.links.items() if not any(_same_axes(k, name) for name in links)}
+    given = [sorted(name.split()) for name in links]
+    own = {k: v for k, v in machine.links.items() if sorted(k.split()) not in given}
     return dataclasses.replace(machine, links={**own, **links}) if links else machine
-
-
-def _same_axes(one: str, other: str) -> bool:
-    return sorted(one.split()) == sorted(other.split())
 
 
 def capture_model(
@@ -160,7 +147,7 @@ def simulate_program(
         held = HeldInput("parameters that no step reads", "parameter", unread)
         memory = dataclasses.replace(memory, held=(*memory.held, held))
     facts: dict[str, Any] = {"what": what, "mesh": mesh, "machine": machine, "tokens": tokens}
-    return simulation_of(program, memory, played, **facts)
+    return _simulation_of(program, memory, played, **facts)
 
 
 def _capture_step(step: Callable[..., Any], args: Sequence[Any]) -> Program:
@@ -227,20 +214,20 @@ def _sizes_of_mesh(mesh: Any) -> dict[str, int]:
         return {str(name): int(size) for name, size in mesh.items()}
     if mesh is None:
         return {}
-    names = mesh.mesh_dim_names
-    sizes = dict(zip(names, mesh.shape, strict=True))
-    return sizes
+    return dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
 
 
 # -- what was found --------------------------------------------------------------------------------
 
-CLASSES = ("weights", "gathered", "gradients", "optimizer", "activations", "workspace", "arguments")
-_HELD = {
-    "parameter": "weights",
-    "buffer": "weights",
-    "optimizer": "optimizer",
-    "gradient": "gradients",
-}
+_CLASSES = (
+    "weights",
+    "gathered",
+    "gradients",
+    "optimizer",
+    "activations",
+    "workspace",
+    "arguments",
+)
 _SHOWN = 8
 
 
@@ -349,19 +336,19 @@ class Simulation:
         rows = [
             (
                 "step",
-                _format_seconds(self.seconds),
+                format_seconds(self.seconds),
                 "a roofline; no host, no stragglers, no data loading",
             ),
             (
                 "compute",
-                _format_seconds(self.compute_seconds),
+                format_seconds(self.compute_seconds),
                 f"{self.flops / 1e12:.4g} TFLOP a rank",
             ),
         ]
         for name in sorted(self.link_seconds):
             sent = human(self.nbytes.get(name, 0))
-            said = f"of {_format_seconds(self.link_seconds[name])}, {sent} sent; rings and trees"
-            rows.append((f"exposed {name}", _format_seconds(self.exposed.get(name, 0.0)), said))
+            said = f"of {format_seconds(self.link_seconds[name])}, {sent} sent; rings and trees"
+            rows.append((f"exposed {name}", format_seconds(self.exposed.get(name, 0.0)), said))
         if self.tokens_per_second is not None:
             said = f"{self.tokens:,} a step, all ranks together"
             rows.append(("tokens/s", f"{self.tokens_per_second:,.0f}", said))
@@ -374,15 +361,8 @@ class Simulation:
         return rows
 
     def __str__(self) -> str:
-        rows = self._make_rows()
-        widths = [max(len(row[i]) for row in rows) for i in range(2)]
-        lines = [
-            self.title,
-            *(
-                f"  {name.ljust(widths[0])}  {value.rjust(widths[1])}  {said}".rstrip()
-                for name, value, said in rows
-            ),
-        ]
+        table = format_table(self._make_rows(), {1}).splitlines()
+        lines = [self.title, *(f"  {line}" for line in table)]
         if self.holders:
             lines.append("  held at the peak, biggest first")
             for buffer in self.holders[:_SHOWN]:
@@ -391,7 +371,7 @@ class Simulation:
         return "\n".join(lines)
 
 
-def simulation_of(
+def _simulation_of(
     program: Program,
     memory: Memory,
     played: PlayedStep,
@@ -406,7 +386,11 @@ def simulation_of(
     if machine.overlaps:  # what kernels and collectives of CPUs hold meanwhile, GPUs' do not
         memory = replace(memory, buffers=tuple(b for b in memory.buffers if not b.passing))
     memory = replace(memory, buffers=tuple(_named_for(machine, b) for b in memory.buffers))
-    peak, classes, holders = _classes_at_peak(memory, reduced)
+    facts = facts_of_memory(memory, lambda buffer: _class_of(buffer, reduced))
+    holders = memory.at(memory.peak_place)
+    classes = dict.fromkeys(_CLASSES, 0) | facts["held"]
+    for buffer in holders:
+        classes[_class_of(buffer, reduced)] += buffer.nbytes
     busy = dict(played.busy)
     return Simulation(
         what=what,
@@ -421,12 +405,12 @@ def simulation_of(
         model_flops=played.model_flops,
         dtype=played.dtype,
         tokens=tokens,
-        peak=peak,
+        peak=sum(classes.values()),
         classes=classes,
-        holders=holders,
+        holders=tuple(holders[:16]),
         timeline=played,
         facts={
-            "memory": facts_of_memory(memory, lambda buffer: _class_of(buffer, reduced)),
+            "memory": facts,
             "moves": facts_of_moves(list_sent_moves(program)),
             "layouts": facts_of_layouts(program),
         },
@@ -437,19 +421,6 @@ def _named_for(machine: Machine, buffer: Buffer) -> Buffer:
     """The buffer, with the names that kernels have on the machine."""
     name, made_by = map(machine.name_kernel, (buffer.name, buffer.made_by))
     return replace(buffer, name=name, made_by=made_by)
-
-
-def _classes_at_peak(
-    memory: Memory, reduced: set[str]
-) -> tuple[int, dict[str, int], tuple[Buffer, ...]]:
-    """The peak in bytes, what it is made of, and the biggest buffers."""
-    here = memory.at(memory.peak_place)
-    classes = dict.fromkeys(CLASSES, 0)
-    for held in memory.held:
-        classes[_HELD.get(held.kind, "arguments")] += held.nbytes
-    for buffer in here:
-        classes[_class_of(buffer, reduced)] += buffer.nbytes
-    return sum(classes.values()), classes, tuple(here[:16])
 
 
 def _class_of(buffer: Buffer, reduced: set[str]) -> str:
@@ -478,10 +449,3 @@ def _find_gradient_names(program: Program) -> set[str]:
                     break
                 operand, of = operands[0], note_of(operands[0])
     return found
-
-
-def _format_seconds(seconds: float) -> str:
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} us"

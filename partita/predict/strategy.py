@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -104,56 +104,42 @@ class ModelShape:
     code: str = ""
 
 
-def _llama_shape(
-    layers: int,
-    width: int,
-    heads: int,
-    hidden: int,
-    *,
-    groups: int = 8,
-    context: int = 8192,
-    vocab: int = 128_256,
+def _shape_of_class(
+    kind: str, layers: int, width: int, heads: int, context: int, vocab: int, **more: int
 ) -> ModelShape:
+    """The shape of a class of `partita.app.models`, which has `more` sizes."""
+    sizes = {"width": width, "heads": heads, "vocab": vocab, **more}
+
     def make(layers: int, context: int) -> nn.Module:
-        from partita.app.models import Llama  # the app is no part of `import partita`
+        from partita.app import models  # the app is no part of `import partita`
 
-        return Llama(
-            layers=layers,
-            width=width,
-            heads=heads,
-            groups=groups,
-            context=context,
-            vocab=vocab,
-            hidden=hidden,
-        )
+        model: nn.Module = getattr(models, kind)(layers=layers, context=context, **sizes)
+        return model
 
-    code = f"Llama(layers={{layers}}, width={width}, heads={heads}, groups={groups}, "
-    code += f"context={{context}}, vocab={vocab}, hidden={hidden})"
-    shape = ModelShape(make, layers, width, heads, groups, context, vocab, plans.llama)
-    return dataclasses.replace(shape, code=code)
-
-
-def _gpt_shape(layers: int, width: int, heads: int, context: int, vocab: int = 256) -> ModelShape:
-    def make(layers: int, context: int) -> nn.Module:
-        from partita.app.models import GPT
-
-        return GPT(layers=layers, width=width, heads=heads, context=context, vocab=vocab)
-
-    code = f"GPT(layers={{layers}}, width={width}, heads={heads}, "
-    code += f"context={{context}}, vocab={vocab})"
-    shape = ModelShape(make, layers, width, heads, heads, context, vocab, plans.gpt)
-    return dataclasses.replace(shape, code=code)
+    code = f"{kind}(layers={{layers}}, width={width}, heads={heads}, context={{context}}, "
+    code += ", ".join(f"{name}={size}" for name, size in {"vocab": vocab, **more}.items()) + ")"
+    return ModelShape(
+        make,
+        layers,
+        width,
+        heads,
+        more.get("groups", heads),
+        context,
+        vocab,
+        plans.gpt if kind == "GPT" else plans.llama,
+        code=code,
+    )
 
 
 MODELS: dict[str, ModelShape] = {
-    "gpt": _gpt_shape(4, 256, 4, 256),
-    "gpt2-xl": _gpt_shape(48, 1600, 25, 1024),
-    "mpt-7b": _gpt_shape(32, 4096, 32, 2048, 50_368),
-    "mpt-13b": _gpt_shape(40, 5120, 40, 2048, 50_368),
-    "llama2-13b": _llama_shape(40, 5120, 40, 13_824, groups=40, context=4096, vocab=32_000),
-    "llama2-70b": _llama_shape(80, 8192, 64, 28_672, context=4096, vocab=32_000),
-    "llama3-8b": _llama_shape(32, 4096, 32, 14_336),
-    "llama3-70b": _llama_shape(80, 8192, 64, 28_672),
+    "gpt": _shape_of_class("GPT", 4, 256, 4, 256, 256),
+    "gpt2-xl": _shape_of_class("GPT", 48, 1600, 25, 1024, 256),
+    "mpt-7b": _shape_of_class("GPT", 32, 4096, 32, 2048, 50_368),
+    "mpt-13b": _shape_of_class("GPT", 40, 5120, 40, 2048, 50_368),
+    "llama2-13b": _shape_of_class("Llama", 40, 5120, 40, 4096, 32_000, groups=40, hidden=13_824),
+    "llama2-70b": _shape_of_class("Llama", 80, 8192, 64, 4096, 32_000, groups=8, hidden=28_672),
+    "llama3-8b": _shape_of_class("Llama", 32, 4096, 32, 8192, 128_256, groups=8, hidden=14_336),
+    "llama3-70b": _shape_of_class("Llama", 80, 8192, 64, 8192, 128_256, groups=8, hidden=28_672),
 }
 """By name: a byte-level GPT as small as `partita train`'s and one of GPT-2 XL's blocks; GPTs of the
 shapes of MPT (github.com/mosaicml/llm-foundry, scripts/train/yamls); the shapes of Llama 2 (Touvron
@@ -225,6 +211,7 @@ def make_step(
         local = [shape.make_batch(strategy.batch, context) for _ in range(strategy.micro_batches)]
     parallelize(module, on, shape.plan(sequence=strategy.sequence) if "tp" in mesh else None)
     in_zero = "dp" in mesh and strategy.zero == 3
+    casts = dtype is not torch.float32 and not in_zero
     holds_back = "dp" in mesh and strategy.zero < 2  # shards are sent as they come
     if "dp" in mesh:
         precision = dtype if in_zero and dtype is not torch.float32 else None
@@ -240,7 +227,7 @@ def make_step(
         for i, (inputs, targets) in enumerate(micro_batches, 1):
             last = i == len(micro_batches)
             with nullcontext() if last or not holds_back else no_sync(module):
-                with _computed_in(computes_on, torch.float32 if in_zero else dtype):
+                with nullcontext() if not casts else Device(computes_on).autocast(dtype):
                     result = module(inputs)
                 loss = shape.loss(result, targets)
                 loss.backward()
@@ -251,10 +238,6 @@ def make_step(
     spread = {id(t): DTensor.from_local(t, on, placements) for pair in local for t in pair}
     micro_batches = [(spread[id(x)], spread[id(y)]) for x, y in local]
     return step, (micro_batches,), dp * strategy.batch * strategy.micro_batches * context
-
-
-def _computed_in(device: str, dtype: torch.dtype) -> AbstractContextManager[Any]:
-    return nullcontext() if dtype is torch.float32 else Device(device).autocast(dtype)
 
 
 def shape_of(model: str | ModelShape) -> ModelShape:

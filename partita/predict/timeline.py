@@ -25,19 +25,11 @@ from partita.compile.program import Program
 from partita.report import TimelineEvent
 from partita.tensor.op_facts import facts_of
 
-from .machine import BY_FLOPS, Machine, collective_bytes, collective_seconds, rate_of
+from .machine import BY_FLOPS, COLLECTIVES, Machine, collective_bytes, collective_seconds, rate_of
 
-__all__ = [
-    "Kernel",
-    "PlayedStep",
-    "bytes_per_axis",
-    "count_flops",
-    "kernels_of",
-    "play_graph",
-]
+__all__ = ["Kernel", "PlayedStep", "bytes_per_axis", "count_flops", "kernels_of", "play_graph"]
 
 COMPUTE = "compute"
-_KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
 
 
 @dataclass
@@ -105,7 +97,7 @@ class _Player:
         sizes = dict(zip(wire.mesh.names, wire.mesh.sizes, strict=True))
         ranks = math.prod(sizes[a] for a in axes)
         kind = _kind_of_collective(node)
-        given = _nbytes_of_value(node if kind == "all_gather" else node.all_input_nodes[0])
+        given = _nbytes_of_node(node if kind == "all_gather" else node.all_input_nodes[0])
         sent = collective_bytes(kind, ranks, given)
         seconds = self._seconds_of_collective(kind, ranks, sent, axes, sizes)
         arrived = self.now + self.machine.straggling * (self.now - self.met) * (ranks > 1)
@@ -185,15 +177,10 @@ def _is_wait(node: fx.Node) -> bool:
 
 def _kind_of_collective(node: fx.Node) -> str:
     name = str(node.target)
-    for kind in _KINDS:
+    for kind in COLLECTIVES:
         if kind in name:
             return kind
     raise ValueError(f"a collective that has no formula: {name}")
-
-
-def _nbytes_of_value(node: fx.Node) -> int:
-    value = node.meta["val"]
-    return int(math.prod(value.shape)) * int(value.element_size())
 
 
 # -- times of kernels ------------------------------------------------------------------------------
@@ -243,6 +230,9 @@ class Kernel:
 def kernels_of(graph: fx.Graph, fuses: bool) -> dict[fx.Node, Kernel]:
     """What each call of a graph does; nothing of collectives, which are priced apart.
 
+    Where the machine fuses, neighbouring element-wise kernels and reductions are one, and what
+    passes between them alone is neither written nor read.
+
     Args:
         graph: a program's, whose nodes have their shapes.
         fuses: element-wise neighbours are one kernel.
@@ -250,10 +240,7 @@ def kernels_of(graph: fx.Graph, fuses: bool) -> dict[fx.Node, Kernel]:
     calls = [n for n in graph.nodes if n.op == "call_function"]
     kinds = {node: _kind_of(node) for node in calls}
     sources = _find_memory_owners(graph, kinds)
-    if fuses:
-        joins = _fuse_elementwise(calls, kinds, sources)
-    else:
-        joins = {}
+    joins = _fuse_elementwise(calls, kinds, sources) if fuses else {}
     written = _find_written_results(calls, kinds, sources, joins)
     found: dict[fx.Node, Kernel] = {}
     seen: set[tuple[fx.Node, fx.Node]] = set()
@@ -322,13 +309,10 @@ def _kind_of(node: fx.Node) -> str:
     if is_collective(node):
         return "collective"
     facts = facts_of(node.target)
-    if "wait_tensor" in _name_of_op(node) or (facts.is_view and not facts.writes):
+    if _is_wait(node) or (facts.is_view and not facts.writes):
         return "free" if not _makes_copy(node) else "elementwise"
-    if not any(_numel_of_fake(t) > 1 for t in _collect_tensors(node.meta.get("val"))) and not any(
-        _numel_of_fake(t) > 1
-        for o in node.all_input_nodes
-        for t in _collect_tensors(o.meta.get("val"))
-    ):
+    held = (t for n in (node, *node.all_input_nodes) for t in _collect_tensors(n.meta.get("val")))
+    if not any(math.prod(t.shape) > 1 for t in held):
         return "free"  # numbers of an optimizer: the host works them out
     name = _name_of_op(node)
     if "scaled_dot_product" in name or "flash_attention" in name:
@@ -431,12 +415,10 @@ def _collect_tensors(value: Any) -> Iterable[torch.Tensor]:
             yield from _collect_tensors(one)
 
 
-def _numel_of_fake(value: torch.Tensor) -> int:
-    return math.prod(value.shape)
-
-
 def _nbytes_of_node(node: fx.Node) -> int:
-    return sum(_numel_of_fake(t) * t.element_size() for t in _collect_tensors(node.meta.get("val")))
+    return sum(
+        math.prod(t.shape) * t.element_size() for t in _collect_tensors(node.meta.get("val"))
+    )
 
 
 def _shape_of_node(node: Any) -> tuple[int, ...]:

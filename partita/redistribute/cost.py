@@ -91,10 +91,7 @@ def seconds_of_work(operations: float) -> float:
 
 def price_of_move(move: Move, mesh: Mesh, itemsize: int) -> float:
     """Seconds of `move`, and of its transpose if it has one; `itemsize` in bytes."""
-    n = math.prod(mesh.size(a) for a in move.axes)
-    have = local_numel(move.before.shape, move.before.shards, mesh) * itemsize
-    got = local_numel(move.after.shape, move.after.shards, mesh) * itemsize
-    return seconds_both_ways(move.way, n, have, got, move.op)
+    return seconds_both_ways(move.way, *_sizes_of(move, mesh, itemsize), move.op)
 
 
 def pads_heavily(move: Move, mesh: Mesh, itemsize: int) -> bool:
@@ -106,10 +103,14 @@ def pads_heavily(move: Move, mesh: Mesh, itemsize: int) -> bool:
     kinds = KINDS[way], KINDS[DUAL[way[1]] + DUAL[way[0]]]
     if "all_gather" not in kinds and "reduce_scatter" not in kinds:
         return False
-    n = math.prod(mesh.size(a) for a in move.axes)
-    have = local_numel(move.before.shape, move.before.shards, mesh)
-    got = local_numel(move.after.shape, move.after.shards, mesh)
-    return (n * min(have, got) - max(have, got)) * itemsize > LATENCY * BANDWIDTH
+    n, have, got = _sizes_of(move, mesh, itemsize)
+    return n * min(have, got) - max(have, got) > LATENCY * BANDWIDTH
+
+
+def _sizes_of(move: Move, mesh: Mesh, itemsize: int) -> tuple[int, int, int]:
+    """The ranks along its axes together, and the bytes that the first rank has and gets."""
+    have, got = (local_numel(m.shape, m.shards, mesh) * itemsize for m in (move.before, move.after))
+    return math.prod(mesh.size(a) for a in move.axes), have, got
 
 
 def local_numel(shape: tuple[int, ...], shards: tuple[tuple[str, ...], ...], mesh: Mesh) -> int:

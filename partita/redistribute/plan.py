@@ -107,8 +107,7 @@ def _check_layouts(before: Layout, after: Layout, mesh: Mesh) -> None:
             operands=asked,
         )
     for layout in (before, after):
-        for axis in layout.axes:
-            mesh.index(axis)
+        layout.check_axes(mesh)
         if len({op for _, op in layout.partial}) > 1:
             raise LayoutError(
                 f"shares of two kinds are pending at once in {layout.brief()}",

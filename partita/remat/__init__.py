@@ -1,12 +1,10 @@
 """Rematerialization: a region keeps less for backward, and is run again when backward needs the
 rest.
 
-In reading order: `region` (`remat`, the call), `policy` and `names` (which results are kept),
-`modes` (how a region sees the functions and kernels that run), `record` (the first run) with
-`calls` and `inputs`, `recompute` (the second run) with `call_key` (which call is which),
-`saved_results` and `ambient_state` (random generators, autocast, buffers), `budget`, `report`,
-`live_memory` (counting bytes), `in_graph` (regions in a captured step); `errors`, and `wrapped`
-(objects that stand for functions).
+In reading order: `region` (`remat`, the call; budgets; regions in a captured step), `policy` (which
+results are kept), `watched_calls` (how a region sees calls, and the key of each), `record` (the
+first run), `saved_state` (what is kept of it: inputs, ambient state, results), `recompute` (the
+second run), `counters` (live bytes, and operations that are made again).
 """
 
 from .counters import Report, remat_report

@@ -18,7 +18,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from partita.comm.ledger import human
+from partita.layout.text import format_count, format_table, human
 from partita.parallel.batch import tensors_in
 
 from .watched_calls import KernelMode
@@ -262,28 +262,12 @@ class Report:
                     str(sum(r.calls for r in own)),
                     str(sum(r.kept for r in own)),
                     human(sum(r.kept_bytes for r in own)),
-                    _format_flops(sum(r.flops for r in own)),
+                    format_count(sum(r.flops for r in own), "FLOP"),
                 ]
             )
-        widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-        lines = [
-            "  ".join(
-                cell.ljust(w) if i == 0 else cell.rjust(w)
-                for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-            )
-            for row in rows
-        ]
-        return "\n".join(lines)
+        return format_table(rows, range(1, len(head)))
 
     __repr__ = __str__
-
-
-def _format_flops(count: int) -> str:
-    """`1_500_000` as "1.50 MFLOP"."""
-    size, units = float(count), ["", "k", "M", "G", "T", "P"]
-    while size >= 1000 and len(units) > 1:
-        size, units = size / 1000, units[1:]
-    return f"{size:.3g} {units[0]}FLOP"
 
 
 def _attention_on_cpu(q: Any, k: Any, v: Any, *args: Any, out_val: Any, **kwargs: Any) -> int:

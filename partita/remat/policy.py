@@ -14,18 +14,10 @@ from torch import nn
 
 from partita.compile import CompiledStep
 from partita.tensor.forms import form_of
-from partita.tensor.tensor_state import HERE
 
-from .watched_calls import Key, line_of_site
+from .watched_calls import Key, current_watcher, line_of_site
 
-__all__ = [
-    "Call",
-    "OneCall",
-    "Policy",
-    "Wrapped",
-    "keep_collectives",
-    "one_call",
-]
+__all__ = ["Call", "OneCall", "Policy", "Wrapped", "keep_collectives", "one_call"]
 
 
 class Wrapped:
@@ -83,9 +75,7 @@ class Wrapped:
         return self if instance is None else partial(self, instance)
 
 
-# -- policies --------------------------------------------------------------------------------------
-
-# -- for users ------------------------------------------------------------------------------
+# -- what a policy may name ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -123,8 +113,7 @@ class OneCall(Wrapped):
     """A function that a region sees as one call, if its policy names it. Made by `one_call`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        compiling = torch.compiler.is_compiling() and not HERE.capturing
-        run = None if compiling else HERE.watcher
+        run = current_watcher()
         if run is None:
             return self.__wrapped__(*args, **kwargs)
         return run.run_one_call(self, args, kwargs)
@@ -152,7 +141,7 @@ def one_call(fn: Any) -> Any:
     return fn
 
 
-# -- for regions ----------------------------------------------------------------------------
+# -- policies --------------------------------------------------------------------------------------
 
 
 class Policy:

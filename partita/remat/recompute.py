@@ -9,7 +9,8 @@ way, which is an error.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from partita.tensor.tensor_state import HERE
 
 from .counters import FlopMode, Recomputed, open_reports
 from .policy import OneCall
-from .record import ForwardRecord, RecordedCall, check_unwritten
+from .record import ForwardRecord, RecordedCall, check_unwritten, redistribution_key
 from .saved_state import KeptCall, KeptKernels, ReplayMode
 from .watched_calls import (
     FunctionKind,
@@ -35,11 +36,18 @@ from .watched_calls import (
     is_internal,
     make_call_mode,
     make_inputs_key,
-    redistribution_key,
     run_from_here,
+    watching,
 )
 
 __all__ = ["Recomputation", "is_recomputing"]
+
+
+_SAME = "a region that is run again may leave calls out, but makes no others"
+_FIXES = (
+    Fix("pass what the region reads as an argument", "if it has changed since its forward"),
+    Fix("policy=[...] with this call, by pt.one_call", "if it is not the same twice"),
+)
 
 
 class _AllSlotsFilled(BaseException):
@@ -72,7 +80,6 @@ class Recomputation:
         forward = self.forward
         forward.check_unchanged()
         args, kwargs = forward.inputs.rebuild(self.origins)
-        before = HERE.watcher
         enough = False
         try:
             with ExitStack() as modes:
@@ -85,7 +92,7 @@ class Recomputation:
                     self._flops = modes.enter_context(FlopMode())
                 if measuring:
                     modes.enter_context(forward.plan.counting())
-                HERE.watcher = self
+                modes.enter_context(watching(self))
                 modes.enter_context(saved_tensors_hooks(self._pack, _as_it_is))
                 mode = make_call_mode()
                 if mode is not None:
@@ -96,8 +103,6 @@ class Recomputation:
         except BaseException:
             forward.empty()
             raise
-        finally:
-            HERE.watcher = before
         try:
             self._check_counts(enough)
             for report in meters:
@@ -184,7 +189,8 @@ class Recomputation:
         return out
 
     def run_function(self, function: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
-        """An `autograd.Function` (torch's compiled regions are such), or a region of ours."""
+        """An `autograd.Function` (torch's compiled regions are such), a compiled step, or a region
+        within this one: run anew, unless its result was kept."""
         if self._event is not None or is_internal(function):
             return run()
         tensors: list[torch.Tensor] = []
@@ -192,10 +198,7 @@ class Recomputation:
 
     def run_one_call(self, function: OneCall, args: Any, kwargs: Any) -> Any:
         """A function that `one_call` marked: one call if the first run kept it."""
-
-        def run_once() -> Any:
-            return function.__wrapped__(*args, **kwargs)
-
+        run_once = partial(function.__wrapped__, *args, **kwargs)
         if self._event is not None:
             return run_once()
         tensors: list[torch.Tensor] = []
@@ -206,13 +209,6 @@ class Recomputation:
         event = self._match_key(key)
         self._check_unwritten(event, tensors)
         return self._run_opaque(event, tensors, run_once)
-
-    def run_region(self, region: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
-        """A region within this one: its forward is run anew, unless its result was kept."""
-        if self._event is not None:
-            return run()
-        tensors: list[torch.Tensor] = []
-        return self._run_opaque(self._match_call(region, args, kwargs, tensors), tensors, run)
 
     def _run_opaque(
         self, event: RecordedCall, tensors: list[torch.Tensor], run: Callable[[], Any]
@@ -240,15 +236,8 @@ class Recomputation:
             given = kept.give()
         if given is not None:
             return given
-        if replaying is not None:
-            replaying.paused = True
-        before, HERE.watcher = HERE.watcher, None
-        try:
+        with watching(None), replaying.pausing() if replaying is not None else nullcontext():
             return run()
-        finally:
-            HERE.watcher = before
-            if replaying is not None:
-                replaying.paused = False
 
     def announce_write(self, t: torch.Tensor) -> None:
         """Nothing to note: the first run did."""
@@ -275,14 +264,11 @@ class Recomputation:
         slot = event.slots[number]()
         if slot is not None:
             if slot.shape != shape or slot.dtype != dtype:
-                raise RematError(
-                    f"the recompute of {self.forward.region.title} saves another tensor than its "
-                    "forward did",
-                    operands=(
-                        f"forward    {slot.dtype} {tuple(slot.shape)} in {event}",
-                        f"recompute  {dtype} {tuple(shape)} in the same call",
-                    ),
-                    reason=_SAME,
+                raise self._make_error(
+                    "saves another tensor than its forward did",
+                    f"{slot.dtype} {tuple(slot.shape)} in {event}",
+                    f"{dtype} {tuple(shape)} in the same call",
+                    fixes=(),
                 )
             if slot.value is None:
                 slot.fill(t)
@@ -307,54 +293,53 @@ class Recomputation:
         after = [e for e in left if e.number > last]
         return after[0] if after else (left[-1] if left else None)
 
+    def _make_error(
+        self,
+        what: str,
+        forward: object,
+        recompute: str,
+        *more: str,
+        reason: str = _SAME,
+        fixes: tuple[Fix, ...] = _FIXES,
+    ) -> RematError:
+        return RematError(
+            f"the recompute of {self.forward.region.title} {what}",
+            operands=(f"forward    {forward}", f"recompute  {recompute}", *more),
+            reason=reason,
+            fixes=fixes,
+        )
+
     def _make_unexpected_call_error(self, key: Key, n: int) -> RematError:
-        title = self.forward.region.title
+        call = describe_call(key)
         if n:
-            return RematError(
-                f"the recompute of {title} makes a call more often than its forward did",
-                operands=(
-                    f"forward    {describe_call(key)}, {n} time{'s' if n > 1 else ''}",
-                    f"recompute  {describe_call(key)}, once more",
-                ),
-                reason=_SAME,
-                fixes=_FIXES,
+            return self._make_error(
+                "makes a call more often than its forward did",
+                f"{call}, {n} time{'s' if n > 1 else ''}",
+                f"{call}, once more",
             )
         expected = self._find_expected_event(key)
-        return RematError(
-            f"the recompute of {title} makes a call that its forward did not make",
-            operands=(
-                f"forward    {expected or 'was over'}",
-                f"recompute  {describe_call(key)}",
-                *_describe_difference(expected, key),
-            ),
-            reason=_SAME,
-            fixes=_FIXES,
+        return self._make_error(
+            "makes a call that its forward did not make",
+            expected or "was over",
+            call,
+            *_describe_difference(expected, key),
         )
 
     def _make_saved_count_error(self, event: RecordedCall, count: int) -> RematError:
-        return RematError(
-            f"the recompute of {self.forward.region.title} saves more or fewer tensors than its "
-            "forward did",
-            operands=(
-                f"forward    {len(event.slots)} tensors saved in {event}",
-                f"recompute  {count} or more in the same call"
-                if count > len(event.slots)
-                else f"recompute  {count} in the same call",
-            ),
-            reason=_SAME,
-            fixes=_FIXES,
+        more = " or more" if count > len(event.slots) else ""
+        return self._make_error(
+            "saves more or fewer tensors than its forward did",
+            f"{len(event.slots)} tensors saved in {event}",
+            f"{count}{more} in the same call",
         )
 
     def make_missing_call_error(self, event: RecordedCall) -> RematError:
         """The error where a slot was not filled, since its call was left out."""
         later = [e for e in self.forward.order if e.number > event.number and e in self._done]
-        return RematError(
-            f"the recompute of {self.forward.region.title} leaves out a call whose saved tensors "
-            "backward needs",
-            operands=(
-                f"forward    {event}",
-                f"recompute  {later[0] if later else 'ended'}, without it",
-            ),
+        return self._make_error(
+            "leaves out a call whose saved tensors backward needs",
+            event,
+            f"{later[0] if later else 'ended'}, without it",
             reason="a result that the program remembers is not computed again, and what backward "
             "needs of it is gone",
             fixes=(
@@ -372,24 +357,13 @@ class Recomputation:
             if enough and event.number > last:
                 continue
             if event.slots or event.kept is not None or event.draws is not None:
-                raise RematError(
-                    f"the recompute of {self.forward.region.title} makes a call less often than "
-                    "its forward did",
-                    operands=(
-                        f"forward    {describe_call(key)}, {n + 1} times or more",
-                        f"recompute  {describe_call(key)}, "
-                        f"{self._counts[key] + 1} time{'s' if self._counts[key] else ''}",
-                    ),
+                call, count = describe_call(key), self._counts[key] + 1
+                raise self._make_error(
+                    "makes a call less often than its forward did",
+                    f"{call}, {n + 1} times or more",
+                    f"{call}, {count} time{'s' if count > 1 else ''}",
                     reason="which of them were left out cannot be told",
-                    fixes=_FIXES,
                 )
-
-
-_SAME = "a region that is run again may leave calls out, but makes no others"
-_FIXES = (
-    Fix("pass what the region reads as an argument", "if it has changed since its forward"),
-    Fix("policy=[...] with this call, by pt.one_call", "if it is not the same twice"),
-)
 
 
 def _describe_difference(event: RecordedCall | None, key: Key) -> tuple[str, ...]:

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,7 +27,7 @@ from partita.tensor.autograd import saving_hooks
 from partita.tensor.tensor_state import HERE, state_of
 
 from .counters import open_reports
-from .policy import OneCall, Policy
+from .policy import OneCall, Wrapped
 from .saved_state import (
     AmbientState,
     KeepMode,
@@ -49,7 +50,7 @@ from .watched_calls import (
     is_internal,
     make_inputs_key,
     make_local_alias,
-    redistribution_key,
+    watching,
 )
 
 __all__ = [
@@ -57,10 +58,9 @@ __all__ = [
     "LearnedNames",
     "Read",
     "RecordedCall",
-    "RunNames",
     "SavedSlot",
     "check_unwritten",
-    "find_reads",
+    "redistribution_key",
 ]
 
 Read = tuple[int, "weakref.ref[torch.Tensor]", int]
@@ -93,6 +93,16 @@ class RecordedCall:
 
     def __str__(self) -> str:
         return describe_call(self.key)
+
+
+def redistribution_key(
+    counts: dict[Any, int], event: RecordedCall | None, op: str, what: Any, x: torch.Tensor
+) -> Any:
+    """The key of a redistribution: its call site, or the call that it is in, and what it does."""
+    where: Any = find_call_site() if event is None else (event.key, event.ordinal)
+    key = ("carried", op, str(what), where, x.shape, x.dtype)
+    n = counts[key] = counts.get(key, -1) + 1
+    return (*key, n)
 
 
 class SavedSlot:
@@ -147,7 +157,7 @@ class SavedSlot:
 # -- tensors from outside of a region ---------------------------------------------------
 
 
-def find_reads(tensors: list[torch.Tensor], origins: TensorOrigins) -> tuple[Read, ...]:
+def _find_reads(tensors: list[torch.Tensor], origins: TensorOrigins) -> tuple[Read, ...]:
     """The `tensors` of a call that are from outside of its region, with their versions."""
     found: tuple[Read, ...] = ()
     for i, t in enumerate(tensors):
@@ -157,20 +167,13 @@ def find_reads(tensors: list[torch.Tensor], origins: TensorOrigins) -> tuple[Rea
     return found
 
 
-class _Named(Protocol):
-    """What an error needs of a region: see `policy.Wrapped`."""
-
-    @property
-    def title(self) -> str: ...
-
-    @property
-    def module(self) -> nn.Module | None: ...
-
-
 def check_unwritten(
-    event: RecordedCall, tensors: list[torch.Tensor], region: _Named, ambient: AmbientState
+    event: RecordedCall, tensors: list[torch.Tensor], region: Wrapped, ambient: AmbientState
 ) -> None:
     """Raise unless the second run's call that is `event` reads what the first one read.
+
+    A parameter that was stepped in between would give other values. Inputs are checked by autograd,
+    and what the region itself writes is restored for the second run.
 
     Args:
         region: that is run again, in these surroundings.
@@ -225,31 +228,11 @@ def _name_of(t: torch.Tensor, module: nn.Module | None) -> str | None:
 # -- the first run ---------------------------------------------------------------------------------
 
 
-class _Owner(Protocol):
-    """What a record needs of its region: see `region.RematRegion`."""
-
-    policy: Policy
-    names: Any
-
-    @property
-    def __wrapped__(self) -> Callable[..., Any]: ...
-
-    @property
-    def title(self) -> str: ...
-
-    @property
-    def module(self) -> nn.Module | None: ...
-
-    @property
-    def plan(self) -> Any: ...
-
-    def recompute(self, forward: ForwardRecord, slot: SavedSlot) -> None: ...
-
-
 class ForwardRecord:
     """The first run of a region: a `Watcher` while it lasts, a record afterwards.
 
     Attributes:
+        region: the `region.RematRegion`.
         events: the calls by key and ordinal.
         order: the calls in order.
         redistributed_results: kept results of redistributions, by key.
@@ -257,7 +240,7 @@ class ForwardRecord:
         complete: the run is over.
     """
 
-    def __init__(self, region: _Owner, args: tuple[Any, ...], kwargs: dict[str, Any]):
+    def __init__(self, region: Any, args: tuple[Any, ...], kwargs: dict[str, Any]):
         self.region, self.policy, self.plan = region, region.policy, region.plan
         self.reports = open_reports()
         self.origins = TensorOrigins()
@@ -288,14 +271,14 @@ class ForwardRecord:
         """
         return saved_tensors_hooks(self._pack, _unpack_slot)
 
-    # -- identity ----------------------------------------------------------------------------------
+    # -- records of calls --------------------------------------------------------------------------
 
     def _record_call(
         self, what: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]
     ) -> RecordedCall:
         inputs = make_inputs_key(args, kwargs, self.origins, tensors)
         event = self._record_event((what, find_call_site(), inputs))
-        event.reads = find_reads(tensors, self.origins)
+        event.reads = _find_reads(tensors, self.origins)
         return event
 
     def _record_event(self, key: Key) -> RecordedCall:
@@ -384,17 +367,15 @@ class ForwardRecord:
             self._kept[start] = kept
 
     def run_function(self, function: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
-        """An `autograd.Function` (torch's compiled regions are such), or a region of ours."""
+        """An `autograd.Function` (torch's compiled regions are such), a compiled step, or a region
+        within this one."""
         if self._event is not None or is_internal(function):
             return run()
-        return self._run_opaque(function, function, args, kwargs, run, None)
+        return self._run_opaque(function, args, kwargs, run, None)
 
     def run_one_call(self, function: OneCall, args: Any, kwargs: Any) -> Any:
         """A function that `one_call` marked: one call if it is kept, else the calls inside."""
-
-        def run_once() -> Any:
-            return function.__wrapped__(*args, **kwargs)
-
+        run_once = partial(function.__wrapped__, *args, **kwargs)
         if self._event is not None or self.plan is not None:
             return run_once()
         tensors: list[torch.Tensor] = []
@@ -402,22 +383,17 @@ class ForwardRecord:
         key = (function, find_call_site(), inputs)
         if not self.policy.keeps(function.title, function, key, None, False):
             return run_once()
-        return self._run_opaque(function, function, args, kwargs, run_once, True)
-
-    def run_region(self, region: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
-        """A region within this one."""
-        if self._event is not None:
-            return run()
-        return self._run_opaque(region, region, args, kwargs, run, None)
+        return self._run_opaque(function, args, kwargs, run_once, True)
 
     def _run_opaque(
-        self, what: Any, function: Any, args: Any, kwargs: Any, run: Any, keep: bool | None
+        self, function: Any, args: Any, kwargs: Any, run: Any, keep: bool | None
     ) -> Any:
         tensors: list[torch.Tensor] = []
-        event = self._record_call(what, args, kwargs, tensors)
+        event = self._record_call(function, args, kwargs, tensors)
         measure = False
         if keep is None:
-            keep, measure = self._is_result_kept(event, _title_of_function(function), function)
+            title = getattr(function, "title", None) or function.__name__
+            keep, measure = self._is_result_kept(event, title, function)
         draws = RandomStates(tensors)
         inside = self._inside = OpaqueSaves(tensors, bool(keep)) if keep or measure else None
         self._event, self._opened = event, tensors
@@ -428,7 +404,7 @@ class ForwardRecord:
         if draws.over():
             event.draws = draws
         if inside is not None and keep:
-            self.keep(event, KeptCall.of(out, inside.own))
+            self.keep(event, KeptCall(out, inside.own))
         elif inside is not None and self.plan is not None:
             self.plan.note_candidate(self.region, event, inside.nbytes(out))
             self.plan.count.note(inside.fresh(out))  # kernels of a compiled region are not seen
@@ -440,18 +416,11 @@ class ForwardRecord:
     ) -> torch.Tensor:
         """A redistribution, maybe within a call. The second run need not make it."""
         moves = [m for m in what.moves if m.sends]
-        paused = self._keeping
-        if paused is not None:
-            paused.paused = True
-        before, HERE.watcher = HERE.watcher, None
-        try:
+        keeping = self._keeping
+        with watching(None), keeping.pausing() if keeping is not None else nullcontext():
             out = run()
-        finally:
-            HERE.watcher = before
-            if paused is not None:
-                paused.paused = False
-        if paused is not None and out is not x:
-            paused.note_redistributed(out)
+        if keeping is not None and out is not x:
+            keeping.note_redistributed(out)
         key = redistribution_key(self._counts, self._event, op, what, x)
         if moves and out is not x:
             kinds = " ".join(m.kind for m in moves)
@@ -572,10 +541,6 @@ class ForwardRecord:
                 )
 
 
-def _title_of_function(function: Any) -> str:
-    return getattr(function, "title", None) or function.__name__
-
-
 def _unpack_slot(slot: SavedSlot | SavedInOpaque) -> torch.Tensor:
     return slot.take()
 
@@ -601,8 +566,8 @@ class LearnedNames:
     def __reduce__(self) -> Any:
         return LearnedNames, ()  # places in the program are known within one process
 
-    def start(self, forward: ForwardRecord) -> RunNames:
-        return RunNames(self, forward)
+    def start(self, forward: ForwardRecord) -> _RunNames:
+        return _RunNames(self, forward)
 
 
 @dataclass(frozen=True)
@@ -616,7 +581,7 @@ class _PlaceInStorage:
     offset: int
 
 
-class RunNames:
+class _RunNames:
     """The names that are given during one run."""
 
     def __init__(self, names: LearnedNames, forward: ForwardRecord):
@@ -662,7 +627,7 @@ class RunNames:
             return
         made = _rebuild_offer(offer, x, start)
         if made is not None:
-            forward.keep(event, KeptKernels.of(made, x))
+            forward.keep(event, KeptKernels(made, x))
 
     def close(self, events: list[RecordedCall]) -> None:
         """The run is over: all of its calls have been seen."""

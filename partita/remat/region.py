@@ -9,7 +9,7 @@ step, which is measured; then they keep the results that save the most operation
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -33,22 +33,15 @@ from .watched_calls import (
     Key,
     RematError,
     TensorOrigins,
+    current_watcher,
     find_call_site,
-    make_argument_key,
     make_call_mode,
     make_inputs_key,
     run_from_here,
+    watching,
 )
 
-__all__ = [
-    "Budget",
-    "BudgetedFunction",
-    "RegionMarker",
-    "RematRegion",
-    "checkpoint_name",
-    "remat",
-    "run_marked_region",
-]
+__all__ = ["Budget", "RematRegion", "checkpoint_name", "remat"]
 
 
 class RematRegion(Wrapped):
@@ -78,7 +71,7 @@ class RematRegion(Wrapped):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if HERE.capturing:
-            return run_marked_region(self.__wrapped__, self.policy, args, kwargs)
+            return _run_marked_region(self.__wrapped__, self.policy, args, kwargs)
         if torch.compiler.is_compiling():
             # torch.compile knows torch's checkpoint.
             return torch.utils.checkpoint.checkpoint(
@@ -89,17 +82,13 @@ class RematRegion(Wrapped):
         run = HERE.watcher
         if run is None:
             return self._run_first(args, kwargs)
-        return run.run_region(self, args, kwargs, lambda: self._run_first(args, kwargs))
+        return run.run_function(self, args, kwargs, lambda: self._run_first(args, kwargs))
 
     def _run_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         forward = ForwardRecord(self, args, kwargs)
         mode = make_call_mode()
-        before, HERE.watcher = HERE.watcher, forward
-        try:
-            with forward.saving_slots(), mode or nullcontext():
-                out = run_from_here(self.__wrapped__, args, kwargs)
-        finally:
-            HERE.watcher = before
+        with watching(forward), forward.saving_slots(), mode or nullcontext():
+            out = run_from_here(self.__wrapped__, args, kwargs)
         forward.close()
         return out
 
@@ -152,7 +141,7 @@ def remat(fn: Any, policy: Any = None, *, blocks: Sequence[str | nn.Module] | No
     if read.budget is None:
         return RematRegion(fn, None, read)
     region = RematRegion(fn, None, Policy(None), budget := Budget(read.budget, Wrapped(fn).title))
-    return BudgetedFunction(region, None, budget)
+    return _BudgetedFunction(region, None, budget)
 
 
 def _remat_module(
@@ -168,7 +157,7 @@ def _remat_module(
     for block in chosen:
         RematRegion.in_place_of_forward(block, policy, budget)
     if budget is not None:
-        BudgetedFunction.in_place_of_forward(module, budget)
+        _BudgetedFunction.in_place_of_forward(module, budget)
     return module
 
 
@@ -181,8 +170,7 @@ def checkpoint_name(x: torch.Tensor, name: str) -> torch.Tensor:
     Returns:
         `x`.
     """
-    compiling = torch.compiler.is_compiling() and not HERE.capturing
-    run = None if compiling else HERE.watcher
+    run = current_watcher()
     if run is not None:
         run.note_name(x, name)
     return x
@@ -191,21 +179,17 @@ def checkpoint_name(x: torch.Tensor, name: str) -> torch.Tensor:
 # -- a captured step -------------------------------------------------------------------------------
 
 
-def run_marked_region(fn: Callable[..., Any], policy: Policy, args: Any, kwargs: Any) -> Any:
+def _run_marked_region(fn: Callable[..., Any], policy: Policy, args: Any, kwargs: Any) -> Any:
     """`fn(*args, **kwargs)` as a region of a step that is being captured."""
     recorder = HERE.recorder
     if HERE.watcher is not None:  # within another region, whose policy holds
         with recorder.region():
             return fn(*args, **kwargs)
-    HERE.watcher = RegionMarker(policy, recorder)
-    try:
-        with recorder.region(), CallMode():
-            return fn(*args, **kwargs)
-    finally:
-        HERE.watcher = None
+    with watching(_RegionMarker(policy, recorder)), recorder.region(), CallMode():
+        return fn(*args, **kwargs)
 
 
-class RegionMarker:
+class _RegionMarker:
     """The watcher of a region in a captured step, which marks the calls that are kept.
 
     Attributes:
@@ -217,22 +201,14 @@ class RegionMarker:
 
     def _make_key(self, what: Any, args: Any, kwargs: Any) -> Key:
         origins = TensorOrigins()
-        return (
-            what,
-            find_call_site(),
-            make_inputs_key(args, kwargs, origins, []),
-        )
+        return what, find_call_site(), make_inputs_key(args, kwargs, origins, [])
 
     def _run_marked(self, keep: bool, run: Callable[[], Any]) -> Any:
         if not keep:
             return run()
         # Calls within it are not watched: they are kept with the whole.
-        before, HERE.watcher = HERE.watcher, None
-        try:
-            with self.recorder.keeping(True):
-                return run()
-        finally:
-            HERE.watcher = before
+        with watching(None), self.recorder.keeping(True):
+            return run()
 
     def run_call(self, kind: FunctionKind, args: Any, kwargs: Any) -> Any:
         """A function of torch, announced by the mode."""
@@ -304,7 +280,6 @@ class _MeasuredStep:
         self.count = MemoryCount()
         self.candidates: dict[Any, Candidate] = {}
         self.forwards: weakref.WeakSet[ForwardRecord] = weakref.WeakSet()
-        self.pending = 0
         self.plan: _PlannedStep | None = None
 
     def counting(self) -> AbstractContextManager[Any]:
@@ -361,6 +336,10 @@ def _max_over_ranks(wire: Wire, mine: list[int]) -> list[int]:
 class Budget:
     """A number of bytes that the regions of one module, or one function, share.
 
+    The first step keeps nothing and measures. What the budget leaves above its peak is filled with
+    the results that save the most operations: a knapsack. Kept results add at most their own bytes
+    to the peak, so no second measurement is needed.
+
     Attributes:
         nbytes: the most that activations may hold at once.
         title: the name of the module or function.
@@ -378,18 +357,15 @@ class Budget:
         self, args: Any, kwargs: Any, module: nn.Module | None
     ) -> _PlannedStep | _MeasuredStep:
         """The step for these inputs: measured the first time, planned from then on."""
-        held = list(tensors_in((args, kwargs)))
-        key = (
-            make_argument_key(args, TensorOrigins(), []),
-            make_argument_key(kwargs, TensorOrigins(), []),
-            _settings_of_module(module),
-        )
+        key = (*make_inputs_key(args, kwargs, TensorOrigins(), []), _settings_of_module(module))
         step = self._steps.get(key)
         if isinstance(step, _MeasuredStep) and step.plan is not None:
             step = self._steps[key] = step.plan
         if not isinstance(step, _PlannedStep):
             parameters = () if module is None else module.parameters()
-            step = self._steps[key] = _MeasuredStep(self, _find_wires([*held, *parameters]))
+            held = [*tensors_in((args, kwargs)), *parameters]
+            wires = dict.fromkeys(t._spec.wire for t in held if isinstance(t, DTensor))
+            step = self._steps[key] = _MeasuredStep(self, [*wires])
         return step
 
 
@@ -400,11 +376,7 @@ def _settings_of_module(module: nn.Module | None) -> Any:
     )
 
 
-def _find_wires(tensors: Iterable[torch.Tensor]) -> list[Wire]:
-    return list(dict.fromkeys(t._spec.wire for t in tensors if isinstance(t, DTensor)))
-
-
-class BudgetedFunction(Wrapped):
+class _BudgetedFunction(Wrapped):
     """Stands for the forward of a module whose regions share a budget, or for one function."""
 
     def __init__(self, fn: Any, module: nn.Module | None, budget: Budget):

@@ -13,7 +13,7 @@ import contextvars
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,7 +30,6 @@ from .watched_calls import KernelMode, RematError, TensorOrigins, make_local_ali
 
 __all__ = [
     "AmbientState",
-    "BufferWrites",
     "KeepMode",
     "KeptCall",
     "KeptKernels",
@@ -81,7 +80,7 @@ class RandomStates:
 # -- buffers that a run writes ---------------------------------------------------------------------
 
 
-class BufferWrites:
+class _BufferWrites:
     """The buffers from outside of a region that it writes, with their values from before."""
 
     def __init__(self) -> None:
@@ -122,7 +121,7 @@ def _set_value(t: torch.Tensor, value: torch.Tensor) -> None:
     torch._C.TensorBase.data.__get__(t).copy_(value)  # type: ignore[attr-defined]
 
 
-# -- all of the state ------------------------------------------------------------------------------
+# -- ambient state ---------------------------------------------------------------------------------
 
 
 class AmbientState:
@@ -135,7 +134,7 @@ class AmbientState:
         self._cached = torch.is_autocast_cache_enabled()
         self._device = torch.empty(0).device
         self._context = contextvars.copy_context()
-        self.writes = BufferWrites()
+        self.writes = _BufferWrites()
         self._touched: dict[torch.Generator, torch.Tensor] = {}
 
     @contextmanager
@@ -166,7 +165,7 @@ class AmbientState:
         self._touched = {}
 
 
-# -- inputs ----------------------------------------------------------------------------------------
+# -- inputs of a region ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -190,7 +189,11 @@ class _SaveInputs(torch.autograd.Function):
 
 
 class RegionInputs:
-    """The arguments of one call of a region; containers are copied as they were at the call."""
+    """The arguments of one call of a region; containers are copied as they were at the call.
+
+    Tensors are saved as autograd saves them: through the hooks of an enclosing region, which then
+    keeps or recomputes them too, and with a check that they have not been changed since.
+    """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], origins: TensorOrigins):
         tensors: list[torch.Tensor] = []
@@ -204,7 +207,7 @@ class RegionInputs:
             return _InputPlace(len(tensors) - 1)
 
         self._emptied = replace_instances((args, kwargs), torch.Tensor, put_away)
-        self._meta = [_spec_and_gradient(t) for t in tensors]
+        self._meta = [(_spec_of(t), t.requires_grad) for t in tensors]
         with Local():
             graded = torch.empty(0, requires_grad=True)
             # Torch 2.11 lets go of them without that name.
@@ -232,11 +235,11 @@ class RegionInputs:
         return args, kwargs
 
 
-def _spec_and_gradient(t: torch.Tensor) -> tuple[Spec | None, bool]:
-    return (t._spec if isinstance(t, DTensor) else None), t.requires_grad
+def _spec_of(t: torch.Tensor) -> Spec | None:
+    return t._spec if isinstance(t, DTensor) else None
 
 
-# -- results ---------------------------------------------------------------------------------------
+# -- kept results ----------------------------------------------------------------------------------
 
 Place = tuple[Any, int]
 """A kernel run of one call: (op, number among the runs of this op in the call)."""
@@ -254,44 +257,78 @@ def storage_id(t: torch.Tensor) -> int:
         return t.untyped_storage()._cdata
 
 
-class _Versions:
-    """The versions of results when they were kept, to notice later writes."""
+class _KeptResult:
+    """The kept result of one call, which returned `out`: later writes to that are noticed.
+
+    Attributes:
+        copied: what is kept are copies, since the program wrote to the results.
+    """
 
     def __init__(self, out: Any):
         with Local():
             # An alias has the same version counter, but not the history of the result.
-            self._aliases = [(t.detach(), t._version) for t in tensors_in(out)]
+            self._versions = [(t.detach(), t._version) for t in tensors_in(out)]
+        self.copied = False
+
+    def copy(self) -> None:
+        """The program is going to write what was kept: keep a copy, as it is now."""
+        if not self.copied:
+            with Local(), torch.no_grad():
+                self._replace_by_copies()
+            self.copied = True
+
+    def _replace_by_copies(self) -> None:
+        raise NotImplementedError
 
     def changed(self) -> bool:
-        return any(t._version != version for t, version in self._aliases)
+        return not self.copied and any(t._version != version for t, version in self._versions)
 
 
-# -- functions of torch ----------------------------------------------------------------------------
+# -- kept results of functions of torch ------------------------------------------------------------
 
 
-class KeepMode(KernelMode):
+class _KernelsOfCall(KernelMode):
+    """Sees each kernel of one call, unless it is paused, and counts their runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.paused = False
+        self._counts: dict[Any, int] = {}
+
+    @contextmanager
+    def pausing(self) -> Iterator[None]:
+        """Within, the kernels of a redistribution run, which is no part of the call."""
+        self.paused = True
+        try:
+            yield
+        finally:
+            self.paused = False
+
+    def count_run(self, op: Any) -> Place:
+        n = self._counts[op] = self._counts.get(op, -1) + 1
+        return op, n
+
+
+class KeepMode(_KernelsOfCall):
     """Notes the results of each kernel of one call."""
 
     def __init__(self) -> None:
         super().__init__()
         self.made: list[tuple[Place, bool, Any]] = []
-        self.paused = False
-        self._counts: dict[Any, int] = {}
 
     def kernel(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
         if not self.paused:
             had = {storage_id(t) for t in tensors_in((args, kwargs))}
             fresh = not any(storage_id(t) in had for t in tensors_in(out))
-            n = self._counts[func] = self._counts.get(func, -1) + 1
+            place = self.count_run(func)
             if fresh or getattr(func, "_schema", None) is None or facts_of(func).writes:
-                self.made.append(((func, n), fresh, out))
+                self.made.append((place, fresh, out))
         return out
 
     def note_redistributed(self, x: torch.Tensor) -> None:
         """A redistribution within the call made `x`."""
-        n = self._counts["carried"] = self._counts.get("carried", -1) + 1
-        self.made.append((("carried", n), True, x))
+        self.made.append((self.count_run("carried"), True, x))
 
     def kernels(self, out: Any) -> KeptKernels | None:
         """The results of the kernels that made the storages of `out`; None if they cannot be
@@ -306,32 +343,27 @@ class KeepMode(KernelMode):
                 return None  # written in place after it was made: the writes must run again
             wanted -= here
             found[place] = replace_instances(made, torch.Tensor, make_local_alias)
-        return KeptKernels.of(found, out) if found else None
+        return KeptKernels(found, out) if found else None
 
 
-@dataclass
-class KeptKernels:
+class KeptKernels(_KeptResult):
     """The kept results of kernels of one call.
+
+    The second run makes the call again, casts and moves and views and all: autograd builds the same
+    nodes, and saves the same tensors.
 
     Attributes:
         made: the kernels' outputs, plain.
-        versions: of the call's result when it was kept.
-        copied: `made` are copies, since the program wrote to the results.
     """
 
-    made: dict[Place, Any]
-    versions: _Versions
-    copied: bool = False
-
-    @classmethod
-    def of(cls, made: dict[Place, Any], out: Any) -> KeptKernels:
-        """The results `made` by kernels of a call that returned `out`."""
-        return cls(made, _Versions(out))
+    def __init__(self, made: dict[Place, Any], out: Any):
+        super().__init__(out)
+        self.made = made
 
     @classmethod
     def of_redistributed(cls, x: torch.Tensor) -> KeptKernels:
         """The kept result of a redistribution."""
-        return cls.of({_CARRIED: make_local_alias(x)}, x)
+        return cls({_CARRIED: make_local_alias(x)}, x)
 
     @property
     def nbytes(self) -> int:
@@ -340,15 +372,8 @@ class KeptKernels:
     def starts(self) -> set[int]:
         return {storage_id(t) for t in tensors_in(self.made)}
 
-    def copy(self) -> None:
-        """The program is going to write what was kept: keep a copy, as it is now."""
-        if not self.copied:
-            with Local(), torch.no_grad():
-                self.made = replace_instances(self.made, torch.Tensor, torch.clone)
-            self.copied = True
-
-    def changed(self) -> bool:
-        return not self.copied and self.versions.changed()
+    def _replace_by_copies(self) -> None:
+        self.made = replace_instances(self.made, torch.Tensor, torch.clone)
 
     def give(self, place: Place = _CARRIED) -> Any:
         """The results of one kernel run, or None. New aliases, since autograd sets their history.
@@ -362,31 +387,27 @@ class KeptKernels:
             return replace_instances(self.made[place], torch.Tensor, own)
 
 
-class ReplayMode(KernelMode):
+class ReplayMode(_KernelsOfCall):
     """Gives the kept results of kernels of one call; runs the other kernels."""
 
     def __init__(self, kept: KeptKernels):
         super().__init__()
         self._kept = kept
-        self.paused = False
-        self._counts: dict[Any, int] = {}
 
     def kernel(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.paused:
-            n = self._counts[func] = self._counts.get(func, -1) + 1
-            given = self._kept.give((func, n))
+            given = self._kept.give(self.count_run(func))
             if given is not None:
                 return given
         return func(*args, **kwargs)
 
     def give_redistributed(self) -> torch.Tensor | None:
         """The kept result of the next redistribution within the call, or None."""
-        n = self._counts["carried"] = self._counts.get("carried", -1) + 1
-        given: torch.Tensor | None = self._kept.give(("carried", n))
+        given: torch.Tensor | None = self._kept.give(self.count_run("carried"))
         return given
 
 
-# -- opaque calls ----------------------------------------------------------------------------------
+# -- kept results of opaque calls ------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -416,8 +437,7 @@ class _KeptOutputs(torch.autograd.Function):
         )
 
 
-@dataclass
-class KeptCall:
+class KeptCall(_KeptResult):
     """The kept result of an opaque call.
 
     Attributes:
@@ -425,19 +445,15 @@ class KeptCall:
         inside: tensors that autograd saved within it.
     """
 
-    out: Any
-    versions: _Versions
-    inside: list[torch.Tensor] = field(default_factory=list)
-    copied: bool = False
+    def __init__(self, out: Any, inside: list[torch.Tensor]):
+        super().__init__(out)
+        self.inside = inside
 
-    @classmethod
-    def of(cls, out: Any, inside: list[torch.Tensor]) -> KeptCall:
         def detach_result(t: torch.Tensor) -> Any:
             with Local():
-                spec = t._spec if isinstance(t, DTensor) else None
-                return _Result(t.detach(), spec, t.requires_grad)
+                return _Result(t.detach(), _spec_of(t), t.requires_grad)
 
-        return cls(replace_instances(out, torch.Tensor, detach_result), _Versions(out), inside)
+        self.out = replace_instances(out, torch.Tensor, detach_result)
 
     @property
     def results(self) -> list[_Result]:
@@ -450,17 +466,10 @@ class KeptCall:
     def starts(self) -> set[int]:
         return {storage_id(r.held) for r in self.results}
 
-    def copy(self) -> None:
-        """The program is going to write what was kept: keep a copy, as it is now."""
-        if not self.copied:
-            with Local(), torch.no_grad():
-                self.out = replace_instances(
-                    self.out, _Result, lambda r: _Result(r.held.clone(), r.spec, r.requires_grad)
-                )
-            self.copied = True
-
-    def changed(self) -> bool:
-        return not self.copied and self.versions.changed()
+    def _replace_by_copies(self) -> None:
+        self.out = replace_instances(
+            self.out, _Result, lambda r: _Result(r.held.clone(), r.spec, r.requires_grad)
+        )
 
     def restore_output(self, what: str, ins: Sequence[torch.Tensor]) -> Any:
         """The call's result for the second run."""
@@ -510,7 +519,10 @@ class SavedInOpaque:
 
 
 class OpaqueSaves:
-    """What autograd saves in an opaque call that is kept, or could be."""
+    """What autograd saves in an opaque call that is kept, or could be.
+
+    Saved tensors that are views of the call's inputs are not kept: the second run has the inputs.
+    """
 
     def __init__(self, inputs: list[torch.Tensor], keeps: bool):
         self.own: list[torch.Tensor] = []

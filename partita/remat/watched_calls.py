@@ -16,9 +16,10 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import CodeType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
@@ -42,16 +43,16 @@ __all__ = [
     "Origin",
     "RematError",
     "TensorOrigins",
+    "current_watcher",
     "describe_call",
     "find_call_site",
     "is_internal",
     "line_of_site",
-    "make_argument_key",
     "make_call_mode",
     "make_inputs_key",
     "make_local_alias",
-    "redistribution_key",
     "run_from_here",
+    "watching",
 ]
 
 
@@ -59,7 +60,7 @@ class RematError(LayoutError):
     """A recompute cannot bring back what its forward made. Names the calls that differ."""
 
 
-# -- functions and kernels -------------------------------------------------------------------------
+# -- functions of torch ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,23 @@ def _make_function_kind(func: Callable[..., Any]) -> FunctionKind:
 _KINDS: dict[Callable[..., Any], FunctionKind] = {}
 
 
+def current_watcher() -> Any:
+    """The watcher of this thread; None while torch.compile traces, which is no business of ours."""
+    if torch.compiler.is_compiling() and not HERE.capturing:
+        return None
+    return HERE.watcher
+
+
+@contextmanager
+def watching(watcher: Any) -> Iterator[None]:
+    """Within, `watcher` is told of this thread's calls; where it is None, nobody."""
+    before, HERE.watcher = HERE.watcher, watcher
+    try:
+        yield
+    finally:
+        HERE.watcher = before
+
+
 class CallMode(TorchFunctionMode):
     """Passes each function of torch that the program calls to this thread's watcher."""
 
@@ -119,9 +137,7 @@ class CallMode(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling() and not HERE.capturing:  # no business of ours
-            return func(*args, **kwargs)
-        run = HERE.watcher
+        run = current_watcher()
         if run is None:
             return func(*args, **kwargs)
         kind = _KINDS.get(func)
@@ -181,7 +197,10 @@ class KernelMode(TorchDispatchMode):
 # -- keys of calls ---------------------------------------------------------------------------------
 
 Key = tuple[Any, tuple[int, ...], Any]
-"""(function, call site, key of the arguments)."""
+"""(function, call site, key of the arguments), such as
+
+    ("matmul", (code, instruction, ...), ((("input", 0), Size([8, 16]), float32), ...))
+"""
 
 Origin = tuple[str, int, int] | tuple[str, int]
 """What made a tensor of a run: ("call", number, output), or ("input", number)."""
@@ -297,7 +316,7 @@ _PLAIN = frozenset(
 )
 
 
-def make_argument_key(value: Any, origins: TensorOrigins, tensors: list[torch.Tensor]) -> Any:
+def _make_argument_key(value: Any, origins: TensorOrigins, tensors: list[torch.Tensor]) -> Any:
     """The key of an argument: hashable, and equal for equal calls. Appends its tensors to
     `tensors`."""
     kind = type(value)
@@ -312,12 +331,12 @@ def make_argument_key(value: Any, origins: TensorOrigins, tensors: list[torch.Te
             shape = value._spec if isinstance(value, DTensor) else value.shape
             return (origin, shape, value.dtype)
     if kind is tuple or kind is list or isinstance(value, (tuple, list)):
-        return tuple([make_argument_key(v, origins, tensors) for v in value])
+        return tuple([_make_argument_key(v, origins, tensors) for v in value])
     if isinstance(value, dict):
-        return tuple([(k, make_argument_key(v, origins, tensors)) for k, v in value.items()])
+        return tuple([(k, _make_argument_key(v, origins, tensors)) for k, v in value.items()])
     if kind is slice:
         parts = (value.start, value.stop, value.step)
-        return ("slice", *[make_argument_key(v, origins, tensors) for v in parts])
+        return ("slice", *[_make_argument_key(v, origins, tensors) for v in parts])
     return kind
 
 
@@ -328,7 +347,7 @@ def make_inputs_key(
     tensors: list[torch.Tensor],
 ) -> Any:
     """The keys of a call's positional and keyword arguments. Appends its tensors to `tensors`."""
-    return make_argument_key(args, origins, tensors), make_argument_key(kwargs, origins, tensors)
+    return _make_argument_key(args, origins, tensors), _make_argument_key(kwargs, origins, tensors)
 
 
 # -- text ------------------------------------------------------------------------------------------
@@ -359,23 +378,6 @@ def _format_key_part(part: Any) -> str:
             return f"{short_dtype(dtype)}{text}"
         return f"({', '.join(map(_format_key_part, part))})"
     return part.__name__ if isinstance(part, type) else repr(part)
-
-
-class _Identified(Protocol):
-    """A recorded call."""
-
-    key: Key
-    ordinal: int
-
-
-def redistribution_key(
-    counts: dict[Any, int], event: _Identified | None, op: str, what: Any, x: torch.Tensor
-) -> Any:
-    """The key of a redistribution: its call site, or the call that it is in, and what it does."""
-    where: Any = find_call_site() if event is None else (event.key, event.ordinal)
-    key = ("carried", op, str(what), where, x.shape, x.dtype)
-    n = counts[key] = counts.get(key, -1) + 1
-    return (*key, n)
 
 
 def make_local_alias(t: torch.Tensor) -> torch.Tensor:

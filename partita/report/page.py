@@ -20,22 +20,11 @@ from typing import Any
 
 from partita.layout import Layout
 from partita.layout.picture import draw, html_of
+from partita.layout.text import human
 
 from .run_facts import RunFacts, TimelineEvent, join_short_events, parse_mesh, trace_bytes
 
-__all__ = [
-    "COLLECTIVES",
-    "check_outputs",
-    "check_plotly",
-    "check_written_folder",
-    "loss_figure",
-    "memory_figure",
-    "moves_figure",
-    "passes_figure",
-    "timeline_figure",
-    "write_report",
-    "written_file",
-]
+__all__ = ["check_outputs", "check_plotly", "check_written_folder", "write_report", "written_file"]
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _TIMES = ("s", "ms", "us")
@@ -112,7 +101,7 @@ def _page_html(runs: Sequence[RunFacts]) -> str:
 def _make_sections(runs: Sequence[RunFacts]) -> Iterator[str]:
     yield _side_by_side("", runs, _summary_html)
     if any(run.steps for run in runs):
-        yield f"<h2>Loss and speed</h2>{_figure_html(loss_figure(runs))}"
+        yield f"<h2>Loss and speed</h2>{_figure_html(_loss_figure(runs))}"
     yield _side_by_side("Timeline of a step", runs, _timeline_html)
     yield _side_by_side("Memory over a step", runs, _memory_html)
     yield _side_by_side("Bytes by line of the program", runs, _moves_html)
@@ -158,10 +147,7 @@ def _is_figure(text: str) -> bool:
 
 
 def _format_size(nbytes: float) -> str:
-    unit = 0
-    while nbytes >= 1024 and unit < len(_UNITS) - 1:
-        nbytes, unit = nbytes / 1024, unit + 1
-    return f"{nbytes:.{1 if unit and nbytes < 100 else 0}f} {_UNITS[unit]}"
+    return human(nbytes, "0 B")
 
 
 # -- the sections of a run -------------------------------------------------------------------------
@@ -182,7 +168,9 @@ def _summary_html(run: RunFacts) -> str:
         if shares:
             rows.append(("MFU, median", f"{shares[len(shares) // 2]:.1%}"))
     if run.memory is not None and not run.figures:
-        rows.append(("peak of a step, predicted, with what is held", _format_peak(run.memory)))
+        rows.append(
+            ("peak of a step, predicted, with what is held", _format_size(_find_peak(run.memory)))
+        )
     given = [(f"--{name}", value) for name, value in run.options.items() if value is not False]
     options = (
         f"<details><summary>options</summary>{_table_html((), given)}</details>" if given else ""
@@ -223,10 +211,6 @@ def _describe_steps(run: RunFacts) -> str:
     return f"{count}{of}: {first} to {last}"
 
 
-def _format_peak(memory: dict[str, Any]) -> str:
-    return _format_size(_find_peak(memory))
-
-
 def _find_peak(memory: dict[str, Any]) -> int:
     """Bytes of a rank at the place of the step at which most is held."""
     totals = [sum(at) for at in zip(*memory["live"].values(), strict=True)]
@@ -244,13 +228,13 @@ def _timeline_html(run: RunFacts) -> str:
     )
     note = f'<p class="note">{escape(run.timeline_source)}. Work that is shorter than the picture '
     note += f"tells apart is joined; {link}.{escape(_describe_other_ways(run))}</p>"
-    return _figure_html(timeline_figure(run)) + note
+    return _figure_html(_timeline_figure(run)) + note
 
 
 def _describe_other_ways(run: RunFacts) -> str:
     """Says which collectives run in place of those that the step asks for, where some do."""
     asked = {move["kind"] for move in run.moves if move["nbytes"]}
-    run_there = {e.kind for e in run.timeline} & {*COLLECTIVES}
+    run_there = {e.kind for e in run.timeline} & {*_COLLECTIVES}
     others, gone = (", ".join(sorted(a - b)) for a, b in ((run_there, asked), (asked, run_there)))
     if not others or not gone:  # what only reads a value is none of the step's moves
         return ""
@@ -269,7 +253,7 @@ def _memory_html(run: RunFacts) -> str:
         '<p class="note">Predicted from the schedule of the captured step, on one rank; what '
         "an allocator keeps beyond it is not in it.</p>"
     )
-    return _figure_html(memory_figure(run)) + note + _table_html(head, rows)
+    return _figure_html(_memory_figure(run)) + note + _table_html(head, rows)
 
 
 def _moves_html(run: RunFacts) -> str:
@@ -288,7 +272,7 @@ def _moves_html(run: RunFacts) -> str:
         )
         for m in sending[:24]
     ]
-    return _figure_html(moves_figure(run)) + _table_html(head, rows)
+    return _figure_html(_moves_figure(run)) + _table_html(head, rows)
 
 
 def _passes_html(run: RunFacts) -> str:
@@ -306,7 +290,7 @@ def _passes_html(run: RunFacts) -> str:
         "steps. That of the memory over a step is of the code that was made of it, where fewer "
         "results are kept, and with what is held.</p>"
     )
-    return _figure_html(passes_figure(run)) + note + _table_html(head, rows)
+    return _figure_html(_passes_figure(run)) + note + _table_html(head, rows)
 
 
 def _layouts_html(run: RunFacts) -> str:
@@ -331,27 +315,17 @@ def _sample_html(run: RunFacts) -> str:
 
 # -- figures ---------------------------------------------------------------------------------------
 
-CLASSES = (
-    "weights",
-    "optimizer",
-    "gradients",
-    "arguments",
-    "gathered",
-    "activations",
-    "backward",
-    "workspace",
-)
-"""Classes of memory, from the bottom of the figure to the top."""
-_COLORS = (
-    "#4269d0",
-    "#9498a0",
-    "#efb118",
-    "#c9c9c9",
-    "#6cc5b0",
-    "#ff725c",
-    "#a463f2",
-    "#97bbf5",
-)
+_CLASSES = {
+    "weights": "#4269d0",
+    "optimizer": "#9498a0",
+    "gradients": "#efb118",
+    "arguments": "#c9c9c9",
+    "gathered": "#6cc5b0",
+    "activations": "#ff725c",
+    "backward": "#a463f2",
+    "workspace": "#97bbf5",
+}
+"""Colours of classes of memory, from the bottom of the figure to the top."""
 _RUNS = ("#4269d0", "#ff725c", "#3ca951", "#a463f2", "#efb118")
 _MIB = 1 << 20
 _NO_LINE = "(no line of the program)"
@@ -374,8 +348,6 @@ _COLLECTIVES = {
 }
 _KINDS |= _COLLECTIVES
 """Colours of what streams do, in the order of the legend."""
-COLLECTIVES = (*_COLLECTIVES,)
-"""Kinds of collectives, as moves and timelines call them."""
 _BARS = 400
 """Parts of a timeline that are told apart: two pixels each, as bars of less cover others."""
 _POINTS = 2000
@@ -394,7 +366,7 @@ def _figure_layout(height: int, **more: Any) -> dict[str, Any]:
     }
 
 
-def loss_figure(runs: Sequence[RunFacts]) -> Any:
+def _loss_figure(runs: Sequence[RunFacts]) -> Any:
     """Loss and tokens per second of each step; the runs side by side."""
     from plotly.subplots import make_subplots
 
@@ -423,7 +395,7 @@ def loss_figure(runs: Sequence[RunFacts]) -> Any:
     return figure
 
 
-def memory_figure(run: RunFacts) -> Any:
+def _memory_figure(run: RunFacts) -> Any:
     """Memory over a step, stacked by class."""
     import plotly.graph_objects as go
 
@@ -431,7 +403,7 @@ def memory_figure(run: RunFacts) -> Any:
     places, live, held = run.memory["places"], run.memory["live"], run.memory["held"]
     kept = _places_shown([sum(at) for at in zip(*live.values(), strict=True)], len(places))
     figure = go.Figure()
-    for name, color in zip(CLASSES, _COLORS, strict=True):
+    for name, color in _CLASSES.items():
         bottom = held.get(name, 0)
         values = [bottom + (live[name][i] if name in live else 0) for i in kept]
         if any(values):
@@ -450,7 +422,7 @@ def memory_figure(run: RunFacts) -> Any:
     return figure
 
 
-def timeline_figure(run: RunFacts) -> Any:
+def _timeline_figure(run: RunFacts) -> Any:
     """What each stream does when, in milliseconds; a bar of each kind of work."""
     import plotly.graph_objects as go
 
@@ -500,7 +472,7 @@ def _places_shown(totals: Sequence[int], count: int) -> list[int]:
     ]
 
 
-def moves_figure(run: RunFacts) -> Any:
+def _moves_figure(run: RunFacts) -> Any:
     """Bytes that a rank sends in a step, by the line of the program that asks for them."""
     import plotly.graph_objects as go
 
@@ -531,7 +503,7 @@ def moves_figure(run: RunFacts) -> Any:
     return figure
 
 
-def passes_figure(run: RunFacts) -> Any:
+def _passes_figure(run: RunFacts) -> Any:
     """The predicted peak above the inputs and the bytes that a rank sends, after each pass."""
     from plotly.subplots import make_subplots
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from partita.layout import Layout, Mesh
 
@@ -20,14 +20,12 @@ __all__ = [
     "HasTimeline",
     "RunFacts",
     "TimelineEvent",
-    "check_event",
     "join_short_events",
     "parse_mesh",
     "read_log",
     "read_logs",
     "save_trace",
     "trace_bytes",
-    "trace_of",
 ]
 
 _EVENT = '{"event": '  # what a line of a log begins with
@@ -134,7 +132,7 @@ def read_log(path: Path) -> RunFacts:
             if not isinstance(facts, dict) or "event" not in facts:
                 raise ValueError('no object with an "event"')
             event = facts.pop("event")
-            check_event(event, facts)
+            _check_event(event, facts)
             run.hear(event, facts)
         except json.JSONDecodeError:
             if not _is_cut(line, following):
@@ -161,24 +159,12 @@ def _is_cut(line: str, following: str | None) -> bool:
 
 # -- what an event must hold -----------------------------------------------------------------------
 
-Check = Callable[[Any], None]
-"""Raises `_WrongError` where a value is not as it should be."""
+Check = Callable[[str, Any], None]
+"""Called with where a value is within its event, such as `["moves"][3]["nbytes"]`, and the value.
+Raises ValueError where it is not as it should be."""
 
 
-class _WrongError(Exception):
-    """A value that is not as it should be.
-
-    Attributes:
-        wanted: what it should be.
-        at: where it is within the event, such as `["moves"][3]["nbytes"]`.
-    """
-
-    def __init__(self, value: Any, wanted: str):
-        super().__init__(wanted)
-        self.value, self.wanted, self.at = value, wanted, ""
-
-
-def check_event(event: Any, facts: dict[str, Any]) -> None:
+def _check_event(event: Any, facts: dict[str, Any]) -> None:
     """Raise ValueError where an event has not what a report shows of it.
 
     Events that no report shows, and what more an event has, are nobody's concern.
@@ -186,12 +172,9 @@ def check_event(event: Any, facts: dict[str, Any]) -> None:
     if not isinstance(event, str):
         raise ValueError(f"no event is called {_shorten_value(event)}")
     try:
-        _EVENTS.get(event, _any)(facts)
-    except _WrongError as wrong:
-        said = f"no {wrong.at}"
-        if wrong.value is not _ABSENT:
-            said = f"{wrong.at} = {_shorten_value(wrong.value)}, where {wrong.wanted} belongs"
-        raise ValueError(f'the event "{event}" has {said}') from None
+        _EVENTS.get(event, _any)("", facts)
+    except ValueError as wrong:
+        raise ValueError(f'the event "{event}" has {wrong}') from None
 
 
 def parse_mesh(text: str) -> Mesh:
@@ -205,76 +188,68 @@ def _shorten_value(value: Any) -> str:
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
+def _refuse(at: str, value: Any, wanted: str) -> NoReturn:
+    raise ValueError(f"{at} = {_shorten_value(value)}, where {wanted} belongs")
+
+
 # -- what a value should be ------------------------------------------------------------------------
 
-_ABSENT = object()
 
-
-def _any(value: Any) -> None:
+def _any(at: str, value: Any) -> None:
     pass
 
 
-def _text(value: Any) -> None:
-    if not isinstance(value, str):
-        raise _WrongError(value, "a text")
+def _of_type(kind: type, wanted: str) -> Check:
+    def check_type(at: str, value: Any) -> None:
+        if not isinstance(value, kind):
+            _refuse(at, value, wanted)
+
+    return check_type
 
 
-def _number(value: Any) -> None:
+_text, _list, _dict = _of_type(str, "a text"), _of_type(list, "a list"), _of_type(dict, "an object")
+
+
+def _number(at: str, value: Any) -> None:
     """Also NaN and infinity, which a loss may be."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise _WrongError(value, "a number")
+        _refuse(at, value, "a number")
     try:
         float(value)
     except OverflowError:
-        raise _WrongError(value, "a number that a float can hold") from None
+        _refuse(at, value, "a number that a float can hold")
 
 
-def _finite(value: Any) -> None:
-    _number(value)
+def _finite(at: str, value: Any) -> None:
+    _number(at, value)
     if not math.isfinite(value):
-        raise _WrongError(value, "a finite number")
+        _refuse(at, value, "a finite number")
 
 
-def _whole(value: Any) -> None:
-    _finite(value)
+def _whole(at: str, value: Any) -> None:
+    _finite(at, value)
     if value != int(value):
-        raise _WrongError(value, "a whole number")
-
-
-def _check_part(at: str, check: Check, value: Any) -> None:
-    """Check a part of a value; the error says where it is."""
-    try:
-        check(value)
-    except _WrongError as wrong:
-        wrong.at = at + wrong.at
-        raise
-
-
-def _format_key(name: str) -> str:
-    return f"[{json.dumps(name)}]"
+        _refuse(at, value, "a whole number")
 
 
 def _list_of(check: Check) -> Check:
-    def check_list(value: Any) -> None:
-        if not isinstance(value, list):
-            raise _WrongError(value, "a list")
+    def check_list(at: str, value: Any) -> None:
+        _list(at, value)
         for i, one in enumerate(value):
-            _check_part(f"[{i}]", check, one)
+            check(f"{at}[{i}]", one)
 
     return check_list
 
 
 def _row_of(*checks: Check, least: int | None = None) -> Check:
     """A list with a value for each check; those behind the first `least` may be left out."""
-    wanted = f"a list of {len(checks)}"
+    counts = range(len(checks) if least is None else least, len(checks) + 1)
 
-    def check_row(value: Any) -> None:
-        if not isinstance(value, list):
-            raise _WrongError(value, wanted)
-        if not (len(checks) if least is None else least) <= len(value) <= len(checks):
-            raise _WrongError(value, wanted)
+    def check_row(at: str, value: Any) -> None:
+        if not isinstance(value, list) or len(value) not in counts:
+            _refuse(at, value, f"a list of {len(checks)}")
         for i, (check, one) in enumerate(zip(checks, value, strict=False)):
-            _check_part(f"[{i}]", check, one)
+            check(f"{at}[{i}]", one)
 
     return check_row
 
@@ -282,11 +257,10 @@ def _row_of(*checks: Check, least: int | None = None) -> Check:
 def _table_of(check: Check) -> Check:
     """An object whose values are alike."""
 
-    def check_table(value: Any) -> None:
-        if not isinstance(value, dict):
-            raise _WrongError(value, "an object")
+    def check_table(at: str, value: Any) -> None:
+        _dict(at, value)
         for name, one in value.items():
-            _check_part(_format_key(name), check, one)
+            check(f"{at}[{json.dumps(name)}]", one)
 
     return check_table
 
@@ -294,46 +268,40 @@ def _table_of(check: Check) -> Check:
 def _object(also: dict[str, Check] | None = None, **checks: Check) -> Check:
     """An object that has these, and may have those in `also`."""
 
-    def check_object(value: Any) -> None:
-        if not isinstance(value, dict):
-            raise _WrongError(value, "an object")
-        for name, check in checks.items():
-            given = check if name in value else _refuse_absent
-            _check_part(_format_key(name), given, value.get(name))
-        for name, check in (also or {}).items():
+    def check_object(at: str, value: Any) -> None:
+        _dict(at, value)
+        for name, check in (checks | (also or {})).items():
             if name in value:
-                _check_part(_format_key(name), check, value[name])
+                check(f"{at}[{json.dumps(name)}]", value[name])
+            elif name in checks:
+                raise ValueError(f"no {at}[{json.dumps(name)}]")
 
     return check_object
 
 
-def _refuse_absent(value: Any) -> None:
-    raise _WrongError(_ABSENT, "")
-
-
-def _memory(value: Any) -> None:
+def _memory(at: str, value: Any) -> None:
     """Memory of a step: of each class a number for each place."""
     if value is None:  # of a step that was not captured
         return
-    _MEMORY(value)
+    _MEMORY(at, value)
+    count = len(value["places"])
     for name, bytes_at in value["live"].items():
-        if len(bytes_at) != len(value["places"]):
-            wrong = _WrongError(bytes_at, f"a number for each of {len(value['places'])} places")
-            wrong.at = f'["live"]{_format_key(name)}'
-            raise wrong
+        if len(bytes_at) != count:
+            there = f'{at}["live"][{json.dumps(name)}]'
+            _refuse(there, bytes_at, f"a number for each of {count} places")
 
 
-def _parameter(value: Any) -> None:
+def _parameter(at: str, value: Any) -> None:
     """[name, layout, mesh, bytes]; the layout is one over that mesh."""
-    _PARAMETER(value)
+    _PARAMETER(at, value)
     try:
         mesh = parse_mesh(value[2])
     except ValueError:
-        raise _WrongError(value[2], "a mesh (dp=2 tp=4)") from None
+        _refuse(at, value[2], "a mesh (dp=2 tp=4)")
     try:
         Layout.parse(value[1]).check_axes(mesh)
     except ValueError:
-        raise _WrongError(value[1], f"a layout over {mesh}") from None
+        _refuse(at, value[1], f"a layout over {mesh}")
 
 
 _PAIR = _row_of(_finite, _finite)
@@ -409,7 +377,7 @@ class HasTimeline(Protocol):
     def source(self) -> str: ...
 
 
-def trace_of(events: Iterable[TimelineEvent]) -> dict[str, Any]:
+def _trace_of(events: Iterable[TimelineEvent]) -> dict[str, Any]:
     """A timeline as Perfetto (ui.perfetto.dev) and chrome://tracing read it, a thread a stream."""
     numbers: dict[str, int] = {}
     rows = []
@@ -439,12 +407,12 @@ def save_trace(events: Iterable[TimelineEvent], path: str | Path) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    Path(path).write_text(json.dumps(trace_of(events)), encoding="utf-8")
+    Path(path).write_text(json.dumps(_trace_of(events)), encoding="utf-8")
 
 
 def trace_bytes(events: Iterable[TimelineEvent]) -> bytes:
     """The same JSON, compressed by gzip, which Perfetto opens too; equal for equal timelines."""
-    return gzip.compress(json.dumps(trace_of(events)).encode(), mtime=0)
+    return gzip.compress(json.dumps(_trace_of(events)).encode(), mtime=0)
 
 
 def join_short_events(events: Sequence[TimelineEvent], most: int) -> list[TimelineEvent]:

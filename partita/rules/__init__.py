@@ -8,13 +8,11 @@ ops). `table/reduction_identity` says what padding is filled with.
 
 from .bind import NUMBER, Bound, Operand, Row, Work, bind, work_of
 from .rule import RULES, Arg, Decomposition, Kernel, KernelCall, KernelRule, LikeRule, Rule, rule
-from .sentence import Names, Sentence, SentenceError, parse, resolve_shape, view_sentence
-from .table import LOADED
+from .sentence import Names, SentenceError, parse, resolve_shape, view_sentence
 from .table.reduction_identity import EXTREME, PaddingFill, find_padding_fills
 
 __all__ = [
     "EXTREME",
-    "LOADED",
     "NUMBER",
     "RULES",
     "Arg",
@@ -29,7 +27,6 @@ __all__ = [
     "PaddingFill",
     "Row",
     "Rule",
-    "Sentence",
     "SentenceError",
     "Work",
     "bind",

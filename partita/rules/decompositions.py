@@ -260,18 +260,17 @@ def vector_norm(
     x: Any, ord: float = 2, dim: Dim = None, keepdim: bool = False, dtype: Any = None
 ) -> Any:
     x = x if dtype is None else x.to(dtype)
-    return _vector_norm(widen(x), ord, dim, keepdim).to(x.dtype.to_real())
-
-
-def _vector_norm(x: Any, ord: float, dim: Dim, keepdim: bool) -> Any:
+    wide, dims = widen(x), Names.of(x.ndim).dims(dim)
     if math.isinf(ord):
-        return amax(x.abs(), dim, keepdim, 1 if ord > 0 else -1)
-    if ord == 0:
+        norm = amax(wide.abs(), dim, keepdim, 1 if ord > 0 else -1)
+    elif ord == 0:
         # 1 where x is not 0, with the gradient that torch gives it: zeros.
-        return torch.where(x != 0, 1.0, x * 0).sum(Names.of(x.ndim).dims(dim), keepdim=keepdim)
-    if ord == 1:
-        return x.abs().sum(Names.of(x.ndim).dims(dim), keepdim=keepdim)
-    return root_of(power_sum(x, ord, dim, keepdim), ord)
+        norm = torch.where(wide != 0, 1.0, wide * 0).sum(dims, keepdim=keepdim)
+    elif ord == 1:
+        norm = wide.abs().sum(dims, keepdim=keepdim)
+    else:
+        norm = root_of(power_sum(wide, ord, dim, keepdim), ord)
+    return norm.to(x.dtype.to_real())
 
 
 def root_of(total: Any, order: float = 2) -> Any:
@@ -419,19 +418,7 @@ def cross_entropy(
         weight: of each class.
         reduction: 0 none, 1 mean (over the weights of the targets not ignored), 2 sum.
     """
-    loss = _cross_entropy(x, target, weight, reduction, ignore_index, label_smoothing)
-    return loss.to(x.dtype)
-
-
-def _cross_entropy(
-    x: Any,
-    target: Any,
-    weight: Any,
-    reduction: int,
-    ignore_index: int,
-    label_smoothing: float,
-) -> Any:
-    smoothing = label_smoothing
+    smoothing, dtype = label_smoothing, x.dtype
     dim = 1 if x.ndim > 1 else 0
     classes = x.shape[dim]
     each = None if weight is None else weight.reshape([-1] + [1] * (x.ndim - dim - 1))
@@ -439,9 +426,9 @@ def _cross_entropy(
         logp = log_softmax(widen(x), dim)
         target = target * (1 - smoothing) + smoothing / classes if smoothing else target
         loss = -(logp * target if each is None else logp * target * each).sum(dim)
-        if reduction == 0:
-            return loss
-        return loss.sum() / (math.prod(x.shape) // classes if reduction == 1 else 1)
+        if reduction != 0:
+            loss = loss.sum() / (math.prod(x.shape) // classes if reduction == 1 else 1)
+        return loss.to(dtype)
     # The logits of the targets and the logarithm of the sum are all that is needed of them: no
     # tensor as large as the logits is made beyond the exponentials.
     logz = reduced(logsumexp(widen(x), dim))
@@ -451,12 +438,12 @@ def _cross_entropy(
     if weight is not None:
         loss = loss * F.embedding(index, weight.reshape(-1, 1)).squeeze(-1)
     loss = _reduce_loss(loss.masked_fill(ignored, 0), target, weight, ignore_index, reduction)
-    if not smoothing:
-        return loss
-    if each is None:
-        smooth = logz * classes - widen(x).sum(dim)
-    else:
-        smooth = logz * weight.sum() - (x * each).sum(dim)
-    smooth = smooth.masked_fill(ignored, 0)
-    smooth = _reduce_loss(smooth, target, weight, ignore_index, reduction)
-    return loss * (1 - smoothing) + smooth * (smoothing / classes)
+    if smoothing:
+        if each is None:
+            smooth = logz * classes - widen(x).sum(dim)
+        else:
+            smooth = logz * weight.sum() - (x * each).sum(dim)
+        smooth = smooth.masked_fill(ignored, 0)
+        smooth = _reduce_loss(smooth, target, weight, ignore_index, reduction)
+        loss = loss * (1 - smoothing) + smooth * (smoothing / classes)
+    return loss.to(dtype)

@@ -12,12 +12,15 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch.overrides import handle_torch_function, has_torch_function
 
-from .sentence import Names, SentenceError, parse
+from partita.layout import Fix, LayoutError
+
+from .sentence import Names, Sentence, SentenceError, parse
 
 __all__ = [
     "ON_NEW_RULE",
@@ -33,7 +36,6 @@ __all__ = [
     "index_in_piece",
     "narrow_piece",
     "own_op",
-    "pick_traced",
     "rule",
     "table_rule",
     "teach_rule",
@@ -199,9 +201,40 @@ def rule(*what: Any) -> Any:
 
     Raises:
         SentenceError: the sentence cannot be read, or has more terms than an operator of
-            `torch.library` takes, or none for a tensor that it always takes.
+            `torch.library` takes, or none for a tensor that it always takes, or another number of
+            results.
+        LayoutError: an ordinary Python function, which nobody would ask for its rule.
     """
+    for function in what:
+        if isinstance(function, FunctionType):
+            _check_is_asked(function)
     return _register_rule(what, must_fit=True)
+
+
+def _check_is_asked(function: FunctionType) -> None:
+    """Raise LayoutError if calls of a function do not reach partita, but only those within it."""
+    own = inspect.unwrap(function)
+    if own.__module__.split(".")[0] != "torch" and not _names_in(function) & _HANDLERS:
+        name = function.__name__
+        raise LayoutError(
+            f"rule: {name} is an ordinary Python function",
+            reason="partita enters it and asks for the rules of what it calls of torch: one of its "
+            "own would never be asked",
+            fixes=(
+                Fix(f"torch.library.custom_op('mine::{name}', mutates_args=())", "around it"),
+                Fix(f"pt.local_map({name}, ...)", "to run it on each rank's piece"),
+            ),
+        )
+
+
+_HANDLERS = {"handle_torch_function", "has_torch_function", "has_torch_function_unary"}
+
+
+def _names_in(function: FunctionType) -> set[str]:
+    """The names of globals that a function reads, and what it wraps."""
+    found = set(function.__code__.co_names)
+    inner = getattr(function, "__wrapped__", None)
+    return found | (_names_in(inner) if isinstance(inner, FunctionType) else set())
 
 
 def table_rule(*what: Any) -> Any:
@@ -214,7 +247,7 @@ def _register_rule(what: Sequence[Any], must_fit: bool) -> Any:
         text, functions = what[0], what[1:]
         for f in functions:
             if must_fit:
-                _check_terms(len(parse(text).terms), text, f)
+                _check_terms(parse(text), f)
             teach_rule(f, Rule(_name_of(f), text, must_fit=must_fit))
         return None
 
@@ -227,8 +260,9 @@ def _register_rule(what: Sequence[Any], must_fit: bool) -> Any:
     return register_derivation
 
 
-def _check_terms(count: int, text: str, function: Any) -> None:
-    """Raise SentenceError if an operator of torch.library never takes `count` operands."""
+def _check_terms(sentence: Sentence, function: Any) -> None:
+    """Raise SentenceError if an operator of torch.library never has so many operands or results."""
+    count, text = len(sentence.terms), sentence.text
     schema = getattr(getattr(function, "_opoverload", function), "_schema", None)
     if schema is None:
         return
@@ -239,6 +273,12 @@ def _check_terms(count: int, text: str, function: Any) -> None:
         raise SentenceError(
             f"the rule {text!r} has {terms}, and {_name_of(function)} takes "
             f"({', '.join(arguments)}): a rule has a term for each argument up to its last tensor"
+        )
+    returns = [str(r.type) for r in schema.returns]
+    if {*returns} == {"Tensor"} and len(returns) != len(sentence.outputs):
+        raise SentenceError(
+            f"the rule {text!r} has {len(sentence.outputs)} results, and {_name_of(function)} "
+            f"gives {len(returns)}: a rule has a term for each, with a comma between two"
         )
 
 
@@ -289,22 +329,6 @@ def narrow_piece(x: Any, dim: int, offset: Any, length: int) -> Any:
         # Every piece is as long as the first: behind the last one stand copies of its last place.
         return x.index_select(dim, places.clamp(max=max(x.shape[dim] - 1, 0)))
     return x.narrow(dim, offset, length)
-
-
-def pick_traced(input: Any, places: Sequence[tuple[int, Any, int]]) -> tuple[Any, Any]:
-    """One place of each of some split dimensions, which stay, of size 1; and whether it is another
-    rank's. For a captured step, where no number says at which places a piece begins.
-
-    Args:
-        places: dimension, place within this rank's piece (a tensor), and length of that piece.
-    """
-    away: Any = None
-    for dim, at, length in places:
-        at = at.to(input.device)
-        other = (at < 0) | (at >= length)
-        away = other if away is None else away | other
-        input = input.index_select(dim, at.clamp(0, length - 1).reshape(1))
-    return input, away
 
 
 def connected_zeros(input: Any, shape: Sequence[int]) -> Any:

@@ -132,7 +132,7 @@ def _gather_and_run(func: Callable[..., Any], args: Any, kwargs: dict[str, Any],
         if not collect_dtensors((args, kwargs)):
             return func(*args, **kwargs)
     if HERE.explainer is not None:
-        return HERE.explainer.explain_gathered(func, args, kwargs, op.form)
+        return HERE.explainer.explain_call(func, args, kwargs, op.form, has_rule=False)
     return run_gathered(func, args, kwargs, op.form)
 
 

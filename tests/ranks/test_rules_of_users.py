@@ -63,6 +63,20 @@ def test_a_sentence_that_fits_no_call_is_an_error_where_it_is_given(sentence, fa
         assert name not in RULES
 
 
+def test_an_ordinary_function_is_refused_since_nobody_would_ask_for_its_rule():
+    def plain(x):
+        return x.sin()
+
+    for give in (lambda: pt.rule("... -> ...", plain), lambda: pt.rule(plain)(lambda x: "a -> a")):
+        with pytest.raises(pt.LayoutError, match="plain is an ordinary Python function"):
+            give()
+
+
+def test_a_sentence_with_another_number_of_results_than_the_operator_is_an_error():
+    with pytest.raises(SentenceError, match="has 2 results, and shift gives 1"):
+        pt.rule("... h, h -> ... h, h", shift)
+
+
 def test_shapes_that_the_sentence_does_not_fit_are_an_error_with_rule_shapes_and_place():
     pt.rule("n m h, h -> n m h", bias_gelu)
     placements, y, sent = run(BIAS)

@@ -70,31 +70,6 @@ class Backend:
         """Fill `out` with the group's `x`, in group order."""
         self.begun(group._allgather_base(out, x), group, request).wait()
 
-    def reduce_scatter(
-        self,
-        group: dist.ProcessGroup,
-        out: torch.Tensor,
-        x: torch.Tensor,
-        op: str,
-        request: Request,
-    ) -> None:
-        """Fill `out` with this rank's piece of the reduction of the group's `x`."""
-        if op == "sum":
-            self.start_reduce_scatter(group, out, x, request).wait()
-            return
-        options = dist.ReduceScatterOptions()
-        options.reduceOp = _OPS[op]  # type: ignore[assignment]
-        self.begun(group._reduce_scatter_base(out, x, options), group, request).wait()
-
-    def all_reduce(
-        self, group: dist.ProcessGroup, x: torch.Tensor, op: str, request: Request
-    ) -> None:
-        """Put the reduction of the group's `x` into `x`."""
-        if op == "sum":
-            self.start_all_reduce(group, x, request).wait()
-            return
-        self.begun(group.allreduce([x], _OPS[op]), group, request).wait()
-
     def all_to_all(
         self,
         group: dist.ProcessGroup,
@@ -123,24 +98,31 @@ class Backend:
         return self.begun(group._allgather_base(out, x), group, request)
 
     def start_all_reduce(
-        self, group: dist.ProcessGroup, x: torch.Tensor, request: Request
+        self, group: dist.ProcessGroup, x: torch.Tensor, op: str, request: Request
     ) -> PendingWork:
-        """Begin to put the sum of the group's `x` into `x`."""
-        return self.begun(group.allreduce([x], dist.ReduceOp.SUM), group, request)
+        """Begin to put the reduction of the group's `x` into `x`."""
+        return self.begun(group.allreduce([x], _OPS[op]), group, request)
 
     def start_reduce_scatter(
-        self, group: dist.ProcessGroup, out: torch.Tensor, x: torch.Tensor, request: Request
+        self,
+        group: dist.ProcessGroup,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        op: str,
+        request: Request,
     ) -> PendingWork:
-        """Begin to fill `out` with this rank's piece of the sum of the group's `x`, which is made
-        in the dtype of `out`."""
+        """Begin to fill `out` with this rank's piece of the reduction of the group's `x`; a sum is
+        made in the dtype of `out`."""
         if out.dtype != x.dtype:
             return self.exchange_and_sum(group, out, x, request)
-        return self.begun(group._reduce_scatter_base(out, x), group, request)  # type: ignore[call-arg]
+        options = dist.ReduceScatterOptions()
+        options.reduceOp = _OPS[op]  # type: ignore[assignment]
+        return self.begun(group._reduce_scatter_base(out, x, options), group, request)
 
     def exchange_and_sum(
         self, group: dist.ProcessGroup, out: torch.Tensor, x: torch.Tensor, request: Request
     ) -> PendingSum:
-        """`start_reduce_scatter` by an exchange of shares, which are added in rank order."""
+        """`start_reduce_scatter` of a sum: shares are exchanged, and added in rank order."""
         if group.size() == 2:
             mine, other = x.view(2, -1).unbind()[:: 1 - 2 * group.rank()]
             share = torch.empty_like(mine)

@@ -80,25 +80,32 @@ class Gloo(Backend):
         return PendingList(begun)
 
     def start_all_reduce(
-        self, group: dist.ProcessGroup, x: torch.Tensor, request: Request
+        self, group: dist.ProcessGroup, x: torch.Tensor, op: str, request: Request
     ) -> PendingWork:
         n, size = group.size(), x.numel()
-        flat, way = x.view(-1), self.way_of_sum(x, n)
+        flat, way = x.view(-1), self.way_of_sum(x, n) if op == "sum" else "own"
         if way == "gather":
             shares = x.new_empty(n * size)
             exchange = WatchedWork(group._allgather_base(shares, flat), group, request)
             return PendingSum(exchange, shares.view(n, size).unbind(), flat)
         if way == "own":
-            return WatchedWork(group.allreduce([x], dist.ReduceOp.SUM), group, request)
+            return super().start_all_reduce(group, x, op, request)
         whole = flat if size % n == 0 else torch.nn.functional.pad(flat, (0, -size % n))
         piece = x.new_empty(whole.numel() // n)
         scatter = self.exchange_and_sum(group, piece, whole, request)
         return _Gathering(self, scatter, group, piece, flat, request)
 
     def start_reduce_scatter(
-        self, group: dist.ProcessGroup, out: torch.Tensor, x: torch.Tensor, request: Request
+        self,
+        group: dist.ProcessGroup,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        op: str,
+        request: Request,
     ) -> PendingWork:
-        return self.exchange_and_sum(group, out, x, request)
+        if op == "sum":
+            return self.exchange_and_sum(group, out, x, request)
+        return super().start_reduce_scatter(group, out, x, op, request)
 
 
 class _Gathering:

@@ -39,12 +39,7 @@ from .inductor import compile_program, digest_of_compiler, load, load_boxed
 from .section_cutter import sections_of
 from .store import Artifact, Store, default_store
 
-__all__ = [
-    "Wanted",
-    "WantedSection",
-    "build",
-    "build_together",
-]
+__all__ = ["build"]
 
 
 def build(
@@ -65,7 +60,7 @@ def build(
     found = _cut_into_sections(program, sections)
     if found is None:
         flat = program.flat()
-        (built,) = build_together([Wanted(flat, _describe_build(program, what))], wires)
+        (built,) = build_together([BuildRequest(flat, _describe_build(program, what))], wires)
         built = replace(built, call=with_constants(built.call, flat.graph))
     else:
         built = _build_sections(program, found, what, wires)
@@ -94,18 +89,14 @@ def _build_sections(program: Program, cut: Sections, what: str, wires: Sequence[
     for i, section in enumerate(cut.different):
         section_facts: dict[str, Any] = {"what": f"{what}, section {i + 1} of {len(cut.different)}"}
         section_facts["nodes"] = len(section.graph.graph.nodes)
-        wanted.append(WantedSection(section, facts | section_facts))
+        wanted.append(BuildRequest(section, facts | section_facts))
     built = dict(zip(cut.different, build_together(wanted, wires), strict=True))
     calls = {section: its.call for section, its in built.items()}
     sources = {section: its.metadata["code"] for section, its in built.items()}
-    return Built(
-        function_of_sections(cut, calls),
-        all(its.loaded for its in built.values()),
-        sum(its.seconds for its in built.values()),
-        program.key,
-        facts,
-        functools.cache(lambda: memory_of_sections(sources, cut, program)),
-        tuple(built.values()),
+    return replace(
+        Built.of_parts(function_of_sections(cut, calls), program.key, built.values()),
+        metadata=facts,
+        schedule=functools.cache(lambda: memory_of_sections(sources, cut, program)),
     )
 
 
@@ -128,7 +119,7 @@ def _describe_build(program: Program, what: str) -> dict[str, Any]:
 # -- turns of the ranks ----------------------------------------------------------------------------
 
 
-def build_together(wanted: Sequence[Wanted], wires: Sequence[Wire]) -> list[Built]:
+def build_together(wanted: Sequence[BuildRequest], wires: Sequence[Wire]) -> list[Built]:
     """Load or compile programs, on all ranks of the wires together.
 
     Args:
@@ -153,7 +144,7 @@ def build_together(wanted: Sequence[Wanted], wires: Sequence[Wire]) -> list[Buil
     return [program.built for program in wanted if program.built is not None]
 
 
-def _assign_turns(wanted: Sequence[Wanted], wire: Wire) -> list[int]:
+def _assign_turns(wanted: Sequence[BuildRequest], wire: Wire) -> list[int]:
     """For each program this rank's turn among the ranks of its host that miss it; -1 if it has it.
 
     Turn 0 compiles. It rotates from program to program, so that each rank has as many to compile.
@@ -174,14 +165,17 @@ def _assign_turns(wanted: Sequence[Wanted], wire: Wire) -> list[int]:
     return found
 
 
-def _raise_together(wanted: Sequence[Wanted], wires: Sequence[Wire]) -> None:
+def _raise_together(wanted: Sequence[BuildRequest], wires: Sequence[Wire]) -> None:
     """Raise, on all ranks, if one has failed. Raises LayoutError, the same on all."""
     error = next((program.error for program in wanted if program.error is not None), None)
     text = ""
     if error is not None:
-        text = f"on rank {wires[0].rank if wires else 0}: {_describe_error(error)}"
+        kind = "" if isinstance(error, LayoutError) else f"{type(error).__name__}: "
+        text = f"on rank {wires[0].rank if wires else 0}: {kind}{error}"
     for wire in wires:
-        text = next(filter(None, gather_texts(text, wire)), "")
+        text = next(
+            filter(None, gather_texts(text, wire, "waits for code that another rank compiles")), ""
+        )
     if text:
         raise LayoutError(
             "compile: the program could not be compiled",
@@ -191,11 +185,11 @@ def _raise_together(wanted: Sequence[Wanted], wires: Sequence[Wire]) -> None:
         ) from error
 
 
-class Wanted:
+class BuildRequest:
     """A program that this rank has to load or compile.
 
     Args:
-        program: to be built, or a section.
+        program: to be built, or a section, which is called with a list.
         facts: metadata of the artifact.
 
     Attributes:
@@ -210,6 +204,8 @@ class Wanted:
         self.error: Exception | None = None
         self.key = ""
         self.store: Store | None = None
+        self._load_payload: Callable[[bytes], Callable[..., Any]]
+        self._load_payload = load_boxed if isinstance(program, Section) else load
         self.attempt(self._find_key_and_store)
 
     def _find_key_and_store(self) -> None:
@@ -230,8 +226,6 @@ class Wanted:
             except Exception as error:
                 self.error = error
 
-    # -- what can be done --------------------------------------------------------------------------
-
     def load(self) -> None:
         """Load the program from the store, if it is there and loads."""
         assert self.store is not None
@@ -240,7 +234,7 @@ class Wanted:
             return
         begin = time.perf_counter()
         try:
-            call = self.load_callable(found.payload)
+            call = self._load_payload(found.payload)
         except Exception as error:
             path, text = self.store.path(self.key), f"{type(error).__name__}: {error}"
             warnings.warn(f"{path} is compiled again: {text}", RuntimeWarning, stacklevel=2)
@@ -252,43 +246,27 @@ class Wanted:
         """Compile the program, and put it into the store."""
         assert self.store is not None
         begin = time.perf_counter()
-        call, payload = compile_program(self.program, self.note_code)
-        call = self.make_callable(call, payload)
+        call, payload = compile_program(self.program, self._note_code)
+        if isinstance(self.program, Section):
+            whole = call
+            call = (lambda taken: whole(*taken)) if payload is None else load_boxed(payload)
         seconds = time.perf_counter() - begin
         metadata = self.facts | {"seconds": seconds, **self.program.metadata}
         if payload is not None:
             self.store.put(self.key, Artifact(payload, metadata))
         self.built = Built(call, False, seconds, self.key, metadata)
 
-    def load_callable(self, payload: bytes) -> Callable[..., Any]:
-        """The function to call, from a payload of the store."""
-        return load(payload)
-
-    def make_callable(self, call: Callable[..., Any], payload: bytes | None) -> Callable[..., Any]:
-        """The function to call, from what this process has compiled."""
-        return call
-
-    def note_code(self, code: list[str]) -> None:
-        """Keep the memory schedule of generated code in the metadata, for ranks that load it."""
-        assert isinstance(self.program, Program)
+    def _note_code(self, code: list[str]) -> None:
+        """Keep the memory schedule of generated code in the metadata, for ranks that load it; of a
+        section the code: when its memory is freed depends on what its caller holds."""
+        metadata = self.program.metadata
+        if isinstance(self.program, Section):
+            metadata["code"] = code
+            return
         try:
-            self.program.metadata["memory"] = memory_of_code(code, self.program).to_json()
+            metadata["memory"] = memory_of_code(code, self.program).to_json()
         except ValueError as error:
-            self.program.metadata["memory_unknown"] = str(error)
-
-
-class WantedSection(Wanted):
-    """A section that this rank has to load or compile. It is called with a list."""
-
-    def load_callable(self, payload: bytes) -> Callable[..., Any]:
-        return load_boxed(payload)
-
-    def make_callable(self, call: Callable[..., Any], payload: bytes | None) -> Callable[..., Any]:
-        return (lambda taken: call(*taken)) if payload is None else load_boxed(payload)
-
-    def note_code(self, code: list[str]) -> None:
-        """Keep the code: when a section's memory is freed depends on what its caller holds."""
-        self.program.metadata["code"] = code
+            metadata["memory_unknown"] = str(error)
 
 
 def _identify_host() -> str:
@@ -298,10 +276,3 @@ def _identify_host() -> str:
     except OSError:
         started = str(uuid.getnode())
     return f"{platform.node()} {started}"
-
-
-# -- errors ----------------------------------------------------------------------------------------
-
-
-def _describe_error(error: BaseException) -> str:
-    return str(error) if isinstance(error, LayoutError) else f"{type(error).__name__}: {error}"

@@ -8,7 +8,7 @@ bias corrections) runs in each call, and what the rest reads of it is copied to 
 - State (parameters, buffers, optimizer state) is read and written where it lies. Where it has
   moved, the kernels are recorded anew; state that moves again is copied like an argument.
 - Arguments are copied to where the recording reads them.
-- ReplayResults are copied out of the recording's memory, which the next replay writes.
+- Results are copied out of the recording's memory, which the next replay writes.
 
 The first call runs as it does without: kernels are compiled and tuned, and process groups connect.
 The second records. Inductor's own CUDA graphs are not used: they leave out a graph that writes its
@@ -33,23 +33,21 @@ from ..graph_nodes import (
     add_call,
     copy_node,
     drop_unused,
+    extract_graph,
     is_collective,
     lazy_graph_module,
     note_of,
 )
 from ..graph_text import key_of
-from ..program import Input, Program
+from ..program import Call, Input, Program
 
 __all__ = [
     "HostSplit",
     "NotRecorded",
-    "ReplayResults",
     "ReplayedProgram",
     "find_device",
     "split_host_part",
 ]
-
-Call = Callable[..., Sequence[Any]]
 
 _aten = torch.ops.aten
 UNSAFE_TAGS = frozenset(
@@ -191,7 +189,7 @@ class _HostCut:
             else:
                 outputs.append(("device", len(of_device)))
                 of_device.append(i)
-        host = self._make_host_graph([*crossing, *of_host])
+        host = extract_graph(self.program.graph, self.of_host, [*crossing, *of_host])
         device = self._make_device_program(crossing, of_device, end.args[0])
         host_inputs = [i for i, n in enumerate(placeholders) if n in self.of_host]
         others = [i for i, n in enumerate(placeholders) if n not in self.of_host]
@@ -212,16 +210,6 @@ class _HostCut:
                 if node not in self.of_host and read in self.of_host:
                     found.add(read)
         return [n for n in self.nodes if n in found]
-
-    def _make_host_graph(self, gives: Sequence[fx.Node]) -> fx.GraphModule:
-        graph = fx.Graph()
-        values: dict[fx.Node, fx.Node] = {}
-        for node in self.nodes:
-            if node in self.of_host:
-                values[node] = copy_node(graph, node, lambda n: values[n])
-        graph.output([values[n] for n in gives])
-        drop_unused(graph)
-        return lazy_graph_module(self.program.graph, graph)
 
     def _make_device_program(
         self, crossing: Sequence[fx.Node], gives: Sequence[int], outputs: Sequence[Any]

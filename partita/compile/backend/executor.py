@@ -37,7 +37,7 @@ from partita.comm.collective import (
 )
 
 from ..graph_nodes import Section, note_of, section_of
-from ..program import Axes, Groups
+from ..program import Axes, Call, Groups
 
 __all__ = [
     "FILE",
@@ -110,6 +110,8 @@ class GraphWriter:
     Args:
         groups: wire and axes of the graph's process groups, by name; None for torch's own
             collectives.
+        drops_inputs: are inputs dropped where they are read last? They come in a list, which the
+            code empties, as a section does.
 
     Attributes:
         names: for each node the name of its value.
@@ -117,11 +119,8 @@ class GraphWriter:
         nodes_of_sections: by the code of each section that is called, the same.
     """
 
-    drops_inputs = False
-    """Are inputs dropped where they are read last?"""
-
-    def __init__(self, graph: fx.GraphModule, groups: Groups | None):
-        self.graph, self.groups = graph, groups
+    def __init__(self, graph: fx.GraphModule, groups: Groups | None, drops_inputs: bool = False):
+        self.graph, self.groups, self.drops_inputs = graph, groups, drops_inputs
         self.nodes_of_sections: dict[CodeType, list[fx.Node]] = {}
         self._calls: dict[Section, Callable[[list[Any]], Any]] = {}
         self._bound: dict[str, Any] = {"inf": float("inf"), "nan": float("nan")}
@@ -136,7 +135,8 @@ class GraphWriter:
         inputs = [n for n in nodes if n.op == "placeholder"]
         self.names = {n: f"v{i}" for i, n in enumerate(nodes)}
         given = "".join(f"{self.names[n]}, " for n in inputs)
-        lines = ["def run(inputs):", self.take_inputs(given)]
+        emptied = "; inputs.clear()" if self.drops_inputs else ""
+        lines = ["def run(inputs):", f" {given}= inputs{emptied}" if given else " pass"]
         dropped = self._find_last_reads(nodes)
         for node in nodes:
             if node.op != "placeholder":
@@ -160,14 +160,10 @@ class GraphWriter:
     def call_of(self, section: Section) -> Callable[[list[Any]], Any]:
         """What runs a section."""
         if section not in self._calls:
-            written = _SectionBodyWriter(section.graph, self.groups)
+            written = GraphWriter(section.graph, self.groups, drops_inputs=True)
             self._calls[section] = run = written.function()
             self.nodes_of_sections[run.__code__] = written.nodes
         return self._calls[section]
-
-    def take_inputs(self, names: str) -> str:
-        """The line that gives the inputs their names."""
-        return f" {names}= inputs" if names else " pass"
 
     def reads(self, node: fx.Node) -> Iterable[fx.Node]:
         """The values that must live until a node has run."""
@@ -237,15 +233,6 @@ class GraphWriter:
             name = self._of[id(value)] = f"c{len(self._of)}"
             self._bound[name] = value  # kept alive, so that its id stays its own
         return name
-
-
-class _SectionBodyWriter(GraphWriter):
-    """Writes the code of a section, which empties the list of its inputs."""
-
-    drops_inputs = True
-
-    def take_inputs(self, names: str) -> str:
-        return f" {names}= inputs; inputs.clear()" if names else " pass"
 
 
 # -- collectives -----------------------------------------------------------------------------------
@@ -354,9 +341,6 @@ class Sections:
         return sum(len(s.graph.graph.nodes) for s in self.different)
 
 
-# -- the code that calls sections ------------------------------------------------------------------
-
-
 SectionCall = Callable[[list[Any]], Sequence[torch.Tensor]]
 """A compiled section: takes a list of its inputs, which it empties."""
 
@@ -373,7 +357,11 @@ def function_of_sections(
 
 
 class SectionWriter(GraphWriter):
-    """Writes the code of an outer graph: calls of sections, and what stands between them."""
+    """Writes the code of an outer graph: calls of sections, and what stands between them.
+
+    Without groups collectives are torch's own, and what they read is held until they are waited
+    for.
+    """
 
     def __init__(
         self,
@@ -395,8 +383,6 @@ class SectionWriter(GraphWriter):
 
 # -- constants, which compiled code takes as inputs ------------------------------------------------
 
-Call = Callable[..., Sequence[torch.Tensor]]
-
 
 def constants_of(graph: fx.GraphModule) -> list[torch.Tensor]:
     """The constants of a graph, in the order in which it reads them."""
@@ -404,7 +390,8 @@ def constants_of(graph: fx.GraphModule) -> list[torch.Tensor]:
 
 
 def constants_as_inputs(graph: fx.GraphModule) -> None:
-    """Change a graph so that it takes its constants as inputs, after its own."""
+    """Change a graph so that it takes its constants as inputs, after its own: compiled code that
+    held them would lose them in the store."""
     held = graph.graph.find_nodes(op="get_attr")
     names = names_of_constants(graph)
     last = graph.graph.find_nodes(op="placeholder")[-1:]

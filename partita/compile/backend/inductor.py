@@ -39,8 +39,7 @@ from partita.versions import INPUT_CHECK
 
 from ..capture.fakes import fake_mode_of
 from ..graph_nodes import NOTE, Section
-from ..memory.codegen_memory import code_of
-from ..program import Program
+from ..program import Call, Program
 from .executor import SectionCall, constants_as_inputs, constants_of
 from .store import Untrusted, check_folder
 
@@ -59,8 +58,6 @@ __all__ = [
     "use_private_cache",
     "without_compiler",
 ]
-
-Call = Callable[..., Sequence[torch.Tensor]]
 
 CONFIG: dict[str, Any] = {
     # Torch's own kernels draw random numbers, so that they are those of eager code.
@@ -84,7 +81,7 @@ _FORMAT = 4  # of a payload
 # Files that decide what is compiled of a graph, and the schedule of its memory.
 _FILES_OF_COMPILER = (
     "versions.py",
-    "compile/graph_nodes.py",  # `behind_needs`
+    "compile/graph_nodes.py",  # `order_by_needs`
     *(f"compile/memory/{name}.py" for name in ("codegen_memory", "storages")),
     *(f"compile/backend/{name}.py" for name in ("executor", "section_cutter")),
     *(f"compile/backend/{name}.py" for name in ("inductor", "inductor_scheduling")),
@@ -145,12 +142,12 @@ def compile_program(
         stack.enter_context(tracing(TracingContext(mode)))
         _configure_inductor(stack, program.key)
         libraries = stack.enter_context(_record_libraries())
-        code = stack.enter_context(code_of())
+        code = stack.enter_context(_record_code())
         # Private torch, though vLLM relies on it: the one way to a result that can be saved.
         artifact: Any = torch._inductor.standalone_compile(
             graph, examples, dynamic_shapes="from_tracing_context", aot=True
         )
-        note_code(code())
+        note_code(code)
         try:
             saved = artifact.serialize()
             if _has_checked_inputs(program):
@@ -305,6 +302,24 @@ def _configure_inductor(stack: ExitStack, key: str) -> None:
         stack.enter_context(functorch.patch(bypass_autograd_cache_key=True))
 
 
+@contextmanager
+def _record_code() -> Iterator[list[str]]:
+    """Within, the code that Inductor generates is added to the list that this yields.
+
+    Private torch: a hook of torch's own tests.
+    """
+    from torch._inductor.graph import GraphLowering
+
+    found: list[str] = []
+    hook: Any = GraphLowering
+    before = hook.save_output_code
+    hook.save_output_code = staticmethod(found.append)
+    try:
+        yield found
+    finally:
+        hook.save_output_code = before
+
+
 # -- libraries of C++ kernels ----------------------------------------------------------------------
 # Private torch: generated code gets each kernel of `AsyncCompile.cpp_pybinding(types, source)`.
 
@@ -379,7 +394,12 @@ _TEXTS = ("runnable_graph_str", "inductor_post_grad_graph_str")
 
 
 def remove_compiler_data(saved: bytes) -> bytes:
-    """A saved result without what only the compiler reads. Private torch: its format."""
+    """A saved result without what only the compiler reads. Private torch: its format.
+
+    Torch saves what is needed to compile it again, and generated code imports the compiler for a
+    few names: most of the time of a load. These are given here instead (`_LINES`). What a new torch
+    writes in another way is left as it is.
+    """
     entry, *rest = pickle.loads(saved)
     code = entry.compiled_fw.result
     for line, ours in _LINES.items():
@@ -395,7 +415,10 @@ def remove_compiler_data(saved: bytes) -> bytes:
 
 
 def remove_input_checks(saved: bytes) -> bytes:
-    """A saved result whose code does not check the shapes and strides of its inputs."""
+    """A saved result whose code does not check the shapes and strides of its inputs.
+
+    A call's guards have, and a tiny step spends as long around its kernels as in them.
+    """
     entry, *rest = pickle.loads(saved)
     code = entry.compiled_fw.result
     code.source_code = INPUT_CHECK.sub("", code.source_code)
@@ -487,7 +510,12 @@ _PREFIX = "partita-compiles-"
 
 @contextmanager
 def cleaning_up_libraries() -> Iterator[None]:
-    """Within, and after a failure, there is no half-written library in torch's folder."""
+    """Within, and after a failure, there is no half-written library in torch's folder.
+
+    A compile that is killed leaves one, and torch loads it as if it were complete, which crashes
+    the process. So while something is compiled, a locked marker file lies there. One without a lock
+    is of a process that was killed: half-written libraries that are not older are deleted.
+    """
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     folder = Path(cache_dir())

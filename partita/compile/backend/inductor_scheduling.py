@@ -22,7 +22,7 @@ from torch._inductor.choices import InductorChoices
 
 from partita.versions import base_of_scheduler_passes
 
-from ..graph_nodes import behind_needs, note_of
+from ..graph_nodes import note_of, order_by_needs
 
 __all__ = ["Choices", "InOrder", "mark"]
 
@@ -135,12 +135,12 @@ class InOrder(_Pass):  # type: ignore[misc]
             if node in late and (ready[node] >= 0 or _writes_input(node)):
                 behind.setdefault(ready[node], []).append(node)
         done: set[Any] = set()
-        order = list(behind_needs(behind.get(-1, []), needs, done))
+        order = list(order_by_needs(behind.get(-1, []), needs, done))
         for i, node in enumerate(nodes):
             if node not in late and node not in done:
                 done.add(node)
                 order.append(node)
-            order += behind_needs(behind.get(i, []), needs, done)
+            order += order_by_needs(behind.get(i, []), needs, done)
         assert len(order) == len(nodes)
         return order
 
@@ -159,7 +159,7 @@ def _as_in_graph(nodes: list[Any]) -> list[Any]:
 
     makers = {name: node for node in nodes for name in node.get_buffer_names()}
     needs = {node: _find_dependencies(node, makers) for node in nodes}
-    return list(behind_needs(sorted(nodes, key=place_in_graph), needs, set()))
+    return list(order_by_needs(sorted(nodes, key=place_in_graph), needs, set()))
 
 
 def _find_dependencies(node: Any, makers: dict[str, Any]) -> list[Any]:

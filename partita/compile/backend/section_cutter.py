@@ -7,7 +7,6 @@ only values that own their memory: views are made again in the section that read
 
 from __future__ import annotations
 
-import hashlib
 import operator
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterator, Sequence
@@ -37,7 +36,7 @@ from ..graph_nodes import (
     note_of,
     section_of,
 )
-from ..graph_text import line_of, repeats_of
+from ..graph_text import key_of, line_of, repeats_of
 from ..memory.storages import Storages, storages_of
 from ..program import Program
 from .executor import Sections
@@ -77,10 +76,12 @@ def sections_of(program: Program, always: bool = False, least: int = LEAST) -> S
     calls = len(program.graph.graph.nodes) - len(program.inputs)
     if not always and calls <= DEEP:
         return None
-    found = _GraphCutter(program, least).sections()
-    if found is None or not found.different or (not always and found.nodes > _LEFT * calls):
+    try:
+        found = _GraphCutter(program, least).cut_graph()
+    except UnsureOfSections:
         return None
-    return found
+    worth = always or found.nodes <= _LEFT * calls
+    return found if found.different and worth else None
 
 
 def sections_of_blocks(
@@ -135,12 +136,6 @@ class _GraphCutter:
         self._outer = fx.Graph()
         self._values: dict[fx.Node, fx.Node] = {}  # for each node its node in the outer graph
         self._read: dict[fx.Node, None] = {}  # values of parts that are read from outside
-
-    def sections(self) -> Sections | None:
-        try:
-            return self.cut_graph()
-        except UnsureOfSections:
-            return None
 
     def cut_graph(self) -> Sections:
         """The graph as sections. Raises UnsureOfSections where that cannot be."""
@@ -300,11 +295,13 @@ class _GraphCutter:
             self._have_operands(node)
             self._values[node] = self._copy_to_outer(node)
 
-    def _check_owned(self, gives: Sequence[fx.Node]) -> None:
+    def _check_owned(self, outputs: Sequence[fx.Node]) -> None:
         """Raise UnsureOfSections where a part returns a view of an input or of another result."""
-        shown = [s for node in gives for s in self.storages.of[node]]
+        shown = [s for node in outputs for s in self.storages.of[node]]
         makers = {self.storages.maker[s] for s in shown}
-        if len(set(shown)) < len(shown) or any(self.of.get(m) != self.of[gives[0]] for m in makers):
+        if len(set(shown)) < len(shown) or any(
+            self.of.get(m) != self.of[outputs[0]] for m in makers
+        ):
             raise UnsureOfSections
 
     def _call_section(self, part: Sequence[fx.Node]) -> None:
@@ -317,16 +314,16 @@ class _GraphCutter:
         if section is None:
             graph = lazy_graph_module(torch.nn.Module(), made.graph)
             section = self.known[key, made.devices] = Section(graph, key)
-        self._check_owned(made.gives)
+        self._check_owned(made.outputs)
         self.calls += 1
-        for node in made.takes:
+        for node in made.inputs:
             self._ensure_value(node)
-        takes = [self._values[n] for n in made.takes]
-        call = add_call(self._outer, call_section, (section, takes))  # type: ignore[arg-type]
+        given = [self._values[n] for n in made.inputs]
+        call = add_call(self._outer, call_section, (section, given))  # type: ignore[arg-type]
         first = note_of(part[0])
         note = Note(first.source, first.phase, again=first.again)  # what moves is not the section
-        call.meta = {NOTE: note, "val": [n.meta["val"] for n in made.gives]}
-        for i, node in enumerate(made.gives):
+        call.meta = {NOTE: note, "val": [n.meta["val"] for n in made.outputs]}
+        for i, node in enumerate(made.outputs):
             self._values[node] = piece = add_call(self._outer, operator.getitem, (call, i))
             piece.meta = _meta_of(node)
             its = note_of(node)
@@ -337,23 +334,23 @@ class _SectionGraph:
     """A part of a graph as a graph of its own.
 
     Attributes:
-        takes: the nodes of the whole graph that it reads.
-        gives: its nodes that others read.
+        inputs: the nodes of the whole graph that it reads.
+        outputs: its nodes that others read.
     """
 
     def __init__(self, cutting: _GraphCutter, part: Sequence[fx.Node]):
         self._cutting = cutting
         self.graph = fx.Graph()
-        self.takes: list[fx.Node] = []
+        self.inputs: list[fx.Node] = []
         self._known: set[int] = set()
         self._of: dict[fx.Node, fx.Node] = {}
         self._pieces = self._pieces_of_more(part)
         for node in part:
             self._have_operands(node)
             self._of[node] = self._add_call(node)
-        self.gives = [n for n in part if n in cutting._read]
-        self.has_effect_or_value = bool(self.gives) or any(has_effect(n) for n in part)
-        self.graph.output([self._of[n] for n in self.gives])
+        self.outputs = [n for n in part if n in cutting._read]
+        self.has_effect_or_value = bool(self.outputs) or any(has_effect(n) for n in part)
+        self.graph.output([self._of[n] for n in self.outputs])
 
     def _add_call(self, node: fx.Node) -> fx.Node:
         copy = copy_node(self.graph, node, lambda n: self._of[n])
@@ -405,13 +402,13 @@ class _SectionGraph:
         }
 
     def _add_placeholder(self, node: fx.Node) -> fx.Node:
-        last = self._of[self.takes[-1]] if self.takes else None
+        last = self._of[self.inputs[-1]] if self.inputs else None
         graph = self.graph
         with graph.inserting_after(last) if last is not None else graph.inserting_before():
-            given = self.graph.placeholder(f"in_{len(self.takes)}")
+            given = self.graph.placeholder(f"in_{len(self.inputs)}")
         given.meta = _meta_of(node)
         given.meta["val"] = make_distinct(given.meta["val"], self._known)
-        self.takes.append(node)
+        self.inputs.append(node)
         return given
 
     @property
@@ -427,7 +424,7 @@ class _SectionGraph:
             number[node] = f"%{len(number)}"
             note = note_of(node)  # by it kernels are fused: `inductor_scheduling`
             lines.append(f"{line_of(node, number)} {note.phase} {note.again}")
-        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:40]
+        return key_of(lines)[:40]
 
 
 def _devices_of(graph: fx.Graph) -> frozenset[torch.device]:

@@ -329,8 +329,7 @@ def open_trusted(path: Path) -> BinaryIO:
     if path.is_symlink():
         raise Untrusted("it is a symbolic link")
     # The opened file is checked, so that it cannot be exchanged; opening a pipe must not block.
-    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-    file = os.fdopen(os.open(path, flags | getattr(os, "O_BINARY", 0)), "rb")
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
     try:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode):
@@ -362,8 +361,6 @@ def check_folder(folder: Path) -> None:
 
 
 def _check_owner_and_mode(found: os.stat_result, link: bool = False) -> None:
-    if not hasattr(os, "geteuid"):  # Windows has no such modes
-        return
     if found.st_uid not in (os.geteuid(), 0):
         raise Untrusted("it belongs to another user")
     if found.st_mode & _OTHERS and not link:

@@ -29,6 +29,7 @@ from partita.tensor.op_facts import facts_of
 
 from ..errors import CaptureError
 from ..graph_nodes import (
+    BLOCK_RESULT,
     NOTE,
     GraphPart,
     add_call,
@@ -147,6 +148,13 @@ class BlockProgram(GraphPart):
 
     def __repr__(self) -> str:
         return f"'a {self.kind.__name__}'"  # as code: it stands among the operands of a node
+
+    def mark_results(self) -> None:
+        """Mark the calls that make its results, wherever they are copied to."""
+        (end,) = self.graph.graph.find_nodes(op="output")
+        outputs: Any = end.args[0]
+        for node in outputs[: len(self.results)]:
+            _find_base_of_alias(node).meta[BLOCK_RESULT] = True
 
     def without_unread(self, results: Collection[int], gradients: Collection[int]) -> BlockProgram:
         """The program that gives of its results and gradients those with these numbers; itself
@@ -452,6 +460,7 @@ class _Outlining:
         )
         _check_results_apart(program)
         program.bodies(made.graph)
+        program.mark_results()
         return program, free_early, free_late
 
     @staticmethod

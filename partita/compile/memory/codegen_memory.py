@@ -11,8 +11,7 @@ import ast
 import re
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -37,27 +36,9 @@ from ..capture.fakes import fake_mode_of
 from ..graph_nodes import Note, Section, lazy_graph_module, note_of
 from ..program import Program
 from .schedule import Buffer, Memory
-from .storages import held_by, made_at_entry, opname, staging, workspace
+from .storages import held_by, made_at_entry, noted_buffer, opname, staging, workspace
 
-__all__ = ["code_of", "memory_of_code", "memory_of_sections"]
-
-
-@contextmanager
-def code_of() -> Iterator[Callable[[], list[str]]]:
-    """Within, the code that Inductor generates is kept; yields a function that returns it.
-
-    Private torch: a hook of torch's own tests.
-    """
-    from torch._inductor.graph import GraphLowering
-
-    found: list[str] = []
-    hook: Any = GraphLowering
-    before = hook.save_output_code
-    hook.save_output_code = staticmethod(found.append)
-    try:
-        yield lambda: found
-    finally:
-        hook.save_output_code = before
+__all__ = ["memory_of_code", "memory_of_sections"]
 
 
 def memory_of_code(sources: Sequence[str], program: Program) -> Memory:
@@ -277,19 +258,7 @@ class _FakeRun(TorchDispatchMode):
             name, note = what.name_at(line), what.note_at(line)
         else:
             name, note = "", _NONE
-        return Buffer(
-            name,
-            nbytes,
-            at,
-            at + 1,
-            (),
-            by,
-            note.source,
-            note.phase,
-            note.layout,
-            note.reason,
-            passing,
-        )
+        return noted_buffer(note, name, by, nbytes, birth=at, death=at + 1, passing=passing)
 
 
 class _GeneratedGlobals(dict[str, Any]):

@@ -26,7 +26,7 @@ from partita.comm.device import Device, state_of_host_profiler
 from partita.tensor.op_facts import facts_of
 
 from ..capture.equal_calls import call_without_memory, tensors_in
-from ..graph_nodes import Section, SectionSchedule, is_collective, note_of, section_of
+from ..graph_nodes import Note, Section, SectionSchedule, is_collective, note_of, section_of
 from ..program import Groups, Program
 from .schedule import Buffer, HeldInput, Memory
 
@@ -194,15 +194,14 @@ def memory_of(program: Program) -> Memory:
                 views.setdefault(s, []).append(node.name)
     buffers = []
     for node in nodes:
+        at, what = place[node], (note_of(node), node.name, opname(node))
         for s in storages.made_by(node) if node.op == "call_function" else ():
             end = last.get(s)
             death = len(nodes) if end is None else place[end] + 1
-            buffers.append(
-                _make_buffer(node, storages.nbytes[s], place[node], death, tuple(views.get(s, ())))
-            )
-        if node in storages.passing:
-            at = place[node]
-            buffers.append(_make_buffer(node, storages.passing[node], at, at + 1, passing=True))
+            names, nbytes = tuple(views.get(s, ())), storages.nbytes[s]
+            buffers.append(noted_buffer(*what, nbytes, birth=at, death=death, views=names))
+        if (extra := storages.passing.get(node)) is not None:
+            buffers.append(noted_buffer(*what, extra, birth=at, death=at + 1, passing=True))
     return Memory(
         tuple(f"{n.name} {opname(n)}".strip() for n in nodes),
         (*made_at_entry(program, len(nodes)), *buffers),
@@ -303,28 +302,10 @@ def opname(node: fx.Node) -> str:
     return str(getattr(target, "_opname", getattr(target, "__name__", target)))
 
 
-def _make_buffer(
-    node: fx.Node,
-    nbytes: int,
-    birth: int,
-    death: int,
-    views: tuple[str, ...] = (),
-    passing: bool = False,
-) -> Buffer:
-    note = note_of(node)
-    return Buffer(
-        node.name,
-        nbytes,
-        birth,
-        death,
-        views,
-        opname(node),
-        note.source,
-        note.phase,
-        note.layout,
-        note.reason,
-        passing,
-    )
+def noted_buffer(note: Note, name: str, made_by: str, nbytes: int, **more: Any) -> Buffer:
+    """The buffer of a call with this note; `more` are other attributes of it."""
+    more |= {k: getattr(note, k) for k in ("source", "phase", "layout", "reason")}
+    return Buffer(name, nbytes, made_by=made_by, **more)
 
 
 # -- workspaces of kernels -------------------------------------------------------------------------
@@ -333,7 +314,7 @@ _aten = torch.ops.aten
 
 
 def workspace(target: Any, args: Sequence[Any], made: Any) -> int:
-    """Bytes of the workspace of a call; 0 where none is known.
+    """Bytes of the workspace of a call, which torch does not document; 0 where none is known.
 
     Args:
         args: its operands, with fake tensors.

@@ -9,16 +9,8 @@ In reading order:
 - Memory: `remat` (regions, budgets, and what is worth keeping), `lifetime`. Views: `merge_views`.
 """
 
-from .pass_manager import (
-    PASSES,
-    Change,
-    Pass,
-    Passes,
-    order_passes,
-    record_changes,
-    record_each_change,
-    run_passes,
-)
+from ..step_options import Pass, Passes
+from .pass_manager import PASSES, Change, order_passes, record_changes, run_passes
 from .rewrite import Making, find, put, replace
 
 __all__ = [
@@ -31,7 +23,6 @@ __all__ = [
     "order_passes",
     "put",
     "record_changes",
-    "record_each_change",
     "replace",
     "run_passes",
 ]

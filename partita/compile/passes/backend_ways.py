@@ -99,7 +99,6 @@ def _lower_reduce_scatter(graph: fx.Graph, node: fx.Node, n: int, is_read_late: 
             make(sum_of_shares, shares, n) if is_read_late else _sum_shares(make, shares, n, dtype)
         )
         wait.replace_all_uses_with(whole)
-    _erase_nodes(graph, wait, node)
 
 
 def _lower_all_reduce(graph: fx.Graph, node: fx.Node, n: int, way: WayOfSum) -> None:
@@ -124,7 +123,6 @@ def _lower_all_reduce(graph: fx.Graph, node: fx.Node, n: int, way: WayOfSum) -> 
             if size % n:
                 whole = make(_aten.slice.Tensor, whole, 0, 0, size)
         wait.replace_all_uses_with(make(_aten.reshape.default, whole, shape))
-    _erase_nodes(graph, wait, node)
 
 
 def _sum_shares(make: Making, shares: fx.Node, n: int, dtype: torch.dtype) -> fx.Node:
@@ -140,8 +138,3 @@ def _sum_shares(make: Making, shares: fx.Node, n: int, dtype: torch.dtype) -> fx
             row = make(_aten._to_copy.default, row, dtype=torch.float32)
         total = row if total is None else make(_aten.add.Tensor, total, row)
     return make(_aten._to_copy.default, total, dtype=dtype) if narrow else total
-
-
-def _erase_nodes(graph: fx.Graph, *nodes: fx.Node) -> None:
-    for node in nodes:
-        graph.erase_node(node)

@@ -18,7 +18,7 @@ from torch import fx
 from partita.comm.collective import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT
 from partita.tensor.op_facts import facts_of
 
-from ..graph_nodes import NOTE, is_collective, note_of
+from ..graph_nodes import NOTE, Note, is_collective, note_of
 from ..program import Program, find_cotangents
 from .gathered_parameters import Runs, packing_of
 from .rewrite import Making
@@ -147,7 +147,7 @@ def _split_independent(members: list[fx.Node]) -> list[list[fx.Node]]:
     """
     parts: list[list[fx.Node]] = []
     for node in reversed(members):
-        waiting = _find_dependents(node, parts[-1][-1]) if parts else set()
+        waiting = _find_dependents([node], parts[-1][-1]) if parts else set()
         if parts and waiting.isdisjoint(parts[-1]) and not any(map(_is_backward_work, waiting)):
             parts[-1].insert(0, node)
         else:
@@ -184,10 +184,10 @@ def _is_ready_before(operand: fx.Node, place: fx.Node) -> bool:
     return operand < place
 
 
-def _find_dependents(node: fx.Node, last: fx.Node) -> set[fx.Node]:
-    """The nodes up to `last` that depend on `node`."""
+def _find_dependents(nodes: Iterable[fx.Node], last: fx.Node) -> set[fx.Node]:
+    """The nodes up to `last` that depend on one of `nodes`."""
     found: set[fx.Node] = set()
-    waiting = [node]
+    waiting = [*nodes]
     while waiting:
         for user in waiting.pop().users:
             if user not in found and user <= last:
@@ -198,11 +198,8 @@ def _find_dependents(node: fx.Node, last: fx.Node) -> set[fx.Node]:
 
 def _join_gathers(graph: fx.Graph, members: list[fx.Node]) -> None:
     size, name = members[0].args[1:]
-    sizes = [m.args[0].meta["val"].numel() for m in members]  # type: ignore[union-attr]
-    note = note_of(members[0])
-    note = replace(note, nbytes=sum(note_of(m).nbytes for m in members), before="", after="")
     with graph.inserting_before(members[0]):
-        make = Making(graph, note)
+        make = Making(graph, _joint_note(members, members[0]))
 
         def make_before(node: fx.Node) -> fx.Node:
             """`node`, or a copy of it here where it stands too late."""
@@ -212,56 +209,42 @@ def _join_gathers(graph: fx.Graph, members: list[fx.Node]) -> None:
             assert isinstance(source, fx.Node)
             return make(node.target, make_before(source), *rest, **node.kwargs)
 
-        flats = [
-            make(_aten.reshape.default, make_before(_operand_of_collective(m)), [-1])
-            for m in members
-        ]
+        operands = [_operand_of_collective(m) for m in members]
+        flats = [make(_aten.reshape.default, make_before(x), [-1]) for x in operands]
         whole = make(ALL_GATHER, make(_aten.cat.default, flats), size, name)
         rows = make(_aten.view.default, make(WAIT, whole), [size, -1])
-        at, pieces = 0, []
-        for n in sizes:
-            piece = make(_aten.slice.Tensor, rows, 1, at, at + n)
-            pieces.append(make(_aten.reshape.default, piece, [-1]))
-            at += n
-    _replace_members(graph, members, pieces)
+        _replace_members(make, members, rows, 1, [(x, [-1]) for x in operands])
 
 
 def _join_scatters(graph: fx.Graph, members: list[fx.Node]) -> None:
     op, size, name = members[0].args[1:]
-    sizes = [m.meta["val"].numel() for m in members]
-    note = note_of(members[-1])
-    note = replace(note, nbytes=sum(note_of(m).nbytes for m in members), before="", after="")
     with graph.inserting_before(members[-1].next):
-        make = Making(graph, note)
+        make = Making(graph, _joint_note(members, members[-1]))
         rows = [make(_aten.reshape.default, m.args[0], [size, -1]) for m in members]
         flat = make(_aten.reshape.default, make(_aten.cat.default, rows, 1), [-1])
         part = make(WAIT, make(REDUCE_SCATTER, flat, op, size, name))
-        at, pieces = 0, []
-        for n in sizes:
-            pieces.append(make(_aten.slice.Tensor, part, 0, at, at + n))
-            at += n
-        end = pieces[-1]
-    _replace_members(graph, members, pieces)
-    _sink_users(pieces, end)
+        pieces = _replace_members(make, members, part, 0, [(m, None) for m in members])
+    _sink_users(pieces)
 
 
 def _join_all_reduces(graph: fx.Graph, members: list[fx.Node]) -> None:
     op, name = members[0].args[1:]
-    note = note_of(members[-1])
-    note = replace(note, nbytes=sum(note_of(m).nbytes for m in members), before="", after="")
     with graph.inserting_before(members[-1].next):
-        make = Making(graph, note)
+        make = Making(graph, _joint_note(members, members[-1]))
         flats = [make(_aten.reshape.default, _skip_packing_copy(m), [-1]) for m in members]
         whole = make(WAIT, make(ALL_REDUCE, make(_aten.cat.default, flats), op, name))
-        at, pieces = 0, []
-        for m in members:
-            n, shape = m.meta["val"].numel(), list(m.meta["val"].shape)
-            piece = make(_aten.slice.Tensor, whole, 0, at, at + n)
-            pieces.append(make(_aten.reshape.default, piece, shape))
-            at += n
-        end = pieces[-1]
-    _replace_members(graph, members, pieces)
-    _sink_users(pieces, end)
+        shown = [(m, list(m.meta["val"].shape)) for m in members]
+        pieces = _replace_members(make, members, whole, 0, shown)
+    _sink_users(pieces)
+
+
+_JOIN = {ALL_GATHER: _join_gathers, REDUCE_SCATTER: _join_scatters, ALL_REDUCE: _join_all_reduces}
+
+
+def _joint_note(members: list[fx.Node], one: fx.Node) -> Note:
+    """The note of a joint collective, in the place of `one`."""
+    nbytes = sum(note_of(m).nbytes for m in members)
+    return replace(note_of(one), nbytes=nbytes, before="", after="")
 
 
 def _skip_packing_copy(node: fx.Node) -> fx.Node:
@@ -272,28 +255,37 @@ def _skip_packing_copy(node: fx.Node) -> fx.Node:
     return operand
 
 
-_JOIN = {ALL_GATHER: _join_gathers, REDUCE_SCATTER: _join_scatters, ALL_REDUCE: _join_all_reduces}
+def _replace_members(
+    make: Making,
+    members: list[fx.Node],
+    whole: fx.Node,
+    dim: int,
+    shown: Iterable[tuple[fx.Node, list[int] | None]],
+) -> list[fx.Node]:
+    """Have who waits for `members` read pieces of a joint result; the pieces.
 
-
-def _replace_members(graph: fx.Graph, members: list[fx.Node], pieces: list[fx.Node]) -> None:
+    Args:
+        dim: along which the pieces lie in `whole`, end to end.
+        shown: for each piece the node that has as many elements, and its shape; None for flat.
+    """
+    at, pieces = 0, []
+    for like, shape in shown:
+        n = like.meta["val"].numel()
+        piece = make(_aten.slice.Tensor, whole, dim, at, at + n)
+        pieces.append(piece if shape is None else make(_aten.reshape.default, piece, shape))
+        at += n
     for member, piece in zip(members, pieces, strict=True):
         for wait in list(member.users):
             assert math.prod(wait.meta["val"].shape) == piece.meta["val"].numel()
             wait.replace_all_uses_with(piece)
-            graph.erase_node(wait)
-        graph.erase_node(member)
+            make.graph.erase_node(wait)
+        make.graph.erase_node(member)
+    return pieces
 
 
-def _sink_users(pieces: list[fx.Node], end: fx.Node) -> None:
-    """Move what reads the pieces behind `end`, the last of them, keeping its order."""
-    late: set[fx.Node] = set()
-    waiting = list(pieces)
-    while waiting:
-        for user in waiting.pop().users:
-            if user not in late and user < end:
-                late.add(user)
-                waiting.append(user)
-    behind = end
-    for node in sorted(late):
+def _sink_users(pieces: list[fx.Node]) -> None:
+    """Move what reads the pieces behind the last of them, keeping its order."""
+    behind = pieces[-1]
+    for node in sorted(_find_dependents(pieces, behind)):
         behind.append(node)
         behind = node

@@ -12,7 +12,7 @@ from torch import fx
 
 from partita.tensor.op_facts import facts_of
 
-from ..graph_nodes import behind_needs, note_of, written_operands
+from ..graph_nodes import note_of, order_by_needs, written_operands
 from ..program import Program
 
 __all__ = ["lifetime"]
@@ -48,10 +48,10 @@ def lifetime(program: Program) -> str:
     done: set[fx.Node] = set()
     for i, node in enumerate(nodes):
         if node.op == "output":
-            order += behind_needs([n for n in nodes if n in late], needs, done)
+            order += order_by_needs([n for n in nodes if n in late], needs, done)
         if node not in late:
             order.append(node)
-        order += behind_needs(behind.get(i, []), needs, done)
+        order += order_by_needs(behind.get(i, []), needs, done)
     moved = sum(len(writes[n]) for n in late if n in writes and ready[n] < first)
     for node in order:
         graph._root.prepend(node)

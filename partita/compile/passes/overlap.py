@@ -40,8 +40,8 @@ def overlap(program: Program) -> str:
     """
     order = _Order(program)
     limit = _ROOM * order.peak()
-    if program.budget is not None:
-        limit = max(order.peak(), min(limit, program.budget + order.count_input_bytes()))
+    if (budget := program.options.budget) is not None:
+        limit = max(order.peak(), min(limit, budget + order.count_input_bytes()))
     earlier = sum(_begin_early(order, limit))
     later = sum(_wait_late(order, limit))
     beside = sum(_carry_beside(order, limit))

@@ -9,7 +9,7 @@ is what `step.explain()` prints of a pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from ..capture.functional_memory import Pairs, keep_apart, overlapping_results
 from ..graph_nodes import NOTE, Note, drop_unused, is_collective, nbytes_of, note_of
 from ..graph_text import canonical, digest_of
 from ..program import Program, written_inputs
+from ..step_options import Pass, StepOptions
 from ..verify import IllegalGraph, verifies_each_pass, verify
 from .backend_ways import backend_ways
 from .bucket import bucket
@@ -40,21 +41,231 @@ __all__ = [
     "PASSES",
     "Change",
     "GraphFigures",
-    "Pass",
     "PassContract",
-    "Passes",
     "format_figure",
     "order_passes",
     "recompute_metadata",
     "record_changes",
-    "record_each_change",
     "run_passes",
 ]
 
-# -- what a pass changed ---------------------------------------------------------------------------
+PASSES: dict[str, Pass] = {
+    "dedupe": dedupe,
+    "cancel": cancel,
+    "cast": cast,
+    "remat": remat,
+    "regather": regather,
+    "bucket": bucket,
+    "merge_views": merge_views,
+    "lifetime": lifetime,
+    "overlap": overlap,
+    "backend_ways": backend_ways,
+}
 
-Pass = Callable[[Program], Any]
-"""Changes a program's graph, and returns in a few words what it did."""
+
+def order_passes(options: StepOptions) -> dict[str, Pass]:
+    """The passes that run, by name.
+
+    Raises:
+        ValueError: `without`, or a place, names an unknown pass; two passes have one name.
+    """
+    passes, first = options.passes, next(iter(PASSES))
+    by_place = passes if isinstance(passes, Mapping) else {first: passes}
+    unknown = set(by_place) - {*PASSES, "end"}
+    if unknown:
+        raise ValueError(f'passes: a place is {", ".join(PASSES)} or "end", not {unknown}')
+    found: dict[str, Pass] = {}
+    for place in (*PASSES, "end"):
+        given: Any = by_place.get(place, ())
+        for change in (given,) if callable(given) else given:
+            name = getattr(change, "__name__", type(change).__name__)
+            if name in PASSES or name in found or name == "end":
+                raise ValueError(f"passes: there is a pass {name!r} already")
+            found[name] = change
+        if place in PASSES:
+            found[place] = PASSES[place]
+    left_out = set(options.without)
+    if left_out - set(found):
+        raise ValueError(f"without: the passes are {', '.join(found)}, not {left_out - set(found)}")
+    return {name: change for name, change in found.items() if name not in left_out}
+
+
+def run_passes(program: Program) -> None:
+    """Run the passes that a program's options leave, and the user's.
+
+    Raises:
+        ValueError: see `order_passes`.
+        IllegalGraph: the graph then breaks the grammar, or does something else.
+    """
+    for _ in _run_one_by_one(program):
+        pass
+
+
+def record_changes(program: Program) -> Iterator[Change]:
+    """As `run_passes`, each pass when what the one before did was taken."""
+    before = GraphFigures(program)
+    for name, change, did in _run_one_by_one(program):
+        now = GraphFigures(program)
+        promise = (change.__doc__ or name).strip().split("\n")[0]
+        yield before.compare(now, name, promise, did)
+        before = now
+
+
+def _run_one_by_one(program: Program) -> Iterator[tuple[str, Pass, str]]:
+    """Run the passes; yield after each its name, itself, and its report of what it did."""
+    contract_of_graph = PassContract.of_program(program)
+    each, last = verifies_each_pass(), ""
+    for name, change in order_passes(program.options).items():
+        did = _run_pass(program, name, change)
+        keep_apart(program.graph.graph, contract_of_graph.overlapping)
+        drop_unused(program.graph.graph)
+        if name not in PASSES:
+            _lint_graph(program, name)
+            recompute_metadata(program, name)
+        if each or name not in PASSES:
+            verify(program, name)
+            contract_of_graph.check(program, name)
+        else:
+            last = name
+        yield name, change, did
+    if last:
+        verify(program, f"the passes, the last of them {last}")
+        contract_of_graph.check(program, "the passes")
+
+
+def _run_pass(program: Program, name: str, change: Pass) -> str:
+    try:
+        did = change(program)
+    except IllegalGraph:
+        raise
+    except Exception as error:
+        if name in PASSES:
+            raise
+        raise IllegalGraph(f"pass {name} raised {type(error).__name__}: {error}") from error
+    return did if isinstance(did, str) and did else "(it does not say what it did)"
+
+
+def _lint_graph(program: Program, name: str) -> None:
+    try:
+        program.graph.graph.lint()
+    except RuntimeError as error:
+        raise IllegalGraph(f"after {name}: {str(error).splitlines()[0]}") from error
+
+
+# -- what a pass must keep -------------------------------------------------------------------------
+
+_PHASES = ("forward", "backward", "update")
+_KINDS = {
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+}
+
+
+@dataclass(frozen=True)
+class PassContract:
+    """What a pass must leave as it is in a program.
+
+    Attributes:
+        inputs, outputs: their descriptions (`program.Input`, `program.Output`), by identity.
+        made: for each output the text of its shape, dtype and device.
+        written: the indices of the inputs that are written in place.
+        overlapping: the pairs of outputs, or of an output and an input, that share memory.
+    """
+
+    inputs: tuple[int, ...]
+    outputs: tuple[Any, ...]
+    made: tuple[str, ...]
+    written: tuple[int, ...]
+    overlapping: Pairs
+
+    @classmethod
+    def of_program(cls, program: Program) -> PassContract:
+        (end,) = program.graph.graph.find_nodes(op="output")
+        return cls(
+            tuple(id(given) for given in program.inputs),
+            tuple((id(o), o.kind, o.spec, o.slot, o.index) for o in program.outputs),
+            tuple(_describe_value(node) for node in end.args[0]),
+            tuple(written_inputs(program.graph.graph)),
+            overlapping_results(program.graph.graph),
+        )
+
+    def check(self, program: Program, name: str) -> None:
+        """Raise IllegalGraph if the pass `name` changed any of it."""
+        now = PassContract.of_program(program)
+        if now.inputs != self.inputs:
+            raise IllegalGraph(f"after {name}: the program takes other inputs")
+        if now.outputs != self.outputs or len(now.made) != len(self.made):
+            raise IllegalGraph(
+                f"after {name}: the program gives other outputs, or in other layouts"
+            )
+        for i, (was, made) in enumerate(zip(self.made, now.made, strict=True)):
+            if was != made:
+                raise IllegalGraph(
+                    f"after {name}: output {i} ({program.outputs[i].kind}) is {made}, it was {was}",
+                    reason="what a step returns and leaves behind has the shape and dtype of eager",
+                )
+        for pair in sorted(self.overlapping - now.overlapping, key=sorted):
+            raise IllegalGraph(
+                f"after {name}: output {max(pair)} does not lie any more in the memory of "
+                + (f"output {at}" if (at := min(pair)) >= 0 else program.inputs[-1 - at].name),
+                reason="who writes one of them after the step writes the other, as in eager",
+            )
+        for i in sorted(set(now.written) ^ set(self.written)):
+            how = "written" if i in now.written else "not written any more"
+            raise IllegalGraph(f"after {name}: {program.inputs[i].name} is {how}")
+
+
+def _describe_value(node: Any) -> str:
+    value = node.meta.get("val") if isinstance(node, fx.Node) else node
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} on {value.device.type}"
+
+
+def recompute_metadata(program: Program, name: str) -> None:
+    """Compute the fake value of each call again, and make a note for nodes without one, so that a
+    user's pass need not.
+
+    Args:
+        name: of the pass that has run.
+
+    Raises:
+        IllegalGraph: a call fails with its operands.
+    """
+    for node in program.graph.graph.nodes:
+        if node.op != "call_function":
+            continue
+        if NOTE not in node.meta:
+            node.meta[NOTE] = _make_note(program, node, name)
+        if node.target is torch.ops.aten.copy_.default:
+            continue  # its value is the input that it writes
+        try:
+            node.meta["val"] = fake_value_of(node)
+        except Exception as error:
+            raise IllegalGraph(
+                f"after {name}: {node.name} cannot be: {str(error).splitlines()[0]}",
+                place=note_of(node).source,
+                operands=(node.format_node() or node.name,),
+            ) from error
+
+
+def _make_note(program: Program, node: fx.Node, name: str) -> Note:
+    """The note of a new node: source and phase of its operands; of a collective, its cost too."""
+    read = [note_of(n) for n in node.all_input_nodes]
+    phase = max((note.phase for note in read), key=_PHASES.index, default=_PHASES[0])
+    source = next((note.source for note in reversed(read) if note.source), "")
+    if not is_collective(node) or node.args[-1] not in program.groups:
+        return Note(source, phase)
+    wire, axes = program.groups[str(node.args[-1])]
+    opname = str(getattr(node.target, "_opname", ""))
+    kind = _KINDS.get(opname, opname)
+    (x,) = (n.meta["val"] for n in node.all_input_nodes)
+    nbytes = bytes_of(kind, wire.mesh_size(axes), x.numel() * x.element_size())
+    return Note(source, phase, "", kind, axes, nbytes, name, "explicit")
+
+
+# -- what a pass changed ---------------------------------------------------------------------------
 
 _SHOWN = 6  # lines of a diff, in text
 
@@ -192,242 +403,3 @@ def _diff_calls(before: list[str], after: list[str]) -> tuple[str, ...]:
         if change:
             out.append(f"{'+' if change > 0 else '-'} {abs(change)} x {name}")
     return tuple(out)
-
-
-# -- the order, and the run ------------------------------------------------------------------------
-
-PASSES: dict[str, Pass] = {
-    "dedupe": dedupe,
-    "cancel": cancel,
-    "cast": cast,
-    "remat": remat,
-    "regather": regather,
-    "bucket": bucket,
-    "merge_views": merge_views,
-    "lifetime": lifetime,
-    "overlap": overlap,
-    "backend_ways": backend_ways,
-}
-
-Passes = Iterable[Pass] | Mapping[str, Pass | Iterable[Pass]]
-"""A user's passes: in order, before all others; or by the name of the pass that they precede."""
-
-
-def order_passes(passes: Passes = (), without: Iterable[str] = ()) -> dict[str, Pass]:
-    """The passes that run, by name.
-
-    Raises:
-        ValueError: `without`, or a place, names an unknown pass; two passes have one name.
-    """
-    first = next(iter(PASSES))
-    by_place = passes if isinstance(passes, Mapping) else {first: passes}
-    unknown = set(by_place) - {*PASSES, "end"}
-    if unknown:
-        raise ValueError(f'passes: a place is {", ".join(PASSES)} or "end", not {unknown}')
-    found: dict[str, Pass] = {}
-    for place in (*PASSES, "end"):
-        given: Any = by_place.get(place, ())
-        for change in (given,) if callable(given) else given:
-            name = getattr(change, "__name__", type(change).__name__)
-            if name in PASSES or name in found or name == "end":
-                raise ValueError(f"passes: there is a pass {name!r} already")
-            found[name] = change
-        if place in PASSES:
-            found[place] = PASSES[place]
-    left_out = set(without)
-    if left_out - set(found):
-        raise ValueError(f"without: the passes are {', '.join(found)}, not {left_out - set(found)}")
-    return {name: change for name, change in found.items() if name not in left_out}
-
-
-def run_passes(program: Program, without: Iterable[str] = (), passes: Passes = ()) -> None:
-    """Run all passes but those named in `without`.
-
-    Raises:
-        ValueError: see `order_passes`.
-        IllegalGraph: the graph then breaks the grammar, or does something else.
-    """
-    for _ in _run_one_by_one(program, without, passes):
-        pass
-
-
-def record_changes(
-    program: Program, without: Iterable[str] = (), passes: Passes = ()
-) -> list[Change]:
-    """Run the passes, and return what each did. Raises as `run_passes`."""
-    return [*record_each_change(program, without, passes)]
-
-
-def record_each_change(
-    program: Program, without: Iterable[str] = (), passes: Passes = ()
-) -> Iterator[Change]:
-    """Run one pass after another, each when what the one before did was taken."""
-    before = GraphFigures(program)
-    for name, change, did in _run_one_by_one(program, without, passes):
-        now = GraphFigures(program)
-        promise = (change.__doc__ or name).strip().split("\n")[0]
-        yield before.compare(now, name, promise, did)
-        before = now
-
-
-def _run_one_by_one(
-    program: Program, without: Iterable[str], passes: Passes
-) -> Iterator[tuple[str, Pass, str]]:
-    """Run the passes; yield after each its name, itself, and its report of what it did."""
-    contract_of_graph = PassContract.of_program(program)
-    each, last = verifies_each_pass(), ""
-    for name, change in order_passes(passes, without).items():
-        did = _run_pass(program, name, change)
-        keep_apart(program.graph.graph, contract_of_graph.overlapping)
-        drop_unused(program.graph.graph)
-        if name not in PASSES:
-            _lint_graph(program, name)
-            recompute_metadata(program, name)
-        if each or name not in PASSES:
-            verify(program, name)
-            contract_of_graph.check(program, name)
-        else:
-            last = name
-        yield name, change, did
-    if last:
-        verify(program, f"the passes, the last of them {last}")
-        contract_of_graph.check(program, "the passes")
-
-
-def _run_pass(program: Program, name: str, change: Pass) -> str:
-    try:
-        did = change(program)
-    except IllegalGraph:
-        raise
-    except Exception as error:
-        if name in PASSES:
-            raise
-        raise IllegalGraph(f"pass {name} raised {type(error).__name__}: {error}") from error
-    return did if isinstance(did, str) and did else "(it does not say what it did)"
-
-
-def _lint_graph(program: Program, name: str) -> None:
-    try:
-        program.graph.graph.lint()
-    except RuntimeError as error:
-        raise IllegalGraph(f"after {name}: {str(error).splitlines()[0]}") from error
-
-
-# -- what a pass must keep -------------------------------------------------------------------------
-
-_PHASES = ("forward", "backward", "update")
-_KINDS = {
-    "all_gather_into_tensor": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "all_to_all_single": "all_to_all",
-}
-
-
-@dataclass(frozen=True)
-class PassContract:
-    """What a pass must leave as it is in a program.
-
-    Attributes:
-        inputs, outputs: their descriptions (`program.Input`, `program.Output`), by identity.
-        made: for each output the text of its shape, dtype and device.
-        written: the indices of the inputs that are written in place.
-        overlapping: the pairs of outputs, or of an output and an input, that share memory.
-    """
-
-    inputs: tuple[int, ...]
-    outputs: tuple[Any, ...]
-    made: tuple[str, ...]
-    written: tuple[int, ...]
-    overlapping: Pairs
-
-    @classmethod
-    def of_program(cls, program: Program) -> PassContract:
-        (end,) = program.graph.graph.find_nodes(op="output")
-        return cls(
-            tuple(id(given) for given in program.inputs),
-            tuple((id(o), o.kind, o.spec, o.slot, o.index) for o in program.outputs),
-            tuple(_describe_value(node) for node in end.args[0]),
-            tuple(written_inputs(program.graph.graph)),
-            overlapping_results(program.graph.graph),
-        )
-
-    def check(self, program: Program, name: str) -> None:
-        """Raise IllegalGraph if the pass `name` changed any of it."""
-        now = PassContract.of_program(program)
-        if now.inputs != self.inputs:
-            raise IllegalGraph(f"after {name}: the program takes other inputs")
-        if now.outputs != self.outputs or len(now.made) != len(self.made):
-            raise IllegalGraph(
-                f"after {name}: the program gives other outputs, or in other layouts"
-            )
-        for i, (was, made) in enumerate(zip(self.made, now.made, strict=True)):
-            if was != made:
-                raise IllegalGraph(
-                    f"after {name}: output {i} ({program.outputs[i].kind}) is {made}, it was {was}",
-                    reason="what a step returns and leaves behind has the shape and dtype of eager",
-                )
-        for pair in sorted(self.overlapping - now.overlapping, key=sorted):
-            raise IllegalGraph(
-                f"after {name}: output {max(pair)} does not lie any more in the memory of "
-                + (
-                    f"output {min(pair)}"
-                    if min(pair) >= 0
-                    else self._name_of_input(program, min(pair))
-                ),
-                reason="who writes one of them after the step writes the other, as in eager",
-            )
-        for i in sorted(set(now.written) ^ set(self.written)):
-            how = "written" if i in now.written else "not written any more"
-            raise IllegalGraph(f"after {name}: {program.inputs[i].name} is {how}")
-
-    @staticmethod
-    def _name_of_input(program: Program, number: int) -> str:
-        return program.inputs[-1 - number].name
-
-
-def _describe_value(node: Any) -> str:
-    value = node.meta.get("val") if isinstance(node, fx.Node) else node
-    if not isinstance(value, torch.Tensor):
-        return repr(value)
-    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} on {value.device.type}"
-
-
-def recompute_metadata(program: Program, name: str) -> None:
-    """Compute the fake value of each call again, and make a note for nodes without one.
-
-    Args:
-        name: of the pass that has run.
-
-    Raises:
-        IllegalGraph: a call fails with its operands.
-    """
-    for node in program.graph.graph.nodes:
-        if node.op != "call_function":
-            continue
-        if NOTE not in node.meta:
-            node.meta[NOTE] = _make_note(program, node, name)
-        if node.target is torch.ops.aten.copy_.default:
-            continue  # its value is the input that it writes
-        try:
-            node.meta["val"] = fake_value_of(node)
-        except Exception as error:
-            raise IllegalGraph(
-                f"after {name}: {node.name} cannot be: {str(error).splitlines()[0]}",
-                place=note_of(node).source,
-                operands=(node.format_node() or node.name,),
-            ) from error
-
-
-def _make_note(program: Program, node: fx.Node, name: str) -> Note:
-    """The note of a new node: source and phase of its operands; of a collective, its cost too."""
-    read = [note_of(n) for n in node.all_input_nodes]
-    phase = max((note.phase for note in read), key=_PHASES.index, default=_PHASES[0])
-    source = next((note.source for note in reversed(read) if note.source), "")
-    if not is_collective(node) or node.args[-1] not in program.groups:
-        return Note(source, phase)
-    wire, axes = program.groups[str(node.args[-1])]
-    opname = str(getattr(node.target, "_opname", ""))
-    kind = _KINDS.get(opname, opname)
-    (x,) = (n.meta["val"] for n in node.all_input_nodes)
-    nbytes = bytes_of(kind, wire.mesh_size(axes), x.numel() * x.element_size())
-    return Note(source, phase, "", kind, axes, nbytes, name, "explicit")

@@ -2,15 +2,16 @@
 
 For regions of `pt.remat` all of their nodes are, but those that a policy keeps, that others read,
 and that a budget has room for (`choose_kept`, by which the eager `pt.remat` chooses as well). For a
-budget of the whole step there are choices, in an order (`_make_levels`); a program says by number
-which one is taken in its graph, and in those of its blocks (`BudgetSearch` finds the number).
+budget of the whole step there are choices, in an order (`_make_levels`); a `RecomputeLevel` says by
+number which one is taken in a step's graph and in those of its blocks (`FormSearch` finds the
+number).
 """
 
 from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,15 +25,16 @@ from partita.tensor.op_facts import facts_of
 
 from ..errors import CaptureError
 from ..graph_nodes import (
+    BLOCK_RESULT,
     NOTE,
     Note,
     Section,
-    behind_needs,
     copy_node,
     is_collective,
     lazy_graph_module,
     nbytes_of,
     note_of,
+    order_by_needs,
     section_of,
 )
 from ..memory.storages import Storages, memory_of, storages_of
@@ -40,7 +42,6 @@ from ..program import Program
 from ..verify import SPACES
 
 __all__ = [
-    "BLOCK_RESULT",
     "Candidate",
     "can_be_made_again",
     "choose_kept",
@@ -54,9 +55,6 @@ __all__ = [
     "remat",
     "trial_of",
 ]
-
-BLOCK_RESULT = "result of a block"
-"""The key, in the `meta` of a node, of a mark: it makes what a block gives."""
 
 _LEVELS = 8
 """Among how many choices a budget finds its own, those apart that go back further."""
@@ -75,18 +73,26 @@ def remat(program: Program) -> str:
     """
     graph = program.graph.graph
     made = len(recompute(graph, find_recomputed_in_regions(program)))
-    if program.budget is not None:
-        levels = _make_levels(program)
-        names = levels[min(program.level, len(levels) - 1)]
-        program.levels = max(program.levels, len(levels))
-        made += len(recompute(graph, {n for n in graph.nodes if n.name in names}))
+    if program.options.budget is not None:
+        made += len(recompute(graph, _choose_level(program)))
     return f"{made} calls are made again in backward"
 
 
 # -- under a budget --------------------------------------------------------------------------------
 
 
-def _make_levels(program: Program) -> list[frozenset[str]]:
+def _choose_level(program: Program) -> set[fx.Node]:
+    """What is made again at the program's level; at its last one where it has fewer."""
+    chosen = set[fx.Node]()
+    for number, level in enumerate(_make_levels(program)):
+        if number > program.level:
+            program.recompute.is_last = False
+            break
+        chosen = level
+    return chosen
+
+
+def _make_levels(program: Program) -> Iterator[set[fx.Node]]:
     """Choices, each with more recomputed than the one before; the first with nothing.
 
     First go what is cheap for its bytes. What all of forward passes through stays, so that no
@@ -106,12 +112,14 @@ def _make_levels(program: Program) -> list[frozenset[str]]:
     while stays < 4 * len(narrow):
         dropped.append(ranked + [n for i, n in enumerate(narrow) if i % stays != stays - 1])
         stays *= 2
-    levels = [frozenset[str]()]
-    for some in dropped:
+    before: list[set[fx.Node]] = []
+    for some in ([], *dropped):
         held = {s for n in set(saved).difference(some) for s in saved[n]}
         gone = {s for n in some for s in storages.made_by(n)}
-        levels.append(frozenset(_close_over_inputs(graph, storages, gone, held)))
-    return list(dict.fromkeys(levels))
+        level = _close_over_inputs(graph, storages, gone, held) if some else set()
+        if level not in before:
+            before.append(level)
+            yield level
 
 
 def _find_narrow_points(
@@ -156,7 +164,7 @@ def _find_saved_storages(graph: fx.Graph, storages: Storages) -> dict[fx.Node, s
 
 def _close_over_inputs(
     graph: fx.Graph, storages: Storages, dropped: set[int], held: set[int]
-) -> set[str]:
+) -> set[fx.Node]:
     """The nodes that show what is dropped, and those that must run for them to be made again."""
     chosen = {n for n in graph.nodes if can_be_made_again(n) and dropped.issuperset(storages.of[n])}
     chosen = {n for n in chosen if storages.of[n]}
@@ -172,7 +180,7 @@ def _close_over_inputs(
             ):
                 chosen.add(read)
                 waiting.append(read)
-    return {n.name for n in chosen}
+    return chosen
 
 
 def _estimate_seconds(node: fx.Node) -> float:
@@ -234,7 +242,8 @@ def _exclude_kept(inside: set[fx.Node], storages: Storages, kept: set[int]) -> s
 def _choose_kept_storages(
     program: Program, again: set[fx.Node], storages: Storages, budget: Budget
 ) -> set[int]:
-    """The storages, of those that the nodes `again` make, that are kept within a budget."""
+    """The storages, of those that the nodes `again` make, that are kept within a budget: what saves
+    the most, in the room that the peak of its activations leaves when nothing is kept."""
     trial, copies = trial_of(program, {n.name for n in again})
     made = set(copies.values())
     activations = {
@@ -290,7 +299,8 @@ def is_late(node: fx.Node) -> bool:
 
 
 def recompute(graph: fx.Graph, chosen: set[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Have backward read copies of `chosen`, made where first read; the copies by node."""
+    """Have backward read copies of `chosen`, made where first read, of operands that are copied
+    likewise or still there; the copies by node."""
     copies: dict[fx.Node, fx.Node] = {}
     needs = {node: [n for n in node.all_input_nodes if n in chosen] for node in chosen}
     made: set[fx.Node] = set()
@@ -308,7 +318,7 @@ def recompute(graph: fx.Graph, chosen: set[fx.Node]) -> dict[fx.Node, fx.Node]:
             if read not in chosen:
                 continue
             with graph.inserting_before(node):
-                for needed in behind_needs([read], needs, made):
+                for needed in order_by_needs([read], needs, made):
                     copy_for_backward(needed)
                     # At once, else all items would stay until the last of them is read.
                     for item in list(needed.users):

@@ -46,7 +46,8 @@ def _is_call_of(node: fx.Node, targets: tuple[Any, ...]) -> bool:
 def put(target: Any, *args: Any, before: fx.Node, **kwargs: Any) -> fx.Node:
     """Add a call of `target` before the node `before`, with the source and phase of that."""
     with before.graph.inserting_before(before):
-        return Making(before.graph, _without_move(note_of(before)))(target, *args, **kwargs)
+        note = note_of(before)
+        return Making(before.graph, Note(note.source, note.phase))(target, *args, **kwargs)
 
 
 def replace(old: fx.Node, new: fx.Node) -> None:
@@ -64,10 +65,6 @@ def replace(old: fx.Node, new: fx.Node) -> None:
                 place=note_of(old).source,
             )
     old.replace_all_uses_with(new)
-
-
-def _without_move(note: Note) -> Note:
-    return Note(note.source, note.phase)
 
 
 # -- new nodes -------------------------------------------------------------------------------------

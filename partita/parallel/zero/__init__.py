@@ -1,10 +1,8 @@
 """ZeRO: a model whose training state is sharded over the ranks of a data axis.
 
-In reading order: `shard` (`zero`, the call), `state` (stage 3 of a model: which block is gathered
-when), `fsdp_group` (a block's parameters), `flat_buffer` (their bytes), `fsdp_hooks` (a block's
-forward), `fsdp_backward` and `saved_tensors` (its backward), `released` (errors of a weight that is
-no longer gathered), `in_graph` (the same in a captured step), `precision`; `grad_reducer` (stages 0
-to 2).
+In reading order: `shard` (`zero`, the call), `fsdp_group` (stage 3: which blocks are gathered, and
+when), `flat_buffer` (their bytes, and views that outlive them), `fsdp_hooks` (what a block's
+forward and backward do, in eager code and in a captured step); `grad_reducer` (stages 0 to 2).
 """
 
 from .fsdp_group import MixedPrecision

@@ -33,13 +33,7 @@ from partita.tensor.dtensor import DTensor
 from partita.tensor.spec import Spec
 from partita.tensor.uneven_pieces import find_padded
 
-__all__ = [
-    "FlatBuffer",
-    "FlatPiece",
-    "PartialGradients",
-    "find_views_of_memory",
-    "give_up_memory",
-]
+__all__ = ["FlatBuffer", "PartialGradients", "find_views_of_memory"]
 
 
 @dataclass(frozen=True)
@@ -56,7 +50,7 @@ class PartialGradients:
 
 
 @dataclass(frozen=True)
-class FlatPiece:
+class _FlatPiece:
     """One parameter's place in a flat buffer.
 
     Attributes:
@@ -120,7 +114,7 @@ def _padded_numel(shape: Sequence[int], n: int) -> int:
 def _find_rank_spans(
     whole: Spec, shard: Spec, axes: tuple[str, ...], length: int
 ) -> tuple[tuple[int, int], ...] | None:
-    """`FlatPiece.spans`. Where several axes shard a dimension, ranks in the middle may hold
+    """`_FlatPiece.spans`. Where several axes shard a dimension, ranks in the middle may hold
     less."""
     if len(axes) == 1:
         return None
@@ -177,14 +171,14 @@ class FlatBuffer:
         self.name, self.names, self.dtype, self.device = name, names, dtype, device
         mesh = self.wire.mesh
         self.n = math.prod(mesh.size(a) for a in axes)
-        self.pieces: list[FlatPiece] = []
+        self.pieces: list[_FlatPiece] = []
         start = place = longest = 0
         for whole, shard in zip(wholes, shards, strict=True):
             shape = whole.local_shape
             length = _padded_numel(shape, self.n)
             strides = contiguous_strides(shape)
             spans = _find_rank_spans(whole, shard, axes, length)
-            self.pieces.append(FlatPiece(whole, shard, strides, start, place, length, spans))
+            self.pieces.append(_FlatPiece(whole, shard, strides, start, place, length, spans))
             start += length
             place += -(-self.n * length * dtype.itemsize // _ALIGNED) * _ALIGNED // dtype.itemsize
             longest += _padded_numel(whole.layout.local_shape(mesh, (0,) * mesh.ndim), self.n)
@@ -325,7 +319,7 @@ class FlatBuffer:
         self.here, self.span = False, (0, 0)
         if not held or not self._full.untyped_storage().nbytes():
             return
-        if give_up_memory(self._full, self._holders, self._name_at):
+        if _give_up_memory(self._full, self._holders, self._name_at):
             self._full.untyped_storage().resize_(0)
         else:
             self.wire.record_kept_view(self.name, held)
@@ -365,7 +359,7 @@ class FlatBuffer:
                 pairs += p.blocks(room, rows)
         return [to for to, _ in pairs], [rows for _, rows in pairs]
 
-    def _of_each(self, flat: torch.Tensor, piece: FlatPiece) -> torch.Tensor:
+    def _of_each(self, flat: torch.Tensor, piece: _FlatPiece) -> torch.Tensor:
         return flat.view(self.n, -1)[:, piece.start : piece.start + piece.length]
 
     # -- gradients ---------------------------------------------------------------------------------
@@ -504,27 +498,26 @@ class _Released:
         return self is other
 
 
-def give_up_memory(full: torch.Tensor, known: int, name_of: Callable[[int], str]) -> bool:
+def _give_up_memory(full: torch.Tensor, known: int, name_of: Callable[[int], str]) -> bool:
     """May the memory of `full` be freed? Views of it that are DTensors raise from now on.
+
+    A view that outlives the forward of its block would read memory that is empty, or another step's
+    values. Views that are no DTensors (`to_local()`, NumPy arrays, those of C++) cannot raise: they
+    keep the memory, and the block gets new memory.
 
     Args:
         known: the number of holders of the storage where no one keeps a view.
         name_of: gives the name of the weight at an element of `full`, for the error.
     """
     with Unheard():  # of the tensors themselves, whatever they stand for
-        return _give_up_memory_unheard(full, known, name_of)
-
-
-def _give_up_memory_unheard(full: torch.Tensor, known: int, name_of: Callable[[int], str]) -> bool:
-    storage = _storage_of(full)
-    kept = count_holders(storage) - known
-    if kept <= 0:
-        return True
-    views = find_views_of_memory(full, storage, kept)
-    typed = [t for t in views if isinstance(t, DTensor)]
-    for t in typed:
-        t._spec = _Released(name_of(torch._C.TensorBase.storage_offset(t)))  # type: ignore[assignment, arg-type]
-    return len(typed) == kept
+        storage = _storage_of(full)
+        kept = count_holders(storage) - known
+        if kept <= 0:
+            return True
+        typed = [t for t in find_views_of_memory(full, storage, kept) if isinstance(t, DTensor)]
+        for t in typed:
+            t._spec = _Released(name_of(torch._C.TensorBase.storage_offset(t)))  # type: ignore[assignment, arg-type]
+        return len(typed) == kept
 
 
 def find_views_of_memory(

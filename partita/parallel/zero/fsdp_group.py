@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,16 +28,11 @@ from partita.tensor.dtensor_gradients import BROKEN_OFF
 from partita.tensor.spec import Spec, spec_of
 from partita.tensor.tensor_state import Rest, count_writes, count_writes_of, own_state, state_of
 
-from ..batch import map_tensors
+from ..batch import replace_instances
 from ..parameters import Block
 from .flat_buffer import FlatBuffer, PartialGradients
 
-__all__ = [
-    "FsdpGroup",
-    "GroupOwner",
-    "MixedPrecision",
-    "Zero",
-]
+__all__ = ["FsdpGroup", "MixedPrecision", "ShardedState", "Zero", "modified_error"]
 
 
 @dataclass(frozen=True)
@@ -59,6 +54,49 @@ class MixedPrecision:
     cast_inputs: bool = True
 
 
+class ShardedState:
+    """What `zero` keeps for a model: `Zero`, or `GradReducer` for stages 0 to 2. Its parameters
+    know it as `Rest.owner`.
+
+    Attributes:
+        options: the axes, the stage and the dtypes that were asked for.
+        applied: the modules within to which `zero` was applied before.
+        keeps_partial_gradients: gradients stay unsharded, each rank its part of the sum, until it
+            is False again.
+    """
+
+    options: tuple[tuple[str, ...], int, MixedPrecision]
+    applied: Sequence[nn.Module] = ()
+    keeps_partial_gradients = False
+
+    @contextmanager
+    def keeping_partial_gradients(self) -> Iterator[None]:
+        """Within, backward passes keep their gradients; the next one outside sends them all."""
+        before, self.keeps_partial_gradients = self.keeps_partial_gradients, True
+        try:
+            yield
+        finally:
+            self.keeps_partial_gradients = before
+
+    def detach_from_model(self) -> None:
+        """Remove the hooks: the state of an enclosing model takes over."""
+        raise NotImplementedError
+
+    def replaced(self, old: DTensor, new: DTensor) -> None:
+        """`new`, laid out as `old`, has taken its place in the model (see `materialize`)."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """Wait for reductions, and write what they give into the parameters' gradients."""
+        raise NotImplementedError
+
+    def updated(self) -> None:
+        """An optimizer has updated the shards."""
+
+    def show_gradient(self) -> None:
+        """The program reads a gradient, or clears it."""
+
+
 # -- one block -------------------------------------------------------------------------------------
 
 _dtype = torch._C.TensorBase.dtype.__get__  # type: ignore[attr-defined]
@@ -67,50 +105,6 @@ _requires_grad = torch._C.TensorBase.requires_grad.__get__  # type: ignore[attr-
 
 _ALONE = 1 << 22
 """Bytes from which a parameter travels alone: one collective more costs less than its copies."""
-
-
-class GroupOwner(Protocol):
-    """What a group asks of the state of its model, which knows of all groups (`fsdp_group.Zero`).
-
-    Attributes:
-        axes: of the mesh, over which parameters are sharded.
-        persistent: what was gathered once stays, until a parameter is changed.
-        keeps_partial_gradients: gradients stay unsharded, each rank its part of the sum.
-        holds_partial_gradients: there may be such.
-    """
-
-    axes: tuple[str, ...]
-    precision: MixedPrecision
-    persistent: bool
-    keeps_partial_gradients: bool
-    holds_partial_gradients: bool
-
-    def make_unsharded_spec(self, spec: Spec) -> Spec:
-        """The layout of a parameter of `spec` when it is gathered."""
-
-    def has_sharded(self, p: torch.Tensor | None) -> bool:
-        """Is `p` a parameter sharded as this state shards them?"""
-
-    def note_alive(self) -> None:
-        """Called after something was gathered."""
-
-    def enter_forward(self, group: FsdpGroup) -> None:
-        """Gather `group`, and perhaps begin to gather the next one."""
-
-    def enter_backward(self, group: FsdpGroup) -> None:
-        """Gather `group`, and perhaps begin to gather the one before."""
-
-    def release_after_backward(self, group: FsdpGroup) -> None:
-        """Release `group` when the backward pass that is at work ends, if nothing else has."""
-
-    def token(self, group: FsdpGroup) -> torch.Tensor:
-        """A tensor with a history that ties gathered parameters to their shards."""
-
-    def reduce(self, group: FsdpGroup, k: int, shares: PartialGradients) -> None:
-        """Begin to reduce the gradients of one of the group's flat buffers."""
-
-    def add_with_history(self, p: DTensor, grad: torch.Tensor) -> None:
-        """Add to the gradient of `p`, in a backward pass with `create_graph=True`."""
 
 
 class FsdpGroup:
@@ -129,11 +123,11 @@ class FsdpGroup:
         open_forwards: for each forward that has begun: its hooks of saved tensors, or None.
     """
 
-    def __init__(self, zero: GroupOwner, block: Block):
+    def __init__(self, zero: Zero, block: Block):
         self._begin_with(zero, block)
         self._rebuild_buffers()
 
-    def _begin_with(self, zero: GroupOwner, block: Block) -> None:
+    def _begin_with(self, zero: Zero, block: Block) -> None:
         self.zero, self.name, self.slots = zero, block.name, block.slots
         self.modules = block.modules
         self.depth = 0
@@ -243,7 +237,7 @@ class FsdpGroup:
                 return True
         return False
 
-    # -- where the bytes are -----------------------------------------------------------------------
+    # -- gather and release ------------------------------------------------------------------------
 
     @property
     def alive(self) -> int:
@@ -306,11 +300,7 @@ class FsdpGroup:
         if before == now:
             before, now = version, written.get(number, version)
         if before != now:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: {self._name_of(number)} is at version {now}; expected version "
-                f"{before}"
-            )
+            raise modified_error(self._name_of(number), now, before)
 
     def _name_of(self, i: int) -> str:
         slot = self.slots[i][0]
@@ -337,7 +327,7 @@ class FsdpGroup:
         self.depth = 0
         self.put_shards_back()
 
-    # -- what the modules see ----------------------------------------------------------------------
+    # -- gathered parameters in the modules --------------------------------------------------------
 
     def views(self) -> list[torch.Tensor]:
         """The gathered parameters, plain and local, in the order of the flats."""
@@ -382,7 +372,7 @@ class FsdpGroup:
                     continue
                 if rows.dtype != p.dtype:
                     raise self._written_in(i, rows.dtype)
-                    # Through `.data` where it was written through that: autograd counts neither.
+                # Through `.data` where it was written through that: autograd counts neither.
                 (p if now != before else p.data).copy_(rows)
             # Changed in place in the list that saved tensors of this forward refer to.
             self.versions[i] = count_writes(p)
@@ -412,6 +402,14 @@ class FsdpGroup:
             self.installed = False
 
 
+def modified_error(what: str, now: int, expected: int) -> RuntimeError:
+    """The error of a saved tensor that has another version now, as autograd's own."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace "
+        f"operation: {what} is at version {now}; expected version {expected}"
+    )
+
+
 # -- all blocks of a model -------------------------------------------------------------------------
 
 
@@ -431,14 +429,12 @@ class _Reducing:
     wait: Callable[[], list[torch.Tensor]]
 
 
-class Zero:
+class Zero(ShardedState):
     """The state of ZeRO-3 for one model, whose parameters are sharded over `axes` at rest.
 
     Attributes:
         groups: its blocks.
         persistent: what was gathered once stays, until a parameter is changed.
-        keeps_partial_gradients: gradients stay unsharded, each rank its part of the sum, until it
-            is False again.
         holds_partial_gradients: there may be unsharded gradients of this or an earlier pass.
         peak: the most bytes that were gathered at once.
     """
@@ -465,8 +461,7 @@ class Zero:
         self.model = model
         self.axes, self.precision = axes, precision
         self.options = (axes, 3, precision)
-        self.applied: list[nn.Module] = []
-        self.persistent = self.keeps_partial_gradients = self.holds_partial_gradients = False
+        self.persistent = self.holds_partial_gradients = False
         self.peak = 0
         # Weak: a capture has specs of its own, which hold its wires.
         self._unsharded = WeakKeyDictionary[Spec, Spec]()
@@ -554,7 +549,9 @@ class Zero:
         dtype = self.precision.output_dtype
         if dtype is None or output is None:
             return None
-        return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, output)
+        return replace_instances(
+            output, torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t
+        )
 
     def enter_forward(self, group: FsdpGroup) -> None:
         """Gather `group`, and prefetch the group that followed it last time."""
@@ -666,9 +663,6 @@ class Zero:
         own_state(new).rest = state_of(old).rest
         self.parameters = [new if p is old else p for p in self.parameters]
 
-    def updated(self) -> None:
-        """An optimizer has updated the shards; they are gathered when they are used."""
-
     def show_gradient(self) -> None:
         """The program reads a gradient, or clears it: reduce the partial ones that were kept."""
         if self.holds_partial_gradients and not in_backward():
@@ -710,15 +704,6 @@ class Zero:
         for group in self.groups:
             group.reset_after_abort()
         self.release()
-
-    @contextmanager
-    def keeping_partial_gradients(self) -> Iterator[None]:
-        """Within, backward passes keep their gradients; the next one outside sends them all."""
-        before, self.keeps_partial_gradients = self.keeps_partial_gradients, True
-        try:
-            yield
-        finally:
-            self.keeps_partial_gradients = before
 
     @property
     def alive(self) -> int:

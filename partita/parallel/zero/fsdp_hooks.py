@@ -2,7 +2,7 @@
 
 Forward hooks gather a block's parameters and release them. Autograd saves a note of where a
 gathered parameter lay in its place, so that no graph holds what was gathered; unpacking a note
-gathers the block again. An autograd node (`GatherBlock`) stands between shards and gathered
+gathers the block again. An autograd node (`_GatherBlock`) stands between shards and gathered
 parameters; its backward reduces and scatters. In a captured step there are moves only, no hooks on
 saved tensors and no emptied storages: passes of the compiler, which see all uses, decide how long a
 gathered value lives.
@@ -38,33 +38,15 @@ from partita.tensor.autograd import (
 )
 from partita.tensor.construct import keep_attributes, stand_for
 from partita.tensor.dtensor import DTensor, tagged
-from partita.tensor.dtensor_gradients import reduce_pending_gradients, update_spec
 from partita.tensor.spec import Spec
-from partita.tensor.tensor_state import (
-    HERE,
-    Label,
-    count_writes,
-    own_state,
-    state_of,
-    was_written_since,
-)
+from partita.tensor.tensor_state import HERE, Label, count_writes, own_state, was_written_since
 
-from ..batch import map_tensors, tensors_in
+from ..batch import replace_instances, tensors_in
 from ..parameters import ParameterSlot
 from .flat_buffer import FlatBuffer, PartialGradients
-from .fsdp_group import FsdpGroup, GroupOwner, Zero
+from .fsdp_group import FsdpGroup, Zero, modified_error
 
-__all__ = [
-    "ForwardCall",
-    "GatherBlock",
-    "GraphGather",
-    "SavedTensorHooks",
-    "install_gathered",
-    "refuse_no_sync",
-    "register_hooks",
-    "step_on_parts",
-    "watch_input_gradient",
-]
+__all__ = ["refuse_no_sync", "register_hooks"]
 
 
 def register_hooks(state: Zero) -> None:
@@ -82,7 +64,7 @@ class _BlockHooks:
 
     def __init__(self, group: FsdpGroup):
         self.group = group
-        self._in_graph = GraphGather(group)
+        self._in_graph = _GraphGather(group)
 
     # Copied with the modules, they refer to the copy's group.
 
@@ -91,7 +73,7 @@ class _BlockHooks:
 
     def __setstate__(self, state: Any) -> None:
         (self.group,) = state
-        self._in_graph = GraphGather(self.group)
+        self._in_graph = _GraphGather(self.group)
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if HERE.capturing:
@@ -113,16 +95,16 @@ class _BlockHooks:
             group.depth = 1
             call, trained = None, group.trained()
             if is_recorded and (graded or any(trained)):
-                call = ForwardCall(group, graded, trained)
-            install_gathered(group, call)
+                call = _ForwardCall(group, graded, trained)
+            _install_gathered(group, call)
         if call is not None:
-            group.open_forwards[-1] = SavedTensorHooks(call)
+            group.open_forwards[-1] = _SavedTensorHooks(call)
         prepared = self._prepare_inputs(args, kwargs, call)
         if call is not None:
             call.since = next_node()
         return prepared
 
-    def _prepare_inputs(self, args: Any, kwargs: Any, call: ForwardCall | None) -> Any:
+    def _prepare_inputs(self, args: Any, kwargs: Any, call: _ForwardCall | None) -> Any:
         """The inputs of a forward, cast and watched; None where they stay as they are."""
         precision = self.group.zero.precision
         dtype = precision.param_dtype
@@ -135,10 +117,10 @@ class _BlockHooks:
             if cast and t.is_floating_point():
                 t = t.to(dtype)
             if marks and t.requires_grad:
-                t = watch_input_gradient(t, call)
+                t = _watch_input_gradient(t, call)
             return t
 
-        return map_tensors(prepared, args), map_tensors(prepared, kwargs)
+        return replace_instances((args, kwargs), torch.Tensor, prepared)
 
     def end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if HERE.capturing:
@@ -195,13 +177,17 @@ def _counting_versions() -> Iterator[None]:
 # -- backward of a block ---------------------------------------------------------------------------
 
 
-class ForwardCall:
+class _ForwardCall:
     """One forward of a block, as its backward sees it.
 
+    The block is gathered again when the first gradient of its outputs comes, unless its backward
+    reads no parameter (as an embedding's). It is released when all its parameters have their
+    gradients.
+
     Attributes:
-        trains: some of the block's parameters get gradients. written: the numbers of parameters
-            that the forward wrote in place, and their versions at its
-            end.
+        trains: some of the block's parameters get gradients.
+        written: the numbers of parameters that the forward wrote in place, and their versions at
+            its end.
         shards: the parameters that the forward gathered.
         since: autograd's sequence number of the first node that the block itself made.
         needs: backward will read the parameters, which that of an embedding does not. What a
@@ -243,7 +229,7 @@ class ForwardCall:
         if not group.installed:
             # A checkpoint within the block runs parts of its forward again.
             with torch.enable_grad():
-                install_gathered(group, ForwardCall(group, False))
+                _install_gathered(group, _ForwardCall(group, False))
 
     def note_gradients(self, what: str) -> None:
         """The gradients of the "parameters", or of the "inputs", are complete."""
@@ -312,21 +298,21 @@ class ForwardCall:
             )
 
 
-def install_gathered(group: FsdpGroup, call: ForwardCall | None) -> None:
+def _install_gathered(group: FsdpGroup, call: _ForwardCall | None) -> None:
     """Put the gathered parameters into the modules of a block; tied to their shards for `call`."""
     with Local():
         if call is not None and call.trains:
-            plain = GatherBlock.apply(group.zero.token(group), call)
+            plain = _GatherBlock.apply(group.zero.token(group), call)
         else:
             plain = group.views()
     group.install(plain)
 
 
-class GatherBlock(torch.autograd.Function):
+class _GatherBlock(torch.autograd.Function):
     """Gathered parameters, tied to their shards by a token; backward reduces and scatters."""
 
     @staticmethod
-    def forward(ctx: Any, token: torch.Tensor, call: ForwardCall) -> Any:
+    def forward(ctx: Any, token: torch.Tensor, call: _ForwardCall) -> Any:
         ctx.call = call
         ctx.set_materialize_grads(False)
         group = call.group
@@ -350,7 +336,7 @@ class _WatchInputGradient(torch.autograd.Function):
     """The identity on an input of a block, whose backward notes the input's gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, call: ForwardCall) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, call: _ForwardCall) -> torch.Tensor:
         ctx.call = call
         return x.view_as(x)
 
@@ -360,21 +346,21 @@ class _WatchInputGradient(torch.autograd.Function):
         return grad, None
 
 
-def watch_input_gradient(t: torch.Tensor, call: ForwardCall | None) -> torch.Tensor:
+def _watch_input_gradient(t: torch.Tensor, call: _ForwardCall | None) -> torch.Tensor:
     """An alias of the input `t` of a block; `call` is notified when its gradient is complete."""
     with Local():
         out = _WatchInputGradient.apply(t, call)
     return tagged(out, t._spec) if isinstance(t, DTensor) else out
 
 
-# -- saved tensors ---------------------------------------------------------------------------------
+# -- what autograd saves ---------------------------------------------------------------------------
 
 
-class SavedTensorHooks:
+class _SavedTensorHooks:
     """Hooks of saved tensors while one forward of a block runs: notes in place of what is
     gathered."""
 
-    def __init__(self, call: ForwardCall):
+    def __init__(self, call: _ForwardCall):
         self.call = call
         self._flats = call.group.flats
         self._dtypes = {flat.dtype for flat in self._flats}
@@ -412,13 +398,13 @@ def _keep_from_the_next_graph(group: FsdpGroup) -> None:
     these.
     """
     if in_backward() and torch.is_grad_enabled():
-        SavedTensorHooks(ForwardCall(group, False))
+        _SavedTensorHooks(_ForwardCall(group, False))
 
 
 class _SavedView:
     """A note: a view of a gathered parameter, made again when it is unpacked."""
 
-    def __init__(self, call: ForwardCall, flat: FlatBuffer, t: torch.Tensor):
+    def __init__(self, call: _ForwardCall, flat: FlatBuffer, t: torch.Tensor):
         self.call, self.group, self.flat, self.spec = call, call.group, flat, _spec(t)
         self.version = t._version
         self.place: Any = (t.dtype, t.storage_offset(), t.size(), t.stride())
@@ -455,7 +441,7 @@ def _find_cast_parameter(t: torch.Tensor, group: FsdpGroup) -> int | None:
     if node is None or not node.name().startswith("ToCopyBackward"):
         return None
     source, place = node.next_functions[0]
-    if not isinstance(source, GatherBlock._backward_cls):  # type: ignore[attr-defined]
+    if not isinstance(source, _GatherBlock._backward_cls):  # type: ignore[attr-defined]
         return None
     return place if source.call.group is group else None  # type: ignore[attr-defined]
 
@@ -463,7 +449,7 @@ def _find_cast_parameter(t: torch.Tensor, group: FsdpGroup) -> int | None:
 class _SavedCast:
     """A note: a view of a gathered parameter's cast, which is cast again when it is unpacked."""
 
-    def __init__(self, call: ForwardCall, place: int, t: torch.Tensor):
+    def __init__(self, call: _ForwardCall, place: int, t: torch.Tensor):
         self.call, self.group, self.number, self.spec = call, call.group, place, _spec(t)
         self.dtype = t.dtype
         self.place = (t.size(), t.stride(), t.storage_offset())
@@ -498,11 +484,8 @@ class _SavedOther:
                 return _restore_tensor_class(kept, self.spec)
         with Local():
             if self.kept._version != self.version:  # with hooks, autograd does not look
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by "
-                    f"an inplace operation: {tuple(self.kept.shape)} is at version "
-                    f"{self.kept._version}; expected version {self.version}"
-                )
+                shape = str(tuple(self.kept.shape))
+                raise modified_error(shape, self.kept._version, self.version)
             return _restore_tensor_class(self.kept, self.spec)
 
 
@@ -539,7 +522,7 @@ class _InstalledParameter:
     attributes: dict[str, Any]
 
 
-class GraphGather:
+class _GraphGather:
     """Puts the gathered parameters of one block into its modules while its forward runs."""
 
     def __init__(self, group: FsdpGroup):
@@ -610,13 +593,13 @@ def _write_back(whole: DTensor, p: DTensor) -> None:
         p.copy_(whole.detach())
 
 
-# -- mixed precision -------------------------------------------------------------------------------
+# -- gathers in a graph ----------------------------------------------------------------------------
 
 
 GatherDtypes = tuple[torch.dtype, torch.dtype, torch.dtype]
 
 
-def _describe_gather(p: DTensor, zero: GroupOwner) -> tuple[Spec, GatherDtypes | None]:
+def _describe_gather(p: DTensor, zero: Zero) -> tuple[Spec, GatherDtypes | None]:
     """What `p` is when it is gathered, and the dtypes in which it is gathered, its gradient sent,
     and summed; None for its own."""
     precision, own = zero.precision, p.dtype
@@ -690,54 +673,3 @@ def refuse_no_sync() -> None:
         "in a graph the gather of a parameter has a transpose, which scatters its gradient at once",
         Fix("leave no_sync out", "gradients add up as shards; each micro-batch sends its own"),
     )
-
-
-# -- stages 1 and 2 --------------------------------------------------------------------------------
-
-
-@contextmanager
-def step_on_parts(
-    optimizer: torch.optim.Optimizer, params: Sequence[DTensor]
-) -> Iterator[list[DTensor]]:
-    """Within, the optimizer holds the parts that this rank updates in place of `params`.
-
-    Afterwards the parts are gathered into the parameters.
-    """
-    cut = [p for p in params if update_spec(p) is not p._spec]
-    parts: dict[DTensor, DTensor] = {p: p for p in params}
-    with torch.no_grad():
-        for p in cut:
-            update, name = update_spec(p), _block_of(p)
-            parts[p] = part = tagged(moved(p, p._spec, update, name, "update"), update)
-            grad: Any = p.grad
-            if grad is not None:  # partial; or whole, after a clip has reduced it; or a shard
-                part.grad = tagged(moved(grad, grad._spec, update, name, "settle"), update)
-    reduce_pending_gradients(p for p in params if parts[p] is p)
-    groups = optimizer.param_groups
-    _rekey_optimizer_state(optimizer, parts)
-    optimizer.param_groups = [
-        dict(group, params=[parts.get(p, p) for p in group["params"]]) for group in groups
-    ]
-    try:
-        yield list(parts.values())
-    finally:
-        _rekey_optimizer_state(optimizer, {part: p for p, part in parts.items()})
-        optimizer.param_groups = groups
-    with torch.no_grad():
-        for p in cut:
-            now = moved(parts[p], parts[p]._spec, p._spec, _block_of(p), "update")
-            with Local():
-                p.copy_(now)
-
-
-def _block_of(p: DTensor) -> str:
-    rest = state_of(p).rest
-    return "" if rest is None else rest.name
-
-
-def _rekey_optimizer_state(optimizer: torch.optim.Optimizer, to: dict[Any, Any]) -> None:
-    """Move each entry of the optimizer's state to another tensor, in the same order."""
-    entries = list(optimizer.state.items())
-    optimizer.state.clear()
-    for p, state in entries:
-        optimizer.state[to.get(p, p)] = state

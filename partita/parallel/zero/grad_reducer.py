@@ -9,7 +9,7 @@ one is changed meanwhile, its sum is dropped, and it is reduced later.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from partita.tensor.spec import Spec, spec_of
 from partita.tensor.tensor_state import Rest, own_state, state_of
 
 from .flat_buffer import FlatBuffer
+from .fsdp_group import MixedPrecision, ShardedState
 
 __all__ = ["GradReducer"]
 
@@ -86,7 +87,7 @@ class _Bucket:
         return found
 
 
-class GradReducer:
+class GradReducer(ShardedState):
     """Reduces the gradients of blocks as their backward ends.
 
     Args:
@@ -103,9 +104,8 @@ class GradReducer:
         stage: int,
         shard: Callable[[Spec], Spec],
     ):
-        self.axes, self.stage, self.waits = axes, stage, False
-        self.options: Any = None
-        self.applied: list[Any] = []
+        self.axes, self.stage = axes, stage
+        self.options = (axes, stage, MixedPrecision())
         self._handles: list[Any] = []
         self._blocks, self._shard = [(name, list(params)) for name, params in blocks], shard
         self._buckets: list[_Bucket] = []
@@ -160,7 +160,7 @@ class GradReducer:
     def _make_ready_hook(self, bucket: _Bucket, i: int) -> Any:
         def ready(_: Any) -> None:
             grads = bucket.note_gradient(i)
-            if grads is not None and not self.waits:
+            if grads is not None and not self.keeps_partial_gradients:
                 self._send_bucket(bucket, grads)
 
         return ready
@@ -207,9 +207,6 @@ class GradReducer:
                     store_gradient(p, tagged(g, after))
                 mark_settled(p)
 
-    def show_gradient(self) -> None:
-        """The program reads a gradient; nothing is kept apart from it here."""
-
     def _spec_after_reduction(self, p: DTensor) -> Spec:
         """The spec of a gradient reduced over `axes`; it may be partial over others."""
         known = self._specs.get(p._spec)
@@ -227,31 +224,13 @@ class GradReducer:
         if self.stage == 0:
             return
         with Local(), torch.no_grad():
-            before: _Bucket | None = None
-            for bucket in self._buckets:
-                flat = bucket.flat
-                whole = [p.detach() for p in bucket.params]
-                flat.start_gather(
-                    [
-                        w.narrow(0, *_find_updated_rows(p))
-                        for w, p in zip(whole, bucket.params, strict=True)
-                    ],
-                    "update",
-                )
+            # While a bucket arrives, the one before it is written.
+            for before, bucket in pairwise([None, *self._buckets, None]):
+                if bucket is not None:
+                    rows = [p.detach().narrow(0, *_find_updated_rows(p)) for p in bucket.params]
+                    bucket.flat.start_gather(rows, "update")
                 if before is not None:
                     before.flat.finish_gather_into([p.detach() for p in before.params])
-                before = bucket
-            if before is not None:
-                before.flat.finish_gather_into([p.detach() for p in before.params])
-
-    @contextmanager
-    def keeping_partial_gradients(self) -> Any:
-        """Within, backward passes reduce nothing."""
-        before, self.waits = self.waits, True
-        try:
-            yield
-        finally:
-            self.waits = before
 
 
 def _join_small_blocks(

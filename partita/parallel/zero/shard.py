@@ -24,7 +24,7 @@ from partita.tensor.tensor_state import HERE, own_state, state_of
 from partita.tensor.uneven_pieces import with_room
 
 from ..parameters import find_blocks
-from .fsdp_group import MixedPrecision, Zero
+from .fsdp_group import MixedPrecision, ShardedState, Zero
 from .fsdp_hooks import refuse_no_sync, register_hooks
 from .grad_reducer import GradReducer
 
@@ -95,7 +95,9 @@ def zero(
         blocks = applied
     grads: dict[nn.Parameter, torch.Tensor | None] = {}
     for p in model.parameters():  # a 0-d one stays whole; its gradient is reduced with the others
-        if not applied or not _take_from_state_within(p):
+        if state_of(p).rest is not None:  # of a module within
+            own_state(p).rest = None
+        else:
             grads[p] = hold_value(
                 p, _shard_parameter(p, mesh, axes if stage == 3 and p.ndim else ())
             )
@@ -108,7 +110,7 @@ def zero(
         whole = Zero(model, axes, precision or MixedPrecision(), found)
         whole.persistent = persistent
         register_hooks(whole)
-        state: Zero | GradReducer = whole
+        state: ShardedState = whole
     else:
         parts = []
         for block in found:
@@ -152,7 +154,7 @@ def _take_over(
     Raises:
         LayoutError: they were sharded otherwise, or `model` lies within a sharded model.
     """
-    states: dict[nn.Module, Zero | GradReducer] = {}
+    states: dict[nn.Module, ShardedState] = {}
     for module in model.modules():
         if "_zero" in module.__dict__:
             states[module] = module.__dict__["_zero"]
@@ -189,15 +191,6 @@ def _format_options(options: tuple[tuple[str, ...], int, MixedPrecision]) -> str
     return f"stage {stage} over {' '.join(axes)}, {precision}"
 
 
-def _take_from_state_within(p: torch.Tensor) -> bool:
-    """Was `p` sharded by the state of an inner module? Detaches it from that state."""
-    rest = state_of(p).rest
-    if rest is None:
-        return False
-    own_state(p).rest = None
-    return True
-
-
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
     """Keep the gradients of the backward passes within where they are: nothing is sent.
@@ -212,7 +205,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
             with pt.no_sync(model) if k + 1 < len(micro_batches) else nullcontext():
                 loss_of(model(x), y).backward()
     """
-    state: Zero | GradReducer | None = model.__dict__.get("_zero")
+    state: ShardedState | None = model.__dict__.get("_zero")
     if state is None:  # partial gradients add up as they are, and settle in the step
         yield
         return

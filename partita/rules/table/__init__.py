@@ -2,24 +2,8 @@
 
 import importlib
 
-LOADED = tuple(
-    importlib.import_module(f"{__name__}.{name}")
-    for name in (
-        "pointwise",
-        "matmul",
-        "experts",
-        "shape",
-        "join",
-        "reduce",
-        "order",
-        "norms",
-        "attention",
-        "conv",
-        "embedding",
-        "index",
-        "getitem",
-        "parts",
-        "losses",
-        "create",
-    )
-)
+LOADED = """pointwise matmul experts shape join reduce order norms attention conv embedding index
+    getitem parts losses create""".split()
+
+for _name in LOADED:
+    importlib.import_module(f"{__name__}.{_name}")

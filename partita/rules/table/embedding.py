@@ -85,27 +85,18 @@ def embedding(
 
 
 @rule(torch.embedding)
-def embedding_builtin(
-    weight: Arg,
-    indices: Arg,
-    padding_idx: int = -1,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> KernelRule | None:
-    if scale_grad_by_freq:
-        return None
+def embedding_builtin(weight: Arg, indices: Arg) -> Decomposition:
+    def look_up(
+        weight: Any,
+        indices: Any,
+        padding_idx: int = -1,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+    ) -> Any:
+        padding = None if padding_idx < 0 else padding_idx
+        return F.embedding(indices, weight, padding, None, 2.0, scale_grad_by_freq, sparse)
 
-    def make_builtin_kernel(call: KernelCall) -> Kernel | None:
-        def run(weight: Any, indices: Any, padding_idx: int = -1, *_: Any, **__: Any) -> Any:
-            padding = None if padding_idx < 0 else padding_idx
-            return _rows_of(weight, indices, call.pieces["v"], padding)
-
-        def dense(weight: Any, indices: Any, padding_idx: int = -1, *_: Any, **__: Any) -> Any:
-            return call.run(weight, indices, padding_idx)
-
-        return run if call.is_split("v") else dense if sparse else None
-
-    return KernelRule("v d * [...] -> ... d", make_builtin_kernel)
+    return Decomposition(look_up)
 
 
 @rule(F.embedding_bag)

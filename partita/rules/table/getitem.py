@@ -23,7 +23,6 @@ from ..rule import (
     connected_zeros,
     index_in_piece,
     own_op,
-    pick_traced,
 )
 from ..rule import table_rule as rule
 
@@ -95,7 +94,7 @@ def getitem(input: Arg, index: Any) -> KernelRule | Decomposition | None:
         return None
     read = _read_entries(input, full)
     text = f"+ {' '.join(read.left)} -> {' '.join(n for n in read.out if n)}"
-    return KernelRule(text, lambda call: _make_pick_kernel(call, full, input.names, read.chosen))
+    return KernelRule(text, lambda call: make_pick_kernel(call, full, input.names, read.chosen))
 
 
 def _entries_of_index(index: Any) -> list[Any]:
@@ -119,43 +118,44 @@ def _is_basic_entry(e: Any) -> bool:
     return e is None or e is Ellipsis or (isinstance(e, int) and not isinstance(e, bool))
 
 
-def _make_pick_kernel(
+def make_pick_kernel(
     call: KernelCall, entries: Sequence[Any], names: Sequence[str], chosen: dict[str, int]
 ) -> Kernel | None:
+    """`input[entries]` of this rank's piece, where an int picks from a split dimension.
+
+    Args:
+        entries: one for each dimension, and a None for each new one.
+        names: of the dimensions.
+        chosen: the place of each name that an int picks from.
+    """
     mine = {n: i - call.pieces[n][0] for n, i in chosen.items() if call.is_split(n)}
     if not mine:
         return None
-    if any(isinstance(at, torch.Tensor) for at in mine.values()):
-        return _picked_traced(call, entries, names, mine)
-    here = all(0 <= at < call.pieces[n][1] for n, at in mine.items())
-    index, rest = [], iter(names)
-    for e in entries:
-        name = "" if e is None else next(rest)
-        index.append(mine.get(name, e) if isinstance(e, int) else e)
-
-    def run(input: Any, _index: Any) -> Any:
-        return input[tuple(index)] if here else connected_zeros(input, call.outputs[0])
-
-    return run
-
-
-def _picked_traced(
-    call: KernelCall, entries: Sequence[Any], names: Sequence[str], mine: dict[str, Any]
-) -> Kernel:
-    """`_make_pick_kernel` in a captured step, where no number says where a piece begins."""
-    index, places, rest = [], [], iter(enumerate(names))
+    # In a captured step no number says where a piece begins.
+    traced = any(isinstance(at, torch.Tensor) for at in mine.values())
+    index, rest = [], iter(enumerate(names))
+    places: list[tuple[int, Any, int]] = []
     for e in entries:
         dim, name = (0, "") if e is None else next(rest)
         if isinstance(e, int) and name in mine:
             places.append((dim, mine[name], call.pieces[name][1]))
-            e = 0
+            e = 0 if traced else mine[name]
         index.append(e)
+    here = not traced and all(0 <= at < length for _, at, length in places)
 
-    def index_traced_piece(input: Any, _index: Any) -> Any:
-        input, away = pick_traced(input, places)
+    def pick(input: Any, *_: Any, **__: Any) -> Any:
+        return input[tuple(index)] if here else connected_zeros(input, call.outputs[0])
+
+    def pick_traced(input: Any, *_: Any, **__: Any) -> Any:
+        away: Any = None
+        for dim, at, length in places:
+            at = at.to(input.device)
+            other = (at < 0) | (at >= length)
+            away = other if away is None else away | other
+            input = input.index_select(dim, at.clamp(0, length - 1).reshape(1))
         return input[tuple(index)].masked_fill(away, 0)
 
-    return index_traced_piece
+    return pick_traced if traced else pick
 
 
 # -- with tensors ----------------------------------------------------------------------------------

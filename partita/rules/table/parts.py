@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from ..rule import Arg, Kernel, KernelCall, KernelRule, connected_zeros, pick_traced
+from ..rule import Arg, Kernel, KernelCall, KernelRule
 from ..rule import table_rule as rule
 from ..sentence import Names
+from .getitem import make_pick_kernel
 
 # -- parts of a dimension --------------------------------------------------------------------------
 
@@ -19,25 +20,16 @@ from ..sentence import Names
 def select(input: Arg, dim: int, index: int) -> KernelRule | None:
     if not isinstance(index, int):
         return None
-    i = input.names.at(dim)
-    name = input.names[i]
+    names = input.names
+    i = names.at(dim)
     if not -input.shape[i] <= index < input.shape[i]:
         raise IndexError(f"select: index {index} of {input.shape[i]}")
-
-    def make_select_kernel(call: KernelCall) -> Kernel | None:
-        def run(input: Any, dim: int, index: int) -> Any:
-            offset, length, size = call.pieces[name]
-            at = index % size - offset
-            if isinstance(at, torch.Tensor):
-                input, away = pick_traced(input, [(i, at, length)])
-                return input.select(i, 0).masked_fill(away, 0)
-            if 0 <= at < length:
-                return torch.select(input, i, at)
-            return connected_zeros(input, call.outputs[0])
-
-        return run if call.is_split(name) else None
-
-    return KernelRule(f"+ {input.names} -> {input.names.without(i)}", make_select_kernel)
+    entries = [index if d == i else slice(None) for d in range(input.ndim)]
+    chosen = {names[i]: index % input.shape[i]}
+    return KernelRule(
+        f"+ {names} -> {names.without(i)}",
+        lambda call: make_pick_kernel(call, entries, names, chosen),
+    )
 
 
 @rule(torch.narrow)

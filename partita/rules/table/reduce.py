@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -93,11 +94,7 @@ def prod(input: Arg, dim: Dim = None, keepdim: bool = False) -> str:
 
 def _derive_extreme(input: Arg, dim: Dim, keepdim: bool, sign: int) -> str | Decomposition:
     """A pending maximum has no gradient; so only what needs none is left pending."""
-
-    def compute_extreme(input: Any, dim: Dim = None, keepdim: bool = False) -> Any:
-        return decompositions.amax(input, dim, keepdim, sign)
-
-    return _decompose_split(input, dim, keepdim, compute_extreme)
+    return _decompose_split(input, dim, keepdim, partial(decompositions.amax, sign=sign))
 
 
 @rule(torch.amax)
@@ -115,11 +112,7 @@ def _max_or_min(input: Arg, dim: Any, keepdim: bool, other: Any, sign: int) -> A
         return "..., ... -> ..."
     if dim is None:
         return _derive_extreme(input, None, False, sign)
-
-    def compute_with_place(x: Any, dim: int, keepdim: bool = False) -> Any:
-        return decompositions.max_dim(x, dim, keepdim, sign)
-
-    return _decompose_split(input, dim, keepdim, compute_with_place, 2)
+    return _decompose_split(input, dim, keepdim, partial(decompositions.max_dim, sign=sign), 2)
 
 
 @rule(torch.max)
@@ -132,20 +125,14 @@ def min_(input: Arg, dim: Any = None, keepdim: bool = False, *, other: Any = Non
     return _max_or_min(input, dim, keepdim, other, -1)
 
 
-def _arg_extreme(sign: int) -> Any:
-    def compute_place(input: Any, dim: int | None = None, keepdim: bool = False) -> Any:
-        return decompositions.argmax(input, dim, keepdim, sign)
-
-    def derive_arg_extreme(
-        input: Arg, dim: int | None = None, keepdim: bool = False
-    ) -> str | Decomposition:
-        return _decompose_split(input, dim, keepdim, compute_place)
-
-    return derive_arg_extreme
+@rule(torch.argmax)
+def argmax(input: Arg, dim: int | None = None, keepdim: bool = False) -> Any:
+    return _decompose_split(input, dim, keepdim, decompositions.argmax)
 
 
-rule(torch.argmax)(_arg_extreme(1))
-rule(torch.argmin)(_arg_extreme(-1))
+@rule(torch.argmin)
+def argmin(input: Arg, dim: int | None = None, keepdim: bool = False) -> Any:
+    return _decompose_split(input, dim, keepdim, partial(decompositions.argmax, sign=-1))
 
 
 @rule(torch.aminmax)

@@ -70,7 +70,6 @@ IDENTITIES: dict[Callable[..., Any], dict[int, Identity]] = {
     # What reads places by number reads no padding, and the first of equals is no copy.
     decompositions.first_index: _NOTHING,
     torch.nn.functional.embedding: _NOTHING,
-    torch.embedding: _NOTHING,
     torch.index_select: _NOTHING,
     torch.gather: _NOTHING,
     torch.take_along_dim: _NOTHING,

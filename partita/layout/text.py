@@ -1,0 +1,44 @@
+"""Amounts and tables as text: as ledgers, reports and the command line print them."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+
+__all__ = ["format_count", "format_seconds", "format_table", "human"]
+
+
+def human(nbytes: float, nothing: str = "-") -> str:
+    """`1536` as "1.5 KiB"; 0 as `nothing`."""
+    if nbytes == 0:
+        return nothing
+    size, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    return f"{size:.0f} {units[0]}" if units[0] == "B" or size >= 100 else f"{size:.1f} {units[0]}"
+
+
+def format_seconds(seconds: float) -> str:
+    """`4.1e-05` as "41 us"; less than a tenth of a microsecond as "0"."""
+    for size, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.1f} us" if seconds >= 1e-7 else "0"
+
+
+def format_count(number: float, unit: str = "") -> str:
+    """`65536.0` as "65.5 k"; of a unit, as "65.5 kFLOP"."""
+    for size, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g} {prefix}{unit}"
+    return f"{number:.3g} {unit}".rstrip()
+
+
+def format_table(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> str:
+    """Rows of equally many cells as lines; the columns of the numbers in `right` end in line."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = enumerate(zip(row, widths, strict=True))
+        line = "  ".join(c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in cells)
+        lines.append(line.rstrip())
+    return "\n".join(lines)

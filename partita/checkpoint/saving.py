@@ -26,7 +26,7 @@ from partita.comm import BackgroundResult, Decide, Piece, control_plane
 from partita.comm.device import HOST, Device, finish_copies, view_bytes
 from partita.layout import Fix, LayoutError, Replicate
 from partita.tensor import DTensor
-from partita.tensor.dtensor import checksum, holders, piece_held
+from partita.tensor.dtensor import checksum, holders_of_piece, piece_held
 from partita.tensor.spec import Spec
 
 from .folder import NAME, Checksums, Replacement, begin_replacement, compute_crcs
@@ -300,7 +300,7 @@ def stage_state(state: OpenedState, memory: Memory | None) -> _StagedState:
             value = reduce_partial(value)
         spec = value._spec
         if spec not in known:
-            axes, mine, count = holders(value._spec)
+            axes, mine, count = holders_of_piece(value._spec)
             known[spec] = written.setdefault((spec.wire, axes), [0] * count), mine
         so_far, mine = known[spec]
         if len(so_far) > 1:

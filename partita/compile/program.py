@@ -27,7 +27,7 @@ from partita.comm import Record, Request, TraceWire, Wire, is_uneven
 from partita.comm.cuts import has_empty, places_of, span
 from partita.comm.device import Device
 from partita.redistribute.cost import bytes_of
-from partita.tensor.autograd import holders
+from partita.tensor.autograd import count_holders
 from partita.tensor.op_facts import facts_of, without_any_autocast
 from partita.tensor.spec import Spec, spec_of
 from partita.tensor.tensor_state import state_of
@@ -548,7 +548,7 @@ def _fills_its_own(value: torch.Tensor) -> bool:
     if not at_once or not value.is_contiguous() or value.is_conj() or value.is_neg():
         return False
     storage = value.untyped_storage()
-    return holders(storage) == 2 and storage.nbytes() == value.nbytes
+    return count_holders(storage) == 2 and storage.nbytes() == value.nbytes
 
 
 def _find_lenders(spec: Spec) -> dict[int, _Lender]:

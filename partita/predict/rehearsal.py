@@ -33,7 +33,7 @@ from partita.compile.capture.outputs import ModuleAttributes
 from partita.compile.capture.state import State, state_of, tensors_of_call
 from partita.compile.errors import user_line_of
 from partita.layout import Fix, Layout, LayoutError
-from partita.tensor.dtensor import DTensor, tagged
+from partita.tensor.dtensor import DTYPES, DTensor, tagged
 from partita.tensor.spec import spec_of
 from partita.tensor.tensor_state import HERE
 
@@ -190,20 +190,6 @@ def _asks_value(error: Exception) -> LayoutError:
 
 # -- calls as text ---------------------------------------------------------------------------------
 
-_DTYPES = {
-    "f64": torch.float64,
-    "f32": torch.float32,
-    "f16": torch.float16,
-    "bf16": torch.bfloat16,
-    "i64": torch.int64,
-    "i32": torch.int32,
-    "i16": torch.int16,
-    "i8": torch.int8,
-    "u8": torch.uint8,
-    "bool": torch.bool,
-    "c64": torch.complex64,
-    "c128": torch.complex128,
-}
 _HOMES = {"F": torch.nn.functional, "torch": torch, "Tensor": torch.Tensor}
 _DIGITS = 20  # of a number of ranks that is read as one
 _CALL = re.compile(r"\s*(?P<name>[\w.:]+)\s*(?:\((?P<args>.*)\))?\s*", re.DOTALL)
@@ -345,12 +331,12 @@ def _unreadable(part: str, text: str, reason: str) -> LayoutError:
 
 def _make_tensor(text: str, mesh: Any) -> DTensor:
     layout = Layout.parse(text)
-    if layout.dtype not in _DTYPES:
+    if layout.dtype not in DTYPES:
         raise LayoutError(
             f"cannot read the dtype {layout.dtype!r} of {text!r}",
-            fixes=tuple(Fix(name) for name in _DTYPES),
+            fixes=tuple(Fix(name) for name in DTYPES),
         )
-    dtype, wire = _DTYPES[layout.dtype], wire_of(mesh)
+    dtype, wire = DTYPES[layout.dtype], wire_of(mesh)
     layout.check_axes(wire.mesh)
     spec = spec_of(Layout(layout.shape, layout.shards, layout.partial, layout.invariant), wire)
     found = tagged(torch.empty(spec.local_shape, dtype=dtype, device="meta"), spec)

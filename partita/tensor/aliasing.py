@@ -27,14 +27,12 @@ from torch._C import DisableTorchFunctionSubclass as Local
 # Not public: what is asked of tensors without memory is no part of a step that is captured.
 from torch.utils._python_dispatch import _disable_current_modes
 
-from partita.layout import Layout
-
 from .autograd import moved
 from .dtensor import DTensor, tagged
 from .forms import Form
 from .op_facts import facts_of_function
 from .spec import Spec, spec_of
-from .tensor_state import Origin, count_writes_or_none, own_state, state_of
+from .tensor_state import Origin, count_writes, own_state, state_of
 
 __all__ = [
     "copy_as_on_one_device",
@@ -73,7 +71,7 @@ def mark_copies(out: Any, func: Callable[..., Any], args: Any, kwargs: dict[str,
     """Make the results of a call that views `args[0]` on one device its view copies."""
     source = args[0]
     alias = alias_of(source)
-    seen = count_writes_or_none(alias)
+    seen = count_writes(alias)
 
     def mark_output(t: DTensor, index: int | None) -> DTensor:
         return _mark_copy_of_view(t, source, Origin(alias, func, args[1:], kwargs, index, seen))
@@ -135,7 +133,7 @@ def write_through_copy(
             source[origin.args[0]] = value
         else:
             source.copy_(_replace_viewed_part(source, origin, value))
-    own.source_writes, own.retaken = count_writes_or_none(own.source), None
+    own.source_writes, own.retaken = count_writes(own.source), None
     return copy
 
 
@@ -149,7 +147,7 @@ def _before_expand(origin: Origin) -> Origin:
     def apply_view_to_wide(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return origin.view(wide.view(x, *wide.args, **wide.kwargs), *args, **kwargs)
 
-    part = Origin(wide.source, apply_view_to_wide, origin.args, origin.kwargs, origin.index, None)
+    part = Origin(wide.source, apply_view_to_wide, origin.args, origin.kwargs, origin.index, 0)
     return _before_expand(part)
 
 
@@ -162,36 +160,23 @@ def reshape_copy(reshape: Callable[..., Any], copy: DTensor, *args: Any, **kwarg
     reshape(copy, *args, **kwargs)
     view = getattr(T, reshape.__name__.removesuffix("_"))
     return _mark_copy_of_view(
-        copy, before, Origin(before, view, args, kwargs, None, count_writes_or_none(before))
+        copy, before, Origin(before, view, args, kwargs, None, count_writes(before))
     )
 
 
 def _replace_viewed_part(source: DTensor, origin: Origin, value: DTensor) -> DTensor:
     """`source` with the part that `origin` views replaced by `value`; both are gathered for it."""
     spec = source._spec
-    whole = _make_invariant_spec(spec, spec.shape)
+    whole = spec.invariant_of(spec.shape)
     with Local():
         copy = moved(source, spec, whole, "write", "implicit")
         copy = copy.clone(memory_format=torch.contiguous_format)
         part = origin.view(copy, *origin.args, **origin.kwargs)
         if origin.index is not None:
             part = part[origin.index]
-        part.copy_(
-            moved(
-                value,
-                value._spec,
-                _make_invariant_spec(spec, value._spec.shape),
-                "write",
-                "implicit",
-            )
-        )
+        of_part = spec.invariant_of(value._spec.shape)
+        part.copy_(moved(value, value._spec, of_part, "write", "implicit"))
     return tagged(copy, whole)
-
-
-def _make_invariant_spec(spec: Spec, shape: Any) -> Spec:
-    axes = spec.wire.mesh.names
-    invariant = tuple(a for a in axes if not spec.layout.placement(a).is_replicate())
-    return spec_of(Layout(tuple(shape), invariant=invariant), spec.wire)
 
 
 # -- ops that copy only where they must ------------------------------------------------------------

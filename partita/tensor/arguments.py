@@ -61,15 +61,16 @@ __all__ = [
     "give_history",
     "locate_in_call",
     "make_changed_layout_error",
+    "make_transform_error",
     "may_have_numbers",
     "normalize_call",
     "operands_of_call",
     "read_number",
     "read_numbers",
     "read_numbers_of_other_meshes",
-    "refuse_transform",
     "replace_at_paths",
     "rule_parameters",
+    "spec_of_plain",
     "takes_numbers",
     "write_into_plain",
     "writes_view_copy",
@@ -79,7 +80,7 @@ Path = tuple[int | str, ...]
 """Where in a call a tensor stands: (1,) or ("bias",), or (0, 3) for the fourth of a list.
 
 A plan has it from the call that it was made for; others of the same key may give by name what that
-gave by place (`CallPlan.path_in_call`)."""
+gave by place (`locate_in_call`)."""
 
 
 def normalize_call(
@@ -174,9 +175,7 @@ def all_tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[Path,
     return found + _tensors_at(tuple(kwargs), tuple(kwargs.values()))
 
 
-def find_numbers_of_other_meshes(
-    tensors: Sequence[tuple[Path, Any]],
-) -> list[tuple[Path, DTensor]]:
+def find_numbers_of_other_meshes(tensors: Sequence[tuple[Path, Any]]) -> list[tuple[Path, DTensor]]:
     """The 0-d DTensors that live on another mesh than the others; by path.
 
     A norm, a coefficient: a number that every rank holds is the same number on any mesh. Only
@@ -196,18 +195,13 @@ def read_numbers_of_other_meshes(
     """`find_numbers_of_other_meshes`, as plain tensors. What is partial is reduced for it."""
     with torch.no_grad():
         return {
-            path: moved(t, t._spec, _make_replicated_spec(t._spec), op, "implicit")
+            path: moved(t, t._spec, t._spec.reduced, op, "implicit")
             for path, t in find_numbers_of_other_meshes(tensors)
         }
 
 
 def _is_number(t: DTensor) -> bool:
     return not (t._spec.shape or (t.requires_grad and torch.is_grad_enabled()))
-
-
-def _make_replicated_spec(spec: Spec) -> Spec:
-    layout = spec.layout
-    return spec_of(Layout(layout.shape, invariant=layout.invariant), spec.wire)
 
 
 def find_wire(op: str, tensors: Sequence[Any]) -> Wire:
@@ -323,7 +317,7 @@ def may_have_numbers(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 def _may_be_number(value: Any) -> bool:
     kind = type(value)
     if kind is DTensor:
-        return value._spec.shape.numel() == 1  # type: ignore[no-any-return]
+        return value._spec.shape.numel() == 1
     if kind is slice:
         return any(type(v) is DTensor for v in (value.start, value.stop, value.step))
     return (kind is tuple or kind is list) and any(map(_may_be_number, value))
@@ -443,7 +437,7 @@ def _hint_of(parameter: inspect.Parameter) -> str:
 # -- plain tensors beside DTensors -----------------------------------------------------------------
 
 
-def refuse_transform(name: str) -> LayoutError:
+def make_transform_error(name: str) -> LayoutError:
     """What to raise where a function transform would get hold of a DTensor."""
     return LayoutError(
         f"torch.func: {name} cannot take a DTensor",
@@ -481,7 +475,7 @@ def admit(
             between ranks; `strict()` is on; or a torch.func transform is at work on it.
     """
     if is_functorch_wrapped_tensor(value):
-        raise refuse_transform("grad" if value.requires_grad else "vmap")
+        raise make_transform_error("grad" if value.requires_grad else "vmap")
     graded = value.requires_grad and torch.is_grad_enabled()
     if graded and not (with_gradient and _is_made_of_leaves(value)):
         raise LayoutError(
@@ -583,14 +577,15 @@ def _is_made_of_leaves(value: torch.Tensor) -> bool:
 # of one device.
 
 
-def _make_invariant_spec(x: torch.Tensor, wire: Wire) -> Spec:
+def spec_of_plain(x: torch.Tensor, wire: Wire) -> Spec:
+    """The spec of plain `x`, which every rank holds alike: Invariant, gradient and all."""
     return spec_of(Layout(tuple(x.shape), invariant=wire.mesh.names), wire)
 
 
 def alias_as_invariant(x: torch.Tensor, wire: Wire) -> DTensor:
     """The memory of plain `x`, which every rank holds alike, as a DTensor that may be written."""
     with Local():
-        return tagged(x.view_as(x), _make_invariant_spec(x, wire))
+        return tagged(x.view_as(x), spec_of_plain(x, wire))
 
 
 def give_history(x: torch.Tensor, wire: Wire) -> None:
@@ -599,7 +594,7 @@ def give_history(x: torch.Tensor, wire: Wire) -> None:
     for t in (x, x._base if x._is_view() else None):
         if t is not None and type(t) in PLAIN and t.requires_grad and not t.is_leaf:
             t.grad_fn.metadata[WHOLE] = True  # type: ignore[union-attr, index]
-            tagged(t, _make_invariant_spec(t, wire))
+            tagged(t, spec_of_plain(t, wire))
 
 
 def write_into_plain(

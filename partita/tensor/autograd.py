@@ -31,8 +31,8 @@ __all__ = [
     "backward_pass",
     "carry_all",
     "convert_gradient",
+    "count_holders",
     "frees_graph",
-    "holders",
     "in_backward",
     "keep_missing_gradients",
     "make_other_cut_error",
@@ -139,29 +139,34 @@ def alias_without_base(x: torch.Tensor) -> torch.Tensor:
     return alias
 
 
-class _ConvertGradient(torch.autograd.Function):
-    """The identity, whose gradient arrives as `given` and leaves as `wanted`."""
+class _OnGradient(torch.autograd.Function):
+    """The identity, whose gradient is what `on_gradient(gradient, *args)` gives."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, given: Spec, wanted: Spec, op: str) -> torch.Tensor:
-        ctx.given, ctx.wanted, ctx.op = given, wanted, op
-        ctx.line = "" if given.layout.shards == wanted.layout.shards else user_line()
+    def forward(ctx: Any, x: torch.Tensor, on_gradient: Callable[..., Any], *args: Any) -> Any:
+        ctx.on_gradient, ctx.args = on_gradient, args
         keep_missing_gradients(ctx)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
-        if grad is None:
-            return None, None, None, None
-        if ctx.given.layout.shards != ctx.wanted.layout.shards:
-            raise make_other_cut_error(ctx.wanted, ctx.given, ctx.op, ctx.line)
-        return moved(grad, ctx.given, ctx.wanted, ctx.op, "gradient"), None, None, None
+        given = None if grad is None else ctx.on_gradient(grad, *ctx.args)
+        return given, None, *[None] * len(ctx.args)
 
 
 def convert_gradient(x: torch.Tensor, given: Spec, wanted: Spec, op: str) -> torch.Tensor:
     """An alias of local `x` whose incoming gradient is laid out as `given`; it is made `wanted`."""
+    line = "" if given.layout.shards == wanted.layout.shards else user_line()
     with Local():
-        return _ConvertGradient.apply(x, given, wanted, op)
+        return _OnGradient.apply(x, _move_gradient, given, wanted, op, line)
+
+
+def _move_gradient(
+    grad: torch.Tensor, given: Spec, wanted: Spec, op: str, line: str
+) -> torch.Tensor:
+    if given.layout.shards != wanted.layout.shards:
+        raise make_other_cut_error(wanted, given, op, line)
+    return moved(grad, given, wanted, op, "gradient")
 
 
 def make_other_cut_error(wanted: Spec, given: Spec, op: str, line: str) -> LayoutError:
@@ -179,22 +184,6 @@ def make_other_cut_error(wanted: Spec, given: Spec, op: str, line: str) -> Layou
     )
 
 
-class _AskGradient(torch.autograd.Function):
-    """The identity, whose backward raises, since the gradient may mean two things."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, spec: Spec, op: str, line: str) -> torch.Tensor:
-        ctx.spec, ctx.op, ctx.line = spec, op, line
-        keep_missing_gradients(ctx)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
-        if grad is None:
-            return None, None, None, None
-        raise _make_two_meanings_error(ctx.spec, ctx.op, ctx.line)
-
-
 def ask_gradient(x: torch.Tensor, spec: Spec, op: str) -> torch.Tensor:
     """An alias of local `x`, a value of `spec` that leaves or enters the typed world as Replicate.
 
@@ -205,10 +194,10 @@ def ask_gradient(x: torch.Tensor, spec: Spec, op: str) -> torch.Tensor:
     with Local():
         if not (spec.used_differently and x.requires_grad and torch.is_grad_enabled()):
             return x.view_as(x)
-        return _AskGradient.apply(x, spec, op, user_line())
+        return _OnGradient.apply(x, _refuse_to_guess, spec, op, user_line())
 
 
-def _make_two_meanings_error(spec: Spec, op: str, line: str) -> LayoutError:
+def _refuse_to_guess(grad: torch.Tensor, spec: Spec, op: str, line: str) -> None:
     def format_call(gradient: Placement) -> str:
         asked = spec.used_differently
         given = [gradient if a in asked else p.dual() for a, p in spec.by_axis()]
@@ -226,7 +215,7 @@ def _make_two_meanings_error(spec: Spec, op: str, line: str) -> LayoutError:
         whose = f"a gradient {goes} to a local tensor that was taken for Replicate"
     # A region has its backward before anybody asks for it.
     none = (Fix("x.detach().to_local()", "no gradient comes back"),) if ahead else ()
-    return LayoutError(
+    raise LayoutError(
         f"{op}: {whose} on axis {axes}, and it may mean two things",
         place=line,
         operands=(f"x  {spec.layout.brief()} on {spec.wire.mesh}",),
@@ -299,6 +288,6 @@ def without_history(t: torch.Tensor) -> torch.Tensor:
         return t if t.grad_fn is None else t.detach()
 
 
-def holders(storage: torch.UntypedStorage) -> int:
+def count_holders(storage: torch.UntypedStorage) -> int:
     """How many tensors and storages have this memory? Whoever asks has one of them in hand."""
     return torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]

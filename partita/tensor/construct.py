@@ -8,11 +8,10 @@ identity to its optimizer, its hooks and other modules, so its value is exchange
 
 from __future__ import annotations
 
-import functools
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from partita.comm import (
     Wire,
     agree,
+    is_uneven,
     local_of_torch_dtensor,
     make_torch_dtensor,
     read_torch_dtensor,
@@ -37,7 +37,7 @@ from partita.rules.rule import narrow_piece
 from .aliasing import global_strides
 from .arguments import find_wire
 from .autograd import moved
-from .dtensor import DTensor, make_no_strides_error, tagged
+from .dtensor import DTensor, make_no_strides_error, shape_of_pieces, tagged
 from .dtensor_gradients import type_hook
 from .random import run_with_generator_check
 from .spec import Spec, spec_on_mesh, spec_on_wire
@@ -234,16 +234,16 @@ def _normalize_size(size: tuple[Any, ...]) -> tuple[int, ...]:
 def _make_filled(
     make: Callable[..., torch.Tensor],
     size: tuple[Any, ...],
+    requires_grad: bool,
+    dtype: torch.dtype | None,
     device_mesh: Any,
     placements: Sequence[Placement] | None,
-    requires_grad: bool,
-    pending: bool,
-    **options: Any,
+    as_shares: bool = False,
 ) -> DTensor:
+    """What `make` makes on each rank; where it is pending, `as_shares` or on the first alone."""
     spec = spec_on_mesh(device_mesh, _normalize_size(size), placements)
-    options.setdefault("device", spec.wire.device)
-    local = with_room(make(spec.local_shape, **options), spec)
-    if spec.is_pending and not pending:
+    local = with_room(make(spec.local_shape, dtype=dtype, device=spec.wire.device), spec)
+    if not as_shares:
         _keep_on_first(local, spec)
     return tagged(local, spec).requires_grad_(requires_grad)
 
@@ -256,9 +256,7 @@ def zeros(
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
     """As torch.zeros: global `size`, each rank making its own piece only."""
-    return _make_filled(
-        torch.zeros, size, device_mesh, placements, requires_grad, True, dtype=dtype
-    )
+    return _make_filled(torch.zeros, size, requires_grad, dtype, device_mesh, placements, True)
 
 
 def empty(
@@ -269,9 +267,7 @@ def empty(
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
     """As torch.empty: global `size`, each rank making its own piece only."""
-    return _make_filled(
-        torch.empty, size, device_mesh, placements, requires_grad, True, dtype=dtype
-    )
+    return _make_filled(torch.empty, size, requires_grad, dtype, device_mesh, placements, True)
 
 
 def ones(
@@ -282,9 +278,7 @@ def ones(
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
     """As torch.ones: global `size`, each rank making its own piece only."""
-    return _make_filled(
-        torch.ones, size, device_mesh, placements, requires_grad, False, dtype=dtype
-    )
+    return _make_filled(torch.ones, size, requires_grad, dtype, device_mesh, placements)
 
 
 def full(
@@ -297,28 +291,22 @@ def full(
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
     """As torch.full: global `size`, each rank making its own piece only."""
-
-    def make_full_piece(shape: Sequence[int], **options: Any) -> torch.Tensor:
-        return torch.full(shape, fill_value, **options)
-
-    return _make_filled(
-        make_full_piece, (size,), device_mesh, placements, requires_grad, False, dtype=dtype
-    )
+    make = partial(torch.full, fill_value=fill_value)
+    return _make_filled(make, (size,), requires_grad, dtype, device_mesh, placements)
 
 
 def _make_drawn(
     make: Callable[..., torch.Tensor],
     size: tuple[Any, ...],
-    device_mesh: Any,
-    placements: Sequence[Placement] | None,
     requires_grad: bool,
     dtype: torch.dtype | None,
+    device_mesh: Any,
+    placements: Sequence[Placement] | None,
 ) -> DTensor:
     """A tensor of random numbers: every rank draws all of one device's, and keeps its piece."""
-    wire: Wire = wire_of(device_mesh)
     spec = spec_on_mesh(device_mesh, _normalize_size(size), placements)
-    draw = partial(make, _normalize_size(size), dtype=dtype, device=wire.device)
-    whole = run_with_generator_check(draw, make.__name__, wire)
+    draw = partial(make, spec.shape, dtype=dtype, device=spec.wire.device)
+    whole = run_with_generator_check(draw, make.__name__, spec.wire)
     return tagged(piece_of(whole, spec), spec).requires_grad_(requires_grad)
 
 
@@ -330,7 +318,7 @@ def randn(
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
     """As torch.randn, with the values that one device with the same seed has, in every layout."""
-    return _make_drawn(torch.randn, size, device_mesh, placements, requires_grad, dtype)
+    return _make_drawn(torch.randn, size, requires_grad, dtype, device_mesh, placements)
 
 
 def rand(
@@ -341,7 +329,7 @@ def rand(
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
     """As torch.rand, with the values that one device with the same seed has, in every layout."""
-    return _make_drawn(torch.rand, size, device_mesh, placements, requires_grad, dtype)
+    return _make_drawn(torch.rand, size, requires_grad, dtype, device_mesh, placements)
 
 
 # -- parameters get values -------------------------------------------------------------------------
@@ -455,7 +443,7 @@ def local_map(
             more or fewer arguments or results than there are.
     """
     if func is None:
-        return functools.partial(
+        return partial(
             local_map,
             out_placements=out_placements,
             in_placements=in_placements,
@@ -465,7 +453,7 @@ def local_map(
         )
     name = getattr(func, "__name__", str(func))
 
-    @functools.wraps(func)
+    @wraps(func)
     def run_local_map(*args: Any, **kwargs: Any) -> Any:
         flat, shape_of_args = pytree.tree_flatten(args)
         flat_kwargs, shape_of_kwargs = pytree.tree_flatten(kwargs)
@@ -494,7 +482,7 @@ def local_map(
         if lacks_elements:
             results = _tie_lost_operands(results, [*flat, *flat_kwargs])
         given = _match_placements(_list_per_result(out_placements), results, "out_placements", name)
-        even = all(_is_even(t._spec) for t in tensors)
+        even = not any(is_uneven(t._spec.layout, t._spec.wire.mesh) for t in tensors)
         wrapped = [_wrap_result(o, p, wire, even) for o, p in zip(results, given, strict=True)]
         return pytree.tree_unflatten(wrapped, shape_of_results)
 
@@ -533,7 +521,7 @@ def _match_placements(given: Any, values: list[Any], what: str, name: str) -> Se
             reason="one entry for each tensor or value, also in lists and dicts; None for a value",
             fixes=(Fix(f"{what}=({', '.join(['[...]'] * len(values))},)"),),
         )
-    return given  # type: ignore[no-any-return]
+    return given
 
 
 def _require_placements(x: DTensor, wanted: Placements, i: int, name: str, move: bool) -> DTensor:
@@ -564,15 +552,6 @@ def _convert_to_local(x: DTensor, grads: Placements) -> torch.Tensor:
     return x.to_local(grad_placements=grads)
 
 
-def _is_even(spec: Spec) -> bool:
-    """Does every rank hold equally much?"""
-    mesh = spec.wire.mesh
-    return all(
-        size % math.prod([mesh.size(a) for a in axes]) == 0
-        for size, axes in zip(spec.layout.shape, spec.layout.shards, strict=True)
-    )
-
-
 def _wrap_result(out: Any, placements: Placements, wire: Wire, even: bool) -> Any:
     """A result of `func` as a DTensor. Where pieces may be uneven the ranks exchange their
     sizes."""
@@ -581,17 +560,7 @@ def _wrap_result(out: Any, placements: Placements, wire: Wire, even: bool) -> An
     probe = spec_on_wire(wire, out.shape, placements)
     shape = None
     if not even and probe.is_sharded:
-        sizes_by_coordinate = dict(
-            zip(wire.mesh.coordinates(), wire.gather_ints(tuple(out.shape)), strict=True)
-        )
-        shape = [
-            sum(
-                sizes[dim]
-                for at, sizes in sizes_by_coordinate.items()
-                if all(i == 0 or a in axes for a, i in zip(wire.mesh.names, at, strict=True))
-            )
-            for dim, axes in enumerate(probe.layout.shards)
-        ]
+        shape = shape_of_pieces(wire.gather_ints(tuple(out.shape)), probe.layout.shards, wire.mesh)
     spec = DTensor._spec_of_local(out, wire.device_mesh, placements, shape)
     with Local():
         return tagged(out.view_as(out), spec)

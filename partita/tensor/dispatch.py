@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 from torch._C import _is_torch_function_enabled, _len_torch_function_stack
+from torch.utils._pytree import tree_map_only
 
 from partita.comm import inspect_collectives, user_line
 from partita.layout import Fix, Layout, LayoutError
@@ -69,21 +70,17 @@ from .spec import Spec, spec_of
 from .tensor_overrides import OVERRIDES, runs_as_torch_has_it
 from .tensor_state import HERE
 
-__all__ = [
-    "handle",
-    "op_of",
-    "run_gathered",
-    "run_into_out",
-    "run_unplanned",
-]
+__all__ = ["handle", "op_of", "run_gathered", "run_into_out", "run_unplanned"]
 
 _Tensor = torch.Tensor
 
 
 def _choose_run(op: Op) -> Run | None:
     """What runs a function's calls in place of plans; None for an op with a rule."""
-    if op.func in OVERRIDES or runs_as_torch_has_it(op.func):
-        return _make_override_run(OVERRIDES.get(op.func), takes_numbers(op.func))
+    if op.func in OVERRIDES:
+        return _make_override_run(OVERRIDES[op.func], takes_numbers(op.func))
+    if runs_as_torch_has_it(op.func):
+        return _run_locally
     if is_collective(op.func):
         return _run_collective
     if op.form.name.startswith("_fused_"):
@@ -95,13 +92,17 @@ def _choose_run(op: Op) -> Run | None:
     return run_foreach if op.form.foreach else None
 
 
-def _run_collective(func: Any, args: Any, kwargs: dict[str, Any], op: Op) -> Any:
-    args, kwargs = operands_of_collective(op.form.name, (args, kwargs))
+def _run_locally(func: Any, args: Any, kwargs: dict[str, Any], op: Op) -> Any:
     with Local():
         return func(*args, **kwargs)
 
 
-def _make_override_run(override: Callable[..., Any] | None, takes_numbers: bool) -> Run:
+def _run_collective(func: Any, args: Any, kwargs: dict[str, Any], op: Op) -> Any:
+    args, kwargs = operands_of_collective(op.form.name, (args, kwargs))
+    return _run_locally(func, args, kwargs, op)
+
+
+def _make_override_run(override: Callable[..., Any], takes_numbers: bool) -> Run:
     def run_with_numbers(
         func: Callable[..., Any], args: Any, kwargs: dict[str, Any], op: Op
     ) -> Any:
@@ -109,18 +110,11 @@ def _make_override_run(override: Callable[..., Any] | None, takes_numbers: bool)
             args, kwargs = read_numbers(func, args, kwargs)
             if not collect_dtensors((args, kwargs)):
                 return func(*args, **kwargs)
-        return override(*args, **kwargs)  # type: ignore[misc]
+        return override(*args, **kwargs)
 
-    if override is not None and takes_numbers:
+    if takes_numbers:
         return run_with_numbers
-    if override is not None:
-        return lambda func, args, kwargs, op: override(*args, **kwargs)
-
-    def run_locally(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], op: Op) -> Any:
-        with Local():
-            return func(*args, **kwargs)
-
-    return run_locally
+    return lambda func, args, kwargs, op: override(*args, **kwargs)
 
 
 def _choose_run_without_rule(func: Callable[..., Any]) -> Run:
@@ -149,8 +143,7 @@ def _run_operator(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], o
     DTensors that forward saved: it runs on the pieces of all of them.
     """
     if in_backward():
-        with Local():
-            return func(*args, **kwargs)
+        return _run_locally(func, args, kwargs, op)
     if op.form.rule is None:
         return _gather_and_run(func, args, kwargs, op)
     return _plan_and_run(func, args, kwargs, op)
@@ -245,16 +238,17 @@ def op_of(func: Callable[..., Any]) -> Op:
 
 
 def _relearn_ops() -> None:
-    """After a rule was given, have each function whose rule it is forget its plans."""
+    """After a rule was given, have each function whose rule it is forget its plans, and each method
+    its key."""
     form_of.cache_clear()
     for func, op in OPS.items():
         form = form_of(func)
         if form.rule is not op.form.rule:
             op.learn(form)
             op.run = _choose_run(op)
+    _install_fast_methods()
 
 
-ON_NEW_RULE.append(_relearn_ops)
 if IN_C is not None:
     IN_C.connect(
         DTensor=DTensor,
@@ -295,14 +289,7 @@ FAST_METHODS = {
 }
 """Names of methods by their signature; `inplace` is none of it, but says that they write `self`."""
 
-_METHOD_OF_OPERATOR = {
-    "__pow__": "pow",
-    "__eq__": "eq",
-    "__ne__": "ne",
-    "__lt__": "lt",
-    "__le__": "le",
-}
-_METHOD_OF_OPERATOR |= {"__gt__": "gt", "__ge__": "ge", "__neg__": "neg", "__abs__": "abs"}
+_METHOD_OF_OPERATOR = {f"__{name}__": name for name in "pow eq ne lt le gt ge neg abs".split()}
 """These operators of torch.Tensor are Python around a builtin method, which runs in their place."""
 
 # With torch-function disabled, or under a TorchFunctionMode, a method leaves the call to torch.
@@ -341,9 +328,6 @@ def _install_fast_methods() -> None:
             if op.run is None and _installed.get(name) is not op.key:
                 setattr(DTensor, name, _make_method(name, kind, base, op))
                 _installed[name] = op.key
-    # Python drops __hash__ where __eq__ is defined. It must be torch.Tensor's: a tensor may be
-    # re-tagged as a DTensor while it is the key of a dictionary.
-    DTensor.__hash__ = lambda self: id(self)  # type: ignore[method-assign,assignment]
 
 
 def _make_method(name: str, kind: str, base: Any, op: Op) -> Any:
@@ -393,7 +377,7 @@ def _make_method_in_python(name: str, kind: str, base: Any, op: Op) -> Any:
 
 
 _install_fast_methods()
-ON_NEW_RULE.append(_install_fast_methods)
+ON_NEW_RULE.append(_relearn_ops)
 
 
 # -- collectives -----------------------------------------------------------------------------------
@@ -412,7 +396,7 @@ def operands_of_collective(name: str, given: Any) -> Any:
         return given
     parted = [t for t in dtensors if not t._spec.is_whole]
     if not parted:
-        return given if "object" in name else _as_plain(given)
+        return given if "object" in name else tree_map_only(DTensor, _alias_plainly, given)
     raise LayoutError(
         f"torch.distributed: {name} cannot take a DTensor of which a rank holds a part",
         place=user_line(),
@@ -426,13 +410,9 @@ def operands_of_collective(name: str, given: Any) -> Any:
     )
 
 
-def _as_plain(value: Any) -> Any:
-    if isinstance(value, DTensor):
-        with Local():
-            return value.view_as(value)
-    if isinstance(value, dict):
-        return {key: _as_plain(v) for key, v in value.items()}
-    return type(value)(map(_as_plain, value)) if isinstance(value, (list, tuple)) else value
+def _alias_plainly(x: DTensor) -> torch.Tensor:
+    with Local():
+        return x.view_as(x)
 
 
 inspect_collectives(operands_of_collective)
@@ -513,15 +493,7 @@ def run_gathered(
         x = get_at_path(args, kwargs, path)
         if copy.shape != x.shape:
             raise make_changed_layout_error(form.name, x)
-        layout = x._spec.layout
-        if all(op == "sum" for _, op in layout.partial):
-            x.copy_(tagged(copy, make_replicated_spec(x.shape)))
-            continue
-        # A pending maximum of one value is that value: each rank keeps it whole.
-        with Local():
-            x.copy_(
-                moved(copy, make_replicated_spec(x.shape), x._spec.reduced, form.name, "implicit")
-            )
+        x.copy_(tagged(copy, make_replicated_spec(x.shape)))
     return args[0] if form.inplace else out
 
 

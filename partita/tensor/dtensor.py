@@ -15,6 +15,7 @@ import json
 import math
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,7 @@ from partita.comm import (
     user_line,
     wire_of,
 )
-from partita.layout import Coordinate, Fix, Layout, LayoutError, Partial, Placement, Replicate
+from partita.layout import Coordinate, Fix, Layout, LayoutError, Mesh, Partial, Placement, Replicate
 from partita.layout.picture import draw, html_of
 
 from .autograd import ask_gradient, convert_gradient, make_other_cut_error, moved
@@ -43,6 +44,7 @@ from .spec import Spec, spec_on_mesh, spec_on_wire
 from .tensor_state import HERE, Label, current
 
 __all__ = [
+    "DTYPES",
     "PLAIN",
     "TYPED",
     "DTensor",
@@ -50,10 +52,12 @@ __all__ = [
     "checksum",
     "compare_pieces",
     "destination",
-    "holders",
+    "holders_of_piece",
     "laid_out_as",
+    "make_memory_error",
     "make_no_strides_error",
     "piece_held",
+    "shape_of_pieces",
     "short_dtype",
     "tagged",
 ]
@@ -70,12 +74,13 @@ class DTensor(torch.Tensor):
 
     What is made of DTensors gives it the rest, as it is imported: `dispatch` its
     `__torch_function__` and frequent methods, `dtensor_gradients` its `grad`, `torch_patches` what
-    it refuses.
+    Dynamo asks first.
     """
 
     _spec: Spec
 
-    if TYPE_CHECKING:  # torch's own, which gives what it is asked of
+    if TYPE_CHECKING:  # what `dtensor_gradients` gives it; and torch's own, of what it is asked of
+        grad: DTensor | None
 
         def requires_grad_(self, requires_grad: bool = True) -> DTensor: ...
 
@@ -94,14 +99,7 @@ class DTensor(torch.Tensor):
     @property
     def layout_over_mesh(self) -> Layout:
         """The layout, with its dtype; `str` of it is what `repr` shows."""
-        layout = self._spec.layout
-        return Layout(
-            layout.shape,
-            layout.shards,
-            layout.partial,
-            layout.invariant,
-            short_dtype(self.dtype),
-        )
+        return replace(self._spec.layout, dtype=short_dtype(self.dtype))
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
@@ -245,7 +243,7 @@ class DTensor(torch.Tensor):
         given = spec_on_wire(spec.wire, spec.layout.shape, grad_placements)
         with Local():
             if given is spec.gradient:
-                return x.view_as(x)  # type: ignore[no-any-return]
+                return x.view_as(x)
             return convert_gradient(x, given, spec.gradient, "to_local")
 
     def _piece(self) -> torch.Tensor:
@@ -253,7 +251,7 @@ class DTensor(torch.Tensor):
         self._spec.wire.refuse_padded_piece(self._spec.layout, "to_local")
         x = current(self)
         with Local():
-            return x.view_as(x)  # type: ignore[no-any-return]
+            return x.view_as(x)
 
     def redistribute(
         self,
@@ -310,6 +308,24 @@ class DTensor(torch.Tensor):
             return out
         given = spec_on_wire(wire, spec.layout.shape, grad_placements)
         return convert_gradient(out, given, spec.whole, "full_tensor")
+
+    # -- memory, of which each rank has another part ---------------------------------------------
+
+    def as_subclass(self, cls: type) -> Any:
+        """Of this rank's piece, with torch-function disabled; else refused."""
+        if _global_view():
+            raise make_memory_error("as_subclass")
+        return super().as_subclass(cls)
+
+    def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        """`x.set_(y)` of a DTensor y: `x.data = y`. Memory of another kind is set as by
+        torch.Tensor.set_ with torch-function disabled, and refused else."""
+        if not _global_view():
+            return super().set_(*(() if source is None else (source,)), *args, **kwargs)
+        if not isinstance(source, DTensor) or args or kwargs:
+            raise make_memory_error("set_")
+        self.data = source.detach()
+        return self
 
     # -- what torch.distributed.checkpoint asks a tensor that is spread, by these names ----------
 
@@ -379,7 +395,7 @@ for _name in "dtype device requires_grad is_leaf grad_fn is_sparse is_cuda is_cp
 def laid_out_as(x: DTensor, after: Spec, op: str) -> DTensor:
     """The same global value in the layout of `after`, as the user asks for it. Differentiable."""
     if HERE.block is not None:
-        return HERE.block.call_ours(_laid_out_as, x, after, Label(op))  # type: ignore[no-any-return]
+        return HERE.block.call_ours(_laid_out_as, x, after, Label(op))
     return _laid_out_as(x, after, op)
 
 
@@ -401,20 +417,18 @@ def tagged(local: torch.Tensor, spec: Spec) -> DTensor:
     return local  # type: ignore[return-value]
 
 
-_SHORT = {
-    torch.float32: "f32",
-    torch.float64: "f64",
-    torch.float16: "f16",
-    torch.bfloat16: "bf16",
-    torch.int64: "i64",
-    torch.int32: "i32",
-    torch.int16: "i16",
-    torch.int8: "i8",
-    torch.uint8: "u8",
-    torch.bool: "bool",
-    torch.complex64: "c64",
-    torch.complex128: "c128",
+DTYPES: dict[str, torch.dtype] = {
+    short: getattr(torch, name)
+    for short, _, name in (
+        pair.partition("=")
+        for pair in """
+        f64=float64 f32=float32 f16=float16 bf16=bfloat16 i64=int64 i32=int32 i16=int16 i8=int8
+        u8=uint8 bool=bool c64=complex64 c128=complex128
+        """.split()
+    )
 }
+"""The dtypes that have a short form, by it."""
+_SHORT = {dtype: short for short, dtype in DTYPES.items()}
 
 
 def short_dtype(dtype: torch.dtype) -> str:
@@ -431,18 +445,22 @@ def piece_held(x: torch.Tensor) -> Piece:
     Raises:
         LayoutError: `x` is pending: its shares are no pieces of the value.
     """
-    with Local(), torch.no_grad():
-        local = x.detach()
     spec = getattr(x, "_spec", None)
-    if spec is None:
-        return Piece(local, tuple(local.shape), tuple((0, n) for n in local.shape))
-    if spec.is_pending:
+    if spec is not None and spec.is_pending:
         raise LayoutError(
             "a checkpoint holds values, and this tensor is pending",
             place=user_line(),
             operands=(spec.layout.brief(),),
             fixes=(Fix("x.redistribute(placements=...) first"), Fix("pt.save, which does so")),
         )
+    return _read_piece(x, spec)
+
+
+def _read_piece(x: torch.Tensor, spec: Spec | None) -> Piece:
+    with Local(), torch.no_grad():
+        local = x.detach()
+    if spec is None:
+        return Piece(local, tuple(local.shape), tuple((0, n) for n in local.shape))
     return Piece(local, tuple(spec.shape), spec.region)
 
 
@@ -453,18 +471,16 @@ def destination(x: torch.Tensor) -> Piece | None:
     and `x` is zeroed.
     """
     spec = getattr(x, "_spec", None)
-    if spec is None or not spec.is_pending:
-        return piece_held(x)
-    mesh, at = spec.wire.mesh, spec.wire.at
-    with Local(), torch.no_grad():
-        local = x.detach()
+    piece = _read_piece(x, spec)
+    if spec is not None:
+        mesh, at = spec.wire.mesh, spec.wire.at
         if any(op == "sum" and at[mesh.index(a)] for a, op in spec.layout.partial):
-            local.zero_()
+            piece.local.zero_()
             return None
-        return Piece(local, tuple(spec.shape), spec.region)
+    return piece
 
 
-def holders(spec: Spec) -> tuple[tuple[str, ...], int, int]:
+def holders_of_piece(spec: Spec) -> tuple[tuple[str, ...], int, int]:
     """Who holds the same piece as this rank: the axes along which, which of them it is, how many.
 
     Pieces that are equal along the same axes have equally many holders.
@@ -582,6 +598,16 @@ def _make_order_error(orders: Sequence[int]) -> LayoutError:
     )
 
 
+def make_memory_error(name: str) -> LayoutError:
+    """What to raise where method `name`, which works on memory, is called of a DTensor."""
+    return LayoutError(
+        f"{name} cannot take a DTensor",
+        place=user_line(),
+        reason="it works on memory, of which each rank has another part",
+        fixes=(Fix(f"x.to_local().{name}(...)", "on this rank's piece"),),
+    )
+
+
 def make_no_strides_error(what: str, t: torch.Tensor) -> LayoutError:
     """What to raise where `t`, which is sparse (or has another layout of its own), is to be global.
 
@@ -611,7 +637,7 @@ def _make_disagreement_error(
     by_coordinate = dict(zip(wire.mesh.coordinates(), shapes, strict=True))
     # Only where the ranks agree on all but the shape can the pieces say which it is.
     cut_alike = len({cut for _, cut, _ in gathered}) == 1
-    true = _find_shape_of_pieces(by_coordinate, layout, wire) if cut_alike else None
+    true = _find_true_shape(shapes, layout, wire.mesh) if cut_alike else None
     fix = None if true is None else Fix(f"shape={true}", "what the pieces make together")
     if len(set(texts)) > 1:
         uneven = fix is None and cut_alike and len({len(shape) for shape in shapes}) == 1
@@ -622,27 +648,30 @@ def _make_disagreement_error(
     return _make_misfit_error(by_coordinate[wrong], layout, wire, wrong, fix=fix)
 
 
-def _find_shape_of_pieces(
-    by_coordinate: dict[Coordinate, tuple[int, ...]], layout: Layout, wire: Wire
+def shape_of_pieces(
+    pieces: Sequence[Sequence[int]], shards: Sequence[Sequence[str]], mesh: Mesh
+) -> tuple[int, ...]:
+    """The shape that the ranks' pieces of these shapes make together, cut along `shards`."""
+    by_coordinate = list(zip(mesh.coordinates(), pieces, strict=True))
+    return tuple(
+        sum(
+            piece[dim]
+            for at, piece in by_coordinate
+            if all(i == 0 or a in axes for a, i in zip(mesh.names, at, strict=True))
+        )
+        for dim, axes in enumerate(shards)
+    )
+
+
+def _find_true_shape(
+    pieces: Sequence[tuple[int, ...]], layout: Layout, mesh: Mesh
 ) -> tuple[int, ...] | None:
     """The shape of the tensor that is cut into just these pieces, if there is one."""
-    if any(len(shape) != len(layout.shape) for shape in by_coordinate.values()):
+    if any(len(shape) != len(layout.shape) for shape in pieces):
         return None
-    shape = []
-    for dim, axes in enumerate(layout.shards):
-        first = [
-            c
-            for c in by_coordinate
-            if all(i == 0 or a in axes for a, i in _name_coordinates(c, wire))
-        ]
-        shape.append(sum(by_coordinate[c][dim] for c in first))
-    whole = Layout(tuple(shape), layout.shards)
-    fits = all(piece == whole.local_shape(wire.mesh, c) for c, piece in by_coordinate.items())
-    return tuple(shape) if fits and 0 not in shape else None
-
-
-def _name_coordinates(at: Coordinate, wire: Wire) -> list[tuple[str, int]]:
-    return list(zip(wire.mesh.names, at, strict=True))
+    shape = shape_of_pieces(pieces, layout.shards, mesh)
+    fits = pieces == [Layout(shape, layout.shards).local_shape(mesh, c) for c in mesh.coordinates()]
+    return shape if fits and 0 not in shape else None
 
 
 # -- checksums -------------------------------------------------------------------------------------

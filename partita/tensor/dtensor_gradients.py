@@ -49,13 +49,18 @@ __all__ = [
     "pending_gradients",
     "reduce_pending_gradients",
     "settled_spec",
+    "specs_of_values",
     "store_gradient",
+    "type_gradient",
     "type_hook",
     "unmark_settled",
     "update_spec",
 ]
 
 T: Any = torch.Tensor
+_base: Any = torch._C.TensorBase
+_data, _grad = _base.data, _base.grad
+_requires_grad, _hooks = _base.requires_grad.__get__, _base._backward_hooks.__get__
 
 
 def _show_gradient(x: torch.Tensor) -> None:
@@ -92,9 +97,9 @@ def gradient_of(x: DTensor) -> DTensor | None:
 @implements(T.grad.__set__)
 def _set_grad(x: torch.Tensor, grad: torch.Tensor | None) -> None:
     _show_gradient(x)
+    fits = True
     if grad is None:
         unmark_settled(x)  # type: ignore[arg-type]
-        fits = True
     else:
         if not isinstance(x, DTensor):
             raise LayoutError(
@@ -112,11 +117,11 @@ def _set_grad(x: torch.Tensor, grad: torch.Tensor | None) -> None:
         grad = lay_out_gradient(x, grad)
         with Unheard():
             fits = grad.shape == x.shape
-    with Unheard():
-        if fits:
-            _grad.__set__(x, grad)
     if not fits:  # ZeRO leaves each rank a shard of it
         store_gradient(x, grad)  # type: ignore[arg-type]
+        return
+    with Unheard():
+        _grad.__set__(x, grad)
 
 
 def clear_gradients(tensors: Iterable[torch.Tensor]) -> None:
@@ -248,12 +253,7 @@ def _autograd_grad(
     outs, given = _find_backward_seeds(outputs, grad_outputs)
     wanted = list(inputs) if isinstance(inputs, (tuple, list)) else [inputs]
     grads = _plain_grad(outs, wanted, given, *args, **kwargs)
-    result = []
-    for x, g in zip(wanted, grads, strict=True):
-        if g is not None and isinstance(x, DTensor):
-            g = tagged(g.view_as(g), x._spec.gradient)
-        result.append(g)
-    return tuple(result)
+    return tuple(map(type_gradient, grads, specs_of_values(wanted)))
 
 
 def type_hook(x: torch.Tensor, hook: Callable[..., Any]) -> Callable[[torch.Tensor], Any]:
@@ -297,10 +297,6 @@ DTensor.grad = property(gradient_of, _set_grad, _del_grad)  # type: ignore[assig
 # backward pass is then to add shares to it, the whole value must first become shares again: the
 # first rank keeps it, the others hold zero. That is the move R -> P, which carries nothing. A hook
 # does it (`mark_settled`).
-
-_base: Any = torch._C.TensorBase
-_grad, _requires_grad = _base.grad, _base.requires_grad.__get__
-_hooks = _base._backward_hooks.__get__
 
 
 def settled_spec(x: DTensor) -> Spec:
@@ -423,8 +419,6 @@ def _restore_partial_gradient(x: DTensor | None) -> None:
 BUCKET_BYTES = 64 << 20
 """Bytes of gradients that one all-reduce takes, at most; a larger gradient goes by itself."""
 
-_data, _get_grad = _base.data, _base.grad.__get__
-
 
 def _find_owner(grad: torch.Tensor) -> DTensor | None:
     """The tensor whose `.grad` this object is now, or None."""
@@ -459,7 +453,7 @@ def reduce_pending_gradients(params: Iterable[DTensor]) -> None:
         owner.finish()
     groups: dict[Any, list[DTensor]] = {}
     with Local():
-        stored = [_get_grad(p) for p in params]
+        stored = [_grad.__get__(p) for p in params]
     for p, g in zip(params, stored, strict=True):
         if g is None or (isinstance(g, DTensor) and not g._spec.is_pending):
             continue
@@ -624,7 +618,7 @@ def make_typed_function(cls: type[Function]) -> type[Function]:
     user_backward: Callable[..., Any] = getattr(cls, name)
 
     def backward(ctx: Any, *grads: Any) -> Any:
-        out = user_backward(ctx, *map(_type_gradient, grads, ctx._output_specs))
+        out = user_backward(ctx, *map(type_gradient, grads, ctx._output_specs))
         outs = out if isinstance(out, (tuple, list)) else (out,)
         # A backward may return fewer gradients than there were arguments, or None more.
         specs = (*ctx._input_specs, *[None] * len(outs))
@@ -641,15 +635,17 @@ def make_typed_function(cls: type[Function]) -> type[Function]:
 
 def _remember_specs(ctx: Any, inputs: Any, output: Any) -> None:
     outputs = output if isinstance(output, (tuple, list)) else (output,)
-    ctx._input_specs, ctx._output_specs = _specs_of_values(inputs), _specs_of_values(outputs)
-    ctx._saved_specs = _specs_of_values(ctx.to_save or ())
+    ctx._input_specs, ctx._output_specs = specs_of_values(inputs), specs_of_values(outputs)
+    ctx._saved_specs = specs_of_values(ctx.to_save or ())
 
 
-def _specs_of_values(values: Any) -> tuple[Spec | None, ...]:
+def specs_of_values(values: Iterable[Any]) -> tuple[Spec | None, ...]:
+    """The spec of each DTensor among `values`; None of all else."""
     return tuple(v._spec if isinstance(v, DTensor) else None for v in values)
 
 
-def _type_gradient(grad: torch.Tensor | None, spec: Spec | None) -> torch.Tensor | None:
+def type_gradient(grad: torch.Tensor | None, spec: Spec | None) -> torch.Tensor | None:
+    """The local gradient of a value of `spec`, which may be none, as a DTensor."""
     if grad is None or spec is None:
         return grad
     return tagged(grad.view_as(grad), spec.gradient)

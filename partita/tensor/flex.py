@@ -238,15 +238,9 @@ def _slice_block_mask(mask: BlockMask, rows: Range, heads: Range) -> BlockMask:
         *(  # type: ignore[arg-type]
             cut(getattr(mask, name))
             for name in (
-                "kv_num_blocks",
-                "kv_indices",
-                "full_kv_num_blocks",
-                "full_kv_indices",
-                "q_num_blocks",
-                "q_indices",
-                "full_q_num_blocks",
-                "full_q_indices",
-            )
+                "kv_num_blocks kv_indices full_kv_num_blocks full_kv_indices q_num_blocks "
+                "q_indices full_q_num_blocks full_q_indices"
+            ).split()
         ),
         BLOCK_SIZE=mask.BLOCK_SIZE,
         mask_mod=_shifted_mask(mod, rows[0], heads[0]) if rows[0] or heads[0] else mod,

@@ -33,10 +33,7 @@ from .plan_call import make_plan
 from .spec import Spec, spec_of
 from .tensor_overrides import OVERRIDES
 
-__all__ = [
-    "norms",
-    "run_foreach",
-]
+__all__ = ["norms", "run_foreach"]
 
 
 class _ListPlan:
@@ -84,7 +81,7 @@ def run_foreach(
         if len(set(wires)) > 1:
             plan = _ListPlan([], wires)
         else:
-            plan = _ListPlan([_plan_place(i, func, args, kwargs, op) for i in range(count)])
+            plan = _ListPlan([_plan_place(i, args, kwargs, op) for i in range(count)])
         op.plans.remember(key, plan)
     plan.hits += 1
     if not plan.clean:
@@ -148,7 +145,7 @@ def _kind_of_value(value: Any) -> Any:
     return value._spec if type(value) is DTensor else operand_kind(value)
 
 
-def _arguments_at_place(i: int, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+def _arguments_at_place(i: int, args: Sequence[Any]) -> list[Any]:
     """The arguments of the op at place i: of each list its i-th, of all else itself."""
     return [a[i] if type(a) in (list, tuple) else a for a in args]
 
@@ -190,18 +187,15 @@ def _make_inplace_op(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda x, *args, **kwargs: x.copy_(function(x, *args, **kwargs))
 
 
-def _plan_place(
-    i: int, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], op: Op
-) -> CallPlan | None:
-    single, place = _find_single_op(op), _arguments_at_place(i, args, kwargs)
+def _plan_place(i: int, args: Sequence[Any], kwargs: dict[str, Any], op: Op) -> CallPlan | None:
+    single, place = _find_single_op(op), _arguments_at_place(i, args)
     own = form_of(single)
     if own.rule is not None:
         return make_plan(own, single, place, kwargs)
-    if not op.form.inplace or _function_named(op.form.name) is None:
+    function = _function_named(op.form.name)
+    if not op.form.inplace or function is None:
         return None
     # The native kernel serves where nothing moves, and the result lies as what it is written into.
-    function = _function_named(op.form.name)
-    assert function is not None
     plan = make_plan(form_of(function), function, place, kwargs)
     if plan is None or plan.choice is None or not isinstance(place[0], DTensor):
         return None
@@ -217,7 +211,7 @@ def _run_one_by_one(plan: _ListPlan, args: Sequence[Any], kwargs: dict[str, Any]
     if by_name and len(args) == 4 and isinstance(args[3], torch.Tensor):  # one for each place
         args = (*args[:3], args[3].tolist())
     for i, place in enumerate(plan.places):
-        mine, options = _arguments_at_place(i, args, kwargs), kwargs
+        mine, options = _arguments_at_place(i, args), kwargs
         if by_name and len(mine) == 4:
             *mine, value = mine
             options = {**kwargs, "value": value}
@@ -236,7 +230,7 @@ def run_fused(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
         if type(values) not in (list, tuple):
             continue
         for i, value in enumerate(values):
-            target = _drop_partial(args[0][i]._spec)
+            target = args[0][i]._spec.reduced
             if isinstance(value, DTensor):
                 if value._spec is not target and value._spec.shape == target.shape:
                     new[(j, i)] = moved(value, value._spec, target, op.form.name, "implicit")
@@ -254,11 +248,6 @@ def run_fused(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
     for value, stepped in shares:
         value.copy_(stepped)
     return out
-
-
-def _drop_partial(spec: Spec) -> Spec:
-    """`spec`, or that of the reduced value where it is pending."""
-    return spec.reduced if spec.is_pending else spec
 
 
 # -- norms and infinities of many tensors ----------------------------------------------------------
@@ -298,7 +287,7 @@ def norms(tensors: Sequence[torch.Tensor], ord: float = 2.0) -> list[torch.Tenso
 
 def _hide_padding(t: torch.Tensor, ord: float) -> torch.Tensor:
     """`t` with values in its padding that do not change its norm."""
-    if not isinstance(t, DTensor) or not t._spec.wire.padded:
+    if not isinstance(t, DTensor):
         return t
     nothing = math.inf if ord < 0 else 0.0
     return t._spec.wire.fill_padding(t, t._spec.layout, nothing)

@@ -40,52 +40,25 @@ __all__ = [
     "parameter_names",
 ]
 
-# Not public, but where torch keeps what `torch.library.custom_op` has made, by name, and the types
-# of what `torch.ops.a.b` and `.default` are.
 
-
-_DUNDERS = {
-    "and": "bitwise_and",
-    "or": "bitwise_or",
-    "xor": "bitwise_xor",
-    "invert": "bitwise_not",
-    "lshift": "bitwise_left_shift",
-    "rshift": "bitwise_right_shift",
-    "truediv": "div",
-    "mod": "remainder",
-    "floordiv": "floor_divide",
-    "neg": "neg",
-    "pos": "positive",
-}
+_DUNDERS = dict(
+    pair.split("=")
+    for pair in """
+    and=bitwise_and or=bitwise_or xor=bitwise_xor invert=bitwise_not lshift=bitwise_left_shift
+    rshift=bitwise_right_shift truediv=div mod=remainder floordiv=floor_divide neg=neg pos=positive
+    """.split()
+)
 _COMMUTING = {"add", "mul", "and", "or", "xor"}
 
-_SYNONYMS = {
-    "multiply": "mul",
-    "subtract": "sub",
-    "divide": "div",
-    "true_divide": "div",
-    "greater": "gt",
-    "greater_equal": "ge",
-    "less": "lt",
-    "less_equal": "le",
-    "not_equal": "ne",
-    "negative": "neg",
-    "absolute": "abs",
-    "arccos": "acos",
-    "arccosh": "acosh",
-    "arcsin": "asin",
-    "arcsinh": "asinh",
-    "arctan": "atan",
-    "arctanh": "atanh",
-    "arctan2": "atan2",
-    "clip": "clamp",
-    "fix": "trunc",
-    "swapdims": "transpose",
-    "swapaxes": "transpose",
-    "moveaxis": "movedim",
-    "concat": "cat",
-    "concatenate": "cat",
-}
+_SYNONYMS = dict(
+    pair.split("=")
+    for pair in """
+    multiply=mul subtract=sub divide=div true_divide=div greater=gt greater_equal=ge less=lt
+    less_equal=le not_equal=ne negative=neg absolute=abs arccos=acos arccosh=acosh arcsin=asin
+    arcsinh=asinh arctan=atan arctanh=atanh arctan2=atan2 clip=clamp fix=trunc swapdims=transpose
+    swapaxes=transpose moveaxis=movedim concat=cat concatenate=cat
+    """.split()
+)
 
 _BARE_CALLS: dict[Any, Callable[..., Any]] = {
     getattr(torch.nn.functional, op): getattr(torch._C._nn, op, None) or getattr(torch, op)
@@ -144,9 +117,7 @@ def form_of(func: Callable[..., Any]) -> Form:
     if name.startswith("__") and name.endswith("__"):
         op = name[2:-2]
         bare = op[1:]
-        if op.startswith("i") and bare in _DUNDERS | dict.fromkeys(
-            ("add", "sub", "mul", "pow", "matmul"), ""
-        ):
+        if op.startswith("i") and bare in (*_DUNDERS, "add", "sub", "mul", "pow", "matmul"):
             op, inplace = bare, True
         elif op.startswith("r") and bare in _COMMUTING:
             op = bare
@@ -158,8 +129,8 @@ def form_of(func: Callable[..., Any]) -> Form:
         return Form(func, name, own, inplace, reshapes, bare=bare, writes=writes)
     if isinstance(func, types.FunctionType):
         if facts_of_function(op).is_twin and func is getattr(torch.nn.functional, op):
-            twin, bare = _builtin_twin(op), _BARE_CALLS.get(func)
-            return Form(func, op, _find_rule_named(op), local=twin, bare=bare)
+            bare = _BARE_CALLS.get(func)
+            return Form(func, op, _find_rule_named(op), local=_builtin_twin(func), bare=bare)
         return Form(func, op, None, inplace)
     # Of zero_ there is only the form in place.
     rule = _find_rule_named(op) or _find_rule_named(name)
@@ -183,15 +154,14 @@ def _form_of_operator(func: Callable[..., Any], operator: Operator) -> Form:
     return Form(func, name, rule, local=local, operator=operator, writes=writes)
 
 
-def _builtin_twin(op: str) -> Callable[..., Any] | None:
+def _builtin_twin(func: Callable[..., Any]) -> Callable[..., Any] | None:
     """The builtin that a function of torch.nn.functional passes its arguments on to, if it takes
     them as they are; else None."""
-    builtin = getattr(torch._C._nn, op, None) or getattr(torch, op, None)
-    if op in ("layer_norm", "rms_norm"):
-        return builtin
-    if op in OF_ONE_OPERAND:
-        return None if builtin is None else lambda input, inplace=False: builtin(input)
-    return None
+    bare = _BARE_CALLS.get(func)
+    if bare is not None:
+        return lambda input, inplace=False: bare(input)
+    norms = ("layer_norm", "rms_norm")
+    return getattr(torch, func.__name__) if func.__name__ in norms else None
 
 
 def _find_rule_named(name: str) -> Rule | None:

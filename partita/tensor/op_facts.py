@@ -12,7 +12,7 @@ import enum
 import functools
 import operator
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
@@ -232,8 +232,6 @@ it is summed. Norms sum by thread, and what is not contiguous is made so by many
 
 # -- facts of functions, by their names ------------------------------------------------------------
 
-# Not public, but where torch keeps the type of what `torch.ops.a.b` is.
-
 
 class Cast(enum.Enum):
     """What autocast does to the floating operands of an op (never to those of float64)."""
@@ -283,19 +281,11 @@ class FunctionFacts:
 def facts_of_function(name: str) -> FunctionFacts:
     """The facts of functions of this name, "reshape"; of one that is not known that it does none of
     these."""
-    return FunctionFacts(
-        is_view=name in _VIEWS,
-        may_copy=name in _MAY_COPY,
-        reshapes=name in _RESHAPING,
-        changes_shape=name in _RESHAPING or name in _GIVING_MEMORY,
-        draws=name in _DRAWS_UNSAID or _is_operator_drawing(name),
-        answered_by_piece=name in _ANSWERED_BY_PIECE,
-        computes_nothing=name in _COMPUTING_NOTHING,
-        is_question=name in _QUESTIONS,
-        needs_itself=name in _NEEDING_ITSELF,
-        is_twin=name in _TWINS,
-        autocast=next((cast for cast, names in _CASTS.items() if name in names), None),
-    )
+    facts = {fact: name in names.split() for fact, names in _FACTS_OF_FUNCTIONS.items()}
+    facts["changes_shape"] |= facts["reshapes"]
+    facts["draws"] |= _is_operator_drawing(name)
+    casts = (cast for cast, names in _CASTS.items() if name in names.split())
+    return FunctionFacts(**facts, autocast=next(casts, None))
 
 
 def _is_operator_drawing(name: str) -> bool:
@@ -328,65 +318,53 @@ FACTS_THAT_CHANGE = "_version data_ptr untyped_storage storage _typed_storage".s
 OF_ONE_OPERAND = frozenset("relu silu mish selu relu6 hardswish hardsigmoid".split())
 """Of torch.nn.functional: the builtins of their names take the operand alone, and no `inplace`."""
 
-_VIEWS = frozenset(
-    """view reshape flatten unflatten ravel transpose permute t movedim unsqueeze squeeze expand
-    broadcast_to select narrow diagonal chunk split tensor_split hsplit vsplit dsplit
-    split_with_sizes unbind unfold as_strided getitem detach alias real imag view_as_real
-    view_as_complex atleast_1d atleast_2d atleast_3d""".split()
-)
-_MAY_COPY = frozenset("contiguous reshape flatten ravel to type".split())
-_RESHAPING = frozenset("squeeze_ unsqueeze_ t_ transpose_ swapdims_ swapaxes_".split())
-_GIVING_MEMORY = frozenset("as_strided_ resize_ resize_as_ set_".split())
-_DRAWS_UNSAID = frozenset(
-    """scaled_dot_product_attention feature_dropout feature_alpha_dropout rrelu binomial random
-    _standard_gamma _sample_dirichlet multi_head_attention_forward fractional_max_pool2d
-    fractional_max_pool3d fractional_max_pool2d_with_indices
-    fractional_max_pool3d_with_indices""".split()
-)
-"""Torch does not tag them, since they are made of others."""
-_ANSWERED_BY_PIECE = frozenset(
-    """requires_grad_ retain_grad is_floating_point is_complex is_signed is_inference is_conj is_neg
-    get_device element_size is_pinned is_shared has_names is_nonzero_local result_type can_cast
-    promote_types is_tensor is_storage _is_view _is_zerotensor is_distributed
-    register_post_accumulate_grad_hook __hash__ has_torch_function""".split()
-)
-_COMPUTING_NOTHING = frozenset(
-    """size dim numel nelement ndimension backward grad register_hook requires_grad_ is_same_size
-    _set_grad_enabled _set_view_replay_enabled _is_view __len__ __repr__ __str__ __format__ __iter__
-    __reversed__ is_tensor is_floating_point is_complex is_contiguous retain_grad __dir__ __array__
-    __reduce_ex__ __setstate__ __deepcopy__ share_memory_ refine_names align_as __hash__""".split()
-)
-_QUESTIONS = frozenset(
-    """size dim ndimension numel nelement stride storage_offset element_size is_contiguous
-    is_floating_point is_complex is_signed is_cuda is_sparse get_device __len__ is_same_size
-    is_tensor is_inference is_conj is_neg is_pinned is_shared result_type can_cast type
-    dtype""".split()
-)
-_NEEDING_ITSELF = frozenset(
-    """backward register_hook register_post_accumulate_grad_hook retain_grad requires_grad_ detach_
-    set_ resize_ resize_as_ item tolist __bool__ __float__ __int__ __index__ is_nonzero numpy
-    data_ptr untyped_storage storage register_multi_grad_hook to_dlpack __dlpack__ share_memory_
-    as_subclass _make_subclass __reduce_ex__ __deepcopy__ __setstate__ pin_memory equal""".split()
-)
-_TWINS = frozenset(
-    """celu elu gelu hardshrink hardsigmoid hardswish hardtanh layer_norm leaky_relu log_softmax
-    logsigmoid mish relu relu6 rms_norm selu silu softmax softplus softshrink tanhshrink""".split()
-)
+_FACTS_OF_FUNCTIONS = {
+    "is_view": """view reshape flatten unflatten ravel transpose permute t movedim unsqueeze squeeze
+        expand broadcast_to select narrow diagonal chunk split tensor_split hsplit vsplit dsplit
+        split_with_sizes unbind unfold as_strided getitem detach alias real imag view_as_real
+        view_as_complex atleast_1d atleast_2d atleast_3d""",
+    "may_copy": "contiguous reshape flatten ravel to type",
+    "reshapes": "squeeze_ unsqueeze_ t_ transpose_ swapdims_ swapaxes_",
+    # Beside those that reshape.
+    "changes_shape": "as_strided_ resize_ resize_as_ set_",
+    # Torch does not tag them, since they are made of others.
+    "draws": """scaled_dot_product_attention feature_dropout feature_alpha_dropout rrelu binomial
+        random _standard_gamma _sample_dirichlet multi_head_attention_forward fractional_max_pool2d
+        fractional_max_pool3d fractional_max_pool2d_with_indices
+        fractional_max_pool3d_with_indices""",
+    "answered_by_piece": """requires_grad_ retain_grad is_floating_point is_complex is_signed
+        is_inference is_conj is_neg get_device element_size is_pinned is_shared has_names
+        is_nonzero_local result_type can_cast promote_types is_tensor is_storage _is_view
+        _is_zerotensor is_distributed register_post_accumulate_grad_hook __hash__
+        has_torch_function""",
+    "computes_nothing": """size dim numel nelement ndimension backward grad register_hook
+        requires_grad_ is_same_size _set_grad_enabled _set_view_replay_enabled _is_view __len__
+        __repr__ __str__ __format__ __iter__ __reversed__ is_tensor is_floating_point is_complex
+        is_contiguous retain_grad __dir__ __array__ __reduce_ex__ __setstate__ __deepcopy__
+        share_memory_ refine_names align_as __hash__""",
+    "is_question": """size dim ndimension numel nelement stride storage_offset element_size
+        is_contiguous is_floating_point is_complex is_signed is_cuda is_sparse get_device __len__
+        is_same_size is_tensor is_inference is_conj is_neg is_pinned is_shared result_type can_cast
+        type dtype""",
+    "needs_itself": """backward register_hook register_post_accumulate_grad_hook retain_grad
+        requires_grad_ detach_ set_ resize_ resize_as_ item tolist __bool__ __float__ __int__
+        __index__ is_nonzero numpy data_ptr untyped_storage storage register_multi_grad_hook
+        to_dlpack __dlpack__ share_memory_ as_subclass _make_subclass __reduce_ex__ __deepcopy__
+        __setstate__ pin_memory equal""",
+    "is_twin": """celu elu gelu hardshrink hardsigmoid hardswish hardtanh layer_norm leaky_relu
+        log_softmax logsigmoid mish relu relu6 rms_norm selu silu softmax softplus softshrink
+        tanhshrink""",
+}
+"""The names of the functions of which each fact of `FunctionFacts` is so."""
 _CASTS = {
-    Cast.LOWER: frozenset(
-        """_addmm_activation _convolution _native_multi_head_attention addbmm addmm addmv addr
-        baddbmm bmm chain_matmul conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d
-        conv_transpose3d convolution einsum linalg_multi_dot linalg_vecdot linear matmul mm mv prelu
-        scaled_dot_product_attention""".split()
-    ),
-    Cast.WIDEST: frozenset(
-        """addcdiv addcmul atan2 bilinear cat cross dot grid_sampler index_copy index_put
-        scatter_add stack tensordot vdot""".split()
-    ),
-    Cast.FLOAT32_UNLESS_TOLD: frozenset(
-        """cumprod cumsum frobenius_norm linalg_matrix_norm linalg_vector_norm log_softmax norm
-        nuclear_norm prod softmax sum""".split()
-    ),
+    Cast.LOWER: """_addmm_activation _convolution _native_multi_head_attention addbmm addmm addmv
+        addr baddbmm bmm chain_matmul conv1d conv2d conv3d conv_tbc conv_transpose1d
+        conv_transpose2d conv_transpose3d convolution einsum linalg_multi_dot linalg_vecdot linear
+        matmul mm mv prelu scaled_dot_product_attention""",
+    Cast.WIDEST: """addcdiv addcmul atan2 bilinear cat cross dot grid_sampler index_copy index_put
+        scatter_add stack tensordot vdot""",
+    Cast.FLOAT32_UNLESS_TOLD: """cumprod cumsum frobenius_norm linalg_matrix_norm linalg_vector_norm
+        log_softmax norm nuclear_norm prod softmax sum""",
 }
 
 # -- what autocast does to an op -------------------------------------------------------------------
@@ -429,27 +407,22 @@ def cast_of(op: str, device_type: str) -> Cast | None:
 
 
 @contextmanager
-def without_autocast(device_type: str) -> Iterator[None]:
-    """Within, autocast does nothing on a device where it is on."""
-    torch.set_autocast_enabled(device_type, False)
+def without_autocast(*device_types: str) -> Iterator[None]:
+    """Within, autocast does nothing on devices where it is on."""
+    for device_type in device_types:
+        torch.set_autocast_enabled(device_type, False)
     try:
         yield
     finally:
-        torch.set_autocast_enabled(device_type, True)
-
-
-@contextmanager
-def _without_all_autocast() -> Iterator[None]:
-    with ExitStack() as stack:
-        for device_type, enabled, _ in read_autocast_state():
-            if enabled:
-                stack.enter_context(without_autocast(device_type))
-        yield
+        for device_type in device_types:
+            torch.set_autocast_enabled(device_type, True)
 
 
 def without_any_autocast() -> AbstractContextManager[None]:
     """Within, autocast does nothing on any device: what runs has been cast as it was asked to."""
-    return _without_all_autocast() if torch._C._is_any_autocast_enabled() else nullcontext()
+    if not torch._C._is_any_autocast_enabled():
+        return nullcontext()
+    return without_autocast(*[kind for kind, enabled, _ in read_autocast_state() if enabled])
 
 
 def as_autocast_casts(run: Callable[..., Any], op: str, inplace: bool) -> Callable[..., Any]:

@@ -25,13 +25,21 @@ from partita.layout import Layout, LayoutError
 from partita.rules import NUMBER, Bound, Work, parse
 
 from .aliasing import copy_as_on_one_device, mark_copies
-from .arguments import Path, admit, collect_tensors, get_at_path, locate_in_call, replace_at_paths
+from .arguments import (
+    Path,
+    admit,
+    collect_tensors,
+    get_at_path,
+    locate_in_call,
+    replace_at_paths,
+    spec_of_plain,
+)
 from .autograd import alias_without_base, moved
 from .dtensor import PLAIN, DTensor, tagged
 from .dtensor_gradients import pending_gradients, reduce_pending_gradients
 from .forms import Form, form_of, parameter_names
 from .spec import Spec, spec_of
-from .tensor_state import MovedValue, current, own_state, state_of
+from .tensor_state import MovedValue, count_writes, current, own_state, state_of
 
 __all__ = [
     "DECLARED",
@@ -82,6 +90,11 @@ class Choice:
     partial: tuple[tuple[tuple[str, str], ...], ...]
     invariant: tuple[tuple[str, ...], ...]
     splits: dict[str, tuple[str, ...]]
+
+    def layout_of_output(self, bound: Bound, i: int, local: tuple[int, ...]) -> Layout:
+        """The layout of output i, where the kernel gives pieces of shape `local`."""
+        shape = bound.output_shape(i, local)
+        return Layout(shape, self.outputs[i], self.partial[i], self.invariant[i])
 
 
 @dataclass(frozen=True)
@@ -162,7 +175,7 @@ class CallPlan:
             kwargs = dict(kwargs)
             args = (kwargs.pop(self.names[0]),)
         if self.view_copies:
-            paths = [self.path_in_call(path, args, kwargs) for path in self.view_copies]
+            paths = [locate_in_call(path, self.names, args, kwargs) for path in self.view_copies]
             renewed = {path: current(get_at_path(args, kwargs, path)) for path in paths}
             args, kwargs = replace_at_paths(args, kwargs, renewed)
         if self.rewrite is not None:
@@ -186,7 +199,7 @@ class CallPlan:
     ) -> tuple[Sequence[Any], dict[str, Any]]:
         new = {}
         for target in self.targets:
-            path = self.path_in_call(target.path, args, kwargs)
+            path = locate_in_call(target.path, self.names, args, kwargs)
             value = get_at_path(args, kwargs, path)
             if target.plain is None:
                 if value._spec.is_pending and not target.spec.is_pending:
@@ -196,16 +209,11 @@ class CallPlan:
                 admit(value, self.wire, self.op, path, with_gradient=True)
                 if value.requires_grad and torch.is_grad_enabled():
                     # Its gradient is to come back whole, as plain autograd goes on with it.
-                    names = self.wire.mesh.names
-                    whole = spec_of(Layout(tuple(value.shape), invariant=names), self.wire)
+                    whole = spec_of_plain(value, self.wire)
                     value = moved(value, whole, target.plain, self.op, "implicit")
                 # An alias at least: an op may return its operand, and the user's is not re-tagged.
                 new[path] = moved(value, target.plain, target.spec, self.op, "implicit")
         return replace_at_paths(args, kwargs, new)
-
-    def path_in_call(self, path: Path, args: Sequence[Any], kwargs: dict[str, Any]) -> Path:
-        """Where in this call stands what is at `path` in the call that the plan was made for."""
-        return locate_in_call(path, self.names, args, kwargs)
 
     def tag(self, out: Any) -> Any:
         """Tag each new local tensor of a result with its spec.
@@ -268,13 +276,7 @@ class CallPlan:
             local = tuple(out.shape)
             if len(local) != len(self.bound.outputs[i]):
                 raise self._make_broken_plan_error(out, None)
-            layout = Layout(
-                self.bound.output_shape(i, local),
-                self.choice.outputs[i],
-                self.choice.partial[i],
-                self.choice.invariant[i],
-            )
-            spec = spec_of(layout, self.wire)
+            spec = spec_of(self.choice.layout_of_output(self.bound, i, local), self.wire)
             if spec.local_shape != out.shape:
                 raise self._make_broken_plan_error(out, spec)
             specs.append((spec, spec.local_shape))
@@ -315,31 +317,19 @@ def _move_once(x: DTensor, after: Spec, op: str) -> torch.Tensor:
     with Local():
         if torch.is_inference_mode_enabled() or x.is_inference():  # changes are not counted
             return moved(x, before, after, op, "implicit")
+        version = x._version, torch.is_grad_enabled()
+    state = state_of(x)
     # The largest pieces are compared: whether to move must be the same question on every rank.
-    if after.largest > before.largest or state_of(x).written_unseen:
+    if after.largest > before.largest or state.written_unseen:
         return moved(x, before, after, op, "implicit")
-    graded = torch.is_grad_enabled()
-    remembered, version = state_of(x).moved, (_version_of_tensor(x), graded)
-    fits = remembered is not None and remembered.spec is after and remembered.version == version
-    if (
-        remembered is not None
-        and fits
-        and _version_of_tensor(remembered.value) == remembered.value_version
-    ):
-        return remembered.value
+    if state.moved is not None and state.moved.is_of(after, version):
+        return state.moved.value
     # A view would hold `x`, which holds it: no one would ever let go of the two.
     value = moved(x, before, after, op, "implicit")
     with Local():
         value = value if value._base is None else alias_without_base(value)
-    own_state(x).moved = MovedValue(
-        after, (_version_of_tensor(x), graded), value, _version_of_tensor(value)
-    )
+    own_state(x).moved = MovedValue(after, version, value, count_writes(value))
     return value
-
-
-def _version_of_tensor(x: torch.Tensor) -> int:
-    with Local():
-        return x._version
 
 
 # -- work ------------------------------------------------------------------------------------------
@@ -372,26 +362,16 @@ class PlanWork:
         return self.run(*args, **kwargs)
 
 
-def work_of_plan(
-    op: str,
-    wire: Wire,
-    work: Sequence[Work],
-    choice: Choice,
-    kernel: Callable[..., Any] | None,
-    run: Callable[..., Any],
-) -> PlanWork:
-    """The work of a call whose names are split as `choice` says.
-
-    Args:
-        kernel, run: as in `PlanWork`.
-    """
-    products = []
+def work_of_plan(plan: CallPlan, work: Sequence[Work], run: Callable[..., Any]) -> PlanWork:
+    """The work of a call by `plan`, which has its kernel; `run` runs where that is None."""
+    assert plan.choice is not None
+    wire, splits, products = plan.wire, plan.choice.splits, []
     for one in work:
-        spread = {a for name in one.names for a in choice.splits.get(name, ())}
+        spread = {a for name in one.names for a in splits.get(name, ())}
         repeated = [a for a in wire.mesh.names if a not in spread and wire.mesh.size(a) > 1]
         operations = one.operations / wire.mesh_size(tuple(spread))
         products.append((operations, tuple(repeated)))
-    return PlanWork(op, wire, tuple(products), kernel, kernel or run)
+    return PlanWork(plan.op, wire, tuple(products), plan.kernel, plan.kernel or run)
 
 
 # -- a function and its plans ----------------------------------------------------------------------
@@ -724,8 +704,7 @@ def cache_clear() -> None:
     """Forget every plan and every count. Results do not change; the next calls plan anew."""
     with _CACHE.lock:
         for plans in _CACHE.ops:
-            plans.clear()
-            plans.old = {}
+            plans.forget()
         _CACHE.young = _CACHE.misses = _CACHE.forgotten_hits = 0
 
 
@@ -778,9 +757,7 @@ IN_C = load_extension()
 
 
 def make_key_in_c(
-    key: Callable[..., Any],
-    params: Sequence[tuple[str, int, Any]],
-    flagged: bool,
+    key: Callable[..., Any], params: Sequence[tuple[str, int, Any]], flagged: bool
 ) -> Callable[..., Any]:
     """A key function in C that gives the same keys as `key`; `key` itself where there is no C.
 
@@ -793,4 +770,4 @@ def make_key_in_c(
         return key
     names, kinds, defaults = zip(*params, strict=True)
     harmless = key.__globals__["harmless"]
-    return IN_C.Key(key, names, bytes(kinds), defaults, harmless, flagged)  # type: ignore[no-any-return]
+    return IN_C.Key(key, names, bytes(kinds), defaults, harmless, flagged)

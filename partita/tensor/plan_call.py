@@ -76,12 +76,7 @@ from .spec import spec_of
 from .tensor_state import HERE
 from .uneven_pieces import wrap_filling_padding, wrap_for_empty_pieces
 
-__all__ = [
-    "Considered",
-    "check_undeclared_tensors",
-    "choose",
-    "make_plan",
-]
+__all__ = ["Considered", "check_undeclared_tensors", "choose", "make_plan"]
 
 _NUMBERS = (int, float, bool, complex)
 
@@ -112,8 +107,7 @@ class _UnplannedCall:
     @property
     def is_view(self) -> bool:
         """Is the result a view of the first operand on one device?"""
-        is_view = facts_of_function(self.form.name).is_view
-        return is_view and gives_view(self.form, self.args)
+        return facts_of_function(self.form.name).is_view and gives_view(self.form, self.args)
 
     @property
     def keeps_layout(self) -> bool:
@@ -263,32 +257,30 @@ def _plan_sentence(
         written = find_written_operands(form, call.args, call.kwargs)
         if any(target.path in written for target in targets):
             return None  # what is written keeps its layout
-    kernel = _make_kernel(call, answer, bound, choice, paths)
     first: Any = call.args[0] if call.args else None
     copies = call.is_view and (
         bool(targets) or first._spec.is_copy or choice.partial[0] != first._spec.layout.partial
     )
-    may_copy = facts_of_function(form.name).may_copy and isinstance(first, DTensor)
-    if may_copy and not (copies or first._spec.is_copy):
-        may_copy = False
-        if may_be_denser_than_whole(first._spec):
-            kernel = wrap_copying_as_on_one_device(kernel or call.run, call.func, first._spec)
     plan = CallPlan(
         form.name,
         wire,
         targets=targets,
-        kernel=kernel,
-        bare=_find_bare_call(call, paths) if kernel is None else None,
         bound=bound,
         choice=choice,
         retags_operand=form.reshapes,
         result_is_view_copy=copies,
-        may_copy=may_copy,
         view_copies=find_view_copies(call.tensors),
         names=rule_parameters(form),
     )
+    plan.kernel = _make_kernel(call, answer, plan, paths)
+    if facts_of_function(form.name).may_copy and isinstance(first, DTensor):
+        plan.may_copy = copies or first._spec.is_copy
+        if not plan.may_copy and may_be_denser_than_whole(first._spec):
+            run = plan.kernel or call.run
+            plan.kernel = wrap_copying_as_on_one_device(run, call.func, first._spec)
+    plan.bare = _find_bare_call(call, paths) if plan.kernel is None else None
     if work:
-        plan.work = work_of_plan(form.name, wire, work, choice, kernel, call.run)
+        plan.work = work_of_plan(plan, work, call.run)
         wire.scope.add_listener(plan)
     return plan
 
@@ -409,13 +401,15 @@ def _find_targets(
 
 
 def _make_kernel(
-    call: _UnplannedCall, answer: KernelRule, bound: Bound, choice: Choice, paths: Sequence[Path]
+    call: _UnplannedCall, answer: KernelRule, plan: CallPlan, paths: Sequence[Path]
 ) -> Callable[..., Any] | None:
     """What runs on the rank in place of the function; None where the function itself does."""
-    form, func, wire, names = call.form, call.func, call.wire, rule_parameters(call.form)
+    form, func, wire = call.form, call.func, call.wire
+    assert plan.bound is not None and plan.choice is not None
     kernel = form.local if form.operator is not None else None
     if answer.local is not None:
-        kernel = answer.local(_make_kernel_call(call.run, bound, choice, wire, answer.beyond))
+        given = _make_kernel_call(call.run, plan.bound, plan.choice, wire, answer.beyond)
+        kernel = answer.local(given)
         # A kernel is asked with the tensors' own shapes; it runs with torch-function disabled.
         if kernel is not None:
             if not call.is_view:
@@ -423,10 +417,9 @@ def _make_kernel(
             if form.inplace:
                 kernel = _wrap_writing_into_first(kernel, form)
     if wire.padded:
-        kernel = wrap_filling_padding(kernel, func, form, bound, choice, wire, paths, names)
-    pieces = [layout for layout in choice.inputs if layout is not None]
-    if any(layout.is_empty_at(wire.mesh, wire.at) for layout in pieces):
-        kernel = wrap_for_empty_pieces(kernel, func, form, bound, choice, wire, paths, names)
+        kernel = wrap_filling_padding(kernel, func, form, plan, paths)
+    elif any(x.is_empty_at(wire.mesh, wire.at) for x in plan.choice.inputs if x is not None):
+        kernel = wrap_for_empty_pieces(kernel, func, form, plan, paths)
     if facts_of_function(form.name).draws:
         kernel = with_generator_check(kernel or call.run, form, wire) or kernel
     return kernel
@@ -509,10 +502,8 @@ def _make_kernel_call(
     for dims in bound.outputs:
         sizes = []
         for dim in dims:
-            length = 1
-            for n in dim.names:
-                length *= pieces[n][1] if n in pieces else bound.sizes.get(n, -1)
-            sizes.append(length if length >= 0 else -1)
+            lengths = [pieces[n][1] if n in pieces else bound.sizes.get(n, -1) for n in dim.names]
+            sizes.append(max(math.prod(lengths), -1))
         outputs.append(tuple(sizes))
     shapes = tuple(o if isinstance(o, tuple) else None for o in bound.operands)
     return KernelCall(run, shapes, tuple(outputs), pieces, wire.share)
@@ -573,6 +564,7 @@ def choose(
         n = mesh.size(axis)
         current = [None if x is None else x.placement(axis) for x in layouts]
         best, best_price = None, float("inf")
+        seen: list[tuple[Row, float]] = []
         price = RowPrice(axis, rows, bound, layouts, plain, itemsizes, mesh, work)
         for row in _find_rows_splitting(bound, layouts[0], keeps, axis) or bound.rows:
             if inplace and not (row.inputs[0] == current[0] == row.outputs[0]):
@@ -580,8 +572,7 @@ def choose(
             if row.split and not bound.can_split(row.split, parts.get(row.split, 1) * n):
                 continue
             cost = price(row)
-            if considered is not None:
-                considered.append(Considered(axis, row, cost, False))
+            seen.append((row, cost))
             if cost < best_price:
                 best, best_price = row, cost
                 if cost == 0.0 and considered is None:
@@ -589,10 +580,7 @@ def choose(
         if best is None:
             return None
         if considered is not None:
-            considered[:] = [
-                Considered(c.axis, c.row, c.price, c.taken or (c.axis == axis and c.row is best))
-                for c in considered
-            ]
+            considered += [Considered(axis, row, cost, row is best) for row, cost in seen]
         rows.append(best)
         if best.split:
             parts[best.split] = parts.get(best.split, 1) * n
@@ -609,11 +597,7 @@ def _find_rows_splitting(bound: Bound, first: Layout | None, name: str, axis: st
 
 
 def _choose_layouts(
-    bound: Bound,
-    rows: Sequence[Row],
-    layouts: Sequence[Layout | None],
-    mesh: Mesh,
-    inplace: bool,
+    bound: Bound, rows: Sequence[Row], layouts: Sequence[Layout | None], mesh: Mesh, inplace: bool
 ) -> Choice:
     splits: dict[str, tuple[str, ...]] = {}
     for axis, row in zip(mesh.names, rows, strict=True):
@@ -657,9 +641,7 @@ def _choose_axis_order(
         for shards, dim in zip(layout.shards, dims, strict=True):
             if name in dim.names:
                 kept = tuple(a for a in shards if a in axes)
-                size = 1
-                for n in layout.shape:
-                    size *= n
+                size = math.prod(layout.shape)
                 if (len(kept), size) > (len(best), best_size):
                     best, best_size = kept, size
     return best + tuple(a for a in axes if a not in best)

@@ -60,10 +60,15 @@ def random_mode(mode: str) -> Iterator[None]:
         _MODE.reset(token)
 
 
+Draw = Callable[[torch.Tensor, torch.Generator | None], torch.Tensor]
+"""Fills an empty tensor, from the common generator where it is given none."""
+
+
+@torch.no_grad()
 def _draw_piece(
-    call: KernelCall, names: tuple[str, ...], x: torch.Tensor, draw: Callable[..., torch.Tensor]
+    call: KernelCall, names: Sequence[str], x: torch.Tensor, draw: Draw
 ) -> torch.Tensor:
-    """This rank's piece of what `draw(empty tensor, generator)` fills on one device."""
+    """This rank's piece of what `draw` fills on one device."""
     if _MODE.get() == "pieces":
         seed = int(torch.randint(2**62, (), dtype=torch.int64))
         for name in names:
@@ -88,118 +93,98 @@ def _drawn_strides(x: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
     return torch.empty_like(lies).stride()
 
 
+def _on_pieces(x: Any, run: Callable[..., Any]) -> Callable[[KernelCall], Kernel | None]:
+    """What a rule has for a kernel where its operand `x` is split: `run(draw_piece, input, ...)`,
+    with what draws this rank's piece of what a `Draw` fills."""
+
+    def make_kernel(call: KernelCall) -> Kernel | None:
+        def run_on_piece(input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            return run(partial(_draw_piece, call, x.names, input), input, *args, **kwargs)
+
+        return run_on_piece if call.pieces else None
+
+    return make_kernel
+
+
+def _make_draw(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Draw:
+    """`function(out, *args, **kwargs)`, with the generator."""
+
+    def draw(out: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+        own = {} if generator is None else {"generator": generator}
+        return function(out, *args, **kwargs | own)
+
+    return draw
+
+
+@rule(torch.dropout)
 def _derive_dropout(x: Any, _p: float = 0.5, _train: bool = True) -> KernelRule:
-    names = tuple(x.names)
+    def drop_elements(
+        draw_piece: Any, input: torch.Tensor, p: float = 0.5, train: bool = True
+    ) -> Any:
+        if not train or p == 0:
+            return input.clone() if train else torch.dropout(input, p, False)
 
-    def local(call: KernelCall) -> Kernel | None:
-        if not call.pieces:
-            return None
+        def draw(out: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+            if generator is None:
+                return torch.dropout(out.fill_(1), p, True)
+            return out.bernoulli_(1 - p, generator=generator).div_(1 - p)
 
-        def run_on_piece(input: torch.Tensor, p: float = 0.5, train: bool = True) -> torch.Tensor:
-            if not train or p == 0:
-                return input.clone() if train else torch.dropout(input, p, False)
+        return input * draw_piece(draw)
 
-            def draw(out: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
-                if generator is None:
-                    return torch.dropout(out.fill_(1), p, True)
-                return out.bernoulli_(1 - p, generator=generator).div_(1 - p)
-
-            with torch.no_grad():
-                mask = _draw_piece(call, names, input, draw)
-            return input * mask
-
-        return run_on_piece
-
-    return KernelRule(f"+ {x.names} -> {x.names}", local)
-
-
-rule(torch.dropout)(_derive_dropout)
+    return KernelRule(f"+ {x.names} -> {x.names}", _on_pieces(x, drop_elements))
 
 
 @rule(torch.alpha_dropout)
-def _alpha_dropout(x: Any) -> KernelRule:
-    names = tuple(x.names)
+def _derive_alpha_dropout(x: Any) -> KernelRule:
+    def drop_elements(
+        draw_piece: Any, input: torch.Tensor, p: float = 0.5, train: bool = True
+    ) -> Any:
+        if not train or p in (0, 1):  # nothing is drawn
+            return torch.alpha_dropout(input, p, train)
+        # What is dropped becomes -b, and then all is brought back to mean 0 and variance 1.
+        b = 1.7580993408473766
+        scale = 1 / math.sqrt((b * b * p + 1) * (1 - p))
 
-    def make_local_alpha_kernel(call: KernelCall) -> Kernel | None:
-        if not call.pieces:
-            return None
+        def draw(out: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+            if generator is None:
+                return torch.alpha_dropout(out.zero_(), p, True)
+            kept = out.bernoulli_(1 - p, generator=generator)
+            return kept.sub_(1).mul_(b * scale).add_(b * scale * p)
 
-        def kernel(input: torch.Tensor, p: float = 0.5, train: bool = True) -> torch.Tensor:
-            if not train or p in (0, 1):  # nothing is drawn
-                return torch.alpha_dropout(input, p, train)
-            # What is dropped becomes -b, and then all is brought back to mean 0 and variance 1.
-            b = 1.7580993408473766
-            scale = 1 / math.sqrt((b * b * p + 1) * (1 - p))
+        shift = draw_piece(draw)  # above 0 where it is kept
+        return input * ((shift > 0) * scale) + shift
 
-            def draw_into(out: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
-                if generator is None:
-                    return torch.alpha_dropout(out.zero_(), p, True)
-                kept = out.bernoulli_(1 - p, generator=generator)
-                return kept.sub_(1).mul_(b * scale).add_(b * scale * p)
-
-            with torch.no_grad():
-                shift = _draw_piece(call, names, input, draw_into)  # above 0 where it is kept
-            return input * ((shift > 0) * scale) + shift
-
-        return kernel
-
-    return KernelRule(f"{x.names} -> {x.names}", make_local_alpha_kernel)
+    return KernelRule(f"{x.names} -> {x.names}", _on_pieces(x, drop_elements))
 
 
-def _register_fill(name: str) -> None:
-    fill = getattr(torch.Tensor, name)
+def _register_fill(function: Callable[..., Any]) -> None:
+    def fill_piece(draw_piece: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return input.copy_(draw_piece(_make_draw(function, args, kwargs)))
 
     def derive_fill(x: Any) -> KernelRule:
-        names = tuple(x.names)
+        return KernelRule(f"{x.names} -> {x.names}", _on_pieces(x, fill_piece))
 
-        def local(call: KernelCall) -> Kernel | None:
-            if not call.pieces:
-                return None
-
-            def run_on_piece(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-                def draw(out: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
-                    if generator is not None:
-                        kwargs["generator"] = generator
-                    return fill(out, *args, **kwargs)  # type: ignore[no-any-return]
-
-                with torch.no_grad():
-                    values = _draw_piece(call, names, input, draw)
-                return input.copy_(values)
-
-            return run_on_piece
-
-        return KernelRule(f"{x.names} -> {x.names}", local)
-
-    rule(fill)(derive_fill)
+    rule(function)(derive_fill)
 
 
 for _name in FILLS:
-    _register_fill(_name)
+    _register_fill(getattr(torch.Tensor, _name))
 
 
 def _register_like(function: Callable[..., Any]) -> None:
+    def make_like(
+        run: Any, draw_piece: Any, input: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        requires = kwargs.pop("requires_grad", False)
+        kwargs.pop("memory_format", None)
+        out = draw_piece(_make_draw(run, args, kwargs))
+        return out.clone(memory_format=torch.contiguous_format).requires_grad_(requires)
+
     def derive_like(x: Any) -> LikeRule:
-        names = tuple(x.names)
-
-        def local(call: KernelCall) -> Kernel | None:
-            if not call.pieces:
-                return None
-
-            def run_on_piece(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-                requires = kwargs.pop("requires_grad", False)
-                kwargs.pop("memory_format", None)
-
-                def draw(out: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
-                    own = {} if generator is None else {"generator": generator}
-                    return call.run(out, *args, **kwargs | own)  # type: ignore[no-any-return]
-
-                with torch.no_grad():
-                    out = _draw_piece(call, names, input, draw)
-                return out.clone(memory_format=torch.contiguous_format).requires_grad_(requires)
-
-            return run_on_piece
-
-        return LikeRule(x.shape, local=local)
+        # Another form of the function may be called, as an operator of ATen.
+        return LikeRule(
+            x.shape, local=lambda call: _on_pieces(x, partial(make_like, call.run))(call)
+        )
 
     rule(function)(derive_like)
 

@@ -72,6 +72,11 @@ class Spec:
         layout = self.layout
         return spec_of(Layout(layout.shape, layout.shards, (), layout.invariant), self.wire)
 
+    def invariant_of(self, shape: Sequence[int]) -> Spec:
+        """The spec of a whole value of `shape`: Invariant where this one is not Replicate."""
+        axes = tuple(a for a, p in self.by_axis() if not p.is_replicate())
+        return spec_of(Layout(tuple(shape), invariant=axes), self.wire)
+
     @cached_property
     def is_pending(self) -> bool:
         """Is it Partial on any axis?"""
@@ -184,11 +189,7 @@ def spec_on_wire(wire: Wire, shape: Sequence[int], placements: Sequence[Placemen
 def spec_for_write_into(spec: Spec) -> Spec:
     """The spec in which a value is written into memory of `spec`. That is `spec`, but for a pending
     maximum or minimum: of one value it is that value, which each rank takes whole."""
-    layout = spec.layout
-    if all(op == "sum" for _, op in layout.partial):
-        return spec
-    sums = tuple((axis, op) for axis, op in layout.partial if op == "sum")
-    return spec_of(Layout(layout.shape, layout.shards, sums, layout.invariant), spec.wire)
+    return spec if all(op == "sum" for _, op in spec.layout.partial) else spec.reduced
 
 
 def make_two_meshes_error(op: str, one: Wire, other: Wire) -> LayoutError:

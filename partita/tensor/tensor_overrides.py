@@ -19,17 +19,15 @@ from partita.layout import Fix, Layout, LayoutError
 from .aliasing import write_through_copy
 from .arguments import admit, alias_as_invariant, give_history
 from .autograd import moved
-from .dtensor import DTensor, tagged
+from .dtensor import DTensor, make_memory_error, tagged
 from .op_facts import facts_of_function
 from .spec import Spec, spec_for_write_into, spec_of
 from .tensor_state import own_state
 
 __all__ = [
-    "MEMORY",
     "OVERRIDES",
     "find_getter",
     "implements",
-    "make_refusal",
     "runs_as_torch_has_it",
     "set_item",
 ]
@@ -122,8 +120,7 @@ def _compute_adjoint(x: DTensor) -> Any:
     return x.transpose(-2, -1).conj() if x.is_complex() else x.transpose(-2, -1)
 
 
-OVERRIDES[find_getter("real")] = lambda x: torch.real(x)
-OVERRIDES[find_getter("imag")] = lambda x: torch.imag(x)
+OVERRIDES |= {find_getter("real"): torch.real, find_getter("imag"): torch.imag}
 
 
 @implements(torch.numel)
@@ -139,13 +136,10 @@ def _gather_full_value(x: Any, op: str) -> Any:
     if not isinstance(x, DTensor):
         return x
     spec = x._spec
-    after = spec_of(Layout(spec.layout.shape), spec.wire)
     if all(p.is_invariant() or p.is_replicate() for p in spec.placements):
-        after = spec
-    if after is spec:
-        return moved(x, spec, after, op, "explicit")
+        return moved(x, spec, spec, op, "explicit")
     with torch.no_grad(), spec.wire.reading(op):
-        return moved(x, spec, after, op, "explicit")
+        return moved(x, spec, spec_of(Layout(spec.layout.shape), spec.wire), op, "explicit")
 
 
 def _by_value(name: str) -> None:
@@ -179,27 +173,27 @@ def _format_dtensor(x: DTensor, spec: str) -> str:
     return object.__format__(x, spec)
 
 
-def make_refusal(name: str, reason: str, *fixes: Fix) -> Callable[..., Any]:
-    """An override that raises LayoutError: the function cannot take a DTensor."""
+@implements(T.__dlpack__)
+def _refuse_dlpack(x: DTensor, *args: Any, **kwargs: Any) -> Any:
+    raise LayoutError(
+        "dlpack cannot take a DTensor",
+        place=user_line(),
+        reason="the other side would take this rank's piece for the whole tensor",
+        fixes=(
+            Fix("x.to_local().__dlpack__()", "this rank's piece"),
+            Fix("x.full_tensor().__dlpack__()", "the whole value"),
+        ),
+    )
 
-    def raise_refusal(*args: Any, **kwargs: Any) -> Any:
-        raise LayoutError(
-            f"{name} cannot take a DTensor", place=user_line(), reason=reason, fixes=fixes
-        )
 
-    return raise_refusal
+def _refuse_memory_method(name: str) -> None:
+    @implements(getattr(T, name))
+    def raise_memory_error(*args: Any, **kwargs: Any) -> Any:
+        raise make_memory_error(name)
 
 
-OVERRIDES[T.__dlpack__] = make_refusal(
-    "dlpack",
-    "the other side would take this rank's piece for the whole tensor",
-    Fix("x.to_local().__dlpack__()", "this rank's piece"),
-    Fix("x.full_tensor().__dlpack__()", "the whole value"),
-)
-MEMORY = "it works on memory, of which each rank has another part"
 for _name in ("resize_", "resize_as_", "as_strided_", "apply_", "map_", "share_memory_"):
-    _way_out = Fix(f"x.to_local().{_name}(...)", "on this rank's piece")
-    OVERRIDES[getattr(T, _name)] = make_refusal(_name, MEMORY, _way_out)
+    _refuse_memory_method(_name)
 
 # -- assignment to an index ------------------------------------------------------------------------
 
@@ -394,9 +388,7 @@ def _find_picked_places(entry: Any, size: int, dim: int) -> Any:
 
 def _write_whole(x: DTensor, spec: Spec, index: Any, value: Any) -> None:
     """Gather x, write, and take the pieces back."""
-    mesh = spec.wire.mesh
-    split = [a for a in mesh.names if not spec.layout.placement(a).is_replicate()]
-    whole = spec_of(Layout(tuple(spec.shape), invariant=tuple(split)), spec.wire)
+    whole = spec.invariant_of(spec.shape)
     value = _redistribute_value(value, whole)
     entries = index if isinstance(index, tuple) else (index,)
     places = tuple(

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch._C import DisableTorchFunction as Unheard  # by modes, too
-from torch._C import DisableTorchFunctionSubclass as Local
 
 # Not public, but a copy may be asked for where torch-function is disabled, and nothing else turns
 # it on again. Without it the view would be taken of the shard.
@@ -40,7 +39,6 @@ __all__ = [
     "Watcher",
     "count_writes",
     "count_writes_of",
-    "count_writes_or_none",
     "current",
     "own_state",
     "state_of",
@@ -83,6 +81,11 @@ class MovedValue:
     version: tuple[int, bool]
     value: torch.Tensor
     value_version: int
+
+    def is_of(self, spec: Spec, version: tuple[int, bool]) -> bool:
+        """Is it still the value, in the layout of `spec`, of a tensor that is now of `version`?"""
+        is_same = self.spec is spec and self.version == version
+        return is_same and count_writes(self.value) == self.value_version
 
 
 @dataclass(frozen=True)
@@ -160,9 +163,6 @@ def was_written_since(x: torch.Tensor, count: int) -> bool:
 
 # -- where a view copy comes from ------------------------------------------------------------------
 
-# Not public, but a copy may be asked for where torch-function is disabled, and nothing else turns
-# it on again. Without it the view would be taken of the shard.
-
 
 @dataclass(slots=True)
 class Origin:
@@ -176,7 +176,7 @@ class Origin:
 
     Attributes:
         source: an alias of the tensor, whose shape stays as it was.
-        source_writes: how often `source` was written before the copy was taken; None in inference.
+        source_writes: how often `source` was written before the copy was taken.
         retaken: the copy that was taken last in its place, with what it was taken from:
             (source, its writes, with gradients?, copy).
         graded: was it taken where gradients are recorded? Else it has none, wherever it is read.
@@ -187,15 +187,17 @@ class Origin:
     args: Any
     kwargs: dict[str, Any]
     index: int | None
-    source_writes: int | None
+    source_writes: int
     retaken: tuple[Any, int, bool, Any] | None = None
     graded: bool = field(default_factory=torch.is_grad_enabled)
 
     def take_again(self, copy: Any) -> Any:
         """`copy` if it is up to date, else the same part of the source as it is now."""
         source = current(self.source)
-        count, graded = count_writes_or_none(source), self.graded and torch.is_grad_enabled()
-        if count is not None:
+        count, graded = count_writes(source), self.graded and torch.is_grad_enabled()
+        with Unheard():
+            is_counted = not source.is_inference()
+        if is_counted:
             if source is self.source and count == self.source_writes:
                 return copy
             retaken = self.retaken
@@ -205,7 +207,7 @@ class Origin:
             part = self.view(source, *self.args, **self.kwargs)
             if self.index is not None:
                 part = part[self.index]
-        if count is not None:
+        if is_counted:
             self.retaken = (source, count, graded, part)
         return part
 
@@ -215,12 +217,6 @@ def current(x: Any) -> Any:
     now."""
     origin = state_of(x).origin
     return x if origin is None else origin.take_again(x)
-
-
-def count_writes_or_none(x: torch.Tensor) -> int | None:
-    """How often the memory of `x` was written; None where torch does not count."""
-    with Local():
-        return None if x.is_inference() else x._version
 
 
 # -- who watches a thread --------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import contextlib
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,13 +37,14 @@ from partita.layout import Fix, LayoutError
 from partita.versions import frames_hold_inputs, name_of_checkpoint_generator
 
 from . import tensor_memory  # noqa: F401  what users hear comes first
-from .arguments import read_number, refuse_transform
+from .arguments import make_transform_error, read_number
 from .autograd import moved
 from .dispatch import run_gathered
 from .dtensor import DTensor, tagged
+from .dtensor_gradients import specs_of_values, type_gradient
 from .forms import Form, form_of
 from .spec import Spec
-from .tensor_overrides import MEMORY, OVERRIDES, make_refusal
+from .tensor_overrides import OVERRIDES
 from .tensor_state import HERE
 
 __all__ = [
@@ -99,24 +100,24 @@ def put_in_place_of(name: str, function: Callable[..., Any], *homes: Any) -> Any
 def _make_checked_transform(name: str, transform: Callable[..., Any]) -> Callable[..., Any]:
     """A transform, and the function that it makes, which look at their arguments first."""
 
-    def look(args: Any, kwargs: Any) -> None:
+    def refuse_dtensors(args: Any, kwargs: Any) -> None:
         if holds_dtensor(args) or holds_dtensor(kwargs):
-            raise refuse_transform(name)
+            raise make_transform_error(name)
 
-    def asking(*args: Any, **kwargs: Any) -> Any:
-        look(args, kwargs)
+    def checked_transform(*args: Any, **kwargs: Any) -> Any:
+        refuse_dtensors(args, kwargs)
         made = transform(*args, **kwargs)
         if not callable(made):
             return made
 
         @functools.wraps(made)
-        def made_asking(*args: Any, **kwargs: Any) -> Any:
-            look(args, kwargs)
+        def checked_function(*args: Any, **kwargs: Any) -> Any:
+            refuse_dtensors(args, kwargs)
             return made(*args, **kwargs)
 
-        return made_asking
+        return checked_function
 
-    return asking
+    return checked_transform
 
 
 for _name in TRANSFORMS:
@@ -135,32 +136,6 @@ def _to_dlpack(tensor: torch.Tensor) -> Any:
 
 put_in_place_of("to_dlpack", _to_dlpack, torch, torch.utils.dlpack)
 OVERRIDES[torch.Tensor.__dlpack_device__] = lambda x: x.__dlpack__()
-
-
-def _refusing_method(name: str) -> Callable[..., Any]:
-    base = getattr(torch.Tensor, name)
-    refused = make_refusal(name, MEMORY, Fix(f"x.to_local().{name}(...)", "on this rank's piece"))
-
-    @functools.wraps(base)
-    def method(self: DTensor, *args: Any, **kwargs: Any) -> Any:
-        return (refused if _global_view() else base)(self, *args, **kwargs)
-
-    return method
-
-
-DTensor.as_subclass = _refusing_method("as_subclass")  # type: ignore[method-assign]
-_refuse_set = _refusing_method("set_")
-
-
-@functools.wraps(torch.Tensor.set_)
-def _set_memory(self: DTensor, source: Any = None, *args: Any, **kwargs: Any) -> Any:
-    if isinstance(source, DTensor) and not args and not kwargs and _global_view():
-        self.data = source.detach()
-        return self
-    return _refuse_set(self, *(() if source is None else (source,)), *args, **kwargs)
-
-
-DTensor.set_ = _set_memory  # type: ignore[method-assign, assignment]
 
 
 def refuse_piece(name: str, x: Any) -> None:
@@ -191,7 +166,7 @@ torch.Tensor.__init__ = _refuse_piece_operands  # type: ignore[method-assign,ass
 # -- TorchScript -----------------------------------------------------------------------------------
 
 
-def _of_whole_operands(kind: type) -> None:
+def _let_script_run_whole(kind: type) -> None:
     """Let a function or method of TorchScript run as an op without a rule, on whole operands."""
     base = kind.__call__  # type: ignore[operator]
 
@@ -206,8 +181,8 @@ def _of_whole_operands(kind: type) -> None:
     kind.__call__ = __call__  # type: ignore[method-assign, operator]
 
 
-_of_whole_operands(torch.jit.ScriptFunction)
-_of_whole_operands(torch._C.ScriptMethod)
+_let_script_run_whole(torch.jit.ScriptFunction)
+_let_script_run_whole(torch._C.ScriptMethod)
 
 
 def _refuse_script(what: str) -> LayoutError:
@@ -222,18 +197,18 @@ def _refuse_script(what: str) -> LayoutError:
     )
 
 
-def _module_of_dtensors(f: Any) -> bool:
+def _has_dtensors(f: Any) -> bool:
     return isinstance(f, torch.nn.Module) and holds_dtensor([*f.parameters(), *f.buffers()])
 
 
 def _trace_or_refuse(func: Any, example_inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
-    if holds_dtensor(example_inputs) or holds_dtensor(kwargs) or _module_of_dtensors(func):
+    if holds_dtensor(example_inputs) or holds_dtensor(kwargs) or _has_dtensors(func):
         raise _refuse_script("torch.jit.trace")
     return _plain_trace(func, example_inputs, *args, **kwargs)
 
 
 def _create_script_module(nn_module: Any, *args: Any, **kwargs: Any) -> Any:
-    if _module_of_dtensors(nn_module):
+    if _has_dtensors(nn_module):
         raise _refuse_script(f"torch.jit of {type(nn_module).__name__}")
     return _plain_script_module(nn_module, *args, **kwargs)
 
@@ -246,7 +221,7 @@ _plain_script_module = put_in_place_of(
 
 # torch.autograd.forward_ad ends here, as jvp does.
 def _make_dual(*_: Any, **__: Any) -> Any:
-    raise refuse_transform("jvp")
+    raise make_transform_error("jvp")
 
 
 OVERRIDES[torch._VF._make_dual] = _make_dual  # type: ignore[attr-defined]
@@ -270,7 +245,7 @@ def _read_nested_values(data: Any) -> Any:
 
 def _make_tensor(data: Any, **options: Any) -> torch.Tensor:
     if _len_torch_function_stack():
-        return handle_torch_function(_make_tensor, (), data, **options)  # type: ignore[no-any-return]
+        return handle_torch_function(_make_tensor, (), data, **options)
     if not isinstance(data, DTensor):
         return _plain_tensor(_read_nested_values(data), **options)
     requires_grad, pinned = options.pop("requires_grad", False), options.pop("pin_memory", False)
@@ -280,7 +255,7 @@ def _make_tensor(data: Any, **options: Any) -> torch.Tensor:
 
 def _as_tensor(data: Any, **options: Any) -> torch.Tensor:
     if _len_torch_function_stack():
-        return handle_torch_function(_as_tensor, (), data, **options)  # type: ignore[no-any-return]
+        return handle_torch_function(_as_tensor, (), data, **options)
     if isinstance(data, DTensor):
         return data.to(**options) if options else data
     return _plain_as_tensor(_read_nested_values(data), **options)
@@ -288,7 +263,7 @@ def _as_tensor(data: Any, **options: Any) -> torch.Tensor:
 
 def _convert_to_tensor(obj: Any, **options: Any) -> torch.Tensor:
     if _len_torch_function_stack():
-        return handle_torch_function(_convert_to_tensor, (), obj, **options)  # type: ignore[no-any-return]
+        return handle_torch_function(_convert_to_tensor, (), obj, **options)
     if not isinstance(obj, DTensor):
         return _plain_asarray(_read_nested_values(obj), **options)
     copies, requires_grad = options.pop("copy", None), options.pop("requires_grad", None)
@@ -354,7 +329,7 @@ class _LegacyType(type):
     @property
     def __name__(cls) -> str:  # type: ignore[override]
         # `x.type(torch.FloatTensor)` goes by the name in C, which has the module's too.
-        return cls.plain.__name__  # type: ignore[no-any-return]
+        return cls.plain.__name__
 
 
 def _plain_type(kind: Any) -> Any:
@@ -427,11 +402,7 @@ class TypedBackwardHook(BackwardHook):
     """
 
     def _apply_on_tensors(self, fn: Callable[[Any], None], args: Any) -> Any:
-        specs = [
-            a._spec.gradient if isinstance(a, DTensor) else None
-            for a in args
-            if isinstance(a, torch.Tensor)
-        ]
+        specs = specs_of_values(a for a in args if isinstance(a, torch.Tensor))
         if not any(specs):
             return super()._apply_on_tensors(fn, args)
         return super()._apply_on_tensors(lambda node: fn(_TypedNode(node, specs)), args)
@@ -440,27 +411,21 @@ class TypedBackwardHook(BackwardHook):
 class _TypedNode:
     """A node of autograd that lets its hooks see DTensors."""
 
-    def __init__(self, node: Any, specs: list[Spec | None]):
+    def __init__(self, node: Any, specs: Sequence[Spec | None]):
         self.node, self.specs = node, specs
 
     def register_hook(self, hook: Callable[..., Any]) -> Any:
-        def call_typed_hook(grad_inputs: tuple[Any, ...], grad_outputs: tuple[Any, ...]) -> Any:
-            out = hook(self._wrap_gradients(grad_inputs), self._wrap_gradients(grad_outputs))
-            return None if out is None else self._unwrap_gradients(out)
+        def call_typed_hook(*grads: tuple[Any, ...]) -> Any:  # of the inputs, and of the outputs
+            out = hook(*[tuple(map(type_gradient, given, self.specs)) for given in grads])
+            return None if out is None else tuple(map(_type_back, out, self.specs))
 
         return self.node.register_hook(call_typed_hook)
 
-    def _wrap_gradients(self, grads: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(
-            g if g is None or spec is None else tagged(g.view_as(g), spec)
-            for g, spec in zip(grads, self.specs, strict=True)
-        )
 
-    def _unwrap_gradients(self, grads: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(
-            moved(g, g._spec, spec, "hook", "gradient") if isinstance(g, DTensor) and spec else g
-            for g, spec in zip(grads, self.specs, strict=True)
-        )
+def _type_back(grad: Any, spec: Spec | None) -> Any:
+    if spec is None or not isinstance(grad, DTensor):
+        return grad
+    return moved(grad, grad._spec, spec.gradient, "hook", "gradient")
 
 
 # torch offers no way in: it makes its BackwardHooks by this name.
@@ -494,7 +459,7 @@ def _keep_layouts() -> None:
 
     def save_inputs(frame: Any, *args: Any) -> None:
         save(frame, *args)
-        frame._layouts = [a._spec if isinstance(a, DTensor) else None for a in args]
+        frame._layouts = specs_of_values(args)
 
     def get_inputs(frame: Any) -> list[Any]:
         with torch.enable_grad():  # as the region itself is run again: an alias has its history
@@ -563,12 +528,7 @@ _SAID = (
 )
 
 
-_ENTERED = (
-    "tensor/flex.py",
-    "tensor/torch_patches.py",
-    "parallel/optimizer.py",
-    "remat/",
-)
+_ENTERED = ("tensor/flex.py", "tensor/torch_patches.py", "parallel/optimizer.py", "remat/")
 """What Dynamo may enter: functions that stand in torch's own places, where plain programs are
 compiled, too, and regions, which know what they are in a program that is compiled."""
 

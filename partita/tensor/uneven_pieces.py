@@ -27,11 +27,11 @@ from partita.layout import Layout
 from partita.rules import EXTREME, Bound, PaddingFill, find_padding_fills
 
 from .arguments import Path, collect_tensors, get_at_path, locate_in_call, replace_at_paths
-from .autograd import holders
+from .autograd import count_holders
 from .dtensor import DTensor
 from .forms import Form
 from .op_facts import facts_of_function
-from .plan import Choice
+from .plan import CallPlan, Choice
 from .spec import Spec
 from .tensor_state import HERE
 
@@ -46,6 +46,8 @@ __all__ = [
     "wrap_filling_padding",
     "wrap_for_empty_pieces",
 ]
+
+Shape = tuple[int, ...]
 
 # -- room for padding behind a piece ---------------------------------------------------------------
 # What stays between steps (parameters, their gradients, an optimizer's state) is as large as the
@@ -145,13 +147,10 @@ def give_room(x: torch.Tensor) -> None:
         if x.shape == padded or not x.is_leaf or find_padded(x, padded) is not None:
             return
         storage = x.untyped_storage()
-        is_alone = holders(storage) == 2 and x.numel() * x.itemsize == storage.nbytes()
+        is_alone = count_holders(storage) == 2 and x.numel() * x.itemsize == storage.nbytes()
         is_torchs = storage.resizable() and not is_seen_by_processes(storage)
         if is_alone and is_torchs and not x.is_inference():
             _data.__set__(x, copy_with_room(x.detach(), x._spec))
-
-
-Shape = tuple[int, ...]
 
 
 # -- padded pieces ---------------------------------------------------------------------------------
@@ -161,11 +160,8 @@ def wrap_filling_padding(
     kernel: Callable[..., Any] | None,
     func: Callable[..., Any],
     form: Form,
-    bound: Bound,
-    choice: Choice,
-    wire: Wire,
+    plan: CallPlan,
     paths: Sequence[Path],
-    names: Sequence[str],
 ) -> Callable[..., Any] | None:
     """What to run on a rank's padded shards: `kernel`, behind what fills the padding of its
     operands if the op reduces over it.
@@ -177,12 +173,14 @@ def wrap_filling_padding(
 
     Args:
         kernel, func: what runs on even ones; where there is no kernel, the function.
+        plan: of the call, whose kernel is yet to be set.
         paths: where each term of the sentence stands in a call.
-        names: of the arguments that may be given by place or by name.
 
     Raises:
         LayoutError: the op reduces what is padded, and nothing is known of how to hide it.
     """
+    bound, choice, wire, names = plan.bound, plan.choice, plan.wire, plan.names
+    assert bound is not None and choice is not None and form.rule is not None
     padded = [
         name
         for name, axes in choice.splits.items()
@@ -190,7 +188,6 @@ def wrap_filling_padding(
     ]
     if not padded:
         return kernel
-    assert form.rule is not None
     found = find_padding_fills(form.rule, bound, padded)
     if found is None:
         given = [x for x in choice.inputs if x is not None]
@@ -230,12 +227,9 @@ def wrap_for_empty_pieces(
     kernel: Callable[..., Any] | None,
     func: Callable[..., Any],
     form: Form,
-    bound: Bound,
-    choice: Choice,
-    wire: Wire,
+    plan: CallPlan,
     paths: Sequence[Path],
-    names: Sequence[str],
-) -> Callable[..., Any] | None:
+) -> Callable[..., Any]:
     """What to run where one of the pieces is empty on this rank.
 
     Which collectives backward makes must not depend on a rank's own autograd graph, and torch's
@@ -248,8 +242,11 @@ def wrap_for_empty_pieces(
 
     Args:
         kernel, func: what runs on pieces with elements; where there is no kernel, the function.
+        plan: of the call, whose kernel is yet to be set.
         paths: where each term of the sentence stands in a call.
     """
+    bound, choice, wire, names = plan.bound, plan.choice, plan.wire, plan.names
+    assert bound is not None and choice is not None
     mesh, first = wire.mesh, (0,) * wire.mesh.ndim
     largest: dict[Path, Shape] = {}
     wholes: list[Shape] = []
@@ -257,10 +254,9 @@ def wrap_for_empty_pieces(
         if layout is not None:
             largest[path] = layout.local_shape(mesh, first)
             wholes.append(layout.shape)
-    if wire.padded:
-        return kernel
     whole = form.local or func
-    asks = not (_is_of_users(form) or facts_of_function(form.name).draws)
+    is_users = _is_of_users(form)
+    asks = not (is_users or facts_of_function(form.name).draws)
     known: dict[tuple[Any, ...], tuple[list[torch.Tensor], list[Path]] | None] = {}
 
     def try_with_elements(args: Any, kwargs: Any) -> tuple[list[torch.Tensor], list[Path]] | None:
@@ -272,13 +268,12 @@ def wrap_for_empty_pieces(
             found = None
             # An index of the whole may be beyond a piece: it is asked of pieces as large as that.
             for shapes in ([*largest.values()], wholes):
-                metas = [
-                    _make_meta_tensor(t, shape, graded=t.requires_grad and graded)
-                    for t, shape in zip(given, shapes, strict=True)
-                ]
-                given_metas = dict(zip(there, metas, strict=True))
+                given_metas = {}
+                for path, t, shape in zip(there, given, shapes, strict=True):
+                    options = {"dtype": t.dtype, "requires_grad": t.requires_grad and graded}
+                    given_metas[path] = torch.empty(shape, device="meta", **options)
                 try:
-                    found = _run_on_meta(whole, args, kwargs, given_metas, _is_of_users(form))
+                    found = _run_on_meta(whole, args, kwargs, given_metas, is_users)
                 except IndexError:
                     continue
                 takes_shapes = found is not None or _takes_shapes(whole, args, kwargs, given_metas)
@@ -310,10 +305,6 @@ def wrap_for_empty_pieces(
         return out
 
     return run_in_place if form.inplace else run_on_empty_pieces
-
-
-def _make_meta_tensor(t: torch.Tensor, shape: Shape, *, graded: bool) -> torch.Tensor:
-    return torch.empty(shape, dtype=t.dtype, device="meta", requires_grad=graded)
 
 
 def _raise_as_with_elements(
@@ -365,11 +356,7 @@ def _takes_shapes(
 
 
 def _run_on_meta(
-    run: Callable[..., Any],
-    args: Any,
-    kwargs: Any,
-    metas: dict[Path, torch.Tensor],
-    is_users: bool,
+    run: Callable[..., Any], args: Any, kwargs: Any, metas: dict[Path, torch.Tensor], is_users: bool
 ) -> tuple[list[torch.Tensor], list[Path]] | None:
     """The outputs for pieces with elements, and the paths of the operands that they are
     differentiable in; None where it takes values to tell."""
@@ -379,8 +366,9 @@ def _run_on_meta(
         with torch.enable_grad(), saved_tensors_hooks(_save_nothing, _save_nothing):
             outs = collect_tensors(run(*args, **kwargs))
     except (RuntimeError, TypeError) as error:
-        # What torch's ops say may be of sizes that are not the first rank's.
-        if is_users and not _needs_values(error):
+        # What torch's ops say may be of sizes that are not the first rank's. A user's op may be
+        # asked for values, which a tensor without storage lacks. Private torch: the text of it.
+        if is_users and "meta" not in str(error).lower():
             raise
         return None
     reached = _nodes_behind(outs, [m for m in metas.values() if m.requires_grad])
@@ -393,12 +381,6 @@ def _is_of_users(form: Form) -> bool:
         return not form.operator.is_torchs
     module = getattr(form.func, "__module__", None) or "torch"
     return not module.startswith(("torch", "partita"))
-
-
-def _needs_values(error: Exception) -> bool:
-    """Was it raised since a tensor without storage has no values? Any other is the op's own."""
-    # Private torch: the texts. There is no class of errors for it.
-    return "meta" in str(error).lower()
 
 
 def _save_nothing(_: Any) -> Any:
@@ -428,8 +410,7 @@ def _make_empty_output(
 ) -> torch.Tensor | None:
     """This rank's piece of output i, of which the first rank has one like `t`; None if it has
     elements."""
-    shape = bound.output_shape(i, tuple(t.shape))
-    layout = Layout(shape, choice.outputs[i], choice.partial[i], choice.invariant[i])
+    layout = choice.layout_of_output(bound, i, tuple(t.shape))
     local = layout.local_shape(wire.mesh, wire.at)
     if 0 not in local:
         return None
@@ -443,13 +424,14 @@ def _tie_outputs_to_operands(
     outs = collect_tensors(out)
     if len(outs) != len(like):
         return out
-    new = [
-        tie_to_lost_operands(t, operands) if there.requires_grad else t
-        for t, there in zip(outs, like, strict=True)
-    ]
+    for i, (t, there) in enumerate(zip(outs, like, strict=True)):
+        if there.requires_grad:
+            reached = _nodes_behind([t], operands)
+            lost = [o for o in operands if _node_of_tensor(o) not in reached]
+            outs[i] = tie_to_operands(t, lost) if lost else t
     if isinstance(out, torch.Tensor):
-        return new[0]
-    return type(out)(*new) if hasattr(out, "_fields") else type(out)(new)
+        return outs[0]
+    return type(out)(*outs) if hasattr(out, "_fields") else type(out)(outs)
 
 
 def tie_to_operands(t: torch.Tensor, operands: list[torch.Tensor]) -> torch.Tensor:
@@ -457,13 +439,6 @@ def tie_to_operands(t: torch.Tensor, operands: list[torch.Tensor]) -> torch.Tens
     of zeros."""
     tied: torch.Tensor = _Tie.apply(t, *operands)
     return tied
-
-
-def tie_to_lost_operands(t: torch.Tensor, operands: list[torch.Tensor]) -> torch.Tensor:
-    """`t` with those of `operands` tied to it that are not in its autograd graph."""
-    reached = _nodes_behind([t], operands)
-    lost = [o for o in operands if _node_of_tensor(o) not in reached]
-    return tie_to_operands(t, lost) if lost else t
 
 
 class _Tie(torch.autograd.Function):

@@ -53,8 +53,8 @@ from partita.compile.memory.storages import workspace
 from partita.tensor.autograd import (
     after_backward,
     backward_pass,
+    count_holders,
     frees_graph,
-    holders,
     in_backward,
     next_node,
     saving_hooks,
@@ -299,9 +299,9 @@ def test_the_dispatcher_knows_what_autocast_lists_for_a_device():
 
 def test_who_has_a_storage_is_counted_and_tensors_are_known_to_the_garbage_collector():
     x = torch.ones(4)
-    assert holders(x.untyped_storage()) == 2
+    assert count_holders(x.untyped_storage()) == 2
     view, array = x[1:], x.detach().numpy()
-    assert holders(x.untyped_storage()) == 4
+    assert count_holders(x.untyped_storage()) == 4
     assert {id(x), id(view)} <= set(map(id, gc.get_objects()))
     assert array.base is not None
 
@@ -741,7 +741,7 @@ def test_a_storage_of_dlpack_shows_a_part_of_memory_and_keeps_what_is_said_of_it
     shown.add_(1)
     assert storage.room[:4].tolist() == [1, 2, 3, 3]
     assert not vars(shown.clone().untyped_storage())
-    assert holders(storage) == 2  # the tensor and the storage in hand
+    assert count_holders(storage) == 2  # the tensor and the storage in hand
     shown.share_memory_()  # elsewhere, and the same object still
     storage = shown.untyped_storage()
     assert storage.data_ptr() != start == storage.room.data_ptr()

@@ -28,7 +28,7 @@ from partita.comm.cuts import contiguous_strides
 from partita.comm.device import Device
 from partita.layout import Fix, Layout, LayoutError
 from partita.redistribute import Move
-from partita.tensor.autograd import holders
+from partita.tensor.autograd import count_holders
 from partita.tensor.dtensor import DTensor
 from partita.tensor.spec import Spec
 from partita.tensor.uneven_pieces import find_padded
@@ -273,7 +273,7 @@ class FlatBuffer:
         del out
         # On a device, the collective may hold the storage for a while.
         at_once = Device(self.device.type).runs_at_once
-        self._holders = 2 if at_once else holders(self._full.untyped_storage())
+        self._holders = 2 if at_once else count_holders(self._full.untyped_storage())
         self.here = True
         start = self._full.data_ptr()
         self.span = (start, start + self.nbytes)
@@ -425,7 +425,7 @@ class FlatBuffer:
         if (
             known.numel() != size
             or known.dtype is not dtype
-            or holders(known.untyped_storage()) > 2
+            or count_holders(known.untyped_storage()) > 2
         ):
             self._sums = torch.empty(size, dtype=dtype, device=self.device)
         return torch.cat(rows, out=self._sums)
@@ -511,7 +511,7 @@ def _give_up_memory(full: torch.Tensor, known: int, name_of: Callable[[int], str
     """
     with Unheard():  # of the tensors themselves, whatever they stand for
         storage = _storage_of(full)
-        kept = holders(storage) - known
+        kept = count_holders(storage) - known
         if kept <= 0:
             return True
         typed = [t for t in find_views_of_memory(full, storage, kept) if isinstance(t, DTensor)]

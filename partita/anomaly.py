@@ -23,8 +23,6 @@ from partita.remat import is_recomputing
 
 from .parallel.batch import tensors_in
 
-__all__ = ["NanError", "NanWatch", "detect_nan"]
-
 
 class NanError(ValueError):
     """A loss or a gradient is not a finite number: says in which step, and what made it so."""

@@ -48,8 +48,6 @@ from .predict.strategy import MODELS, Strategy
 from .report import check_outputs, check_plotly, read_logs, write_report
 from .versions import __version__, describe_torch
 
-__all__ = ["BENCHES", "main"]
-
 BENCHES = {
     name: f"partita.bench.{name}:main"
     for name in (

@@ -14,15 +14,6 @@ from types import ModuleType
 
 import torch
 
-__all__ = [
-    "INPUT_CHECK",
-    "__version__",
-    "base_of_scheduler_passes",
-    "describe_torch",
-    "frames_hold_inputs",
-    "name_of_checkpoint_generator",
-]
-
 __version__ = "0.2.0"
 
 _OLDEST, _NEWEST = (2, 11), (2, 14)

@@ -12,8 +12,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-__all__ = ["Text", "read", "standard_library"]
-
 SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 LARGEST = 512 * 1024 * 1024  # bytes: what a small model on one machine can make use of
 

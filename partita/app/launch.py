@@ -34,8 +34,6 @@ from partita.comm import LOOPBACK, MEETING, find_ended, is_lost, join, user_line
 
 from .logs import printable
 
-__all__ = ["Rank", "count_cores", "is_rank", "joined", "launch", "state_of_child"]
-
 EVENTS = "PARTITA_EVENTS_FD"
 GRACE = 1.0  # seconds in which the ranks that fail because another one died may die too
 PATIENCE = 2.0  # seconds that a rank may be stopped (SIGSTOP) before the job ends of it

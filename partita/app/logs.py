@@ -32,8 +32,6 @@ from partita.report import (
 
 from .options import Options, flag
 
-__all__ = ["JsonLines", "Logs", "Progress", "RunLog", "make_logs", "make_progress", "printable"]
-
 _NOT_KEPT = ("at", "done", "failed")  # where ranks are, for who watches them
 _PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
 

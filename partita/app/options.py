@@ -16,8 +16,6 @@ from partita.checkpoint import is_checkpoint
 from partita.comm.device import DEVICES, choose_device
 from partita.report import check_written_folder
 
-__all__ = ["Mesh", "Options", "flag", "options_in", "read_mesh", "read_positive", "shown_mesh"]
-
 Mesh = tuple[tuple[str, int], ...]
 """Axis names and sizes; () for one device without a mesh."""
 

@@ -29,8 +29,6 @@ from .data import Text, read
 from .models import GPT
 from .options import Options, flag, options_in
 
-__all__ = ["build_model", "sample", "train", "verify"]
-
 Tell = Callable[..., None]
 """Called with the name of an event and its facts: `tell("step", step=3, loss=2.1, ...)`."""
 

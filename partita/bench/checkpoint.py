@@ -33,8 +33,6 @@ from partita.comm.device import HOST, Device, finish_copies
 
 from .place import begin_ranks, bench_device, make_dp_mesh
 
-__all__ = ["main", "measure"]
-
 MIB = 1 << 20
 COPY = "the copy alone"
 CHECKSUMS = "the checksums alone"

@@ -50,8 +50,6 @@ from .interleaved import Step, in_turns, measure, on_ranks, table
 from .place import bench_device, make_dp_mesh
 from .zero import Shape, fsdp, training
 
-__all__ = ["main"]
-
 SMALL = Shape(layers=2, width=64)
 TINY = Shape(width=16, context=16, batch=2)
 

@@ -18,8 +18,6 @@ from typing import Any
 
 import partita
 
-__all__ = ["add_options", "depth"]
-
 _COLUMNS = ("capture", "passes", "both", "first", "call")
 
 

@@ -40,8 +40,6 @@ try:
 except ImportError:  # an older checkout, which ran on the processor alone
     _DEVICE = torch.empty(0).device.type
 
-__all__ = ["main"]
-
 _CALLS = 10
 _seconds: dict[str, float] = {}
 

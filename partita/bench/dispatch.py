@@ -25,8 +25,6 @@ import partita as ours
 
 from .place import bench_device, make_dp_mesh
 
-__all__ = ["Cost", "main"]
-
 Call = Callable[[dict[str, Any]], Any]
 
 OPS: dict[str, Call] = {

@@ -17,8 +17,6 @@ import partita as pt
 from partita.app.models.llama import Llama
 from partita.parallel.plans import llama
 
-__all__ = ["add_options", "dry"]
-
 
 def dry(options: argparse.Namespace) -> dict[str, float]:
     """Print and return seconds of CPU of a first step and of its memory schedule, and GiB held."""

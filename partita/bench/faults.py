@@ -30,8 +30,6 @@ from pathlib import Path
 import partita as pt
 from partita.checkpoint.folder import Checksums
 
-__all__ = ["RunningJob", "Trial", "main", "run_trial"]
-
 SMALL = "--layers 2 --width 32 --heads 2 --context 32 --batch 8 --zero 3 --sample 0 --save-every 2"
 SIGNALS = ("KILL", "STOP", "INT")
 DEADLINE = 15.0  # seconds from the signal to the end of the job

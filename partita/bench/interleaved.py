@@ -20,8 +20,6 @@ import torch.distributed as dist
 
 from .place import begin_ranks, bench_device
 
-__all__ = ["Step", "in_turns", "measure", "on_ranks", "table"]
-
 Step = Callable[[], Any]
 Make = Callable[..., dict[str, Step]]
 

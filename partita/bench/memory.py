@@ -24,8 +24,6 @@ from . import predicted as bench_predicted
 from .interleaved import on_ranks
 from .place import bench_device, make_dp_mesh
 
-__all__ = ["main"]
-
 MIB = 1 << 20
 OPTIMIZERS = {"SGD": torch.optim.SGD, "AdamW": torch.optim.AdamW}
 

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 from partita.app.models import GPT
 
-__all__ = ["CNN", "MLP", "MODELS", "VAE", "Case", "Language", "Linears", "UNet", "images", "mlp"]
-
 
 class Linears(nn.Module):
     """Layers of which each has as many weights as the next, and next to no activations."""

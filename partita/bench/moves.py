@@ -20,8 +20,6 @@ from partita.app.models.llama import Llama
 from partita.layout import Layout, Mesh, Partial, Placement, Replicate, Shard
 from partita.parallel.zero import zero
 
-__all__ = ["add_options", "moves"]
-
 _R, _P = Replicate(), Partial()
 _S = [Shard(0), Shard(1), Shard(2)]
 _MOVES = [

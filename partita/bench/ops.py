@@ -31,8 +31,6 @@ from partita.testing.op_case import OUTCOMES, Outcome, merge_outcomes
 from partita.testing.op_layouts import CLASSES
 from partita.testing.op_team import FORK, Axes, Team
 
-__all__ = ["Found", "main", "sweep"]
-
 
 @dataclass
 class Found:

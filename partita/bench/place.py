@@ -14,8 +14,6 @@ import torch.distributed as dist
 import partita as pt
 from partita.comm.device import HOST, Device, choose_device
 
-__all__ = ["DEVICE_VARIABLE", "begin_ranks", "bench_device", "make_dp_mesh"]
-
 DEVICE_VARIABLE = "PARTITA_BENCH_DEVICE"
 
 

@@ -30,8 +30,6 @@ from .interleaved import in_turns, on_ranks
 from .place import bench_device
 from .spread_steps import ExpertModel, make_cnn, plan_experts
 
-__all__ = ["EXAMPLES", "PlacedWay", "main"]
-
 _RANKS, _BATCH = 4, 16
 _BEST, _OTHERS, _SIMULATED = 10, 5, 40
 MAY_BE_SLOWER = 0.1

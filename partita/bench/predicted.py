@@ -25,8 +25,6 @@ from .interleaved import on_ranks
 from .models import MODELS
 from .place import make_dp_mesh
 
-__all__ = ["Asked", "Peaks", "budgets_kept", "main", "off", "peaks", "ready"]
-
 MAY_BE_OFF = 0.05
 BUDGETS = 10
 

@@ -19,8 +19,6 @@ from partita.predict.simulate import capture_model
 from partita.predict.strategy import Strategy
 from partita.predict.timeline import play_graph
 
-__all__ = ["RUNS", "PublishedRun", "main", "tune_matmul"]
-
 _TITAN = "github.com/pytorch/torchtitan, docs/performance.md of May 2024: FSDP2, 64 A100 (80 GB)"
 _FOUNDRY = "github.com/mosaicml/llm-foundry, scripts/train/benchmarking: FSDP, H100 80GB BF16"
 

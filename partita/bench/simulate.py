@@ -28,8 +28,6 @@ from partita.testing.allocated_bytes import counted
 from .interleaved import on_ranks
 from .spread_steps import SpreadStep
 
-__all__ = ["main"]
-
 _DP, _TP = {"dp": 2}, {"tp": 2}
 _FOUR, _BOTH = {"dp": 4}, {"dp": 2, "tp": 2}
 TWELVE = (

@@ -15,8 +15,6 @@ from partita.app.models import GPT, Llama
 
 from .place import bench_device
 
-__all__ = ["ExpertModel", "SpreadStep", "make_cnn", "plan_experts"]
-
 
 @dataclass(frozen=True, eq=False)
 class SpreadStep:

@@ -30,8 +30,6 @@ from partita.report import written_file
 from .interleaved import Step, measure, table
 from .place import bench_device, make_dp_mesh
 
-__all__ = ["Shape", "fsdp", "main", "training"]
-
 
 @dataclass(frozen=True)
 class Shape:

@@ -23,19 +23,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-__all__ = [
-    "NAME",
-    "Checksums",
-    "Lock",
-    "Place",
-    "Replacement",
-    "begin_replacement",
-    "compute_crcs",
-    "find_checkpoint",
-    "is_checkpoint",
-    "lock_for_reading",
-]
-
 # -- locks between jobs ----------------------------------------------------------------------------
 
 try:

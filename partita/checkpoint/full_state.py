@@ -58,15 +58,6 @@ from .state import (
     strip_wrapper_names,
 )
 
-__all__ = [
-    "allocate_meta_tensors",
-    "collect_model_tensors",
-    "full_state_dict",
-    "gather_full_value",
-    "load_full_state_dict",
-    "remove_tied_names",
-]
-
 
 def full_state_dict(
     model: nn.Module,

@@ -28,16 +28,6 @@ from .state import OpenedState, open_state
 if TYPE_CHECKING:
     from partita.comm.dcp_format import Metadata
 
-__all__ = [
-    "NO_TENSOR",
-    "Loaded",
-    "Mismatches",
-    "agree_on_mismatches",
-    "describe_tensor",
-    "find_mismatches",
-    "load",
-]
-
 
 def load(
     state: Mapping[str, Any],

@@ -35,8 +35,6 @@ from .full_state import (
 from .loading import Loaded, Mismatches, agree_on_mismatches, describe_tensor, find_mismatches
 from .state import open_state
 
-__all__ = ["load_safetensors", "save_safetensors"]
-
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,

@@ -32,8 +32,6 @@ from partita.tensor.spec import Spec
 from .folder import NAME, Checksums, Replacement, begin_replacement, compute_crcs
 from .state import KeyPath, OpenedState, open_state
 
-__all__ = ["Memory", "async_save", "save", "stage_state"]
-
 _memory: WeakKeyDictionary[Any, Memory] = WeakKeyDictionary()
 
 

@@ -28,17 +28,6 @@ from partita.tensor.uneven_pieces import empty_with_room
 if TYPE_CHECKING:
     from partita.comm.dcp_format import Metadata
 
-__all__ = [
-    "KeyPath",
-    "Leaf",
-    "OpenedState",
-    "RandomState",
-    "name_parameters",
-    "open_optimizer",
-    "open_state",
-    "strip_wrapper_names",
-]
-
 KeyPath = tuple[str | int, ...]
 
 

@@ -36,21 +36,6 @@ from .trace import TraceWire
 from .waiting import make_lost_rank_error
 from .wire import Wire
 
-__all__ = [
-    "BackgroundResult",
-    "ControlPlane",
-    "Decide",
-    "agree",
-    "agree_first",
-    "control_plane",
-    "digest_of_text",
-    "gather_texts",
-    "is_agreed",
-    "is_alone",
-    "make_disagreement_error",
-    "remember_agreed",
-]
-
 
 def agree(what: str, mine: str, wire: Wire, **message: Any) -> None:
     """Return if `mine` is equal on all ranks of the mesh; raise on all of them if not.

@@ -17,25 +17,6 @@ import torch
 if TYPE_CHECKING:
     from partita.redistribute import Move
 
-__all__ = [
-    "ALL_GATHER",
-    "ALL_REDUCE",
-    "ALL_TO_ALL",
-    "BROADCAST",
-    "REDUCE_SCATTER",
-    "WAIT",
-    "CompletedWork",
-    "PendingList",
-    "PendingSum",
-    "PendingWork",
-    "Request",
-    "Splits",
-    "all_gather",
-    "all_to_all",
-    "reduce_in_rank_order",
-    "sum_of_shares",
-]
-
 
 class Request(NamedTuple):
     """Why a collective runs.

@@ -20,21 +20,6 @@ from partita.redistribute.move import count_common_axes
 if TYPE_CHECKING:
     from partita.redistribute import Move
 
-__all__ = [
-    "Cut",
-    "Number",
-    "contiguous_strides",
-    "ends_last",
-    "find_cuts",
-    "has_empty",
-    "is_restack",
-    "least",
-    "padded_length",
-    "places_of",
-    "span",
-    "unravel",
-]
-
 Number = Any
 """An int, or a tensor of ints."""
 

@@ -20,34 +20,6 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
-__all__ = [
-    "DEVICES",
-    "HOST",
-    "AutocastState",
-    "Device",
-    "KernelRecording",
-    "accelerator_indices",
-    "accelerator_names",
-    "activities_to_profile",
-    "choose_device",
-    "copy_bytes",
-    "default_generator",
-    "describe_hardware",
-    "enabled_autocast_dtypes",
-    "explain_no_gpu",
-    "finish_copies",
-    "generators_in_use",
-    "is_of_host",
-    "is_seen_by_processes",
-    "keys_of_kernels",
-    "kinds_that_cast",
-    "read_autocast_state",
-    "state_of_host_profiler",
-    "switch_off",
-    "use_autocast_state",
-    "view_bytes",
-]
-
 DEVICES = ("auto", "cpu", "cuda")
 """What a user may ask for."""
 HOST = torch.device("cpu")

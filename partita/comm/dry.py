@@ -19,8 +19,6 @@ from .source import user_line
 from .transport import ALL_DTYPES, Axes
 from .wire import MeshHandle, Wire
 
-__all__ = ["DryWire", "dry_mesh"]
-
 _MOST_RANKS = 1 << 24
 
 

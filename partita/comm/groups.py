@@ -46,13 +46,6 @@ from .waiting import (
 )
 from .wire import Wire
 
-__all__ = [
-    "ControlGroup",
-    "GroupWire",
-    "explain_failed_collective",
-    "wait_for_all_ranks",
-]
-
 _SMALL_READ = 1 << 13
 """Bytes up to which a value that the program reads is sent over the control group."""
 _COMMON = frozenset(

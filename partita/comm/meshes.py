@@ -28,16 +28,6 @@ from .source import user_line
 from .trace import active_wire
 from .wire import MeshHandle, Wire, find_handle
 
-__all__ = [
-    "LOOPBACK",
-    "MEETING",
-    "describe_saved_mesh",
-    "find_saved_wire",
-    "init_device_mesh",
-    "join",
-    "wire_of",
-]
-
 
 def init_device_mesh(
     device_type: str,

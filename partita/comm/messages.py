@@ -21,8 +21,6 @@ import torch
 
 from partita.layout import Fix, LayoutError
 
-__all__ = ["hash_text", "message", "pack", "unpack"]
-
 T = TypeVar("T")
 _declared: dict[str, type] = {}
 

@@ -38,13 +38,6 @@ if TYPE_CHECKING:
 
     from .collective import Request
 
-__all__ = [
-    "Side",
-    "Step",
-    "identity_of_reduction",
-    "prepare",
-]
-
 Step = Callable[[torch.Tensor, "Request"], torch.Tensor]
 
 _CONTIGUOUS = torch.contiguous_format

@@ -30,13 +30,6 @@ from .source import user_line
 from .transport import ALL_DTYPES, Axes
 from .wire import MeshHandle, Wire
 
-__all__ = [
-    "RankWire",
-    "World",
-    "ranks",
-    "running_wire",
-]
-
 Payload = tuple[Any, ...]
 Action = Callable[[Sequence[Payload]], None]
 READY, WAITING, ENDED = "ready", "waiting", "ended"

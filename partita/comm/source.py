@@ -17,15 +17,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "call_site",
-    "first_instruction",
-    "own_lines_shown",
-    "place_of_user",
-    "user_line",
-    "user_line_of_error",
-]
-
 _PARTITA = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _NUMPY = os.path.join("site-packages", "numpy", "")

@@ -23,21 +23,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = [
-    "COLLECTIVES",
-    "Piece",
-    "Region",
-    "SpreadTensors",
-    "TorchPlacement",
-    "after_import",
-    "inspect_collectives",
-    "local_of_torch_dtensor",
-    "make_torch_dtensor",
-    "patch_state_dicts",
-    "read_torch_dtensor",
-    "torch_mesh",
-]
-
 TorchPlacement = tuple[str, Any]
 """`("Shard", dim)`, `("Strided", (dim, factor))`, `("Replicate", None)` or `("Partial", op)`."""
 

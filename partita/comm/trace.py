@@ -52,15 +52,6 @@ from .source import user_line
 from .transport import Axes
 from .wire import Wire
 
-__all__ = [
-    "TraceWire",
-    "Uneven",
-    "active_wire",
-    "is_uneven",
-    "substitute_wires",
-    "uneven",
-]
-
 Noting = Callable[[Move, int, str, str], AbstractContextManager[None]]
 Repeating = Callable[["TraceWire", Move, torch.Tensor, Callable[[], torch.Tensor]], torch.Tensor]
 

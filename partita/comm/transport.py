@@ -15,8 +15,6 @@ from partita.layout import Coordinate, LayoutError, Mesh
 from .backends.backend import Backend
 from .collective import CompletedWork, PendingSum, PendingWork, Request, Splits
 
-__all__ = ["ALL_DTYPES", "Axes", "Transport", "without_lazy_bits"]
-
 Axes = tuple[str, ...]
 ALL_DTYPES = frozenset(d for d in vars(torch).values() if isinstance(d, torch.dtype))
 

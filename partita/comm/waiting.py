@@ -40,43 +40,6 @@ from .source import user_line
 if TYPE_CHECKING:
     from .collective import Request
 
-__all__ = [
-    "BEGUN",
-    "LEAVING",
-    "LOOK",
-    "SLICE",
-    "STUCK",
-    "TIME_SLICE",
-    "Need",
-    "Post",
-    "RankGoneError",
-    "WatchedWork",
-    "agree_on_error",
-    "begin_graph",
-    "collect_posts",
-    "describe_deadlock",
-    "describe_process",
-    "end_graph",
-    "find_ended",
-    "find_store",
-    "format_ranks",
-    "has_begun",
-    "is_lost",
-    "make_late_ranks_error",
-    "make_lost_rank_error",
-    "make_post",
-    "make_rank_gone_error",
-    "note_begun",
-    "put_post",
-    "read_verdict",
-    "remember_processes",
-    "timeout_of_job",
-    "verdict_of_others",
-    "wait_longer",
-    "wait_with_others",
-    "withdraw_post",
-]
-
 SLICE = 2.0
 """Seconds that a rank waits before it writes a post."""
 STUCK = 4.0

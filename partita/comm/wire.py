@@ -31,11 +31,6 @@ from .transport import Transport, without_lazy_bits
 if TYPE_CHECKING:
     from partita.redistribute import Move
 
-__all__ = [
-    "MeshHandle",
-    "Wire",
-]
-
 _PLANS_KEPT = 4096
 
 

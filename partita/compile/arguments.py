@@ -24,16 +24,6 @@ from partita.tensor.dtensor import DTensor
 
 from .errors import not_captured
 
-__all__ = [
-    "LEAVES",
-    "classes_of_call",
-    "flatten_call",
-    "is_taken_apart",
-    "pad_to_bucket",
-    "refuse_closed",
-    "unflatten_call",
-]
-
 _NUMBERS = (int, float, bool, str, bytes, complex, type(None))
 _DATA = (*_NUMBERS, torch.Tensor, torch.dtype, torch.device, torch.Size, range, slice)
 _SYMBOLIC = (torch.SymFloat, torch.SymInt, torch.SymBool)  # what stands for numbers

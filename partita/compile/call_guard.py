@@ -24,8 +24,6 @@ from .conditions import Condition, Conditions
 from .guards.guards import TensorGuard, active_modes, kind_of_tensor
 from .guards.values import argument_key
 
-__all__ = ["CallGuard"]
-
 _base: Any = torch._C.TensorBase
 _dtype, _requires_grad = _base.dtype.__get__, _base.requires_grad.__get__
 

@@ -39,15 +39,6 @@ from .program import Input, Program, ResultPlace
 from .step_forms import CapturedForms, FormSearch
 from .step_report import changes_of
 
-__all__ = [
-    "CapturedProgram",
-    "ReplicatedInputCheck",
-    "announce_run",
-    "extract_compared",
-    "list_sent_moves",
-    "record_moves",
-]
-
 
 @dataclass(eq=False)
 class CapturedProgram(Program):

@@ -22,19 +22,6 @@ from partita.layout import Fix
 from .errors import CaptureError, not_captured
 from .program import Input, Program
 
-__all__ = [
-    "FACTS_OF_OBJECTS",
-    "Condition",
-    "Conditions",
-    "EqualInputs",
-    "FactCondition",
-    "GradientCondition",
-    "Sharing",
-    "kind_of_gradient",
-    "read_counts",
-    "read_fact",
-]
-
 
 @dataclass(frozen=True, eq=False)
 class Condition:

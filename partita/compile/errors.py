@@ -18,16 +18,6 @@ from partita.comm import Uneven, user_line
 from partita.comm.ledger import human
 from partita.layout import Fix, LayoutError
 
-__all__ = [
-    "CaptureError",
-    "Holding",
-    "RefusedCall",
-    "explain_error",
-    "file_of_torch",
-    "not_an_input",
-    "user_line_of",
-]
-
 EAGER = Fix('pt.compile(step, fallback="eager")', "runs a step that cannot be captured eagerly")
 
 

@@ -28,39 +28,6 @@ from torch.fx import _lazy_graph_module
 from partita.comm.collective import all_gather, all_to_all
 from partita.tensor.op_facts import OpFacts, declare_facts, facts_of
 
-__all__ = [
-    "BLOCK_RESULT",
-    "DEEP",
-    "NOTE",
-    "NO_NOTE",
-    "GraphPart",
-    "Note",
-    "Section",
-    "SectionSchedule",
-    "add_call",
-    "call_section",
-    "calls_within",
-    "checks_value",
-    "copy_graph",
-    "copy_node",
-    "drop_unused",
-    "extract_graph",
-    "has_effect",
-    "inline_sections",
-    "is_collective",
-    "key_of_operands",
-    "lazy_graph_module",
-    "lazy_graph_modules",
-    "nbytes_of",
-    "nodes_since",
-    "note_of",
-    "order_by_needs",
-    "section_of",
-    "sections_in",
-    "written_inputs_of",
-    "written_operands",
-]
-
 _COPY = torch.ops.aten.copy_.default
 _GRAPH = fx.Graph()
 

@@ -32,18 +32,6 @@ from partita.versions import __version__
 from .graph_nodes import is_collective, nbytes_of, note_of, section_of, sections_in
 from .program import Program
 
-__all__ = [
-    "Graph",
-    "agree_on_program",
-    "canonical",
-    "digest_of",
-    "key_of",
-    "line_of",
-    "lines_of",
-    "repeats_of",
-    "versions",
-]
-
 
 class Graph:
     """A program's graph, to be printed: one line for each node."""

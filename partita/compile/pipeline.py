@@ -31,8 +31,6 @@ from .step_options import StepOptions
 from .step_report import changes_of
 from .verify import verifies_each_pass, verify
 
-__all__ = ["kept_within", "make_program"]
-
 
 def make_program(
     step: Callable[..., Any],

@@ -39,22 +39,6 @@ from .graph_nodes import calls_within, inline_sections, written_operands
 from .memory.schedule import Memory
 from .step_options import StepOptions
 
-__all__ = [
-    "Axes",
-    "Built",
-    "Call",
-    "Groups",
-    "Input",
-    "Output",
-    "PaddingBoundary",
-    "Program",
-    "RecomputeLevel",
-    "ResultPlace",
-    "border_of",
-    "find_cotangents",
-    "written_inputs",
-]
-
 Call = Callable[..., Sequence[torch.Tensor]]
 Axes = tuple[str, ...]
 Groups = dict[str, tuple[Wire, Axes]]

@@ -37,13 +37,6 @@ from .memory.storages import storages_of
 from .program import Built, Call, Input, Output, PaddingBoundary, Program, find_cotangents
 from .verify import verify
 
-__all__ = [
-    "Halves",
-    "Region",
-    "region_of",
-    "split",
-]
-
 
 @dataclass(frozen=True)
 class _Entrance:

@@ -57,13 +57,6 @@ if TYPE_CHECKING:
     from .memory.schedule import Memory
     from .program import Built, Program
 
-__all__ = [
-    "CompiledStep",
-    "begin_phase",
-    "compile",
-    "told_of_phases",
-]
-
 
 def compile(
     step: Callable[..., Any] | None = None,

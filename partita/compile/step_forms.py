@@ -37,14 +37,6 @@ from .passes.gathered_parameters import is_gather, packing_of
 from .passes.remat import cost_of_recompute
 from .program import Input, Output, Program, RecomputeLevel
 
-__all__ = [
-    "CapturedForms",
-    "FormSearch",
-    "RewrittenBlock",
-    "StepForm",
-    "lower_blocks",
-]
-
 
 @dataclass(frozen=True)
 class StepForm:

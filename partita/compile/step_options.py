@@ -10,8 +10,6 @@ from torch import nn
 
 from .graph_nodes import DEEP
 
-__all__ = ["Pass", "Passes", "StepOptions"]
-
 Pass = Callable[[Any], Any]
 """Changes the graph of a `Program`, and returns in a few words what it did."""
 

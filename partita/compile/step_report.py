@@ -27,16 +27,6 @@ from .passes.remat import count_made_again
 from .program import Program
 from .step_forms import CapturedForms, RewrittenBlock
 
-__all__ = [
-    "changes_of",
-    "explain_passes",
-    "facts_of_graph",
-    "facts_of_layouts",
-    "facts_of_memory",
-    "facts_of_moves",
-    "facts_of_parameter",
-]
-
 _HELD = {
     "parameter": "weights",
     "buffer": "weights",

@@ -26,8 +26,6 @@ from .capture.block_nodes import is_block_node
 from .graph_nodes import call_section, is_collective, note_of, written_operands
 from .program import Program
 
-__all__ = ["SPACES", "IllegalGraph", "verifies_each_pass", "verify"]
-
 _COPY = torch.ops.aten.copy_.default
 SPACES = ("aten", "prims", "_c10d_functional", "partita")
 

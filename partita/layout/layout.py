@@ -19,8 +19,6 @@ from .placement import (
     own_placements,
 )
 
-__all__ = ["Layout", "chunk"]
-
 
 def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
     """`(offset, length)` in elements of piece `index` when `torch.chunk` cuts `size` into `parts`.

@@ -10,8 +10,6 @@ from numbers import Integral
 
 from .errors import Fix, LayoutError
 
-__all__ = ["Coordinate", "Mesh"]
-
 Coordinate = tuple[int, ...]
 """One rank's place: its index along each mesh axis, in the order of `Mesh.names`."""
 

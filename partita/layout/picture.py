@@ -11,8 +11,6 @@ from itertools import product
 from .layout import Layout
 from .mesh import Mesh
 
-__all__ = ["DimPiece", "Panel", "Picture", "PictureCell", "draw", "html_of"]
-
 PIECES_SHOWN = 8
 """Pieces of a dimension that are drawn; of more, the last of these says how many are left out."""
 PANELS_SHOWN = 8

@@ -11,17 +11,6 @@ from typing import Any
 
 from .mesh import Mesh
 
-__all__ = [
-    "Invariant",
-    "Partial",
-    "Placement",
-    "Replicate",
-    "Shard",
-    "own_placement",
-    "own_placements",
-    "split_factors",
-]
-
 
 @dataclass(frozen=True)
 class Placement:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 
-__all__ = ["format_count", "format_seconds", "format_table", "human"]
-
 
 def human(nbytes: float, nothing: str = "-") -> str:
     """`1536` as "1.5 KiB"; 0 as `nothing`."""

@@ -32,8 +32,6 @@ from partita.tensor.spec import Spec, spec_of
 
 from .parallelize import Places, in_range
 
-__all__ = ["distribute_batch", "find_instances", "replace_instances", "tensors_in"]
-
 
 def distribute_batch(
     batch: Any,

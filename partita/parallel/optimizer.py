@@ -43,8 +43,6 @@ from partita.tensor.torch_patches import only_entered
 
 from .parameters import refuse_given_up
 
-__all__ = ["ELEMENTWISE", "clip_grad_norm_", "reduce_gradients"]
-
 
 @only_entered
 def reduce_gradients(params: Iterable[torch.Tensor]) -> None:

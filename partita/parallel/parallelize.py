@@ -39,8 +39,6 @@ from .parameters import (
     replace_tensor,
 )
 
-__all__ = ["Inputs", "Outputs", "Places", "Plan", "in_range", "parallelize"]
-
 
 def parallelize(
     model: nn.Module, device_mesh: Any, plan: Plan | None = None, *, src_data_rank: int | None = 0

@@ -28,22 +28,6 @@ from partita.tensor.spec import Spec
 from partita.tensor.tensor_state import OURS, count_writes, own_state, state_of, was_written_since
 from partita.tensor.uneven_pieces import empty_with_room
 
-__all__ = [
-    "Block",
-    "HeldParameter",
-    "ParameterSlot",
-    "allocate_tensor",
-    "block_modules",
-    "find_blocks",
-    "find_parameters_and_buffers",
-    "has_hooks",
-    "initialize_missing",
-    "materialize",
-    "plain_name",
-    "refuse_given_up",
-    "replace_tensor",
-]
-
 _WRAPPERS = frozenset(("_orig_mod", "_checkpoint_wrapped_module"))
 """What torch.compile and torch's checkpoint wrapper put into the names of what they wrap."""
 

@@ -25,8 +25,6 @@ from partita.layout import Replicate, Shard
 
 from .parallelize import Inputs, Outputs
 
-__all__ = ["column", "gpt", "inner", "llama", "outer", "row", "transformer", "vocabulary"]
-
 SEQUENCE = 1
 """The dimension of an activation (batch, sequence, ...) that sequence parallelism splits."""
 

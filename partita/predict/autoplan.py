@@ -32,17 +32,6 @@ from .strategy import (
     write_code,
 )
 
-__all__ = [
-    "LEFT",
-    "MOST",
-    "OUTCOMES",
-    "ModelPlan",
-    "PlannedWay",
-    "WaySearch",
-    "autoplan",
-    "read_bytes",
-]
-
 MOST = 32
 """Ways that are simulated, unless others are asked for."""
 

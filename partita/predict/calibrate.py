@@ -33,16 +33,6 @@ from partita.comm.device import HOST
 
 from .machine import Link, Machine, MeasuredCurve, collective_bytes, fit_curve, messages_of
 
-__all__ = [
-    "DeckCall",
-    "calibrate",
-    "draw_order",
-    "machine_toml",
-    "main",
-    "make_deck",
-    "make_machine",
-]
-
 _TIMEOUT = 120.0
 
 

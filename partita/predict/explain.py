@@ -33,8 +33,6 @@ from partita.tensor.tensor_state import HERE
 
 from .rehearsal import rehearse
 
-__all__ = ["ConsideredRow", "ExplainedMove", "ExplainedOp", "Explanation", "explain"]
-
 _IS_CAUSAL = 4  # among the operands of `rules.table.attention`
 _NO_RULE = "(no rule: the operands are gathered, the result is whole)"
 _AS_OPERAND = "(a tensor of its own, laid out as its operand)"

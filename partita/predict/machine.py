@@ -21,25 +21,6 @@ from typing import Any
 import torch
 from torch import fx
 
-__all__ = [
-    "BY_FLOPS",
-    "COLLECTIVES",
-    "EFFICIENCIES",
-    "RATES",
-    "Link",
-    "Machine",
-    "MachineError",
-    "MeasuredCurve",
-    "collective_bytes",
-    "collective_seconds",
-    "fit_curve",
-    "load_machine",
-    "messages_of",
-    "rate_of",
-    "read_link",
-    "shipped_machines",
-]
-
 _FOLDER = Path(__file__).with_name("machines")
 EFFICIENCIES = ("matmul", "attention", "memory", "link")
 """Kinds of which a machine says what part of the peak is reached."""

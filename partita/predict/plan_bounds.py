@@ -24,8 +24,6 @@ from torch.utils.flop_counter import flop_registry
 from .machine import Machine, MeasuredCurve
 from .strategy import ModelShape, Way
 
-__all__ = ["guess_bytes", "guess_seconds", "least_bytes", "least_seconds"]
-
 _PRODUCTS = ("matmul", "batched_matmul", "convolution", "convolution_backward")
 _LEAST_SIZE = 2
 """Bytes of an element that is sent or computed with: no precision has fewer."""

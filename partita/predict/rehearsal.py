@@ -37,8 +37,6 @@ from partita.tensor.dtensor import DTYPES, DTensor, tagged
 from partita.tensor.spec import spec_of
 from partita.tensor.tensor_state import HERE
 
-__all__ = ["describe_raised", "read_call", "read_mesh", "rehearse"]
-
 _VALUE_ASKED = (DataDependentOutputException, DynamicOutputShapeException)
 
 

@@ -15,8 +15,6 @@ from partita.layout import Fix, Layout, LayoutError
 from partita.layout.picture import Panel, Picture, draw, html_of
 from partita.tensor.dtensor import DTensor
 
-__all__ = ["Shown", "show"]
-
 _COLORS = ("cyan", "yellow", "green", "magenta", "blue", "red", "bright_cyan", "bright_yellow")
 
 

@@ -37,8 +37,6 @@ from .strategy import ModelShape, Strategy, StrategyError, check_counts, make_st
 from .strategy import __file__ as strategy_file
 from .timeline import PlayedStep, bytes_per_axis, play_graph
 
-__all__ = ["Simulation", "capture_model", "simulate", "simulate_program", "with_links"]
-
 
 def simulate(
     step_or_model: Any,

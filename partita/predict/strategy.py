@@ -29,20 +29,6 @@ from partita.tensor import DTensor
 
 from .machine import Machine
 
-__all__ = [
-    "MODELS",
-    "ModelShape",
-    "Strategy",
-    "StrategyError",
-    "Way",
-    "check_counts",
-    "make_step",
-    "shape_of",
-    "train_options",
-    "ways_of",
-    "write_code",
-]
-
 
 class StrategyError(ValueError):
     """A model that is not known, no count, or a mesh or a batch that does not divide."""

@@ -27,8 +27,6 @@ from partita.tensor.op_facts import facts_of
 
 from .machine import BY_FLOPS, COLLECTIVES, Machine, collective_bytes, collective_seconds, rate_of
 
-__all__ = ["Kernel", "PlayedStep", "bytes_per_axis", "count_flops", "kernels_of", "play_graph"]
-
 COMPUTE = "compute"
 
 

@@ -26,24 +26,6 @@ from partita.layout import Layout, Mesh
 
 from .move import COLLECTIVES, DUAL, KINDS, LETTERS, Move, find_changed_axes
 
-__all__ = [
-    "AT_ONCE",
-    "BANDWIDTH",
-    "LATENCY",
-    "LAUNCH",
-    "MEMORY",
-    "OPERATIONS_PER_BYTE",
-    "bytes_of",
-    "bytes_sent",
-    "estimate_price",
-    "local_numel",
-    "pads_heavily",
-    "price_of_move",
-    "seconds_both_ways",
-    "seconds_of",
-    "seconds_of_work",
-]
-
 LATENCY = 20e-6
 """Seconds to start a collective."""
 AT_ONCE = 32

@@ -27,18 +27,6 @@ from dataclasses import dataclass
 
 from partita.layout import Layout, LayoutError, Mesh
 
-__all__ = [
-    "COLLECTIVES",
-    "DUAL",
-    "KINDS",
-    "LETTERS",
-    "Move",
-    "count_common_axes",
-    "find_changed_axes",
-    "find_single_move",
-    "placement_of_each_axis",
-]
-
 KINDS = {
     "SR": "all_gather",
     "SI": "all_gather",

@@ -23,16 +23,6 @@ from partita.parallel.batch import tensors_in
 
 from .watched_calls import KernelMode
 
-__all__ = [
-    "FlopMode",
-    "MemoryCount",
-    "Recomputed",
-    "Report",
-    "count_memory",
-    "open_reports",
-    "remat_report",
-]
-
 
 @dataclass
 class _Held:

@@ -17,8 +17,6 @@ from partita.tensor.forms import form_of
 
 from .watched_calls import Key, current_watcher, line_of_site
 
-__all__ = ["Call", "OneCall", "Policy", "Wrapped", "keep_collectives", "one_call"]
-
 
 class Wrapped:
     """Stands for `fn`; or for the forward of `module`, as its attribute `forward`.

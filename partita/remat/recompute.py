@@ -40,9 +40,6 @@ from .watched_calls import (
     watching,
 )
 
-__all__ = ["Recomputation", "is_recomputing"]
-
-
 _SAME = "a region that is run again may leave calls out, but makes no others"
 _FIXES = (
     Fix("pass what the region reads as an argument", "if it has changed since its forward"),

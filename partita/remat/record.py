@@ -53,16 +53,6 @@ from .watched_calls import (
     watching,
 )
 
-__all__ = [
-    "ForwardRecord",
-    "LearnedNames",
-    "Read",
-    "RecordedCall",
-    "SavedSlot",
-    "check_unwritten",
-    "redistribution_key",
-]
-
 Read = tuple[int, "weakref.ref[torch.Tensor]", int]
 """(index among the call's tensors, the tensor that holds the values at rest, its version)."""
 

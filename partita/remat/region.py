@@ -41,8 +41,6 @@ from .watched_calls import (
     watching,
 )
 
-__all__ = ["Budget", "RematRegion", "checkpoint_name", "remat"]
-
 
 class RematRegion(Wrapped):
     """A function, or a module's forward, that is run again in backward.

@@ -28,20 +28,6 @@ from partita.tensor.spec import Spec
 
 from .watched_calls import KernelMode, RematError, TensorOrigins, make_local_alias
 
-__all__ = [
-    "AmbientState",
-    "KeepMode",
-    "KeptCall",
-    "KeptKernels",
-    "OpaqueSaves",
-    "RandomStates",
-    "RegionInputs",
-    "ReplayMode",
-    "SavedInOpaque",
-    "is_random",
-    "storage_id",
-]
-
 States = list[tuple[torch.Generator, torch.Tensor]]
 
 

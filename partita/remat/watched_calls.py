@@ -35,26 +35,6 @@ from partita.tensor.op_facts import VIEW_ATTRIBUTES, facts_of, facts_of_function
 from partita.tensor.tensor_overrides import OVERRIDES, runs_as_torch_has_it
 from partita.tensor.tensor_state import HERE
 
-__all__ = [
-    "CallMode",
-    "FunctionKind",
-    "KernelMode",
-    "Key",
-    "Origin",
-    "RematError",
-    "TensorOrigins",
-    "current_watcher",
-    "describe_call",
-    "find_call_site",
-    "is_internal",
-    "line_of_site",
-    "make_call_mode",
-    "make_inputs_key",
-    "make_local_alias",
-    "run_from_here",
-    "watching",
-]
-
 
 class RematError(LayoutError):
     """A recompute cannot bring back what its forward made. Names the calls that differ."""

@@ -24,8 +24,6 @@ from partita.layout.text import human
 
 from .run_facts import RunFacts, TimelineEvent, join_short_events, parse_mesh, trace_bytes
 
-__all__ = ["check_outputs", "check_plotly", "check_written_folder", "write_report", "written_file"]
-
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _TIMES = ("s", "ms", "us")
 _LAYOUTS_SHOWN = 24

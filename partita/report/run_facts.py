@@ -16,18 +16,6 @@ from typing import Any, NoReturn, Protocol
 
 from partita.layout import Layout, Mesh
 
-__all__ = [
-    "HasTimeline",
-    "RunFacts",
-    "TimelineEvent",
-    "join_short_events",
-    "parse_mesh",
-    "read_log",
-    "read_logs",
-    "save_trace",
-    "trace_bytes",
-]
-
 _EVENT = '{"event": '  # what a line of a log begins with
 
 

@@ -17,17 +17,6 @@ from partita.layout import Invariant, Partial, Placement, Replicate, Shard
 
 from .sentence import Dim, Products, Sentence, SentenceError, Term
 
-__all__ = [
-    "NUMBER",
-    "Bound",
-    "Operand",
-    "Row",
-    "Work",
-    "bind",
-    "derive_rows",
-    "work_of",
-]
-
 # -- rows ------------------------------------------------------------------------------------------
 
 REPLICATE, INVARIANT, SHARES = Replicate(), Invariant(), Partial()

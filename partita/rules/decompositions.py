@@ -19,32 +19,6 @@ from .rule import Arg, Kernel, KernelCall, KernelRule, own_op
 from .rule import table_rule as rule
 from .sentence import Names
 
-__all__ = [
-    "amax",
-    "argmax",
-    "batch_norm",
-    "cross_entropy",
-    "first_index",
-    "is_at_place",
-    "layer_norm",
-    "log_softmax",
-    "logsumexp",
-    "make_mean_loss",
-    "max_dim",
-    "moments",
-    "nll",
-    "partial_max",
-    "power_sum",
-    "reduced",
-    "rms_norm",
-    "root_of",
-    "softmax",
-    "subtract_reduced",
-    "target_weight",
-    "vector_norm",
-    "widen",
-]
-
 # -- values that are reduced once ------------------------------------------------------------------
 
 

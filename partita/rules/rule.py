@@ -22,26 +22,6 @@ from partita.layout import Fix, LayoutError
 
 from .sentence import Names, Sentence, SentenceError, parse
 
-__all__ = [
-    "ON_NEW_RULE",
-    "RULES",
-    "Arg",
-    "Decomposition",
-    "KernelCall",
-    "KernelRule",
-    "LikeRule",
-    "Rule",
-    "connected_zeros",
-    "empty_piece_kernel",
-    "index_in_piece",
-    "narrow_piece",
-    "own_op",
-    "rule",
-    "table_rule",
-    "teach_rule",
-    "with_dummy_row",
-]
-
 Kernel = Callable[..., Any]
 
 

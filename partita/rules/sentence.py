@@ -29,18 +29,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
-__all__ = [
-    "Dim",
-    "Names",
-    "Products",
-    "Sentence",
-    "SentenceError",
-    "Term",
-    "parse",
-    "resolve_shape",
-    "view_sentence",
-]
-
 
 class SentenceError(ValueError):
     """A sentence that cannot be read, or that does not fit the shapes it is bound to."""

@@ -34,19 +34,6 @@ from .op_facts import facts_of_function
 from .spec import Spec, spec_of
 from .tensor_state import Origin, count_writes, own_state, state_of
 
-__all__ = [
-    "copy_as_on_one_device",
-    "gives_view",
-    "global_strides",
-    "make_meta_twin",
-    "mark_copies",
-    "may_be_denser_than_whole",
-    "reshape_copy",
-    "strides_of_whole",
-    "wrap_copying_as_on_one_device",
-    "write_through_copy",
-]
-
 T = torch.Tensor
 
 

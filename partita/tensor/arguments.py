@@ -44,38 +44,6 @@ from .forms import Form, overloads_of, parameter_names
 from .spec import Spec, make_two_meshes_error, spec_of
 from .tensor_state import HERE
 
-__all__ = [
-    "NumberCheck",
-    "Path",
-    "admit",
-    "alias_as_invariant",
-    "all_tensors",
-    "bind_declared_arguments",
-    "collect_dtensors",
-    "collect_tensors",
-    "find_numbers_of_other_meshes",
-    "find_view_copies",
-    "find_wire",
-    "find_written_operands",
-    "get_at_path",
-    "give_history",
-    "locate_in_call",
-    "make_changed_layout_error",
-    "make_transform_error",
-    "may_have_numbers",
-    "normalize_call",
-    "operands_of_call",
-    "read_number",
-    "read_numbers",
-    "read_numbers_of_other_meshes",
-    "replace_at_paths",
-    "rule_parameters",
-    "spec_of_plain",
-    "takes_numbers",
-    "write_into_plain",
-    "writes_view_copy",
-]
-
 Path = tuple[int | str, ...]
 """Where in a call a tensor stands: (1,) or ("bias",), or (0, 3) for the fourth of a list.
 

@@ -24,24 +24,6 @@ from .op_facts import without_autocast
 from .spec import Spec, make_two_meshes_error
 from .tensor_state import HERE, current
 
-__all__ = [
-    "after_backward",
-    "alias_without_base",
-    "ask_gradient",
-    "backward_pass",
-    "carry_all",
-    "convert_gradient",
-    "count_holders",
-    "frees_graph",
-    "in_backward",
-    "keep_missing_gradients",
-    "make_other_cut_error",
-    "moved",
-    "next_node",
-    "saving_hooks",
-    "without_history",
-]
-
 
 def carry_all(moves: Plan, x: torch.Tensor, wire: Wire, op: str, reason: str) -> torch.Tensor:
     """Carry local `x` along each move of a plan, without autograd."""

@@ -44,28 +44,6 @@ from .spec import Spec, spec_on_mesh, spec_on_wire
 from .tensor_state import OURS, own_state
 from .uneven_pieces import copy_with_room, tie_to_operands, with_room
 
-__all__ = [
-    "can_hold",
-    "distribute_module",
-    "distribute_tensor",
-    "empty",
-    "from_torch",
-    "full",
-    "hold_value",
-    "keep_attributes",
-    "local_map",
-    "ones",
-    "piece_of",
-    "place_buffer",
-    "rand",
-    "randn",
-    "refuse_lazy",
-    "spread",
-    "stand_for",
-    "to_torch",
-    "zeros",
-]
-
 
 def piece_of(whole: torch.Tensor, spec: Spec) -> torch.Tensor:
     """This rank's piece of a `whole` value in the layout of `spec`, in memory of its own.

@@ -70,8 +70,6 @@ from .spec import Spec, spec_of
 from .tensor_overrides import OVERRIDES, runs_as_torch_has_it
 from .tensor_state import HERE
 
-__all__ = ["handle", "op_of", "run_gathered", "run_into_out", "run_unplanned"]
-
 _Tensor = torch.Tensor
 
 

@@ -43,25 +43,6 @@ from .autograd import ask_gradient, convert_gradient, make_other_cut_error, move
 from .spec import Spec, spec_on_mesh, spec_on_wire
 from .tensor_state import HERE, Label, current
 
-__all__ = [
-    "DTYPES",
-    "PLAIN",
-    "TYPED",
-    "DTensor",
-    "agree_pieces",
-    "checksum",
-    "compare_pieces",
-    "destination",
-    "holders_of_piece",
-    "laid_out_as",
-    "make_memory_error",
-    "make_no_strides_error",
-    "piece_held",
-    "shape_of_pieces",
-    "short_dtype",
-    "tagged",
-]
-
 _shape = torch._C.TensorBase.shape.__get__  # type: ignore[attr-defined]
 _size = torch._C.TensorBase.size
 _numel = torch._C.TensorBase.numel

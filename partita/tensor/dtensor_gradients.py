@@ -36,27 +36,6 @@ from .spec import Spec, make_two_meshes_error, spec_of
 from .tensor_overrides import find_getter, implements
 from .tensor_state import HERE, ReopenHook, current, own_state, state_of
 
-__all__ = [
-    "BROKEN_OFF",
-    "BUCKET_BYTES",
-    "clear_gradients",
-    "gradient_of",
-    "is_watched",
-    "lay_out_gradient",
-    "lay_out_state",
-    "make_typed_function",
-    "mark_settled",
-    "pending_gradients",
-    "reduce_pending_gradients",
-    "settled_spec",
-    "specs_of_values",
-    "store_gradient",
-    "type_gradient",
-    "type_hook",
-    "unmark_settled",
-    "update_spec",
-]
-
 T: Any = torch.Tensor
 _base: Any = torch._C.TensorBase
 _data, _grad = _base.data, _base.grad

@@ -27,8 +27,6 @@ from partita.rules.rule import table_rule as rule
 from .autograd import alias_without_base
 from .dtensor import DTensor
 
-__all__: list[str] = []
-
 _found = torchs.flex_attention
 _plain = types.FunctionType(
     _found.__code__, _found.__globals__, _found.__name__, _found.__defaults__, _found.__closure__

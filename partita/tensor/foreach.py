@@ -33,8 +33,6 @@ from .plan_call import make_plan
 from .spec import Spec, spec_of
 from .tensor_overrides import OVERRIDES
 
-__all__ = ["norms", "run_foreach"]
-
 
 class _ListPlan:
     """How foreach calls of one key are run.

@@ -30,17 +30,6 @@ from partita.rules import RULES, Rule
 from .dtensor import DTensor
 from .op_facts import OF_ONE_OPERAND, facts_of, facts_of_function
 
-__all__ = [
-    "Form",
-    "enter_function",
-    "find_unknown_effect",
-    "form_of",
-    "is_collective",
-    "overloads_of",
-    "parameter_names",
-]
-
-
 _DUNDERS = dict(
     pair.split("=")
     for pair in """

@@ -25,26 +25,6 @@ from torch._ops import OpOverloadPacket
 from partita.comm import read_autocast_state
 from partita.comm.device import Device
 
-__all__ = [
-    "ADDRESSES",
-    "FACTS_THAT_CHANGE",
-    "FACTS_THAT_STAY",
-    "FILLS",
-    "STATE_OF_LEAVES",
-    "VIEW_ATTRIBUTES",
-    "Cast",
-    "FunctionFacts",
-    "OpFacts",
-    "Operand",
-    "as_autocast_casts",
-    "cast_of",
-    "declare_facts",
-    "facts_of",
-    "facts_of_function",
-    "without_any_autocast",
-    "without_autocast",
-]
-
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 

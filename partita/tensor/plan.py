@@ -41,38 +41,6 @@ from .forms import Form, form_of, parameter_names
 from .spec import Spec, spec_of
 from .tensor_state import MovedValue, count_writes, current, own_state, state_of
 
-__all__ = [
-    "DECLARED",
-    "FLAG",
-    "FORM",
-    "HASHABLE",
-    "IN_C",
-    "KEYWORD",
-    "NUMBERS",
-    "OPERAND",
-    "OPS",
-    "REST",
-    "UNREAD",
-    "CacheInfo",
-    "CallPlan",
-    "Choice",
-    "Op",
-    "PlanWork",
-    "Run",
-    "Target",
-    "cache_clear",
-    "cache_info",
-    "declared_key",
-    "freeze_value",
-    "load_extension",
-    "make_key_in_c",
-    "note_miss",
-    "operand_key",
-    "operand_kind",
-    "set_cache_limit",
-    "work_of_plan",
-]
-
 
 @dataclass(frozen=True)
 class Choice:

@@ -76,8 +76,6 @@ from .spec import spec_of
 from .tensor_state import HERE
 from .uneven_pieces import wrap_filling_padding, wrap_for_empty_pieces
 
-__all__ = ["Considered", "check_undeclared_tensors", "choose", "make_plan"]
-
 _NUMBERS = (int, float, bool, complex)
 
 

@@ -38,8 +38,6 @@ from .aliasing import strides_of_whole
 from .forms import Form
 from .op_facts import FILLS
 
-__all__ = ["random_mode", "run_with_generator_check", "with_generator_check"]
-
 _MODE: ContextVar[str] = ContextVar("random_mode", default="one_device")
 
 

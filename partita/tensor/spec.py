@@ -17,16 +17,6 @@ import torch
 from partita.comm import Wire, user_line, wire_of
 from partita.layout import Fix, Layout, LayoutError, Placement, Replicate
 
-__all__ = [
-    "ON_NEW_SPEC",
-    "Spec",
-    "make_two_meshes_error",
-    "spec_for_write_into",
-    "spec_of",
-    "spec_on_mesh",
-    "spec_on_wire",
-]
-
 
 class Spec:
     """A layout and the wire of the rank that holds a piece: all that makes a local tensor global.

@@ -37,8 +37,6 @@ from .tensor_overrides import implements
 from .tensor_state import OURS, current
 from .uneven_pieces import copy_with_room, find_padded, with_room
 
-__all__ = ["installed_libraries", "is_read_in_part"]
-
 T = torch.Tensor
 
 

@@ -24,14 +24,6 @@ from .op_facts import facts_of_function
 from .spec import Spec, spec_for_write_into, spec_of
 from .tensor_state import own_state
 
-__all__ = [
-    "OVERRIDES",
-    "find_getter",
-    "implements",
-    "runs_as_torch_has_it",
-    "set_item",
-]
-
 T: Any = torch.Tensor
 OVERRIDES: dict[Callable[..., Any], Callable[..., Any]] = {}
 """What is called in place of a function of torch, with its arguments, if a DTensor is among

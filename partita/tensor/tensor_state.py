@@ -27,24 +27,6 @@ from torch._C import _EnableTorchFunction
 if TYPE_CHECKING:
     from .spec import Spec
 
-__all__ = [
-    "HERE",
-    "OURS",
-    "Label",
-    "MovedValue",
-    "Origin",
-    "ReopenHook",
-    "Rest",
-    "TensorState",
-    "Watcher",
-    "count_writes",
-    "count_writes_of",
-    "current",
-    "own_state",
-    "state_of",
-    "was_written_since",
-]
-
 _STATE = "_partita"
 OURS = frozenset(("_spec", _STATE))
 """Attributes of a DTensor that belong to us and are not copied as the user's own are."""

@@ -47,17 +47,6 @@ from .spec import Spec
 from .tensor_overrides import OVERRIDES
 from .tensor_state import HERE
 
-__all__ = [
-    "BEGINS",
-    "TOLD",
-    "TRANSFORMS",
-    "TypedBackwardHook",
-    "holds_dtensor",
-    "only_entered",
-    "put_in_place_of",
-    "refuse_piece",
-]
-
 TRANSFORMS = (
     "functionalize grad grad_and_value hessian jacfwd jacrev jvp linearize vjp vmap"
 ).split()

@@ -35,18 +35,6 @@ from .plan import CallPlan, Choice
 from .spec import Spec
 from .tensor_state import HERE
 
-__all__ = [
-    "copy_with_room",
-    "empty_with_room",
-    "find_padded",
-    "give_room",
-    "show_front",
-    "tie_to_operands",
-    "with_room",
-    "wrap_filling_padding",
-    "wrap_for_empty_pieces",
-]
-
 Shape = tuple[int, ...]
 
 # -- room for padding behind a piece ---------------------------------------------------------------

@@ -19,8 +19,6 @@ import torch
 
 from partita.comm.device import HOST, Device
 
-__all__ = ["counted", "counts_of"]
-
 _GRACE = 1e-3  # seconds after a wait
 
 

@@ -27,16 +27,6 @@ import partita as pt
 from .op_layouts import distribute_argument
 from .opinfo import Form, choose_samples, form_of, map_tensors
 
-__all__ = [
-    "OUTCOMES",
-    "Outcome",
-    "Reference",
-    "merge_outcomes",
-    "reference_of",
-    "references",
-    "run_case",
-]
-
 OUTCOMES = ("right", "raise", "wrong", "crash", "hang")
 """From good to bad."""
 

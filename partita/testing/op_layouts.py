@@ -17,8 +17,6 @@ import torch
 
 import partita as pt
 
-__all__ = ["CLASSES", "distribute_argument"]
-
 CLASSES = ("replicated", "even", "uneven", "partial", "mixed")
 
 

@@ -24,8 +24,6 @@ import partita as pt
 from .op_case import Outcome, references, run_case
 from .opinfo import reason_to_skip
 
-__all__ = ["FORK", "Axes", "Case", "Team"]
-
 FORK = mp.get_context("fork")
 Axes = tuple[tuple[str, int], ...]
 """The names and sizes of a mesh's axes."""

@@ -18,17 +18,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "UNSPECIFIED",
-    "Form",
-    "choose_samples",
-    "collect_tensors",
-    "form_of",
-    "list_names",
-    "map_tensors",
-    "reason_to_skip",
-]
-
 UNSPECIFIED = {
     "empty_like": "memory that nobody wrote",
     "empty_permuted": "memory that nobody wrote",

@@ -38,8 +38,6 @@ from partita.testing.simulated_ranks import (
 
 from .trial import Trial, draw_cotangent
 
-__all__ = ["Proof", "prove"]
-
 Sample = tuple[tuple[Any, ...], dict[str, Any]]
 MOST_COMBINATIONS = 150
 """Samples with more placements of their operands than this are not searched."""

@@ -14,8 +14,6 @@ import torch
 from partita.layout import Partial as Shares
 from partita.layout import Placement, Shard, chunk
 
-__all__ = ["are_same", "cut_for_ranks", "find_difference", "join_ranks", "tolerance_of"]
-
 SCALES = {2: ((3.7, 1.0), (-2.7, -1.0)), 3: ((3.7, 1.0), (-1.2, -2.0), (-1.5, 1.0))}
 """Share r of a value x over n ranks is a * x + b * noise of `SCALES[n][r]`; they add up to x."""
 WHOLE_SCALES = {2: ((3, 1), (-2, -1)), 3: ((3, 1), (-1, -2), (-1, 1))}

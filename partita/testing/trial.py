@@ -13,8 +13,6 @@ from partita.rules.bind import NUMBER
 from partita.rules.rule import Arg, Decomposition, KernelRule, LikeRule, Rule
 from partita.rules.sentence import parse
 
-__all__ = ["Trial", "draw_cotangent"]
-
 
 class Trial:
     """One sample: its operands, in the order of the rule's terms, and how to replace them.

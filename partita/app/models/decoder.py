@@ -11,8 +11,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Block", "Decoder", "rotate"]
-
 
 class Decoder(nn.Module):
     """Tokens to logits: an embedding, blocks that add to the residual stream, a norm and a head.

@@ -7,8 +7,6 @@ from torch import Tensor, nn
 
 from .decoder import Block, Decoder, rotate
 
-__all__ = ["GPT"]
-
 VOCAB = 256  # a token is a byte
 
 

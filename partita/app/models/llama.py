@@ -9,8 +9,6 @@ from torch import Tensor, nn
 
 from .decoder import Block, Decoder, rotate
 
-__all__ = ["Llama"]
-
 
 class Llama(Decoder):
     """A decoder-only transformer as Llama 3 is: RMSNorm, rotary positions, grouped heads, SwiGLU.

@@ -13,8 +13,6 @@ import torch.distributed as dist
 
 from ..collective import PendingSum, PendingWork, Request, Splits
 
-__all__ = ["Backend", "WayOfSum"]
-
 WayOfSum = Literal["own", "gather", "exchange"]
 """How an all-reduce sums: "own", by the backend's own; "gather", every rank gathers all shares and
 adds them in rank order; "exchange", ranks exchange shares, each sums its piece in rank order, and

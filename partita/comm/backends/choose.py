@@ -7,8 +7,6 @@ import torch.distributed as dist
 from .backend import Backend
 from .gloo import Gloo, GlooOnDevice
 
-__all__ = ["backend_of", "installed_backends"]
-
 
 def backend_of(device_type: str) -> Backend:
     """The backend of meshes of this device type ("cpu", "cuda") in this job."""

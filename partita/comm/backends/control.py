@@ -11,16 +11,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = [
-    "LOST",
-    "TIMED_OUT",
-    "can_compare",
-    "prepare_control",
-    "rendezvous_group",
-    "timeouts_of_job",
-    "world_group",
-]
-
 LOST = re.compile(
     r"(connection (closed|reset|refused)|broken pipe|socket closed|gloo/transport"
     r"|recvValue failed)",

@@ -23,8 +23,6 @@ from ..collective import PendingList, PendingSum, PendingWork, Request
 from ..waiting import WatchedWork
 from .backend import Backend, WayOfSum
 
-__all__ = ["Gloo", "GlooOnDevice"]
-
 _SMALL = 1 << 15
 """Bytes up to which an all-reduce gathers all shares: one round instead of two."""
 

@@ -39,8 +39,6 @@ from .inductor import compile_program, digest_of_compiler, load, load_boxed
 from .section_cutter import sections_of
 from .store import Artifact, Store, default_store
 
-__all__ = ["build"]
-
 
 def build(
     program: Program, what: str, wires: Iterable[Wire], sections: bool | None = None

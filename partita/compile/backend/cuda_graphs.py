@@ -41,14 +41,6 @@ from ..graph_nodes import (
 from ..graph_text import key_of
 from ..program import Call, Input, Program
 
-__all__ = [
-    "HostSplit",
-    "NotRecorded",
-    "ReplayedProgram",
-    "find_device",
-    "split_host_part",
-]
-
 _aten = torch.ops.aten
 UNSAFE_TAGS = frozenset(
     (

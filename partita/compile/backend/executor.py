@@ -39,22 +39,6 @@ from partita.comm.collective import (
 from ..graph_nodes import Section, note_of, section_of
 from ..program import Axes, Call, Groups
 
-__all__ = [
-    "FILE",
-    "FIRST_LINE",
-    "GraphWriter",
-    "SectionCall",
-    "SectionWriter",
-    "Sections",
-    "constants_as_inputs",
-    "constants_of",
-    "function_of",
-    "function_of_sections",
-    "names_of_constants",
-    "run_with_places",
-    "with_constants",
-]
-
 
 def function_of(graph: fx.GraphModule, groups: Groups) -> Callable[..., Sequence[torch.Tensor]]:
     """A function of the graph's inputs that returns its outputs.

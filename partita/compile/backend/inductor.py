@@ -43,22 +43,6 @@ from ..program import Call, Program
 from .executor import SectionCall, constants_as_inputs, constants_of
 from .store import Untrusted, check_folder
 
-__all__ = [
-    "CONFIG",
-    "align",
-    "cleaning_up_libraries",
-    "compile_program",
-    "digest_of_compiler",
-    "extern_kernels",
-    "load",
-    "load_boxed",
-    "remove_compiler_data",
-    "remove_input_checks",
-    "runs_by_itself",
-    "use_private_cache",
-    "without_compiler",
-]
-
 CONFIG: dict[str, Any] = {
     # Torch's own kernels draw random numbers, so that they are those of eager code.
     "fallback_random": True,

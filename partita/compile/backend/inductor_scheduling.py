@@ -24,8 +24,6 @@ from partita.versions import base_of_scheduler_passes
 
 from ..graph_nodes import note_of, order_by_needs
 
-__all__ = ["Choices", "InOrder", "mark"]
-
 _SMALL = 1 << 16  # bytes, below which lifetimes do not matter
 _SHARED = 4  # large calls are fused only if one in so many of their bytes is shared
 

@@ -41,13 +41,6 @@ from ..memory.storages import Storages, storages_of
 from ..program import Program
 from .executor import Sections
 
-__all__ = [
-    "UnsureOfSections",
-    "sections_of",
-    "sections_of_blocks",
-    "with_early_writes",
-]
-
 _aten = torch.ops.aten
 _COPY = _aten.copy_.default
 

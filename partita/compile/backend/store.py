@@ -22,17 +22,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-__all__ = [
-    "Artifact",
-    "Entry",
-    "Store",
-    "Untrusted",
-    "check_folder",
-    "default_store",
-    "open_trusted",
-    "read_limit",
-]
-
 MAGIC = b"partita artifact 1\n"
 """The first line of a file; its number is raised when the format changes."""
 SUFFIX, PART = ".artifact", ".part"

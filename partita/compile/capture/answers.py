@@ -41,19 +41,6 @@ from .capture_context import ParamGroup
 from .fakes import local_of
 from .symbolic import NumberEnv, is_symbolic
 
-__all__ = [
-    "NUMBER",
-    "Answers",
-    "AskedQuestions",
-    "CapturedNumbers",
-    "Guesses",
-    "OtherAnswers",
-    "PlainNumbers",
-    "StepRaises",
-    "gate_writes",
-    "predict_answer",
-]
-
 # -- floats as inputs ------------------------------------------------------------------------------
 
 NUMBER = torch.zeros((), dtype=torch.float64)

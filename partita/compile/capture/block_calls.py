@@ -42,12 +42,6 @@ from .equal_calls import replace_tensor, tensors_of
 from .recorder import Recorder
 from .symbolic import BlockNumberRead
 
-__all__ = [
-    "BlockCalls",
-    "BlockChoice",
-    "BlocksTraced",
-]
-
 # -- which modules are blocks ----------------------------------------------------------------------
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)

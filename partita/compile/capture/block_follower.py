@@ -60,15 +60,6 @@ from .recorder import Recorder
 from .step_function_mode import LibraryCalls
 from .symbolic import BlockNumberRead
 
-__all__ = [
-    "BlockFollower",
-    "BlockTrace",
-    "BlockTracing",
-    "differentiate_block",
-    "stand_in",
-    "traced_node",
-]
-
 
 class BlockFollower(TorchFunctionMode):
     """Follows the torch calls of one block's forward, along known tapes or recording a new one.

@@ -26,20 +26,6 @@ from .functional_memory import lie_alike
 from .recorder import Recorder
 from .symbolic import is_symbolic
 
-__all__ = [
-    "LABELS",
-    "BackwardBody",
-    "BlockBody",
-    "add_block_node",
-    "block_backward",
-    "block_forward",
-    "block_number",
-    "block_output",
-    "calls_of_blocks",
-    "inline_bodies",
-    "is_block_node",
-]
-
 LABELS = "labels"
 """The key, in the `meta` of a `block_forward` node, of the labels of that block's calls."""
 

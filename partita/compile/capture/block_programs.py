@@ -61,15 +61,6 @@ from .functional_memory import memory_that_is_written, operands_written, overlap
 from .functionalize import UnsureOfWrites, functionalize_graph
 from .symbolic import is_symbolic, takes_number_exactly
 
-__all__ = [
-    "BlockProgram",
-    "Structures",
-    "count_blocks",
-    "inline_block_programs",
-    "inline_blocks",
-    "outline_blocks",
-]
-
 Structures = tuple[tuple[str, int], ...]
 
 _SCALAR = torch.ops.aten.scalar_tensor.default

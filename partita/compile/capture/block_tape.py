@@ -37,26 +37,6 @@ from partita.tensor.tensor_state import Label
 from ..guards.values import ByIdentity
 from .symbolic import is_symbolic
 
-__all__ = [
-    "BlockTape",
-    "MadeTensor",
-    "NotABlock",
-    "OperandWriter",
-    "TakenTensor",
-    "TapedCall",
-    "VaryingFloat",
-    "VaryingFloatRead",
-    "bind_recorded",
-    "contains",
-    "current_modes",
-    "is_question",
-    "mark_varying_floats",
-    "varying_values_in",
-    "why_refused",
-    "within_modes",
-    "writes_first",
-]
-
 
 class NotABlock(BaseException):
     """A module cannot be traced once for all alike: capture starts again with its class excluded.

@@ -43,14 +43,6 @@ from .recorder import Recorder
 from .step_function_mode import StepFunctionMode
 from .symbolic import is_symbolic
 
-__all__ = [
-    "COUNTS",
-    "BlockUpdates",
-    "WidenedCounts",
-    "narrow_counts",
-    "widen_counts",
-]
-
 _grad: Any = torch._C.TensorBase.grad
 Run = Callable[[], Any]
 

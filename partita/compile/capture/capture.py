@@ -91,12 +91,6 @@ from .step_function_mode import (
     check_truth,
 )
 
-__all__ = [
-    "capture",
-    "taking_turns",
-    "trace_once",
-]
-
 # -- runs until one is complete --------------------------------------------------------------------
 
 # A tracer of torch.fx replaces nn.Module.__call__, which all threads see.

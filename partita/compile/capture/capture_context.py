@@ -27,26 +27,6 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 from partita.tensor.autograd import saving_hooks, without_history
 from partita.tensor.tensor_state import HERE
 
-__all__ = [
-    "Cell",
-    "Defaults",
-    "Members",
-    "ParamGroup",
-    "ParamState",
-    "Slot",
-    "attribute_set",
-    "compiling",
-    "dispatch_listeners",
-    "errors_not_logged",
-    "hidden_from_watchers",
-    "lstm_as_calls",
-    "profiled_again",
-    "profiled_by",
-    "slots_swapped",
-    "unprofiled",
-    "without_dispatch_modes",
-]
-
 
 @contextmanager
 def attribute_set(owner: Any, name: str, value: Any) -> Iterator[None]:

@@ -30,18 +30,6 @@ from ..program import Input
 from .inputs import GraphInputs
 from .recorder import Recorder
 
-__all__ = [
-    "Seed",
-    "asks_gradient",
-    "cut_history",
-    "differentiate",
-    "has_history",
-    "make_seeds_inputs",
-    "part_results",
-    "requires_grad",
-]
-
-
 _SPENT = (
     "Trying to backward through the graph a second time",
     "modified by an inplace operation",

@@ -41,20 +41,6 @@ from ..graph_nodes import add_call
 from .fakes import fake_mode_in, make_empty_fake, make_fake
 from .symbolic import is_symbolic
 
-__all__ = [
-    "DETACH",
-    "RepeatedCalls",
-    "call_without_memory",
-    "is_over_lists",
-    "key_of",
-    "known_node_of",
-    "node_of",
-    "replace_tensor",
-    "set_node_of",
-    "tensors_in",
-    "tensors_of",
-]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MadeByCall:

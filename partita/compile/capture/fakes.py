@@ -27,23 +27,6 @@ from partita.tensor.op_facts import facts_of
 
 from .symbolic import NumberEnv
 
-__all__ = [
-    "FakeDTensor",
-    "FakeMaker",
-    "captured_for",
-    "count_writes_of_lists",
-    "device_at_capture",
-    "fake_mode",
-    "fake_mode_in",
-    "fake_mode_of",
-    "has_memory",
-    "local_of",
-    "make_distinct",
-    "make_empty_fake",
-    "make_fake",
-    "tensors_written",
-]
-
 _META = torch.device("meta")
 
 

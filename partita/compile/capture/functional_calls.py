@@ -32,17 +32,6 @@ from .symbolic import (
     unwrap_scalar,
 )
 
-__all__ = [
-    "REPLACED",
-    "UnsureOfWrites",
-    "call_in_list",
-    "call_without_writes",
-    "calls_of_list",
-    "changes_without_writes",
-    "pattern_of",
-    "value_of_input",
-]
-
 _aten = torch.ops.aten
 _PATTERNS_KEPT = 4096
 

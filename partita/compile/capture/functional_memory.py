@@ -31,24 +31,6 @@ from ..graph_nodes import NOTE, GraphPart, add_call, note_of, written_operands
 from .equal_calls import call_without_memory, tensors_in
 from .functional_calls import UnsureOfWrites
 
-__all__ = [
-    "Pairs",
-    "invert_view",
-    "is_plain_write",
-    "is_reshaped",
-    "keep_apart",
-    "lie_alike",
-    "makers_of_shared",
-    "memory_that_is_written",
-    "operands_written",
-    "overlapping_results",
-    "part_of",
-    "refuse_cut_views",
-    "share_memory_of_results",
-    "view_of",
-    "views_of",
-]
-
 _aten = torch.ops.aten
 
 

@@ -41,13 +41,6 @@ from .fakes import FakeMaker, fake_mode, local_of
 from .state import names_of_call, tensors_of_call
 from .symbolic import identity_of
 
-__all__ = [
-    "WITHOUT_GRADIENT",
-    "GraphInputs",
-    "TensorFacts",
-    "is_fact",
-]
-
 WITHOUT_GRADIENT = ("gradient", "mark", "number", "cotangent")
 """Kinds of inputs that have no gradient themselves."""
 

@@ -46,15 +46,6 @@ from .capture_context import ParamGroup, ParamState, Slot, dispatch_listeners
 from .fakes import device_at_capture
 from .recorder import Recorder
 
-__all__ = [
-    "CapturedOptimizers",
-    "drop_unused_state",
-    "find_equal_counts",
-    "make_optimizer_state",
-    "places_of_equal",
-    "share_equal_counts",
-]
-
 MadeState = list[tuple[Optimizer, torch.Tensor]]
 
 _UNSCALES = "_step_supports_amp_scaling"

@@ -60,17 +60,6 @@ from .recorder import Recorder
 from .state import State
 from .symbolic import is_symbolic, is_text_of_unknown
 
-__all__ = [
-    "GraphOutputs",
-    "InputAttributes",
-    "ModuleAttributes",
-    "holds_made",
-    "is_filled",
-    "make_left_error",
-    "make_program",
-    "unrepeated_write_error",
-]
-
 _NO_RESULTS = ("mark", "gradient")  # inputs of which no gradient is left or asked for
 
 _grad: Any = torch._C.TensorBase.grad

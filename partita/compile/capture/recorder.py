@@ -42,11 +42,6 @@ from .fakes import count_writes_of_lists, has_memory, tensors_written
 from .functional_calls import REPLACED
 from .symbolic import taken_as_numbers, with_exact_numbers
 
-__all__ = [
-    "Recorder",
-    "RepeatedMoves",
-]
-
 _aten = torch.ops.aten
 _ONEDNN_LSTM = _aten.mkldnn_rnn_layer.default
 _READ = _aten._local_scalar_dense.default

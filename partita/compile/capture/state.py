@@ -32,14 +32,6 @@ from ..guards.codes import codes_within, global_names
 from ..guards.places import Place, places_of_attributes_and_hooks
 from .capture_context import Cell, Defaults, Members, Slot
 
-__all__ = [
-    "ReachedMore",
-    "State",
-    "names_of_call",
-    "state_of",
-    "tensors_of_call",
-]
-
 _SEARCHES = 4  # how often runs of a step may find more state, before a failing run is final
 
 

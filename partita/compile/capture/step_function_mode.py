@@ -57,15 +57,6 @@ from .fakes import FakeDTensor, has_memory
 from .inputs import GraphInputs, TensorFacts, is_fact
 from .symbolic import as_number
 
-__all__ = [
-    "LibraryCalls",
-    "StepFunctionMode",
-    "check_arguments",
-    "check_constants",
-    "check_operators",
-    "check_truth",
-]
-
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _OF_LEAVES = {inspect.getattr_static(torch.Tensor, name) for name in STATE_OF_LEAVES}
 """What a real tensor must not be asked in place of its fake: it would answer wrongly."""

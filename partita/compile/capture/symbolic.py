@@ -34,24 +34,6 @@ from partita.tensor.op_facts import facts_of
 
 from ..errors import not_captured
 
-__all__ = [
-    "BlockNumberRead",
-    "NumberEnv",
-    "Scalar",
-    "Substitutes",
-    "as_number",
-    "call_with_scalars",
-    "compute_scalar",
-    "has_scalars",
-    "identity_of",
-    "is_symbolic",
-    "is_text_of_unknown",
-    "taken_as_numbers",
-    "takes_number_exactly",
-    "unwrap_scalar",
-    "with_exact_numbers",
-]
-
 
 def is_symbolic(value: Any) -> bool:
     """Does it stand for a Python number that is known when the graph runs?"""

@@ -42,13 +42,6 @@ from .instrument import StateReader
 from .places import PLAIN, Place, place_of_answer, place_of_entry
 from .values import MISSING
 
-__all__ = [
-    "Calls",
-    "read_ambient",
-    "read_environment_of",
-    "refuse_if_random",
-]
-
 _FUNCTIONS_OF_SEEDS = {  # of torch, by code
     inspect.unwrap(function).__code__: f"torch.{name}"
     for module in (torch.random, torch.cuda.random)

@@ -18,21 +18,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "asks_whether_true",
-    "asks_which_object",
-    "codes_within",
-    "dotted_names",
-    "global_names",
-    "imported_names",
-    "is_recorded",
-    "is_user_module",
-    "line_of_write",
-    "names_asked_for",
-    "reflects",
-    "strings_of",
-]
-
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _PARTITA = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 # Our own models and training loop are recorded like a user's.

@@ -61,20 +61,6 @@ if TYPE_CHECKING:
     from ..capture.capture_context import Slot
     from ..capture.state import State
 
-__all__ = [
-    "Guards",
-    "History",
-    "TensorGuard",
-    "active_modes",
-    "describe_call",
-    "function_modes",
-    "hearing_modes",
-    "kernel_settings",
-    "kind_of_tensor",
-    "signature_of",
-    "without_function_modes",
-]
-
 # -- guards of what was read -----------------------------------------------------------------------
 
 

@@ -26,16 +26,6 @@ from ..capture.capture_context import attribute_set
 from ..errors import CaptureError
 from .places import Place
 
-__all__ = [
-    "StateReader",
-    "count_own_attributes",
-    "exclusive_access",
-    "has_own_getattribute",
-    "instrument",
-    "recorded_by",
-    "uninstrument",
-]
-
 
 class _Recording(threading.local):
     """The record that is told what this thread reads."""

@@ -36,41 +36,6 @@ from ..capture.symbolic import Substitutes
 from .codes import is_user_module
 from .values import MISSING
 
-__all__ = [
-    "INSIDE",
-    "OWN_ATTRIBUTES",
-    "PLAIN",
-    "WITH_FIELDS",
-    "AttributesAndHooks",
-    "Place",
-    "cell_content",
-    "dict_of",
-    "find_module_dict",
-    "hang_hooks",
-    "has_settings",
-    "is_attributes_or_hooks",
-    "is_iterator",
-    "may_be_hidden",
-    "may_have_attributes",
-    "names_of_class",
-    "place_of_answer",
-    "place_of_cell",
-    "place_of_class_attribute",
-    "place_of_context_variable",
-    "place_of_entry",
-    "place_of_function_part",
-    "place_of_item",
-    "place_of_log_level",
-    "place_of_slot",
-    "place_of_tensor_attribute",
-    "places_of_attributes_and_hooks",
-    "runs_in_frame",
-    "slots_of",
-    "user_attributes_of",
-    "user_hooks_of",
-    "variables_of",
-]
-
 
 def _builtin_kind_of(home: dict[Any, Any]) -> type[dict[Any, Any]]:
     """The builtin class whose methods write a dictionary, past overrides of the user's class."""

@@ -69,12 +69,6 @@ from .values import (
     items_of,
 )
 
-__all__ = [
-    "ReachedValues",
-    "has_tensor_keys",
-    "read_modules",
-]
-
 
 class ReachedValues:
     """What a captured step reaches, and the functions of it that run.

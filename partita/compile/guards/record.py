@@ -54,12 +54,6 @@ from .places import (
 from .reached import ReachedValues, has_tensor_keys
 from .values import MISSING, is_container, items_of, make_restorer, read_raw_content, same_bits
 
-__all__ = [
-    "ReadRecord",
-    "Snapshots",
-    "Write",
-]
-
 _MODULES = vars(nn.modules.module)
 _GLOBAL_HOOKS = [  # private torch: hooks of all modules, which each call of a module reads
     key for key in _MODULES if key.startswith("_global_") and key.endswith("_hooks")

@@ -27,30 +27,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "MISSING",
-    "ByIdentity",
-    "ContainerContents",
-    "Expected",
-    "HugeContainer",
-    "Identity",
-    "argument_key",
-    "as_expected",
-    "brief",
-    "content_key",
-    "dict_of_view",
-    "has_raw_content",
-    "holds_no_more",
-    "is_container",
-    "is_shared_memory",
-    "items_of",
-    "make_restorer",
-    "read_raw_content",
-    "same_bits",
-    "shorten_text",
-    "text_of",
-]
-
 # -- expected values -------------------------------------------------------------------------------
 
 

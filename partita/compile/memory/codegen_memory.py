@@ -38,8 +38,6 @@ from ..program import Program
 from .schedule import Buffer, Memory
 from .storages import held_by, made_at_entry, noted_buffer, opname, staging, workspace
 
-__all__ = ["memory_of_code", "memory_of_sections"]
-
 
 def memory_of_code(sources: Sequence[str], program: Program) -> Memory:
     """The schedule of a program that runs as generated code.

@@ -14,8 +14,6 @@ from functools import cached_property
 
 from partita.comm.ledger import human
 
-__all__ = ["Buffer", "HeldInput", "Memory"]
-
 _SHOWN = 12  # rows of a printed table
 
 

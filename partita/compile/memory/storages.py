@@ -30,16 +30,6 @@ from ..graph_nodes import Note, Section, SectionSchedule, is_collective, note_of
 from ..program import Groups, Program
 from .schedule import Buffer, HeldInput, Memory
 
-__all__ = [
-    "Storages",
-    "last_uses",
-    "memory_of",
-    "peak_of",
-    "staging",
-    "storages_of",
-    "workspace",
-]
-
 
 @dataclass
 class Storages:

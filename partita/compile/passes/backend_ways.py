@@ -28,8 +28,6 @@ from ..program import Program
 from .gathered_parameters import only_moves
 from .rewrite import Making
 
-__all__ = ["backend_ways"]
-
 _aten = torch.ops.aten
 
 _MOST_ADDITIONS = 8

@@ -23,8 +23,6 @@ from ..program import Program, find_cotangents
 from .gathered_parameters import Runs, packing_of
 from .rewrite import Making
 
-__all__ = ["bucket"]
-
 _aten = torch.ops.aten
 _REASONS_OF_ZERO = ("gather", "regather", "persistent", "gradient", "settle", "update")
 """Reasons of ZeRO's collectives, which are joined by block."""

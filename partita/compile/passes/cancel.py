@@ -8,8 +8,6 @@ from ..capture.functional_memory import lie_alike
 from ..graph_nodes import note_of
 from ..program import Program
 
-__all__ = ["cancel"]
-
 # An all-gather of which each rank then slices its own piece, and the like. No reduction is undone:
 # the sum is not what went in.
 _UNDONE_BY = {("all_gather", "slice"), ("all_to_all", "all_to_all")}

@@ -14,8 +14,6 @@ from ..graph_nodes import NOTE, is_collective, note_of
 from ..program import Program
 from .rewrite import fake_value_of, put, replace
 
-__all__ = ["cast"]
-
 _aten = torch.ops.aten
 _CAST = _aten._to_copy.default
 

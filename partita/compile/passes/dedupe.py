@@ -11,8 +11,6 @@ from partita.tensor.op_facts import facts_of
 from ..graph_nodes import is_collective, key_of_operands, note_of
 from ..program import Program
 
-__all__ = ["dedupe"]
-
 
 def dedupe(program: Program) -> str:
     """A value that one phase of the step gathers or reduces twice is carried once.

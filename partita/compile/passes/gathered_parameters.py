@@ -20,15 +20,6 @@ from partita.tensor.op_facts import facts_of
 
 from ..graph_nodes import is_collective, note_of, section_of
 
-__all__ = [
-    "GatheredParameter",
-    "Runs",
-    "is_backward",
-    "is_gather",
-    "only_moves",
-    "packing_of",
-]
-
 _PAD = torch.ops.aten.constant_pad_nd.default
 
 

@@ -15,8 +15,6 @@ from partita.tensor.op_facts import facts_of
 from ..graph_nodes import note_of, order_by_needs, written_operands
 from ..program import Program
 
-__all__ = ["lifetime"]
-
 
 def lifetime(program: Program) -> str:
     """Each parameter is updated as soon as its gradient is there, and its gradient is freed.

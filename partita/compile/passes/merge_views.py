@@ -9,8 +9,6 @@ from ..capture.functional_memory import lie_alike
 from ..program import Program
 from .rewrite import fake_value_of
 
-__all__ = ["merge_views"]
-
 _VIEW = torch.ops.aten.view.default
 _RESHAPE = torch.ops.aten.reshape.default
 

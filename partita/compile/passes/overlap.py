@@ -18,8 +18,6 @@ from ..memory.storages import storages_of
 from ..program import Program
 from .gathered_parameters import Runs, is_backward, only_moves, packing_of
 
-__all__ = ["overlap"]
-
 _FEW, _SMALL = 16, 1 << 15
 """A collective of at most so many bytes, made of inputs by at most so many calls, begins with the
 step: as one that counts the targets of a batch."""

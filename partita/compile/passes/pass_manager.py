@@ -37,18 +37,6 @@ from .regather import regather
 from .remat import remat
 from .rewrite import fake_value_of
 
-__all__ = [
-    "PASSES",
-    "Change",
-    "GraphFigures",
-    "PassContract",
-    "format_figure",
-    "order_passes",
-    "recompute_metadata",
-    "record_changes",
-    "run_passes",
-]
-
 PASSES: dict[str, Pass] = {
     "dedupe": dedupe,
     "cancel": cancel,

@@ -14,8 +14,6 @@ from ..graph_nodes import NOTE, copy_node, note_of
 from ..program import Program
 from .gathered_parameters import GatheredParameter, Runs, is_backward, only_moves
 
-__all__ = ["regather"]
-
 _NEXT = 2
 """A parameter is kept to a use at most so many runs later: across one run of another block."""
 

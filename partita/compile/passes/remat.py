@@ -41,21 +41,6 @@ from ..memory.storages import Storages, memory_of, storages_of
 from ..program import Program
 from ..verify import SPACES
 
-__all__ = [
-    "Candidate",
-    "can_be_made_again",
-    "choose_kept",
-    "cost_of_recompute",
-    "count_made_again",
-    "find_recomputed_in_regions",
-    "flops_of",
-    "is_late",
-    "make_budget_error",
-    "recompute",
-    "remat",
-    "trial_of",
-]
-
 _LEVELS = 8
 """Among how many choices a budget finds its own, those apart that go back further."""
 

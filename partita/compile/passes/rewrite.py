@@ -17,8 +17,6 @@ from ..graph_nodes import NOTE, Note, add_call, note_of
 from ..program import Program
 from ..verify import IllegalGraph
 
-__all__ = ["Making", "fake_value_of", "find", "put", "replace"]
-
 
 def find(program: Program, *targets: Any, **fields: Any) -> list[fx.Node]:
     """The matching calls of a graph, in order; a list, so that the graph may be changed.

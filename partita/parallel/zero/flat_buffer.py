@@ -33,8 +33,6 @@ from partita.tensor.dtensor import DTensor
 from partita.tensor.spec import Spec
 from partita.tensor.uneven_pieces import find_padded
 
-__all__ = ["FlatBuffer", "PartialGradients", "find_views_of_memory"]
-
 
 @dataclass(frozen=True)
 class PartialGradients:

@@ -32,8 +32,6 @@ from ..batch import replace_instances
 from ..parameters import Block
 from .flat_buffer import FlatBuffer, PartialGradients
 
-__all__ = ["FsdpGroup", "MixedPrecision", "ShardedState", "Zero", "modified_error"]
-
 
 @dataclass(frozen=True)
 class MixedPrecision:

@@ -46,8 +46,6 @@ from ..parameters import ParameterSlot
 from .flat_buffer import FlatBuffer, PartialGradients
 from .fsdp_group import FsdpGroup, Zero, modified_error
 
-__all__ = ["refuse_no_sync", "register_hooks"]
-
 
 def register_hooks(state: Zero) -> None:
     """Register hooks on a model and its blocks that gather what their forwards read."""

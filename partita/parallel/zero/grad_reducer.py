@@ -24,8 +24,6 @@ from partita.tensor.tensor_state import Rest, own_state, state_of
 from .flat_buffer import FlatBuffer
 from .fsdp_group import MixedPrecision, ShardedState
 
-__all__ = ["GradReducer"]
-
 _grad: Any = torch._C.TensorBase.grad.__get__  # type: ignore[union-attr]
 _data: Any = torch._C.TensorBase.data
 

@@ -28,8 +28,6 @@ from .fsdp_group import MixedPrecision, ShardedState, Zero
 from .fsdp_hooks import refuse_no_sync, register_hooks
 from .grad_reducer import GradReducer
 
-__all__ = ["no_sync", "zero"]
-
 
 def zero(
     model: nn.Module,

@@ -20,8 +20,6 @@ from ..bind import Bound
 from ..rule import RULES, Rule
 from .getitem import picked
 
-__all__ = ["EXTREME", "PaddingFill", "find_padding_fills"]
-
 EXTREME = object()
 """Of a maximum the least value that there is, of a minimum the greatest."""
 

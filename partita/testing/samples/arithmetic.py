@@ -13,9 +13,6 @@ from partita.rules.rule import RULES
 
 from .values import Part, b, c, i, u, x
 
-__all__ = ["linalg", "matmul", "pointwise", "reduce"]
-
-
 SPECIAL = {
     "mvlgamma": [c(torch.linspace(2, 3, 20, dtype=torch.float64).view(5, 4), 2)],
     "threshold": [c(torch.linspace(-1, 1, 20, dtype=torch.float64).view(5, 4), 0.1, 2.0)],

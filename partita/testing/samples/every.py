@@ -11,8 +11,6 @@ from .layers import losses, nn, ours
 from .places import index, join, shape
 from .values import Sample, begin
 
-__all__ = ["samples"]
-
 
 def samples() -> dict[Callable[..., Any], list[Sample]]:
     """For each function that has a rule and samples: its calls. The same ones every time."""

@@ -16,8 +16,6 @@ from partita.rules.table.experts import grouped_mm
 
 from .values import Part, c, x
 
-__all__ = ["experts"]
-
 
 def _grouped_mm(
     self: torch.Tensor,

@@ -14,8 +14,6 @@ from partita.rules.table.getitem import picked
 
 from .values import Part, Sample, b, c, i, u, x
 
-__all__ = ["losses", "nn", "ours"]
-
 
 def nn() -> Part:
     def conv(n: int, transposed: bool) -> list[Sample]:

@@ -7,8 +7,6 @@ from torch.nn import functional as F
 
 from .values import RANDOM, Part, b, c, i, u, x
 
-__all__ = ["index", "join", "shape"]
-
 
 def shape() -> Part:
     return [

@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["RANDOM", "Part", "Sample", "b", "begin", "c", "i", "u", "x"]
-
 Sample = tuple[tuple[Any, ...], dict[str, Any]]
 Part = list[tuple[Any, list[Sample]]]
 """Functions, one or several, and their calls."""

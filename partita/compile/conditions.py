@@ -202,6 +202,11 @@ class Conditions(tuple["Condition | EqualInputs | GradientCondition | FactCondit
                 return condition.reason(tensors)
         return None
 
+    def identify_numbers(self) -> int:
+        """A hash of what is asked of numbers, and of the values of those that are read."""
+        asked = (c for c in self if isinstance(c, Condition))
+        return hash(tuple((c.text, c.line, c.values if c.code is None else ()) for c in asked))
+
     def counts_differ(self, tensors: Sequence[Any]) -> bool:
         """Does an `EqualInputs` not hold?"""
         return any(isinstance(c, EqualInputs) and not c.holds(tensors) for c in self)

@@ -523,8 +523,10 @@ class CompiledStep:
         self._made += 1
         key = signature_of(state, tensors, (args, kwargs)), self._made
         what = describe_call(state, tensors, names, (args, kwargs))
-        self._history.note_capture(why or reason, key, what, program.guards, self.options.keep)
-        while len(self._programs) >= self.options.keep:
+        numbers = program.conditions.identify_numbers()
+        keep = self.options.keep
+        self._history.note_capture(why or reason, key, what, program.guards, numbers, keep)
+        while len(self._programs) >= keep:
             self._history.note_drop(self._programs.popitem(last=False)[0])
         self._programs[key] = self._last = program
         if program.scope is not None and program.scope.busy:

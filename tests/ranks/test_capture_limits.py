@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import math
 import warnings
 import weakref
 from types import SimpleNamespace
@@ -144,6 +145,35 @@ def test_only_what_was_captured_before_and_dropped_is_said_to_have_been():
         fast(torch.ones(2))
     assert fast.reasons[-1].endswith("became 0 (captured before, and dropped)")
     assert str(warned[0].message).endswith("Raise keep=")  # and nothing of shapes
+
+
+def test_a_float_that_is_read_as_a_number_is_told_of_and_was_not_dropped_before():
+    def step(x, t):
+        return x * math.exp(-t)
+
+    fast = graph_of(step, keep=2)
+    told = r"is captured at each call.*Make a tensor of argument\[1\] outside of the step"
+    with pytest.warns(UserWarning, match=told) as warned:
+        for k in range(6):
+            fast(torch.ones(2), 0.25 + k)
+    assert len(warned) == 1 and warned[0].filename == __file__
+    assert not any("dropped" in reason for reason in fast.reasons)
+
+
+def test_a_zero_that_is_asked_about_is_said_where_it_is_asked_and_the_newest_program_tells():
+    def step(x, t):
+        if t > 0.5:
+            return x * 2
+        return x + t
+
+    fast = graph_of(step)
+    for t in (0.0, 0.1, 0.3, 0.7):
+        fast(torch.ones(2), t)
+    line = step.__code__.co_firstlineno + 1
+    assert len(fast.reasons) == 3
+    assert fast.reasons[1].startswith("argument[1]: 0.0 became 0.1, and argument[1] is read as a")
+    assert fast.reasons[1].endswith(f"test_capture_limits.py:{line}")
+    assert "0.1 became 0.7, and the program asks whether argument[1] <= 0.5" in fast.reasons[2]
 
 
 def test_an_int_that_is_another_in_each_call_is_told_of():

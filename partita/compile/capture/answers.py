@@ -17,7 +17,7 @@ import math
 import re
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,11 +53,11 @@ class PlainNumbers:
 
     Attributes:
         why: the reason for which none is traced; "" where they are.
-        zeros: names of zeros that the step compares with something.
+        zeros: names of zeros that the step reads or compares with something, and its line.
     """
 
     why: str = ""
-    zeros: set[str] = field(default_factory=set)
+    zeros: dict[str, str] = field(default_factory=dict)
 
 
 class CapturedNumbers:
@@ -102,16 +102,23 @@ class CapturedNumbers:
 
     def asked_zeros(self) -> bool:
         """Has the step read or compared a traced zero? It stays plain from the next run on."""
-        asked = set(map(id, self._list_asked()))
-        found = {given.name for given, value in self.met if value == 0 and id(given) in asked}
-        self.plain.zeros |= found
+        lines = {id(given): line for given, line in self._list_asked()}
+        found = {
+            given.name: lines[id(given)]
+            for given, value in self.met
+            if value == 0 and id(given) in lines
+        }
+        self.plain.zeros.update(found)
         return bool(found)
 
-    def _list_asked(self) -> list[Input]:
-        """The inputs of floats that were compared or read."""
-        read = [g.expr for g in self.env.guards if type(g.expr).__name__ == "Equality"]
-        guarded = {str(s) for expr in read for s in expr.free_symbols}
-        return [given for s, given in self.traced.items() if s in self.env.asked | guarded]
+    def _list_asked(self) -> list[tuple[Input, str]]:
+        """The inputs of floats that were compared or read, and the first line that does."""
+        lines = dict(self.env.asked)
+        for i, guard in enumerate(self.env.guards):
+            if type(guard.expr).__name__ == "Equality":
+                for s in map(str, guard.expr.free_symbols):
+                    lines.setdefault(s, self.env.lines.get(i, ""))
+        return [(given, lines[s]) for s, given in self.traced.items() if s in lines]
 
     def conditions(self) -> list[Condition]:
         """What the step has asked of its floats, as conditions."""
@@ -137,13 +144,15 @@ class CapturedNumbers:
                     tuple(names),
                 )
             )
-        asked = self._list_asked()
+        asked = [given for given, _ in self._list_asked()]
         if asked:
             found.append(_make_finite_condition(asked, [values[id(given)] for given in asked]))
         for given, value in self.met:
             if id(given) not in traced:
-                text = f"a Python number is read ({self.plain.why or f'{value} cannot be traced'})"
-                found.append(Condition(text, user_line(), (given,), (value,), None))
+                line = self.plain.zeros.get(given.name)
+                why = f"it was {value} at the capture" if line else self.plain.why
+                text = f"{given.name} is read as a number ({why or f'{value} cannot be traced'})"
+                found.append(Condition(text, line or user_line(), (given,), (value,), None))
         return found
 
 
@@ -156,7 +165,7 @@ def _make_finite_condition(numbers: list[Input], values: list[float]) -> Conditi
     return Condition(said, user_line(), tuple(numbers), tuple(values), code, symbols)
 
 
-def _is_traceable(value: float, given: Input, zeros: set[str]) -> bool:
+def _is_traceable(value: float, given: Input, zeros: Container[str]) -> bool:
     """Can a float be traced? Not NaN, infinities and -0.0, which symbolic numbers do not know.
 
     Nor a zero among an optimizer's settings other than the learning rate: it branches on those.

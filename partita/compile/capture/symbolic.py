@@ -49,7 +49,7 @@ class NumberEnv(ShapeEnv):
 
     Attributes:
         lines: by the index of a guard, the user's line.
-        asked: the symbols of numbers that were compared or read.
+        asked: the symbols of numbers that were compared or read, and the first line that did.
         of_blocks: the symbols of floats that differ between blocks, which must not be read.
         answer: gives an answer to a bool without a hint, by its node; None if there is none.
 
@@ -64,7 +64,7 @@ class NumberEnv(ShapeEnv):
             specialize_zero_one=False,
         )
         self.lines: dict[int, str] = {}
-        self.asked: set[str] = set()
+        self.asked: dict[str, str] = {}
         self.of_blocks: set[str] = set()
         self.answer: Callable[[Any], bool | None] = lambda question: None
         self._made: list[Any] = []
@@ -311,7 +311,8 @@ def _odd_power(name: str, self: Any, others: tuple[Any, ...]) -> Any:
 def _make_symbolic_method(name: str) -> Callable[..., Any]:
     def method(self: Any, *others: Any) -> Any:
         if name in _ASKS:
-            self.node.shape_env.asked.update(map(str, self.node.expr.free_symbols))
+            for symbol in self.node.expr.free_symbols:
+                self.node.shape_env.asked.setdefault(str(symbol), user_line())
         _raise_where_divided_by_zero(name, self, others)
         if name in _STEPS and type(self) is SymbolicFloat and all(map(_has_value, (self, *others))):
             return getattr(float(self), name)(*(_number_of(other) for other in others))

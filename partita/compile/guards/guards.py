@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -552,6 +553,10 @@ def _is_int(text: str) -> bool:
     return text.removeprefix("-").isdigit()
 
 
+_READ_AS_NUMBER = re.compile(r"is read as a number| == -?[\d.e+-]+ at ")
+"""Says in a reason that the value of a float is in the program, which is for that value alone."""
+
+
 class History:
     """The captures of one step, and their reasons. Warns where a step is captured too often.
 
@@ -580,17 +585,24 @@ class History:
         return _explain_difference(describe(), self._described.values())
 
     def note_capture(
-        self, reason: str, key: Any, description: Description, guards: Guards | None, keep: int
+        self,
+        reason: str,
+        key: Any,
+        description: Description,
+        guards: Guards | None,
+        numbers: int,
+        keep: int,
     ) -> None:
         """Note that a program was captured.
 
         Args:
             reason: why.
             key: the call's signature, and what tells programs of one signature apart.
+            numbers: `Conditions.identify_numbers`.
             keep: how many programs the step keeps.
         """
         self._look_for_counters(reason, description)
-        identity = hash((key[0], None if guards is None else guards.digest()))
+        identity = hash((key[0], None if guards is None else guards.digest(), numbers))
         if identity in self._dropped:
             reason += " (captured before, and dropped)"
             self._warn_of_recapture(reason, keep)
@@ -604,22 +616,28 @@ class History:
         self._changed_in_a_row.clear()
 
     def _look_for_counters(self, reason: str, description: Description) -> None:
-        """Warn of a Python value, or of an int argument, that differs in each call."""
+        """Warn of what differs in each call: a Python value, an int argument, a float that is read
+        as a number."""
         names = {text.split(": ")[0] for text in reason.split("; ") if " became " in text}
         ints = {name for name in names if _is_int(description.get(name, {}).get("value", ""))}
-        changed = ints | {name for name in names if name not in description}
+        floats = {name for name in names if _READ_AS_NUMBER.search(reason)}
+        changed = ints | floats | {name for name in names if name not in description}
         self._changed_in_a_row.append(changed)
         always_changed = set.intersection(*self._changed_in_a_row[-_IN_A_ROW:]) - self._warned_of
         if len(self._changed_in_a_row) < _IN_A_ROW or not always_changed:
             return
         self._warned_of |= always_changed
         names_text = " or ".join(sorted(always_changed))
-        advice = (
-            f"An int is captured by its value: give {names_text} as a float or a tensor"
-            if always_changed <= ints
-            else f"If the step does not need {names_text}, keep it apart from what the step reads; "
-            "if it does, and it is a number, give it as an argument, as a float or a tensor"
-        )
+        if always_changed <= ints:
+            advice = f"An int is captured by its value: give {names_text} as a float or a tensor"
+        elif always_changed <= floats:
+            advice = f"Make a tensor of {names_text} outside of the step, and give the step that"
+        else:
+            advice = (
+                f"If the step does not need {names_text}, keep it apart from what the step reads; "
+                "if it does, and it is a number, give it as an argument, as a float or a tensor; "
+                "if it is a function or an object, make it once, before the step"
+            )
         warnings.warn(
             f"{self.what} is captured at each call: {reason}. {advice}",
             stacklevel=6,  # of the call of the step

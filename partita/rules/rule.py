@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
@@ -141,6 +141,28 @@ class Rule:
     derive: Callable[..., str | KernelRule | Decomposition | LikeRule | None] | None = None
     params: tuple[inspect.Parameter, ...] = ()
     must_fit: bool = False
+
+    def ask(self, *args: Any, **kwargs: Any) -> Any:
+        """What the rule's function says of these arguments, those that it declares.
+
+        Raises:
+            LayoutError: as `check_given`.
+        """
+        assert self.derive is not None
+        self.check_given(len(args), kwargs)
+        return self.derive(*args, **kwargs)
+
+    def check_given(self, count: int, names: Container[str]) -> None:
+        """Raise LayoutError if the rule declares a parameter without a default that a call with so
+        many declared arguments by place, and these by name, does not give."""
+        for p in self.params[count:]:
+            is_required = p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+            if is_required and p.name not in names:
+                raise LayoutError(
+                    f"{self.name}: its rule takes {p.name}, which this call does not give",
+                    reason="a rule has the parameters of its function, with their defaults",
+                    fixes=(Fix(f"{p.name}=None", "or what the function has, in the rule"),),
+                )
 
 
 RULES: dict[Callable[..., Any], Rule] = {}

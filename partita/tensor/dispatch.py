@@ -64,7 +64,7 @@ from .plan import (
     note_miss,
     operand_kind,
 )
-from .plan_call import check_undeclared_tensors, make_plan
+from .plan_call import check_call_fits_rule, make_plan
 from .random import with_generator_check
 from .spec import Spec, spec_of
 from .tensor_overrides import OVERRIDES, runs_as_torch_has_it
@@ -210,7 +210,7 @@ def _plan_and_run(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], o
         key = op.key(*args, **kwargs)
     except TypeError:
         # The arguments do not fit the rule's parameters: the call is run as if there were no rule.
-        check_undeclared_tensors(op.form, func, args, kwargs)
+        check_call_fits_rule(op.form, func, args, kwargs)
         return _choose_run_without_rule(func)(func, args, kwargs, op)
     plan: CallPlan | None = op.plans.get(key) or op.plans.recall(key)
     if plan is not None:

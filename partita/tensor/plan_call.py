@@ -170,7 +170,7 @@ def _ask_rule(
         return KernelRule(rule.text), operands_of_call(call.form, call.args, call.kwargs)
     positional, named, operands = bind_declared_arguments(call.form, call.args, call.kwargs)
     try:
-        answer = rule.derive(
+        answer = rule.ask(
             *map(_convert_for_rule, positional),
             **{k: _convert_for_rule(v) for k, v in named.items()},
         )
@@ -239,7 +239,7 @@ def _plan_sentence(
     form, wire = call.form, call.wire
     paths = [path for path, _ in operands]
     if any(path not in paths for path, _ in call.tensors):
-        check_undeclared_tensors(form, call.func, call.args, call.kwargs)
+        check_call_fits_rule(form, call.func, call.args, call.kwargs)
         return None  # a tensor where the rule declares none: nothing is known of it
     values = [value for _, value in operands]
     bound = _bind_sentence(call, answer.text, values)
@@ -299,25 +299,29 @@ def _bind_sentence(call: _UnplannedCall, text: str, values: Sequence[Any]) -> Bo
         return None
 
 
-def check_undeclared_tensors(
+def check_call_fits_rule(
     form: Form, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> None:
     """Raise LayoutError if a call that a user's rule must fit has a tensor that it does not
-    declare."""
+    declare, or lacks an argument that it does."""
     rule, tensors = form.rule, all_tensors(args, kwargs)
     if rule is None or not rule.must_fit:
         return
-    operands = (
-        operands_of_call(form, args, kwargs)
-        if rule.derive is None
-        else bind_declared_arguments(form, args, kwargs)[2]
+    call = _UnplannedCall(
+        form, func, args, kwargs, tensors, find_wire(form.name, [t for _, t in tensors])
     )
+    if rule.derive is None:
+        operands = operands_of_call(form, args, kwargs)
+    else:
+        positional, named, operands = bind_declared_arguments(form, args, kwargs)
+        try:
+            rule.check_given(len(positional), named)
+        except LayoutError as error:
+            call.let_torch_complain()
+            raise error.located(user_line()) from None
     declared = [path for path, _ in operands]
     undeclared = [at for (at, *more), _ in tensors if (at, *more) not in declared]
     if undeclared:
-        call = _UnplannedCall(
-            form, func, args, kwargs, tensors, find_wire(form.name, [t for _, t in tensors])
-        )
         call.let_torch_complain()
         name = _name_of_argument(call, undeclared[0])
         raise _make_misfit_error(call, rule.text, f"it says nothing of {name}, a tensor")

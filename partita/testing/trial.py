@@ -126,8 +126,7 @@ class Trial:
                 named[p.name] = value
             else:
                 positional.append(value)
-        assert self.rule.derive is not None
-        answer = self.rule.derive(*positional, **named)
+        answer = self.rule.ask(*positional, **named)
         if isinstance(answer, str):
             return KernelRule(answer)
         return None if isinstance(answer, LikeRule) else answer

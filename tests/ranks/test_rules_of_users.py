@@ -72,6 +72,19 @@ def test_an_ordinary_function_is_refused_since_nobody_would_ask_for_its_rule():
             give()
 
 
+def test_a_parameter_of_a_rule_without_the_functions_default_is_named():
+    @pt.rule(torch.trapezoid)
+    def trapezoid(y, x, *, dim=-1):
+        return f"+ {y.names.whole(dim)} -> {y.names.without(dim)}"
+
+    def program(mesh):
+        return torch.trapezoid(pt.ones(4, 6, device_mesh=mesh, placements=[pt.Shard(0)]))
+
+    said = "trapezoid: its rule takes x, which this call does not give"
+    with pt.ranks(dp=2) as world, pytest.raises(pt.LayoutError, match=said):
+        world.run(program)
+
+
 def test_a_sentence_with_another_number_of_results_than_the_operator_is_an_error():
     with pytest.raises(SentenceError, match="has 2 results, and shift gives 1"):
         pt.rule("... h, h -> ... h, h", shift)

@@ -330,10 +330,12 @@ def materialize(
     _refuse_without_values(
         model,
         writes,
-        "materialize: nothing gave these a value",
-        "no reset_parameters and no init_weights wrote them, and memory is not zeros",
-        Fix("pt.materialize(model, init_fn=...)", "a function that writes all of them"),
-        Fix("def init_weights(self): ...", "in the model, called by its constructor too"),
+        fact="materialize: nothing gave these a value",
+        reason="no reset_parameters and no init_weights wrote them, and memory is not zeros",
+        fixes=(
+            Fix("pt.materialize(model, init_fn=...)", "a function that writes all of them"),
+            Fix("def init_weights(self): ...", "in the model, called by its constructor too"),
+        ),
     )
     _spread_assigned_values(model, specs)
     return model
@@ -372,7 +374,7 @@ def _run_initializers(model: nn.Module, bare: set[int]) -> None:
 
 
 def _refuse_without_values(
-    model: nn.Module, writes: dict[int, int], fact: str, reason: str, *fixes: Fix
+    model: nn.Module, writes: dict[int, int], *, fact: str, reason: str, fixes: tuple[Fix, ...]
 ) -> None:
     """Raise LayoutError where a tensor of `writes` was not written since, nor replaced.
 
@@ -385,9 +387,8 @@ def _refuse_without_values(
         if count is not None and not was_written_since(held.tensor, count) and held.tensor.numel():
             left.append(held.name)
     if left:
-        raise LayoutError(
-            fact, place=user_line(), operands=tuple(left), reason=reason, fixes=tuple(fixes)
-        )
+        place = user_line()
+        raise LayoutError(fact, place=place, operands=tuple(left), reason=reason, fixes=fixes)
 
 
 def _spread_assigned_values(model: nn.Module, specs: dict[str, Spec]) -> None:
@@ -420,10 +421,12 @@ def initialize_missing(model: nn.Module, init_fn: Callable[[nn.Module], Any] | N
     _refuse_without_values(
         model,
         writes,
-        "load_safetensors: no file has these, and nothing gave them a value",
-        "they are made where the model is made, which was on the meta device",
-        Fix("load_safetensors(..., init_fn=...)", "called with the module that has them"),
-        Fix("def reset_parameters(self): ...", "in that module"),
+        fact="load_safetensors: no file has these, and nothing gave them a value",
+        reason="they are made where the model is made, which was on the meta device",
+        fixes=(
+            Fix("load_safetensors(..., init_fn=...)", "called with the module that has them"),
+            Fix("def reset_parameters(self): ...", "in that module"),
+        ),
     )
 
 

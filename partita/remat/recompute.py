@@ -262,10 +262,11 @@ class Recomputation:
         if slot is not None:
             if slot.shape != shape or slot.dtype != dtype:
                 raise self._make_error(
-                    "saves another tensor than its forward did",
                     f"{slot.dtype} {tuple(slot.shape)} in {event}",
                     f"{dtype} {tuple(shape)} in the same call",
                     fixes=(),
+                    fact=f"the recompute of {self._title} "
+                    "saves another tensor than its forward did",
                 )
             if slot.value is None:
                 slot.fill(t)
@@ -290,17 +291,21 @@ class Recomputation:
         after = [e for e in left if e.number > last]
         return after[0] if after else (left[-1] if left else None)
 
+    @property
+    def _title(self) -> str:
+        return self.forward.region.title
+
     def _make_error(
         self,
-        what: str,
         forward: object,
         recompute: str,
         *more: str,
+        fact: str,
         reason: str = _SAME,
         fixes: tuple[Fix, ...] = _FIXES,
     ) -> RematError:
         return RematError(
-            f"the recompute of {self.forward.region.title} {what}",
+            fact,
             operands=(f"forward    {forward}", f"recompute  {recompute}", *more),
             reason=reason,
             fixes=fixes,
@@ -310,31 +315,30 @@ class Recomputation:
         call = describe_call(key)
         if n:
             return self._make_error(
-                "makes a call more often than its forward did",
                 f"{call}, {n} time{'s' if n > 1 else ''}",
                 f"{call}, once more",
+                fact=f"the recompute of {self._title} makes a call more often than its forward did",
             )
         expected = self._find_expected_event(key)
         return self._make_error(
-            "makes a call that its forward did not make",
             expected or "was over",
             call,
             *_describe_difference(expected, key),
+            fact=f"the recompute of {self._title} makes a call that its forward did not make",
         )
 
     def _make_saved_count_error(self, event: RecordedCall, count: int) -> RematError:
         more = " or more" if count > len(event.slots) else ""
         return self._make_error(
-            "saves more or fewer tensors than its forward did",
             f"{len(event.slots)} tensors saved in {event}",
             f"{count}{more} in the same call",
+            fact=f"the recompute of {self._title} saves more or fewer tensors than its forward did",
         )
 
     def make_missing_call_error(self, event: RecordedCall) -> RematError:
         """The error where a slot was not filled, since its call was left out."""
         later = [e for e in self.forward.order if e.number > event.number and e in self._done]
         return self._make_error(
-            "leaves out a call whose saved tensors backward needs",
             event,
             f"{later[0] if later else 'ended'}, without it",
             reason="a result that the program remembers is not computed again, and what backward "
@@ -343,6 +347,8 @@ class Recomputation:
                 Fix("compute it before the region, and pass it in"),
                 Fix("policy=[...] with this call", "its result is kept"),
             ),
+            fact=f"the recompute of {self._title} "
+            "leaves out a call whose saved tensors backward needs",
         )
 
     def _check_counts(self, enough: bool) -> None:
@@ -356,10 +362,11 @@ class Recomputation:
             if event.slots or event.kept is not None or event.draws is not None:
                 call, count = describe_call(key), self._counts[key] + 1
                 raise self._make_error(
-                    "makes a call less often than its forward did",
                     f"{call}, {n + 1} times or more",
                     f"{call}, {count} time{'s' if count > 1 else ''}",
                     reason="which of them were left out cannot be told",
+                    fact=f"the recompute of {self._title} "
+                    "makes a call less often than its forward did",
                 )
 
 

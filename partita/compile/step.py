@@ -33,8 +33,10 @@ from partita.comm import (
     wait_for_all_ranks,
 )
 from partita.comm.device import Device
+from partita.report import RunFacts, check_plotly, write_report
 from partita.tensor.tensor_state import HERE
 
+from .backend.executor import function_of
 from .call_guard import CallGuard
 from .capture.answers import Guesses, OtherAnswers, StepRaises
 from .capture.block_calls import BlockChoice
@@ -42,10 +44,13 @@ from .capture.optimizers import MadeState, drop_unused_state, make_optimizer_sta
 from .capture.state import ReachedMore, State, names_of_call, state_of, tensors_of_call
 from .captured_program import CapturedProgram, announce_run, list_sent_moves
 from .errors import CaptureError, RefusedCall
+from .graph_text import Graph
 from .guards import History, describe_call, signature_of
 from .guards.guards import function_modes, without_function_modes
 from .guards.places import Place
+from .memory.storages import scheduled
 from .step_options import Passes, StepOptions
+from .step_report import explain_passes, facts_of_graph, facts_of_layouts, facts_of_moves
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -53,7 +58,6 @@ if TYPE_CHECKING:
     from partita.report import HasTimeline
 
     from .backend.cuda_graphs import HostSplit, ReplayedProgram
-    from .graph_text import Graph
     from .memory.schedule import Memory
     from .program import Built, Program
 
@@ -262,8 +266,6 @@ class CompiledStep:
     @property
     def graph(self) -> Graph:
         """The graph of the last program, printed with a line for each node. Raises as `program`."""
-        from .graph_text import Graph
-
         return Graph(self.program)
 
     def explain(self) -> str:
@@ -271,8 +273,6 @@ class CompiledStep:
 
         The passes are run again to see what each does to the predicted peak: it may take seconds.
         """
-        from .step_report import explain_passes
-
         captured = self.program.captured
         assert captured is not None
         return explain_passes(captured)
@@ -289,10 +289,6 @@ class CompiledStep:
             ValueError: nothing was captured yet, or plotly is not installed.
             OSError: the file cannot be written.
         """
-        from partita.report import RunFacts, check_plotly, write_report
-
-        from .step_report import facts_of_graph, facts_of_layouts, facts_of_moves
-
         check_plotly()
         run = RunFacts(self.title)
         run.hear("graph", facts_of_graph(self))
@@ -311,8 +307,6 @@ class CompiledStep:
         Raises:
             ValueError: also where this torch generates code of an unknown form.
         """
-        from .memory.storages import scheduled
-
         return scheduled(self.program)
 
     @property
@@ -614,7 +608,6 @@ class CompiledStep:
         self, program: CapturedProgram, wires: list[Wire], split: HostSplit, device: torch.device
     ) -> ReplayedProgram:
         from .backend.cuda_graphs import ReplayedProgram
-        from .backend.executor import function_of
 
         def pool() -> Any:
             if self._recording_pool is None:
@@ -628,8 +621,6 @@ class CompiledStep:
 
     def _compile(self, program: Program, wires: list[Wire]) -> Callable[..., Any]:
         """Compile a program by the backend; what runs its graph."""
-        from .backend.executor import function_of
-
         # Compiled code finds process groups by name; other wires are only known to Python.
         if self.options.backend == "inductor" and all(isinstance(w, GroupWire) for w in wires):
             from .backend.build import build

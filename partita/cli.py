@@ -1,4 +1,7 @@
-"""The command line: `partita train | explain | bench | cache | doctor`."""
+"""The command line.
+
+`partita train | explain | simulate | plan | calibrate | report | bench | cache | doctor`
+"""
 
 from __future__ import annotations
 
@@ -549,7 +552,7 @@ def run_calibrate(options: argparse.Namespace) -> int:
     return 0
 
 
-# -- compiled programs that are kept ---------------------------------------------------------------
+# -- cache: compiled programs that are kept -------------------------------------------------------
 
 _ACTIONS = {
     "list": "show what is kept",

@@ -2,8 +2,9 @@
 
 In reading order: `state` (the named tensors and values in a state), `saving` (staging, and
 writing), `folder` (a checkpoint gets its name all at once; locks and checksums), `loading` (with
-all that does not fit). Whole values: `full_state` (also for models that save themselves),
-`safetensors_file`.
+all that does not fit). Files have torch's own format: `comm.dcp_format` writes them, and finds what
+of each a rank on another mesh has to read. Whole values: `full_state` (also for models that save
+themselves), `safetensors_file`.
 """
 
 from .folder import is_checkpoint

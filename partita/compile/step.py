@@ -356,11 +356,11 @@ class CompiledStep:
         warnings.warn(f"runs eagerly: {said}", stacklevel=4)
         return self._run_eagerly(args, kwargs, found[2])
 
-    def _find_program(self, args: Any, kwargs: Any, found: OtherAnswers | None = None) -> Found:
+    def _find_program(self, args: Any, kwargs: Any, others: OtherAnswers | None = None) -> Found:
         """The program of a call and the call's leaves; or why it runs eagerly.
 
         Args:
-            found: the answers of a run of this call, where they were other than its program's.
+            others: the answers of a run of this call, where they were other than its program's.
         """
         guard = self.call_guard
         if guard is not None and (tensors := guard.tensors(args, kwargs)) is not None:
@@ -371,12 +371,12 @@ class CompiledStep:
         slots = [*state.slots, *state.optimizer_slots()]
         tensors = tensors_of_call(slots, args, kwargs)
         signature = signature_of(state, tensors, (args, kwargs))
-        key, why = self._find_kept_program(signature, tensors, found)
+        key, why = self._find_kept_program(signature, tensors, others)
         if key is None:
             refused = self._eager.get(signature)
             if refused is not None and refused.holds():
                 return None, [], refused
-            return self._capture_call(signature, args, kwargs, why, found)
+            return self._capture_call(signature, args, kwargs, why, others)
         self._history.note_reuse()
         program = self._last = self._programs[key]
         self._programs.move_to_end(key)
@@ -391,7 +391,7 @@ class CompiledStep:
         return self._state
 
     def _find_kept_program(
-        self, signature: Any, tensors: list[Any], found: OtherAnswers | None
+        self, signature: Any, tensors: list[Any], others: OtherAnswers | None
     ) -> tuple[tuple[Any, int] | None, str]:
         """The key of a kept program that may run such a call; None where there is none.
 
@@ -402,14 +402,14 @@ class CompiledStep:
         for key, program in reversed(self._programs.items()):
             if key[0] != signature or not (program.guards is None or program.guards.hold()):
                 continue
-            if found is not None and not found.agrees_with(program.answers.values):
+            if others is not None and not others.agrees_with(program.answers.values):
                 continue
             failed = program.conditions.failed(tensors)
             if failed is None:
                 return key, ""
             why = why or failed
             self._counts_apart |= program.conditions.counts_differ(tensors)
-        return None, why or (found.reason if found is not None else "")
+        return None, why or (others.reason if others is not None else "")
 
     def _admit_program(self, program: CapturedProgram, tensors: list[Any]) -> Found:
         """A kept program and the leaves; none, or CaptureError, where what it writes overlaps."""
@@ -464,14 +464,14 @@ class CompiledStep:
         args: Any,
         kwargs: Any,
         why: str,
-        found: OtherAnswers | None,
+        others: OtherAnswers | None,
         state: State | None = None,
     ) -> Found:
         """Capture a program for a call; as `_find_program`.
 
         Args:
             why: the condition of kept programs that does not hold, or "".
-            found: as for `_find_program`.
+            others: as for `_find_program`.
             state: what the step reaches, where a capture has just shown it; else it is searched.
         """
         from .pipeline import make_program  # what makes graphs takes seconds to import
@@ -479,10 +479,10 @@ class CompiledStep:
         self.call_guard = None
         state = self._search_state(args, kwargs) if state is None else state
         reason = self._call_roll(state, args, kwargs, why)
-        guesses = found.guesses if found is not None else Guesses()
+        guesses = others.guesses if others is not None else Guesses()
         options = self.options
         blocks = BlockChoice.from_option(options.blocks)
-        blocks = dataclasses.replace(blocks, outline_above=options.outlines_above)
+        blocks = dataclasses.replace(blocks, outline_above=options.outline_above)
 
         def make() -> CapturedProgram:
             begin_phase("capture")
@@ -497,7 +497,7 @@ class CompiledStep:
         except ReachedMore as more:
             drop_unused_state(made_state, lambda t: False)
             self._state, self._reached = more.state, more.state.reached
-            return self._capture_call(signature, args, kwargs, why, found, more.state)
+            return self._capture_call(signature, args, kwargs, why, others, more.state)
         except StepRaises as raised:
             drop_unused_state(made_state, lambda t: False)
             return None, [], raised

@@ -4,6 +4,10 @@ A program is kept as captured (`CapturedForms`) and made again in any form, to b
 smaller budget, or for whoever asks what the passes do. `FormSearch` finds the form whose predicted
 peak of memory is within a number of bytes. `lower_blocks` has the passes rewrite each block
 structure once, cuts it at its collectives, and puts calls of these sections in place of the blocks.
+
+Blocks stay calls where all of these let them: the options, by the size of the graph
+(`StepOptions.outline_above`); capture, which inlines a structure that cannot be a graph of its own
+(`block_programs`); the budget (`FormSearch`); the cut into sections (`lower_blocks`).
 """
 
 from __future__ import annotations

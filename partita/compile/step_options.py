@@ -45,8 +45,12 @@ class StepOptions:
             raise ValueError(f'compile: fallback is "eager" or None, not {self.fallback!r}')
 
     @property
-    def outlines_above(self) -> int | None:
-        """The nodes of a graph above which blocks stay calls of sections; None for never."""
+    def outline_above(self) -> int | None:
+        """The nodes of a graph above which blocks stay calls of sections; None for never.
+
+        Capture makes a program of each block structure that can have one (`outline_blocks`), and
+        `FormSearch` inlines them after all where the budget asks for that.
+        """
         if self.sections is False or self.passes or self.cuda_graphs:
             return None
         return 0 if self.sections else DEEP

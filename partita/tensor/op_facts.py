@@ -279,7 +279,7 @@ def _is_operator_drawing(name: str) -> bool:
     )
 
 
-# -- the table -------------------------------------------------------------------------------------
+# -- the table by names ----------------------------------------------------------------------------
 
 FILLS = "normal_ uniform_ exponential_ log_normal_ geometric_ cauchy_ random_".split()
 """Methods that draw each element of their operand by itself."""

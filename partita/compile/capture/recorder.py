@@ -337,7 +337,7 @@ class Recorder(TorchDispatchMode):
         return self.graph._root.prev
 
 
-# -- Repeated moves --------------------------------------------------------------------------------
+# -- repeated moves --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,9 @@
 """Regathering: a parameter that ZeRO gathers is freed between distant uses, and gathered again.
 
 Its users are grouped by the runs in which they stand (`gathered_parameters.Runs`); each group after
-the first gets its own copy of the gather, from the shard on.
+the first gets its own copy of the gather, from the shard on. No node frees anything: what runs the
+graph drops a value behind its last use (`backend.executor`), so that a copy that ends sooner is
+freed sooner.
 """
 
 from __future__ import annotations

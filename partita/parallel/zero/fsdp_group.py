@@ -3,7 +3,10 @@
 A group is one block's parameters; `Zero` is the state of the model, which knows all groups. While a
 block computes, the next block's parameters are being gathered; in backward the previous block's
 gradients are being reduced. At most two blocks are gathered at any time. What tells a group that
-its block runs is in `fsdp_hooks`.
+its block runs is in `fsdp_hooks`; memory is freed by `FlatBuffer.release`.
+
+`ShardedState` is what all stages have in common, and `MixedPrecision` the dtypes that a step works
+in.
 """
 
 from __future__ import annotations

@@ -49,6 +49,9 @@ PASSES: dict[str, Pass] = {
     "overlap": overlap,
     "backend_ways": backend_ways,
 }
+"""The passes in their order. `regather` parts again what `dedupe` has merged, and `bucket` joins
+the gathers that it leaves. `merge_views` clears up behind moves and buckets. `backend_ways` is
+last: how a sum is made depends on where `overlap` has put its readers."""
 
 
 def order_passes(options: StepOptions) -> dict[str, Pass]:

@@ -12,7 +12,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+_SKIPPED = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+)
 LARGEST = 512 * 1024 * 1024  # bytes: what a small model on one machine can make use of
 
 
@@ -44,7 +46,7 @@ class Text:
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 
-def standard_library() -> Path:
+def _standard_library() -> Path:
     """The folder of Python's own sources."""
     return Path(sysconfig.get_paths()["stdlib"])
 
@@ -60,7 +62,7 @@ def read(path: Path | None = None, *, context: int = 1) -> Text:
         ValueError: no such path; a file that cannot be read; fewer than `context + 2` bytes.
     """
     if path is None:
-        root, pattern, source = standard_library(), "*.py", "Python's standard library"
+        root, pattern, source = _standard_library(), "*.py", "Python's standard library"
     else:
         root, pattern, source = path, "*", str(path)
     if not root.exists():
@@ -71,7 +73,7 @@ def read(path: Path | None = None, *, context: int = 1) -> Text:
         if total >= LARGEST:
             break
         inside = file.relative_to(root).parts
-        if path is None and SKIPPED.intersection(inside):
+        if path is None and _SKIPPED.intersection(inside):
             continue
         if any(part.startswith(".") for part in inside):
             continue  # .git and the like

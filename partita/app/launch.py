@@ -35,7 +35,7 @@ from partita.comm import LOOPBACK, MEETING, find_ended, is_lost, join, user_line
 from .logs import printable
 
 EVENTS = "PARTITA_EVENTS_FD"
-GRACE = 1.0  # seconds in which the ranks that fail because another one died may die too
+_GRACE = 1.0  # seconds in which the ranks that fail because another one died may die too
 PATIENCE = 2.0  # seconds that a rank may be stopped (SIGSTOP) before the job ends of it
 Show = Callable[[str, dict[str, Any]], None]
 _START = str(Path(__file__).with_name("start_rank.py"))
@@ -254,7 +254,7 @@ def _take_event(child: _Child, message: dict[str, Any], show: Show) -> None:
 
 
 def _gather_last_words(selector: selectors.BaseSelector, show: Show) -> None:
-    until = time.monotonic() + GRACE
+    until = time.monotonic() + _GRACE
     while selector.get_map() and time.monotonic() < until:
         _read_events(selector, show, timeout=0.05)
 
@@ -318,7 +318,7 @@ def joined(show: Show) -> Iterator[Rank]:
         """What torchrun sends to those that are left, often before they hear of it themselves."""
         place = user_line(frame) or "no line"
         others = [r for r in range(world) if r != rank]
-        gone = find_ended(others, GRACE)
+        gone = find_ended(others, _GRACE)
         said = f"another rank is gone ({place})" if gone else f"ended by SIGTERM ({place})"
         _print_error(f"rank {rank} failed {_phase_of(at)}: {said}")
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

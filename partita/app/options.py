@@ -19,7 +19,7 @@ from partita.report import check_written_folder
 Mesh = tuple[tuple[str, int], ...]
 """Axis names and sizes; () for one device without a mesh."""
 
-LAST = "last"  # the checkpoint within --save DIR
+_LAST = "last"  # the checkpoint within --save DIR
 _UNITS = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10, "": 1}
 
 
@@ -43,7 +43,7 @@ def shown_mesh(mesh: Mesh) -> str:
     return ",".join(f"{name}={size}" for name, size in mesh)
 
 
-def read_whole(text: str, least: float = -math.inf) -> int:
+def _read_whole(text: str, least: float = -math.inf) -> int:
     """A whole number, at least `least`."""
     try:
         number = int(text)
@@ -54,8 +54,8 @@ def read_whole(text: str, least: float = -math.inf) -> int:
     return number
 
 
-read_positive = partial(read_whole, least=1)
-_read_count = partial(read_whole, least=0)
+read_positive = partial(_read_whole, least=1)
+_read_count = partial(_read_whole, least=0)
 
 
 def _read_number(text: str) -> float:
@@ -130,7 +130,7 @@ class Options:
         None, "a folder of text, or a file (Python's standard library)", Path, show=str
     )
     steps: int = _option(600, "optimizer steps", read_positive)
-    seed: int = _option(0, "of weights, batches and sample", read_whole)
+    seed: int = _option(0, "of weights, batches and sample", _read_whole)
     batch: int = _option(16, "sequences per step, over all ranks", read_positive)
     context: int = _option(128, "bytes per sequence", read_positive)
     layers: int = _option(4, "blocks", read_positive)
@@ -211,7 +211,7 @@ class Options:
     @property
     def checkpoint(self) -> Path | None:
         """Where the run's checkpoint is kept."""
-        return None if self.save is None else self.save / LAST
+        return None if self.save is None else self.save / _LAST
 
     def check(self) -> None:
         """Refuse what can be refused before any rank starts.

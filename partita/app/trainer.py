@@ -36,9 +36,9 @@ MicroBatches = list[tuple[Tensor, Tensor]]
 Run = Callable[[MicroBatches, int], Tensor]
 """Called with the micro-batches of a step and its number; updates, and returns the loss."""
 
-TOLERANCE = 1e-5  # relative difference of losses that --verify accepts, fp32
-WARM_UP = 20  # steps until the learning rate is reached
-PROMPT = b"def "
+_TOLERANCE = 1e-5  # relative difference of losses that --verify accepts, fp32
+_WARM_UP = 20  # steps until the learning rate is reached
+_PROMPT = b"def "
 
 
 def train(options: Options, tell: Tell, text: Text | None = None, mesh: Any = None) -> list[float]:
@@ -107,8 +107,8 @@ def train(options: Options, tell: Tell, text: Text | None = None, mesh: Any = No
         if options.sample:
             tell("at", phase="sample", step=options.steps)
             with _computing_in_dtype(options, device):
-                written = sample(model, PROMPT, options.sample, seed=options.seed)
-            tell("sample", prompt=PROMPT.decode(), text=written.decode(errors="backslashreplace"))
+                written = sample(model, _PROMPT, options.sample, seed=options.seed)
+            tell("sample", prompt=_PROMPT.decode(), text=written.decode(errors="backslashreplace"))
     return losses
 
 
@@ -264,8 +264,8 @@ def verify(options: Options, tell: Tell, *, compare: bool) -> bool:
     )
     single = train(alone, _tell_nothing, text)
     worst = max(abs(a - b) / abs(b) for a, b in zip(spread_out, single, strict=True))
-    tell("verify", mesh=spread_out, one=single, difference=worst, tolerance=TOLERANCE)
-    return worst <= TOLERANCE
+    tell("verify", mesh=spread_out, one=single, difference=worst, tolerance=_TOLERANCE)
+    return worst <= _TOLERANCE
 
 
 @torch.no_grad()
@@ -289,7 +289,7 @@ def sample(model: GPT, prompt: bytes, count: int, *, seed: int) -> bytes:
 
 def _share_of_lr(step: int, steps: int) -> float:
     falling = 0.1 + 0.45 * (1 + math.cos(math.pi * step / steps))
-    return min(1.0, (step + 1) / WARM_UP) * falling
+    return min(1.0, (step + 1) / _WARM_UP) * falling
 
 
 def _make_mesh(options: Options, device: Device) -> Any:
@@ -305,7 +305,7 @@ def _full_value(x: Tensor) -> Tensor:
 
 # -- checkpoints of a run --------------------------------------------------------------------------
 
-FIXED = ("layers", "width", "heads", "context", "seed", "batch", "data")
+_FIXED = ("layers", "width", "heads", "context", "seed", "batch", "data")
 """Options that a run keeps when it goes on: another model, or other batches, would be another run.
 The mesh, and how it is used, may change."""
 
@@ -350,7 +350,7 @@ class _CheckpointSchedule:
         made: dict[str, Any] = {"options": ""}
         pt.load(made, self._path, strict=False)
         before = Options(**options_in(made["options"], f"{self._path}: options"))
-        for name in FIXED:
+        for name in _FIXED:
             was, now = getattr(before, name), getattr(self._options, name)
             if was != now:
                 raise ValueError(

@@ -295,7 +295,7 @@ def stage_state(state: OpenedState, memory: Memory | None) -> _StagedState:
             out.plain.append(name)
             continue
         if value._spec.is_pending:
-            value = reduce_partial(value)
+            value = _reduce_partial(value)
         spec = value._spec
         if spec not in known:
             axes, mine, count = holders_of_piece(value._spec)
@@ -326,7 +326,7 @@ def _fingerprint_tensor(x: DTensor, sampled: bool) -> str:
         return " ".join(f"{n:x}" for n in checksum(local))
 
 
-def reduce_partial(x: DTensor) -> DTensor:
+def _reduce_partial(x: DTensor) -> DTensor:
     """`x` reduced over its partial axes."""
     return x.detach().redistribute(  # type: ignore[attr-defined]
         placements=[Replicate() if p.is_partial() else p for p in x.placements]

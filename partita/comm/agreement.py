@@ -136,7 +136,7 @@ def digest_of_text(text: str) -> int:
 
 Answer = Callable[[list[Any]], Sequence[Any]]
 Decide = Callable[[Any, Answer], Any]
-PATIENCE_WITH_THREADS = (
+_PATIENCE_WITH_THREADS = (
     1800.0  # seconds that a rank's thread waits for those of other ranks of one process
 )
 
@@ -362,7 +362,7 @@ class _Board:
         self._brought: list[Any] = [None] * size
         self._outcomes: Sequence[Any] = ()
         self._answer: Answer | None = None
-        self._meeting = threading.Barrier(size, self._answer_meeting, PATIENCE_WITH_THREADS)
+        self._meeting = threading.Barrier(size, self._answer_meeting, _PATIENCE_WITH_THREADS)
 
     def decide(self, rank: int, mine: Any, answer: Answer) -> Any:
         self._brought[rank] = mine

@@ -210,7 +210,7 @@ def _list_kinds() -> list[str]:
 
 
 @cache
-def kinds_that_cast() -> tuple[str, ...]:
+def _kinds_that_cast() -> tuple[str, ...]:
     """The kinds of devices that a tensor may lie on here and autocast knows."""
     return tuple(k for k in _list_kinds() if torch.amp.is_autocast_available(k))
 
@@ -296,7 +296,7 @@ AutocastState = tuple[tuple[str, bool, torch.dtype], ...]
 def read_autocast_state() -> AutocastState:
     """The state of autocast in this thread."""
     return tuple(
-        (k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds_that_cast()
+        (k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in _kinds_that_cast()
     )
 
 

@@ -408,7 +408,7 @@ def _find_piece_blocks(
     return found
 
 
-Placing = Callable[[_PieceBlock], tuple[tuple[int, ...], int]]
+_Placing = Callable[[_PieceBlock], tuple[tuple[int, ...], int]]
 
 
 class Side:
@@ -485,7 +485,7 @@ class Side:
         """What copies the pieces from such a buffer, the second argument, to where they belong."""
         return self._from_flat(self._end_to_end)
 
-    def _in_rows(self, pad: int) -> Placing:
+    def _in_rows(self, pad: int) -> _Placing:
         strides = [pad * math.prod(self._sizes[i + 1 :]) for i in range(len(self._sizes))]
 
         def strides_and_offset(block: _PieceBlock) -> tuple[tuple[int, ...], int]:
@@ -500,7 +500,7 @@ class Side:
         strides = (*(rest * step for step in block.steps), *contiguous_strides(block.piece))
         return strides, rest * block.start[cut.dim]
 
-    def _to_flat(self, total: int, placed: Placing) -> Callable[[torch.Tensor], torch.Tensor]:
+    def _to_flat(self, total: int, placed: _Placing) -> Callable[[torch.Tensor], torch.Tensor]:
         filled = total == math.prod(self.shape)
         blocks = _find_piece_blocks(self._cuts, self._lengths, self.shape, self._grid)
         own = contiguous_strides(self.shape)
@@ -522,7 +522,7 @@ class Side:
 
         return pack_into_flat
 
-    def _from_flat(self, placed: Placing) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    def _from_flat(self, placed: _Placing) -> Callable[[torch.Tensor, torch.Tensor], None]:
         own = contiguous_strides(self.shape)
         views = [
             (block.shape, block.strided(own), placed(block))

@@ -77,9 +77,9 @@ class World:
         self._active = True
         self._state = [READY] * n
         self._calls: list[MeetingCall | None] = [None] * n
-        self._verdict: list[Verdict | None] = [None] * n
+        self._verdict: list[_Verdict | None] = [None] * n
         self._failures: dict[int, BaseException] = {}
-        self._stopped: Verdict | None = None
+        self._stopped: _Verdict | None = None
         self._go = [threading.Lock() for _ in range(n)]
         for lock in self._go:
             lock.acquire()
@@ -106,7 +106,7 @@ class World:
             try:
                 self._over.wait()
             except KeyboardInterrupt:
-                self._stopped = Verdict("interrupted")  # each rank stops at its next collective
+                self._stopped = _Verdict("interrupted")  # each rank stops at its next collective
                 raise
             for thread in threads:
                 thread.join()
@@ -143,9 +143,9 @@ class World:
                 results[r] = fn(self._handles[r], *args)
         except BaseException as error:
             self._failures[r] = error
-            if self._stopped is None and not is_from_verdict(error):
-                self._stopped = Verdict(
-                    f"rank {r} raised {describe_error(error)}, so the other ranks stop", (), error
+            if self._stopped is None and not _is_from_verdict(error):
+                self._stopped = _Verdict(
+                    f"rank {r} raised {_describe_error(error)}, so the other ranks stop", (), error
                 )
         self._generator[r] = torch.get_rng_state()
         self._state[r] = ENDED
@@ -204,7 +204,7 @@ class World:
         verdict = None
         if other is not None:
             what = (first.describe(), other.describe())
-            verdict = Verdict("ranks ask for different things", what)
+            verdict = _Verdict("ranks ask for different things", what)
         else:
             by_rank = {c.rank: c.payload for c in calls}
             try:
@@ -215,8 +215,8 @@ class World:
                         with _disable_current_modes():
                             action([by_rank[m] for m in group])
             except Exception as error:
-                verdict = Verdict(
-                    f"{first.request.describe()} failed: {describe_error(error)}", (), error
+                verdict = _Verdict(
+                    f"{first.request.describe()} failed: {_describe_error(error)}", (), error
                 )
             by_rank.clear()
         for c in calls:
@@ -232,7 +232,7 @@ class World:
         if verdict is not None:
             raise verdict.error()
 
-    def _nobody_can_go_on(self, waiting: list[int]) -> Verdict:
+    def _nobody_can_go_on(self, waiting: list[int]) -> _Verdict:
         """Each rank waits for one that waits elsewhere or has ended: name such a pair."""
         for r in waiting:
             call = self._calls[r]
@@ -242,21 +242,23 @@ class World:
                 if self._state[m] == ENDED:
                     error = self._failures.get(m)
                     how = (
-                        f"raised {describe_error(error)}" if error else "returned from its function"
+                        f"raised {_describe_error(error)}"
+                        if error
+                        else "returned from its function"
                     )
-                    return Verdict(
+                    return _Verdict(
                         f"rank {r} waits for rank {m}, which has ended",
                         (call.describe(), f"rank {m}  {how}"),
                     )
                 if other is not None and other.mesh_ranks != call.mesh_ranks:
-                    return Verdict(
+                    return _Verdict(
                         "ranks wait for each other on different meshes",
                         (call.describe(), other.describe()),
                     )
         raise AssertionError("a complete group was left waiting")
 
     def _raise_original(self) -> None:
-        ours = {r: e for r, e in self._failures.items() if not is_from_verdict(e)}
+        ours = {r: e for r, e in self._failures.items() if not _is_from_verdict(e)}
         rank = min(ours or self._failures)
         error = self._failures[rank]
         note = f"on rank {rank} of ranks({self.mesh})"
@@ -303,7 +305,7 @@ class MeetingCall:
         return f"rank {self.rank}  {self.request.describe()} ({dtype})  at {at}"
 
 
-class Verdict:
+class _Verdict:
     """Why ranks must stop. Makes an error for each of them, since each has its own traceback."""
 
     def __init__(self, fact: str, calls: tuple[str, ...] = (), cause: BaseException | None = None):
@@ -317,8 +319,8 @@ class Verdict:
         return error
 
 
-def is_from_verdict(error: BaseException) -> bool:
-    """Was it raised by a `Verdict`, or because of such an error?"""
+def _is_from_verdict(error: BaseException) -> bool:
+    """Was it raised by a `_Verdict`, or because of such an error?"""
     seen: set[int] = set()
     one: BaseException | None = error
     while one is not None and id(one) not in seen:
@@ -329,7 +331,7 @@ def is_from_verdict(error: BaseException) -> bool:
     return False
 
 
-def describe_error(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     """`ValueError: the first line of its text`."""
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 

@@ -52,8 +52,8 @@ from .source import user_line
 from .transport import Axes
 from .wire import Wire
 
-Noting = Callable[[Move, int, str, str], AbstractContextManager[None]]
-Repeating = Callable[["TraceWire", Move, torch.Tensor, Callable[[], torch.Tensor]], torch.Tensor]
+_Noting = Callable[[Move, int, str, str], AbstractContextManager[None]]
+_Repeating = Callable[["TraceWire", Move, torch.Tensor, Callable[[], torch.Tensor]], torch.Tensor]
 
 
 def _no_repeating(
@@ -87,8 +87,8 @@ class TraceWire(Wire):
         scope.set(strict=real.scope.strict, captured=Ledger())
         super().__init__(real.mesh, (0,) * real.mesh.ndim, scope)
         self.real, self.coordinate = real, coordinate
-        self.noting: Noting = _no_noting
-        self.repeating: Repeating = _no_repeating
+        self.noting: _Noting = _no_noting
+        self.repeating: _Repeating = _no_repeating
         self.groups: dict[str, Axes] = {}
         self.admitted: list[torch.Tensor] = []
         self.admit_otherwise: Callable[[TraceWire, torch.Tensor], bool] | None = None

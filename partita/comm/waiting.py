@@ -44,9 +44,9 @@ SLICE = 2.0
 """Seconds that a rank waits before it writes a post."""
 STUCK = 4.0
 """Seconds without a change of posts after which waiting ranks count as deadlocked."""
-WARN = 20.0
+_WARN = 20.0
 """Seconds after which a rank that waits for others warns."""
-LOOK = 0.5
+_LOOK = 0.5
 """Seconds between two looks of a rank at the others' posts."""
 LEAVING = threading.Event()
 """Is this process about to end?"""
@@ -85,7 +85,7 @@ class WatchedWork:
 
     def __init__(self, work: Any, group: dist.ProcessGroup, request: Request):
         self._work, self._group, self._request = work, group, request
-        self._number = note_begun(group.group_name, request)
+        self._number = _note_begun(group.group_name, request)
 
     def wait(self) -> None:
         try:
@@ -143,35 +143,35 @@ def wait_with_others(
         LayoutError: the ranks wait for one another, or the deadline has passed.
         RankGoneError: the time limit of the process groups has passed.
     """
-    me, store = dist.get_rank(), find_store()
+    me, store = dist.get_rank(), _find_store()
     mine = make_post(need)
     limit = timeout_of_job().total_seconds() if deadline is None else deadline
     begun, unchanged, before, warned = time.monotonic() - SLICE, time.monotonic(), None, False
     away = [r for r in need.ranks if r != me]
     put_post(store, me, mine)
     try:
-        while not over(LOOK):
-            if (told := read_verdict(store, me)) is not None:
+        while not over(_LOOK):
+            if (told := _read_verdict(store, me)) is not None:
                 raise told
             posts = collect_posts(store, me, mine)
             if posts != before:
                 before, unchanged = posts, time.monotonic()
             now = time.monotonic()
-            if now - unchanged >= STUCK and (fact := describe_deadlock(posts, me)):
-                raise agree_on_error(store, fact, posts, me)
-            away = [r for r in need.ranks if r != me and not has_begun(posts.get(r), mine)]
+            if now - unchanged >= STUCK and (fact := _describe_deadlock(posts, me)):
+                raise _agree_on_error(store, fact, posts, me)
+            away = [r for r in need.ranks if r != me and not _has_begun(posts.get(r), mine)]
             if not need.meets:
                 continue
-            if now - begun > WARN and not warned:
+            if now - begun > _WARN and not warned:
                 warned = True
                 warnings.warn(
                     f"rank {me} {need.text}; {format_ranks(away)} has not come yet", stacklevel=2
                 )
             if now - begun > limit:
                 fact = f"rank {me} waited {now - begun:.0f} s for {format_ranks(away)}"
-                raise agree_on_error(store, fact, dict.fromkeys(away) | posts, me)
+                raise _agree_on_error(store, fact, dict.fromkeys(away) | posts, me)
     except RuntimeError as failure:  # of the group
-        late = make_late_ranks_error(failure, need.text, away, time.monotonic() - begun)
+        late = _make_late_ranks_error(failure, need.text, away, time.monotonic() - begun)
         if late is None or isinstance(failure, LayoutError):
             raise
         raise late from failure
@@ -218,11 +218,11 @@ def _watch_for_deadlock() -> None:
         now = _now
         try:
             if posted is not None and now is not posted:
-                withdraw_post(find_store(), dist.get_rank(), said)
+                withdraw_post(_find_store(), dist.get_rank(), said)
                 posted = None
             if now is None or time.monotonic() - now[2] < SLICE:
                 continue
-            store, me, first = find_store(), dist.get_rank(), now is not posted
+            store, me, first = _find_store(), dist.get_rank(), now is not posted
             text = f"runs compiled {now[0]}, at {user_line(now[3]) or 'no line'}"
             post = make_post(Need(text, now[1]))
             if not first:
@@ -230,7 +230,7 @@ def _watch_for_deadlock() -> None:
             if first or post["begun"] != said["begun"]:
                 said, posted = post, now
                 put_post(store, me, post)
-            if (told := read_verdict(store, me)) is not None:
+            if (told := _read_verdict(store, me)) is not None:
                 warnings.warn(str(told), RuntimeWarning, stacklevel=1)
                 return
         except Exception:  # the groups are gone, or the rank that holds the store
@@ -263,7 +263,7 @@ _own_posts: dict[int, Post] = {}
 """The posts of this rank's waiting threads, by id; the last of them stands in the store."""
 
 
-def note_begun(group: str, request: Request) -> int:
+def _note_begun(group: str, request: Request) -> int:
     """Note that this rank has begun a collective in the group of this name; its number, from 1.
 
     Not torch's sequence number, which counts the user's own collectives, too.
@@ -275,7 +275,7 @@ def note_begun(group: str, request: Request) -> int:
     return number
 
 
-def find_store() -> Any:
+def _find_store() -> Any:
     """The job's store. From the first call on, this rank writes a post there when it ends."""
     global _announces_exit
     if not _announces_exit:
@@ -287,12 +287,12 @@ def find_store() -> Any:
 def _announce_exit() -> None:
     """Write the post that this rank has ended, which is its last."""
     LEAVING.set()
-    is_last = _posts_lock.acquire(timeout=LOOK)  # another thread may be writing a post
+    is_last = _posts_lock.acquire(timeout=_LOOK)  # another thread may be writing a post
     with contextlib.suppress(Exception):
         if dist.is_initialized():
             me = dist.get_rank()
             post = {"text": "has ended", "ended": True, "id": -1, "ranks": []}
-            find_store().set(_key_of_rank(me), json.dumps(post))
+            _find_store().set(_key_of_rank(me), json.dumps(post))
     if is_last:
         _posts_lock.release()
 
@@ -369,7 +369,7 @@ def collect_posts(store: Any, me: int, mine: Post) -> dict[int, Post | None]:
     return found
 
 
-def has_begun(post: Post | None, mine: Post) -> bool:
+def _has_begun(post: Post | None, mine: Post) -> bool:
     """Has the rank of `post` begun what `mine` waits for?"""
     if post is None or "begun" not in post:
         return False
@@ -379,7 +379,7 @@ def has_begun(post: Post | None, mine: Post) -> bool:
     return bool(post["begun"].get(group, -1) >= mine["begun"].get(group, 0))
 
 
-def describe_deadlock(posts: dict[int, Post | None], me: int) -> str:
+def _describe_deadlock(posts: dict[int, Post | None], me: int) -> str:
     """The headline of the deadlock, where each rank waits for one that has not begun the same
     collective; "" where there is none."""
     if any(post is None for post in posts.values()):
@@ -394,7 +394,7 @@ def describe_deadlock(posts: dict[int, Post | None], me: int) -> str:
         if not post["group"]:
             if not _waits_in_graph(post, posts):
                 return ""  # it computes
-        elif all(has_begun(posts[r], post) for r in post["ranks"] if r in posts):
+        elif all(_has_begun(posts[r], post) for r in post["ranks"] if r in posts):
             return ""  # all ranks have begun what it waits for
     ended = [r for r, p in posts.items() if p is not None and p.get("ended")]
     if ended:
@@ -411,7 +411,7 @@ def _asks_otherwise(post: Post, other: Post) -> bool:
     return ours is not None and theirs is not None and ours != theirs
 
 
-def agree_on_error(store: Any, fact: str, posts: dict[int, Post | None], me: int) -> LayoutError:
+def _agree_on_error(store: Any, fact: str, posts: dict[int, Post | None], me: int) -> LayoutError:
     """Write the verdict, unless another rank has; the error of the verdict that stands."""
     lines = [
         f"rank {r:<5} {'computes, or has ended' if p is None else p['text']}"
@@ -423,7 +423,7 @@ def agree_on_error(store: Any, fact: str, posts: dict[int, Post | None], me: int
     said = store.compare_set(_VERDICT, "", mine)
     others = [r for r, p in posts.items() if r != me and p is not None and "begun" in p]
     store.set(f"{_VERDICT}/{me}", "heard")
-    until = time.monotonic() + 4 * LOOK + 1
+    until = time.monotonic() + 4 * _LOOK + 1
     # The rank that holds the store must not end before the others have read the verdict.
     while time.monotonic() < until and not all(store.check([f"{_VERDICT}/{r}"]) for r in others):
         time.sleep(0.05)
@@ -438,7 +438,7 @@ def _group_equal_lines(lines: list[str], posts: dict[int, Any]) -> list[str]:
     return list(seen.values())[:8]
 
 
-def read_verdict(store: Any, me: int) -> LayoutError | None:
+def _read_verdict(store: Any, me: int) -> LayoutError | None:
     """The error of a verdict of another rank that names this one; None without one."""
     if not store.check([_VERDICT]):
         return None
@@ -475,9 +475,9 @@ def _waits_in_graph(post: Post, posts: dict[int, Post | None]) -> bool:
 def verdict_of_others() -> LayoutError | None:
     """The verdict of other ranks, after a collective of this rank has failed; None without one."""
     with contextlib.suppress(Exception):
-        store, me = find_store(), dist.get_rank()
+        store, me = _find_store(), dist.get_rank()
         for _ in range(3):
-            if (told := read_verdict(store, me)) is not None:
+            if (told := _read_verdict(store, me)) is not None:
                 return told
             time.sleep(0.1)
     return None
@@ -574,7 +574,7 @@ def make_lost_rank_error(
     return make_rank_gone_error(suspects, text, f"{which} has ended or cannot be reached")
 
 
-def make_late_ranks_error(
+def _make_late_ranks_error(
     failure: BaseException, text: str, ranks: Sequence[int], waited: float
 ) -> RankGoneError | None:
     """The error where `failure` is the time limit of a collective that `ranks`, which live as far

@@ -18,7 +18,7 @@ from partita.comm import Uneven, user_line
 from partita.comm.ledger import human
 from partita.layout import Fix, LayoutError
 
-EAGER = Fix('pt.compile(step, fallback="eager")', "runs a step that cannot be captured eagerly")
+_EAGER = Fix('pt.compile(step, fallback="eager")', "runs a step that cannot be captured eagerly")
 
 
 class Holding(Protocol):
@@ -75,7 +75,7 @@ def not_captured(fact: str, reason: str, *fixes: Fix, place: str | None = None) 
         f"capture: {fact}",
         place=user_line() if place is None else place,
         reason=reason,
-        fixes=(*fixes, EAGER),
+        fixes=(*fixes, _EAGER),
     )
 
 

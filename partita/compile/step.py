@@ -485,7 +485,7 @@ class CompiledStep:
         blocks = dataclasses.replace(blocks, outline_above=options.outline_above)
 
         def make() -> CapturedProgram:
-            begin_phase("capture")
+            _begin_phase("capture")
             assert self._state is not None
             call = self.step, args, kwargs, self._state
             how: dict[str, Any] = {"blocks": blocks, "counts_apart": self._counts_apart}
@@ -625,9 +625,9 @@ class CompiledStep:
         if self.options.backend == "inductor" and all(isinstance(w, GroupWire) for w in wires):
             from .backend.build import build
 
-            begin_phase("compile")
+            _begin_phase("compile")
             program.built = build(program, self._name_of_step, wires, self.options.sections)
-            begin_phase("graph")
+            _begin_phase("graph")
             return program.built.call
         return function_of(program.graph, program.groups)
 
@@ -652,7 +652,7 @@ def told_of_phases(tell: Callable[[str], None]) -> Iterator[None]:
         _listeners.remove(tell)
 
 
-def begin_phase(name: str) -> None:
+def _begin_phase(name: str) -> None:
     """Tell the listeners."""
     for tell in _listeners:
         tell(name)

@@ -2,12 +2,12 @@
 
 A program is kept as captured (`CapturedForms`) and made again in any form, to be rewritten within a
 smaller budget, or for whoever asks what the passes do. `FormSearch` finds the form whose predicted
-peak of memory is within a number of bytes. `lower_blocks` has the passes rewrite each block
+peak of memory is within a number of bytes. `_lower_blocks` has the passes rewrite each block
 structure once, cuts it at its collectives, and puts calls of these sections in place of the blocks.
 
 Blocks stay calls where all of these let them: the options, by the size of the graph
 (`StepOptions.outline_above`); capture, which inlines a structure that cannot be a graph of its own
-(`block_programs`); the budget (`FormSearch`); the cut into sections (`lower_blocks`).
+(`block_programs`); the budget (`FormSearch`); the cut into sections (`_lower_blocks`).
 """
 
 from __future__ import annotations
@@ -88,13 +88,13 @@ class CapturedForms:
 
         Args:
             form: `self.form` where None.
-            recorded: as for `lower_blocks`.
+            recorded: as for `_lower_blocks`.
         """
         form = form or self.form
         program, self._unchanged = self._unchanged or self._rebuild_program(), None
         program.recompute = RecomputeLevel(form.level)
         if form.in_blocks:
-            lower_blocks(program, recorded)
+            _lower_blocks(program, recorded)
         else:
             inline_block_programs(program.graph.graph)
         return program
@@ -201,7 +201,7 @@ class RewrittenBlock:
     changes: list[Change]
 
 
-def lower_blocks(program: Program, recorded: list[RewrittenBlock] | None = None) -> None:
+def _lower_blocks(program: Program, recorded: list[RewrittenBlock] | None = None) -> None:
     """Replace the block nodes of a program by calls of sections, and collectives; where a part of a
     block gives another what is no tensor of its own, by copies of the block's calls.
 

@@ -11,10 +11,10 @@ from itertools import product
 from .layout import Layout
 from .mesh import Mesh
 
-PIECES_SHOWN = 8
+_PIECES_SHOWN = 8
 """Pieces of a dimension that are drawn; of more, the last of these says how many are left out."""
-PANELS_SHOWN = 8
-RANKS_SHOWN = 4
+_PANELS_SHOWN = 8
+_RANKS_SHOWN = 4
 """Ranks along an axis that a cell names; of more, the first two and the last."""
 
 
@@ -114,7 +114,7 @@ def draw(layout: Layout, mesh: Mesh) -> Picture:
     drawn: list[Panel] = []
     left_out = 0
     for place in product(*(pieces[d] for d in others)):
-        if any(piece.left_out for piece in place) or len(drawn) >= PANELS_SHOWN:
+        if any(piece.left_out for piece in place) or len(drawn) >= _PANELS_SHOWN:
             left_out += max([1, *(piece.left_out for piece in place)])
             continue
         split = [(d, p) for d, p in zip(others, place, strict=True) if p.at]
@@ -147,9 +147,9 @@ def _find_dim_pieces(layout: Layout, mesh: Mesh, dim: int) -> tuple[DimPiece, ..
         for at, offset, length in _find_dim_regions(layout, mesh, dim)
         if length
     ]
-    if len(found) <= PIECES_SHOWN:
+    if len(found) <= _PIECES_SHOWN:
         return tuple(found)
-    shown, rest = found[: PIECES_SHOWN - 1], found[PIECES_SHOWN - 1 :]
+    shown, rest = found[: _PIECES_SHOWN - 1], found[_PIECES_SHOWN - 1 :]
     length = sum(piece.length for piece in rest)
     return (*shown, DimPiece(rest[0].offset, length, rest[0].at, left_out=len(rest)))
 
@@ -182,7 +182,7 @@ def _describe_empty_ranks(layout: Layout, mesh: Mesh) -> Iterator[str]:
         if empty:
             where.append(_describe_places(empty, len(regions)))
     count = mesh.size() - holding
-    if count > RANKS_SHOWN:
+    if count > _RANKS_SHOWN:
         yield f"nothing of it: {count:,} of {mesh.size():,} ranks, where {' or '.join(where)}"
     elif count:
         empty_ranks = [
@@ -237,9 +237,9 @@ class _Label:
             return str(rank)
         (axis, sign), *rest = free
         n = self.mesh.size(axis)
-        where = range(n) if n <= RANKS_SHOWN else (0, 1, n - 1)
+        where = range(n) if n <= _RANKS_SHOWN else (0, 1, n - 1)
         parts = [self._join_ranks({**at, axis: i}, rest) for i in where]
-        if n > RANKS_SHOWN:
+        if n > _RANKS_SHOWN:
             parts.insert(2, "…")
         return f"{sign}({' '.join(parts)})" if sign in ("max", "min") else sign.join(parts)
 
@@ -254,7 +254,7 @@ class _Label:
 
 
 def _join_shortened(texts: Sequence[str], sign: str) -> str:
-    if len(texts) > RANKS_SHOWN:
+    if len(texts) > _RANKS_SHOWN:
         texts = [texts[0], texts[1], "…", texts[-1]]
     return sign.join(texts)
 

@@ -101,7 +101,7 @@ def clip_grad_norm_(
 
 # -- the step --------------------------------------------------------------------------------------
 
-ELEMENTWISE = frozenset(
+_ELEMENTWISE = frozenset(
     (
         torch.optim.ASGD,
         torch.optim.Adadelta,
@@ -139,14 +139,14 @@ def _before_step(optimizer: Optimizer, args: _Args, kwargs: _Kwargs) -> _StepCal
     spread = [p for p in params if isinstance(p, DTensor)]
     # A closure computes new gradients, which only the step itself sees.
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    plain = type(optimizer) in ELEMENTWISE and closure is None
+    plain = type(optimizer) in _ELEMENTWISE and closure is None
     if not spread:
         if not plain or HERE.step_in_blocks is None:
             return None
         args, kwargs = _run_own_hooks(optimizer, args, kwargs)
         _run_step(optimizer, {}, args, kwargs)
         return _make_idle_step_args(optimizer, args, kwargs)
-    agree_settings(optimizer, spread)
+    _agree_settings(optimizer, spread)
     HERE.unheard(_lay_out_state, optimizer, spread)
     owners = HERE.unheard(_find_owners, spread)
     if owners and plain and HERE.capturing:
@@ -178,7 +178,7 @@ _agreed: WeakSet[Optimizer] = WeakSet()
 """Optimizers whose settings were compared before their first step."""
 
 
-def agree_settings(optimizer: Optimizer, params: list[DTensor]) -> None:
+def _agree_settings(optimizer: Optimizer, params: list[DTensor]) -> None:
     """Raise on all ranks unless they bring the same learning rates and the like to a first step,
     and to each under `check_ranks()`."""
     check = params[0]._spec.wire.scope.check

@@ -25,7 +25,7 @@ from partita.layout import Replicate, Shard
 
 from .parallelize import Inputs, Outputs
 
-SEQUENCE = 1
+_SEQUENCE = 1
 """The dimension of an activation (batch, sequence, ...) that sequence parallelism splits."""
 
 
@@ -58,14 +58,14 @@ def inner(*names: str, axis: str = "tp", sequence: bool = False) -> dict[str, An
         sequence: what they take and give is cut along the sequence: an all-gather before, a
             reduce-scatter after. Else both are whole: an all-reduce after.
     """
-    around = {axis: Shard(SEQUENCE) if sequence else Replicate()}
+    around = {axis: Shard(_SEQUENCE) if sequence else Replicate()}
     # An attention may return its weights or its cache beside: they stay as they are.
     return {name: [Inputs({axis: Replicate()}), Outputs(around, ...)] for name in names}
 
 
 def outer(*names: str, axis: str = "tp") -> dict[str, Any]:
     """Modules (a norm, a dropout) that work on their piece of the sequence."""
-    return {name: Inputs({axis: Shard(SEQUENCE)}) for name in names}
+    return {name: Inputs({axis: Shard(_SEQUENCE)}) for name in names}
 
 
 def transformer(
@@ -95,7 +95,7 @@ def transformer(
         sequence: sequence parallel: between the inner modules, activations are cut along the
             sequence, and no all-reduce of an activation remains.
     """
-    between = {axis: Shard(SEQUENCE) if sequence else Replicate()}
+    between = {axis: Shard(_SEQUENCE) if sequence else Replicate()}
     plan = column(*columns, axis=axis) | row(*rows, axis=axis)
     plan |= inner(*inners, axis=axis, sequence=sequence)
     if sequence:

@@ -83,7 +83,7 @@ def _name_of_function(fn: Any) -> str:
     return str(name)
 
 
-class ExplainedWire(DryWire):
+class _ExplainedWire(DryWire):
     """A dry wire that tells an explainer what it would carry."""
 
     explainer: Explainer
@@ -127,7 +127,7 @@ class Explainer:
 
     def make_wire(self, wire: Wire) -> Wire:
         """What stands in for the wire of a mesh."""
-        found = ExplainedWire.standing_for(wire)
+        found = _ExplainedWire.standing_for(wire)
         found.explainer = self
         self.wires.append(found)
         return found

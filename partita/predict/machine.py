@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 _FOLDER = Path(__file__).with_name("machines")
-EFFICIENCIES = ("matmul", "attention", "memory", "link")
+_EFFICIENCIES = ("matmul", "attention", "memory", "link")
 """Kinds of which a machine says what part of the peak is reached."""
 
 _POWERS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
@@ -100,7 +100,7 @@ class Machine:
         fuses: neighbouring element-wise kernels are compiled into one, as Inductor does.
         ranks_per_host: ranks that the link `host` joins; the others are reached by `network`.
         flops: operations per second at most, by dtype ("bfloat16", "float32").
-        efficiency: what part of a peak kernels reach, for each of `EFFICIENCIES`.
+        efficiency: what part of a peak kernels reach, for each of `_EFFICIENCIES`.
         host: the link within a host.
         network: the link from host to host.
         links: for the axes of a collective ("dp", or joined by blanks) the link that they have, as
@@ -283,7 +283,7 @@ def _read_machine(found: Mapping[str, Any]) -> Machine:
             "memory_bandwidth": _amount_of("bytes per second"),
             "kernel_seconds": _amount_of("seconds"),
             "flops": _read_flops,
-            "efficiency": _table_of(dict.fromkeys(EFFICIENCIES, _read_share)),
+            "efficiency": _table_of(dict.fromkeys(_EFFICIENCIES, _read_share)),
             "host": _read_link,
             "network": _read_link,
         },

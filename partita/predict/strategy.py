@@ -41,13 +41,13 @@ def check_counts(**counts: Any) -> None:
             raise StrategyError(f"{name} is {count!r}: a whole number, at least 1")
 
 
-def make_text(sequences: int, context: int) -> tuple[Tensor, Tensor]:
+def _make_text(sequences: int, context: int) -> tuple[Tensor, Tensor]:
     """Tokens (sequences, context) to be read, and as many to be guessed."""
     tokens = torch.randint(0, 256, (sequences, context))
     return tokens, tokens.clone()
 
 
-def loss_of_logits(result: Tensor, targets: Tensor) -> Tensor:
+def _loss_of_logits(result: Tensor, targets: Tensor) -> Tensor:
     """The cross-entropy of logits (..., classes) in float32."""
     return F.cross_entropy(result.flatten(0, -2).float(), targets.flatten())
 
@@ -82,8 +82,8 @@ class ModelShape:
     vocab: int
     plan: Callable[..., dict[str, Any]]
     name: str = ""
-    make_batch: Callable[[int, int], tuple[Tensor, Tensor]] = make_text
-    loss: Callable[[Any, Tensor], Tensor] = loss_of_logits
+    make_batch: Callable[[int, int], tuple[Tensor, Tensor]] = _make_text
+    loss: Callable[[Any, Tensor], Tensor] = _loss_of_logits
     has_blocks: bool = True
     has_sequence: bool = True
     sums: int = 2

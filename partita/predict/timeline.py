@@ -27,7 +27,7 @@ from partita.tensor.op_facts import facts_of
 
 from .machine import BY_FLOPS, COLLECTIVES, Machine, collective_bytes, collective_seconds, rate_of
 
-COMPUTE = "compute"
+_COMPUTE = "compute"
 
 
 @dataclass
@@ -138,7 +138,7 @@ class _Player:
             if not note_of(node).again:
                 self.found.model_flops += kernel.flops
         if seconds:
-            self._record_event(node, COMPUTE, self.now, seconds, kernel.kind, kernel.nbytes)
+            self._record_event(node, _COMPUTE, self.now, seconds, kernel.kind, kernel.nbytes)
             self.now += seconds
 
     def _record_event(

@@ -27,7 +27,7 @@ from partita.layout import Layout, LayoutError, Mesh
 from .cost import bytes_sent, local_numel, pads_heavily, price_of_move, seconds_both_ways
 from .move import LETTERS, Move, count_common_axes, find_single_move, placement_of_each_axis
 
-PLANS_KEPT = 4096
+_PLANS_KEPT = 4096
 """Plans in the cache; the least recently used goes first."""
 
 
@@ -66,7 +66,7 @@ class Plan:
         return "\n".join(map(str, self.moves)) or "nothing moves"
 
 
-@lru_cache(maxsize=PLANS_KEPT)
+@lru_cache(maxsize=_PLANS_KEPT)
 def plan(before: Layout, after: Layout, mesh: Mesh, itemsize: int = 4) -> Plan:
     """The cheapest path from `before` to `after`, its transpose counted too. Cached.
 

@@ -2,7 +2,7 @@
 
 `bind` fits a sentence to global shapes and finds the size of each name. From that follow, without
 regard to the size of a mesh axis, the rows, each a legal way to place the op on one axis
-(`derive_rows`), and the operations of its matrix products (`work_of`).
+(`_derive_rows`), and the operations of its matrix products (`work_of`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ REPLICATE, INVARIANT, SHARES = Replicate(), Invariant(), Partial()
 SHARD = tuple(Shard(d) for d in range(64))
 """Made once: rows are made often."""
 
-Dims = tuple[Dim, ...]
+_Dims = tuple[Dim, ...]
 WHOLE = -1
 
 
@@ -45,10 +45,10 @@ class Row:
         return f"{left} -> {', '.join(map(str, self.outputs))}"
 
 
-def derive_rows(
+def _derive_rows(
     sentence: Sentence,
-    inputs: Sequence[Dims | None],
-    outputs: Sequence[Dims],
+    inputs: Sequence[_Dims | None],
+    outputs: Sequence[_Dims],
     sizes: dict[str, int],
     absent: Iterable[int] = (),
 ) -> Iterator[Row]:
@@ -134,7 +134,7 @@ def _one_of_each(
         yield frozenset(choice)
 
 
-def _find_sharded_dim(name: str, dims: Dims, sizes: dict[str, int]) -> int | None:
+def _find_sharded_dim(name: str, dims: _Dims, sizes: dict[str, int]) -> int | None:
     """The dimension that a split of `name` shards; None if none has it, WHOLE if it cannot be."""
     found: int | None = None
     for d, dim in enumerate(dims):
@@ -253,7 +253,7 @@ def _bind_operands(sentence: Sentence, operands: tuple[Operand, ...]) -> Bound:
             if others != 1 or (len(dim.names) > 1 and sizes.get(n, 2) == 1):
                 even.add(n)  # a piece of the dimension is a piece of n only if all are alike
     absent = [i for i, operand in enumerate(operands) if operand is None]
-    rows = tuple(derive_rows(sentence, inputs, outputs, sizes, absent))
+    rows = tuple(_derive_rows(sentence, inputs, outputs, sizes, absent))
     return Bound(sentence, operands, tuple(inputs), outputs, sizes, rows, frozenset(even))
 
 

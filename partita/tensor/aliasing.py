@@ -57,7 +57,7 @@ def gives_view(form: Form, args: Sequence[Any]) -> bool:
 def mark_copies(out: Any, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """Make the results of a call that views `args[0]` on one device its view copies."""
     source = args[0]
-    alias = alias_of(source)
+    alias = _alias_of(source)
     seen = count_writes(alias)
 
     def mark_output(t: DTensor, index: int | None) -> DTensor:
@@ -68,7 +68,7 @@ def mark_copies(out: Any, func: Callable[..., Any], args: Any, kwargs: dict[str,
     return type(out)([mark_output(t, i) for i, t in enumerate(out)])
 
 
-def alias_of(x: DTensor) -> DTensor:
+def _alias_of(x: DTensor) -> DTensor:
     """An alias of `x`, which keeps its shape when that of `x` is changed in place."""
     with Local():
         # `view_as` would make the stride of a dimension of one element anew.
@@ -141,7 +141,7 @@ def _before_expand(origin: Origin) -> Origin:
 def reshape_copy(reshape: Callable[..., Any], copy: DTensor, *args: Any, **kwargs: Any) -> DTensor:
     """Run `reshape(copy, ...)`, which changes the shape of a view copy in place: it becomes a view
     copy of what it was."""
-    before, spec = alias_of(copy), copy._spec
+    before, spec = _alias_of(copy), copy._spec
     own_state(copy).origin = None
     copy._spec = spec_of(spec.layout, spec.wire)
     reshape(copy, *args, **kwargs)

@@ -592,7 +592,7 @@ def write_into_plain(
 _ATOMS = (int, float, complex, bool, str, slice, type(None))
 
 
-class NumberCheck(TorchFunctionMode):
+class _NumberCheck(TorchFunctionMode):
     """Within, what ops on DTensors take besides tensors is compared.
 
     Under `check_ranks()`, at each call. `D * (1 + rank)` makes no move, so nothing else would tell
@@ -636,4 +636,4 @@ def _format_numbers(values: Any) -> str:
     return ", ".join(p for p in parts if p)
 
 
-ON_CHECK.append(NumberCheck)
+ON_CHECK.append(_NumberCheck)

@@ -2,7 +2,7 @@
 
 `handle` is `DTensor.__torch_function__`, and the hot path: it looks up the plan of the call, runs
 the local kernel with torch-function disabled, and tags the result with its layout. A call without a
-plan goes on to `run_unplanned`, which makes one (`plan_call`) and remembers it (`plan`).
+plan goes on to `_run_unplanned`, which makes one (`plan_call`) and remembers it (`plan`).
 
     torch.add(x, y)  ->  handle  ->  Op of torch.add  ->  key (spec of x, spec of y)  ->  CallPlan
 
@@ -96,7 +96,7 @@ def _run_locally(func: Any, args: Any, kwargs: dict[str, Any], op: Op) -> Any:
 
 
 def _run_collective(func: Any, args: Any, kwargs: dict[str, Any], op: Op) -> Any:
-    args, kwargs = operands_of_collective(op.form.name, (args, kwargs))
+    args, kwargs = _operands_of_collective(op.form.name, (args, kwargs))
     return _run_locally(func, args, kwargs, op)
 
 
@@ -150,7 +150,7 @@ def _run_operator(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], o
 def _into_out(op: Op, args: Any, kwargs: dict[str, Any], out: Any) -> Any:
     kwargs = {name: value for name, value in kwargs.items() if name != "out"}
     func = op.func if op.form.operator is None else op.form.operator.packet
-    return run_into_out(out, func, args, kwargs)
+    return _run_into_out(out, func, args, kwargs)
 
 
 def handle(
@@ -169,7 +169,7 @@ def handle(
     except TypeError:
         plan = None
     if plan is None:
-        return run_unplanned(func, args, kwargs or {})
+        return _run_unplanned(func, args, kwargs or {})
     plan.hits += 1
     if not plan.direct:
         return plan.run(func, args, kwargs or {})
@@ -187,7 +187,7 @@ def handle(
     return plan.tag(out)
 
 
-def run_unplanned(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_unplanned(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a call for which the hot path found no plan."""
     op = op_of(func)
     if op.run is not None:
@@ -255,7 +255,7 @@ if IN_C is not None:
         Op=Op,
         ops=OPS,
         op_of=op_of,
-        call=run_unplanned,
+        call=_run_unplanned,
         number=NUMBER,
         hashable=HASHABLE,
         numbers=NUMBERS,
@@ -275,7 +275,7 @@ DTensor.__torch_function__ = MethodType(handle, DTensor) if IN_C is None else IN
 # `__torch_function__`, which costs more than the kernel. So these are methods of DTensor itself,
 # generated from one template that does what `handle` does.
 
-FAST_METHODS = {
+_FAST_METHODS = {
     "self": """abs neg exp log sqrt rsqrt tanh sigmoid relu sin cos square reciprocal detach t erf
         __neg__ __abs__ __invert__""",
     "self, other": """add sub mul div matmul mm pow maximum minimum __add__ __radd__ __sub__
@@ -298,7 +298,7 @@ def {name}({parameters}):
     try:
         plan = find({key})
     except TypeError:
-        return run_unplanned(base, ({call_tuple}), {{}})
+        return _run_unplanned(base, ({call_tuple}), {{}})
     if plan is not None and plan.direct:
         plan.hits += 1
         with Local():
@@ -308,7 +308,7 @@ def {name}({parameters}):
             out._spec = plan.spec
             return out
         return {otherwise}
-    return run_unplanned(base, ({call_tuple}), {{}})
+    return _run_unplanned(base, ({call_tuple}), {{}})
 """
 
 
@@ -318,7 +318,7 @@ _installed: dict[str, Any] = {}
 
 def _install_fast_methods() -> None:
     """Make the methods of DTensor whose key function is new."""
-    for kind, names in FAST_METHODS.items():
+    for kind, names in _FAST_METHODS.items():
         for name in names.split():
             base = getattr(torch.Tensor, _METHOD_OF_OPERATOR.get(name, name))
             op = op_of(base)
@@ -366,7 +366,7 @@ def _make_method_in_python(name: str, kind: str, base: Any, op: Op) -> Any:
         "find": op.find,
         "key": op.key,
         "kind": operand_kind,
-        "run_unplanned": run_unplanned,
+        "_run_unplanned": _run_unplanned,
         "base": base,
     }
     # Under this file's name, so that a user's line is not sought in generated code.
@@ -381,7 +381,7 @@ ON_NEW_RULE.append(_relearn_ops)
 # -- collectives -----------------------------------------------------------------------------------
 
 
-def operands_of_collective(name: str, given: Any) -> Any:
+def _operands_of_collective(name: str, given: Any) -> Any:
     """What a collective of torch.distributed gets for what it was given.
 
     What every rank holds whole is, on each, the plain tensor of the same memory.
@@ -413,7 +413,7 @@ def _alias_plainly(x: DTensor) -> torch.Tensor:
         return x.view_as(x)
 
 
-inspect_collectives(operands_of_collective)
+inspect_collectives(_operands_of_collective)
 
 # -- functions without a rule ----------------------------------------------------------------------
 # Their operands are gathered, so that each is whole on every rank, and so is the result. This is
@@ -498,7 +498,7 @@ def run_gathered(
 # -- out= ------------------------------------------------------------------------------------------
 
 
-def run_into_out(
+def _run_into_out(
     out: Any, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
     """`func(*args, **kwargs)` written into `out`, a tensor or a tuple of them, which is returned.

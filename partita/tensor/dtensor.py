@@ -197,11 +197,11 @@ class DTensor(torch.Tensor):
         spec = spec_on_mesh(device_mesh, shape, placements)
         spec.wire.refuse_padded_piece(spec.layout, "from_local")
         if run_check:
-            compare_pieces(local_tensor, spec)
+            _compare_pieces(local_tensor, spec)
         else:
-            agree_pieces(local_tensor, spec)
+            _agree_pieces(local_tensor, spec)
             if spec.wire.scope.check is not None and not is_alone(spec.wire):
-                compare_pieces(local_tensor, spec)
+                _compare_pieces(local_tensor, spec)
         return spec
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -494,7 +494,7 @@ def _make_misfit_error(
     )
 
 
-def agree_pieces(local: torch.Tensor, spec: Spec) -> None:
+def _agree_pieces(local: torch.Tensor, spec: Spec) -> None:
     """Compare the pieces' shapes and dtypes, the first time that a place brings such ones.
 
     A rank that brings another piece than before comes to compare alone, and is named.
@@ -517,7 +517,7 @@ def agree_pieces(local: torch.Tensor, spec: Spec) -> None:
         raise _make_misfit_error(local.shape, spec.layout, wire, wire.at)
 
 
-def compare_pieces(local: torch.Tensor, spec: Spec) -> None:
+def _compare_pieces(local: torch.Tensor, spec: Spec) -> None:
     """Compare shapes, dtypes, values and order in memory of the ranks' pieces of one tensor.
 
     Raises:

@@ -78,7 +78,7 @@ def _set_grad(x: torch.Tensor, grad: torch.Tensor | None) -> None:
     _show_gradient(x)
     fits = True
     if grad is None:
-        unmark_settled(x)  # type: ignore[arg-type]
+        _unmark_settled(x)  # type: ignore[arg-type]
     else:
         if not isinstance(x, DTensor):
             raise LayoutError(
@@ -93,7 +93,7 @@ def _set_grad(x: torch.Tensor, grad: torch.Tensor | None) -> None:
                 operands=(f"x  {x._spec.layout.brief()}", f"gradient  plain {tuple(grad.shape)}"),
                 fixes=(Fix("x.grad = pt.distribute_tensor(g, mesh, placements)"),),
             )
-        grad = lay_out_gradient(x, grad)
+        grad = _lay_out_gradient(x, grad)
         with Unheard():
             fits = grad.shape == x.shape
     if not fits:  # ZeRO leaves each rank a shard of it
@@ -119,12 +119,12 @@ def clear_gradients(tensors: Iterable[torch.Tensor]) -> None:
 @implements(T.grad.__delete__)
 def _del_grad(x: DTensor) -> None:
     _show_gradient(x)
-    unmark_settled(x)
+    _unmark_settled(x)
     with Unheard():
         _grad.__delete__(x)
 
 
-def make_backward_seed(
+def _make_backward_seed(
     root: DTensor, gradient: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A plain alias of a root of backward, and the local gradient that backward starts from.
@@ -210,7 +210,7 @@ def _find_backward_seeds(outputs: Any, gradients: Any) -> tuple[list[Any], list[
     given += [None] * (len(roots) - len(given))
     for i, root in enumerate(roots):
         if isinstance(root, DTensor):
-            roots[i], given[i] = make_backward_seed(root, given[i])
+            roots[i], given[i] = _make_backward_seed(root, given[i])
         elif isinstance(given[i], DTensor):
             raise LayoutError(
                 "backward of a plain tensor with a DTensor as its gradient",
@@ -315,7 +315,7 @@ def store_gradient(x: DTensor, grad: DTensor) -> None:
         x.data = whole
 
 
-def lay_out_gradient(x: DTensor, grad: DTensor) -> DTensor:
+def _lay_out_gradient(x: DTensor, grad: DTensor) -> DTensor:
     """`grad` in a layout in which x may have it: pending, as autograd leaves it, or settled.
 
     Raises:
@@ -357,7 +357,7 @@ def mark_settled(x: DTensor) -> None:
         _hooks(x)[watch.id] = watch.hook
 
 
-def unmark_settled(x: DTensor) -> None:
+def _unmark_settled(x: DTensor) -> None:
     """Note that x has no settled gradient any more: take the hook off."""
     watch = state_of(x).reopens
     if watch is not None:
@@ -377,7 +377,7 @@ def is_watched(x: torch.Tensor) -> bool:
 def _restore_partial_gradient(x: DTensor | None) -> None:
     if x is None:
         return
-    unmark_settled(x)
+    _unmark_settled(x)
     # As autograd adds to it: into the tensor that is there, which others may hold, or else anew.
     stays = not (torch.is_grad_enabled() or HERE.capturing)
     with Local(), torch.no_grad():
@@ -569,12 +569,12 @@ def _apply_to_dtensors(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
     if _global_view():
         for a in (*args, *kwargs.values()):
             if isinstance(a, DTensor):
-                return _bound_apply(None, make_typed_function(cls))(*args, **kwargs)
+                return _bound_apply(None, _make_typed_function(cls))(*args, **kwargs)
     return _bound_apply(None, cls)(*args, **kwargs)
 
 
 @cache
-def make_typed_function(cls: type[Function]) -> type[Function]:
+def _make_typed_function(cls: type[Function]) -> type[Function]:
     """`cls` with a backward that sees DTensors where its forward did."""
     body: dict[str, Any] = {}
     if _is_setup_context_defined(cls.setup_context):

@@ -163,11 +163,11 @@ def _derive_flex_rule(
     return KernelRule(f"{terms} -> {', '.join(results)}", local, work=work)
 
 
-Range = tuple[int, ...]
+_Range = tuple[int, ...]
 """Where a rank's samples or heads begin, and how many they are."""
 
 
-def _make_flex_kernel(rows: Range, heads: Range) -> Kernel:
+def _make_flex_kernel(rows: _Range, heads: _Range) -> Kernel:
     def run(
         query: Any, key: Any, value: Any, enable_gqa: bool, outputs: int, flex: Any, more: Any
     ) -> Any:
@@ -211,7 +211,7 @@ def _shifted_mask(mod: Callable[..., Any], row: int, head: int) -> Callable[...,
     return shifted
 
 
-def _slice_block_mask(mask: BlockMask, rows: Range, heads: Range) -> BlockMask:
+def _slice_block_mask(mask: BlockMask, rows: _Range, heads: _Range) -> BlockMask:
     """The part of a block mask of a rank's samples and heads."""
     batch, count = mask.kv_num_blocks.shape[:2]
     if (

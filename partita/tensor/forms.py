@@ -91,7 +91,7 @@ def form_of(func: Callable[..., Any]) -> Form:
 
     A function written in Python has only a rule of its own; without one it is entered.
     """
-    operator = operator_of(func)
+    operator = _operator_of(func)
     if operator is not None:
         return _form_of_operator(func, operator)
     name = getattr(func, "__name__", "")
@@ -139,7 +139,7 @@ def _form_of_operator(func: Callable[..., Any], operator: Operator) -> Form:
     if func is operator.packet:
         same += overloads_of(func)
     rule = next((r for f, r in RULES.items() if getattr(f, "_opoverload", f) in same), None)
-    local, writes = wrap_with_plain_pieces(func), written_by(func)
+    local, writes = _wrap_with_plain_pieces(func), written_by(func)
     return Form(func, name, rule, local=local, operator=operator, writes=writes)
 
 
@@ -213,7 +213,7 @@ def is_collective(func: Any) -> bool:
     return any("c10d" in overload.namespace for overload in overloads_of(func))
 
 
-def operator_of(func: Callable[..., Any]) -> Operator | None:
+def _operator_of(func: Callable[..., Any]) -> Operator | None:
     """What `func` is as an operator; None if it is another function."""
     overloads = overloads_of(func)
     if not overloads:
@@ -245,7 +245,7 @@ def find_unknown_effect(target: Any) -> str:
     return ""
 
 
-def wrap_with_plain_pieces(func: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_with_plain_pieces(func: Callable[..., Any]) -> Callable[..., Any]:
     """A function that calls `func` with plain aliases of its operands. It is itself called with
     torch-function disabled.
 

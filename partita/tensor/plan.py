@@ -409,7 +409,7 @@ HASHABLE = _PLAIN_VALUES - {bool}
 _SYMBOLIC = (torch.SymFloat, torch.SymInt, torch.SymBool)  # numbers in a step that is captured
 NUMBERS = frozenset((int, float, bool, complex))
 
-RENAMED = frozenset(("axis", "keepdims", "input", "self", "x", "a", "x1", "x2", "out"))
+_RENAMED = frozenset(("axis", "keepdims", "input", "self", "x", "a", "x1", "x2", "out"))
 """Other names that torch accepts for an argument, and `out`: such calls are rewritten first."""
 
 
@@ -465,7 +465,7 @@ def _check_rest(
     parameter, a tensor, or `inplace=True` of a function that is `flagged` to have it."""
     for name, value in named.items():
         if name not in harmless:
-            if name in RENAMED:
+            if name in _RENAMED:
                 raise Unkeyed(name)
             if name != "inplace":
                 harmless.add(name)
@@ -493,7 +493,7 @@ def operand_key(names: Sequence[str], flagged: bool = False) -> KeyFunction:
     parts = [f"{n}._spec if type({n}) is D else kind({n})" for n in names]
     key = _compile_key_function(params, parts, False, flagged)
     described = [(n, OPERAND, None if i else inspect.Parameter.empty) for i, n in enumerate(names)]
-    return make_key_in_c(key, described, flagged)
+    return _make_key_in_c(key, described, flagged)
 
 
 def declared_key(params: Sequence[inspect.Parameter], flagged: bool = False) -> KeyFunction:
@@ -525,7 +525,7 @@ def declared_key(params: Sequence[inspect.Parameter], flagged: bool = False) -> 
         else:
             unread.append(f"    if type({p.name}) not in N: check(({p.name},), {{}}, (), False)\n")
     generated = ", ".join(signature), parts, variadic, flagged, defaults, "".join(unread)
-    return make_key_in_c(_compile_key_function(*generated), described, flagged)
+    return _make_key_in_c(_compile_key_function(*generated), described, flagged)
 
 
 def _classify_parameter(p: inspect.Parameter) -> int:
@@ -724,7 +724,7 @@ IN_C = load_extension()
 """The extension module, or None."""
 
 
-def make_key_in_c(
+def _make_key_in_c(
     key: Callable[..., Any], params: Sequence[tuple[str, int, Any]], flagged: bool
 ) -> Callable[..., Any]:
     """A key function in C that gives the same keys as `key`; `key` itself where there is no C.

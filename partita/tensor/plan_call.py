@@ -567,7 +567,7 @@ def choose(
         current = [None if x is None else x.placement(axis) for x in layouts]
         best, best_price = None, float("inf")
         seen: list[tuple[Row, float]] = []
-        price = RowPrice(axis, rows, bound, layouts, plain, itemsizes, mesh, work)
+        price = _RowPrice(axis, rows, bound, layouts, plain, itemsizes, mesh, work)
         for row in _find_rows_splitting(bound, layouts[0], keeps, axis) or bound.rows:
             if inplace and not (row.inputs[0] == current[0] == row.outputs[0]):
                 continue
@@ -676,7 +676,7 @@ too."""
 
 
 @dataclass(frozen=True)
-class RowPrice:
+class _RowPrice:
     """The price of rows on `axis`.
 
     Attributes:

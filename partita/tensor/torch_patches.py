@@ -47,22 +47,22 @@ from .spec import Spec
 from .tensor_overrides import OVERRIDES
 from .tensor_state import HERE
 
-TRANSFORMS = (
+_TRANSFORMS = (
     "functionalize grad grad_and_value hessian jacfwd jacrev jvp linearize vjp vmap"
 ).split()
 """The function transforms of torch.func."""
 
 
-def holds_dtensor(value: Any) -> bool:
+def _holds_dtensor(value: Any) -> bool:
     """Is it a DTensor, or are there any in its lists and dicts?"""
     if isinstance(value, DTensor):
         return True
     if isinstance(value, dict):
-        return any(map(holds_dtensor, value.values()))
-    return isinstance(value, (tuple, list)) and any(map(holds_dtensor, value))
+        return any(map(_holds_dtensor, value.values()))
+    return isinstance(value, (tuple, list)) and any(map(_holds_dtensor, value))
 
 
-def put_in_place_of(name: str, function: Callable[..., Any], *homes: Any) -> Any:
+def _put_in_place_of(name: str, function: Callable[..., Any], *homes: Any) -> Any:
     """Put `function` in the place of `name` for all who look it up: users, pickle, TorchScript.
 
     Returns:
@@ -90,7 +90,7 @@ def _make_checked_transform(name: str, transform: Callable[..., Any]) -> Callabl
     """A transform, and the function that it makes, which look at their arguments first."""
 
     def refuse_dtensors(args: Any, kwargs: Any) -> None:
-        if holds_dtensor(args) or holds_dtensor(kwargs):
+        if _holds_dtensor(args) or _holds_dtensor(kwargs):
             raise make_transform_error(name)
 
     def checked_transform(*args: Any, **kwargs: Any) -> Any:
@@ -109,8 +109,8 @@ def _make_checked_transform(name: str, transform: Callable[..., Any]) -> Callabl
     return checked_transform
 
 
-for _name in TRANSFORMS:
-    put_in_place_of(_name, _make_checked_transform(_name, getattr(torch.func, _name)), torch.func)
+for _name in _TRANSFORMS:
+    _put_in_place_of(_name, _make_checked_transform(_name, getattr(torch.func, _name)), torch.func)
 torch.vmap = torch.func.vmap
 
 
@@ -123,11 +123,11 @@ def _to_dlpack(tensor: torch.Tensor) -> Any:
     return _plain_to_dlpack(tensor)
 
 
-put_in_place_of("to_dlpack", _to_dlpack, torch, torch.utils.dlpack)
+_put_in_place_of("to_dlpack", _to_dlpack, torch, torch.utils.dlpack)
 OVERRIDES[torch.Tensor.__dlpack_device__] = lambda x: x.__dlpack__()
 
 
-def refuse_piece(name: str, x: Any) -> None:
+def _refuse_piece(name: str, x: Any) -> None:
     """Raise if `x`, of whose memory `name` makes a plain tensor, is a DTensor that is more."""
     if isinstance(x, DTensor) and _global_view() and not x._spec.is_whole:
         raise LayoutError(
@@ -146,7 +146,7 @@ def refuse_piece(name: str, x: Any) -> None:
 # A class takes its arguments itself. `nn.Parameter` and other classes of tensors come here, too.
 def _refuse_piece_operands(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
     for value in args:
-        refuse_piece(f"{type(self).__name__}(x)", value)
+        _refuse_piece(f"{type(self).__name__}(x)", value)
 
 
 torch.Tensor.__init__ = _refuse_piece_operands  # type: ignore[method-assign,assignment]
@@ -161,7 +161,7 @@ def _let_script_run_whole(kind: type) -> None:
 
     @functools.wraps(base)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _global_view() and (holds_dtensor(args) or holds_dtensor(kwargs)):
+        if _global_view() and (_holds_dtensor(args) or _holds_dtensor(kwargs)):
             # Not by way of `dispatch`, which remembers each function: here they come and go.
             form = Form(self, f"TorchScript {self.name}", None)
             return run_gathered(functools.partial(base, self), args, kwargs, form)
@@ -187,11 +187,11 @@ def _refuse_script(what: str) -> LayoutError:
 
 
 def _has_dtensors(f: Any) -> bool:
-    return isinstance(f, torch.nn.Module) and holds_dtensor([*f.parameters(), *f.buffers()])
+    return isinstance(f, torch.nn.Module) and _holds_dtensor([*f.parameters(), *f.buffers()])
 
 
 def _trace_or_refuse(func: Any, example_inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
-    if holds_dtensor(example_inputs) or holds_dtensor(kwargs) or _has_dtensors(func):
+    if _holds_dtensor(example_inputs) or _holds_dtensor(kwargs) or _has_dtensors(func):
         raise _refuse_script("torch.jit.trace")
     return _plain_trace(func, example_inputs, *args, **kwargs)
 
@@ -202,8 +202,8 @@ def _create_script_module(nn_module: Any, *args: Any, **kwargs: Any) -> Any:
     return _plain_script_module(nn_module, *args, **kwargs)
 
 
-_plain_trace = put_in_place_of("trace", _trace_or_refuse, torch.jit)
-_plain_script_module = put_in_place_of(
+_plain_trace = _put_in_place_of("trace", _trace_or_refuse, torch.jit)
+_plain_script_module = _put_in_place_of(
     "create_script_module", _create_script_module, torch.jit._recursive
 )
 
@@ -262,9 +262,9 @@ def _convert_to_tensor(obj: Any, **options: Any) -> torch.Tensor:
     return made if requires_grad is None else made.detach().requires_grad_(requires_grad)
 
 
-_plain_tensor = put_in_place_of("tensor", _make_tensor, torch)
-_plain_as_tensor = put_in_place_of("as_tensor", _as_tensor, torch)
-_plain_asarray = put_in_place_of("asarray", _convert_to_tensor, torch)
+_plain_tensor = _put_in_place_of("tensor", _make_tensor, torch)
+_plain_as_tensor = _put_in_place_of("as_tensor", _as_tensor, torch)
+_plain_asarray = _put_in_place_of("asarray", _convert_to_tensor, torch)
 
 
 def _read_one_element(value: Any) -> Any:
@@ -280,7 +280,7 @@ def _legacy_arguments(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Of `name(x)`, `name([1, 2])` or `name(2, 3)`: a tensor's memory, its values, or sizes."""
     if len(args) != 1:
         return tuple(map(_read_one_element, args))
-    refuse_piece(f"{name}(x)", args[0])
+    _refuse_piece(f"{name}(x)", args[0])
     return args if isinstance(args[0], torch.Tensor) else (_read_nested_values(args[0]),)
 
 
@@ -349,7 +349,7 @@ def _set_default_tensor_type(t: Any) -> None:
 
 for _home in (torch.cuda, torch):
     _stand_for_legacy_types(_home)
-put_in_place_of("set_default_tensor_type", _set_default_tensor_type, torch)
+_put_in_place_of("set_default_tensor_type", _set_default_tensor_type, torch)
 
 
 # -- methods of plain tensors ----------------------------------------------------------------------
@@ -363,7 +363,7 @@ def _look_at_arguments(
 
     @functools.wraps(plain)
     def method(self: torch.Tensor, *args: Any, **options: Any) -> Any:
-        if not isinstance(self, DTensor) and holds_dtensor((args, options)):
+        if not isinstance(self, DTensor) and _holds_dtensor((args, options)):
             if "data" in options:
                 args, options = (options.pop("data"), *args), dict(options)
             args = arguments(f"x.{name}", args)
@@ -381,7 +381,7 @@ _device_constructors.cache_clear()  # what `torch.set_default_device` goes by
 # -- backward hooks of modules ---------------------------------------------------------------------
 
 
-class TypedBackwardHook(BackwardHook):
+class _TypedBackwardHook(BackwardHook):
     """A `BackwardHook` whose user hooks get and return the gradients of DTensors as DTensors.
 
     torch has a node of autograd before a module and one behind it, and calls a module's backward
@@ -418,7 +418,7 @@ def _type_back(grad: Any, spec: Spec | None) -> Any:
 
 
 # torch offers no way in: it makes its BackwardHooks by this name.
-torch_module.BackwardHook = TypedBackwardHook  # type: ignore[misc]
+torch_module.BackwardHook = _TypedBackwardHook  # type: ignore[misc]
 
 # -- torch.utils.checkpoint ------------------------------------------------------------------------
 # Torch runs a region again in backward, on its inputs, which it saves as autograd saves tensors.

@@ -58,7 +58,7 @@ def build(
     found = _cut_into_sections(program, sections)
     if found is None:
         flat = program.flat()
-        (built,) = build_together([BuildRequest(flat, _describe_build(program, what))], wires)
+        (built,) = _build_together([_BuildRequest(flat, _describe_build(program, what))], wires)
         built = replace(built, call=with_constants(built.call, flat.graph))
     else:
         built = _build_sections(program, found, what, wires)
@@ -87,8 +87,8 @@ def _build_sections(program: Program, cut: Sections, what: str, wires: Sequence[
     for i, section in enumerate(cut.different):
         section_facts: dict[str, Any] = {"what": f"{what}, section {i + 1} of {len(cut.different)}"}
         section_facts["nodes"] = len(section.graph.graph.nodes)
-        wanted.append(BuildRequest(section, facts | section_facts))
-    built = dict(zip(cut.different, build_together(wanted, wires), strict=True))
+        wanted.append(_BuildRequest(section, facts | section_facts))
+    built = dict(zip(cut.different, _build_together(wanted, wires), strict=True))
     calls = {section: its.call for section, its in built.items()}
     sources = {section: its.metadata["code"] for section, its in built.items()}
     return replace(
@@ -117,7 +117,7 @@ def _describe_build(program: Program, what: str) -> dict[str, Any]:
 # -- turns of the ranks ----------------------------------------------------------------------------
 
 
-def build_together(wanted: Sequence[BuildRequest], wires: Sequence[Wire]) -> list[Built]:
+def _build_together(wanted: Sequence[_BuildRequest], wires: Sequence[Wire]) -> list[Built]:
     """Load or compile programs, on all ranks of the wires together.
 
     Args:
@@ -142,7 +142,7 @@ def build_together(wanted: Sequence[BuildRequest], wires: Sequence[Wire]) -> lis
     return [program.built for program in wanted if program.built is not None]
 
 
-def _assign_turns(wanted: Sequence[BuildRequest], wire: Wire) -> list[int]:
+def _assign_turns(wanted: Sequence[_BuildRequest], wire: Wire) -> list[int]:
     """For each program this rank's turn among the ranks of its host that miss it; -1 if it has it.
 
     Turn 0 compiles. It rotates from program to program, so that each rank has as many to compile.
@@ -163,7 +163,7 @@ def _assign_turns(wanted: Sequence[BuildRequest], wire: Wire) -> list[int]:
     return found
 
 
-def _raise_together(wanted: Sequence[BuildRequest], wires: Sequence[Wire]) -> None:
+def _raise_together(wanted: Sequence[_BuildRequest], wires: Sequence[Wire]) -> None:
     """Raise, on all ranks, if one has failed. Raises LayoutError, the same on all."""
     error = next((program.error for program in wanted if program.error is not None), None)
     text = ""
@@ -183,7 +183,7 @@ def _raise_together(wanted: Sequence[BuildRequest], wires: Sequence[Wire]) -> No
         ) from error
 
 
-class BuildRequest:
+class _BuildRequest:
     """A program that this rank has to load or compile.
 
     Args:

@@ -304,7 +304,7 @@ class _RecordedProgram:
     crossing: list[torch.Tensor]
     fixed: list[int]
     addresses: list[int]
-    results: ReplayResults
+    results: _ReplayResults
 
 
 class ReplayedProgram:
@@ -386,7 +386,7 @@ class ReplayedProgram:
             raise of_recording(error) from error
         fixed = [i for i in range(len(given)) if i not in copies]
         addresses = [given[i].data_ptr() for i in fixed]
-        results = ReplayResults(recording.value, held)
+        results = _ReplayResults(recording.value, held)
         recording.value = None  # views of state among it would keep that
         return _RecordedProgram(recording, copies, crossing, fixed, addresses, results)
 
@@ -442,7 +442,7 @@ class _View:
         return made
 
 
-class ReplayResults:
+class _ReplayResults:
     """The results of calls, made of what a recording gives.
 
     They share memory with each other, and with the call's inputs, as those of the program do.

@@ -45,10 +45,10 @@ def function_of(graph: fx.GraphModule, groups: Groups) -> Callable[..., Sequence
 
     An error of a call gets a note with the node and the user's line, and keeps no values alive.
     """
-    return run_with_places(GraphWriter(graph, groups))
+    return _run_with_places(GraphWriter(graph, groups))
 
 
-def run_with_places(written: GraphWriter) -> Callable[..., Sequence[torch.Tensor]]:
+def _run_with_places(written: GraphWriter) -> Callable[..., Sequence[torch.Tensor]]:
     """The function that was written, whose errors get a note of where they come from."""
     run = written.function()
     nodes = {run.__code__: written.nodes, **written.nodes_of_sections}
@@ -337,7 +337,7 @@ def function_of_sections(
     Args:
         groups: for collectives through wires; None for torch's own.
     """
-    return run_with_places(SectionWriter(sections, calls, groups))
+    return _run_with_places(SectionWriter(sections, calls, groups))
 
 
 class SectionWriter(GraphWriter):

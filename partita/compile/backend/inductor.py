@@ -122,7 +122,7 @@ def compile_program(
     use_private_cache()
     with ExitStack() as stack:
         _silence_torch(stack)
-        stack.enter_context(cleaning_up_libraries())
+        stack.enter_context(_cleaning_up_libraries())
         stack.enter_context(tracing(TracingContext(mode)))
         _configure_inductor(stack, program.key)
         libraries = stack.enter_context(_record_libraries())
@@ -136,7 +136,7 @@ def compile_program(
             saved = artifact.serialize()
             if _has_checked_inputs(program):
                 saved = remove_input_checks(saved)
-            whole = runs_by_itself(saved)
+            whole = _runs_by_itself(saved)
             parts = _FORMAT, remove_compiler_data(saved), libraries(), whole
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
@@ -409,7 +409,7 @@ def remove_input_checks(saved: bytes) -> bytes:
     return pickle.dumps((entry, *rest))
 
 
-def runs_by_itself(saved: bytes) -> bool:
+def _runs_by_itself(saved: bytes) -> bool:
     """May generated code be called directly, without torch's runtime around it?
 
     So where no output is an input or a view of one, and no write of an input is left to the
@@ -493,7 +493,7 @@ _PREFIX = "partita-compiles-"
 
 
 @contextmanager
-def cleaning_up_libraries() -> Iterator[None]:
+def _cleaning_up_libraries() -> Iterator[None]:
     """Within, and after a failure, there is no half-written library in torch's folder.
 
     A compile that is killed leaves one, and torch loads it as if it were complete, which crashes

@@ -55,11 +55,11 @@ _PIECES = 0.5
 """The largest part of a value that a section may read to be passed only the pieces that it
 reads."""
 
-LEAST = 24
+_LEAST = 24
 """The least calls of a repeated part that is cut out."""
 
 
-def sections_of(program: Program, always: bool = False, least: int = LEAST) -> Sections | None:
+def sections_of(program: Program, always: bool = False, least: int = _LEAST) -> Sections | None:
     """A program's graph as sections; None where it has values that are no tensors.
 
     Args:
@@ -94,7 +94,7 @@ def sections_of_blocks(
     Raises:
         UnsureOfSections: a part gives another what is no tensor, or a view.
     """
-    return _GraphCutter(program, LEAST, late, packing, known).cut_graph().outer.graph
+    return _GraphCutter(program, _LEAST, late, packing, known).cut_graph().outer.graph
 
 
 class UnsureOfSections(Exception):
@@ -118,7 +118,7 @@ class _GraphCutter:
         for i, nodes in enumerate(packing):
             for node in nodes:
                 self._packs.setdefault(node, i)  # where two gathers share it, before the first
-        order = with_early_writes(program.graph.graph, self.storages)
+        order = _with_early_writes(program.graph.graph, self.storages)
         order.sort(key=lambda node: node in late)  # stable
         order = [node for node in order if not self._is_remakeable_view(node)]
         self.order = self._with_packing_first(order) if packing else order
@@ -461,7 +461,7 @@ def _key_of_call(node: fx.Node) -> Hashable:
 # -- an order with early writes --------------------------------------------------------------------
 
 
-def with_early_writes(graph: fx.Graph, storages: Storages) -> list[fx.Node]:
+def _with_early_writes(graph: fx.Graph, storages: Storages) -> list[fx.Node]:
     """The calls of a graph, each write into an input as early as it may be.
 
     A write comes after its operands and the last use of the old value, and stays behind the checks

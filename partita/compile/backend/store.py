@@ -1,7 +1,7 @@
 """The store of compiled programs: a folder with one file for each key, kept from run to run.
 
 A file is a header with a checksum, metadata as JSON, and the payload, which is code. So it is read
-only if this user, or root, alone can have written it (`check_folder`, `open_trusted`). A file that
+only if this user, or root, alone can have written it (`check_folder`, `_open_trusted`). A file that
 is damaged, of another version or not trusted counts as missing, with one warning. The size of the
 folder is bounded, the least recently used files are deleted first, and many processes may use it at
 once.
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-MAGIC = b"partita artifact 1\n"
+_MAGIC = b"partita artifact 1\n"
 """The first line of a file; its number is raised when the format changes."""
 SUFFIX, PART = ".artifact", ".part"
 LIMIT = 2 << 30
@@ -90,7 +90,7 @@ class Store:
         path = self.path(key)
         try:
             check_folder(self.folder)
-            with open_trusted(path) as file:
+            with _open_trusted(path) as file:
                 artifact = _read_artifact(file, key)
             os.utime(path)  # for the order of deletion
         except (FileNotFoundError, NotADirectoryError):
@@ -112,7 +112,7 @@ class Store:
         metadata = json.dumps(artifact.metadata).encode()
         digest = _digest_artifact(key, metadata, artifact.payload)
         header = f"{key} {digest} {len(metadata)} {len(artifact.payload)}\n".encode()
-        parts = (MAGIC, header, metadata, artifact.payload)
+        parts = (_MAGIC, header, metadata, artifact.payload)
         nbytes = sum(map(len, parts))
         if self.limit == 0:
             return False
@@ -243,9 +243,9 @@ def _write_atomically(path: Path, parts: tuple[bytes, ...]) -> None:
 def _read_header(file: BinaryIO, key: str) -> tuple[str, int, int]:
     """The digest, and the numbers of bytes of metadata and of payload that follow."""
     magic = file.readline(_HEADER_BYTES)
-    if magic != MAGIC:
+    if magic != _MAGIC:
         ours = magic.startswith(b"partita artifact ")
-        if not ours and MAGIC.startswith(magic):
+        if not ours and _MAGIC.startswith(magic):
             raise _Unusable("it is cut short")
         raise _Unusable("another partita wrote it" if ours else "it is no artifact")
     line = file.readline(_HEADER_BYTES)
@@ -273,7 +273,7 @@ def _read_entry(path: Path, check: bool) -> Entry | None:
     try:
         stat = path.lstat()
         check_folder(path.parent)
-        with open_trusted(path) as file:
+        with _open_trusted(path) as file:
             if check:
                 metadata = _read_artifact(file, key).metadata
             else:
@@ -308,7 +308,7 @@ class Untrusted(Exception):
     """A file or folder is not trusted; the message says why."""
 
 
-def open_trusted(path: Path) -> BinaryIO:
+def _open_trusted(path: Path) -> BinaryIO:
     """Open a file for reading, in a folder that `check_folder` has passed.
 
     Raises:

@@ -9,7 +9,7 @@ A structure stays in the step's graph, inlined, where a graph of its own would n
 where a forward has several backwards, results share memory, or a weight is gathered for
 neighbouring blocks at once. Floats that differ between its blocks are inputs, tensors of no
 dimension. The update of a block may be a graph of its own if it is the last to use what it writes
-(`OutlinedUpdates`).
+(`_OutlinedUpdates`).
 """
 
 from __future__ import annotations
@@ -290,8 +290,8 @@ class _Outlining:
         return not trace.numbers or all(map(_can_take_tensors, _body_of_trace(trace)))
 
     @cached_property
-    def _updates(self) -> OutlinedUpdates:
-        return OutlinedUpdates(self.step.graph, self._traced, self._equal)
+    def _updates(self) -> _OutlinedUpdates:
+        return _OutlinedUpdates(self.step.graph, self._traced, self._equal)
 
     def _find_sharing_neighbours(self) -> set[fx.Node]:
         """Calls of blocks that gather one weight next to each other, or to keep it gathered."""
@@ -497,7 +497,7 @@ def inline_block_programs(graph: fx.Graph) -> None:
 # -- updates that can be outlined ------------------------------------------------------------------
 
 
-class OutlinedUpdates:
+class _OutlinedUpdates:
     """The updates of blocks in a traced step.
 
     Args:

@@ -70,7 +70,7 @@ class TakenTensor:
     number: int
 
 
-class IntAsFloat:
+class _IntAsFloat:
     """The recorded type of an int that torch computes with as the float of that value."""
 
 
@@ -95,7 +95,7 @@ def _may_vary(written: Any) -> bool:
 
     Not zero, infinite or NaN: torch and symbolic numbers treat these in ways of their own.
     """
-    if type(written) is not tuple or len(written) != 2 or written[0] not in (float, IntAsFloat):
+    if type(written) is not tuple or len(written) != 2 or written[0] not in (float, _IntAsFloat):
         return False
     value = _float_of(written)
     return value != 0 and math.isfinite(value)
@@ -107,7 +107,7 @@ def _float_of(written: tuple[type, Any]) -> float:
 
 
 def _mark_ints_as_floats(operands: Any, places: frozenset[int | str]) -> Any:
-    """Recorded operands in which the ints at these positions and keywords are `IntAsFloat`."""
+    """Recorded operands in which the ints at these positions and keywords are `_IntAsFloat`."""
     (_, *args), (_, *kwargs) = operands
     return (
         (tuple, *(_mark_int_as_float(v) if i in places else v for i, v in enumerate(args))),
@@ -117,7 +117,7 @@ def _mark_ints_as_floats(operands: Any, places: frozenset[int | str]) -> Any:
 
 def _mark_int_as_float(written: Any) -> Any:
     is_int = type(written) is tuple and len(written) == 2 and written[0] is int
-    return (IntAsFloat, written[1]) if is_int and abs(written[1]) < _EXACT_INTS else written
+    return (_IntAsFloat, written[1]) if is_int and abs(written[1]) < _EXACT_INTS else written
 
 
 _EXACT_INTS = 2**53
@@ -125,13 +125,13 @@ _EXACT_INTS = 2**53
 
 
 @dataclass(frozen=True, slots=True)
-class CallLabel:
+class _CallLabel:
     """The label of a call in ledgers and messages: every other label is equal to it."""
 
     value: str
 
     def __eq__(self, other: object) -> bool:
-        return type(other) is CallLabel
+        return type(other) is _CallLabel
 
     def __hash__(self) -> int:
         return 0
@@ -210,7 +210,7 @@ def mark_varying_floats(written: Any, beside: Any, number: Callable[[], int]) ->
 def varying_values_in(operands: Any, written: Any) -> Iterator[tuple[int, float]]:
     """(number, value) for each `VaryingFloat` of `operands`; the values are those of `written`."""
     if type(operands) is VaryingFloat:
-        yield operands.number, written[1] if written[0] is IntAsFloat else _float_of(written)
+        yield operands.number, written[1] if written[0] is _IntAsFloat else _float_of(written)
     elif type(operands) is tuple:
         for part, written_part in zip(operands, written, strict=True):
             yield from varying_values_in(part, written_part)
@@ -236,12 +236,12 @@ def bind_recorded(
         return made(value.number)
     if kind is TakenTensor:
         return taken(value.number)
-    if kind is ByIdentity or kind is CallLabel:
+    if kind is ByIdentity or kind is _CallLabel:
         return value.value
     if kind is not tuple:
         return value
     of, *rest = value
-    if of is int or of is bool or of is IntAsFloat:
+    if of is int or of is bool or of is _IntAsFloat:
         return rest[0]
     if of is float:
         return float.fromhex(rest[0])
@@ -325,7 +325,7 @@ class OperandWriter:
             return (kind, value.hex())
         if kind is Label:
             self.labels.append(value)
-            return CallLabel(value)
+            return _CallLabel(value)
         if isinstance(value, _PLAIN):
             return value
         if kind is tuple or kind is list or kind is torch.Size:
@@ -336,7 +336,7 @@ class OperandWriter:
             return (kind, *map(self.write_operand, (value.start, value.stop, value.step)))
         if is_symbolic(value):
             raise NotABlock(self.kind, "it reckons with a number that is an input")
-        if kind is complex or isinstance(value, (*_ALIKE, type)) or is_closed(value):
+        if kind is complex or isinstance(value, (*_ALIKE, type)) or _is_closed(value):
             return ByIdentity(value)
         raise NotABlock(self.kind, f"it gives torch a {kind.__name__}")
 
@@ -356,7 +356,7 @@ class OperandWriter:
         return self._described
 
 
-def is_closed(value: Any) -> bool:
+def _is_closed(value: Any) -> bool:
     """Is it a function that holds nothing but what is written in it?"""
     if isinstance(value, FunctionType):
         return not value.__closure__ and not value.__defaults__ and not value.__kwdefaults__

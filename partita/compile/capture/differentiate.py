@@ -147,7 +147,7 @@ def make_seeds_inputs(graph: fx.Graph, seeds: Sequence[Seed], inputs: GraphInput
 # -- parts of a backward ---------------------------------------------------------------------------
 
 
-Edge = tuple[Any, int]
+_Edge = tuple[Any, int]
 
 
 @dataclass
@@ -172,7 +172,7 @@ def part_results(results: Sequence[torch.Tensor]) -> list[ResultPart]:
     All are one part where a result and one of its ancestors share the history of a value that is no
     result: its gradient would come in two halves, and its history be gone through twice.
     """
-    edges = [edge_of(t) for t in results]
+    edges = [_edge_of(t) for t in results]
     at = {edge: number for number, edge in reversed([*enumerate(edges)])}
     histories = [_find_history(edge, at) for edge in edges]
     levels = _compute_levels(histories)
@@ -194,7 +194,7 @@ def part_results(results: Sequence[torch.Tensor]) -> list[ResultPart]:
     return [part for _, part in parts]
 
 
-def edge_of(t: torch.Tensor) -> Edge:
+def _edge_of(t: torch.Tensor) -> _Edge:
     """The edge of the autograd graph that a tensor's gradient enters: (node, output number)."""
     with Local():
         return t.grad_fn, t.output_nr
@@ -207,7 +207,7 @@ def cut_history(results: Sequence[torch.Tensor]) -> Iterator[None]:
     try:
         with Local():
             for t in results:
-                node, place = edge_of(t)
+                node, place = _edge_of(t)
                 handles.append(node.register_prehook(partial(_drop_gradient, place=place)))
                 if t._backward_hooks:  # they see the whole gradient, when its own part runs
                     hidden.append((t._backward_hooks, dict(t._backward_hooks)))
@@ -237,7 +237,7 @@ class _History:
     ancestors: set[int] = field(default_factory=set)
 
 
-def _find_history(edge: Edge, results: dict[Edge, int]) -> _History:
+def _find_history(edge: _Edge, results: dict[_Edge, int]) -> _History:
     found = _History({edge[0]})  # two results of one call share it
     ahead = [edge[0]]
     while ahead:

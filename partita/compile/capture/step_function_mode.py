@@ -218,7 +218,7 @@ def _laid_out_like(x: Any, value: Any) -> Any:
 # -- checks of values ------------------------------------------------------------------------------
 
 
-Checks = Iterator[tuple[torch.Tensor, str]]
+_Checks = Iterator[tuple[torch.Tensor, str]]
 """What must be true, and torch's message where it is not."""
 
 
@@ -231,18 +231,18 @@ def _check_values(func: Any, args: Any, kwargs: Any) -> None:
             torch._assert_async(holds.all(), text)
 
 
-def _check_classes(tensor: torch.Tensor, num_classes: int = -1) -> Checks:
+def _check_classes(tensor: torch.Tensor, num_classes: int = -1) -> _Checks:
     yield tensor >= 0, "Class values must be non-negative."
     if num_classes >= 0:
         yield tensor < num_classes, "Class values must be smaller than num_classes."
 
 
-def _check_quantiles(input: Any, q: Any, *_: Any, **__: Any) -> Checks:
+def _check_quantiles(input: Any, q: Any, *_: Any, **__: Any) -> _Checks:
     if isinstance(q, torch.Tensor):
         yield (q >= 0) & (q <= 1), "quantile() q values must be in the range [0, 1]"
 
 
-_CHECKS: dict[Any, Callable[..., Checks]] = {F.one_hot: _check_classes} | {
+_CHECKS: dict[Any, Callable[..., _Checks]] = {F.one_hot: _check_classes} | {
     getattr(home, name): _check_quantiles
     for home in (torch, torch.Tensor)
     for name in ("quantile", "nanquantile")

@@ -99,7 +99,7 @@ def _shown_by_call(
     section = section_of(node)
     if section is not None:  # what it gives lies in memory of its own
         nbytes = [t.untyped_storage().nbytes() for t in tensors_in(node.meta["val"])]
-        if extra := schedule_of_section(section).workspace:
+        if extra := _schedule_of_section(section).workspace:
             found.passing[node] = extra
         return [found.add(node, n) for n in nbytes]
     operands: list[int] = []
@@ -124,12 +124,12 @@ def _shown_by_call(
     return [operands[i] if i >= 0 else new[-1 - i] for i in made.shows]
 
 
-def schedule_of_section(section: Section) -> SectionSchedule:
+def _schedule_of_section(section: Section) -> SectionSchedule:
     """What a section has allocated in each of its calls, and which of these reads an input last."""
     if section.schedule is None:
         found, nodes = _storages_of_graph(section.graph, {}), section.graph.graph.nodes
         calls = [n for n in nodes if n.op == "call_function"]
-        last = last_uses(nodes, found)
+        last = _last_uses(nodes, found)
         place = {node: i for i, node in enumerate(calls)}
         live, held = [], 0
         for node in calls:
@@ -175,7 +175,7 @@ def memory_of(program: Program) -> Memory:
     graph = program.graph.graph
     nodes = [n for n in graph.nodes if n.op != "placeholder"]
     storages = storages_of(program)
-    last = last_uses(graph.nodes, storages)
+    last = _last_uses(graph.nodes, storages)
     place = {node: i for i, node in enumerate(nodes)}
     views: dict[int, list[str]] = {}
     for node, shown in storages.of.items():
@@ -203,7 +203,7 @@ def peak_of(program: Program) -> int:
     """The peak of `memory_of` in bytes, which takes no longer where a section is called often."""
     nodes = program.graph.graph.nodes
     storages = storages_of(program)
-    last = last_uses(nodes, storages)
+    last = _last_uses(nodes, storages)
     live = peak = sum(b.nbytes for b in made_at_entry(program, 1))
     for node in nodes:
         if node.op != "call_function":
@@ -222,7 +222,7 @@ def peak_of(program: Program) -> int:
 def _peak_of_call(call: fx.Node, section: Section, storages: Storages, freed: Sequence[int]) -> int:
     """The most bytes that a call of a section adds to those allocated before it, of which it frees
     what nobody reads later."""
-    schedule = schedule_of_section(section)
+    schedule = _schedule_of_section(section)
     frees = [0] * (len(schedule.live) + 2)
     for s in freed:
         if storages.maker[s] is not call:
@@ -236,7 +236,7 @@ def _peak_of_call(call: fx.Node, section: Section, storages: Storages, freed: Se
     return most
 
 
-def last_uses(nodes: Iterable[fx.Node], storages: Storages) -> dict[int, fx.Node]:
+def _last_uses(nodes: Iterable[fx.Node], storages: Storages) -> dict[int, fx.Node]:
     """For each storage the last node that reads it, but for storages that the graph returns."""
     last: dict[int, fx.Node] = {}
     stays: set[int] = set()

@@ -112,7 +112,7 @@ def _run_one_by_one(program: Program) -> Iterator[tuple[str, Pass, str]]:
         drop_unused(program.graph.graph)
         if name not in PASSES:
             _lint_graph(program, name)
-            recompute_metadata(program, name)
+            _recompute_metadata(program, name)
         if each or name not in PASSES:
             verify(program, name)
             contract_of_graph.check(program, name)
@@ -214,7 +214,7 @@ def _describe_value(node: Any) -> str:
     return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} on {value.device.type}"
 
 
-def recompute_metadata(program: Program, name: str) -> None:
+def _recompute_metadata(program: Program, name: str) -> None:
     """Compute the fake value of each call again, and make a note for nodes without one, so that a
     user's pass need not.
 

@@ -57,7 +57,7 @@ def remat(program: Program) -> str:
     level says.
     """
     graph = program.graph.graph
-    made = len(recompute(graph, find_recomputed_in_regions(program)))
+    made = len(recompute(graph, _find_recomputed_in_regions(program)))
     if program.options.budget is not None:
         made += len(recompute(graph, _choose_level(program)))
     return f"{made} calls are made again in backward"
@@ -139,10 +139,10 @@ def _find_saved_storages(graph: fx.Graph, storages: Storages) -> dict[fx.Node, s
     of its storages. What one call makes is let go together, or not."""
     found: dict[fx.Node, set[int]] = {}
     for node in graph.nodes:
-        if is_late(node):
+        if _is_late(node):
             for read in node.all_input_nodes:
                 for s in storages.of[read]:
-                    if can_be_made_again(storages.maker[s]) and storages.nbytes[s]:
+                    if _can_be_made_again(storages.maker[s]) and storages.nbytes[s]:
                         found.setdefault(storages.maker[s], set()).add(s)
     return found
 
@@ -151,7 +151,9 @@ def _close_over_inputs(
     graph: fx.Graph, storages: Storages, dropped: set[int], held: set[int]
 ) -> set[fx.Node]:
     """The nodes that show what is dropped, and those that must run for them to be made again."""
-    chosen = {n for n in graph.nodes if can_be_made_again(n) and dropped.issuperset(storages.of[n])}
+    chosen = {
+        n for n in graph.nodes if _can_be_made_again(n) and dropped.issuperset(storages.of[n])
+    }
     chosen = {n for n in chosen if storages.of[n]}
     waiting = list(chosen)
     while waiting:
@@ -160,7 +162,7 @@ def _close_over_inputs(
         for read in node.all_input_nodes:
             if (
                 read not in chosen
-                and can_be_made_again(read)
+                and _can_be_made_again(read)
                 and (is_item or held.isdisjoint(storages.of[read]))
             ):
                 chosen.add(read)
@@ -182,14 +184,14 @@ def _estimate_seconds(node: fx.Node) -> float:
 Budget = tuple[int, int]
 
 
-def find_recomputed_in_regions(program: Program) -> set[fx.Node]:
+def _find_recomputed_in_regions(program: Program) -> set[fx.Node]:
     """The nodes of regions that are to be recomputed.
 
     Raises:
         CaptureError: a budget is too small even if nothing is kept; it tells the least.
     """
     graph = program.graph.graph
-    inside = {n for n in graph.nodes if note_of(n).region and can_be_made_again(n)}
+    inside = {n for n in graph.nodes if note_of(n).region and _can_be_made_again(n)}
     if not inside:
         return inside
     storages = storages_of(program)
@@ -213,7 +215,7 @@ def _is_read_by_others(node: fx.Node, user: fx.Node) -> bool:
     """
     if user.op == "output":
         return True
-    if is_late(user):
+    if _is_late(user):
         return False
     note, its_note = note_of(node), note_of(user)
     return its_note.region != note.region or (note.kept and not its_note.kept)
@@ -229,12 +231,12 @@ def _choose_kept_storages(
 ) -> set[int]:
     """The storages, of those that the nodes `again` make, that are kept within a budget: what saves
     the most, in the room that the peak of its activations leaves when nothing is kept."""
-    trial, copies = trial_of(program, {n.name for n in again})
+    trial, copies = _trial_of(program, {n.name for n in again})
     made = set(copies.values())
     activations = {
         n.name
         for n in trial.graph.graph.nodes
-        if _is_activation(note_of(n), budget) and (n in made or not is_late(n))
+        if _is_activation(note_of(n), budget) and (n in made or not _is_late(n))
     }
     _, nbytes = budget
     peak = max(memory_of(trial).live_of(lambda b: b.name in activations), default=0)
@@ -259,14 +261,14 @@ def _is_activation(note: Note, budget: Budget) -> bool:
 # -- copies in backward, and their cost ------------------------------------------------------------
 
 
-def can_be_made_again(node: fx.Node) -> bool:
+def _can_be_made_again(node: fx.Node) -> bool:
     """Is it a call of forward that can be run again with the same result?
 
     Of a user's operator nobody knows what that costs, or that it draws nothing. What a block makes
     again is in its own graph; a section is no such call, nor is an item of what one gives.
     """
     if node.target is operator.getitem:
-        return can_be_made_again(node.args[0])  # type: ignore[arg-type]
+        return _can_be_made_again(node.args[0])  # type: ignore[arg-type]
     facts = facts_of(node.target)
     return (
         node.op == "call_function"
@@ -278,7 +280,7 @@ def can_be_made_again(node: fx.Node) -> bool:
     )
 
 
-def is_late(node: fx.Node) -> bool:
+def _is_late(node: fx.Node) -> bool:
     """Is it a call of backward?"""
     return node.op == "call_function" and note_of(node).phase == "backward"
 
@@ -297,7 +299,7 @@ def recompute(graph: fx.Graph, chosen: set[fx.Node]) -> dict[fx.Node, fx.Node]:
         again.meta[NOTE] = replace(note, phase="backward", reason=reason, again=True)
 
     for node in list(graph.nodes):
-        if not is_late(node):
+        if not _is_late(node):
             continue
         for read in node.all_input_nodes:
             if read not in chosen:
@@ -314,7 +316,7 @@ def recompute(graph: fx.Graph, chosen: set[fx.Node]) -> dict[fx.Node, fx.Node]:
     return copies
 
 
-def trial_of(program: Program, names: Collection[str]) -> tuple[Program, dict[fx.Node, fx.Node]]:
+def _trial_of(program: Program, names: Collection[str]) -> tuple[Program, dict[fx.Node, fx.Node]]:
     """A copy of a program in which these nodes are recomputed, and their copies by node."""
     trial = copy.copy(program)
     trial.graph = lazy_graph_module(program.graph, copy.deepcopy(program.graph.graph))

@@ -594,10 +594,10 @@ def _write_back(whole: DTensor, p: DTensor) -> None:
 # -- gathers in a graph ----------------------------------------------------------------------------
 
 
-GatherDtypes = tuple[torch.dtype, torch.dtype, torch.dtype]
+_GatherDtypes = tuple[torch.dtype, torch.dtype, torch.dtype]
 
 
-def _describe_gather(p: DTensor, zero: Zero) -> tuple[Spec, GatherDtypes | None]:
+def _describe_gather(p: DTensor, zero: Zero) -> tuple[Spec, _GatherDtypes | None]:
     """What `p` is when it is gathered, and the dtypes in which it is gathered, its gradient sent,
     and summed; None for its own."""
     precision, own = zero.precision, p.dtype
@@ -610,7 +610,7 @@ def _describe_gather(p: DTensor, zero: Zero) -> tuple[Spec, GatherDtypes | None]
 
 def _gather_parameters(
     params: Sequence[DTensor],
-    gathers: Sequence[tuple[Spec, GatherDtypes | None]],
+    gathers: Sequence[tuple[Spec, _GatherDtypes | None]],
     name: str,
     reason: str,
 ) -> list[DTensor]:
@@ -624,7 +624,7 @@ def _gather_parameters(
 
 
 def _gather_parameter(
-    p: DTensor, after: Spec, dtypes: GatherDtypes | None, name: str, reason: str
+    p: DTensor, after: Spec, dtypes: _GatherDtypes | None, name: str, reason: str
 ) -> DTensor:
     """`p` gathered as `after`, with a history."""
     if dtypes is None:

@@ -84,11 +84,11 @@ class Recomputation:
                 modes.enter_context(HERE.breaking_off())
                 modes.enter_context(recomputing())
                 meters = [r for r in {*forward.reports, *open_reports()} if r.is_open]
-                measuring = forward.plan is not None and forward.plan.measures
+                measuring = forward.budget_step is not None and forward.budget_step.measures
                 if meters or measuring:
                     self._flops = modes.enter_context(FlopMode())
                 if measuring:
-                    modes.enter_context(forward.plan.counting())
+                    modes.enter_context(forward.budget_step.counting())
                 modes.enter_context(watching(self))
                 modes.enter_context(saved_tensors_hooks(self._pack, _as_it_is))
                 mode = make_call_mode()
@@ -115,7 +115,7 @@ class Recomputation:
                     )
                 )
             if measuring:
-                forward.plan.recomputed(forward, self.flops_of)
+                forward.budget_step.recomputed(forward, self.flops_of)
         except BaseException:
             forward.empty()
             raise
@@ -270,8 +270,8 @@ class Recomputation:
                 )
             if slot.value is None:
                 slot.fill(t)
-                if slot.inside and self.forward.plan is not None:
-                    self.forward.plan.count.note(slot.value)
+                if slot.inside and self.forward.budget_step is not None:
+                    self.forward.budget_step.count.note(slot.value)
         self._met += 1
         if self._met == self._to_meet:
             raise _AllSlotsFilled

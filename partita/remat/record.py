@@ -223,6 +223,7 @@ class ForwardRecord:
 
     Attributes:
         region: the `region.RematRegion`.
+        budget_step: as that has it.
         events: the calls by key and ordinal.
         order: the calls in order.
         redistributed_results: kept results of redistributions, by key.
@@ -231,7 +232,7 @@ class ForwardRecord:
     """
 
     def __init__(self, region: Any, args: tuple[Any, ...], kwargs: dict[str, Any]):
-        self.region, self.policy, self.plan = region, region.policy, region.plan
+        self.region, self.policy, self.budget_step = region, region.policy, region.budget_step
         self.reports = open_reports()
         self.origins = TensorOrigins()
         self.events: dict[tuple[Key, int], RecordedCall] = {}
@@ -250,8 +251,8 @@ class ForwardRecord:
         self.ambient = AmbientState(t.device for t in tensors_in((args, kwargs)))
         self.inputs = RegionInputs(args, kwargs, self.origins)
         self.names = region.names.start(self) if self.policy.wants_names else None
-        if self.plan is not None and self.plan.measures:
-            self.plan.began(self)
+        if self.budget_step is not None and self.budget_step.measures:
+            self.budget_step.began(self)
 
     def saving_slots(self) -> AbstractContextManager[None]:
         """Within, autograd saves slots instead of tensors.
@@ -323,8 +324,8 @@ class ForwardRecord:
     def _is_result_kept(self, event: RecordedCall, op: str, function: Any) -> tuple[bool, bool]:
         """(Is the call's result kept? If not, may it be, once it is named or measured?)"""
         name = self.names.known(event) if self.names is not None else None
-        if self.plan is not None:
-            return self.plan.keeps(self.region, event), self.plan.measures
+        if self.budget_step is not None:
+            return self.budget_step.keeps(self.region, event), self.budget_step.measures
         if self.policy.keeps(op, function, event.key, name, False):
             return True, False
         return False, self.names is not None and self.names.is_new(event)
@@ -342,8 +343,8 @@ class ForwardRecord:
         if kept is not None:
             if keep:
                 self.keep(event, kept)
-            elif self.plan is not None:
-                self.plan.note_candidate(self.region, event, kept.nbytes)
+            elif self.budget_step is not None:
+                self.budget_step.note_candidate(self.region, event, kept.nbytes)
             elif self.names is not None:
                 self.names.offer(event, kept, out)
         return out
@@ -366,7 +367,7 @@ class ForwardRecord:
     def run_one_call(self, function: OneCall, args: Any, kwargs: Any) -> Any:
         """A function that `one_call` marked: one call if it is kept, else the calls inside."""
         run_once = partial(function.__wrapped__, *args, **kwargs)
-        if self._event is not None or self.plan is not None:
+        if self._event is not None or self.budget_step is not None:
             return run_once()
         tensors: list[torch.Tensor] = []
         inputs = make_inputs_key(args, kwargs, self.origins, tensors)
@@ -395,9 +396,10 @@ class ForwardRecord:
             event.draws = draws
         if inside is not None and keep:
             self.keep(event, KeptCall(out, inside.own))
-        elif inside is not None and self.plan is not None:
-            self.plan.note_candidate(self.region, event, inside.nbytes(out))
-            self.plan.count.note(inside.fresh(out))  # kernels of a compiled region are not seen
+        elif inside is not None and self.budget_step is not None:
+            self.budget_step.note_candidate(self.region, event, inside.nbytes(out))
+            # Kernels of a compiled region are not seen.
+            self.budget_step.count.note(inside.fresh(out))
         self._record_outputs(event, out, tensors)
         return out
 

@@ -63,7 +63,7 @@ class RematRegion(Wrapped):
         self.names = LearnedNames()
 
     @property
-    def plan(self) -> Any:
+    def budget_step(self) -> Any:
         """The budget's step that is running, planned or measured; None without a budget."""
         return None if self.budget is None else self.budget.now
 
@@ -278,7 +278,7 @@ class _MeasuredStep:
         self.count = MemoryCount()
         self.candidates: dict[Any, Candidate] = {}
         self.forwards: weakref.WeakSet[ForwardRecord] = weakref.WeakSet()
-        self.plan: _PlannedStep | None = None
+        self.planned: _PlannedStep | None = None
 
     def counting(self) -> AbstractContextManager[Any]:
         return MemoryCountMode(self.count)
@@ -317,8 +317,8 @@ class _MeasuredStep:
         budget = self.budget
         if peak > budget.nbytes:
             raise make_budget_error(RematError, budget.nbytes, budget.title, peak)
-        self.plan = _PlannedStep({keys[i] for i in choose_kept(each, budget.nbytes - peak)})
-        return self.plan
+        self.planned = _PlannedStep({keys[i] for i in choose_kept(each, budget.nbytes - peak)})
+        return self.planned
 
 
 def _max_over_ranks(wire: Wire, mine: list[int]) -> list[int]:
@@ -357,8 +357,8 @@ class Budget:
         """The step for these inputs: measured the first time, planned from then on."""
         key = (*make_inputs_key(args, kwargs, TensorOrigins(), []), _settings_of_module(module))
         step = self._steps.get(key)
-        if isinstance(step, _MeasuredStep) and step.plan is not None:
-            step = self._steps[key] = step.plan
+        if isinstance(step, _MeasuredStep) and step.planned is not None:
+            step = self._steps[key] = step.planned
         if not isinstance(step, _PlannedStep):
             parameters = () if module is None else module.parameters()
             held = [*tensors_in((args, kwargs)), *parameters]

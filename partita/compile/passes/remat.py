@@ -181,7 +181,8 @@ def _estimate_seconds(node: fx.Node) -> float:
 
 # -- regions of pt.remat ---------------------------------------------------------------------------
 
-Budget = tuple[int, int]
+_RegionsBudget = tuple[int, int]
+"""The number of a budget that regions share, and its bytes."""
 
 
 def _find_recomputed_in_regions(program: Program) -> set[fx.Node]:
@@ -227,7 +228,7 @@ def _exclude_kept(inside: set[fx.Node], storages: Storages, kept: set[int]) -> s
 
 
 def _choose_kept_storages(
-    program: Program, again: set[fx.Node], storages: Storages, budget: Budget
+    program: Program, again: set[fx.Node], storages: Storages, budget: _RegionsBudget
 ) -> set[int]:
     """The storages, of those that the nodes `again` make, that are kept within a budget: what saves
     the most, in the room that the peak of its activations leaves when nothing is kept."""
@@ -253,7 +254,7 @@ def _choose_kept_storages(
     return {found[i] for i in choose_kept(candidates, nbytes - peak)}
 
 
-def _is_activation(note: Note, budget: Budget) -> bool:
+def _is_activation(note: Note, budget: _RegionsBudget) -> bool:
     """Is it of a region with this budget, and no gathered parameter?"""
     return note.budget == budget and note.reason not in ("gather", "regather")
 

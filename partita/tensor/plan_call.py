@@ -160,6 +160,18 @@ def make_plan(
     return _plan_sentence(call, answer, operands)
 
 
+def _run_with_plain_numbers(func: Callable[..., Any], op: str, *args: Any, **kwargs: Any) -> Any:
+    numbers = read_numbers_of_other_meshes(op, all_tensors(args, kwargs))
+    given, named = replace_at_paths(args, kwargs, numbers)
+    return func(*given, **named)
+
+
+def _write_plain_first(func: Callable[..., Any], op: str, *args: Any, **kwargs: Any) -> Any:
+    if not isinstance(args[0], torch.Tensor):
+        raise TypeError(f"{op} in place of {type(args[0]).__name__}, which is no tensor")
+    return write_into_plain(func, op, [(0,)], args, kwargs)
+
+
 def _ask_rule(
     call: _UnplannedCall,
 ) -> tuple[KernelRule | Decomposition | LikeRule | None, list[tuple[Path, Any]]]:
@@ -178,6 +190,20 @@ def _ask_rule(
         call.let_torch_complain()
         raise
     return KernelRule(answer) if isinstance(answer, str) else answer, operands
+
+
+def _convert_for_rule(value: Any) -> Any:
+    """What a rule sees of an argument."""
+    if isinstance(value, DTensor):
+        spec = value._spec
+        mesh = spec.wire.mesh
+        split = tuple(math.prod([mesh.size(a) for a in axes]) for axes in spec.layout.shards)
+        return Arg(spec.layout.shape, split, spec.is_pending)
+    if isinstance(value, torch.Tensor):
+        return Arg(tuple(value.shape), (1,) * value.dim())
+    if isinstance(value, (list, tuple)) and any(isinstance(v, torch.Tensor) for v in value):
+        return [_convert_for_rule(v) for v in value]
+    return value
 
 
 # -- an op that is written as others ---------------------------------------------------------------
@@ -439,18 +465,6 @@ def _find_bare_call(
     return (form.bare, len(paths)) if asks_nothing else None
 
 
-def _run_with_plain_numbers(func: Callable[..., Any], op: str, *args: Any, **kwargs: Any) -> Any:
-    numbers = read_numbers_of_other_meshes(op, all_tensors(args, kwargs))
-    given, named = replace_at_paths(args, kwargs, numbers)
-    return func(*given, **named)
-
-
-def _write_plain_first(func: Callable[..., Any], op: str, *args: Any, **kwargs: Any) -> Any:
-    if not isinstance(args[0], torch.Tensor):
-        raise TypeError(f"{op} in place of {type(args[0]).__name__}, which is no tensor")
-    return write_into_plain(func, op, [(0,)], args, kwargs)
-
-
 def _wrap_writing_into_first(run: Callable[..., Any], form: Form) -> Callable[..., Any]:
     """`run`, which may be an op's form that is not in place, writing into its first argument."""
 
@@ -463,20 +477,6 @@ def _wrap_writing_into_first(run: Callable[..., Any], form: Form) -> Callable[..
         return x.copy_(out)
 
     return write_into_first
-
-
-def _convert_for_rule(value: Any) -> Any:
-    """What a rule sees of an argument."""
-    if isinstance(value, DTensor):
-        spec = value._spec
-        mesh = spec.wire.mesh
-        split = tuple(math.prod([mesh.size(a) for a in axes]) for axes in spec.layout.shards)
-        return Arg(spec.layout.shape, split, spec.is_pending)
-    if isinstance(value, torch.Tensor):
-        return Arg(tuple(value.shape), (1,) * value.dim())
-    if isinstance(value, (list, tuple)) and any(isinstance(v, torch.Tensor) for v in value):
-        return [_convert_for_rule(v) for v in value]
-    return value
 
 
 def _classify_operand(value: Any) -> Operand:

@@ -78,7 +78,7 @@ from .outputs import (
     holds_made,
     is_filled,
     make_left_error,
-    make_program,
+    program_of_trace,
     unrepeated_write_error,
 )
 from .recorder import Recorder, RepeatedMoves
@@ -356,7 +356,7 @@ class CaptureRun:
             if self.questions.values:
                 gate_writes(made.graph, self.questions.answers.values)
             conditions = self._collect_conditions()
-            program = make_program(made, inputs, self.wires, self.outputs, conditions)
+            program = program_of_trace(made, inputs, self.wires, self.outputs, conditions)
         program.answers = self.questions.answers
         apart, updates = self._blocks.apart_by_name, self._updates.structures
         program.blocks = BlocksTraced(structures, apart, updates)

@@ -72,7 +72,7 @@ def call_without_memory(target: Any, args: Any, kwargs: Any, like: Any = None) -
     if mode is None:
         return _call_and_describe(target, args, kwargs, None)
     # The key has the shapes and strides of operands, and not their storages.
-    key = None if facts_of(target).by_storage else key_of(target, args, kwargs)
+    key = None if facts_of(target).by_storage else key_of_call(target, args, kwargs)
     if key is None:
         return _call_and_describe(target, args, kwargs, mode)
     known: dict[Any, MadeByCall] | None = getattr(mode, "_partita_equal_calls", None)
@@ -148,7 +148,7 @@ def _storage_of(t: torch.Tensor) -> torch.UntypedStorage:
     return values.untyped_storage()
 
 
-def key_of(target: Any, args: Any, kwargs: Any) -> Any:
+def key_of_call(target: Any, args: Any, kwargs: Any) -> Any:
     """The key that decides the fake value of a call; None where more does."""
     try:
         key = (
@@ -260,7 +260,7 @@ class RepeatedCalls:
         if not (_makes_one(func) or _writes_one(func)):
             return None
         with Local():
-            return key_of(func, args, kwargs)
+            return key_of_call(func, args, kwargs)
 
     def repeat(self, key: Any, func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
         """Add a node for a call whose key is known, and return its value; None where it is not."""
@@ -347,7 +347,7 @@ class _PlacesOfLists:
         self.differ = len({len(a) for a in lists}) != 1
         numbers: dict[Any, int] = {}
         for i, operands in enumerate(zip(*lists, strict=True) if not self.differ else ()):
-            key = key_of(None, operands, {})
+            key = key_of_call(None, operands, {})
             if key is None:
                 self.differ = True
                 return

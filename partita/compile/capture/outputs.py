@@ -4,8 +4,8 @@ A step returns results, and leaves values in its slots, in attributes of modules
 caller may ask for gradients of results with a history ("cotangent"). "admitted" and "answers" are
 values for checks alone. What the graph could not repeat in each call is refused: tensors in lists
 or variables, attributes and hooks on tensors, writes of Python objects that change each time.
-`make_program` drops inputs that are not read, gradients that would only hold
-memory, and the tensors of the captured call.
+`program_of_trace` drops inputs that are not read, gradients that would only hold memory, and the
+tensors of the captured call.
 """
 
 from __future__ import annotations
@@ -336,6 +336,9 @@ class InputAttributes:
                     )
 
 
+# -- what holds a tensor that the step made --------------------------------------------------------
+
+
 def _check_result(value: Any) -> None:
     """Raise CaptureError if a part of a result that is no tensor holds one, or is text of one."""
     if is_text_of_unknown(value):
@@ -522,7 +525,7 @@ def _line_of(step: Any) -> str:
 # -- the program of a trace ------------------------------------------------------------------------
 
 
-def make_program(
+def program_of_trace(
     made: fx.GraphModule,
     inputs: GraphInputs,
     wires: dict[Wire, TraceWire],

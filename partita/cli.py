@@ -13,7 +13,7 @@ import platform
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
@@ -44,7 +44,7 @@ from .layout.text import format_table, human
 from .predict.autoplan import MOST, autoplan
 from .predict.calibrate import calibrate, machine_toml
 from .predict.explain import explain
-from .predict.machine import Machine, load_machine, read_link, shipped_machines
+from .predict.machine import Machine, MachineError, load_machine, read_link, shipped_machines
 from .predict.rehearsal import describe_raised, read_call, read_mesh
 from .predict.simulate import simulate, with_links
 from .predict.strategy import MODELS, Strategy
@@ -425,15 +425,17 @@ def _strategy_of(options: argparse.Namespace) -> Strategy:
     return Strategy(**{f.name: given[f.name] for f in fields(Strategy) if f.name in given})
 
 
-def _machine_of(options: argparse.Namespace) -> Machine:
-    """The machine that options say, with its links.
+def _machine_of(options: argparse.Namespace, axes: Iterable[str] = ("dp", "tp")) -> Machine:
+    """The machine that options say, with its links, of a mesh of these axes.
 
     Raises:
         MachineError: a machine that is not known, a wrong file or a wrong link.
     """
     found = load_machine(options.machine)
     given = dict(map(read_link, options.link))
-    return with_links(found, given, ("dp", "tp")) if given else found
+    if len(given) < len(options.link):
+        raise MachineError("--link: an axis has one link, and is given two")
+    return with_links(found, given, axes) if given else found
 
 
 def run_simulate(options: argparse.Namespace) -> int:
@@ -444,7 +446,9 @@ def run_simulate(options: argparse.Namespace) -> int:
         # Before what may take a minute.
         check_outputs({"--trace": options.trace, "--report": options.report})
         mesh = dict(read_mesh(options.mesh))
-        found = simulate(options.model, mesh, _machine_of(options), strategy=_strategy_of(options))
+        found = simulate(
+            options.model, mesh, _machine_of(options, mesh), strategy=_strategy_of(options)
+        )
         print(found, flush=True)
         if options.trace:
             found.save_trace(options.trace)

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -114,7 +114,7 @@ def launch(command: list[str], ranks: int, show: Show) -> int:
             saved = facts
         show(event, facts)
 
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    before = signal.signal(signal.SIGTERM, _raise_terminated)
     try:
         with selectors.DefaultSelector() as selector, tempfile.TemporaryDirectory() as folder:
             for rank in range(ranks):
@@ -136,13 +136,23 @@ def launch(command: list[str], ranks: int, show: Show) -> int:
         for child in children:
             _reap_child(child)
         return max(child.process.returncode for child in children)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, _Terminated) as end:
         steps = 1 + max((child.last_step for child in children), default=-1)
-        show("job", {"message": f"stopped after {steps} step{'s' * (steps != 1)}"})
-        return 130
+        said, code = end.args if isinstance(end, _Terminated) else ("stopped", 130)
+        show("job", {"message": f"{said} after {steps} step{'s' * (steps != 1)}"})
+        return code
     finally:
         _end_children(children)
         signal.signal(signal.SIGTERM, before)
+
+
+class _Terminated(BaseException):
+    """The job was asked to end, as a scheduler does: what is said of it, and the exit code."""
+
+
+def _raise_terminated(*_: Any) -> NoReturn:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # while logs and ranks end
+    raise _Terminated("ended by SIGTERM", 128 + signal.SIGTERM)
 
 
 def _start_rank(command: list[str], rank: int, ranks: int, meeting: str) -> _Child:

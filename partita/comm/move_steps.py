@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from partita.layout import Layout, LayoutError
 
@@ -192,7 +193,18 @@ def _find_overlaps(
     here: Layout, there: Layout, transport: Transport, axes: Axes
 ) -> tuple[Splits, list[tuple[slice, ...]]]:
     """The overlap of this rank's piece under `here` with each rank's piece under `there`: the
-    sizes, in group order, and the slices in this rank's piece of those that are not empty."""
+    sizes, in group order, and the slices in this rank's piece of those that are not empty.
+
+    Numbers of layouts alone: no mode of whoever has the move planned hears of them, nor has fakes
+    made of them.
+    """
+    with _disable_current_modes():
+        return _reckon_overlaps(here, there, transport, axes)
+
+
+def _reckon_overlaps(
+    here: Layout, there: Layout, transport: Transport, axes: Axes
+) -> tuple[Splits, list[tuple[slice, ...]]]:
     mesh, n = transport.mesh, transport.mesh_size(axes)
     _, order = transport.group_order(axes)
     members = torch.arange(n) if order is None else torch.tensor(order)

@@ -433,6 +433,12 @@ class Link:
     latency: float
     bandwidth: float
 
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.latency) and self.latency >= 0):
+            raise MachineError(f"a latency of {self.latency} seconds: at least 0, and finite")
+        if not (math.isfinite(self.bandwidth) and self.bandwidth > 0):
+            raise MachineError(f"a bandwidth of {self.bandwidth} bytes per second: more than 0")
+
 
 def messages_of(kind: str, ranks: int) -> int:
     """Messages that a rank of a ring sends one after the other.

@@ -291,13 +291,20 @@ def _passes_html(run: RunFacts) -> str:
     return _figure_html(_passes_figure(run)) + note + _table_html(head, rows)
 
 
+def _draw_layout(layout: str, mesh: str) -> str:
+    try:
+        return html_of(draw(Layout.parse(layout), parse_mesh(mesh)), width=460)
+    except ValueError:  # an axis may have a name in which a text cannot be taken apart again
+        return f"<div>{escape(layout)} over {escape(mesh)}</div>"
+
+
 def _layouts_html(run: RunFacts) -> str:
     alike: dict[tuple[str, str], list[tuple[str, int]]] = {}
     for name, layout, mesh, nbytes in run.layouts:
         alike.setdefault((layout, mesh), []).append((name, nbytes))
     found = []
     for (layout, mesh), members in [*alike.items()][:_LAYOUTS_SHOWN]:
-        picture = html_of(draw(Layout.parse(layout), parse_mesh(mesh)), width=460)
+        picture = _draw_layout(layout, mesh)
         names = ", ".join(name for name, _ in members[:3])
         more = f" and {len(members) - 3} more" if len(members) > 3 else ""
         held = _format_size(sum(nbytes for _, nbytes in members))

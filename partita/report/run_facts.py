@@ -70,7 +70,9 @@ class RunFacts:
         elif event == "ready":
             self.about = facts
         elif event == "step":
-            self.steps = [s for s in self.steps if s["step"] < facts["step"]] + [facts]
+            while self.steps and self.steps[-1]["step"] >= facts["step"]:
+                self.steps.pop()  # the run goes on from before it
+            self.steps.append(facts)
         elif event == "layouts":
             self.layouts = facts["parameters"]
         elif event == "moves":

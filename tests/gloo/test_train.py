@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -187,15 +188,25 @@ def test_two_agents_of_torchrun_train_as_one_does(text):
 
 @pytest.mark.slow
 @needs_proc
-def test_ctrl_c_ends_every_rank_and_shows_no_traceback(text):
-    with training("--mesh", "dp=2", *text) as job:
+@pytest.mark.parametrize(
+    ("number", "code", "said"),
+    [(signal.SIGINT, 130, "stopped after"), (signal.SIGTERM, 143, "ended by SIGTERM after")],
+    ids=["Ctrl-C", "SIGTERM"],
+)
+def test_a_job_that_is_asked_to_end_ends_every_rank_and_says_so_without_a_traceback(
+    number, code, said, text, tmp_path
+):
+    log = tmp_path / "run.jsonl"
+    with training("--mesh", "dp=2", *text, "--log", str(log)) as job:
         ranks = ranks_of(job)
         assert len(ranks) == 2
-        os.killpg(job.pid, signal.SIGINT)
+        os.kill(job.pid, number)
         _, errors = job.communicate(timeout=20)
-    assert job.returncode == 130
-    assert re.fullmatch(r"stopped after \d+ steps?\n", errors)
+    assert job.returncode == code
+    assert re.fullmatch(rf"{said} \d+ steps?\n", errors)
     assert all_end(list(ranks.values()))
+    last = json.loads(log.read_text().splitlines()[-1])
+    assert last["event"] == "stopped" and last["message"].startswith(said)
 
 
 @pytest.mark.slow

@@ -351,3 +351,19 @@ def test_a_mesh_that_cannot_be_simulated_is_one_clear_error(mesh, capsys):
 def test_an_amount_of_memory_without_a_unit_is_refused(capsys):
     assert main(["plan", "--model", "gpt", "--ranks", "4", "--memory", "80"]) == 2
     assert "--memory 80 is without a unit: write 80GB or 80GiB" in capsys.readouterr().err
+
+
+def test_moves_between_split_dimensions_are_told_on_every_mesh():
+    """What they send to each rank is reckoned from layouts: nobody asks a tensor for its value."""
+    mesh = pt.dry_mesh(dp=2, tp=3)
+    x = spread(mesh, S0, R, shape=(6, 6))
+    told = pt.explain(lambda x: x.redistribute(placements=[S1, S0]), x)
+    assert told.nbytes > 0
+    with pt.ranks(dp=2, tp=3) as world:
+
+        def run(mesh):
+            with pt.ledger() as log:
+                spread(mesh, S0, R, shape=(6, 6)).redistribute(placements=[S1, S0])
+            return log.bytes
+
+        assert world.run(run)[0] == told.nbytes

@@ -454,3 +454,12 @@ class TestCommand:
         monkeypatch.setattr("partita.report.page.importlib.util.find_spec", lambda name: None)
         assert main(["train", "--report", str(tmp_path / "x.html")]) == 2
         assert "pip install 'partita[report]'" in capsys.readouterr().err
+
+
+def test_a_layout_over_axes_of_any_name_is_shown(tmp_path):
+    mesh = pt.dry_mesh(**{"data-parallel": 2})
+    model = pt.zero(nn.Linear(8, 8), mesh, stage=3)
+    step = pt.compile(lambda x: model(x).square().mean().backward(), backend="graph")
+    step(pt.ones(4, 8, device_mesh=mesh, placements=[pt.Shard(0)]))
+    step.report(tmp_path / "step.html")
+    assert "f32[8@data-parallel, 8] over data-parallel=2" in (tmp_path / "step.html").read_text()

@@ -307,6 +307,12 @@ def test_the_links_of_data_parallelism_work_as_long_as_rings_of_all_reduces(rank
     assert found.link_seconds == {"dp": formula}
 
 
+@pytest.mark.parametrize("figures", [(-1.0, 1e9), (float("nan"), 1e9), (0.0, 0.0), (1.0, -1.0)])
+def test_a_link_that_cannot_be_is_refused(figures):
+    with pytest.raises(MachineError, match=r"a (latency|bandwidth) of"):
+        Link(*figures)
+
+
 def test_a_given_link_is_taken_as_it_is():
     half = dataclasses.replace(
         UNIT,

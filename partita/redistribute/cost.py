@@ -29,7 +29,8 @@ from .move import COLLECTIVES, DUAL, KINDS, LETTERS, Move, find_changed_axes
 LATENCY = 20e-6
 """Seconds to start a collective."""
 AT_ONCE = 32
-"""To how many others a rank of an all-to-all sends at once: the rest wait for their turn."""
+"""To how many others a rank of an all-to-all sends at once: the rest wait for their turn. A round
+figure, too: libraries give the messages of a rank a few dozen channels."""
 BANDWIDTH = 50e9
 """Bytes per second that one rank sends."""
 LAUNCH = 2e-6

@@ -256,7 +256,8 @@ def _in_range(given: object, ndim: int) -> Placement:
 
 
 _TEXT = re.compile(r"(?P<dtype>\w*)\[(?P<dims>[^\]]*)\](?:\s*\{(?P<rest>[^}]*)\})?")
-_DIM = re.compile(r"(?P<size>\d+)(?:@(?:(?P<one>\w+)|\((?P<many>[\w ]+)\)))?")
+_AXIS = r"[^\s,@()\[\]{}]+"  # a mesh names its axes as it likes: data-parallel, fsdp.0
+_DIM = re.compile(rf"(?P<size>\d+)(?:@(?:(?P<one>{_AXIS})|\((?P<many>{_AXIS}(?: +{_AXIS})*)\)))?")
 
 
 def _format_axes(axes: tuple[str, ...]) -> str:

@@ -294,7 +294,7 @@ def _passes_html(run: RunFacts) -> str:
 def _draw_layout(layout: str, mesh: str) -> str:
     try:
         return html_of(draw(Layout.parse(layout), parse_mesh(mesh)), width=460)
-    except ValueError:  # an axis may have a name in which a text cannot be taken apart again
+    except ValueError:  # of an axis whose name has blanks, the text cannot be taken apart again
         return f"<div>{escape(layout)} over {escape(mesh)}</div>"
 
 

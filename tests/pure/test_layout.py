@@ -63,6 +63,13 @@ def test_what_parses_prints_the_same_again(layout):
     assert str(Layout.parse(str(layout))) == str(layout)
 
 
+@pytest.mark.parametrize("name", ["data-parallel", "fsdp.0", "dp/0", "<b>"])
+def test_an_axis_of_any_name_without_blanks_and_brackets_parses(name):
+    for shards in (((name,), ()), ((name, "tp"), ())):
+        layout = Layout((8, 4), shards, (("cp", "sum"),), (), "f32")
+        assert Layout.parse(str(layout)) == layout
+
+
 def test_a_layout_reads_as_in_the_documents():
     layout = Layout((8, 16, 64), (("dp",), (), ()), (("tp", "sum"),), (), "f32")
     assert str(layout) == "f32[8@dp, 16, 64] {sum tp}"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 import textwrap
+from dataclasses import replace
 
 import pytest
 import torch
 
 from partita.comm.backends.backend import Backend
 from partita.comm.backends.gloo import Gloo
+from partita.compile.backend.section_cutter import sections_of_blocks
 from partita.compile.graph_nodes import drop_unused
 from partita.compile.passes import PASSES
 from partita.compile.passes.remat import recompute
@@ -29,6 +31,7 @@ def said(text: str) -> str:
     return textwrap.dedent(text).strip()
 
 
+GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 GATHERED = "kind='all_gather', reason='gather', before='8@dp', after='8'"
 
 
@@ -355,6 +358,30 @@ def test_overlap_begins_what_is_made_of_inputs_with_the_step():
     """)
 
 
+def test_overlap_begins_nothing_that_would_not_be_within_the_budget():
+    text = """
+        x: argument f32[64, 64]
+        n: argument f32[]
+        c = aten.mm.default(x, x)
+        d = aten.mm.default(c, x)
+        s = aten.sum.default(d)
+        a = reduce(n)  # reason='explicit'
+        b = wait(a)  # reason='explicit'
+        e = aten.mul.Tensor(s, b)
+        return e
+    """
+    least = 2 * 64 * 64 * 4  # c and d
+    first = {}
+    for budget in (None, least, least + 4):
+        program = program_of(text)
+        program.options = replace(program.options, budget=budget)
+        PASSES["overlap"](program)
+        first[budget] = text_of(program).splitlines()[0]
+    begun = "a = reduce(n)"
+    assert first[None].startswith(begun) and first[least + 4].startswith(begun)
+    assert not first[least].startswith(begun)
+
+
 def test_backend_ways_exchanges_shares_and_adds_them_in_rank_order():
     text = """
         x: argument f32[8]
@@ -406,3 +433,27 @@ return g
     assert len(made) == depth - 1
     *again, _ = (line.split("  #")[0] for line in text_of(program).splitlines()[:-1])
     assert len(again) == depth - 1 and all("sin" in line for line in again)
+
+
+def test_what_packs_for_two_gathers_comes_before_both():
+    program = program_of("""
+        v: parameter f32[4]
+        w: parameter f32[4]
+        p = aten.neg.default(v)
+        q = aten.neg.default(w)
+        a = aten.add.Tensor(p, q)
+        b = aten.sub.Tensor(q, p)
+        g = gather(a)
+        h = wait(g)
+        k = gather(b)
+        m = wait(k)
+        e = aten.mul.Tensor(h, m)
+        return e
+    """)
+    nodes = {n.name: n for n in program.graph.graph.nodes}
+    packing = [{nodes[name] for name in names} for names in ("pqa", "pqb")]
+    graph = sections_of_blocks(program, set(), packing, {})
+    graph.lint()  # nothing is read before it is made
+    gathers = [n for n in graph.nodes if n.target is GATHER]
+    assert len(gathers) == 2
+    assert all(n.args[0].op == "call_function" for n in gathers)  # an item of a section

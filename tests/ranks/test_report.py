@@ -456,10 +456,14 @@ class TestCommand:
         assert "pip install 'partita[report]'" in capsys.readouterr().err
 
 
-def test_a_layout_over_axes_of_any_name_is_shown(tmp_path):
-    mesh = pt.dry_mesh(**{"data-parallel": 2})
+@pytest.mark.parametrize(
+    ("name", "is_drawn"), [("data-parallel", True), ("fsdp.0", True), ("data parallel", False)]
+)
+def test_a_layout_over_axes_of_any_name_is_shown(name, is_drawn, tmp_path):
+    mesh = pt.dry_mesh(**{name: 2})
     model = pt.zero(nn.Linear(8, 8), mesh, stage=3)
     step = pt.compile(lambda x: model(x).square().mean().backward(), backend="graph")
     step(pt.ones(4, 8, device_mesh=mesh, placements=[pt.Shard(0)]))
     step.report(tmp_path / "step.html")
-    assert "f32[8@data-parallel, 8] over data-parallel=2" in (tmp_path / "step.html").read_text()
+    as_text = f"f32[8@{name}, 8] over {name}=2" in (tmp_path / "step.html").read_text()
+    assert as_text != is_drawn

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import partita as pt
 from partita.compile import step_forms
-from partita.compile.step_forms import FormSearch, StepForm
+from partita.compile.step_forms import FormSearch
 
 FORMS = [(100, (0, 0)), (80, (10, 10)), (60, (5, 5)), (50, (20, 5)), (40, (20, 20)), (90, (9, 9))]
 
@@ -18,17 +18,17 @@ FORMS = [(100, (0, 0)), (80, (10, 10)), (60, (5, 5)), (50, (20, 5)), (40, (20, 2
 def taken(forms, budget):
     """The peak and the cost of what a budget takes of forms with these."""
 
-    def rewrite_in_order(self):
-        for number, (peak, cost) in enumerate(forms):
-            graph = SimpleNamespace(graph=cost)
-            yield StepForm(number), SimpleNamespace(peak=peak, graph=graph)
+    def program(form):
+        peak, cost = forms[form.level]
+        level = SimpleNamespace(is_last=form.level == len(forms) - 1)
+        return SimpleNamespace(peak=peak, graph=SimpleNamespace(graph=cost), recompute=level)
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_forms, "run_passes", lambda program: None)
         patch.setattr(step_forms, "peak_of", lambda program: program.peak)
         patch.setattr(step_forms, "cost_of_recompute", lambda cost: cost)
-        patch.setattr(FormSearch, "_rewrite_in_order", rewrite_in_order)
-        program = FormSearch(SimpleNamespace(form=None)).first_within(budget)
-    return program.peak, program.graph.graph
+        found = FormSearch(SimpleNamespace(has_blocks=False, program=program)).first_within(budget)
+    return found.peak, found.graph.graph
 
 
 def test_a_form_that_makes_less_again_is_left_out_after_one_that_makes_more():

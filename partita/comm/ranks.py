@@ -199,11 +199,10 @@ class World:
         self._raise_verdict(r)
 
     def _perform_meeting(self, calls: list[MeetingCall], action: Action) -> None:
-        first = calls[0]
-        other = next((c for c in calls if not first.agrees(c)), None)
+        differing = _find_differing(calls)
         verdict = None
-        if other is not None:
-            what = (first.describe(), other.describe())
+        if differing is not None:
+            what = tuple(call.describe() for call in differing)
             verdict = _Verdict("ranks ask for different things", what)
         else:
             by_rank = {c.rank: c.payload for c in calls}
@@ -216,7 +215,7 @@ class World:
                             action([by_rank[m] for m in group])
             except Exception as error:
                 verdict = _Verdict(
-                    f"{first.request.describe()} failed: {_describe_error(error)}", (), error
+                    f"{calls[0].request.describe()} failed: {_describe_error(error)}", (), error
                 )
             by_rank.clear()
         for c in calls:
@@ -278,6 +277,8 @@ class MeetingCall:
         mesh_ranks: the ranks of its mesh, which must all make an equal call, in whatever groups.
         group: the ranks among them that exchange data with this one, in group order.
         key: what must be equal besides the move: the primitive, the dtype and its options.
+        amount: of its tensor, what must be equal within its group, but not between groups: beside
+            uneven pieces other groups may hold more. None where pieces may differ.
         payload: the rank's tensors.
         frame: of the caller, for errors.
     """
@@ -288,21 +289,35 @@ class MeetingCall:
         mesh_ranks: tuple[int, ...],
         group: tuple[int, ...],
         key: tuple[Any, ...],
+        amount: Any,
         request: Request,
         payload: Payload,
     ):
         self.rank, self.mesh_ranks, self.group = rank, mesh_ranks, group
-        self.key, self.request, self.payload = key, request, payload
+        self.key, self.amount, self.request, self.payload = key, amount, request, payload
         self.frame: FrameType | None = sys._getframe(2)
 
     def agrees(self, other: MeetingCall) -> bool:
         a, b = self.request, other.request
+        if self.group == other.group and self.amount != other.amount:
+            return False
         return self.key == other.key and a.kind == b.kind and (a.move is b.move or a.move == b.move)
 
     def describe(self) -> str:
         dtype = str(self.key[1]).removeprefix("torch.")
+        amount = "" if self.amount is None else f", numel {self.amount}"
         at = user_line(self.frame) or "no line"
-        return f"rank {self.rank}  {self.request.describe()} ({dtype})  at {at}"
+        return f"rank {self.rank}  {self.request.describe()} ({dtype}{amount})  at {at}"
+
+
+def _find_differing(calls: list[MeetingCall]) -> tuple[MeetingCall, MeetingCall] | None:
+    """Two calls that disagree, one of them the first of all or of its group; None if all agree."""
+    first_of: dict[tuple[int, ...], MeetingCall] = {}
+    for call in calls:
+        for first in (calls[0], first_of.setdefault(call.group, call)):
+            if not first.agrees(call):
+                return first, call
+    return None
 
 
 class _Verdict:
@@ -371,13 +386,15 @@ class RankWire(Wire):
         request: Request,
         payload: Payload,
         action: Action,
+        amount: Any = None,
     ) -> None:
         group = self._numbers.get(axes)
         if group is None:
             group = tuple(self._number_at[m] for m in self.group(axes)[1])
             self._numbers[axes] = group
         self._world.meet(
-            MeetingCall(self._number, self._mesh_ranks, group, key, request, payload), action
+            MeetingCall(self._number, self._mesh_ranks, group, key, amount, request, payload),
+            action,
         )
 
     def exchange(
@@ -411,9 +428,8 @@ class RankWire(Wire):
             for to, _ in all_:
                 torch.cat([x.reshape(-1) for _, x in all_], out=to.view(-1))
 
-        # Groups may hold different amounts, except of padded pieces.
-        size = None if request.move else x.numel()
-        self._meet_group(("gather", x.dtype, size), axes, request, (out, x), perform_all_gather)
+        amount = None if request.move else x.numel()  # a move may gather pieces as they are
+        self._meet_group(("gather", x.dtype), axes, request, (out, x), perform_all_gather, amount)
 
     def _all_reduce(self, x: torch.Tensor, axes: Axes, reduce_op: str, request: Request) -> None:
         def perform_all_reduce(all_: Sequence[Payload]) -> None:
@@ -461,7 +477,7 @@ class RankWire(Wire):
                     x.copy_(source)
 
         self._meet_group(
-            ("from_first", x.dtype, x.shape, root), axes, request, (x,), perform_broadcast
+            ("from_first", x.dtype, root), axes, request, (x,), perform_broadcast, x.numel()
         )
 
 

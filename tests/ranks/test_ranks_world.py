@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from partita import comm
+from partita.comm import Request
 from partita.layout import LayoutError
 from tests.programs.wire_moves import move
 
@@ -171,6 +172,36 @@ def test_ranks_that_ask_for_different_things_are_all_told_both_calls_and_lines(o
         assert said in message
         assert "rank 1" in message
         assert message.count("test_ranks_world.py:") == 2
+
+
+def gather_of(mesh, axis, count):
+    """What each rank's `count` elements, its own number, are when gathered along `axis`."""
+    wire = comm.wire_of(mesh)
+    out = torch.empty(mesh.shape[mesh.mesh_dim_names.index(axis)] * count)
+    wire.gather(
+        out,
+        torch.full((count,), float(mesh.get_rank())),
+        (axis,),
+        Request("all_gather", None, "test"),
+    )
+    return out.tolist()
+
+
+def test_groups_of_one_mesh_may_gather_different_amounts():
+    """As where the pieces of another dimension are uneven."""
+    found = comm.ranks(dp=2, tp=2).run(lambda mesh: gather_of(mesh, "dp", 1 + mesh.get_rank() % 2))
+    assert found == [[0, 2], [1, 1, 3, 3]] * 2
+
+
+@pytest.mark.parametrize("other", [1, 2, 3])
+def test_ranks_of_one_group_that_gather_different_amounts_are_told_both(other):
+    def body(mesh):
+        return error_of(gather_of, mesh, "dp", 2 if mesh.get_rank() == other else 1)
+
+    for message in comm.ranks(dp=2, tp=2).run(body):
+        assert message.startswith("ranks ask for different things")
+        assert f"rank {other}  all_gather" in message and "(float32, numel 2)" in message
+        assert f"rank {(other + 2) % 4}  all_gather" in message and "(float32, numel 1)" in message
 
 
 def test_a_rank_that_returns_early_leaves_an_error_and_no_hang():

@@ -53,9 +53,15 @@ class SpreadStep:
         return " ".join(filter(None, said))
 
     def make(self) -> tuple[Any, tuple[Tensor, ...], Any]:
-        """The step, its arguments and the mesh. All ranks call this."""
+        """The step, to be compiled, its arguments and the mesh. All ranks call this."""
         names, sizes = tuple(self.mesh), tuple(self.mesh.values())
         mesh = pt.init_device_mesh(bench_device().type, sizes, mesh_dim_names=names)
+        step, args, _ = self.make_on(mesh)
+        return pt.compile(step, backend="graph"), args, mesh
+
+    def make_on(self, mesh: Any) -> tuple[Any, tuple[Tensor, ...], torch.optim.Optimizer]:
+        """The step on a mesh of these sizes, its arguments and the optimizer. All ranks call
+        this."""
         torch.manual_seed(0)
         model, plan, batch = _MODELS[self.model](self)
         bench_device().place(model)
@@ -65,7 +71,7 @@ class SpreadStep:
         if self.remat:
             pt.remat(model, blocks=list(model.blocks))  # type: ignore[arg-type]
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
-        placements = [pt.Shard(0) if name == "dp" else pt.Replicate() for name in names]
+        placements = [pt.Shard(0) if name == "dp" else pt.Replicate() for name in self.mesh]
         rows = map(bench_device().place, batch)
         spread = tuple(pt.distribute_tensor(one, mesh, placements) for one in rows)
 
@@ -77,7 +83,7 @@ class SpreadStep:
             optimizer.step()
             return loss
 
-        return pt.compile(step, backend="graph"), spread, mesh
+        return step, spread, optimizer
 
 
 def make_cnn(channels: int) -> nn.Module:

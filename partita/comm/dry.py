@@ -7,11 +7,13 @@ from __future__ import annotations
 from typing import Self
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from partita.layout import Coordinate, Fix, LayoutError, Mesh
 from partita.redistribute.cost import BANDWIDTH, LATENCY
 
-from .collective import Request, Splits
+from .backends.choose import backend_named
+from .collective import CompletedWork, PendingWork, Request, Splits
 from .cuts import unravel
 from .device import HOST
 from .ledger import Scope, scope
@@ -35,6 +37,7 @@ class DryWire(Wire):
     """
 
     moved_dtypes = reduced_dtypes = ALL_DTYPES
+    gathers_in_place = True
     has_peers = False
     runs_in_streams = True
     kind = "that is dry"
@@ -48,8 +51,10 @@ class DryWire(Wire):
         device: torch.device,
         latency: float = LATENCY,
         bandwidth: float = BANDWIDTH,
+        backend: str = "",
     ):
         super().__init__(mesh, at, scope_of_rank)
+        self.backend = backend_named(backend)
         self.device_mesh, self.device = device_mesh, device
         self.latency, self.bandwidth = latency, bandwidth
         self.nbytes, self.seconds = 0, 0.0
@@ -64,19 +69,41 @@ class DryWire(Wire):
         self.seconds += self.latency + nbytes / self.bandwidth
 
     def _all_gather(self, out: torch.Tensor, x: torch.Tensor, axes: Axes, request: Request) -> None:
+        self._start_all_gather(out, x, axes, request)
+        _allocate(self.backend.staging_of_gather(out), x)
+
+    def _start_all_gather(
+        self, out: torch.Tensor, x: torch.Tensor, axes: Axes, request: Request
+    ) -> PendingWork:
         n = self.mesh_size(axes)
         self._account_transfer((n - 1) * x.nbytes)
         out.view(n, -1).copy_(x.reshape(1, -1).expand(n, -1))
+        return CompletedWork()
 
     def _reduce_scatter(
         self, out: torch.Tensor, x: torch.Tensor, axes: Axes, reduce_op: str, request: Request
     ) -> None:
+        n = self.mesh_size(axes)
+        _allocate(self.backend.staging_of_scatter(x, n, own=reduce_op != "sum"), x)
+        self._scatter(out, x, axes)
+
+    def _start_reduce_scatter(
+        self, out: torch.Tensor, x: torch.Tensor, axes: Axes, request: Request
+    ) -> PendingWork:
+        if out.dtype != x.dtype:  # shares are exchanged here
+            return super()._start_reduce_scatter(out, x, axes, request)
+        staging = _allocate(self.backend.staging_of_scatter(x, self.mesh_size(axes)), x)
+        self._scatter(out, x, axes)
+        return _StagedWork(staging)
+
+    def _scatter(self, out: torch.Tensor, x: torch.Tensor, axes: Axes) -> None:
         n = self.mesh_size(axes)
         self._account_transfer((n - 1) * out.nbytes)
         out.view(-1).copy_(x.reshape(n, -1)[self.index(axes)])
 
     def _all_reduce(self, x: torch.Tensor, axes: Axes, reduce_op: str, request: Request) -> None:
         n = self.mesh_size(axes)
+        _allocate(self.backend.staging_of_sum(x, n) if reduce_op == "sum" else 0, x)
         self._account_transfer(2 * (n - 1) * x.nbytes // n)
 
     def _all_to_all(
@@ -97,12 +124,28 @@ class DryWire(Wire):
         self._account_transfer(x.nbytes)
 
 
+def _allocate(nbytes: int, like: torch.Tensor) -> torch.Tensor | None:
+    """So many bytes where `like` is, which live as long as they are held."""
+    return torch.empty(nbytes, dtype=torch.uint8, device=like.device) if nbytes else None
+
+
+class _StagedWork:
+    """Work that is done, and the memory that it holds until it is waited for."""
+
+    def __init__(self, staging: torch.Tensor | None):
+        self._staging = staging
+
+    def wait(self) -> None:
+        self._staging = None
+
+
 def dry_mesh(
     rank: int = 0,
     *,
     device_type: str = HOST.type,
     latency: float = LATENCY,
     bandwidth: float = BANDWIDTH,
+    backend: str = "",
     **axes: int,
 ) -> MeshHandle:
     """A mesh on which this process is one rank and nobody else is there, to plan with.
@@ -122,6 +165,8 @@ def dry_mesh(
         device_type: where tensors are that `pt.zeros` and its like make on the mesh: "cpu", "meta".
         latency: seconds to start a collective.
         bandwidth: bytes per second that a rank can send.
+        backend: "gloo" where what its collectives hold beside their operands is to be allocated, as
+            CPUs that meet will; others' hold nothing.
         axes: the size of each mesh axis, outermost first.
 
     Returns:
@@ -152,12 +197,14 @@ def dry_mesh(
             reason="the number of each is kept",
             fixes=(Fix(f"at most {_MOST_RANKS:,} ranks"),),
         )
-    numbers = torch.arange(mesh.size()).view(mesh.sizes)
+    with _disable_current_modes():
+        numbers = torch.arange(mesh.size(), device=HOST).view(mesh.sizes)
     at = tuple(unravel(rank, mesh.sizes))
 
     def make_wire(handle: MeshHandle, _: tuple[int, ...]) -> DryWire:
         handle.device_type = device_type
         device = torch.device(device_type)
-        return DryWire(handle._layout, handle._at, scope(), handle, device, latency, bandwidth)
+        where = handle._layout, handle._at, scope(), handle, device
+        return DryWire(*where, latency, bandwidth, backend)
 
     return MeshHandle(mesh, at, numbers, make_wire)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from partita.layout import Coordinate, Layout, LayoutError, Mesh
 from partita.redistribute.cost import bytes_sent
@@ -308,6 +309,9 @@ MakeWire = Callable[["MeshHandle", tuple[int, ...]], Wire]
 class MeshHandle:
     """One rank's mesh in one process: answers what `torch.distributed.DeviceMesh` answers.
 
+    Its numbers are read below all modes (private torch), of which one may make tensors without
+    values.
+
     Compared and hashed by identity: each rank has its own. A deep copy is the handle itself, and so
     is what pickle brings back within the process that wrote it.
 
@@ -323,7 +327,9 @@ class MeshHandle:
         self._parts: dict[tuple[str, ...], MeshHandle] = {}
         self._number = next(_number)
         _known[self._number] = self
-        self.wire = make_wire(self, tuple(ranks.flatten().tolist()))
+        with _disable_current_modes():
+            numbers = tuple(ranks.flatten().tolist())
+        self.wire = make_wire(self, numbers)
 
     @property
     def mesh_dim_names(self) -> tuple[str, ...]:
@@ -355,7 +361,8 @@ class MeshHandle:
 
     def get_rank(self) -> int:
         """This rank's number in the world."""
-        return int(self.mesh[self._at])
+        with _disable_current_modes():
+            return int(self.mesh[self._at])
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
         """This rank's position along one axis, which may be left out where there is only one."""
@@ -375,7 +382,8 @@ class MeshHandle:
             part = Mesh(names, tuple(self.shape[i] for i in where))
             line = tuple(slice(None) if i in where else self._at[i] for i in range(self.ndim))
             ordered = sorted(where)  # indexing leaves the axes in the order of this mesh
-            ranks = self.mesh[line].permute([ordered.index(i) for i in where])
+            with _disable_current_modes():
+                ranks = self.mesh[line].permute([ordered.index(i) for i in where])
             at = tuple(self._at[i] for i in where)
             self._parts[names] = MeshHandle(part, at, ranks, self._make_wire)
         return self._parts[names]

@@ -37,7 +37,7 @@ from partita.tensor.dtensor import DTYPES, DTensor, tagged
 from partita.tensor.spec import spec_of
 from partita.tensor.tensor_state import HERE
 
-_VALUE_ASKED = (DataDependentOutputException, DynamicOutputShapeException)
+VALUE_ASKED = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 @contextmanager
@@ -80,13 +80,13 @@ def rehearse(
         def run() -> Any:
             try:
                 return fn(*given, **named)
-            except _VALUE_ASKED as error:
-                raise _asks_value(error) from None
+            except VALUE_ASKED as error:
+                raise asks_value(error) from None
 
         yield run, state
 
 
-class _LocalFakes(FakeTensorMode):
+class LocalFakes(FakeTensorMode):
     """Fakes of what a rank holds: asked by their mode, a DTensor tells of its piece."""
 
     def __torch_dispatch__(self, *args: Any, **kwargs: Any) -> Any:
@@ -98,7 +98,7 @@ class _Fakes:
     """What stands for tensors and wires: the same for the same."""
 
     def __init__(self, make_wire: Callable[[Wire], Wire]):
-        self.mode = _LocalFakes(static_shapes=True)
+        self.mode = LocalFakes(static_shapes=True)
         self.wires: dict[Wire, Wire] = {}
         self._make_wire = make_wire
         self._standing: dict[int, torch.Tensor] = {}
@@ -177,12 +177,13 @@ def _refuse_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     )
 
 
-def _asks_value(error: Exception) -> LayoutError:
+def asks_value(error: Exception) -> LayoutError:
+    """What to raise where a function that is not run asked for a number."""
     return LayoutError(
-        "the explained function asks for the value of a tensor",
+        "the function asks for the value of a tensor",
         place=user_line_of(error),
         reason="nothing is computed, so that no value is known",
-        fixes=(Fix("explain the part before it", "and the part after it by itself"),),
+        fixes=(Fix("give the part before it", "and the part after it by itself"),),
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,12 +20,13 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from partita.layout.text import format_count, format_table, human
 from partita.parallel.batch import tensors_in
+from partita.tensor.tensor_state import HERE
 
 from .watched_calls import KernelMode
 
 
 @dataclass
-class _Held:
+class HeldStorage:
     """A storage that is alive.
 
     Attributes:
@@ -55,11 +56,11 @@ class MemoryCount:
 
     def __init__(self) -> None:
         self.live = self.peak = 0
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, HeldStorage] = {}
         self._labels: tuple[str, ...] = ()
         self._live: dict[str, int] = {}
         self._peak: dict[str, int] = {}
-        self._resized: list[_Held] = []
+        self._resized: list[HeldStorage] = []
 
     # -- for users --------------------------------------------------------------------
 
@@ -84,14 +85,21 @@ class MemoryCount:
         """
         for t in tensors_in(value):
             with Local():
-                held = self._add_storage(t.untyped_storage())
+                held = self.note_resized(t.untyped_storage())
             if name is not None and name not in held.labels:
                 held.labels += (name,)
                 self._change_live_bytes((name,), held.nbytes)
-            if not held.resized:
-                held.resized = True
-                self._resized.append(held)
         self._update_peaks()
+
+    def note_resized(self, storage: torch.UntypedStorage) -> HeldStorage:
+        """Count a storage that its owner resizes."""
+        self._look_again()
+        held = self._add_storage(storage)
+        if not held.resized:
+            held.resized = True
+            self._resized.append(held)
+        self._update_peaks()
+        return held
 
     def live_of(self, name: str) -> int:
         """Bytes under this label that are alive now."""
@@ -120,7 +128,7 @@ class MemoryCount:
                 self._add_storage(storage)
         self._update_peaks()
 
-    def _add_storage(self, storage: torch.UntypedStorage) -> _Held:
+    def _add_storage(self, storage: torch.UntypedStorage) -> HeldStorage:
         # torch keeps one Python object for a storage as long as it lives, so its id is its name.
         key = id(storage)
         held = self._held.get(key)
@@ -133,16 +141,14 @@ class MemoryCount:
                 if its is not None:
                     its._forget_storage(key)
 
-            held = _Held(weakref.ref(storage, dead), storage.nbytes(), self._labels)
+            held = HeldStorage(weakref.ref(storage, dead), storage.nbytes(), self._labels)
             self._held[key] = held
-            self.live += held.nbytes
-            self._change_live_bytes(held.labels, held.nbytes)
+            self.changed(held, held.nbytes)
         return held
 
     def _forget_storage(self, key: int) -> None:
         held = self._held.pop(key)
-        self.live -= held.nbytes
-        self._change_live_bytes(held.labels, -held.nbytes)
+        self.changed(held, -held.nbytes)
         if held.resized:
             self._resized.remove(held)
 
@@ -152,9 +158,13 @@ class MemoryCount:
             if storage is not None and storage.nbytes() != held.nbytes:
                 more = storage.nbytes() - held.nbytes
                 held.nbytes += more
-                self.live += more
-                self._change_live_bytes(held.labels, more)
+                self.changed(held, more)
                 self._update_peaks()
+
+    def changed(self, held: HeldStorage, more: int) -> None:
+        """A storage has come, has been resized or has died: so many bytes are alive more."""
+        self.live += more
+        self._change_live_bytes(held.labels, more)
 
     def _change_live_bytes(self, labels: tuple[str, ...], more: int) -> None:
         for name in dict.fromkeys(labels):
@@ -193,8 +203,25 @@ def count_memory() -> Iterator[MemoryCount]:
     Costs some microseconds for each op. In a world of `pt.ranks` each rank counts its own.
     """
     count = MemoryCount()
-    with MemoryCountMode(count):
+    with MemoryCountMode(count), told_of_resizes(count.note_resized):
         yield count
+
+
+@contextmanager
+def told_of_resizes(told: Callable[[torch.UntypedStorage], Any]) -> Iterator[None]:
+    """Within, `told` is given each storage that ZeRO has resized in this thread."""
+    before = HERE.resized
+
+    def tell(storage: torch.UntypedStorage) -> None:
+        told(storage)
+        if before is not None:
+            before(storage)
+
+    HERE.resized = tell
+    try:
+        yield
+    finally:
+        HERE.resized = before
 
 
 # -- recomputed operations -------------------------------------------------------------------------

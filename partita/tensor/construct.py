@@ -37,7 +37,7 @@ from partita.rules.rule import narrow_piece
 from .aliasing import global_strides
 from .arguments import find_wire
 from .autograd import moved
-from .dtensor import DTensor, make_no_strides_error, shape_of_pieces, tagged
+from .dtensor import TYPED, DTensor, make_no_strides_error, shape_of_pieces, tagged
 from .dtensor_gradients import type_hook
 from .random import run_with_generator_check
 from .spec import Spec, spec_on_mesh, spec_on_wire
@@ -55,7 +55,7 @@ def piece_of(whole: torch.Tensor, spec: Spec) -> torch.Tensor:
         if length != part.shape[dim]:
             part = narrow_piece(part, dim, offset, length)
     part = part.contiguous()
-    if part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr():
+    if part.untyped_storage()._cdata == whole.untyped_storage()._cdata:
         # A piece that shares memory would keep the whole value alive. One without elements, which
         # is contiguous as it is, has the strides that other ranks' pieces have.
         part = copy_with_room(part, spec)
@@ -356,7 +356,7 @@ def hold_value(p: nn.Parameter, value: DTensor) -> torch.Tensor | None:
         hooks: dict[int, Any] = p._backward_hooks or {}
         for number, hook in list(hooks.items()):
             hooks[number] = type_hook(p, hook)
-        p.__class__ = DTensor  # type: ignore[assignment]
+        p.__class__ = TYPED.get(p.__class__, DTensor)
         p._is_param = True
         own_state(p).was_plain = True
     p._spec = value._spec  # type: ignore[attr-defined]

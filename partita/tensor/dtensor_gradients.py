@@ -484,7 +484,7 @@ def _reduce_scatter_gradient(p: DTensor, grad: DTensor) -> None:
         rest = state_of(p).rest
         name = (rest and rest.name) or "gradients"
         shard = moved(grad, grad._spec, wanted, name, "settle")
-    if type(grad) is DTensor:
+    if HERE.recorder is None:
         with Local():
             _data.__set__(grad, shard)
     else:  # while a step is captured
@@ -536,7 +536,7 @@ def _reduce_bucket(params: list[DTensor], wire: Wire, partial: tuple[tuple[str, 
             whole = piece.view(g.shape)
             if not g.is_contiguous():  # it keeps the order in memory that autograd gave it
                 whole = torch.empty_like(g).copy_(whole)
-            if type(g) is DTensor:
+            if HERE.recorder is None:
                 _data.__set__(g, whole)
             else:  # traced: a graph knows a tensor by its object, and sees only what is written
                 g.copy_(whole)

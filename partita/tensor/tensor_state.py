@@ -247,6 +247,7 @@ class _Here(threading.local):
             elementwise optimizer, given it, what runs its step, and of which parameter each tensor
             that it updates is a part (itself where it is none).
         call_own: while a step is captured, makes a call of which the capture need not hear.
+        resized: is told of each storage whose memory its owner has freed or allocated again.
     """
 
     watcher: Any = None
@@ -256,6 +257,7 @@ class _Here(threading.local):
     explainer: Any = None
     step_in_blocks: Any = None
     call_own: Any = None
+    resized: Any = None
 
     def unheard(self, function: Callable[..., Any], *args: Any) -> Any:
         """`function(*args)`, a function of partita's during which no code of the user's runs."""

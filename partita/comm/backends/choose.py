@@ -15,6 +15,11 @@ def backend_of(device_type: str) -> Backend:
     return Gloo() if device_type == "cpu" else GlooOnDevice()
 
 
+def backend_named(name: str) -> Backend:
+    """What is known of a backend: "gloo", or any other."""
+    return Gloo() if name == "gloo" else Backend()
+
+
 def installed_backends() -> list[str]:
     """The names of the backends that this torch was built with."""
     if not dist.is_available():

@@ -31,6 +31,7 @@ from partita.redistribute import Move
 from partita.tensor.autograd import count_holders
 from partita.tensor.dtensor import DTensor
 from partita.tensor.spec import Spec
+from partita.tensor.tensor_state import HERE
 from partita.tensor.uneven_pieces import find_padded
 
 
@@ -151,6 +152,7 @@ class FlatBuffer:
         alive: bytes that are gathered, or under way, now.
         here: everything is gathered.
         span: the addresses (first, end) of what is gathered; (0, 0) where nothing is.
+        has_memory: False of fake tensors, which have no addresses.
     """
 
     def __init__(
@@ -202,6 +204,8 @@ class FlatBuffer:
             self._rooms += [self.n * p.length, end - p.place - self.n * p.length]
         self._full = torch.empty(0, dtype=dtype, device=device)
         self._sums = self._full
+        with Local():
+            self.has_memory = self._full.untyped_storage().device.type != "meta"
         self.alive = 0
         self.span = (0, 0)
         self._arriving: tuple[PendingWork, torch.Tensor, torch.Tensor] | None = None
@@ -273,8 +277,9 @@ class FlatBuffer:
         at_once = Device(self.device.type).runs_at_once
         self._holders = 2 if at_once else count_holders(self._full.untyped_storage())
         self.here = True
-        start = self._full.data_ptr()
-        self.span = (start, start + self.nbytes)
+        if self.has_memory:
+            start = self._full.data_ptr()
+            self.span = (start, start + self.nbytes)
 
     def finish_gather_into(self, wholes: Sequence[torch.Tensor]) -> None:
         """Wait for the gather, and write each parameter into `wholes`; nothing is kept here."""
@@ -306,7 +311,7 @@ class FlatBuffer:
         ]
 
     def is_view_here(self, t: torch.Tensor) -> bool:
-        """Is `t`, which has no elements and so no address, a view of the gathered storage?"""
+        """Is `t`, of which no address tells, a view of the gathered storage?"""
         return t.untyped_storage()._cdata == self._full.untyped_storage()._cdata
 
     def release(self) -> None:
@@ -318,7 +323,7 @@ class FlatBuffer:
         if not held or not self._full.untyped_storage().nbytes():
             return
         if _give_up_memory(self._full, self._holders, self._name_at):
-            self._full.untyped_storage().resize_(0)
+            _resize_storage(self._full.untyped_storage(), 0)
         else:
             self.wire.record_kept_view(self.name, held)
             self._full = torch.empty(0, dtype=self.dtype, device=self.device)
@@ -336,7 +341,7 @@ class FlatBuffer:
 
     def _allocate_storage(self) -> None:
         storage = self._full.untyped_storage()
-        storage.resize_(self.nbytes)
+        _resize_storage(storage, self.nbytes)
         self.alive = self.nbytes
         if self._full.numel() != self._room:
             self._full.set_(storage, 0, (self._room,))  # type: ignore[call-overload]
@@ -494,6 +499,13 @@ class _Released:
 
     def __eq__(self, other: object) -> bool:
         return self is other
+
+
+def _resize_storage(storage: torch.UntypedStorage, nbytes: int) -> None:
+    """Free or allocate what a storage holds, and tell of it who counts memory."""
+    storage.resize_(nbytes)
+    if HERE.resized is not None:
+        HERE.resized(storage)
 
 
 def _give_up_memory(full: torch.Tensor, known: int, name_of: Callable[[int], str]) -> bool:

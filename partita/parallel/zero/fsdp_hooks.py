@@ -362,6 +362,7 @@ class _SavedTensorHooks:
         self.call = call
         self._flats = call.group.flats
         self._dtypes = {flat.dtype for flat in self._flats}
+        self._have_addresses = all([flat.has_memory for flat in self._flats])
         self._other = saving_hooks()
         self._hooks = saved_tensors_hooks(self._pack, self._unpack_saved_tensor)
         self._hooks.__enter__()
@@ -371,7 +372,7 @@ class _SavedTensorHooks:
 
     def _pack(self, t: torch.Tensor) -> Any:
         with Local():
-            at = t.data_ptr()
+            at = t.data_ptr() if self._have_addresses else 0
             for flat in self._flats:
                 if flat.span[0] <= at < flat.span[1] or (not at and flat.is_view_here(t)):
                     self.call.needs = self.call.group.needed = True

@@ -13,7 +13,7 @@ from partita.layout import Coordinate, Fix, LayoutError, Mesh
 from partita.redistribute.cost import BANDWIDTH, LATENCY
 
 from .backends.choose import backend_named
-from .collective import CompletedWork, PendingWork, Request, Splits
+from .collective import CompletedWork, PendingSum, PendingWork, Request, Splits
 from .cuts import unravel
 from .device import HOST
 from .ledger import Scope, scope
@@ -84,27 +84,40 @@ class DryWire(Wire):
         self, out: torch.Tensor, x: torch.Tensor, axes: Axes, reduce_op: str, request: Request
     ) -> None:
         n = self.mesh_size(axes)
-        _allocate(self.backend.staging_of_scatter(x, n, own=reduce_op != "sum"), x)
-        self._scatter(out, x, axes)
+        if reduce_op == "sum" and self.backend.sums_in_rank_order:
+            self._exchange(out, x, axes).wait()
+            return
+        _allocate(self.backend.staging_of_scatter(x, n, own=True), x)
+        self._account_transfer((n - 1) * out.nbytes)
+        out.view(-1).copy_(x.reshape(n, -1)[self.index(axes)])
 
     def _start_reduce_scatter(
         self, out: torch.Tensor, x: torch.Tensor, axes: Axes, request: Request
     ) -> PendingWork:
-        if out.dtype != x.dtype:  # shares are exchanged here
-            return super()._start_reduce_scatter(out, x, axes, request)
-        staging = _allocate(self.backend.staging_of_scatter(x, self.mesh_size(axes)), x)
-        self._scatter(out, x, axes)
-        return _StagedWork(staging)
+        if self.backend.sums_in_rank_order:
+            return self._exchange(out, x, axes)
+        return super()._start_reduce_scatter(out, x, axes, request)
 
-    def _scatter(self, out: torch.Tensor, x: torch.Tensor, axes: Axes) -> None:
+    def _exchange(self, out: torch.Tensor, x: torch.Tensor, axes: Axes) -> PendingWork:
+        """A reduce-scatter whose shares are exchanged, and summed when it is waited for."""
         n = self.mesh_size(axes)
-        self._account_transfer((n - 1) * out.nbytes)
-        out.view(-1).copy_(x.reshape(n, -1)[self.index(axes)])
+        mine = x.view(n, -1)[self.index(axes)]
+        self._account_transfer((n - 1) * mine.nbytes)
+        came = x.new_zeros((1 if n == 2 else n) * mine.numel()).view(-1, mine.numel()).unbind()
+        shares = (mine, *came) if n == 2 else came
+        if n > 2:
+            came[self.index(axes)].copy_(mine)
+        return PendingSum(CompletedWork(), shares, out.view(-1))
 
     def _all_reduce(self, x: torch.Tensor, axes: Axes, reduce_op: str, request: Request) -> None:
         n = self.mesh_size(axes)
-        _allocate(self.backend.staging_of_sum(x, n) if reduce_op == "sum" else 0, x)
         self._account_transfer(2 * (n - 1) * x.nbytes // n)
+        if reduce_op == "sum" and self.backend.way_of_sum(x, n) == "gather":
+            shares = x.new_zeros(n * x.numel()).view(n, -1)
+            shares[self.index(axes)].copy_(x.view(-1))
+            PendingSum(CompletedWork(), shares.unbind(), x.view(-1)).wait()
+        elif reduce_op == "sum":
+            _allocate(self.backend.staging_of_sum(x, n), x)
 
     def _all_to_all(
         self,
@@ -124,19 +137,10 @@ class DryWire(Wire):
         self._account_transfer(x.nbytes)
 
 
-def _allocate(nbytes: int, like: torch.Tensor) -> torch.Tensor | None:
-    """So many bytes where `like` is, which live as long as they are held."""
-    return torch.empty(nbytes, dtype=torch.uint8, device=like.device) if nbytes else None
-
-
-class _StagedWork:
-    """Work that is done, and the memory that it holds until it is waited for."""
-
-    def __init__(self, staging: torch.Tensor | None):
-        self._staging = staging
-
-    def wait(self) -> None:
-        self._staging = None
+def _allocate(nbytes: int, like: torch.Tensor) -> None:
+    """Allocate and free so many bytes where `like` is."""
+    if nbytes:
+        torch.empty(nbytes, dtype=torch.uint8, device=like.device)
 
 
 def dry_mesh(

@@ -19,12 +19,15 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils._python_dispatch import _disable_current_modes
 
 from partita.comm import user_line
 from partita.compile.capture.fakes import local_of
 from partita.compile.capture.state import State, names_of_call, state_of, tensors_of_call
+from partita.compile.errors import user_line_of
 from partita.compile.memory.schedule import Buffer, HeldInput, Memory
 from partita.compile.memory.storages import workspace
+from partita.layout import Fix, LayoutError
 from partita.remat.counters import HeldStorage, MemoryCount, told_of_resizes
 from partita.remat.watched_calls import KernelMode
 from partita.tensor.autograd import in_backward
@@ -60,14 +63,16 @@ def eager_memory(make: Callable[[], tuple[Callable[..., Any], Sequence[Any]]]) -
         are freed in it are not in it.
 
     Raises:
-        LayoutError: the step asks for the value of a tensor.
+        LayoutError: the step asks for the value of a tensor, or computes with one that `make` did
+            not create.
     """
     schedule = _Schedule()
-    with _Fakes(schedule), schedule.told_of_updates(), _values_refused():
+    with _Fakes(schedule), schedule.told_of_updates(), _errors_explained():
         step, args = make()
         for _ in range(2):
             step(*args)
-        held = tuple(_list_held(state_of(step, (), args, {}), args))
+        with _disable_current_modes():
+            held = tuple(_list_held(state_of(step, (), args, {}), args))
         with _ScheduleMode(schedule), told_of_resizes(schedule.note_resized):
             result = step(*args)
         found = schedule.memory_with(held)
@@ -187,11 +192,21 @@ class _Fakes(LocalFakes):
 
 
 @contextmanager
-def _values_refused() -> Iterator[None]:
+def _errors_explained() -> Iterator[None]:
+    """Say what torch's errors of fake tensors mean here."""
     try:
         yield
     except VALUE_ASKED as error:
-        raise asks_value(error) from error
+        raise asks_value(error) from None
+    except AssertionError as error:
+        if "convert all Tensors to FakeTensors" not in str(error):
+            raise
+        raise LayoutError(
+            "the step computes with a tensor that has memory",
+            place=user_line_of(error),
+            reason="of what make() did not create no copy without memory is made",
+            fixes=(Fix("create it in make()", "model, optimizer and batch, on a dry mesh"),),
+        ) from None
 
 
 def _list_held(state: State, args: Sequence[Any]) -> Iterator[HeldInput]:

@@ -362,7 +362,7 @@ class _SavedTensorHooks:
         self.call = call
         self._flats = call.group.flats
         self._dtypes = {flat.dtype for flat in self._flats}
-        self._have_addresses = all([flat.has_memory for flat in self._flats])
+        self._have_addresses = all(flat.has_memory for flat in self._flats)
         self._other = saving_hooks()
         self._hooks = saved_tensors_hooks(self._pack, self._unpack_saved_tensor)
         self._hooks.__enter__()

@@ -40,7 +40,7 @@ from .comm import dry_mesh
 from .comm.device import HOST, Device, accelerator_names, choose_device, explain_no_gpu
 from .compile.backend.store import Entry, Store, default_store
 from .layout import LayoutError
-from .layout.text import format_table, human
+from .layout.text import escape_controls, format_table, human
 from .predict.autoplan import MOST, autoplan
 from .predict.calibrate import calibrate, machine_toml
 from .predict.explain import explain
@@ -112,8 +112,13 @@ def _parser() -> argparse.ArgumentParser:
 
 def _refuse(command: str, reason: object) -> int:
     """Say why a command cannot be done; the exit code for that."""
-    print(f"partita {command}: {reason}", file=sys.stderr)
+    _print_error(f"partita {command}: {reason}")
     return 2
+
+
+def _print_error(text: str) -> None:
+    """Print lines on standard error; names in them, of files and what stands there, do nothing."""
+    print("\n".join(map(escape_controls, text.split("\n"))), file=sys.stderr)
 
 
 # -- train ----------------------------------------------------------------------------------------
@@ -272,7 +277,7 @@ def run_report(options: argparse.Namespace) -> int:
     except (ValueError, OSError) as error:
         return _refuse("report", error)
     for note in (note for run in runs for note in run.notes):
-        print(f"partita report: {note}", file=sys.stderr)
+        _print_error(f"partita report: {note}")
     print(out)
     return 0
 
@@ -361,7 +366,12 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--mesh", required=True, help="the ranks of each axis: dp=2,tp=4")
     parser.add_argument("--args", default="", help="the arguments, where CALL has none")
-    parser.add_argument("--rank", type=int, default=0, help="which rank to be (0)")
+    parser.add_argument(
+        "--rank",
+        type=int,
+        default=0,
+        help="which rank to be, for a function that asks (0); figures are always of the first",
+    )
 
 
 def run_explain(options: argparse.Namespace) -> int:
@@ -392,12 +402,17 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
     )
     _add_model(parser)
     parser.add_argument("--mesh", required=True, help="the ranks of each axis: dp=64,tp=8")
-    parser.add_argument("--zero", type=int, default=3, help="the stage of ZeRO over dp (3)")
+    # What is not given is left out: the strategy has it, and what was given can be told to be idle.
+    left_out: Any = argparse.SUPPRESS
+    parser.add_argument("--zero", type=int, default=left_out, help="the stage of ZeRO over dp (3)")
     on_off = argparse.BooleanOptionalAction
-    parser.add_argument("--remat", action=on_off, default=True, help="recompute blocks (yes)")
-    parser.add_argument("--sequence", action=on_off, default=False, help="sequence parallel (no)")
-    parser.add_argument("--batch", type=int, default=1, help="sequences a rank of dp, at once (1)")
-    parser.add_argument("--micro-batches", type=int, default=1, help="of a step (1)")
+    parser.add_argument("--remat", action=on_off, default=left_out, help="recompute blocks (yes)")
+    parser.add_argument(
+        "--sequence", action=on_off, default=left_out, help="sequence parallel (no)"
+    )
+    each = "sequences a rank of dp, at once (1)"
+    parser.add_argument("--batch", type=int, default=left_out, help=each)
+    parser.add_argument("--micro-batches", type=int, default=left_out, help="of a step (1)")
     parser.add_argument("--trace", metavar="FILE", help="write the timeline for ui.perfetto.dev")
     parser.add_argument("--report", metavar="FILE", help="write a page about it (needs plotly)")
 
@@ -416,7 +431,8 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--context", type=int, help="tokens of a sequence (the model's)")
     parser.add_argument("--layers", type=int, help="blocks (the model's)")
-    parser.add_argument("--precision", default="bfloat16", help="bfloat16 or float32 (bfloat16)")
+    kinds = "bfloat16 or float32 (bfloat16)"
+    parser.add_argument("--precision", default=argparse.SUPPRESS, help=kinds)
 
 
 def _strategy_of(options: argparse.Namespace) -> Strategy:
@@ -446,6 +462,8 @@ def run_simulate(options: argparse.Namespace) -> int:
         # Before what may take a minute.
         check_outputs({"--trace": options.trace, "--report": options.report})
         mesh = dict(read_mesh(options.mesh))
+        if getattr(options, "zero", 0) and "dp" not in mesh:
+            raise ValueError(f"--zero has no effect on {options.mesh}: ZeRO spreads over dp")
         found = simulate(
             options.model, mesh, _machine_of(options, mesh), strategy=_strategy_of(options)
         )

@@ -13,10 +13,11 @@ import platform
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from .app import (
 from .comm import dry_mesh
 from .comm.device import HOST, Device, accelerator_names, choose_device, explain_no_gpu
 from .compile.backend.store import Entry, Store, default_store
-from .layout import LayoutError
+from .layout import Fix, LayoutError
 from .layout.text import escape_controls, format_table, human
 from .predict.autoplan import MOST, autoplan
 from .predict.calibrate import calibrate, machine_toml
@@ -374,10 +375,20 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
     )
 
 
+_NO_AXES = {name for name, p in signature(dry_mesh).parameters.items() if p.kind != p.VAR_KEYWORD}
+
+
 def run_explain(options: argparse.Namespace) -> int:
     """Print the explanation; the exit code is 2 where the call cannot be read or made."""
     try:
-        mesh = dry_mesh(options.rank, **read_mesh(options.mesh))  # type: ignore[arg-type]
+        axes = read_mesh(options.mesh)
+        if taken := _NO_AXES & axes.keys():
+            raise LayoutError(
+                f"no axis is called {min(taken)!r} here",
+                reason=f"a dry mesh has options of these names: {', '.join(sorted(_NO_AXES))}",
+                fixes=(Fix("--mesh dp=2,tp=4"),),
+            )
+        mesh = dry_mesh(options.rank, **axes)  # type: ignore[arg-type]
         fn, args, kwargs = read_call(options.call, options.args, mesh)
         print(explain(fn, *args, **kwargs))
     except KeyboardInterrupt:
@@ -441,7 +452,7 @@ def _strategy_of(options: argparse.Namespace) -> Strategy:
     return Strategy(**{f.name: given[f.name] for f in fields(Strategy) if f.name in given})
 
 
-def _machine_of(options: argparse.Namespace, axes: Iterable[str] = ("dp", "tp")) -> Machine:
+def _machine_of(options: argparse.Namespace, axes: Collection[str] = ("dp", "tp")) -> Machine:
     """The machine that options say, with its links, of a mesh of these axes.
 
     Raises:
@@ -559,11 +570,16 @@ def _add_calibrate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=Path("machine.toml"), help="(machine.toml)")
 
 
+_RANKS_OF_A_CORE = 64
+"""Processes that are started for each core, at most: of more nothing would be measured."""
+
+
 def run_calibrate(options: argparse.Namespace) -> int:
     """Measure, write the file and print it; the exit code is 2 where that fails."""
     try:
-        if options.ranks < 1:
-            raise ValueError(f"--ranks {options.ranks}: at least 1")
+        most = _RANKS_OF_A_CORE * count_cores()
+        if not 1 <= options.ranks <= most:
+            raise ValueError(f"--ranks {options.ranks}: at least 1, at most {most} on this machine")
         check_outputs({"--out": options.out})
         text = machine_toml(calibrate(options.ranks))
         options.out.write_text(text)

@@ -71,9 +71,11 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
     Raises:
         LayoutError: what the call itself would raise; or `fn` cannot be called, is a generator or a
-            coroutine function, asks for a value, which nobody computes, or steps an optimizer.
+            coroutine function, gets an iterator, asks for a value, which nobody computes, or steps
+            an optimizer.
     """
     _check_function(fn)
+    _check_operands((args, kwargs))
     explainer = Explainer()
     with rehearse(fn, args, kwargs, explainer.make_wire) as (run, state):
         explainer.name_modules(state.modules)
@@ -99,6 +101,19 @@ def _check_function(fn: Any) -> None:
             reason="a call of it gives an object, and runs nothing",
             fixes=(Fix("a function that goes through what it yields"),),
         )
+
+
+def _check_operands(given: Any) -> None:
+    """Raise LayoutError for an iterator among the arguments: it can be gone through once, by the
+    call itself, and what it gives has no fakes."""
+    for value in pytree.tree_leaves(given):
+        if isinstance(value, Iterator):
+            raise LayoutError(
+                f"an argument is {describe_value(value)}, which can be gone through only once",
+                place=user_line(),
+                reason="the tensors that it gives are not known before",
+                fixes=(Fix("list(...)", "of it"),),
+            )
 
 
 def _name_of_function(fn: Any) -> str:

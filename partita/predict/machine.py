@@ -299,7 +299,7 @@ def load_machine(name: str | Path | Machine) -> Machine:
             f"`partita calibrate --out machine.toml` measures this one"
         )
     try:
-        found = tomllib.loads(path.read_text(encoding="utf-8"))
+        found = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (ValueError, OSError, RecursionError) as error:
         raise MachineError(f"{path}: {error}") from None
     try:

@@ -7,7 +7,8 @@ schedule. What was found is a `Simulation`: numbers, a table, a timeline, a repo
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -148,6 +149,20 @@ def _check_arguments(
             f"{_name_of_step(what)} is a generator or a coroutine function: a call of it runs "
             "nothing, and a step is a function that runs"
         )
+    _check_call(what, args)
+
+
+def _check_call(step: Any, args: Sequence[Any]) -> None:
+    """Raise StrategyError where a step does not take these arguments."""
+    fn = step.step if isinstance(step, CompiledStep) else step
+    if isinstance(step, CompiledStep) and not args and step.reasons:  # its last program is taken
+        return
+    try:
+        inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn).bind(*args)
+    except TypeError as error:
+        raise StrategyError(f"args do not fit {_name_of_step(step)}: {error}") from None
+    except ValueError:  # what is written in C may say no signature
+        return
 
 
 def _name_of_step(step: Any) -> str:
@@ -155,7 +170,7 @@ def _name_of_step(step: Any) -> str:
     return str(getattr(step, "title", own))
 
 
-def with_links(machine: Machine, links: Mapping[str, Link], axes: Iterable[str]) -> Machine:
+def with_links(machine: Machine, links: Mapping[str, Link], axes: Collection[str]) -> Machine:
     """The machine with these links in place of its own.
 
     Raises:
@@ -170,8 +185,12 @@ def with_links(machine: Machine, links: Mapping[str, Link], axes: Iterable[str])
             raise MachineError(f"a link of {name!r} is {said}: write Link(2e-6, 450e9)")
         if not isinstance(name, str):
             raise MachineError(f"a link of {describe_value(name)}: axes as text, 'dp' or 'dp tp'")
-        if not name.split() or not {*name.split()} <= {*axes}:
-            raise MachineError(f"a link of {name!r}: the mesh has the axes {', '.join(axes)}")
+        of, said = name.split(), describe_value(name)
+        if not of or not {*of} <= {*axes}:
+            has = f"the axes {', '.join(axes)}" if axes else "no axis"
+            raise MachineError(f"a link of {said}: the mesh has {has}")
+        if len({*of}) < len(of):
+            raise MachineError(f"a link of {said} names an axis twice")
     given = [sorted(name.split()) for name in links]
     own = {k: v for k, v in machine.links.items() if sorted(k.split()) not in given}
     return dataclasses.replace(machine, links={**own, **links}) if links else machine
@@ -217,7 +236,7 @@ def simulate_program(
 
 def _capture_step(step: Callable[..., Any], args: Sequence[Any]) -> Program:
     if isinstance(step, CompiledStep):
-        if not args:
+        if not args and step.reasons:
             return step.program
     else:
         step = compile_step(step, backend="graph")
@@ -254,10 +273,14 @@ def _check_mesh(
     what: then each axis must be one that they lie on.
     """
     held = {name: wire.mesh.size(name) for wire in reached for name in wire.mesh.names}
+    is_by_sizes = mesh is None or isinstance(mesh, str | Mapping)
     for wire in program.wires:
         of_step = dict(zip(wire.mesh.names, wire.mesh.sizes, strict=True))
         held |= of_step
-        if any(sizes.get(axis) != size for axis, size in of_step.items()):
+        in_order = [axis for axis in sizes if axis in of_step] == [*of_step]
+        if any(sizes.get(axis) != size for axis, size in of_step.items()) or (
+            is_by_sizes and not in_order  # neighbours share hosts: the order has a meaning
+        ):
             said, is_so = _format_mesh(sizes), _format_mesh(of_step)
             raise StrategyError(f"the mesh is said to be {said}, and the step's is {is_so}")
     if sizes.keys() <= held.keys():
@@ -282,17 +305,21 @@ def _format_mesh(sizes: Mapping[str, int]) -> str:
 
 def _step_of(model: nn.Module) -> Callable[..., torch.Tensor]:
     """A step of a model that gives its loss."""
-    if not any(True for _ in model.parameters()):
-        raise StrategyError("the model has no parameters, and no step trains it")
+    if not any(p.requires_grad for p in model.parameters()):
+        has = "none of the model's parameters requires a gradient"
+        has = has if any(True for _ in model.parameters()) else "the model has no parameters"
+        raise StrategyError(f"{has}, and no step trains it")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
 
     def step(*args: Any) -> torch.Tensor:
         optimizer.zero_grad()
         loss: torch.Tensor = model(*args)
-        if loss.numel() != 1:
-            raise ValueError(
-                f"the model gives a tensor of shape {tuple(loss.shape)}, not its loss: simulate "
-                "a step of your own, def step(x): ..."
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            is_tensor = isinstance(loss, torch.Tensor)
+            given = f"a tensor of shape {tuple(loss.shape)}" if is_tensor else describe_value(loss)
+            raise StrategyError(
+                f"the model gives {given}, not its loss: simulate a step of your own, "
+                "def step(x): ..."
             )
         loss.backward()
         optimizer.step()

@@ -207,6 +207,8 @@ class Strategy:
             raise StrategyError(f"precision is {given}: {_PRECISIONS}, as text")
 
 
+_MOST_ELEMENTS = 2**59
+"""Elements of logits that a tensor can hold: torch counts its bytes in 64 bits with a sign."""
 _PRECISIONS = "'bfloat16' or 'float32'"
 
 
@@ -280,7 +282,8 @@ def shape_of(model: str | ModelShape) -> ModelShape:
     allowed = "a name of partita.predict.MODELS, or a ModelShape of your own"
     check_argument("model", model, isinstance(model, str), allowed)
     if model not in MODELS:
-        raise StrategyError(f"no model {model!r}: {', '.join(MODELS)} are known by name")
+        known = ", ".join(MODELS)
+        raise StrategyError(f"no model {describe_value(model)}: {known} are known by name")
     return dataclasses.replace(MODELS[model], name=model)
 
 
@@ -298,6 +301,11 @@ def _check_strategy(shape: ModelShape, mesh: Mapping[str, int], strategy: Strate
             raise StrategyError(f"tp={tp} does not divide the {size} {what} of {shape.name}")
     context = strategy.context or shape.context
     _check_effects(shape, mesh, strategy)
+    if strategy.batch * context * max(shape.vocab, shape.width) > _MOST_ELEMENTS:
+        raise StrategyError(
+            f"batch={strategy.batch} sequences of context={context} tokens are more than a tensor "
+            "can hold"
+        )
     if strategy.sequence and context % tp:
         raise StrategyError(f"tp={tp} does not divide sequences of {context} tokens")
     if strategy.zero not in (0, 1, 2, 3):

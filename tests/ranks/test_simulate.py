@@ -495,7 +495,8 @@ def one_step(mesh):
     def train_a_layer(x):
         layer(x).sum().backward()
 
-    return train_a_layer, [pt.DTensor.from_local(torch.zeros(2, 4), mesh, [pt.Shard(0)])]
+    placements = [pt.Shard(0)] + [pt.Replicate()] * (mesh.ndim - 1)
+    return train_a_layer, [pt.DTensor.from_local(torch.zeros(2, 4), mesh, placements)]
 
 
 WITHOUT_BLOCKS = ModelShape(
@@ -532,9 +533,15 @@ def test_what_does_not_go_with_a_step_is_one_error(mesh, options, says):
 class TestTheMeshOfAStep:
     def test_each_axis_that_is_said_is_one_that_its_tensors_lie_on(self):
         step, args = one_step(pt.dry_mesh(dp=2))
-        for mesh in ({"dp": 2, "tp": 4}, "dp=2,tp=4", pt.dry_mesh(dp=2, tp=4)):
+        for mesh in ({"dp": 2, "tp": 4}, "tp=4,dp=2", pt.dry_mesh(dp=2, tp=4)):
             with pytest.raises(ValueError, match=r"no tensor of the step lies along tp: .* dp=2"):
                 pt.simulate(step, mesh, UNIT, args)
+
+    def test_its_axes_are_said_in_their_order_which_tells_neighbours(self):
+        step, args = one_step(pt.dry_mesh(dp=2, tp=3))
+        with pytest.raises(ValueError, match="said to be tp=3,dp=2, and the step's is dp=2,tp=3"):
+            pt.simulate(step, "tp=3,dp=2", UNIT, args)
+        assert pt.simulate(step, "dp=2,tp=3", UNIT, args).mesh == {"dp": 2, "tp": 3}
 
     def test_a_step_without_dtensors_is_of_one_rank(self):
         layer = torch.nn.Linear(4, 4)
@@ -576,6 +583,35 @@ def test_a_step_is_called_by_its_name_and_one_that_does_nothing_costs_nothing():
     assert found.seconds == found.mfu == 0 and found.tokens_per_second is None and str(found)
     with pytest.raises(ValueError, match="the model has no parameters"):
         pt.simulate(torch.nn.ReLU(), "dp=2", UNIT, args)
+    frozen = torch.nn.Linear(4, 1).requires_grad_(False)
+    with pytest.raises(ValueError, match="none of the model's parameters requires a gradient"):
+        pt.simulate(frozen, "dp=2", UNIT, args)
+
+
+@pytest.mark.parametrize("given", [None, (1, 2)])
+def test_a_model_that_gives_no_tensor_gives_no_loss(given):
+    class Silent(torch.nn.Linear):
+        def forward(self, x):
+            super().forward(x)
+            return given
+
+    mesh = pt.dry_mesh(dp=2)
+    model = pt.parallelize(Silent(4, 4), mesh)
+    x = pt.zeros(2, 4, device_mesh=mesh, placements=[pt.Shard(0)])
+    with pytest.raises(StrategyError, match=r"the model gives (None|a tuple), not its loss"):
+        pt.simulate(model, mesh, UNIT, [x])
+
+
+def test_a_compiled_step_without_arguments_need_not_have_run():
+    step, args = one_step(pt.dry_mesh(dp=2))
+    compiled = pt.compile(lambda: step(args[0]))
+    assert pt.simulate(compiled, "dp=2", UNIT).seconds > 0
+
+
+def test_a_machine_file_may_begin_with_a_byte_order_mark(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text((MACHINES / "h100.toml").read_text(), encoding="utf-8-sig")
+    assert load_machine(path) == load_machine("h100")
 
 
 @pytest.mark.parametrize(
@@ -620,6 +656,10 @@ def test_an_argument_that_has_no_effect_is_refused(asked, says):
         pt.simulate(**({"step_or_model": "gpt", "mesh": "dp=2"} | asked))
 
 
+def make_nothing():
+    pass
+
+
 def make_rows(x):
     yield x
 
@@ -653,6 +693,13 @@ async def fetch_rows(x):
         ),
         ({"step_or_model": one_step, "args": None}, "args is None: a list or a tuple"),
         ({"step_or_model": one_step, "args": (x for x in [1])}, "args is a generator: a list"),
+        ({"step_or_model": make_nothing, "args": [1]}, "args do not fit make_nothing: too many"),
+        ({"step_or_model": torch.nn.Linear(2, 2)}, "args do not fit Linear: missing .* 'input'"),
+        ({"step_or_model": pt.compile(one_step)}, "args do not fit .*one_step: missing .* 'mesh'"),
+        ({"strategy": pt.Strategy(batch=2**60)}, "more than a tensor can hold"),
+        ({"strategy": pt.Strategy(context=10**30)}, "more than a tensor can hold"),
+        ({"step_or_model": "gpt" * 99}, "no model 'gptgpt.*gpt…: gpt, "),
+        ({"links": {"dp dp": Link(1.0, 1.0)}}, "a link of 'dp dp' names an axis twice"),
         ({"strategy": {"zero": 1}}, "strategy is a dict: a pt.Strategy"),
         ({"strategy": "zero"}, "strategy is 'zero': a pt.Strategy"),
         ({"step_or_model": one_step, "tokens": "many"}, "tokens is 'many': a whole number"),
@@ -799,6 +846,10 @@ def test_the_command_prints_the_table(capsys):
         ("simulate --model gpt --mesh tp=2 --zero 3", "--zero has no effect on tp=2"),
         ("simulate --model gpt --mesh dp=2 --sequence", "sequence=True has no effect"),
         ("simulate --model gpt --mesh dp=2 --link dp=1s,1B/s --link dp=2s,1B/s", "is given two"),
+        ("explain torch.exp(f32[4]) --mesh rank=2", "no axis is called 'rank' here"),
+        ("explain torch.exp(f32[4]) --mesh dp=2,latency=2", "no axis is called 'latency' here"),
+        ("simulate --model gpt --mesh dp=2 --batch 99999999999999999999", "than a tensor can hold"),
+        ("calibrate --ranks 99999999", "--ranks 99999999: at least 1, at most"),
         ("plan --model gpt --ranks 2 --memory 80", "80 is without a unit"),
         ("calibrate --out nowhere/x.toml", "is no file in a folder"),
     ],

@@ -13,10 +13,11 @@ import platform
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,8 @@ from .app import (
 from .comm import dry_mesh
 from .comm.device import HOST, Device, accelerator_names, choose_device, explain_no_gpu
 from .compile.backend.store import Entry, Store, default_store
-from .layout import LayoutError
-from .layout.text import format_table, human
+from .layout import Fix, LayoutError
+from .layout.text import escape_controls, format_table, human
 from .predict.autoplan import MOST, autoplan
 from .predict.calibrate import calibrate, machine_toml
 from .predict.explain import explain
@@ -112,8 +113,13 @@ def _parser() -> argparse.ArgumentParser:
 
 def _refuse(command: str, reason: object) -> int:
     """Say why a command cannot be done; the exit code for that."""
-    print(f"partita {command}: {reason}", file=sys.stderr)
+    _print_error(f"partita {command}: {reason}")
     return 2
+
+
+def _print_error(text: str) -> None:
+    """Print lines on standard error; names in them, of files and what stands there, do nothing."""
+    print("\n".join(map(escape_controls, text.split("\n"))), file=sys.stderr)
 
 
 # -- train ----------------------------------------------------------------------------------------
@@ -272,7 +278,7 @@ def run_report(options: argparse.Namespace) -> int:
     except (ValueError, OSError) as error:
         return _refuse("report", error)
     for note in (note for run in runs for note in run.notes):
-        print(f"partita report: {note}", file=sys.stderr)
+        _print_error(f"partita report: {note}")
     print(out)
     return 0
 
@@ -361,13 +367,28 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--mesh", required=True, help="the ranks of each axis: dp=2,tp=4")
     parser.add_argument("--args", default="", help="the arguments, where CALL has none")
-    parser.add_argument("--rank", type=int, default=0, help="which rank to be (0)")
+    parser.add_argument(
+        "--rank",
+        type=int,
+        default=0,
+        help="which rank to be, for a function that asks (0); figures are always of the first",
+    )
+
+
+_NO_AXES = {name for name, p in signature(dry_mesh).parameters.items() if p.kind != p.VAR_KEYWORD}
 
 
 def run_explain(options: argparse.Namespace) -> int:
     """Print the explanation; the exit code is 2 where the call cannot be read or made."""
     try:
-        mesh = dry_mesh(options.rank, **read_mesh(options.mesh))  # type: ignore[arg-type]
+        axes = read_mesh(options.mesh)
+        if taken := _NO_AXES & axes.keys():
+            raise LayoutError(
+                f"no axis is called {min(taken)!r} here",
+                reason=f"a dry mesh has options of these names: {', '.join(sorted(_NO_AXES))}",
+                fixes=(Fix("--mesh dp=2,tp=4"),),
+            )
+        mesh = dry_mesh(options.rank, **axes)  # type: ignore[arg-type]
         fn, args, kwargs = read_call(options.call, options.args, mesh)
         print(explain(fn, *args, **kwargs))
     except KeyboardInterrupt:
@@ -392,12 +413,17 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
     )
     _add_model(parser)
     parser.add_argument("--mesh", required=True, help="the ranks of each axis: dp=64,tp=8")
-    parser.add_argument("--zero", type=int, default=3, help="the stage of ZeRO over dp (3)")
+    # What is not given is left out: the strategy has it, and what was given can be told to be idle.
+    left_out: Any = argparse.SUPPRESS
+    parser.add_argument("--zero", type=int, default=left_out, help="the stage of ZeRO over dp (3)")
     on_off = argparse.BooleanOptionalAction
-    parser.add_argument("--remat", action=on_off, default=True, help="recompute blocks (yes)")
-    parser.add_argument("--sequence", action=on_off, default=False, help="sequence parallel (no)")
-    parser.add_argument("--batch", type=int, default=1, help="sequences a rank of dp, at once (1)")
-    parser.add_argument("--micro-batches", type=int, default=1, help="of a step (1)")
+    parser.add_argument("--remat", action=on_off, default=left_out, help="recompute blocks (yes)")
+    parser.add_argument(
+        "--sequence", action=on_off, default=left_out, help="sequence parallel (no)"
+    )
+    each = "sequences a rank of dp, at once (1)"
+    parser.add_argument("--batch", type=int, default=left_out, help=each)
+    parser.add_argument("--micro-batches", type=int, default=left_out, help="of a step (1)")
     parser.add_argument("--trace", metavar="FILE", help="write the timeline for ui.perfetto.dev")
     parser.add_argument("--report", metavar="FILE", help="write a page about it (needs plotly)")
 
@@ -416,7 +442,8 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--context", type=int, help="tokens of a sequence (the model's)")
     parser.add_argument("--layers", type=int, help="blocks (the model's)")
-    parser.add_argument("--precision", default="bfloat16", help="bfloat16 or float32 (bfloat16)")
+    kinds = "bfloat16 or float32 (bfloat16)"
+    parser.add_argument("--precision", default=argparse.SUPPRESS, help=kinds)
 
 
 def _strategy_of(options: argparse.Namespace) -> Strategy:
@@ -425,7 +452,7 @@ def _strategy_of(options: argparse.Namespace) -> Strategy:
     return Strategy(**{f.name: given[f.name] for f in fields(Strategy) if f.name in given})
 
 
-def _machine_of(options: argparse.Namespace, axes: Iterable[str] = ("dp", "tp")) -> Machine:
+def _machine_of(options: argparse.Namespace, axes: Collection[str] = ("dp", "tp")) -> Machine:
     """The machine that options say, with its links, of a mesh of these axes.
 
     Raises:
@@ -446,6 +473,8 @@ def run_simulate(options: argparse.Namespace) -> int:
         # Before what may take a minute.
         check_outputs({"--trace": options.trace, "--report": options.report})
         mesh = dict(read_mesh(options.mesh))
+        if getattr(options, "zero", 0) and "dp" not in mesh:
+            raise ValueError(f"--zero has no effect on {options.mesh}: ZeRO spreads over dp")
         found = simulate(
             options.model, mesh, _machine_of(options, mesh), strategy=_strategy_of(options)
         )
@@ -541,11 +570,16 @@ def _add_calibrate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=Path("machine.toml"), help="(machine.toml)")
 
 
+_RANKS_OF_A_CORE = 64
+"""Processes that are started for each core, at most: of more nothing would be measured."""
+
+
 def run_calibrate(options: argparse.Namespace) -> int:
     """Measure, write the file and print it; the exit code is 2 where that fails."""
     try:
-        if options.ranks < 1:
-            raise ValueError(f"--ranks {options.ranks}: at least 1")
+        most = _RANKS_OF_A_CORE * count_cores()
+        if not 1 <= options.ranks <= most:
+            raise ValueError(f"--ranks {options.ranks}: at least 1, at most {most} on this machine")
         check_outputs({"--out": options.out})
         text = machine_toml(calibrate(options.ranks))
         options.out.write_text(text)

@@ -48,7 +48,9 @@ from .meshes import (
     describe_saved_mesh,
     find_saved_wire,
     init_device_mesh,
+    is_part_of_mesh,
     join,
+    sizes_of_mesh,
     wire_of,
 )
 from .messages import message, pack, unpack
@@ -116,6 +118,7 @@ __all__ = [
     "is_agreed",
     "is_alone",
     "is_lost",
+    "is_part_of_mesh",
     "is_uneven",
     "join",
     "ledger",
@@ -131,6 +134,7 @@ __all__ = [
     "read_torch_dtensor",
     "recomputing",
     "remember_agreed",
+    "sizes_of_mesh",
     "strict",
     "substitute_wires",
     "switch_off",

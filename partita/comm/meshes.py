@@ -153,6 +153,27 @@ def wire_of(device_mesh: object) -> Wire:
     return active_wire(found)
 
 
+def sizes_of_mesh(device_mesh: object) -> dict[str, int] | None:
+    """The size of each axis, outermost first; None of what is no mesh."""
+    if not isinstance(device_mesh, MeshHandle | DeviceMesh):
+        return None
+    names = device_mesh.mesh_dim_names or tuple(f"dim{i}" for i in range(device_mesh.ndim))
+    return dict(zip(names, device_mesh.shape, strict=True))
+
+
+def is_part_of_mesh(part: object, device_mesh: object) -> bool:
+    """Is `part` this mesh, or one that was taken out of it by axes?"""
+    if isinstance(device_mesh, MeshHandle):
+        return device_mesh.has_part(part)
+    if part == device_mesh:
+        return True
+    if not isinstance(device_mesh, DeviceMesh) or not isinstance(part, DeviceMesh):
+        return False
+    names = part.mesh_dim_names or ()
+    # Those of process groups are equal where they arrange the same ranks alike.
+    return {*names} <= {*(device_mesh.mesh_dim_names or ())} and part == device_mesh[names]
+
+
 def describe_saved_mesh(wire: Wire) -> tuple[Any, ...]:
     """The mesh of a saved tensor as plain values, for `find_saved_wire`."""
     mesh = wire.device_mesh

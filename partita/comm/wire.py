@@ -388,6 +388,10 @@ class MeshHandle:
             self._parts[names] = MeshHandle(part, at, ranks, self._make_wire)
         return self._parts[names]
 
+    def has_part(self, part: object) -> bool:
+        """Is it this mesh, or one that was taken out of it by axes?"""
+        return part is self or any(one.has_part(part) for one in self._parts.values())
+
     def _resolve_mesh_dim(self, mesh_dim: int | str) -> int:
         if isinstance(mesh_dim, int) and -self.ndim <= mesh_dim < self.ndim:
             return mesh_dim

@@ -10,6 +10,7 @@ from itertools import product
 
 from .layout import Layout
 from .mesh import Mesh
+from .text import escape_controls
 
 _PIECES_SHOWN = 8
 """Pieces of a dimension that are drawn; of more, the last of these says how many are left out."""
@@ -276,10 +277,11 @@ def html_of(picture: Picture, width: int = 560) -> str:
     notes = [*picture.notes]
     if picture.panels_left_out:
         notes.insert(0, f"{picture.panels_left_out} more of these are not drawn")
-    below = "".join(f"<div>{escape(note)}</div>" for note in notes)
+    below = "".join(f"<div>{escape(escape_controls(note))}</div>" for note in notes)
+    title = escape(escape_controls(picture.title))
     return (
         f'<div class="partita-layout" style="{_FONT}; max-width:100%; overflow-x:auto">'
-        f'<div style="font-weight:600; margin-bottom:4px">{escape(picture.title)}</div>'
+        f'<div style="font-weight:600; margin-bottom:4px">{title}</div>'
         f'<div style="display:flex; flex-wrap:wrap; gap:14px">{panels}</div>'
         f'<div style="opacity:.75; margin-top:4px">{below}</div></div>'
     )

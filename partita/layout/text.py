@@ -1,8 +1,39 @@
-"""Amounts and tables as text: as ledgers, reports and the command line print them."""
+"""Amounts, names, values and tables as text: as ledgers, reports, errors and the command line print
+them."""
 
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from numbers import Number
+
+_SHOWN = 80
+"""Characters of a value that an error shows."""
+
+
+def escape_controls(text: str) -> str:
+    """A name that comes from outside as one line that can do nothing: what is no printable
+    character stands as Python writes it, "\\x1b[31m".
+
+    So a name of a module or of a file moves no cursor, begins no line and turns no text around.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def describe_value(value: object) -> str:
+    """What an argument is that was refused: a number or text as it is written, of all else the
+    type, for a tensor is not to be read and an object's own text may be long."""
+    kind = type(value)
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if value is not None and not isinstance(value, Number | str | bytes):
+        return f"{'an' if kind.__name__[0] in 'AEIOUaeiou' else 'a'} {kind.__name__}"
+    try:
+        text = escape_controls(repr(value))
+    except ValueError:  # a whole number of too many digits
+        return f"a number of type {kind.__name__}"
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"
 
 
 def human(nbytes: float, nothing: str = "-") -> str:
@@ -32,7 +63,11 @@ def format_count(number: float, unit: str = "") -> str:
 
 
 def format_table(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> str:
-    """Rows of equally many cells as lines; the columns of the numbers in `right` end in line."""
+    """Rows of equally many cells as lines; the columns of the numbers in `right` end in line.
+
+    What is no printable character in a cell is escaped.
+    """
+    rows = [[escape_controls(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:

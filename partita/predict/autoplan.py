@@ -12,10 +12,11 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from partita.layout.text import human
+from partita.layout.text import describe_value, escape_controls, human
 
 from .machine import Machine, load_machine
 from .plan_bounds import guess_bytes, guess_seconds, least_bytes, least_seconds
@@ -25,6 +26,7 @@ from .strategy import (
     Strategy,
     StrategyError,
     Way,
+    check_argument,
     check_counts,
     shape_of,
     train_options,
@@ -100,7 +102,7 @@ class ModelPlan:
     def __str__(self) -> str:
         sequences = f"{self.batch} sequence{'s' * (self.batch != 1)} a step"
         head = f"{self.model} on {self.ranks} rank{'s' * (self.ranks != 1)}, {sequences}, "
-        lines = [head + f"at most {human(int(self.memory))} a rank"]
+        lines = [escape_controls(head) + f"at most {human(int(self.memory))} a rank"]
         for i, choice in enumerate(self.choices, 1):
             found = choice.simulation
             exposed = sum(found.exposed.values()) / found.seconds
@@ -147,22 +149,28 @@ def autoplan(
         model: a name of `partita.predict.MODELS`, or a `ModelShape` of one's own.
         memory: bytes of a rank, or text such as "80GB"; the machine's where None.
         batch: sequences of a step on all ranks together; one for each rank where None.
-        strategy: precision, context and layers; the rest of it is what is searched.
+        strategy: precision, context and layers, and which blocks are made again where remat is; the
+            rest of it is what is searched, and is not to be given.
         most: ways that are simulated.
         prune: leave out what bounds exclude.
         watch: is told, before each simulation, how many ways were simulated, how many will be at
             most, and which is next.
 
     Raises:
-        StrategyError: nothing fits; says what comes nearest. Or a model that is not known.
+        StrategyError: nothing fits; says what comes nearest. Or a model that is not known, an
+            argument of another type, or a strategy that says what is searched.
         MachineError: a machine that is not known.
     """
     shape = shape_of(model)
     found = load_machine(machine)
+    base = _check_base(strategy)
+    check_argument("prune", prune, isinstance(prune, bool), "True or False")
+    allowed = "a function of two counts and a text, or None"
+    check_argument("watch", watch, watch is None or callable(watch), allowed)
     limit = found.memory_bytes if memory is None else read_bytes(memory)
     count = ranks if batch is None else batch
     check_counts(ranks=ranks, batch=count, most=most)
-    ways = list(ways_of(shape, ranks, count, found, strategy or Strategy()))
+    ways = list(ways_of(shape, ranks, count, found, base))
     if not ways:
         raise StrategyError(f"no mesh of {ranks} ranks divides {shape.name} and {count} sequences")
     search = WaySearch(shape, limit, found, prune, watch=watch or (lambda *said: None))
@@ -182,6 +190,28 @@ def autoplan(
     )
 
 
+def _check_base(strategy: Any) -> Strategy:
+    """The strategy that ways are made of. Raises StrategyError where it says what is searched."""
+    if strategy is None:
+        return Strategy()
+    check_argument("strategy", strategy, isinstance(strategy, Strategy), "a pt.Strategy, or None")
+    usual = Strategy()
+    for name in _SEARCHED:
+        value = getattr(strategy, name)
+        if value != getattr(usual, name):
+            instead = _SEARCHED[name]
+            raise StrategyError(f"strategy has {name}={value}, which is searched{instead}")
+    return strategy  # type: ignore[no-any-return]
+
+
+_ONE_WAY = ": pt.simulate(..., strategy=...) has the cost of one way"
+_SEARCHED = dict.fromkeys(("zero", "remat", "sequence"), _ONE_WAY)
+_SEARCHED |= dict.fromkeys(
+    ("batch", "micro_batches"), ": batch= has the sequences of a step on all ranks together"
+)
+"""What a plan chooses of a strategy, and what to ask for instead."""
+
+
 def _say_what_is_nearest(search: WaySearch, ways: list[Way]) -> str:
     shape, ranks = search.model, ways[0].dp * ways[0].tp
     said = f"{shape.name} does not fit: no way on {ranks} ranks was found within "
@@ -199,13 +229,19 @@ def _say_what_is_nearest(search: WaySearch, ways: list[Way]) -> str:
 
 def read_bytes(text: float | str) -> float:
     """Bytes of "80GB", "64 GiB" or a number, more than 0. Raises StrategyError otherwise."""
+    is_number = isinstance(text, Real) and not isinstance(text, bool)
+    allowed = "bytes as a number, or text such as '80GB'"
+    check_argument("memory", text, is_number or isinstance(text, str), allowed)
     if isinstance(text, str):
         match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([A-Za-z]+)", text.strip())
         number = float(match[1]) * _UNITS.get(match[2], 0) if match else 0.0
     else:
-        number = float(text)
+        try:
+            number = float(text)
+        except OverflowError:
+            number = math.inf
     if not 0 < number < math.inf:
-        raise StrategyError(f"{text!r} is no amount of memory: write 80GB or 64GiB")
+        raise StrategyError(f"{describe_value(text)} is no amount of memory: write 80GB or 64GiB")
     return number
 
 

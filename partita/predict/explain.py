@@ -18,8 +18,15 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils import _pytree as pytree
 
 from partita.comm import DryWire, Wire, user_line
-from partita.layout import Layout, LayoutError, Mesh
-from partita.layout.text import format_count, format_seconds, format_table, human
+from partita.layout import Fix, Layout, LayoutError, Mesh
+from partita.layout.text import (
+    describe_value,
+    escape_controls,
+    format_count,
+    format_seconds,
+    format_table,
+    human,
+)
 from partita.redistribute import Move, plan
 from partita.redistribute.cost import bytes_sent
 from partita.rules import Bound, Row, Work
@@ -31,7 +38,7 @@ from partita.tensor.plan import CallPlan
 from partita.tensor.plan_call import Considered, make_plan
 from partita.tensor.tensor_state import HERE
 
-from .rehearsal import rehearse
+from .rehearsal import rehearse, runs_nothing
 
 _IS_CAUSAL = 4  # among the operands of `rules.table.attention`
 _NO_RULE = "(no rule: the operands are gathered, the result is whole)"
@@ -59,12 +66,16 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     Returns:
         An `Explanation`. Its `ops` have the rows and prices (seconds by round figures, see
         `partita.redistribute.cost`), layouts, moves, bytes that a rank sends, and operations of
-        matrix products on a rank. Printed it is a table; an op by itself is told in full.
+        matrix products on a rank. Of uneven splits both are the first rank's, which holds the
+        largest pieces. Printed it is a table; an op by itself is told in full.
 
     Raises:
-        LayoutError: what the call itself would raise; or the function asks for a value, which
-            nobody computes, or steps an optimizer.
+        LayoutError: what the call itself would raise; or `fn` cannot be called, is a generator or a
+            coroutine function, gets an iterator, asks for a value, which nobody computes, or steps
+            an optimizer.
     """
+    _check_function(fn)
+    _check_operands((args, kwargs))
     explainer = Explainer()
     with rehearse(fn, args, kwargs, explainer.make_wire) as (run, state):
         explainer.name_modules(state.modules)
@@ -73,6 +84,36 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     meshes = dict.fromkeys(str(wire.mesh) for wire in explainer.wires)
     ops = tuple(explainer.calls[0].inner)
     return Explanation(_name_of_function(fn), ", ".join(meshes), ops, explainer.goes_backward)
+
+
+def _check_function(fn: Any) -> None:
+    """Raise LayoutError for what cannot be called, or of which a call runs nothing."""
+    if not callable(fn):
+        raise LayoutError(
+            f"fn is {describe_value(fn)}, which cannot be called",
+            place=user_line(),
+            fixes=(Fix("pt.explain(F.linear, x, weight)"), Fix("pt.explain(model, x)")),
+        )
+    if runs_nothing(fn):
+        raise LayoutError(
+            f"fn is {_name_of_function(fn)}, a generator or a coroutine function",
+            place=user_line(),
+            reason="a call of it gives an object, and runs nothing",
+            fixes=(Fix("a function that goes through what it yields"),),
+        )
+
+
+def _check_operands(given: Any) -> None:
+    """Raise LayoutError for an iterator among the arguments: it can be gone through once, by the
+    call itself, and what it gives has no fakes."""
+    for value in pytree.tree_leaves(given):
+        if isinstance(value, Iterator):
+            raise LayoutError(
+                f"an argument is {describe_value(value)}, which can be gone through only once",
+                place=user_line(),
+                reason="the tensors that it gives are not known before",
+                fixes=(Fix("list(...)", "of it"),),
+            )
 
 
 def _name_of_function(fn: Any) -> str:
@@ -187,7 +228,8 @@ class Explainer:
                 out = made.run(func, args, kwargs)
         finally:
             self.calls.pop()
-        products = () if made is None or made.work is None else made.work.products
+        work = None if made is None else made.work
+        products = () if work is None else work.products
         self.calls[-1].inner.append(
             ExplainedOp(
                 name,
@@ -201,6 +243,7 @@ class Explainer:
                 _share_that_is_done(name, args, out) * sum(n for n, _ in products),
                 tuple(dict.fromkeys(a for _, axes in products for a in axes)),
                 inner=tuple(call.inner),
+                is_even=work is None or work.is_even,
             )
         )
         return out
@@ -370,7 +413,7 @@ class ExplainedMove:
     def __str__(self) -> str:
         """`all_gather over tp: 8@dp 16@tp -> 8@dp 16, 1.5 KiB; backward reduce_scatter 1.5 KiB`."""
         over = f"{self.kind} over {' '.join(self.axes)}"
-        text = f"{over}: {self.before.brief()} -> {self.after.brief()}"
+        text = escape_controls(f"{over}: {self.before.brief()} -> {self.after.brief()}")
         text += f", {human(self.nbytes)}" if self.nbytes else ", nothing sent"
         if self.backward_nbytes:
             text += f"; backward {self.backward} {human(self.backward_nbytes)}"
@@ -412,10 +455,12 @@ class ExplainedOp:
         operands, results: the layouts, with their dtypes.
         rows: the legal rows that were priced, of each axis in turn.
         moves: what is moved for it, in order.
-        work: multiplications and additions of its matrix products on a rank, forward; half of the
-            whole of causal attention, which leaves out what its mask hides.
+        work: multiplications and additions of its matrix products on a rank, forward: on the first,
+            which holds the largest pieces, where they are not equal. Half of the whole of causal
+            attention, which leaves out what its mask hides.
         repeated: the axes along which every rank does the same of them.
         inner: the calls that it is written as, where it is.
+        is_even: does every rank do as much of the work?
     """
 
     op: str
@@ -429,6 +474,7 @@ class ExplainedOp:
     work: float = 0.0
     repeated: tuple[str, ...] = ()
     inner: tuple[ExplainedOp, ...] = ()
+    is_even: bool = True
 
     @property
     def nbytes(self) -> int:
@@ -473,13 +519,13 @@ class ExplainedOp:
             lines.append(f"    {self._explain_choice(axis)}")
         for one in self.inner:
             lines += [f"  {line}" for line in str(one).splitlines()]
-        return "\n".join(lines)
+        return "\n".join(map(escape_controls, lines))  # names of modules, axes and files
 
     def _format_place(self) -> str:
         return " ".join(filter(None, [self.source, self.module and f"in {self.module}"]))
 
     def _format_work(self) -> str:
-        text = f"{format_count(self.work)} operations on a rank"
+        text = _say_work(self.work, self.is_even)
         return text + f", repeated along {' '.join(self.repeated)}" * bool(self.repeated)
 
     def _explain_choice(self, axis: str) -> str:
@@ -528,13 +574,14 @@ class Explanation:
 
     @property
     def work(self) -> float:
-        """Operations of matrix products on a rank, forward."""
+        """Operations of matrix products on a rank, forward: on the first, which has most."""
         return sum(op.all_work for op in self.ops)
 
     def __str__(self) -> str:
         if not self.ops:
-            return f"{self.title}: nothing is planned, since no call takes a DTensor"
-        head = f"{self.title} on {self.mesh}"
+            title = escape_controls(self.title)
+            return f"{title}: nothing is planned, since no call takes a DTensor"
+        head = escape_controls(f"{self.title} on {self.mesh}")
         body = str(self.ops[0]) if len(self.ops) == 1 else self._format_ops()
         return f"{head}\n{body}\n{self._format_totals()}"
 
@@ -551,7 +598,13 @@ class Explanation:
             said += f"; {human(self.backward_nbytes)} more in a backward"
         if not self.work:
             return said
-        return f"{said}; {format_count(self.work)} operations on a rank"
+        is_even = all(op.is_even for op in _flatten_ops(self.ops))
+        return f"{said}; {_say_work(self.work, is_even)}"
+
+
+def _say_work(operations: float, is_even: bool) -> str:
+    where = "a rank" if is_even else "the first rank, which has the largest pieces"
+    return f"{format_count(operations)} operations on {where}"
 
 
 def _flatten_ops(ops: Iterable[ExplainedOp]) -> Iterable[ExplainedOp]:

@@ -10,20 +10,26 @@ else by the roofline (`timeline`).
 from __future__ import annotations
 
 import math
+import os
 import re
 import tomllib
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 
+from partita.layout.text import describe_value
+
 _FOLDER = Path(__file__).with_name("machines")
 _EFFICIENCIES = ("matmul", "attention", "memory", "link")
 """Kinds of which a machine says what part of the peak is reached."""
+_FIGURES = ("memory_bytes", "memory_bandwidth", "kernel_seconds", "straggling", "step_seconds")
+"""What a machine has as one number each."""
 
 _POWERS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
@@ -114,6 +120,9 @@ class Machine:
         collectives: seconds by bytes that a rank sends, by kind and number of ranks
             ("all_gather-4"), where measured; rings and trees with the links' figures price the
             others.
+
+    Raises:
+        MachineError: names what is of another type.
     """
 
     name: str
@@ -133,6 +142,51 @@ class Machine:
     kernels: Mapping[str, MeasuredCurve] = field(default_factory=dict)
     collectives: Mapping[str, MeasuredCurve] = field(default_factory=dict)
     links: Mapping[str, Link] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        def check(name: str, value: Any, is_right: bool, allowed: str) -> None:
+            if not is_right:
+                raise MachineError(f"{name} is {describe_value(value)}: {allowed}")
+
+        for name in ("name", "source"):
+            check(name, getattr(self, name), isinstance(getattr(self, name), str), "a text")
+        for name in ("fuses", "overlaps"):
+            value = getattr(self, name)
+            check(name, value, isinstance(value, bool), "True or False")
+        for name in ("host", "network"):
+            value = getattr(self, name)
+            check(name, value, isinstance(value, Link), "a Link")
+        figures = {name: getattr(self, name) for name in _FIGURES}
+        tables: dict[str, tuple[type, str]] = {
+            "flops": (Real, "a number"),
+            "efficiency": (Real, "a number"),
+        }
+        tables |= dict.fromkeys(("kernels", "collectives"), (MeasuredCurve, "a MeasuredCurve"))
+        tables["links"] = (Link, "a Link")
+        for name, (kind, allowed) in tables.items():
+            table = getattr(self, name)
+            check(name, table, isinstance(table, Mapping), f"{allowed} by name, in a dictionary")
+            for key, value in table.items():
+                check(f"a key of {name}", key, isinstance(key, str), "a text")
+                here = f"{name}[{describe_value(key)}]"
+                if kind is Real:
+                    figures[here] = value
+                else:
+                    check(here, value, isinstance(value, kind), allowed)
+        for name, value in figures.items():
+            check(name, value, _is_number(value) and value >= 0, "a number, at least 0")
+        ranks = self.ranks_per_host
+        is_count = isinstance(ranks, Integral) and not isinstance(ranks, bool) and ranks >= 1
+        check("ranks_per_host", ranks, is_count, "a whole number, at least 1")
+        axes = [sorted(name.split()) for name in self.links]
+        for place, name in enumerate(self.links):
+            if axes[place] in axes[:place]:
+                raise MachineError(f"links has two of the axes of {name!r}: one serves any order")
+        if not self.flops:
+            raise MachineError("flops names no dtype: {'bfloat16': 989e12}")
+        for name in _EFFICIENCIES:
+            if name not in self.efficiency:
+                raise MachineError(f"efficiency has no {name!r}: a part of the peak, at most 1")
 
     def peak_flops(self, dtype: str) -> float:
         """Operations per second of a dtype; of the slowest that is known where it is not."""
@@ -230,18 +284,23 @@ def load_machine(name: str | Path | Machine) -> Machine:
     """
     if isinstance(name, Machine):
         return name
+    known = ", ".join(shipped_machines())
+    if not isinstance(name, str | Path):
+        raise MachineError(
+            f"machine is {describe_value(name)}: the name of a shipped one ({known}), the path of "
+            "a TOML file or a Machine"
+        )
     path = Path(name)
     if str(name) in shipped_machines():
         path = _FOLDER / f"{name}.toml"
-    elif not path.is_file():
-        known = ", ".join(shipped_machines())
+    elif not os.path.isfile(path):  # also of what is no path, or too long for one
         raise MachineError(
-            f"no machine {str(name)!r}: it is neither shipped ({known}) nor a file; "
+            f"no machine {describe_value(str(name))}: it is neither shipped ({known}) nor a file; "
             f"`partita calibrate --out machine.toml` measures this one"
         )
     try:
-        found = tomllib.loads(path.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        found = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except (ValueError, OSError, RecursionError) as error:
         raise MachineError(f"{path}: {error}") from None
     try:
         return _read_machine(found)
@@ -366,7 +425,7 @@ def _read_curve(key: str, found: Any) -> MeasuredCurve:
 
 def _read_row(key: str, found: Any) -> tuple[float, ...]:
     row = _of_type(list)(key, found)
-    if not all(type(value) in (int, float) and math.isfinite(value) for value in row):
+    if not all(_is_number(value) and math.isfinite(value) for value in row):
         raise MachineError(f"{key} is {row!r}, not all of it numbers")
     return tuple(map(float, row))
 
@@ -378,17 +437,21 @@ def _amount_of(what: str) -> _Read:
         if isinstance(value, str):
             match = re.fullmatch(r"([-+\d.eE]+)\s*(\S+)", value.strip())
             if match is None or match[2] not in units:
-                raise MachineError(f"{key} is {value!r}, no amount of {what}: {', '.join(units)}")
+                raise MachineError(
+                    f"{key} is {describe_value(value)}, no amount of {what}: {', '.join(units)}"
+                )
             try:
                 number = float(match[1]) * units[match[2]]
             except ValueError:
-                raise MachineError(f"{key} is {value!r}, which has no number") from None
-        elif isinstance(value, int | float) and not isinstance(value, bool):
+                raise MachineError(
+                    f"{key} is {describe_value(value)}, which has no number"
+                ) from None
+        elif _is_number(value):
             number = float(value)
         else:
-            raise MachineError(f"{key} is {value!r}, no amount of {what}")
+            raise MachineError(f"{key} is {describe_value(value)}, no amount of {what}")
         if not (math.isfinite(number) and number > 0):
-            raise MachineError(f"{key} is {value!r}: {what} are above 0")
+            raise MachineError(f"{key} is {describe_value(value)}: {what} are above 0")
         return number
 
     return read
@@ -396,20 +459,33 @@ def _amount_of(what: str) -> _Read:
 
 def _read_share(key: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
-        raise MachineError(f"{key} is {value!r}, no part of a peak: above 0, at most 1")
+        raise MachineError(
+            f"{key} is {describe_value(value)}, no part of a peak: above 0, at most 1"
+        )
     return float(value)
 
 
 def _read_count(key: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise MachineError(f"{key} is {value!r}, no number of ranks")
+        raise MachineError(f"{key} is {describe_value(value)}, no number of ranks")
     return value
+
+
+def _is_number(value: Any) -> bool:
+    """Is it a number that a float can hold? A truth value is none."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return False
+    try:
+        float(value)
+    except OverflowError:
+        return False
+    return True
 
 
 def _of_type(kind: type) -> _Read:
     def read(key: str, value: Any) -> Any:
         if not isinstance(value, kind):
-            raise MachineError(f"{key} is {value!r}, not of type {kind.__name__}")
+            raise MachineError(f"{key} is {describe_value(value)}, not of type {kind.__name__}")
         return value
 
     return read
@@ -434,6 +510,10 @@ class Link:
     bandwidth: float
 
     def __post_init__(self) -> None:
+        for name, figure in (("latency", self.latency), ("bandwidth", self.bandwidth)):
+            if not _is_number(figure):
+                what = "seconds" if name == "latency" else "bytes per second"
+                raise MachineError(f"{name} is {describe_value(figure)}: a number of {what}")
         if not (math.isfinite(self.latency) and self.latency >= 0):
             raise MachineError(f"a latency of {self.latency} seconds: at least 0, and finite")
         if not (math.isfinite(self.bandwidth) and self.bandwidth > 0):

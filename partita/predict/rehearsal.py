@@ -9,7 +9,9 @@ sends nothing and computes nothing; what it had is put back afterwards.
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
+import inspect
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -26,6 +28,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from partita.comm import DryWire, Wire, substitute_wires, user_line, user_line_of_error, wire_of
+from partita.compile import CompiledStep
 from partita.compile.capture.capture import taking_turns
 from partita.compile.capture.capture_context import compiling, hidden_from_watchers, slots_swapped
 from partita.compile.capture.fakes import local_of
@@ -38,6 +41,7 @@ from partita.tensor.spec import spec_of
 from partita.tensor.tensor_state import HERE
 
 VALUE_ASKED = (DataDependentOutputException, DynamicOutputShapeException)
+_RUNS_NOTHING = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
 @contextmanager
@@ -84,6 +88,18 @@ def rehearse(
                 raise asks_value(error) from None
 
         yield run, state
+
+
+def runs_nothing(fn: Callable[..., Any]) -> bool:
+    """Does a call of it give a generator or a coroutine, whose body nobody has run yet?"""
+    fn = fn.step if isinstance(fn, CompiledStep) else fn
+    fn = fn.forward if isinstance(fn, torch.nn.Module) else fn
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    if not inspect.isroutine(fn):
+        fn = getattr(type(fn).__call__, "__func__", type(fn).__call__)
+    code = getattr(getattr(fn, "__func__", fn), "__code__", None)
+    return code is not None and bool(code.co_flags & _RUNS_NOTHING)
 
 
 class LocalFakes(FakeTensorMode):

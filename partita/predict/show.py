@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,8 +14,10 @@ from torch import nn
 from partita.comm import user_line, wire_of
 from partita.layout import Fix, Layout, LayoutError
 from partita.layout.picture import Panel, Picture, draw, html_of
+from partita.layout.text import describe_value, escape_controls
 from partita.tensor.dtensor import DTensor
 
+_BYTE_STREAMS = (io.RawIOBase, io.BufferedIOBase)
 _COLORS = ("cyan", "yellow", "green", "magenta", "blue", "red", "bright_cyan", "bright_yellow")
 
 
@@ -37,7 +40,8 @@ class Shown:
 
     def _repr_html_(self) -> str:
         return "".join(
-            (f"<div><b>{escape(name)}</b></div>" if name else "") + html_of(picture)
+            (f"<div><b>{escape(escape_controls(name))}</b></div>" if name else "")
+            + html_of(picture)
             for name, picture in self.pictures
         )
 
@@ -52,15 +56,16 @@ class Shown:
         return whole
 
     def _styled_parts(self) -> list[tuple[str, str]]:
-        """Pieces of text, and the style of each."""
+        """Pieces of text, and the style of each. Names of parameters and of axes are a user's."""
         parts: list[tuple[str, str]] = []
         for name, picture in self.pictures:
-            parts.append((f"{name}  " * bool(name) + f"{picture.title}\n", "bold"))
+            head = escape_controls(f"{name}  " * bool(name) + picture.title)
+            parts.append((f"{head}\n", "bold"))
             for panel in picture.panels:
                 parts += _format_panel(panel, picture)
             if picture.panels_left_out:
                 parts.append((f"{picture.panels_left_out} more of these are not drawn\n", "dim"))
-            parts += [(f"{note}\n", "dim") for note in picture.notes]
+            parts += [(f"{escape_controls(note)}\n", "dim") for note in picture.notes]
         return parts
 
 
@@ -72,17 +77,25 @@ def show(x: Any, mesh: Any = None, *, out: TextIO | None = None) -> Shown | None
         pt.show(pt.Layout.parse("f32[8@dp, 16@tp]"), mesh)
 
     Args:
-        x: a DTensor, a module whose parameters are such, or a `Layout`.
-        mesh: of a layout: a mesh, or a dry one.
-        out: where to write; standard output where None. Colours are for a terminal, and for one
-            with rich installed.
+        x: a DTensor, a module whose parameters are such, or a `Layout`. What is no printable
+            character in a name is escaped.
+        mesh: of a layout: a mesh, or a dry one. Tensors lie on their own.
+        out: a text stream to write to; standard output where None. Colours are for a terminal, and
+            for one with rich installed.
 
     Returns:
         In a notebook what it shows; None where it was written.
 
     Raises:
-        LayoutError: `x` is none of these, or a layout without a mesh that has its axes.
+        LayoutError: `x` is none of these, or a layout without a mesh that has its axes; there is a
+            mesh for what has one; `out` takes no text.
     """
+    if out is not None and (not hasattr(out, "write") or isinstance(out, _BYTE_STREAMS)):
+        raise LayoutError(
+            f"out is {describe_value(out)}: a text stream",
+            place=user_line(),
+            fixes=(Fix('with open("layouts.txt", "w") as out: pt.show(x, out=out)'),),
+        )
     shown = Shown(tuple(_draw_pictures(x, mesh)))
     if out is None and _in_notebook():
         return shown
@@ -91,6 +104,13 @@ def show(x: Any, mesh: Any = None, *, out: TextIO | None = None) -> Shown | None
 
 
 def _draw_pictures(x: Any, mesh: Any) -> list[tuple[str, Picture]]:
+    if mesh is not None and isinstance(x, DTensor | nn.Module):
+        raise LayoutError(
+            f"mesh has no effect on {describe_value(x)}, whose tensors lie on a mesh of their own",
+            place=user_line(),
+            reason="what is drawn is where they lie; a layout by itself is drawn on any mesh",
+            fixes=(Fix("pt.show(x)"), Fix("pt.show(layout, mesh)")),
+        )
     if isinstance(x, DTensor):
         return [("", draw(x.layout_over_mesh, x._spec.wire.mesh))]
     if isinstance(x, Layout):
@@ -128,7 +148,7 @@ def _in_notebook() -> bool:
 
 
 def _write_shown(shown: Shown, out: TextIO) -> None:
-    if out.isatty():
+    if getattr(out, "isatty", bool)():
         try:
             from rich.console import Console
         except ModuleNotFoundError:

@@ -7,7 +7,8 @@ schedule. What was found is a `Simulation`: numbers, a table, a timeline, a repo
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,24 +17,39 @@ from typing import Any
 import torch
 from torch import nn
 
-from partita.comm import own_lines_shown
+from partita.comm import Wire, is_part_of_mesh, own_lines_shown, sizes_of_mesh
 from partita.comm.device import HOST
 from partita.compile import CompiledStep
 from partita.compile import compile as compile_step
 from partita.compile.capture.fakes import captured_for, local_of
-from partita.compile.capture.state import state_of
+from partita.compile.capture.state import state_of, tensors_of_call
 from partita.compile.captured_program import list_sent_moves
 from partita.compile.graph_nodes import note_of
 from partita.compile.memory.schedule import Buffer, HeldInput, Memory
 from partita.compile.memory.storages import held_by, scheduled
 from partita.compile.program import Program
 from partita.compile.step_report import facts_of_layouts, facts_of_memory, facts_of_moves
-from partita.layout.text import format_seconds, format_table, human
+from partita.layout.text import (
+    describe_value,
+    escape_controls,
+    format_seconds,
+    format_table,
+    human,
+)
 from partita.report import RunFacts, TimelineEvent, save_trace, write_report
+from partita.tensor import DTensor
 
 from .machine import Link, Machine, MachineError, load_machine
-from .rehearsal import read_mesh
-from .strategy import ModelShape, Strategy, StrategyError, check_counts, make_step, shape_of
+from .rehearsal import read_mesh, runs_nothing
+from .strategy import (
+    ModelShape,
+    Strategy,
+    StrategyError,
+    check_argument,
+    check_counts,
+    make_step,
+    shape_of,
+)
 from .strategy import __file__ as strategy_file
 from .timeline import PlayedStep, bytes_per_axis, play_graph
 
@@ -61,50 +77,120 @@ def simulate(
         step_or_model: a step, compiled or not, that takes `args`; a module, whose result for `args`
             is its loss, and which is updated by AdamW; or the name of a model of
             `partita.predict.MODELS`, or a `ModelShape` of one's own.
-        mesh: the mesh on which the step's tensors lie (`pt.dry_mesh(dp=64)`), or for a name the
-            size of each axis, as a dictionary or as "dp=64,tp=8".
+        mesh: the mesh on which the step's tensors lie (`pt.dry_mesh(dp=64)`), or one of which
+            theirs are parts (`mesh["dp"]`); or the size of each axis, as a dictionary or as
+            "dp=64,tp=8", which are then the axes that they lie on. None for one rank.
         machine: the name of a shipped machine, or the path of a file.
-        args: of the step. Of a compiled step that ran, its last program is taken where there are
-            none.
-        strategy: for a name, how the model is spread.
-        tokens: of a step on all ranks together; known of a named model.
+        args: of the step, in a list or a tuple. Of a compiled step that ran, its last program is
+            taken where there are none.
+        strategy: for a name or a shape, how the model is spread; a step is spread already.
+        tokens: of a step on all ranks together; of a name or a shape they are known.
         links: for the axes of a collective (joined by blanks) another link than the machine's,
             taken as it is: `efficiency` is not applied to it.
 
     Raises:
         MachineError: a machine that is not known, a wrong file, or a link of no axis of the mesh.
-        StrategyError: a model that is not known, a mesh that does not divide, or is not the step's.
+        StrategyError: a model that is not known, a mesh that does not divide, or is not the step's;
+            an argument of another type, or one that has no effect on what is simulated.
+        LayoutError: a mesh as text that cannot be read, or with too many ranks.
         CaptureError: the step cannot be captured.
     """
+    is_named = isinstance(step_or_model, str | ModelShape)
+    _check_arguments(step_or_model, args, strategy, tokens, is_named)
     sizes = _sizes_of_mesh(mesh)
-    if tokens is not None:
-        check_counts(tokens=tokens)
-    found = with_links(load_machine(machine), links or {}, sizes)
-    if isinstance(step_or_model, str | ModelShape):
+    found = with_links(load_machine(machine), {} if links is None else links, sizes)
+    if is_named:
         shape = shape_of(step_or_model)
         program, tokens, unread = capture_model(shape, sizes, strategy or Strategy())
         what = shape.name
     else:
         step = _step_of(step_or_model) if isinstance(step_or_model, nn.Module) else step_or_model
-        own = getattr(step_or_model, "__name__", type(step_or_model).__name__)
-        what = getattr(step_or_model, "title", own)
+        what = _name_of_step(step_or_model)
         program = _capture_step(step, args)
-        _check_mesh(program, sizes)
+        _check_mesh(program, _find_wires(step, args), sizes, mesh)
         unread = _count_unread_bytes(step, args, program)
     return simulate_program(program, sizes, found, what=what, tokens=tokens, unread=unread)
 
 
-def with_links(machine: Machine, links: Mapping[str, Link], axes: Iterable[str]) -> Machine:
+def _check_arguments(
+    step_or_model: Any, args: Any, strategy: Any, tokens: Any, is_named: bool
+) -> None:
+    """Raise StrategyError for arguments of a wrong type, and for those that nothing would read."""
+    what = step_or_model
+    is_step = callable(what) and not isinstance(what, type)
+    allowed = "a step, a module, the name of a model or a ModelShape"
+    check_argument("step_or_model", what, is_named or is_step, allowed)
+    is_list = isinstance(args, list | tuple)
+    check_argument("args", args, is_list, "a list or a tuple of the step's arguments, such as [x]")
+    is_strategy = strategy is None or isinstance(strategy, Strategy)
+    check_argument("strategy", strategy, is_strategy, "a pt.Strategy")
+    if tokens is not None:
+        check_counts(tokens=tokens)
+    if is_named:
+        where = "on a model that is simulated by its name or shape"
+        if args:
+            raise StrategyError(
+                f"args have no effect {where}: its batch is the strategy's, "
+                "strategy=pt.Strategy(batch=..., context=...)"
+            )
+        if tokens is not None:
+            raise StrategyError(
+                f"tokens has no effect {where}: they are counted, of "
+                "strategy=pt.Strategy(batch=..., micro_batches=..., context=...)"
+            )
+        return
+    if strategy is not None:
+        raise StrategyError(
+            f"strategy has no effect on {_name_of_step(what)}, which is spread already: call "
+            "pt.zero, pt.parallelize and pt.remat before, or simulate a name or a ModelShape"
+        )
+    if runs_nothing(what):
+        raise StrategyError(
+            f"{_name_of_step(what)} is a generator or a coroutine function: a call of it runs "
+            "nothing, and a step is a function that runs"
+        )
+    _check_call(what, args)
+
+
+def _check_call(step: Any, args: Sequence[Any]) -> None:
+    """Raise StrategyError where a step does not take these arguments."""
+    fn = step.step if isinstance(step, CompiledStep) else step
+    if isinstance(step, CompiledStep) and not args and step.reasons:  # its last program is taken
+        return
+    try:
+        inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn).bind(*args)
+    except TypeError as error:
+        raise StrategyError(f"args do not fit {_name_of_step(step)}: {error}") from None
+    except ValueError:  # what is written in C may say no signature
+        return
+
+
+def _name_of_step(step: Any) -> str:
+    own = getattr(step, "__name__", type(step).__name__)
+    return str(getattr(step, "title", own))
+
+
+def with_links(machine: Machine, links: Mapping[str, Link], axes: Collection[str]) -> Machine:
     """The machine with these links in place of its own.
 
     Raises:
         MachineError: names a link whose axes are not all among `axes`.
     """
+    if not isinstance(links, Mapping):
+        said = describe_value(links)
+        raise MachineError(f'links is {said}: a link by axes, {{"dp": Link(2e-6, 450e9)}}')
     for name, link in links.items():
         if not isinstance(link, Link):
-            raise MachineError(f"a link of {name!r} is {link!r}: write Link(2e-6, 450e9)")
-        if not name.split() or not {*name.split()} <= {*axes}:
-            raise MachineError(f"a link of {name!r}: the mesh has the axes {', '.join(axes)}")
+            said = describe_value(link)
+            raise MachineError(f"a link of {name!r} is {said}: write Link(2e-6, 450e9)")
+        if not isinstance(name, str):
+            raise MachineError(f"a link of {describe_value(name)}: axes as text, 'dp' or 'dp tp'")
+        of, said = name.split(), describe_value(name)
+        if not of or not {*of} <= {*axes}:
+            has = f"the axes {', '.join(axes)}" if axes else "no axis"
+            raise MachineError(f"a link of {said}: the mesh has {has}")
+        if len({*of}) < len(of):
+            raise MachineError(f"a link of {said} names an axis twice")
     given = [sorted(name.split()) for name in links]
     own = {k: v for k, v in machine.links.items() if sorted(k.split()) not in given}
     return dataclasses.replace(machine, links={**own, **links}) if links else machine
@@ -150,7 +236,7 @@ def simulate_program(
 
 def _capture_step(step: Callable[..., Any], args: Sequence[Any]) -> Program:
     if isinstance(step, CompiledStep):
-        if not args:
+        if not args and step.reasons:
             return step.program
     else:
         step = compile_step(step, backend="graph")
@@ -171,30 +257,69 @@ def _count_unread_bytes(step: Callable[..., Any], args: Sequence[Any], program: 
     return max(sum(held.values()) - read, 0)
 
 
-def _check_mesh(program: Program, sizes: Mapping[str, int]) -> None:
-    """Raise StrategyError where a step's tensors lie on another mesh than is said."""
+def _find_wires(step: Callable[..., Any], args: Sequence[Any]) -> list[Wire]:
+    """The wires of the tensors that a step reaches, of those that it does not read, too."""
+    fn = step.step if isinstance(step, CompiledStep) else step
+    leaves = tensors_of_call(state_of(fn, (), args, {}).slots, tuple(args), {})
+    return list(dict.fromkeys(t._spec.wire for t in leaves if isinstance(t, DTensor)))
+
+
+def _check_mesh(
+    program: Program, reached: Sequence[Wire], sizes: Mapping[str, int], mesh: Any
+) -> None:
+    """Raise StrategyError where a step's tensors lie on another mesh than is said.
+
+    They may lie on parts of the mesh that is given. By sizes it cannot be told what is a part of
+    what: then each axis must be one that they lie on.
+    """
+    held = {name: wire.mesh.size(name) for wire in reached for name in wire.mesh.names}
+    is_by_sizes = mesh is None or isinstance(mesh, str | Mapping)
     for wire in program.wires:
         of_step = dict(zip(wire.mesh.names, wire.mesh.sizes, strict=True))
-        if any(sizes.get(axis) != size for axis, size in of_step.items()):
-            said, is_so = (
-                ",".join(f"{name}={n}" for name, n in mesh.items()) for mesh in (sizes, of_step)
-            )
+        held |= of_step
+        in_order = [axis for axis in sizes if axis in of_step] == [*of_step]
+        if any(sizes.get(axis) != size for axis, size in of_step.items()) or (
+            is_by_sizes and not in_order  # neighbours share hosts: the order has a meaning
+        ):
+            said, is_so = _format_mesh(sizes), _format_mesh(of_step)
             raise StrategyError(f"the mesh is said to be {said}, and the step's is {is_so}")
+    if sizes.keys() <= held.keys():
+        return
+    if not held:
+        raise StrategyError(
+            f"the mesh is said to be {_format_mesh(sizes)}, and no tensor of the step lies on a "
+            "mesh: spread them (pt.parallelize, pt.zero), or simulate one rank with mesh=None"
+        )
+    if not all(is_part_of_mesh(wire.device_mesh, mesh) for wire in program.wires):
+        more = " ".join(axis for axis in sizes if axis not in held)
+        raise StrategyError(
+            f"the mesh is said to be {_format_mesh(sizes)}, and no tensor of the step lies along "
+            f"{more}: the step's mesh is {_format_mesh(held)}. Say that one, or give the mesh "
+            "itself of which it is a part, not its sizes"
+        )
+
+
+def _format_mesh(sizes: Mapping[str, int]) -> str:
+    return ",".join(f"{name}={n}" for name, n in sizes.items()) or "one rank"
 
 
 def _step_of(model: nn.Module) -> Callable[..., torch.Tensor]:
     """A step of a model that gives its loss."""
-    if not any(True for _ in model.parameters()):
-        raise StrategyError("the model has no parameters, and no step trains it")
+    if not any(p.requires_grad for p in model.parameters()):
+        has = "none of the model's parameters requires a gradient"
+        has = has if any(True for _ in model.parameters()) else "the model has no parameters"
+        raise StrategyError(f"{has}, and no step trains it")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
 
     def step(*args: Any) -> torch.Tensor:
         optimizer.zero_grad()
         loss: torch.Tensor = model(*args)
-        if loss.numel() != 1:
-            raise ValueError(
-                f"the model gives a tensor of shape {tuple(loss.shape)}, not its loss: simulate "
-                "a step of your own, def step(x): ..."
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            is_tensor = isinstance(loss, torch.Tensor)
+            given = f"a tensor of shape {tuple(loss.shape)}" if is_tensor else describe_value(loss)
+            raise StrategyError(
+                f"the model gives {given}, not its loss: simulate a step of your own, "
+                "def step(x): ..."
             )
         loss.backward()
         optimizer.step()
@@ -208,11 +333,16 @@ def _sizes_of_mesh(mesh: Any) -> dict[str, int]:
     if isinstance(mesh, str):
         return read_mesh(mesh)
     if isinstance(mesh, Mapping):
-        check_counts(**{str(name): size for name, size in mesh.items()})
-        return {str(name): int(size) for name, size in mesh.items()}
+        for name in mesh:
+            check_argument("an axis of the mesh", name, isinstance(name, str), "a name, 'dp'")
+        check_counts(**mesh)
+        return {name: int(size) for name, size in mesh.items()}
     if mesh is None:
         return {}
-    return dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
+    sizes = sizes_of_mesh(mesh)
+    allowed = 'a mesh, {"dp": 64, "tp": 8} or "dp=64,tp=8"'
+    check_argument("mesh", mesh, sizes is not None, allowed)
+    return sizes or {}
 
 
 # -- what was found --------------------------------------------------------------------------------
@@ -312,9 +442,13 @@ class Simulation:
         class, bytes by line, layouts of the parameters; others beside it. Needs plotly.
 
         Raises:
-            ValueError: plotly is not installed.
+            ValueError: plotly is not installed, or one of the others is no simulation.
             OSError: the file cannot be written.
         """
+        for one in others:
+            check_argument(
+                "what stands beside it", one, isinstance(one, Simulation), "a Simulation"
+            )
         write_report(path, *(one.make_run_facts() for one in (self, *others)))
 
     def make_run_facts(self) -> RunFacts:
@@ -326,8 +460,7 @@ class Simulation:
     @property
     def title(self) -> str:
         """What was simulated, on how many ranks of what."""
-        axes = ",".join(f"{name}={size}" for name, size in self.mesh.items()) or "one rank"
-        return f"{self.what} on {axes} of {self.machine.name}"
+        return f"{self.what} on {_format_mesh(self.mesh)} of {self.machine.name}"
 
     def _make_rows(self) -> list[tuple[str, str, str]]:
         """Names, amounts, and what is in them and what is not."""
@@ -366,7 +499,7 @@ class Simulation:
             for buffer in self.holders[:_SHOWN]:
                 why = " ".join(filter(None, (buffer.phase, buffer.reason, buffer.source)))
                 lines.append(f"    {human(buffer.nbytes):>9}  {buffer.name} {buffer.made_by} {why}")
-        return "\n".join(lines)
+        return "\n".join(map(escape_controls, lines))  # names of steps, machines and files
 
 
 def _simulation_of(

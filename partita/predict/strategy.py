@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from partita.comm import dry_mesh
 from partita.comm.device import HOST, Device
 from partita.layout import Replicate, Shard
+from partita.layout.text import describe_value
 from partita.parallel import plans
 from partita.parallel.parallelize import parallelize
 from partita.parallel.zero import no_sync, zero
@@ -31,14 +32,21 @@ from .machine import Machine
 
 
 class StrategyError(ValueError):
-    """A model that is not known, no count, or a mesh or a batch that does not divide."""
+    """A model that is not known, no count, an argument of another type or one that has no effect,
+    or a mesh or a batch that does not divide."""
 
 
 def check_counts(**counts: Any) -> None:
     """Raise StrategyError for what is no whole number of at least 1, by its name."""
     for name, count in counts.items():
         if not isinstance(count, Integral) or isinstance(count, bool) or count < 1:
-            raise StrategyError(f"{name} is {count!r}: a whole number, at least 1")
+            raise StrategyError(f"{name} is {describe_value(count)}: a whole number, at least 1")
+
+
+def check_argument(name: str, value: Any, is_right: bool, allowed: str) -> None:
+    """Raise StrategyError for an argument that is not as it should be, with what is allowed."""
+    if not is_right:
+        raise StrategyError(f"{name} is {describe_value(value)}: {allowed}")
 
 
 def _make_text(sequences: int, context: int) -> tuple[Tensor, Tensor]:
@@ -71,6 +79,9 @@ class ModelShape:
         sums: over tp of a block's results in forward, at least.
         code: the call of a class of `partita.app.models` that makes it, with "{layers}" and
             "{context}" in it; "" of one's own.
+
+    Raises:
+        StrategyError: names what is no count, or cannot be called.
     """
 
     make: Callable[[int, int], nn.Module]
@@ -88,6 +99,24 @@ class ModelShape:
     has_sequence: bool = True
     sums: int = 2
     code: str = ""
+
+    def __post_init__(self) -> None:
+        counts = ("layers", "width", "heads", "groups", "context", "vocab")
+        check_counts(**{name: getattr(self, name) for name in counts})
+        calls = {
+            "make": "a function of layers and context",
+            "plan": "a function that takes sequence=",
+            "make_batch": "a function of sequences and context",
+            "loss": "a function of the result and the targets",
+        }
+        for name, allowed in calls.items():
+            check_argument(name, getattr(self, name), callable(getattr(self, name)), allowed)
+        for name in ("has_blocks", "has_sequence"):
+            choice = getattr(self, name)
+            check_argument(name, choice, isinstance(choice, bool), "True or False")
+        is_count = isinstance(self.sums, Integral) and not isinstance(self.sums, bool)
+        check_argument("sums", self.sums, is_count and self.sums >= 0, "a whole number, at least 0")
+        check_argument("name", self.name, isinstance(self.name, str), "a text")
 
 
 def _shape_of_class(
@@ -148,7 +177,7 @@ class Strategy:
         layers: blocks; the model's own where None.
 
     Raises:
-        StrategyError: names what is no count.
+        StrategyError: names what is no count, or of another type.
     """
 
     zero: int = 3
@@ -167,6 +196,20 @@ class Strategy:
         for name, count in (("context", self.context), ("layers", self.layers)):
             if count is not None:
                 check_counts(**{name: count})
+        stage = self.zero
+        is_stage = isinstance(stage, Integral) and not isinstance(stage, bool)
+        check_argument("zero", stage, is_stage, "a stage, 0 to 3")
+        for name, choice in (("remat", self.remat), ("sequence", self.sequence)):
+            check_argument(name, choice, isinstance(choice, bool), "True or False")
+        if not isinstance(self.precision, str):
+            said = self.precision if isinstance(self.precision, torch.dtype) else None
+            given = str(said) if said else describe_value(self.precision)
+            raise StrategyError(f"precision is {given}: {_PRECISIONS}, as text")
+
+
+_MOST_ELEMENTS = 2**59
+"""Elements of logits that a tensor can hold: torch counts its bytes in 64 bits with a sign."""
+_PRECISIONS = "'bfloat16' or 'float32'"
 
 
 def make_step(
@@ -194,6 +237,7 @@ def make_step(
     dtype = getattr(torch, strategy.precision)
     with torch.device(device):
         module = shape.make(strategy.layers or shape.layers, context)
+        check_argument("what make gives", module, isinstance(module, nn.Module), "a module")
         local = [shape.make_batch(strategy.batch, context) for _ in range(strategy.micro_batches)]
     parallelize(module, on, shape.plan(sequence=strategy.sequence) if "tp" in mesh else None)
     in_zero = "dp" in mesh and strategy.zero == 3
@@ -203,6 +247,11 @@ def make_step(
         precision = dtype if in_zero and dtype is not torch.float32 else None
         zero(module, on, "dp", stage=strategy.zero, precision=precision)
     if strategy.remat and shape.has_blocks:
+        if not hasattr(module, "blocks"):
+            raise StrategyError(
+                f"{shape.name} has no `blocks` to be recomputed: "
+                "its ModelShape says has_blocks=True"
+            )
         remat(module, blocks=list(module.blocks)[:: strategy.remat_every])  # type: ignore[arg-type]
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, foreach=True)
     placements = [Shard(0) if name == "dp" else Replicate() for name in mesh]
@@ -230,8 +279,11 @@ def shape_of(model: str | ModelShape) -> ModelShape:
     """The model of this name, or what is one already. Raises StrategyError for another name."""
     if isinstance(model, ModelShape):
         return model
+    allowed = "a name of partita.predict.MODELS, or a ModelShape of your own"
+    check_argument("model", model, isinstance(model, str), allowed)
     if model not in MODELS:
-        raise StrategyError(f"no model {model!r}: {', '.join(MODELS)} are known by name")
+        known = ", ".join(MODELS)
+        raise StrategyError(f"no model {describe_value(model)}: {known} are known by name")
     return dataclasses.replace(MODELS[model], name=model)
 
 
@@ -248,13 +300,37 @@ def _check_strategy(shape: ModelShape, mesh: Mapping[str, int], strategy: Strate
         if size % tp:
             raise StrategyError(f"tp={tp} does not divide the {size} {what} of {shape.name}")
     context = strategy.context or shape.context
-    check_counts(layers=strategy.layers or shape.layers, context=context)  # of one's own model
+    _check_effects(shape, mesh, strategy)
+    if strategy.batch * context * max(shape.vocab, shape.width) > _MOST_ELEMENTS:
+        raise StrategyError(
+            f"batch={strategy.batch} sequences of context={context} tokens are more than a tensor "
+            "can hold"
+        )
     if strategy.sequence and context % tp:
         raise StrategyError(f"tp={tp} does not divide sequences of {context} tokens")
     if strategy.zero not in (0, 1, 2, 3):
         raise StrategyError(f"ZeRO has stages 0 to 3, not {strategy.zero}")
-    if getattr(torch, strategy.precision, None) not in (torch.float32, torch.bfloat16):
-        raise StrategyError(f"precision is {strategy.precision!r}: bfloat16 or float32")
+    if strategy.precision not in ("bfloat16", "float32"):
+        raise StrategyError(f"precision is {describe_value(strategy.precision)}: {_PRECISIONS}")
+
+
+def _check_effects(shape: ModelShape, mesh: Mapping[str, int], strategy: Strategy) -> None:
+    """Raise StrategyError for what is asked of a strategy, and changes nothing on this mesh."""
+    axes = ",".join(f"{name}={size}" for name, size in mesh.items())
+    if strategy.zero in (1, 2) and "dp" not in mesh:
+        raise StrategyError(
+            f"zero={strategy.zero} has no effect: ZeRO spreads over dp, and the mesh is {axes}"
+        )
+    if strategy.sequence and mesh.get("tp", 1) == 1:
+        raise StrategyError(
+            f"sequence=True has no effect: sequences are split over tp, and the mesh is {axes}"
+        )
+    if strategy.sequence and not shape.has_sequence:
+        raise StrategyError(f"sequence=True has no effect: {shape.name} says has_sequence=False")
+    every = strategy.remat_every
+    if every > 1 and not (strategy.remat and shape.has_blocks):
+        why = "remat is False" if shape.has_blocks else f"{shape.name} says has_blocks=False"
+        raise StrategyError(f"remat_every={every} has no effect: {why}")
 
 
 # -- ways to spread --------------------------------------------------------------------------------
@@ -311,6 +387,7 @@ def ways_of(
                             base,
                             zero=stage,
                             remat=recomputes,
+                            remat_every=base.remat_every if recomputes else 1,
                             sequence=sequence,
                             batch=mine // count,
                             micro_batches=count,

@@ -10,6 +10,7 @@ import argparse
 import base64
 import importlib.util
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -20,13 +21,14 @@ from typing import Any
 
 from partita.layout import Layout
 from partita.layout.picture import draw, html_of
-from partita.layout.text import human
+from partita.layout.text import escape_controls, human
 
 from .run_facts import RunFacts, TimelineEvent, join_short_events, parse_mesh, trace_bytes
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _TIMES = ("s", "ms", "us")
 _LAYOUTS_SHOWN = 24
+_BREAKS = re.compile(r"([\n\t])")
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1d1d1f; margin: 0 auto; max-width: 1180px;
        padding: 24px; background: #fff; }
@@ -85,7 +87,7 @@ def _tell_apart(runs: Sequence[RunFacts]) -> list[RunFacts]:
 def _page_html(runs: Sequence[RunFacts]) -> str:
     from plotly.offline import get_plotlyjs
 
-    title = escape(", ".join(run.name for run in runs))
+    title = _escape(", ".join(run.name for run in runs))
     body = "\n".join(_make_sections(runs))
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -113,9 +115,18 @@ def _side_by_side(title: str, runs: Sequence[RunFacts], section: Callable[[RunFa
     found = [(run, section(run)) for run in runs]
     if not any(text for _, text in found):
         return ""
-    name = (lambda run: f"<h3>{escape(run.name)}</h3>") if len(runs) > 1 else (lambda run: "")
+    name = (lambda run: f"<h3>{_escape(run.name)}</h3>") if len(runs) > 1 else (lambda run: "")
     cells = "".join(f"<div>{name(run)}{text}</div>" for run, text in found)
     return (f"<h2>{title}</h2>" if title else "") + f'<div class="runs">{cells}</div>'
+
+
+def _escape(text: str) -> str:
+    """Text from outside as HTML, which keeps its lines and tabs; of other characters that do
+    something the names are shown."""
+    parts = (
+        part if part in ("\n", "\t") else escape_controls(part) for part in _BREAKS.split(text)
+    )
+    return escape("".join(parts))
 
 
 def _figure_html(figure: Any) -> str:
@@ -129,10 +140,10 @@ def _figure_html(figure: Any) -> str:
 
 def _table_html(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """Numbers, sizes and times, which come as text with a leading digit, stand at the right."""
-    cells = "".join(f"<th>{escape(h)}</th>" for h in head)
+    cells = "".join(f"<th>{_escape(h)}</th>" for h in head)
     lines = [f"<tr>{cells}</tr>"] if head else []
     for row in rows:
-        texts = [escape(str(value)) for value in row]
+        texts = [_escape(str(value)) for value in row]
         kinds = [' class="number"' if _is_figure(t) else "" for t in texts]
         cells = "".join(f"<td{k}>{t}</td>" for k, t in zip(kinds, texts, strict=True))
         lines.append(f"<tr>{cells}</tr>")
@@ -176,7 +187,7 @@ def _summary_html(run: RunFacts) -> str:
     tables = "".join(_table_html((), table) for table in (rows, run.figures) if table)
     stopped = [f"The run did not reach its end: {run.stopped}"] if run.stopped else []
     notes = "".join(
-        f'<p class="warning">{escape(note)}</p>'
+        f'<p class="warning">{_escape(note)}</p>'
         for note in [*stopped, *(f"{note[:1].upper()}{note[1:]}." for note in run.notes)]
     )
     return notes + tables + options
@@ -224,8 +235,8 @@ def _timeline_html(run: RunFacts) -> str:
         f'<a download="{name}.json.gz" href="data:application/gzip;base64,{trace}">all '
         f"{len(run.timeline):,} events as a trace</a>, for ui.perfetto.dev"
     )
-    note = f'<p class="note">{escape(run.timeline_source)}. Work that is shorter than the picture '
-    note += f"tells apart is joined; {link}.{escape(_describe_other_ways(run))}</p>"
+    note = f'<p class="note">{_escape(run.timeline_source)}. Work that is shorter than the picture '
+    note += f"tells apart is joined; {link}.{_escape(_describe_other_ways(run))}</p>"
     return _figure_html(_timeline_figure(run)) + note
 
 
@@ -295,7 +306,7 @@ def _draw_layout(layout: str, mesh: str) -> str:
     try:
         return html_of(draw(Layout.parse(layout), parse_mesh(mesh)), width=460)
     except ValueError:  # of an axis whose name has blanks, the text cannot be taken apart again
-        return f"<div>{escape(layout)} over {escape(mesh)}</div>"
+        return f"<div>{_escape(layout)} over {_escape(mesh)}</div>"
 
 
 def _layouts_html(run: RunFacts) -> str:
@@ -308,14 +319,14 @@ def _layouts_html(run: RunFacts) -> str:
         names = ", ".join(name for name, _ in members[:3])
         more = f" and {len(members) - 3} more" if len(members) > 3 else ""
         held = _format_size(sum(nbytes for _, nbytes in members))
-        about = f"{escape(names)}{more}: {held} on a rank"
+        about = f"{_escape(names)}{more}: {held} on a rank"
         found.append(f'<div class="layout"><div>{about}</div>{picture}</div>')
     left = len(alike) - _LAYOUTS_SHOWN
     return "".join(found) + (f'<p class="note">and {left} more layouts</p>' if left > 0 else "")
 
 
 def _sample_html(run: RunFacts) -> str:
-    return f"<pre>{escape(run.sample)}</pre>" if run.sample else ""
+    return f"<pre>{_escape(run.sample)}</pre>" if run.sample else ""
 
 
 # -- figures ---------------------------------------------------------------------------------------
@@ -371,6 +382,12 @@ def _figure_layout(height: int, **more: Any) -> dict[str, Any]:
     }
 
 
+def _label(text: str) -> str:
+    """Text from outside for a figure: plotly reads tags in it (`<stdin>:3`, a link), and gives
+    entities back as characters."""
+    return escape(escape_controls(text), quote=False)
+
+
 def _loss_figure(runs: Sequence[RunFacts]) -> Any:
     """Loss and tokens per second of each step; the runs side by side."""
     from plotly.subplots import make_subplots
@@ -385,10 +402,10 @@ def _loss_figure(runs: Sequence[RunFacts]) -> Any:
             figure.add_scatter(
                 x=steps,
                 y=values,
-                name=run.name,
+                name=_label(run.name),
                 mode="lines" if len(steps) > 40 else "lines+markers",
                 line={"color": color},
-                legendgroup=run.name,
+                legendgroup=_label(run.name),
                 showlegend=column == 1 and len(runs) > 1,
                 row=1,
                 col=column,
@@ -415,10 +432,10 @@ def _memory_figure(run: RunFacts) -> Any:
             figure.add_scatter(
                 x=kept,
                 y=[v / _MIB for v in values],
-                name=name,
+                name=_label(name),
                 stackgroup="memory",
                 line={"width": 0.5, "color": color, "shape": "hv"},
-                customdata=[places[i] for i in kept],
+                customdata=[_label(places[i]) for i in kept],
                 hovertemplate="%{y:.2f} MiB at %{customdata}",
             )
     figure.update_xaxes(title_text="place in the step (forward, backward, update)")
@@ -439,17 +456,17 @@ def _timeline_figure(run: RunFacts) -> Any:
         if not mine:
             continue
         figure.add_bar(
-            y=[e.stream for e in mine],
+            y=[_label(e.stream) for e in mine],
             base=[e.start * 1e3 for e in mine],
             x=[e.seconds * 1e3 for e in mine],
             orientation="h",
-            name=kind.replace("_", "-"),
+            name=_label(kind.replace("_", "-")),
             marker={"color": _KINDS.get(kind, _KINDS["other"]), "line": {"width": 0}},
             width=0.8,
-            customdata=[(_label_event(e), e.seconds * 1e3) for e in mine],
+            customdata=[(_label(_describe_event(e)), e.seconds * 1e3) for e in mine],
             hovertemplate="%{customdata[1]:.4g} ms: %{customdata[0]}<extra></extra>",
         )
-    streams = dict.fromkeys(e.stream for e in run.timeline)
+    streams = dict.fromkeys(_label(e.stream) for e in run.timeline)
     figure.update_xaxes(title_text="milliseconds since the step began")
     figure.update_yaxes(
         categoryorder="array", categoryarray=[*streams], autorange="reversed", automargin=True
@@ -459,7 +476,7 @@ def _timeline_figure(run: RunFacts) -> Any:
     return figure
 
 
-def _label_event(event: TimelineEvent) -> str:
+def _describe_event(event: TimelineEvent) -> str:
     """What stands beside an event that one points at."""
     sent = [f"{event.nbytes / _MIB:.4g} MiB"] if event.nbytes else []
     parts = [event.kind, event.name, event.phase, *sent, event.source]
@@ -496,7 +513,10 @@ def _moves_figure(run: RunFacts) -> Any:
             if f"{move['kind']} ({move['reason']})" == kind and line in total:
                 total[line] += move["nbytes"]
         figure.add_bar(
-            y=shown, x=[total[line] / _MIB for line in shown], name=kind, orientation="h"
+            y=[_label(line) for line in shown],
+            x=[total[line] / _MIB for line in shown],
+            name=_label(kind),
+            orientation="h",
         )
     figure.update_xaxes(title_text="MiB sent by a rank in a step")
     figure.update_yaxes(automargin=True)
@@ -519,7 +539,7 @@ def _passes_figure(run: RunFacts) -> Any:
     for column, what in ((1, "peak"), (2, "sent")):
         values = [run.passes[0][what][0], *(p[what][1] for p in run.passes)]
         figure.add_scatter(
-            x=names,
+            x=[_label(name) for name in names],
             y=[v / _MIB for v in values],
             mode="lines+markers",
             line={"shape": "hv", "color": _RUNS[0]},

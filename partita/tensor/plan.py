@@ -22,6 +22,7 @@ from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.comm import Wire, user_line
 from partita.layout import Layout, LayoutError
+from partita.redistribute.cost import local_numel
 from partita.rules import NUMBER, Bound, Work, parse
 
 from .aliasing import copy_as_on_one_device, mark_copies
@@ -305,10 +306,12 @@ def _move_once(x: DTensor, after: Spec, op: str) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class PlanWork:
-    """The matrix products that calls of one plan compute on this rank.
+    """The matrix products that calls of one plan compute on a rank: on the mesh's first, which has
+    the largest piece of an uneven split, as bytes are counted.
 
     Attributes:
         products: of each its operations, and the axes along which every rank computes the same.
+        is_even: does every rank make as many?
         kernel: of the plan while no ledger is open; None where the function itself runs.
         run: what runs, be it the kernel or the function.
     """
@@ -316,6 +319,7 @@ class PlanWork:
     op: str
     wire: Wire
     products: tuple[tuple[float, tuple[str, ...]], ...]
+    is_even: bool
     kernel: Callable[..., Any] | None
     run: Callable[..., Any]
 
@@ -332,14 +336,23 @@ class PlanWork:
 
 def work_of_plan(plan: CallPlan, work: Sequence[Work], run: Callable[..., Any]) -> PlanWork:
     """The work of a call by `plan`, which has its kernel; `run` runs where that is None."""
-    assert plan.choice is not None
-    wire, splits, products = plan.wire, plan.choice.splits, []
+    assert plan.choice is not None and plan.bound is not None
+    wire, splits, sizes = plan.wire, plan.choice.splits, plan.bound.sizes
+    products, is_even = [], True
     for one in work:
-        spread = {a for name in one.names for a in splits.get(name, ())}
+        split = {name: splits[name] for name in one.names if name in splits}
+        spread = {a for axes in split.values() for a in axes}
         repeated = [a for a in wire.mesh.names if a not in spread and wire.mesh.size(a) > 1]
-        operations = one.operations / wire.mesh_size(tuple(spread))
-        products.append((operations, tuple(repeated)))
-    return PlanWork(plan.op, wire, tuple(products), plan.kernel, plan.kernel or run)
+        held = total = 1
+        for name, axes in split.items():
+            parts = wire.mesh_size(axes)
+            # Where only the kernel tells a size, or it is 0, the pieces are taken to be equal.
+            size = sizes.get(name) or parts
+            held *= local_numel((size,), (axes,), wire.mesh)
+            total *= size
+            is_even = is_even and size % parts == 0
+        products.append((one.operations * held / total, tuple(repeated)))
+    return PlanWork(plan.op, wire, tuple(products), is_even, plan.kernel, plan.kernel or run)
 
 
 # -- a function and its plans ----------------------------------------------------------------------

@@ -27,6 +27,26 @@ from tests.programs.wire_moves import (
 )
 
 
+def simulate_on_a_part(rank):
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    layer = pt.parallelize(torch.nn.Linear(4, 4), mesh["dp"])
+
+    def step(x):
+        layer(x).sum().backward()
+
+    args = [pt.zeros(2, 4, device_mesh=mesh["dp"], placements=[pt.Shard(0)])]
+    found = pt.simulate(step, mesh, "h100", args)
+    with pytest.raises(ValueError, match="no tensor of the step lies along tp"):
+        pt.simulate(step, {"dp": 2, "tp": 1}, "h100", args)
+    parts = [mesh, mesh["dp"], mesh["tp"], None, DeviceMesh("cpu", [0, 1])]
+    return found.mesh, [comm.is_part_of_mesh(part, mesh) for part in parts]
+
+
+def test_a_mesh_knows_what_was_taken_out_of_it():
+    for found in run_ranks(simulate_on_a_part, 2):
+        assert found == ({"dp": 2, "tp": 1}, [True, True, True, False, False])
+
+
 def device_mesh(mesh: Mesh) -> DeviceMesh:
     return init_device_mesh("cpu", mesh.sizes, mesh_dim_names=mesh.names)
 

@@ -234,6 +234,14 @@ def test_the_code_names_the_plan_of_the_model(model, plan, monkeypatch):
 # -- the examples of the bench ---------------------------------------------------------------------
 
 
+def test_which_blocks_are_made_again_is_said_of_ways_with_remat_alone():
+    ways = ways_of(EXAMPLES["gpt"], 2, 2, H100, pt.Strategy(remat_every=2))
+    assert {(way.strategy.remat, way.strategy.remat_every) for way in ways} == {
+        (True, 2),
+        (False, 1),
+    }
+
+
 def test_ways_of_a_model_are_those_that_it_has():
     digits = list(ways_of(EXAMPLES["cnn"], 4, 16, H100, pt.Strategy()))
     assert digits and {(way.tp, way.strategy.remat) for way in digits} == {(1, False)}
@@ -284,6 +292,32 @@ def test_what_does_not_fit_is_one_error_that_names_the_least_that_it_takes():
             for memory in (".", "0", "-1GB", "80 gb of it", 0, -1, math.nan, math.inf)
         ),
         ({"model": "gpt", "ranks": 7, "batch": 3}, "no mesh of 7 ranks"),
+        ({"model": None}, "model is None: a name of partita.predict.MODELS, or a ModelShape"),
+        ({"model": ["gpt"]}, "model is a list: a name"),
+        ({"model": torch.nn.Linear(2, 2)}, "model is a Linear: a name"),
+        ({"model": "gpt", "memory": True}, "memory is True: bytes as a number, or text"),
+        ({"model": "gpt", "memory": [80]}, "memory is a list: bytes as a number, or text"),
+        ({"model": "gpt", "memory": b"80GB"}, "memory is b'80GB': bytes as a number"),
+        ({"model": "gpt", "memory": 10**400}, "no amount of memory"),
+        ({"model": "gpt", "ranks": "2"}, "ranks is '2': a whole number"),
+        ({"model": "gpt", "ranks": None}, "ranks is None: a whole number"),
+        ({"model": "gpt", "batch": torch.ones(2)}, "batch is a Tensor: a whole number"),
+        ({"model": "gpt", "strategy": {"layers": 1}}, "strategy is a dict: a pt.Strategy"),
+        ({"model": "gpt", "prune": "no"}, "prune is 'no': True or False"),
+        ({"model": "gpt", "watch": True}, "watch is True: a function"),
+        *(
+            (
+                {"model": "gpt", "strategy": pt.Strategy(**{what: value})},
+                f"{what}={value}, which is",
+            )
+            for what, value in (
+                ("zero", 1),
+                ("remat", False),
+                ("sequence", True),
+                ("batch", 4),
+                ("micro_batches", 2),
+            )
+        ),
         *(
             ({"model": "gpt", what: number}, f"{what} is {number}: a whole number, at least 1")
             for what in ("ranks", "batch", "most")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 
 import pytest
@@ -223,6 +224,48 @@ def test_work_is_what_a_simulation_counts():
     assert pt.explain(model, x).work == found.flops > 0
 
 
+@pytest.mark.parametrize("placements", [[S0, R], [R, S0], [S0, S0]])
+@pytest.mark.parametrize("rows", [1, 5, 7])
+def test_work_of_uneven_pieces_is_that_of_the_first_rank_which_has_most(rows, placements):
+    mesh = pt.dry_mesh(device_type="meta", dp=2, tp=3)
+    x = pt.zeros(rows, 4, device_mesh=mesh, placements=placements)
+    weight = pt.zeros(8, 4, device_mesh=mesh, placements=[R, R])
+    told = pt.explain(F.linear, x, weight)
+    mine = pt.DTensor.to_local(x).shape[0]  # this is the first rank
+    assert told.work == 2 * mine * 8 * 4
+    found = pt.simulate(lambda x: F.linear(x, weight), mesh, "h100", [x])
+    assert found.flops == told.work
+    assert "operations on the first rank, which has the largest pieces" in str(told)
+    even = pt.explain(F.linear, pt.zeros(6, 4, device_mesh=mesh, placements=placements), weight)
+    assert "operations on a rank" in str(even)
+
+
+def test_a_ledger_counts_the_work_of_the_largest_pieces():
+    mesh = pt.dry_mesh(dp=3)
+    x = pt.zeros(4, 4, device_mesh=mesh, placements=[S0])  # two rows on the first rank
+    whole = pt.zeros(4, 4, device_mesh=mesh, placements=[R])
+    with pt.ledger() as log:
+        x @ whole
+        whole @ whole
+    (work,) = log.repeated
+    assert work.share == 4 / (4 + 2)
+
+
+def test_a_name_of_a_module_is_one_line_and_moves_no_cursor():
+    class Evil(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ModuleDict({"part\x1b[2J\nfree": nn.Linear(16, 16)})
+
+        def forward(self, x):
+            return F.relu(self.parts["part\x1b[2J\nfree"](x)) * 2
+
+    mesh = pt.dry_mesh(dp=2)
+    told = pt.explain(pt.parallelize(Evil(), mesh), spread(mesh, S0))
+    for text in (str(told), str(told.ops[0])):
+        assert r"part\x1b[2J\nfree" in text and "\x1b" not in text
+
+
 def test_a_call_without_dtensors_plans_nothing():
     told = pt.explain(torch.add, torch.ones(3), 1)
     assert told.ops == () and "nothing is planned" in str(told)
@@ -256,6 +299,39 @@ class TestErrors:
         with pytest.raises(LayoutError, match="steps an optimizer"):
             pt.explain(step)
         assert not optimizer.state and all(p.grad is None for p in model.parameters())
+
+    @pytest.mark.parametrize("wrong", [None, "F.linear", 3, torch.zeros(2), [F.linear]])
+    def test_what_cannot_be_called_is_named(self, wrong):
+        with pytest.raises(
+            LayoutError, match=r"fn is .*, which cannot be called \(at .*explain.py"
+        ):
+            pt.explain(wrong, spread(pt.dry_mesh(dp=2), S0))
+
+    def test_an_iterator_among_the_arguments_is_named(self):
+        x = spread(pt.dry_mesh(dp=2), S0)
+        for given in ((t for t in [x]), iter([x]), {"rows": [map(torch.exp, [x])]}):
+            with pytest.raises(LayoutError, match="which can be gone through only once"):
+                pt.explain(list, given)
+
+    def test_a_function_of_which_a_call_runs_nothing_is_named(self):
+        def make_rows(x):
+            yield x + 1
+
+        async def fetch(x):
+            return x + 1
+
+        class Rows(nn.Module):
+            def forward(self, x):
+                yield x + 1
+
+        class Called:
+            def __call__(self, x):
+                yield x + 1
+
+        x = spread(pt.dry_mesh(dp=2), S0)
+        for fn in (make_rows, fetch, Rows(), Called(), functools.partial(make_rows)):
+            with pytest.raises(LayoutError, match="a generator or a coroutine function"):
+                pt.explain(fn, x)
 
     def test_what_the_call_itself_would_raise_is_raised(self):
         mesh, other = pt.dry_mesh(dp=2), pt.dry_mesh(tp=2)

@@ -110,6 +110,32 @@ def test_a_page_asks_nothing_of_the_network_and_escapes_what_it_is_told(tmp_path
     assert NASTY not in page  # in figures, too, where it stands in JSON
 
 
+def test_characters_that_do_something_are_shown_by_name(tmp_path):
+    path = tmp_path / "run.html"
+    write_report(path, run_of("one"))
+    before = {c for c in path.read_text() if not c.isprintable()}
+    nasty = "\x07\x9b2J\u202e\x00"
+    run = run_of(f"run{nasty}", stopped=nasty, notes=[nasty])
+    run.sample = f"a\n\tb{nasty}"
+    run.layouts = [[nasty, "f32[8@dp, 16@tp]", "dp=2 tp=2", 128]]
+    write_report(path, run)
+    page = path.read_text()
+    assert {c for c in page if not c.isprintable()} == before | {"\t"}
+    assert r"<h1>run\x07\x9b2J\u202e\x00</h1>" in page
+    assert "<pre>a\n\tb\\x07" in page  # what the model writes keeps its lines
+
+
+def test_plotly_finds_no_tags_in_names(tmp_path):
+    """It reads them in labels: `<stdin>:3` would be shown as `:3`, and a link be a link."""
+    path = tmp_path / "run.html"
+    write_report(path, run_of(NASTY), run_of("second"))
+    for found in re.findall('<script type="application/json">(.*?)</script>', path.read_text()):
+        figure = json.loads(found)
+        for trace in figure["data"]:
+            labels = json.dumps([trace.get(k) for k in ("x", "y", "name", "customdata")])
+            assert NASTY not in labels
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
 def test_a_browser_draws_each_figure_without_an_error(tmp_path):

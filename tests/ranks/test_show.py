@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import sys
 import types
+from html import escape
 
 import pytest
 import torch
@@ -97,15 +98,72 @@ def test_a_notebook_shows_html_with_the_rank_s_piece():
     assert "0 + 1" in pending and "repeating-linear-gradient" in pending
 
 
-def test_in_a_notebook_show_gives_what_it_shows(monkeypatch):
-    class ZMQInteractiveShell:
-        pass
+class ZMQInteractiveShell:
+    """What IPython's `get_ipython` gives in a notebook, by its name."""
 
-    notebook = types.SimpleNamespace(get_ipython=ZMQInteractiveShell)
-    monkeypatch.setitem(sys.modules, "IPython", notebook)
+
+NOTEBOOK = types.SimpleNamespace(get_ipython=ZMQInteractiveShell)
+
+
+def test_in_a_notebook_show_gives_what_it_shows(monkeypatch):
+    monkeypatch.setitem(sys.modules, "IPython", NOTEBOOK)
     shown = pt.show(weight(pt.dry_mesh(dp=2, tp=2)))
     assert str(shown) + "\n" == WEIGHT
     assert shown._repr_html_().count('class="partita-layout"') == 1
+
+
+EVIL = "layer\x1b[31m<b>\n\u202e\x00\x9b[red]"
+SHOWN = r"layer\x1b[31m<b>\n\u202e\x00\x9b[red]"
+
+
+def test_names_do_nothing_to_a_terminal_and_a_page(monkeypatch):
+    model = nn.ModuleDict({EVIL: nn.Linear(8, 8, bias=False)})
+    pt.parallelize(model, pt.dry_mesh(tp=2))
+    plain, terminal = io.StringIO(), Terminal()
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "dumb")
+    for out in (plain, terminal):
+        pt.show(model, out=out)
+        assert out.getvalue().startswith(f"{SHOWN}.weight  f32[8, 8] on tp=2\n")
+        assert not {*EVIL} & {*out.getvalue()} - {*SHOWN} - {"\n"}
+    monkeypatch.setitem(sys.modules, "IPython", NOTEBOOK)
+    html = pt.show(model)._repr_html_()
+    assert escape(SHOWN) in html and html.replace("\n", "").isprintable()
+
+
+def test_names_of_axes_do_nothing_either():
+    axis = "dp\x1b[2J"
+    x = pt.zeros(7, 16, device_mesh=pt.dry_mesh(**{axis: 2}), placements=[pt.Replicate()])
+    out = io.StringIO()
+    pt.show(x, out=out)
+    assert r"on dp\x1b[2J=2" in out.getvalue() and "\x1b" not in out.getvalue()
+    assert r"on dp\x1b[2J=2" in x._repr_html_() and "\x1b" not in x._repr_html_()
+
+
+def test_a_mesh_has_no_effect_on_what_has_one():
+    mesh = pt.dry_mesh(dp=2, tp=2)
+    for x in (weight(mesh), pt.parallelize(nn.Linear(2, 2), mesh)):
+        with pytest.raises(LayoutError, match="mesh has no effect on a"):
+            pt.show(x, mesh)
+
+
+@pytest.mark.parametrize("out", ["layouts.txt", 3, io.BytesIO()])
+def test_what_takes_no_text_is_refused(out):
+    with pytest.raises(LayoutError, match=r"out is .*: a text stream"):
+        pt.show(weight(pt.dry_mesh(dp=2, tp=2)), out=out)
+
+
+def test_what_can_only_be_written_to_is_enough():
+    class Log:
+        def __init__(self):
+            self.text = ""
+
+        def write(self, text):
+            self.text += text
+
+    out = Log()
+    pt.show(weight(pt.dry_mesh(dp=2, tp=2)), out=out)
+    assert out.text == WEIGHT
 
 
 @pytest.mark.parametrize(

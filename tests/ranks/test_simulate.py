@@ -26,7 +26,7 @@ from partita.predict.machine import (
     shipped_machines,
 )
 from partita.predict.simulate import capture_model, simulate_program
-from partita.predict.strategy import MODELS, Strategy
+from partita.predict.strategy import MODELS, ModelShape, Strategy, StrategyError
 from partita.predict.timeline import count_flops
 
 MACHINES = Path(__file__).parents[2] / "partita/predict/machines"
@@ -495,7 +495,23 @@ def one_step(mesh):
     def train_a_layer(x):
         layer(x).sum().backward()
 
-    return train_a_layer, [pt.DTensor.from_local(torch.zeros(2, 4), mesh, [pt.Shard(0)])]
+    placements = [pt.Shard(0)] + [pt.Replicate()] * (mesh.ndim - 1)
+    return train_a_layer, [pt.DTensor.from_local(torch.zeros(2, 4), mesh, placements)]
+
+
+WITHOUT_BLOCKS = ModelShape(
+    make=lambda layers, context: torch.nn.Linear(4, 4),
+    layers=1,
+    width=4,
+    heads=2,
+    groups=2,
+    context=4,
+    vocab=4,
+    plan=dict,
+    name="own",
+    has_blocks=False,
+    has_sequence=False,
+)
 
 
 @pytest.mark.parametrize(
@@ -514,6 +530,52 @@ def test_what_does_not_go_with_a_step_is_one_error(mesh, options, says):
         pt.simulate(step, mesh, UNIT, args, **options)
 
 
+class TestTheMeshOfAStep:
+    def test_each_axis_that_is_said_is_one_that_its_tensors_lie_on(self):
+        step, args = one_step(pt.dry_mesh(dp=2))
+        for mesh in ({"dp": 2, "tp": 4}, "tp=4,dp=2", pt.dry_mesh(dp=2, tp=4)):
+            with pytest.raises(ValueError, match=r"no tensor of the step lies along tp: .* dp=2"):
+                pt.simulate(step, mesh, UNIT, args)
+
+    def test_its_axes_are_said_in_their_order_which_tells_neighbours(self):
+        step, args = one_step(pt.dry_mesh(dp=2, tp=3))
+        with pytest.raises(ValueError, match="said to be tp=3,dp=2, and the step's is dp=2,tp=3"):
+            pt.simulate(step, "tp=3,dp=2", UNIT, args)
+        assert pt.simulate(step, "dp=2,tp=3", UNIT, args).mesh == {"dp": 2, "tp": 3}
+
+    def test_a_step_without_dtensors_is_of_one_rank(self):
+        layer = torch.nn.Linear(4, 4)
+
+        def step(x):
+            layer(x).sum().backward()
+
+        with pytest.raises(ValueError, match="no tensor of the step lies on a mesh"):
+            pt.simulate(step, {"dp": 2}, UNIT, [torch.zeros(2, 4)])
+        found = pt.simulate(step, None, UNIT, [torch.zeros(2, 4)])
+        assert found.mesh == {} and found.seconds > 0
+
+    def test_parts_of_the_mesh_that_is_given_are_its_own(self):
+        whole = pt.dry_mesh(dp=2, tp=4)
+        for part in (whole["dp"], whole["dp", "tp"]["dp"], whole["tp", "dp"]["dp"]):
+            step, args = one_step(part)
+            found, alone = (pt.simulate(step, mesh, UNIT, args) for mesh in (whole, part))
+            assert found.mesh == {"dp": 2, "tp": 4} and alone.mesh == {"dp": 2}
+            assert found.seconds == alone.seconds and found.nbytes == alone.nbytes
+            with pytest.raises(ValueError, match="give the mesh itself of which it is a part"):
+                pt.simulate(step, {"dp": 2, "tp": 4}, UNIT, args)
+
+    def test_parts_that_have_all_axes_together_are_on_all_of_them(self):
+        whole = pt.dry_mesh(dp=2, tp=2)
+        layers = [pt.parallelize(torch.nn.Linear(4, 4), whole[axis], None) for axis in ("dp", "tp")]
+
+        def step(x, y):
+            layers[0](x).sum().backward()
+            layers[1](y).sum().backward()
+
+        args = [pt.zeros(2, 4, device_mesh=whole[axis]) for axis in ("dp", "tp")]
+        assert pt.simulate(step, "dp=2,tp=2", UNIT, args).mesh == {"dp": 2, "tp": 2}
+
+
 def test_a_step_is_called_by_its_name_and_one_that_does_nothing_costs_nothing():
     step, args = one_step(pt.dry_mesh(dp=2))
     assert pt.simulate(step, "dp=2", UNIT, args).title.startswith("train_a_layer on dp=2")
@@ -521,6 +583,219 @@ def test_a_step_is_called_by_its_name_and_one_that_does_nothing_costs_nothing():
     assert found.seconds == found.mfu == 0 and found.tokens_per_second is None and str(found)
     with pytest.raises(ValueError, match="the model has no parameters"):
         pt.simulate(torch.nn.ReLU(), "dp=2", UNIT, args)
+    frozen = torch.nn.Linear(4, 1).requires_grad_(False)
+    with pytest.raises(ValueError, match="none of the model's parameters requires a gradient"):
+        pt.simulate(frozen, "dp=2", UNIT, args)
+
+
+@pytest.mark.parametrize("given", [None, (1, 2)])
+def test_a_model_that_gives_no_tensor_gives_no_loss(given):
+    class Silent(torch.nn.Linear):
+        def forward(self, x):
+            super().forward(x)
+            return given
+
+    mesh = pt.dry_mesh(dp=2)
+    model = pt.parallelize(Silent(4, 4), mesh)
+    x = pt.zeros(2, 4, device_mesh=mesh, placements=[pt.Shard(0)])
+    with pytest.raises(StrategyError, match=r"the model gives (None|a tuple), not its loss"):
+        pt.simulate(model, mesh, UNIT, [x])
+
+
+def test_a_compiled_step_without_arguments_need_not_have_run():
+    step, args = one_step(pt.dry_mesh(dp=2))
+    compiled = pt.compile(lambda: step(args[0]))
+    assert pt.simulate(compiled, "dp=2", UNIT).seconds > 0
+
+
+def test_a_machine_file_may_begin_with_a_byte_order_mark(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text((MACHINES / "h100.toml").read_text(), encoding="utf-8-sig")
+    assert load_machine(path) == load_machine("h100")
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"args": [torch.zeros(2)]}, "args have no effect on a model .*batch=.*context="),
+        ({"tokens": 64}, "tokens has no effect on a model that is simulated by its name"),
+        (
+            {"strategy": pt.Strategy(zero=1), "mesh": "tp=2"},
+            "zero=1 has no effect: .* mesh is tp=2",
+        ),
+        ({"strategy": pt.Strategy(sequence=True)}, "sequence=True has no effect: .* is dp=2"),
+        (
+            {"strategy": pt.Strategy(sequence=True), "mesh": "dp=2,tp=1"},
+            "sequence=True has no effect: sequences are split over tp",
+        ),
+        (
+            {"strategy": pt.Strategy(remat=False, remat_every=2)},
+            "remat_every=2 has no effect: remat is False",
+        ),
+        (
+            {"strategy": pt.Strategy(remat_every=2), "step_or_model": WITHOUT_BLOCKS},
+            "remat_every=2 has no effect: own says has_blocks=False",
+        ),
+        (
+            {
+                "strategy": pt.Strategy(sequence=True, remat=False),
+                "step_or_model": WITHOUT_BLOCKS,
+                "mesh": "tp=2",
+            },
+            "sequence=True has no effect: own says has_sequence=False",
+        ),
+        ({"step_or_model": one_step, "strategy": SMALL}, "strategy has no effect on one_step"),
+        (
+            {"step_or_model": torch.nn.Linear(2, 2), "strategy": SMALL},
+            "strategy has no effect on Linear, which is spread already",
+        ),
+    ],
+)
+def test_an_argument_that_has_no_effect_is_refused(asked, says):
+    with pytest.raises(StrategyError, match=says):
+        pt.simulate(**({"step_or_model": "gpt", "mesh": "dp=2"} | asked))
+
+
+def make_nothing():
+    pass
+
+
+def make_rows(x):
+    yield x
+
+
+async def fetch_rows(x):
+    return x
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"step_or_model": None}, "step_or_model is None: a step, a module, the name"),
+        ({"step_or_model": torch.zeros(2)}, "step_or_model is a Tensor: a step"),
+        ({"step_or_model": torch.nn.Linear}, "step_or_model is the class Linear: a step"),
+        ({"step_or_model": make_rows}, "make_rows is a generator or a coroutine function"),
+        ({"step_or_model": fetch_rows}, "fetch_rows is a generator or a coroutine function"),
+        ({"step_or_model": pt.compile(make_rows)}, "make_rows is a generator"),
+        ({"mesh": 8}, "mesh is 8: a mesh, "),
+        ({"mesh": [("dp", 2)]}, "mesh is a list: a mesh, "),
+        ({"mesh": {0: 2}}, "an axis of the mesh is 0: a name"),
+        ({"mesh": {"dp": "2"}}, "dp is '2': a whole number"),
+        ({"mesh": {"dp": None}}, "dp is None: a whole number"),
+        ({"machine": None}, "machine is None: the name of a shipped one"),
+        ({"machine": {"name": "mine"}}, "machine is a dict: the name"),
+        ({"machine": b"h100"}, "machine is b'h100': the name"),
+        ({"machine": "a" * 5000}, "no machine 'aaaa"),
+        ({"machine": "h100\0"}, "no machine 'h100"),
+        (
+            {"step_or_model": one_step, "args": torch.zeros(3)},
+            "args is a Tensor: a list or a tuple",
+        ),
+        ({"step_or_model": one_step, "args": None}, "args is None: a list or a tuple"),
+        ({"step_or_model": one_step, "args": (x for x in [1])}, "args is a generator: a list"),
+        ({"step_or_model": make_nothing, "args": [1]}, "args do not fit make_nothing: too many"),
+        ({"step_or_model": torch.nn.Linear(2, 2)}, "args do not fit Linear: missing .* 'input'"),
+        ({"step_or_model": pt.compile(one_step)}, "args do not fit .*one_step: missing .* 'mesh'"),
+        ({"strategy": pt.Strategy(batch=2**60)}, "more than a tensor can hold"),
+        ({"strategy": pt.Strategy(context=10**30)}, "more than a tensor can hold"),
+        ({"step_or_model": "gpt" * 99}, "no model 'gptgpt.*gpt…: gpt, "),
+        ({"links": {"dp dp": Link(1.0, 1.0)}}, "a link of 'dp dp' names an axis twice"),
+        ({"strategy": {"zero": 1}}, "strategy is a dict: a pt.Strategy"),
+        ({"strategy": "zero"}, "strategy is 'zero': a pt.Strategy"),
+        ({"step_or_model": one_step, "tokens": "many"}, "tokens is 'many': a whole number"),
+        ({"links": Link(1.0, 1.0)}, "links is a Link: a link by axes"),
+        ({"links": [("dp", 1)]}, "links is a list: a link by axes"),
+        ({"links": {0: Link(1.0, 1.0)}}, "a link of 0: axes as text"),
+        ({"links": {"dp": "2us,1GB/s"}}, "a link of 'dp' is '2us,1GB/s': write Link"),
+        (
+            {"links": {"dp tp": Link(1.0, 1.0), "tp dp": Link(1.0, 1.0)}, "mesh": "dp=2,tp=2"},
+            "links has two of the axes of 'tp dp'",
+        ),
+    ],
+)
+def test_an_argument_of_another_type_is_one_error_that_names_it(asked, says):
+    with pytest.raises((StrategyError, MachineError), match=says):
+        pt.simulate(**({"step_or_model": "gpt", "mesh": "dp=2"} | asked))
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"precision": torch.bfloat16}, "precision is torch.bfloat16: 'bfloat16' or 'float32'"),
+        ({"precision": None}, "precision is None: 'bfloat16' or 'float32'"),
+        ({"zero": "3"}, "zero is '3': a stage, 0 to 3"),
+        ({"zero": True}, "zero is True: a stage"),
+        ({"zero": 1.0}, "zero is 1.0: a stage"),
+        ({"remat": "no"}, "remat is 'no': True or False"),
+        ({"sequence": 1}, "sequence is 1: True or False"),
+        ({"context": "64"}, "context is '64': a whole number"),
+        ({"batch": torch.tensor(2)}, "batch is a Tensor: a whole number"),
+    ],
+)
+def test_a_strategy_with_what_is_of_another_type_is_never_made(given, says):
+    with pytest.raises(StrategyError, match=says):
+        pt.Strategy(**given)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"make": torch.nn.Linear(2, 2), "layers": 0}, "layers is 0"),
+        ({"make": None}, "make is None: a function of layers and context"),
+        ({"plan": {}}, "plan is a dict: a function that takes sequence="),
+        ({"heads": 1.5}, "heads is 1.5: a whole number"),
+        ({"sums": -1}, "sums is -1: a whole number, at least 0"),
+        ({"loss": "mse"}, "loss is 'mse': a function"),
+        ({"has_blocks": 0}, "has_blocks is 0: True or False"),
+        ({"name": 3}, "name is 3: a text"),
+    ],
+)
+def test_a_shape_with_what_is_of_another_type_is_never_made(given, says):
+    with pytest.raises(StrategyError, match=says):
+        dataclasses.replace(WITHOUT_BLOCKS, **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"memory_bytes": "80GB"}, "memory_bytes is '80GB': a number"),
+        ({"kernel_seconds": -1}, "kernel_seconds is -1: a number, at least 0"),
+        ({"flops": {}}, "flops names no dtype"),
+        ({"flops": {"float32": "1 TFLOP/s"}}, r"flops\['float32'\] is '1 TFLOP/s': a number"),
+        ({"flops": {torch.float32: 1.0}}, "a key of flops is a dtype: a text"),
+        ({"efficiency": {"matmul": 0.5}}, "efficiency has no 'attention'"),
+        ({"links": {"dp": 3}}, r"links\['dp'\] is 3: a Link"),
+        ({"host": None}, "host is None: a Link"),
+        ({"ranks_per_host": 0}, "ranks_per_host is 0: a whole number"),
+        ({"fuses": "yes"}, "fuses is 'yes': True or False"),
+    ],
+)
+def test_a_machine_with_what_is_of_another_type_is_never_made(given, says):
+    with pytest.raises(MachineError, match=says):
+        dataclasses.replace(UNIT, **given)
+
+
+def test_what_a_shape_makes_is_a_module_and_has_the_blocks_that_it_says():
+    shape = dataclasses.replace(WITHOUT_BLOCKS, make=lambda layers, context: None)
+    with pytest.raises(StrategyError, match="what make gives is None: a module"):
+        pt.simulate(shape, {"dp": 2})
+    shape = dataclasses.replace(WITHOUT_BLOCKS, has_blocks=True)
+    with pytest.raises(StrategyError, match="own has no `blocks` to be recomputed"):
+        pt.simulate(shape, {"dp": 2})
+
+
+def test_a_name_that_a_table_shows_is_one_line_and_moves_no_cursor(tmp_path):
+    step, args = one_step(pt.dry_mesh(dp=2))
+    step.__name__ = "step\x1b[2J\nfree"
+    machine = dataclasses.replace(UNIT, name="mine\x1b[31m")
+    found = pt.simulate(step, "dp=2", machine, args)
+    assert "\x1b" not in str(found) and r"step\x1b[2J\nfree on dp=2 of mine\x1b[31m" in str(found)
+    path = tmp_path / "page.html"
+    found.report(path)
+    page = path.read_text()
+    assert "\x1b[2J" not in page and r"<h1>step\x1b[2J" in page
+    with pytest.raises(ValueError, match="what stands beside it is None: a Simulation"):
+        found.report(path, None)
 
 
 @pytest.mark.parametrize(
@@ -568,6 +843,13 @@ def test_the_command_prints_the_table(capsys):
         ("simulate --model gpt --mesh dp=2 --link dp=1s", "'dp=1s' is no link: write dp=10us"),
         ("simulate --model gpt --mesh dp=2 --link dp=1s,1s", "dp.bandwidth is '1s', no amount"),
         ("simulate --model gpt --mesh dp=2 --link pp=1s,1B/s", "a link of 'pp': the mesh has"),
+        ("simulate --model gpt --mesh tp=2 --zero 3", "--zero has no effect on tp=2"),
+        ("simulate --model gpt --mesh dp=2 --sequence", "sequence=True has no effect"),
+        ("simulate --model gpt --mesh dp=2 --link dp=1s,1B/s --link dp=2s,1B/s", "is given two"),
+        ("explain torch.exp(f32[4]) --mesh rank=2", "no axis is called 'rank' here"),
+        ("explain torch.exp(f32[4]) --mesh dp=2,latency=2", "no axis is called 'latency' here"),
+        ("simulate --model gpt --mesh dp=2 --batch 99999999999999999999", "than a tensor can hold"),
+        ("calibrate --ranks 99999999", "--ranks 99999999: at least 1, at most"),
         ("plan --model gpt --ranks 2 --memory 80", "80 is without a unit"),
         ("calibrate --out nowhere/x.toml", "is no file in a folder"),
     ],

@@ -33,11 +33,11 @@ HIDDEN = -1e30
 """A number that is added to a score hides its key if it is no greater: the weight is 0 then, unless
 scores are of that size themselves. Of float16, whose numbers are smaller, only -inf does."""
 
-_ROWS = 1024
+_ROWS = 256
 """Rows that are looked at together, at most."""
 _AT_ONCE = 2**22
 """Elements that are computed together, at most."""
-_MOST = 2**29
+_MOST = 2**28
 """Elements that are computed, and compared, of one mask: about a second. The mask of a million of
 keys and as many queries stays."""
 
@@ -195,7 +195,7 @@ class _Look:
         """Does a test hold for all elements in some rows and columns?"""
         if columns.start == columns.stop:
             return True
-        self._count(columns.stop - columns.start + rows.stop - rows.start)
+        self._count((columns.stop - columns.start + rows.stop - rows.start) // 16)
         bounds = self._mask.bounds(rows, columns)
         if bounds is not None and all(map(test, bounds)):
             return True  # what lies between two numbers of which it holds

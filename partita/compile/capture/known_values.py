@@ -22,6 +22,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -78,6 +79,13 @@ class Stored(KnownValue):
 
     values: torch.Tensor
 
+    @cached_property
+    def _is_sorted(self) -> bool:
+        """Is it a row or a column of whole numbers that do not fall, as places do not?"""
+        found = self.values.flatten()
+        in_line = found.numel() == max(self.sizes, default=1)
+        return in_line and found.dtype is torch.int64 and bool((found[1:] >= found[:-1]).all())
+
     def part(self, rows: slice, columns: slice) -> torch.Tensor:
         found = self.values
         if found.ndim > 0 and found.shape[-1] > 1:
@@ -90,6 +98,9 @@ class Stored(KnownValue):
         part = self.part(rows, columns)
         if not part.numel() or part.is_complex():
             return None
+        if self._is_sorted:
+            part = part.flatten()
+            return part[0].item(), part[-1].item()
         low, high = (x.item() for x in torch.aminmax(part))
         return None if math.isnan(low) else (low, high)
 
@@ -381,8 +392,9 @@ class KnownNode:
     def _collect(self) -> None:
         """Order the nodes that the value depends on, operands first."""
         done: set[fx.Node] = set()
-        checked: set[fx.Node] = set()
+        writes: dict[fx.Node, list[fx.Node]] = {}
         ahead = [(self._end, False)]
+        self._refuse_later_writes(self._end, None, writes)
         while ahead:
             node, has_operands = ahead.pop()
             if has_operands:
@@ -391,39 +403,47 @@ class KnownNode:
                 done.add(node)
                 if len(done) > _MOST_NODES:
                     raise NotKnown
-                self._refuse_hidden_writes(node, checked)
                 ahead.append((node, True))
-                ahead += ((self._resolve(n), False) for n in _operands_of(node))
+                for operand in _operands_of(node):
+                    read = self._resolve(operand)
+                    self._refuse_later_writes(read, node if read is operand else None, writes)
+                    ahead.append((read, False))
 
-    def _refuse_hidden_writes(self, node: fx.Node, checked: set[fx.Node]) -> None:
-        """Raise NotKnown if the memory of `node` is written other than through the tensor that it
-        makes: a node stands for what its tensor held before, and a view may have been given more.
+    def _refuse_later_writes(
+        self, node: fx.Node, reader: fx.Node | None, writes: dict[fx.Node, list[fx.Node]]
+    ) -> None:
+        """Raise NotKnown where the memory of `node` is written between it and its reader, by way
+        of a view or of what it is a view of: it stands for what that memory held before.
+
+        Args:
+            reader: the call that reads it; None if that has no node yet.
+            writes: by the node that makes some memory, the calls that write it; is added to.
         """
         root = node
         while (shown := _shown_by(root)) is not None:
             root = self._resolve(shown)
-        if root in checked:
-            return
-        checked.add(root)
-        writes, views = [], []
-        ahead = [root]
-        while ahead:
-            member = ahead.pop()
-            for user in member.users:
-                facts = facts_of(user.target) if user.op == "call_function" else None
-                if facts is None:
-                    continue
-                if facts.writes:
-                    if _writes(user, member):
-                        if not _writes_first(user):
-                            raise NotKnown
-                        writes.append(user)
-                        ahead.append(user)
-                elif facts.is_view and user.args[0] is member:
-                    views.append(user)
-                    ahead.append(user)
-        if writes and any(view < max(writes) for view in views):
-            raise NotKnown
+        if root not in writes:
+            writes[root] = [*_find_writes(root)]
+        for write in writes[root]:
+            if node < write and (reader is None or write < reader):
+                raise NotKnown
+
+
+def _find_writes(root: fx.Node) -> Iterator[fx.Node]:
+    """The calls that write the memory that `root` makes."""
+    ahead, done = [root], {root}
+    while ahead:
+        shows = ahead.pop()
+        for user in shows.users:
+            if user.op != "call_function" or user in done:
+                continue
+            facts = facts_of(user.target)
+            is_write = bool(facts.writes) and _writes(user, shows)
+            if is_write:
+                yield user
+            if is_write or (facts.is_view and user.args[0] is shows):
+                done.add(user)
+                ahead.append(user)
 
 
 def _operands_of(node: fx.Node) -> Iterator[fx.Node]:
@@ -513,6 +533,8 @@ def _compute_node(node: fx.Node, value_of: Callable[[fx.Node], Any], root: Any) 
         return _convert(args[0], like.dtype)
     if torch.Tag.pointwise in target.tags or name == "masked_fill":
         return _compute_elementwise(target, args, kwargs, like)
+    if (shown := _compute_without_repeats(name, args, kwargs, like)) is not None:
+        return _check(shown, like)
     if (isinstance(like, torch.Tensor) and like.numel() > LARGE) or _has_large(args):
         return _show_large(name, args, kwargs, like)
     args, kwargs = _map_values(_whole_of, (args, kwargs))
@@ -626,6 +648,58 @@ def _computed(value: KnownValue) -> KnownValue:
         return value
     *_, rows, columns = value.shape
     return _store(value.part(slice(0, rows), slice(0, columns)), value.shape)
+
+
+# -- along dimensions of equal elements ------------------------------------------------------------
+
+
+def _compute_without_repeats(name: str, args: Any, kwargs: Any, like: Any) -> KnownValue | None:
+    """The result of a call on stored values, of which what is equal stays stored once, as of the
+    rows of a batch; None of a call that is not among these."""
+    if kwargs or not isinstance(like, torch.Tensor):
+        return None
+    shape = tuple(like.shape)
+    if name == "cat" and all(isinstance(v, Stored) and v.values.ndim for v in args[0]):
+        return _join(shape, *args)
+    value, *rest = args
+    if not isinstance(value, Stored) or not value.shape:
+        return None
+    if name == "cumsum":
+        dim = rest[0]
+        repeats = [-1] * len(shape)
+        repeats[dim] = shape[dim]
+        return _store(torch.cumsum(value.values.expand(repeats), dim), shape)
+    if name == "slice" and value.sizes[rest[0] if rest else 0] > 1:
+        return _store(_aten.slice.Tensor(value.values, *rest), shape)
+    if name == "slice":
+        return Stored(shape, value.dtype, value.sizes, value.values)
+    if name == "unsqueeze":
+        return _store(value.values.unsqueeze(*rest), shape)
+    if name == "index" and all(isinstance(i, Stored) for i in rest[0]):
+        return _pick(value, rest[0], shape)
+    return None
+
+
+def _join(shape: tuple[int, ...], parts: list[Stored], dim: int = 0) -> Stored:
+    """`torch.cat` of stored values."""
+    sizes = [max(ns) for ns in zip(*(v.sizes for v in parts), strict=True)]
+
+    def whole_along(v: Stored) -> torch.Tensor:
+        repeats = [*sizes]
+        repeats[dim] = v.shape[dim]
+        return v.values.expand(repeats)
+
+    return _store(torch.cat([*map(whole_along, parts)], dim), shape)
+
+
+def _pick(value: Stored, indices: list[Stored], shape: tuple[int, ...]) -> Stored:
+    """`value[indices]`: which element is taken does not matter where all are equal."""
+    if any(i.dtype is not torch.int64 for i in indices):
+        raise NotKnown
+    lead = len(shape) - (len(value.shape) - len(indices))  # of the indices together
+    none = torch.zeros((1,) * lead, dtype=torch.int64)
+    taken = (i.values if n > 1 else none for i, n in zip(indices, value.sizes, strict=False))
+    return _store(value.values[tuple(taken)], shape)
 
 
 # -- large values, otherwise shown -----------------------------------------------------------------

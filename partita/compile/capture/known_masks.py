@@ -33,11 +33,11 @@ HIDDEN = -1e30
 """A number that is added to a score hides its key if it is no greater: the weight is 0 then, unless
 scores are of that size themselves. Of float16, whose numbers are smaller, only -inf does."""
 
-_ROWS = 256
+ROWS = 256
 """Rows that are looked at together, at most."""
 _AT_ONCE = 2**22
 """Elements that are computed together, at most."""
-_MOST = 2**28
+MOST = 2**28
 """Elements that are computed, and compared, of one mask: about a second. The mask of a million of
 keys and as many queries stays."""
 
@@ -154,14 +154,14 @@ class _Look:
     def __init__(self, mask: KnownValue, queries: int, keys: int):
         self._mask, self._queries, self._keys = mask, queries, keys
         self._lead = math.prod(mask.sizes[:-2])
-        self._left = _MOST
+        self._left = MOST
         self._is_bool = mask.dtype is torch.bool
         least = -math.inf if mask.dtype is torch.float16 else HIDDEN
         self._hides: Callable[[Any], Any] = lambda x: x <= least
 
     def chunks(self) -> Iterator[slice]:
         """All rows, some at a time."""
-        step = max(1, min(_ROWS, math.isqrt(_AT_ONCE // self._lead) if self._lead else 1))
+        step = max(1, min(ROWS, math.isqrt(_AT_ONCE // self._lead) if self._lead else 1))
         for first in range(0, self._queries, step):
             yield slice(first, min(first + step, self._queries))
 

@@ -35,10 +35,13 @@ from partita.tensor.op_facts import facts_of
 
 _aten = torch.ops.aten
 
-LARGE = 2**20
+LARGE = 2**18
 """Elements: a value of more is not stored."""
 _MOST_NODES = 256
 """A value that depends on more nodes is not known."""
+_MOST_CALLS = 64
+"""A large value of which a part takes more calls is not known: what two calls read is computed for
+each of them."""
 
 Bounds = tuple[Any, Any]
 
@@ -62,6 +65,11 @@ class KnownValue:
     shape: tuple[int, ...]
     dtype: torch.dtype
     sizes: tuple[int, ...]
+
+    @property
+    def calls(self) -> int:
+        """How many calls compute a part of it."""
+        return 0
 
     def part(self, rows: slice, columns: slice) -> torch.Tensor:
         """Its elements in some rows and columns, of as many dimensions, of which some have size 1
@@ -117,6 +125,10 @@ class Elementwise(KnownValue):
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
+    @cached_property
+    def calls(self) -> int:  # type: ignore[override]
+        return 1 + sum(v.calls for v in self.args if isinstance(v, KnownValue))
+
     def part(self, rows: slice, columns: slice) -> torch.Tensor:
         args, kwargs = _map_values(lambda v: v.part(rows, columns), (self.args, self.kwargs))
         found: torch.Tensor = self.func(*args, **kwargs)
@@ -152,6 +164,10 @@ class LedBy(KnownValue):
     of: KnownValue
     places: tuple[int | None, ...]
 
+    @property
+    def calls(self) -> int:
+        return self.of.calls
+
     def part(self, rows: slice, columns: slice) -> torch.Tensor:
         part = self.of.part(rows, columns)
         lead = [1 if i is None else part.shape[i] for i in self.places]
@@ -167,6 +183,10 @@ class Swapped(KnownValue):
 
     of: KnownValue
 
+    @property
+    def calls(self) -> int:
+        return self.of.calls
+
     def part(self, rows: slice, columns: slice) -> torch.Tensor:
         return self.of.part(columns, rows).mT
 
@@ -181,6 +201,10 @@ class Window(KnownValue):
     of: KnownValue
     first_row: int
     first_column: int
+
+    @property
+    def calls(self) -> int:
+        return self.of.calls
 
     def _within(self, rows: slice, columns: slice) -> tuple[slice, slice]:
         firsts = (self.first_row, self.first_column)
@@ -378,9 +402,14 @@ class KnownNode:
         mode = get_proxy_mode()
         root = getattr(mode and mode.tracer, "root", None)
         known: dict[fx.Node, Any] = {}
+        reads = {n: [self._resolve(x) for x in _operands_of(n)] for n in self._order}
+        last_reader = {x: n for n in self._order for x in reads[n]}
         with computing():
             for node in self._order:
                 known[node] = _compute_node(node, lambda n: known[self._resolve(n)], root)
+                for read in {*reads[node]}:
+                    if last_reader[read] is node:
+                        del known[read]
         found = known[self._end]
         if not isinstance(found, KnownValue):
             raise NotKnown
@@ -637,9 +666,10 @@ def _compute_elementwise(func: Any, args: Any, kwargs: Any, like: Any) -> KnownV
     if all(isinstance(v, Stored) for v in operands) and math.prod(sizes) <= LARGE:
         args, kwargs = _map_values(lambda v: v.values, (args, kwargs))
         return _check(_store(func(*args, **kwargs), shape), like)
-    if len(shape) < 2:
+    found = Elementwise(shape, like.dtype, sizes, func, tuple(args), kwargs)
+    if len(shape) < 2 or found.calls > _MOST_CALLS:
         raise NotKnown
-    return _computed(Elementwise(shape, like.dtype, sizes, func, tuple(args), kwargs))
+    return _computed(found)
 
 
 def _computed(value: KnownValue) -> KnownValue:

@@ -7,7 +7,6 @@ the step as it runs in eager.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -290,35 +289,58 @@ class Layers(nn.Module):
         return x
 
 
-BLOCKS = {
-    "taken": (lambda i, m: m, lambda t: [~later(t)], [CAUSAL] * 4),
+def shows(number, at):
+    return at[:, None] >= at
+
+
+def shows_after_more(number, at):
+    return shows(number, at) & (at[:, None] >= 0) if number == 0 else shows(number, at)
+
+
+def shows_by_another(number, at):
+    one, other = shows(number, at), at <= at[:, None]
+    return one if number == 0 else other
+
+
+def in_turn(t):
+    return [places(t), places(t), places(t) // 2]
+
+
+BLOCKS = {  # the mask of a block, what blocks take, calls of attention, blocks of each structure
+    "taken": (lambda i, m: m, lambda t: [~later(t)], [CAUSAL] * 4, [4]),
     "taken, and two in turn": (
         lambda i, m: m,
         lambda t: [~later(t), ~later(t) & (places(t)[:, None] - places(t) < 2)],
         [CAUSAL, MASKED] * 2,
+        [2, 2],
     ),
     "cut from what is taken": (
         lambda i, m: m[:, :, :T, :T],
         lambda t: [~later(t + 1)[None, None], later(t + 1).T[None, None] | (places(t + 1) == 0)],
         [CAUSAL, MASKED] * 2,
+        [2, 2],
     ),
-    "made": (lambda i, m: ~later(T), lambda t: [None], [CAUSAL] * 4),
+    "made": (lambda i, m: ~later(T), lambda t: [None], [CAUSAL] * 4, [4]),
     "made, and another by number": (
         lambda i, m: ~later(T) if i % 2 else later(T).T | (places(T) == 0),
         lambda t: [None],
         [MASKED, CAUSAL] * 2,
+        [2, 2],
     ),
-    "made of what is taken": (
-        lambda i, m: m[:, None] >= m,
-        lambda t: [places(t), places(t) // 2, places(t)],
-        [CAUSAL, MASKED, CAUSAL, CAUSAL],
-    ),
+    "made of what is taken": (shows, in_turn, [CAUSAL, CAUSAL, MASKED, CAUSAL], [3, 1]),
+    "made after more": (shows_after_more, in_turn, [CAUSAL, CAUSAL, MASKED, CAUSAL], [1, 2, 1]),
+    # The second block's is not known: where the first one attends it asks of another mask.
+    "made of two": (shows_by_another, in_turn, [CAUSAL, MASKED, MASKED, CAUSAL], [2, 2]),
 }
+
+
+ONE_BY_ONE = {"made of two": [CAUSAL, CAUSAL, MASKED, CAUSAL]}
+"""The calls where blocks are each traced as they run, if they are others."""
 
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_blocks_that_are_traced_once_have_each_its_own_mask(name):
-    mask_of, masks, calls = BLOCKS[name]
+    mask_of, masks, calls, structures = BLOCKS[name]
     torch.manual_seed(0)
     model = Layers(mask_of, masks)
     x = torch.randn(B, T, H * D)
@@ -333,10 +355,10 @@ def test_blocks_that_are_traced_once_have_each_its_own_mask(name):
     for blocks in (True, False):
         fast = pt.compile(step, backend="graph", blocks=blocks)
         check_equal(fast(x), wanted, 1e-5)
-        assert attention_of(fast) == calls
-        if blocks:  # of as many structures as there are kinds of calls
+        assert attention_of(fast) == (calls if blocks else ONE_BY_ONE.get(name, calls))
+        if blocks:
             traced = [n for kind, n in fast.program.blocks.structures if kind == "Block"]
-            assert traced == [*Counter(calls).values()]
+            assert traced == structures
 
 
 class WritesAfterwards(Block):

@@ -148,6 +148,10 @@ class BlockFollower(TorchFunctionMode):
         if type(recorded) is not MadeTensor:
             node = node_of(mask)
             return None if node is None else (node, {})
+        at = self._position
+        ahead = [t.calls[at].func for t in self._candidates if at < len(t.calls)]
+        if ATTENTION not in ahead:
+            self._begin_tape()  # as the call that no tape has will do anyway
         if self.tape is not None:
             return traced_node(self.traced_made[recorded.number], self.kind), {}
         for tape in self._candidates:

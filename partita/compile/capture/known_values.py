@@ -31,6 +31,8 @@ from torch._C import DisableTorchFunction as Unheard
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from partita.comm import read_autocast_state, switch_off, use_autocast_state
+from partita.comm.device import HOST
 from partita.tensor.op_facts import facts_of
 
 _aten = torch.ops.aten
@@ -539,7 +541,8 @@ def _writes_first(node: fx.Node) -> bool:
 @contextmanager
 def computing() -> Iterator[None]:
     """Within, torch computes as it is called: nothing is traced, heard of, cast or kept."""
-    with _disable_current_modes(), Unheard(), torch.no_grad(), torch.autocast("cpu", enabled=False):
+    casts_off = use_autocast_state(switch_off(read_autocast_state()))
+    with _disable_current_modes(), Unheard(), torch.no_grad(), casts_off:
         yield
 
 
@@ -581,9 +584,9 @@ _AS_IT_IS = frozenset("alias detach clone lift_fresh_copy lift_fresh contiguous 
 def _store_constant(value: Any) -> Stored:
     if type(value) is not torch.Tensor or value.layout is not torch.strided:
         raise NotKnown
-    if value.numel() > LARGE or value.device.type == "meta":
+    if value.numel() > LARGE or value.is_meta:
         raise NotKnown
-    return _store(value.cpu(), tuple(value.shape))
+    return _store(value.to(HOST), tuple(value.shape))
 
 
 def _store(values: torch.Tensor, shape: tuple[int, ...]) -> Stored:

@@ -67,7 +67,7 @@ def eager_memory(make: Callable[[], tuple[Callable[..., Any], Sequence[Any]]]) -
             not create.
     """
     schedule = _Schedule()
-    with _Fakes(schedule), schedule.told_of_updates(), _errors_explained():
+    with _EagerFakes(schedule), schedule.told_of_updates(), _errors_explained():
         step, args = make()
         for _ in range(2):
             step(*args)
@@ -171,7 +171,7 @@ class _ScheduleMode(KernelMode):
         return out
 
 
-class _Fakes(LocalFakes):
+class _EagerFakes(LocalFakes):
     """Fakes; an optimizer may read a number of its own, its count of steps, on which no memory
     depends: it is 1."""
 

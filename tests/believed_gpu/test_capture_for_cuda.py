@@ -47,7 +47,7 @@ def told_of(name, environment, *rest):
     [
         ("gpt", "flash"),
         ("cast", "flash"),
-        ("llama", "efficient"),  # of positions that it cannot read transformers makes a mask
+        ("llama", "flash"),  # the mask that transformers makes of positions is the causal one
     ],
 )
 def test_a_step_is_captured_for_a_gpu_that_is_not_there(name, kernel, believing):

@@ -259,7 +259,7 @@ class BlockCalls:
         traces = self._traces.setdefault(kind, [])
         tracing = BlockTracing(self.recorder, self.mode.shape_env)
         varying = kind not in self._choice.constants
-        follower = BlockFollower(kind, [t.tape for t in traces], tracing, self._listeners, varying)
+        follower = BlockFollower(kind, traces, tracing, self._listeners, varying)
         casts = torch.is_autocast_cache_enabled()
         HERE.block = follower
         try:

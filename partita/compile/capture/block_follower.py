@@ -56,6 +56,7 @@ from .block_tape import (
 from .capture_context import attribute_set, dispatch_listeners, unprofiled
 from .differentiate import differentiate
 from .equal_calls import node_of
+from .known_masks import ATTENTION
 from .recorder import Recorder
 from .step_function_mode import LibraryCalls
 from .symbolic import BlockNumberRead
@@ -66,7 +67,7 @@ class BlockFollower(TorchFunctionMode):
 
     Args:
         kind: the block's class.
-        tapes: of earlier blocks of that class.
+        traces: of earlier blocks of that class.
         trace: traces calls of a new tape into the graph.
         listeners: `dispatch_listeners()` when the step began.
         varying: may floats differ between blocks of one structure?
@@ -85,14 +86,16 @@ class BlockFollower(TorchFunctionMode):
     def __init__(
         self,
         kind: type,
-        tapes: Sequence[BlockTape],
+        traces: Sequence[BlockTrace],
         trace: BlockTracing,
         listeners: Any,
         varying: bool,
     ):
         super().__init__()
-        self.kind, self._known, self._trace, self._floats_may_vary = kind, tapes, trace, varying
-        self._candidates = list(tapes)
+        self.kind, self._trace, self._floats_may_vary = kind, trace, varying
+        self._known = [t.tape for t in traces]
+        self._entered = {t.tape: t.entered for t in traces}
+        self._candidates = list(self._known)
         self._sibling: BlockTape | None = None
         self.operands: list[Any] = []
         self._writer = OperandWriter(kind)
@@ -118,7 +121,45 @@ class BlockFollower(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._suspended or self.is_tracing:
             return func(*args, **kwargs)
-        return unprofiled(self._follow_call, func, args, kwargs)
+        follow = self._follow_attention if func is ATTENTION else self._follow_call
+        return unprofiled(follow, func, args, kwargs)
+
+    def _follow_attention(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Follow a call of attention, of which the tape has no mask that need not be there."""
+        masks: list[torch.Tensor] = []
+
+        def find_node(mask: torch.Tensor) -> tuple[fx.Node, Mapping[fx.Node, fx.Node]] | None:
+            masks.append(mask)
+            return self._find_node(mask)
+
+        args, kwargs = HERE.recorder.masks.leave_out(args, kwargs, find_node)
+        out = self._follow_call(func, args, kwargs)
+        recorded = self._writer.numbers.get(id(masks[0])) if masks else None
+        if self.tape is not None and type(recorded) is MadeTensor:
+            # Later calls may write it, so that another node makes it.
+            node = traced_node(self.traced_made[recorded.number], self.kind)
+            self.tape.masks[len(self.tape.calls) - 1] = (recorded.number, node)
+        return out
+
+    def _find_node(self, mask: torch.Tensor) -> tuple[fx.Node, Mapping[fx.Node, fx.Node]] | None:
+        """The node that makes a mask, and for what others stand where it is that of another block;
+        None where there is none."""
+        recorded = self._writer.numbers.get(id(mask))
+        if type(recorded) is not MadeTensor:
+            node = node_of(mask)
+            return None if node is None else (node, {})
+        at = self._position
+        ahead = [t.calls[at].func for t in self._candidates if at < len(t.calls)]
+        if ATTENTION not in ahead:
+            self._begin_tape()  # as the call that no tape has will do anyway
+        if self.tape is not None:
+            return traced_node(self.traced_made[recorded.number], self.kind), {}
+        for tape in self._candidates:
+            number, node = tape.masks.get(self._position, (None, None))
+            if node is not None and number == recorded.number:
+                stand = zip(self._entered[tape], self.taken, strict=False)
+                return node, {inner: traced_node(t, self.kind) for inner, t in stand}
+        return None
 
     def _follow_call(self, func: Any, args: Any, kwargs: Any) -> Any:
         if reason := why_refused(func):

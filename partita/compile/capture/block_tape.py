@@ -24,6 +24,7 @@ from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
+from torch import fx
 from torch._C import DisableTorchFunction as Unheard
 from torch._C import DisableTorchFunctionSubclass as Local
 from torch._subclasses.fake_tensor import FakeTensor
@@ -166,6 +167,8 @@ class BlockTape:
         admitted: (wire, value) for each plain tensor that is taken as equal on all ranks.
         calls_with_varying: the indices of calls whose operands contain a `VaryingFloat`.
         work: the matrix products of its calls.
+        masks: by the index of a call of attention whose mask its calls make, the number of that,
+            and the node that makes it in the trace.
     """
 
     calls: list[TapedCall] = field(default_factory=list)
@@ -175,6 +178,7 @@ class BlockTape:
     admitted: list[tuple[Any, MadeTensor | TakenTensor]] = field(default_factory=list)
     calls_with_varying: list[int] = field(default_factory=list)
     work: Ledger = field(default_factory=Ledger)
+    masks: dict[int, tuple[int, fx.Node]] = field(default_factory=dict)
 
     def varying_values(self, operands: Sequence[Any]) -> dict[int, float]:
         """The varying floats, by number, of a block whose calls have these recorded operands."""

@@ -40,6 +40,7 @@ from .capture_context import attribute_set, unprofiled
 from .equal_calls import DETACH, RepeatedCalls, is_over_lists, node_of, tensors_of
 from .fakes import count_writes_of_lists, has_memory, tensors_written
 from .functional_calls import REPLACED
+from .known_masks import KnownMasks
 from .symbolic import taken_as_numbers, with_exact_numbers
 
 _aten = torch.ops.aten
@@ -83,6 +84,7 @@ class Recorder(TorchDispatchMode):
     torch functions must be on, a saved DTensor would answer with its global one.
 
     Attributes:
+        masks: what is known of attention's masks.
         updating: is an optimizer stepping?
         exact: while one of torch's steps, the ids for `with_exact_numbers`; else None.
         is_behind_forward: is the backward of a region being traced, which the step itself has not
@@ -94,6 +96,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.graph = graph
         self._repeated = RepeatedCalls(graph, mode)
+        self.masks = KnownMasks()
         self.updating = False
         self.exact: set[int] | None = None
         self.is_behind_forward = False

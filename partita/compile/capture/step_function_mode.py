@@ -6,6 +6,7 @@
 - `.item()`, `bool(x)`: numbers that are known when the graph runs (`symbolic`).
 - Metadata of inputs, as `is_leaf`: conditions of the program (`inputs.TensorFacts`).
 - Checks of values that torch makes in eager and leaves out when it traces: nodes of the graph.
+- Attention's masks, where they need not be there (`known_masks`).
 - Calls during which no code of the user's runs are not profiled (`LibraryCalls`).
 - What a graph cannot answer is refused: at once, or when the step has run (`check_truth`).
 """
@@ -53,8 +54,10 @@ from ..guards.guards import function_modes
 from ..guards.places import Place
 from ..verify import SPACES
 from .capture_context import dispatch_listeners, profiled_again, unprofiled
+from .equal_calls import node_of
 from .fakes import FakeDTensor, has_memory
 from .inputs import GraphInputs, TensorFacts, is_fact
+from .known_masks import ATTENTION
 from .symbolic import as_number
 
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -99,6 +102,8 @@ class StepFunctionMode(TorchFunctionMode):
         if func == _set_data:
             return self._set_data(*args)
         self.called_last = name = getattr(func, "__name__", "")
+        if func is ATTENTION and HERE.block is None:  # a block leaves it out by itself
+            args, kwargs = HERE.recorder.masks.leave_out(args, kwargs, _find_node)
         if type(func) in _C_FUNCTION_TYPES and not _is_followed(func):
             return self.calls.call(func, args, kwargs)
         if name in _READING:
@@ -157,6 +162,11 @@ class StepFunctionMode(TorchFunctionMode):
                     "both would lie in one memory afterwards, and a graph copies",
                     Fix("x.data.copy_(y)", "if each is to have values of its own"),
                 )
+
+
+def _find_node(mask: torch.Tensor) -> tuple[fx.Node, dict[fx.Node, fx.Node]] | None:
+    node = node_of(mask)
+    return None if node is None else (node, {})
 
 
 @lru_cache(maxsize=8192)

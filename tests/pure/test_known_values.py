@@ -1,0 +1,199 @@
+"""Is a value that is computed from constants alone what torch computes, a part at a time too?
+
+Masks are made at random of places, comparisons and what models do with them. The truth is torch's
+own computation of the whole.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from partita.compile.capture import known_masks, known_values
+from partita.compile.capture.known_masks import what_is_hidden
+from partita.compile.capture.known_values import KnownNode, NotKnown
+
+ORDER = [torch.ge, torch.gt, torch.le, torch.lt, torch.eq, torch.ne]
+
+
+def truth_values(rows, columns):
+    """Recipes of matrices of truth values."""
+    row, column = rows, columns
+
+    def compared(how, down, right, shift):
+        return lambda: how(torch.arange(row)[:, None] * down, torch.arange(column) * right + shift)
+
+    def near(width):
+        return lambda: torch.arange(row)[:, None] - torch.arange(column) < width
+
+    def grouped(width):
+        return lambda: (
+            (torch.arange(row)[:, None] % width).cumsum(0) == (torch.arange(column) % width)
+        )
+
+    leaves = st.one_of(
+        st.builds(
+            compared,
+            st.sampled_from(ORDER),
+            st.integers(0, 2),
+            st.integers(0, 2),
+            st.integers(-2, 2),
+        ),
+        st.builds(near, st.integers(-1, 5)),
+        st.just(compared(torch.ge, 1, 1, 0)),
+        st.builds(grouped, st.integers(1, 3)),
+        st.builds(lambda value: lambda: torch.full((row, column), value), st.booleans()),
+        st.builds(
+            lambda how, k: lambda: getattr(torch.ones(row, column, dtype=torch.bool), how)(k),
+            st.sampled_from(["triu", "tril", "triu_", "tril_"]),
+            st.integers(-2, 2),
+        ),
+    )
+
+    def grow(inner):
+        def written(one, other):
+            def run():
+                x = one().clone()
+                x &= other()
+                return x
+
+            return run
+
+        return st.one_of(
+            st.builds(lambda a, b: lambda: a() & b(), inner, inner),
+            st.builds(lambda a, b: lambda: torch.logical_or(a(), b()), inner, inner),
+            st.builds(lambda a: lambda: ~a(), inner),
+            st.builds(lambda a, b, c: lambda: torch.where(a(), b(), c()), inner, inner, inner),
+            st.builds(lambda a: lambda: torch.cat([a()] * 2, 0)[row : 2 * row], inner),
+            st.builds(written, inner, inner),
+        )
+
+    return st.recursive(leaves, grow, max_leaves=4)
+
+
+def as_mask(made, kind):
+    """A recipe of a mask, of a recipe of what it shows."""
+
+    def numbers():
+        hidden = ~made()
+        if kind == "filled":
+            return torch.zeros(hidden.shape).masked_fill_(hidden, -math.inf)
+        return torch.where(hidden, torch.finfo(torch.float32).min, 0.0)
+
+    forms = {
+        "bool": made,
+        "expanded": lambda: made()[None, None].expand(3, 1, -1, -1),
+        "swapped": lambda: made().T[None].contiguous(),
+        "cut": lambda: made()[None, :, : made().shape[-1]],
+    }
+    return forms.get(kind, numbers)
+
+
+def known(recipe):
+    with FakeTensorMode():
+        graph = make_fx(recipe, tracing_mode="fake")().graph
+    (end,) = graph.find_nodes(op="output")
+    return KnownNode(end.args[0], {}).find_value()
+
+
+def hides(whole):
+    """What a mask hides, by its elements."""
+    shown = whole if whole.dtype is torch.bool else whole == 0
+    hidden = ~whole if whole.dtype is torch.bool else whole <= known_masks.HIDDEN
+    later = torch.ones(whole.shape[-2:], dtype=torch.bool).triu(1)
+    if bool(shown.all()):
+        return "nothing"
+    return "later keys" if bool(torch.where(later, hidden, shown).all()) else ""
+
+
+@pytest.mark.slow
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_a_known_value_is_what_torch_computes(data):
+    rows, columns = data.draw(st.integers(1, 7)), data.draw(st.integers(1, 7))
+    kind = data.draw(st.sampled_from(["bool", "expanded", "swapped", "cut", "filled", "chosen"]))
+    sizes = (columns, rows) if kind == "swapped" else (rows, columns)
+    recipe = as_mask(data.draw(truth_values(*sizes)), kind)
+    whole = recipe()
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of torch, about expanded memory
+        patch.setattr(known_values, "LARGE", data.draw(st.sampled_from([7, 14, 2**20])))
+        patch.setattr(known_masks, "ROWS", data.draw(st.integers(1, 4)))
+        try:
+            found = known(recipe)
+        except NotKnown:
+            assert known_values.LARGE < 64  # what is small is computed, whatever computes it
+            return
+        assert found.shape == tuple(whole.shape) and found.dtype is whole.dtype
+        for _ in range(3):
+            at = []
+            for size in whole.shape[-2:]:
+                first = data.draw(st.integers(0, size - 1))
+                at.append(slice(first, data.draw(st.integers(first + 1, size))))
+            part = whole[..., *at]
+            assert torch.equal(found.part(*at).expand(part.shape), part)
+            bounds = found.bounds(*at)
+            if bounds is not None:
+                assert bounds[0] <= part.min().item() and part.max().item() <= bounds[1]
+        assert what_is_hidden(found, rows, columns) == hides(whole)
+
+
+def causal(size):
+    return torch.arange(size)[:, None] >= torch.arange(size)
+
+
+LONG = {
+    "the causal mask": (lambda n: causal(n), "later keys"),
+    "with each batch": (lambda n: causal(n)[None, None].expand(512, 1, n, n), "later keys"),
+    "of numbers": (lambda n: torch.full((n, n), -math.inf).triu(1), "later keys"),
+    "nothing": (lambda n: torch.zeros(n, n), "nothing"),
+    "a window": (lambda n: causal(n) & (torch.arange(n)[:, None] - torch.arange(n) < 4096), ""),
+    "one key less": (
+        lambda n: causal(n) & ((torch.arange(n)[:, None] != n - 1) | (torch.arange(n) != 5)),
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_a_long_mask_is_looked_at_without_being_computed(name, monkeypatch):
+    made, wanted = LONG[name]
+    size = 2**16  # 4 GiB, if it was
+    largest = []
+    part = known_values.Elementwise.part
+
+    def watched(self, rows, columns):
+        found = part(self, rows, columns)
+        largest.append(found.numel())
+        return found
+
+    monkeypatch.setattr(known_values.Elementwise, "part", watched)
+    assert what_is_hidden(known(lambda: made(size)), size, size) == wanted
+    assert max(largest, default=0) <= 2**22
+    assert sum(largest) <= known_masks.MOST
+
+
+def test_a_mask_that_takes_too_long_to_look_at_is_not_known(monkeypatch):
+    monkeypatch.setattr(known_masks, "MOST", 2**18)
+    with pytest.raises(NotKnown):
+        what_is_hidden(known(lambda: causal(2**12)), 2**12, 2**12)
+    assert what_is_hidden(known(lambda: causal(2**5)), 2**5, 2**5) == "later keys"
+
+
+def test_a_mask_that_is_combined_with_itself_again_and_again_is_not_known():
+    def doubled(size):
+        mask = causal(size)
+        for _ in range(40):  # a part of it would take 2 ** 40 calls
+            mask = mask & mask
+        return mask
+
+    with pytest.raises(NotKnown):
+        known(lambda: doubled(2**12))
+    assert what_is_hidden(known(lambda: doubled(2**5)), 2**5, 2**5) == "later keys"

@@ -169,8 +169,8 @@ def dry_mesh(
         device_type: where tensors are that `pt.zeros` and its like make on the mesh: "cpu", "meta".
         latency: seconds to start a collective.
         bandwidth: bytes per second that a rank can send.
-        backend: "gloo" where what its collectives hold beside their operands is to be allocated, as
-            CPUs that meet will; others' hold nothing.
+        backend: of the process groups that it stands for, as torch names it: what their collectives
+            hold beside their operands, as those of CPUs do, is allocated.
         axes: the size of each mesh axis, outermost first.
 
     Returns:

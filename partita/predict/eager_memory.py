@@ -50,8 +50,8 @@ def eager_memory(make: Callable[[], tuple[Callable[..., Any], Sequence[Any]]]) -
 
     What `make` creates has no memory, whatever its size. The step is run three times: the first
     makes the optimizer's state, and the last is counted. What a kernel holds while it runs is
-    counted where torch's CPU kernels take a fixed amount, and what collectives stage where the mesh
-    is `pt.dry_mesh(..., backend="gloo")`.
+    counted where torch's CPU kernels take a fixed amount, and what collectives hold where the dry
+    mesh is told its `backend`.
 
     Args:
         make: creates model, optimizer and batch on a `pt.dry_mesh`, and returns a step that is not

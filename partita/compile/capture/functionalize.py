@@ -212,14 +212,13 @@ def _without_views_in_place(graph: fx.Graph) -> None:
     `x` itself is read afterwards, or is an input. Pooling channels-last images to one place makes
     such a call, too.
     """
-    place: dict[fx.Node, int] = {}
-    for i, node in enumerate(graph.nodes):
-        place[node] = i
-        node.target = _safe_view_of(node.target)
+    place = {node: i for i, node in enumerate(graph.nodes)}
     for node, i in place.items():
-        if node.op != "call_function" or torch.Tag.inplace_view not in getattr(
-            node.target, "tags", ()
-        ):
+        if node.op != "call_function":
+            continue
+        if facts_of(node.target).shows_unsaid:
+            node.target = _safe_view_of(node.target)
+        if torch.Tag.inplace_view not in getattr(node.target, "tags", ()):
             continue
         view, shown = _view_like(node.target), node.args[0]
         if view is None or not isinstance(shown, fx.Node) or shown.op != "call_function":
@@ -230,7 +229,7 @@ def _without_views_in_place(graph: fx.Graph) -> None:
 
 def _safe_view_of(target: Any) -> Any:
     """For `unsafe_split` and the like, the op whose schema says that it gives views."""
-    if not facts_of(target).shows_unsaid or not target._opname.startswith("unsafe_"):
+    if not target._opname.startswith("unsafe_"):
         return target
     return getattr(getattr(_aten, target._opname.removeprefix("unsafe_")), target._overloadname)
 

@@ -589,7 +589,7 @@ class BlockTracing:
         """The tensor that is traced in place of `t`: an alias of it at which history begins."""
         with Local(), torch.no_grad():
             inner = t.detach()
-        self._entered.append(self.recorder.newest())
+        self._entered.append(self.recorder.add_alias(inner))
         spec = getattr(t, "_spec", None)
         with Local(), torch.enable_grad():
             inner.requires_grad_(t.requires_grad)

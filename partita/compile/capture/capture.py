@@ -314,6 +314,7 @@ class CaptureRun:
             raise explained from error
         check_constants(made.graph)
         check_operators(made.graph)
+        inputs.drop_unread_marks(made.graph)
         structures = count_blocks(made.graph)
         if not self._outline_blocks(made):
             inline_blocks(made.graph)

@@ -31,6 +31,7 @@ from ..graph_nodes import (
     NOTE,
     GraphPart,
     add_call,
+    add_input,
     drop_unused,
     lazy_graph_module,
     lazy_graph_modules,
@@ -330,8 +331,8 @@ class _Rewrite:
         return self.graph
 
     def _copy_placeholder(self, node: fx.Node) -> fx.Node:
-        new = self.graph.placeholder(str(node.target))
-        new.meta = {k: v for k, v in node.meta.items() if not is_symbolic(v)}
+        new = add_input(self.graph, str(node.target))
+        new.meta.update((k, v) for k, v in node.meta.items() if not is_symbolic(v))
         if is_symbolic(node.meta["val"]):
             new.meta["val"] = value_of_input(node.meta["val"])
             self.of[node] = Scalar(new)  # type: ignore[arg-type]

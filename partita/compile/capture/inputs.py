@@ -32,6 +32,7 @@ from partita.tensor.tensor_state import count_writes, own_state, state_of
 
 from ..conditions import FACTS_OF_OBJECTS, FactCondition, read_fact
 from ..errors import not_captured
+from ..graph_nodes import add_input
 from ..guards.codes import is_recorded, is_user_module
 from ..guards.places import hang_hooks
 from ..program import Input
@@ -125,7 +126,7 @@ class GraphInputs:
         """
         nodes = []
         for i, (fake, snapshot) in enumerate(zip(self.fakes, self._snapshots, strict=True)):
-            node = graph.placeholder(f"arg{i}_1")
+            node = add_input(graph, f"arg{i}_1")
             node.meta["val"] = snapshot
             set_node_of(fake, node)
             nodes.append(node)

@@ -581,9 +581,9 @@ def _select_outputs(
     pairs = [*zip(outputs.all, end.args[0], strict=True)]
     updated = _updated_by_gradients(graph, given, pairs)
     # Gradients that the step did not read as it found them.
-    unread = marked.union(
+    unread = marked | {
         i.index for node, i in given.items() if i.kind == "gradient" and not node.users
-    )
+    }
     kept, admitted = [], []
     traced_by = iter([t.real for t in wires.values() for _ in t.admitted])
     for output, value in pairs:

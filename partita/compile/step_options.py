@@ -16,7 +16,7 @@ Passes = Iterable[Pass] | Mapping[str, Pass | Iterable[Pass]]
 
 _BACKENDS = ("inductor", "graph")
 
-_OUTLINED_ABOVE = 2700
+_OUTLINED_ABOVE = 2800
 """The nodes of a traced graph, inputs included, above which blocks stay calls. A smaller one is
 compiled whole in as little time."""
 

@@ -8,8 +8,6 @@ from typing import Any
 
 from torch import nn
 
-from .graph_nodes import DEEP
-
 Pass = Callable[[Any], Any]
 """Changes the graph of a `Program`, and returns in a few words what it did."""
 
@@ -17,6 +15,10 @@ Passes = Iterable[Pass] | Mapping[str, Pass | Iterable[Pass]]
 """A user's passes: in order, before all others; or by the name of the pass that they precede."""
 
 _BACKENDS = ("inductor", "graph")
+
+_OUTLINED_ABOVE = 2800
+"""The nodes of a traced graph, inputs included, above which blocks stay calls. A smaller one is
+compiled whole in as little time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +55,7 @@ class StepOptions:
         """
         if self.sections is False or self.passes or self.cuda_graphs:
             return None
-        return 0 if self.sections else DEEP
+        return 0 if self.sections else _OUTLINED_ABOVE
 
     def key_lines(self, ran: Iterable[str]) -> list[str]:
         """Those that decide what a program is, as lines of its key.

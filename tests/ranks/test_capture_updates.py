@@ -7,6 +7,7 @@ import torch
 from torch import nn, optim
 
 import partita as pt
+from partita.compile.capture import capture
 
 OPTIMIZERS = {
     "a list at once": lambda p: optim.SGD(p, 0.1, momentum=0.9),
@@ -240,3 +241,35 @@ def test_a_fused_optimizer_is_planned_for_tensors_without_memory(kind):
         return str(planned.graph)
 
     assert plan(fused=True) == plan(foreach=True)
+
+
+def test_a_gradient_is_traced_once_however_often_it_is_kept_and_read(monkeypatch):
+    traced = []
+    rewrite = capture.functionalize_graph
+
+    def note(module, *given):
+        traced.append(list(module.graph.nodes))
+        return rewrite(module, *given)
+
+    def run(mesh):
+        model = pt.zero(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)), mesh)
+        optimizer = optim.SGD(model.parameters(), 0.1)
+
+        def step(x):
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        step = pt.compile(step, backend="graph")
+        step(pt.distribute_tensor(torch.ones(4, 4), mesh, [pt.Shard(0)]))
+        return len(step.program.inputs)
+
+    monkeypatch.setattr(capture, "functionalize_graph", note)
+    with pt.ranks(dp=1) as world:
+        (inputs,) = world.run(run)
+    (nodes,) = traced
+    assert [n.name for n in nodes if n.target is torch.ops.aten.detach.default] == []
+    # No input stands for a gradient that is not there.
+    assert sum(n.op == "placeholder" for n in nodes) == inputs

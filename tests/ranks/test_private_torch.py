@@ -707,6 +707,17 @@ def test_nodes_of_a_graph_are_compared_by_where_they_stand():
     assert x < three < one < two and sorted([two, one, three]) == [three, one, two]
 
 
+def test_operands_that_the_property_sets_are_known_to_the_nodes_that_make_them():
+    graph = torch.fx.Graph()
+    x, y = (graph.create_node("placeholder", name, name=name) for name in "xy")
+    made = graph.create_node("call_function", torch.ops.aten.add.Tensor, (x, x), name="add")
+    torch.fx.Node.args.__set__(made, (x, y))
+    torch.fx.Node.kwargs.__set__(made, {"alpha": y})
+    assert made.args == (x, y) and made.kwargs == {"alpha": y}
+    assert made.all_input_nodes == [x, y] and list(x.users) == list(y.users) == [made]
+    assert graph.find_nodes(op="call_function", target=made.target) == [made]
+
+
 def test_a_lazy_graph_module_writes_its_code_when_it_runs():
     from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 

@@ -27,6 +27,7 @@ from ..graph_nodes import (
     Note,
     Section,
     add_call,
+    add_input,
     call_section,
     checks_value,
     copy_node,
@@ -398,7 +399,7 @@ class _SectionGraph:
         last = self._of[self.inputs[-1]] if self.inputs else None
         graph = self.graph
         with graph.inserting_after(last) if last is not None else graph.inserting_before():
-            given = self.graph.placeholder(f"in_{len(self.inputs)}")
+            given = add_input(self.graph, f"in_{len(self.inputs)}")
         given.meta = _meta_of(node)
         given.meta["val"] = make_distinct(given.meta["val"], self._known)
         self.inputs.append(node)

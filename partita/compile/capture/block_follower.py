@@ -630,7 +630,7 @@ class BlockTracing:
         """The tensor that is traced in place of `t`: an alias of it at which history begins."""
         with Local(), torch.no_grad():
             inner = t.detach()
-        self._entered.append(self.recorder.newest())
+        self._entered.append(self.recorder.add_alias(inner))
         spec = getattr(t, "_spec", None)
         with Local(), torch.enable_grad():
             inner.requires_grad_(t.requires_grad)
@@ -695,17 +695,17 @@ def differentiate_block(
             tracing.recorder,
             given,
         )
-    assert traced is not None
-    seeds, gradients = traced
-    if any(g is not None and g.layout is not torch.strided for g in gradients):
-        raise NotABlock(trace.kind, "a gradient of what it takes is sparse")
+        assert traced is not None
+        seeds, gradients = traced
+        found = {i: g for i, g in zip(wanted, gradients, strict=True) if g is not None}
+        if any(g.layout is not torch.strided for g in found.values()):
+            raise NotABlock(trace.kind, "a gradient of what it takes is sparse")
+        for g in found.values():
+            traced_node(g, trace.kind)  # which may be no node of the block
+            tracing.recorder.add_alias(g)
     names = {node.name: node for node in tracing.nodes}
     return BackwardBody(
         [names[seed.node] for seed in seeds],
-        {
-            i: traced_node(g, trace.kind)
-            for i, g in zip(wanted, gradients, strict=True)
-            if g is not None
-        },
+        {i: traced_node(g, trace.kind) for i, g in found.items()},
         tracing.nodes,
     )

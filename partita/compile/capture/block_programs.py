@@ -33,6 +33,7 @@ from ..graph_nodes import (
     NOTE,
     GraphPart,
     add_call,
+    add_input,
     copy_graph,
     copy_node,
     drop_unused,
@@ -429,7 +430,7 @@ class _Outlining:
         inputs = [*taken, *seeds, *free_late]
         known: set[int] = set()
         for i, node in enumerate(inputs):
-            of[node] = given = graph.placeholder(f"in_{i}")
+            of[node] = given = add_input(graph, f"in_{i}")
             given.meta = {**node.meta, "val": make_distinct(node.meta["val"], known)}
         for node in (*early, *late):
             of[node] = copy_node(graph, node, of.__getitem__)

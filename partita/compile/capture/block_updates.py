@@ -216,7 +216,7 @@ class BlockUpdates:
         with Unheard(), torch.no_grad():
             inner = [_alias_of(t) for t in update.taken]
         versions = count_writes_of(inner)
-        entered = [traced_node(t, kind) for t in inner]
+        entered = [self._recorder.add_alias(t) for t in inner]
         groups, state = update.bind_tensors(inner)
         before = {p: dict(entries) for p, entries in state.items()}
         with (

@@ -282,9 +282,9 @@ class RepeatedCalls:
         return out
 
     def detach(self, x: torch.Tensor) -> torch.Tensor | None:
-        """Add a node for `x.detach()` and return its value, in the memory of x; None to trace it.
+        """`x.detach()`, in the memory of x and made by the same node; None to trace it.
 
-        Each gradient is detached once, when it is read.
+        Each gradient is detached when it is kept, and once more when it is read.
         """
         if not isinstance(x, FakeTensor):
             return None
@@ -292,13 +292,13 @@ class RepeatedCalls:
             if x.layout is not torch.strided or x.is_inference() or x.is_conj() or x.is_neg():
                 return None
             node = known_node_of(x)
-            like = None if node is None else node.meta.get("val")
+            if node is None:
+                return None
+            like = node.meta.get("val")
             if not isinstance(like, FakeTensor) or not _have_same_strides(x, like):
                 return None
             made = make_fake(self._mode, x.detach(), x.fake_device)
-        detached = add_call(self._graph, DETACH, (node,))
-        detached.meta["val"] = like
-        set_node_of(made, detached)
+        set_node_of(made, node)
         return made
 
     def call_over_lists(self, func: Any, args: Any, kwargs: Any) -> Any:

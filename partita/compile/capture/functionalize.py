@@ -31,6 +31,7 @@ from ..graph_nodes import (
     NOTE,
     GraphPart,
     add_call,
+    add_input,
     drop_unused,
     lazy_graph_module,
     lazy_graph_modules,
@@ -212,14 +213,13 @@ def _without_views_in_place(graph: fx.Graph) -> None:
     `x` itself is read afterwards, or is an input. Pooling channels-last images to one place makes
     such a call, too.
     """
-    place: dict[fx.Node, int] = {}
-    for i, node in enumerate(graph.nodes):
-        place[node] = i
-        node.target = _safe_view_of(node.target)
+    place = {node: i for i, node in enumerate(graph.nodes)}
     for node, i in place.items():
-        if node.op != "call_function" or torch.Tag.inplace_view not in getattr(
-            node.target, "tags", ()
-        ):
+        if node.op != "call_function":
+            continue
+        if facts_of(node.target).shows_unsaid:
+            node.target = _safe_view_of(node.target)
+        if torch.Tag.inplace_view not in getattr(node.target, "tags", ()):
             continue
         view, shown = _view_like(node.target), node.args[0]
         if view is None or not isinstance(shown, fx.Node) or shown.op != "call_function":
@@ -230,7 +230,7 @@ def _without_views_in_place(graph: fx.Graph) -> None:
 
 def _safe_view_of(target: Any) -> Any:
     """For `unsafe_split` and the like, the op whose schema says that it gives views."""
-    if not facts_of(target).shows_unsaid or not target._opname.startswith("unsafe_"):
+    if not target._opname.startswith("unsafe_"):
         return target
     return getattr(getattr(_aten, target._opname.removeprefix("unsafe_")), target._overloadname)
 
@@ -331,8 +331,8 @@ class _Rewrite:
         return self.graph
 
     def _copy_placeholder(self, node: fx.Node) -> fx.Node:
-        new = self.graph.placeholder(str(node.target))
-        new.meta = {k: v for k, v in node.meta.items() if not is_symbolic(v)}
+        new = add_input(self.graph, str(node.target))
+        new.meta.update((k, v) for k, v in node.meta.items() if not is_symbolic(v))
         if is_symbolic(node.meta["val"]):
             new.meta["val"] = value_of_input(node.meta["val"])
             self.of[node] = Scalar(new)  # type: ignore[arg-type]

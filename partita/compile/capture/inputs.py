@@ -32,6 +32,7 @@ from partita.tensor.tensor_state import count_writes, own_state, state_of
 
 from ..conditions import FACTS_OF_OBJECTS, FactCondition, read_fact
 from ..errors import not_captured
+from ..graph_nodes import add_input
 from ..guards.codes import is_recorded, is_user_module
 from ..guards.places import hang_hooks
 from ..program import Input
@@ -53,6 +54,7 @@ class GraphInputs:
         fakes: the fake tensor that stands for each.
         identities: the ids of the fakes.
         leaves: of the call, as `tensors_of_call` gives them.
+        marked: places of leaves that have a mark.
 
     Args:
         unmarked: places of leaves without a gradient that are given no mark.
@@ -63,6 +65,7 @@ class GraphInputs:
         self.all: list[Input] = []
         self.fakes: list[torch.Tensor] = []
         self.identities: set[int] = set()
+        self.marked: set[int] = set()
         self._snapshots: list[torch.Tensor] = []
         self._fakes_by_id: dict[int, torch.Tensor] = {}
         self._coordinates: dict[tuple[Wire, str], int] = {}  # places among all inputs
@@ -86,6 +89,7 @@ class GraphInputs:
                 self.all.append(Input(name, "gradient", grad, given.index))
             elif given.index not in unmarked and given.tensor.requires_grad:
                 self.all.append(Input(name, "mark", given.tensor, given.index))
+                self.marked.add(given.index)
         self._make_fakes()
         self._by_fake = {id(self.stand_in(i.tensor)): i for i in self._by_leaf.values()}
 
@@ -122,11 +126,22 @@ class GraphInputs:
         """
         nodes = []
         for i, (fake, snapshot) in enumerate(zip(self.fakes, self._snapshots, strict=True)):
-            node = graph.placeholder(f"arg{i}_1")
+            node = add_input(graph, f"arg{i}_1")
             node.meta["val"] = snapshot
             set_node_of(fake, node)
             nodes.append(node)
         return nodes
+
+    def drop_unread_marks(self, graph: fx.Graph) -> None:
+        """Take the marks that nobody reads off the traced graph."""
+        kept: list[tuple[Input, torch.Tensor]] = []
+        nodes = graph.find_nodes(op="placeholder")
+        for node, given, fake in zip(nodes, self.all, self.fakes, strict=True):
+            if given.kind == "mark" and not node.users:
+                graph.erase_node(node)
+            else:
+                kept.append((given, fake))
+        self.all, self.fakes = [i for i, _ in kept], [fake for _, fake in kept]
 
     def add_made(self, given: Input) -> None:
         """Add an input that capture has made: a number or a cotangent."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
@@ -392,19 +392,30 @@ def share_equal_counts(graph: fx.Graph, equal: Sequence[Sequence[fx.Node]]) -> N
     Args:
         equal: groups of inputs that hold the same number.
     """
+    equal_counts: dict[fx.Node, fx.Node] = {}
     for numbers in equal:
         read = [n for n in numbers if any(map(_is_scalar_call, n.users))]
-        for other in read[1:]:
-            other.replace_all_uses_with(read[0], _is_scalar_call)
+        equal_counts.update(dict.fromkeys(read[1:], read[0]) if read else ())
     known: dict[Any, fx.Node] = {}
-    for node in list(graph.nodes):
+    equal_calls: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        _exchange_operands(node, equal_calls)
         if not _is_scalar_call(node):
             continue
+        _exchange_operands(node, equal_counts)
         key = node.target, key_of_operands((node.args, node.kwargs))
         first = known.setdefault(key, node)
         if first is not node:
-            node.replace_all_uses_with(first)
-            graph.erase_node(node)
+            equal_calls[node] = first
+    for node in reversed(equal_calls):
+        graph.erase_node(node)
+
+
+def _exchange_operands(node: fx.Node, of: Mapping[fx.Node, fx.Node]) -> None:
+    """Have a node read, in place of the operands that are keys of `of`, the values."""
+    # At once: a call may read many, and each change of one of them copies its operands.
+    if not of.keys().isdisjoint(node.all_input_nodes):
+        node.args, node.kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: of.get(n, n))
 
 
 def _is_scalar_call(node: fx.Node) -> bool:

@@ -15,7 +15,7 @@ import dataclasses
 import inspect
 import types
 import weakref
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from types import CodeType
@@ -541,7 +541,7 @@ def program_of_trace(
     graph = made.graph
     given = dict(zip(graph.find_nodes(op="placeholder"), inputs.all, strict=True))
     cleared = list(outputs.cleared)
-    kept, admitted = _select_outputs(graph, given, wires, outputs, cleared)
+    kept, admitted = _select_outputs(graph, given, wires, outputs, inputs.marked, cleared)
     cut = [i for i, output in enumerate(kept) if border_of(output.spec) is not None]
     if cut:
         refuse_cut_views(graph, cut)
@@ -567,20 +567,22 @@ def _select_outputs(
     given: dict[fx.Node, Input],
     wires: dict[Wire, TraceWire],
     outputs: GraphOutputs,
+    marked: Set[int],
     cleared: list[int],
 ) -> tuple[list[Output], list[Any]]:
     """The outputs that stay and the admitted (node, wire)s; others are taken off the graph.
 
     Args:
         given: by node, the input.
+        marked: places of tensors that had no gradient, as the step has not read.
         cleared: gets the places of tensors whose gradients are taken off.
     """
     (end,) = graph.find_nodes(op="output")
     pairs = [*zip(outputs.all, end.args[0], strict=True)]
     updated = _updated_by_gradients(graph, given, pairs)
     # Gradients that the step did not read as it found them.
-    unread = {
-        i.index for node, i in given.items() if i.kind in ("mark", "gradient") and not node.users
+    unread = marked | {
+        i.index for node, i in given.items() if i.kind == "gradient" and not node.users
     }
     kept, admitted = [], []
     traced_by = iter([t.real for t in wires.values() for _ in t.admitted])

@@ -34,10 +34,17 @@ from partita.tensor.tensor_memory import is_read_in_part
 from partita.tensor.tensor_state import HERE, own_state
 
 from ..errors import CaptureError, not_an_input, not_captured, of_data
-from ..graph_nodes import NO_NOTE, NOTE, Note, copy_node, nodes_since, note_of
+from ..graph_nodes import NO_NOTE, NOTE, Note, add_call, copy_node, nodes_since, note_of
 from ..guards.guards import kernel_settings
 from .capture_context import attribute_set, unprofiled
-from .equal_calls import DETACH, RepeatedCalls, is_over_lists, node_of, tensors_of
+from .equal_calls import (
+    DETACH,
+    RepeatedCalls,
+    is_over_lists,
+    node_of,
+    set_node_of,
+    tensors_of,
+)
 from .fakes import count_writes_of_lists, has_memory, tensors_written
 from .functional_calls import REPLACED
 from .known_masks import KnownMasks
@@ -123,8 +130,8 @@ class Recorder(TorchDispatchMode):
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             # Kernels over lists ask it for each operand, several times: a sixth of a trace.
             return args[0].device
-        if func is DETACH:
-            out = unprofiled(self._detach_quickly, args[0])
+        if func is DETACH and HERE.block is None:
+            out = unprofiled(self._repeated.detach, args[0])
             if out is not None:
                 return out
         return unprofiled(self._call_and_note, func, args, kwargs or {})
@@ -162,20 +169,6 @@ class Recorder(TorchDispatchMode):
             self._last = newest
             if isinstance(out, torch.Tensor):
                 self._made.append((newest, out))
-        return out
-
-    def _detach_quickly(self, x: torch.Tensor) -> torch.Tensor | None:
-        """`x.detach()`, where that is quick; None where it has to be traced.
-
-        Autograd asks for it as it keeps a gradient, and `gradient_of` as it is read.
-        """
-        out = self._repeated.detach(x) if HERE.block is None else None
-        if out is not None:
-            node = self.newest()
-            shown: Any = node.args[0]
-            node.meta[NOTE] = shown.meta.get(NOTE, NO_NOTE)
-            self._note_new_nodes()
-            self._made.append((node, out))
         return out
 
     def _trace_or_repeat(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -328,6 +321,18 @@ class Recorder(TorchDispatchMode):
         """Give a note to nodes that were added without a call, of which `made` makes `out`."""
         self.note_made(*nodes)
         self._made.append((made, out))
+
+    def add_alias(self, made: torch.Tensor) -> fx.Node:
+        """Add a node for an alias of what the node of `made` makes, and have it be the node of
+        `made`."""
+        shown = node_of(made)
+        assert shown is not None
+        node = add_call(self.graph, DETACH, (shown,))
+        node.meta.update({"val": shown.meta["val"], NOTE: note_of(shown)})
+        set_node_of(made, node)
+        self._note_new_nodes()
+        self._made.append((node, made))
+        return node
 
     def erase(self, node: fx.Node) -> None:
         """Erase the node that was added last."""

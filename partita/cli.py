@@ -37,18 +37,21 @@ from .app import (
     train,
     verify,
 )
-from .comm import dry_mesh
+from .comm import dry_mesh, own_lines_shown
 from .comm.device import HOST, Device, accelerator_names, choose_device, explain_no_gpu
 from .compile.backend.store import Entry, Store, default_store
+from .compile.memory.schedule import Memory
 from .layout import Fix, LayoutError
 from .layout.text import escape_controls, format_table, human
 from .predict.autoplan import MOST, autoplan
 from .predict.calibrate import calibrate, machine_toml
+from .predict.eager_memory import eager_memory
 from .predict.explain import explain
 from .predict.machine import Machine, MachineError, load_machine, read_link, shipped_machines
 from .predict.rehearsal import describe_raised, read_call, read_mesh
 from .predict.simulate import simulate, with_links
-from .predict.strategy import MODELS, Strategy
+from .predict.strategy import MODELS, Strategy, make_step
+from .predict.strategy import __file__ as strategy_file
 from .report import check_outputs, check_plotly, read_logs, write_report
 from .versions import __version__, describe_torch
 
@@ -424,6 +427,9 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
     each = "sequences a rank of dp, at once (1)"
     parser.add_argument("--batch", type=int, default=left_out, help=each)
     parser.add_argument("--micro-batches", type=int, default=left_out, help="of a step (1)")
+    parser.add_argument(
+        "--eager", action="store_true", help="memory of the step run eagerly, too: 3 s a block"
+    )
     parser.add_argument("--trace", metavar="FILE", help="write the timeline for ui.perfetto.dev")
     parser.add_argument("--report", metavar="FILE", help="write a page about it (needs plotly)")
 
@@ -479,6 +485,10 @@ def run_simulate(options: argparse.Namespace) -> int:
             options.model, mesh, _machine_of(options, mesh), strategy=_strategy_of(options)
         )
         print(found, flush=True)
+        if options.eager:
+            print(
+                f"  run eagerly: {_find_eager_memory(options.model, mesh, _strategy_of(options))}"
+            )
         if options.trace:
             found.save_trace(options.trace)
         if options.report:
@@ -486,6 +496,12 @@ def run_simulate(options: argparse.Namespace) -> int:
     except (ValueError, LayoutError, OSError) as error:
         return _refuse("simulate", error)
     return 0 if found.fits else 1
+
+
+def _find_eager_memory(model: str, mesh: dict[str, int], strategy: Strategy) -> Memory:
+    """The memory of a named model's step that is not compiled."""
+    with own_lines_shown(strategy_file):
+        return eager_memory(lambda: make_step(model, mesh, strategy, dry_mesh(**mesh))[:2])  # type: ignore[arg-type]
 
 
 # -- plan ------------------------------------------------------------------------------------------

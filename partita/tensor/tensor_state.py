@@ -247,6 +247,8 @@ class _Here(threading.local):
             elementwise optimizer, given it, what runs its step, and of which parameter each tensor
             that it updates is a part (itself where it is none).
         call_own: while a step is captured, makes a call of which the capture need not hear.
+        rerunnable: counts what may run a part of the program again in backward: hooks of saved
+            tensors (a checkpoint's), autograd.Functions.
     """
 
     watcher: Any = None
@@ -256,6 +258,7 @@ class _Here(threading.local):
     explainer: Any = None
     step_in_blocks: Any = None
     call_own: Any = None
+    rerunnable: int = 0
 
     def unheard(self, function: Callable[..., Any], *args: Any) -> Any:
         """`function(*args)`, a function of partita's during which no code of the user's runs."""

@@ -120,13 +120,13 @@ class FsdpGroup:
         held_gradients: unsharded gradients that were kept, by number of the flat.
         installed: the modules hold the gathered parameters.
         versions: of the shards when they were gathered.
-        members: for each flat, the numbers of the parameters in it.
+        members: for each flat, the numbers of the parameters in it; `order`, of all flats.
         open_forwards: for each forward that has begun: its hooks of saved tensors, or None.
     """
 
     def __init__(self, zero: Zero, block: Block):
         self._begin_with(zero, block)
-        self._rebuild_buffers()
+        self._rebuild_buffers(self.shards())
 
     def _begin_with(self, zero: Zero, block: Block) -> None:
         self.zero, self.name, self.slots = zero, block.name, block.slots
@@ -143,7 +143,7 @@ class FsdpGroup:
         self.flats: list[FlatBuffer] = []
         self._kinds: list[Any] = []
         self._specs: list[Spec] = []
-        self._order: list[int] = []
+        self.order: list[int] = []
         self._firsts = [(s[0].owner, s[0].attr, s[0]) for s in self.slots]
         self._places: list[tuple[nn.Module, str, DTensor, Spec]] = []
         self.open_forwards: list[Any] = []
@@ -156,10 +156,9 @@ class FsdpGroup:
     def __setstate__(self, state: Any) -> None:
         self._begin_with(*state)
 
-    def _rebuild_buffers(self) -> None:
+    def _rebuild_buffers(self, shards: Sequence[DTensor]) -> None:
         """Make the flat buffers for the parameters as they are now: `model.to(dtype)` changes
         them."""
-        shards = self.shards()
         with Local():
             kinds = [(_dtype(p), _device(p), p._spec) for p in shards]
         if kinds == self._kinds:
@@ -174,7 +173,7 @@ class FsdpGroup:
             alone = self.zero.make_unsharded_spec(p._spec).largest * dtype.itemsize >= _ALONE
             by_kind.setdefault((dtype, i if alone else None), []).append(i)
         self.members = list(by_kind.values())
-        self._order = [i for members in self.members for i in members]
+        self.order = [i for members in self.members for i in members]
         self.flats = []
         for (dtype, _), members in by_kind.items():
             specs = [shards[i]._spec for i in members]
@@ -194,11 +193,6 @@ class FsdpGroup:
                 for owner, attr, slot in self._firsts
             ]
         return self._shards
-
-    def trained(self) -> list[bool]:
-        """For each parameter at rest: does it get a gradient?"""
-        with Local():
-            return [_requires_grad(p) for p in self.shards()]
 
     @property
     def holds_own_shards(self) -> bool:
@@ -254,12 +248,12 @@ class FsdpGroup:
         if self._is_ready or not self.holds_own_shards:
             return
         shards = self.shards()
-        if not self.depth and not self.calls_in_backward:
-            self._rebuild_buffers()
         versions = count_writes_of(shards)
-        if versions != self.versions and not self.depth and not self.calls_in_backward:
-            for flat in self.flats:  # parameters that stayed gathered are out of date
-                flat.release()
+        if not self.depth and not self.calls_in_backward:
+            self._rebuild_buffers(shards)
+            if versions != self.versions:
+                for flat in self.flats:  # parameters that stayed gathered are out of date
+                    flat.release()
         self.versions = versions
         reason = "regather" if in_backward() else "gather"
         started = False
@@ -339,7 +333,7 @@ class FsdpGroup:
         self.shards()
         self.installed = True
         wholes, given = [], []
-        for i, t, spec in zip(self._order, plain, self._specs, strict=True):
+        for i, t, spec in zip(self.order, plain, self._specs, strict=True):
             whole, p = tagged(t, spec), self._shards[i]
             # Of which version: remat compares it with that of the next time (remat/record.py).
             own_state(whole).gathered_from = (p, self.versions[i])
@@ -348,7 +342,7 @@ class FsdpGroup:
             for slot in self.slots[i]:
                 slot.owner._parameters[slot.attr] = whole  # type: ignore[assignment]
         writes = count_writes_of(wholes)
-        self._seen = list(zip(self._order, wholes, writes, given, strict=True))
+        self._seen = list(zip(self.order, wholes, writes, given, strict=True))
 
     def write_back(self) -> dict[int, int]:
         """Write what the forward wrote into gathered parameters into this rank's shards.
@@ -414,20 +408,28 @@ def modified_error(what: str, now: int, expected: int) -> RuntimeError:
 # -- all blocks of a model -------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Reducing:
     """Gradients of a group that are being reduced.
 
     Attributes:
-        members: the numbers of the group's parameters that have one.
+        params: the group's parameters that have one.
         places: their indices in what `wait` returns.
-        wait: waits for the reduction, and returns this rank's pieces.
+        wait: waits for the reduction, and returns this rank's pieces; None when that is over.
+        pieces: what it returned.
     """
 
     group: FsdpGroup
-    members: list[int]
+    params: list[DTensor]
     places: list[int]
-    wait: Callable[[], list[torch.Tensor]]
+    wait: Callable[[], list[torch.Tensor]] | None
+    pieces: Sequence[torch.Tensor] = ()
+
+    def finish(self) -> Sequence[torch.Tensor]:
+        """Wait, once; this rank's pieces."""
+        if self.wait is not None:
+            self.pieces, self.wait = self.wait(), None
+        return self.pieces
 
 
 class Zero(ShardedState):
@@ -625,14 +627,15 @@ class Zero(ShardedState):
     def reduce(self, group: FsdpGroup, k: int, shares: PartialGradients) -> None:
         """Begin to reduce gradients of one flat buffer, after waiting for other groups'
         reductions."""
-        dtype = self.precision.reduce_dtype or group.shards()[group.members[k][0]].dtype
+        shards = group.shards()
+        params = [shards[i] for i in group.members[k]]
+        dtype = self.precision.reduce_dtype or params[0].dtype
         for one in self._under_way:
             if one.group is not group:
-                one.wait()
+                one.finish()
         wait = group.flats[k].start_reduce_scatter(shares.sums, dtype)
-        members = [i for i, used in zip(group.members[k], shares.used, strict=True) if used]
         places = [i for i, used in enumerate(shares.used) if used]
-        self._under_way.append(_Reducing(group, members, places, wait))
+        self._under_way.append(_Reducing(group, [params[i] for i in places], places, wait))
 
     def collect(self, groups: Sequence[FsdpGroup]) -> dict[DTensor, torch.Tensor]:
         """Wait for the reductions of `groups`; each parameter's gradient, plain and local."""
@@ -642,10 +645,9 @@ class Zero(ShardedState):
         ready = [one for one in self._under_way if one.group in groups]
         self._under_way = [one for one in self._under_way if one.group not in groups]
         for one in ready:
-            pieces, shards = one.wait(), one.group.shards()
-            for i, place in zip(one.members, one.places, strict=True):
-                p = shards[i]
-                g = pieces[place].to(p.dtype)
+            pieces = one.finish()
+            for p, place in zip(one.params, one.places, strict=True):
+                g = pieces[place].to(_dtype(p))
                 found[p] = found[p] + g if p in found else g
         return found
 
@@ -701,7 +703,7 @@ class Zero(ShardedState):
         self._with_history.clear()
         under_way, self._under_way = self._under_way, []
         for one in under_way:
-            one.wait()
+            one.finish()
         for group in self.groups:
             group.reset_after_abort()
         self.release()
@@ -716,12 +718,8 @@ class Zero(ShardedState):
 
 
 def _find_trained(groups: Sequence[FsdpGroup]) -> list[DTensor]:
-    return [
-        p
-        for group in groups
-        for p, trained in zip(group.shards(), group.trained(), strict=True)
-        if trained
-    ]
+    with Local():
+        return [p for group in groups for p in group.shards() if _requires_grad(p)]
 
 
 class _ShardsToToken(torch.autograd.Function):

@@ -2,8 +2,9 @@
 
 A group is one block's parameters; `Zero` is the state of the model, which knows all groups. While a
 block computes, the next block's parameters are being gathered; in backward the previous block's
-gradients are being reduced. At most two blocks are gathered at any time. What tells a group that
-its block runs is in `fsdp_hooks`; memory is freed by `FlatBuffer.release`.
+gradients are being reduced. At most two blocks are gathered at any time, and small ones between
+them. What tells a group that its block runs is in `fsdp_hooks`; memory is freed by
+`FlatBuffer.release`.
 
 `ShardedState` is what all stages have in common, and `MixedPrecision` the dtypes that a step works
 in.
@@ -107,6 +108,9 @@ _requires_grad = torch._C.TensorBase.requires_grad.__get__  # type: ignore[attr-
 _ALONE = 1 << 22
 """Bytes from which a parameter travels alone: one collective more costs less than its copies."""
 
+_SMALL = 8
+"""How many times less than the next a group must have to gather, to be gathered beside it."""
+
 
 class FsdpGroup:
     """One block's parameters, and whether they are gathered.
@@ -120,6 +124,7 @@ class FsdpGroup:
         held_gradients: unsharded gradients that were kept, by number of the flat.
         installed: the modules hold the gathered parameters.
         versions: of the shards when they were gathered.
+        nbytes: of what is gathered.
         members: for each flat, the numbers of the parameters in it; `order`, of all flats.
         open_forwards: for each forward that has begun: its hooks of saved tensors, or None.
     """
@@ -142,6 +147,7 @@ class FsdpGroup:
         self.members: list[list[int]] = []
         self.flats: list[FlatBuffer] = []
         self._kinds: list[Any] = []
+        self.nbytes = 0
         self._specs: list[Spec] = []
         self.order: list[int] = []
         self._firsts = [(s[0].owner, s[0].attr, s[0]) for s in self.slots]
@@ -184,6 +190,7 @@ class FsdpGroup:
                 FlatBuffer(self.name, names, wholes, specs, self.zero.axes, dtype, device)
             )
         self._specs = [p.whole for flat in self.flats for p in flat.pieces]
+        self.nbytes = sum(flat.nbytes for flat in self.flats)
 
     def shards(self) -> list[DTensor]:
         """The parameters at rest, as the modules hold them now."""
@@ -238,6 +245,10 @@ class FsdpGroup:
     def alive(self) -> int:
         """Bytes that are gathered, or under way."""
         return sum([flat.alive for flat in self.flats])
+
+    def is_small_beside(self, other: FsdpGroup | None) -> bool:
+        """Has this group so much less to gather than `other` that memory does not count?"""
+        return other is not None and _SMALL * self.nbytes <= other.nbytes
 
     @property
     def _is_ready(self) -> bool:
@@ -564,28 +575,45 @@ class Zero(ShardedState):
                 self.release()
             group.gather()
             return
-        group.gather()
         if self._last is not None and self._last is not group:
             self._next[self._last] = group
             self._before[group] = self._last
         self._last = group
-        self._prefetch_group(self._next.get(group), group)
+        self._gather_and_prefetch(group, self._next.get)
 
     def enter_backward(self, group: FsdpGroup) -> None:
         """Gather `group`, and prefetch the group that came before it in forward."""
-        group.gather()
+        self._gather_and_prefetch(group, self._find_needed_before)
+
+    def _find_needed_before(self, group: FsdpGroup) -> FsdpGroup | None:
         before = self._before.get(group)
         while before is not None and not before.needed:
             before = self._before.get(before)
-        self._prefetch_group(before, group)
+        return before
 
-    def _prefetch_group(self, group: FsdpGroup | None, beside: FsdpGroup) -> None:
-        if group is None:
-            return
-        for other in self.groups:
-            if other is not group and other is not beside and other.alive:
-                return
-        group.start()
+    def _gather_and_prefetch(
+        self, group: FsdpGroup, follow: Callable[[FsdpGroup], FsdpGroup | None]
+    ) -> None:
+        """Gather `group`, and begin to gather the group that follows.
+
+        A small one (a norm, an embedding) computes for less time than a gather takes: what follows
+        it is begun together with it.
+        """
+        coming = [group]
+        while (after := follow(coming[-1])) is not None and after not in coming:
+            coming.append(after)
+            if not after.is_small_beside(follow(after)):
+                break
+        waits_later = group.is_small_beside(follow(group))
+        if waits_later:
+            group.start()
+        else:
+            group.gather()
+        if not any(other.alive for other in self.groups if other not in coming):
+            for after in coming[1:]:
+                after.start()
+        if waits_later:
+            group.gather()
 
     # -- backward ----------------------------------------------------------------------------------
 
@@ -631,7 +659,8 @@ class Zero(ShardedState):
         params = [shards[i] for i in group.members[k]]
         dtype = self.precision.reduce_dtype or params[0].dtype
         for one in self._under_way:
-            if one.group is not group:
+            # A small group has computed too briefly to hide what came before it.
+            if one.group is not group and not group.is_small_beside(one.group):
                 one.finish()
         wait = group.flats[k].start_reduce_scatter(shares.sums, dtype)
         places = [i for i, used in enumerate(shares.used) if used]

@@ -10,7 +10,6 @@ optimizers run through dispatch, op by op.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -249,7 +248,8 @@ def _after_step(optimizer: Optimizer, args: _Args, kwargs: _Kwargs) -> None:
 
 def _make_idle_step_args(optimizer: Optimizer, args: _Args, kwargs: _Kwargs) -> _StepCall:
     """The arguments of the step that follows: an optimizer without parameters."""
-    idle = copy.copy(optimizer)
+    idle = object.__new__(type(optimizer))  # `copy.copy` would walk the state of all parameters
+    idle.__dict__.update(optimizer.__dict__)
     idle.param_groups = []
     return (idle, *args[1:]), kwargs
 

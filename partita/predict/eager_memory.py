@@ -48,8 +48,8 @@ def eager_memory(make: Callable[[], tuple[Callable[..., Any], Sequence[Any]]]) -
 
         print(pt.eager_memory(make).peak)      # bytes that the step allocates, at most at once
 
-    What `make` creates has no memory, whatever its size. The step is run three times: the first
-    makes the optimizer's state, and the last is counted. What a kernel holds while it runs is
+    What `make` creates has no memory, whatever its size. The step is run twice: the first run
+    makes the optimizer's state, and the second is counted. What a kernel holds while it runs is
     counted where torch's CPU kernels take a fixed amount, and what collectives hold where the dry
     mesh is told its `backend`.
 
@@ -69,8 +69,7 @@ def eager_memory(make: Callable[[], tuple[Callable[..., Any], Sequence[Any]]]) -
     schedule = _Schedule()
     with _EagerFakes(schedule), schedule.told_of_updates(), _errors_explained():
         step, args = make()
-        for _ in range(2):
-            step(*args)
+        step(*args)
         with _disable_current_modes():
             held = tuple(_list_held(state_of(step, (), args, {}), args))
         with _ScheduleMode(schedule), told_of_resizes(schedule.note_resized):

@@ -248,6 +248,8 @@ class _Here(threading.local):
             that it updates is a part (itself where it is none).
         call_own: while a step is captured, makes a call of which the capture need not hear.
         resized: is told of each storage whose memory its owner has freed or allocated again.
+        rerunnable: counts what may run a part of the program again in backward: hooks of saved
+            tensors (a checkpoint's), autograd.Functions.
     """
 
     watcher: Any = None
@@ -258,6 +260,7 @@ class _Here(threading.local):
     step_in_blocks: Any = None
     call_own: Any = None
     resized: Any = None
+    rerunnable: int = 0
 
     def unheard(self, function: Callable[..., Any], *args: Any) -> Any:
         """`function(*args)`, a function of partita's during which no code of the user's runs."""

@@ -25,6 +25,7 @@ import torch.utils.dlpack
 from torch._C import DisableTorchFunctionSubclass as Local
 from torch._C import _is_torch_function_enabled as _global_view
 from torch._C import _len_torch_function_stack
+from torch.autograd.graph import saved_tensors_hooks
 from torch.jit import _builtins
 from torch.nn.modules import module as torch_module
 from torch.overrides import handle_torch_function
@@ -419,6 +420,21 @@ def _type_back(grad: Any, spec: Spec | None) -> Any:
 
 # torch offers no way in: it makes its BackwardHooks by this name.
 torch_module.BackwardHook = _TypedBackwardHook  # type: ignore[misc]
+
+# -- hooks of saved tensors ------------------------------------------------------------------------
+# What unpacks saved tensors may run a part of the program again, as a checkpoint does. ZeRO-3 must
+# know whether a block's backward may, since what ran then reads the block's modules. Torch keeps a
+# stack of hooks, and no count.
+
+_enter_hooks = saved_tensors_hooks.__enter__
+
+
+def _count_and_enter(hooks: saved_tensors_hooks) -> None:
+    HERE.rerunnable += 1
+    _enter_hooks(hooks)
+
+
+saved_tensors_hooks.__enter__ = _count_and_enter  # type: ignore[method-assign]
 
 # -- torch.utils.checkpoint ------------------------------------------------------------------------
 # Torch runs a region again in backward, on its inputs, which it saves as autograd saves tensors.

@@ -83,6 +83,39 @@ def test_while_one_block_computes_the_next_is_gathered_and_no_other():
     assert seen == [(0, [True, True, False]), (1, [False, True, True]), (2, [False, False, True])]
 
 
+def test_what_follows_a_small_block_is_gathered_together_with_it_and_nothing_further():
+    def run(mesh):
+        torch.manual_seed(0)
+        parts = [nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 32), nn.Linear(32, 32)]
+        model = pt.zero(nn.Sequential(*map(nn.Sequential, parts)), mesh)
+        state, seen = zero_state(model), []
+
+        def note(block, when):
+            return lambda *_: seen.append((block, when, [g.alive > 0 for g in state.groups]))
+
+        for k, (part,) in enumerate(model):
+            part.register_forward_hook(note(k, "forward"))
+            part.register_full_backward_pre_hook(note(k, "backward"))
+        x = pt.distribute_tensor(torch.randn(6, 32), mesh, [pt.Shard(0)]).requires_grad_()
+        for _ in range(2):
+            seen.clear()
+            model(x).sum().backward()
+        nbytes = [group.nbytes for group in state.groups]
+        return seen, state.peak, sum(nbytes[:3]), state.alive
+
+    with pt.ranks(dp=2) as world:
+        seen, peak, most, alive = world.run(run)[0]
+    assert [which for _, when, which in seen if when == "forward"] == [
+        [True, True, True, False],
+        [False, True, True, False],
+        [False, False, True, True],
+        [False, False, False, True],
+    ]
+    found = {block: which for block, when, which in seen if when == "backward"}
+    assert found[2] == [True, True, True, False]
+    assert alive == 0 < peak <= most
+
+
 @pytest.mark.parametrize("mixed", ["autocast", "param_dtype"])
 def test_no_cast_of_a_parameter_is_saved_for_backward(mixed):
     saved = []

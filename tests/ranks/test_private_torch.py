@@ -550,6 +550,19 @@ def test_checkpoints_are_begun_by_functions_that_may_be_exchanged(monkeypatch):
     assert begun == ["without", "reentrant"]
 
 
+def test_hooks_of_saved_tensors_are_put_around_code_by_one_method(monkeypatch):
+    entered = []
+    enter = saved_tensors_hooks.__enter__
+    monkeypatch.setattr(
+        saved_tensors_hooks, "__enter__", lambda hooks: entered.append(type(hooks)) or enter(hooks)
+    )
+    x = torch.ones(2, requires_grad=True)
+    with torch.autograd.graph.save_on_cpu():
+        checkpoints.checkpoint(torch.sin, x, use_reentrant=False).sum().backward()
+    names = [kind.__name__ for kind in entered]
+    assert names[:2] == ["save_on_cpu", "_checkpoint_hook"]
+
+
 def test_hooks_of_all_modules_are_in_dictionaries_that_each_call_of_a_module_looks_at():
     held = {k: v for k, v in vars(nn.modules.module).items() if k.startswith("_global_")}
     tables = {k: v for k, v in held.items() if k.endswith("_hooks")}

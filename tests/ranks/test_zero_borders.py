@@ -357,6 +357,78 @@ def test_torchs_checkpoint_may_stand_in_a_block(reentrant, how, shape):
     agree(First, lambda m, x, i: backward(m(x).square().mean()), batch_of(*shape))
 
 
+class RunAgain(torch.autograd.Function):
+    """A call of a module, without a graph, that is made again in backward."""
+
+    @staticmethod
+    def forward(ctx, x, module):
+        ctx.module = module
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return module(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            ctx.module(x).backward(grad)
+        return x.grad, None
+
+
+class OfFunctions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList(Part() for _ in range(2))
+
+    def forward(self, x):
+        for part in self.parts:
+            x = RunAgain.apply(x, part)
+        return x
+
+
+class OfHooks(nn.Module):
+    """It packs tensors in a way of its own, and computes while it unpacks them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Part(), Part()
+
+    def forward(self, x):
+        h = self.first(x)
+
+        def pack(t):
+            return (t.detach().clone(), t.shape == h.shape)
+
+        def unpack(packed):
+            t, is_like_h = packed
+            if is_like_h:
+                with torch.no_grad():
+                    self.second.b(torch.tanh(self.second.a(x.detach())))
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            return self.second(h)
+
+
+@pytest.mark.parametrize("kind", [OfFunctions, OfHooks])
+def test_what_backward_runs_again_of_a_block_finds_its_parameters_gathered(kind):
+    def step(model, x, i):
+        with pt.ledger() as log:
+            out = backward(model(x).square().mean())
+        assert not [m for m in log.moves if m.reason == "implicit" and m.kind == "all_gather"]
+        return out
+
+    class First(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.root = nn.Linear(4, 4), Root(kind)
+
+        def forward(self, x):
+            return self.root(self.first(x))
+
+    agree(First, step, batch_of(4, 4))
+
+
 # -- other parameters each step --------------------------------------------------------------------
 
 

@@ -203,6 +203,7 @@ class FlatBuffer:
         for p, end in zip(self.pieces, ends, strict=True):
             self._rooms += [self.n * p.length, end - p.place - self.n * p.length]
         self._full = torch.empty(0, dtype=dtype, device=device)
+        self._rows: list[torch.Tensor] = []  # of `_full`: each parameter as (n, length)
         self._sums = self._full
         with Local():
             self.has_memory = self._full.untyped_storage().device.type != "meta"
@@ -269,13 +270,14 @@ class FlatBuffer:
             return
         out = self._wait_for_gather()
         if not self._arrives_in_place:
-            self._allocate_storage()
             with torch.no_grad():
-                torch._foreach_copy_(*self._in_full(out))
+                self._allocate_storage()
+                self._sort_by_parameter(out)
         del out
         # On a device, the collective may hold the storage for a while.
         at_once = Device(self.device.type).runs_at_once
-        self._holders = 2 if at_once else count_holders(self._full.untyped_storage())
+        storage = self._full.untyped_storage()
+        self._holders = 2 + len(self._rows) if at_once else count_holders(storage)
         self.here = True
         if self.has_memory:
             start = self._full.data_ptr()
@@ -322,11 +324,11 @@ class FlatBuffer:
         self.here, self.span = False, (0, 0)
         if not held or not self._full.untyped_storage().nbytes():
             return
-        if _give_up_memory(self._full, self._holders, self._name_at):
+        if _give_up_memory([self._full, *self._rows], self._holders, self._name_at):
             _resize_storage(self._full.untyped_storage(), 0)
         else:
             self.wire.record_kept_view(self.name, held)
-            self._full = torch.empty(0, dtype=self.dtype, device=self.device)
+            self._full, self._rows = torch.empty(0, dtype=self.dtype, device=self.device), []
 
     def _name_at(self, element: int) -> str:
         places = [piece.place for piece in self.pieces]
@@ -343,24 +345,30 @@ class FlatBuffer:
         storage = self._full.untyped_storage()
         _resize_storage(storage, self.nbytes)
         self.alive = self.nbytes
-        if self._full.numel() != self._room:
-            self._full.set_(storage, 0, (self._room,))  # type: ignore[call-overload]
+        if self._full.numel() == self._room:
+            return
+        self._full.set_(storage, 0, (self._room,))  # type: ignore[call-overload]
+        if not self._arrives_in_place and all(p.spans is None for p in self.pieces):
+            rooms = self._full.split_with_sizes(self._rooms)[::2]
+            sized = zip(rooms, self._lengths, strict=True)
+            self._rows = [room.view(self.n, length) for room, length in sized]
 
     @property
     def _arrives_in_place(self) -> bool:
         return len(self.pieces) == 1 and self.pieces[0].spans is None
 
-    def _in_full(self, out: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The parts of the gathered storage, and the parts of `out` that belong there."""
-        rooms = self._full.split_with_sizes(self._rooms)[::2]
+    def _sort_by_parameter(self, out: torch.Tensor) -> None:
+        """Copy what has arrived in `out` to where it belongs in the gathered storage."""
         come = out.view(self.n, self.length).split_with_sizes(self._lengths, 1)
+        if self._rows:  # with their padding: one copy of each
+            torch._foreach_copy_(self._rows, come)
+            return
+        rooms = self._full.split_with_sizes(self._rooms)[::2]
         pairs: list[Any] = []
         for room, rows, p in zip(rooms, come, self.pieces, strict=True):
-            if p.spans is None:  # with its padding: one copy
-                pairs.append((room.view(rows.shape), rows))
-            else:
-                pairs += p.blocks(room, rows)
-        return [to for to, _ in pairs], [rows for _, rows in pairs]
+            pairs += p.blocks(room, rows)
+        if pairs:  # a rank of another axis may have no elements
+            torch._foreach_copy_([to for to, _ in pairs], [rows for _, rows in pairs])
 
     def _of_each(self, flat: torch.Tensor, piece: _FlatPiece) -> torch.Tensor:
         return flat.view(self.n, -1)[:, piece.start : piece.start + piece.length]
@@ -442,17 +450,12 @@ class FlatBuffer:
             A function that waits, and returns this rank's piece of each gradient.
         """
         out = torch.empty(self.length, dtype=dtype, device=self.device)
-        # Dropped after the wait: the sums take as much memory as the gathered parameters.
-        on_the_way: list[Any] = [
-            self.wire.start(self.scatter, sums.view(-1), out, op=self.name, reason="gradient"),
-            sums,
-        ]
-        del sums
+        work = self.wire.start(self.scatter, sums.view(-1), out, op=self.name, reason="gradient")
 
-        def wait_for_reduce_scatter() -> list[torch.Tensor]:
-            if on_the_way:
-                on_the_way[0].wait()
-                on_the_way.clear()
+        # Dropped by its caller after the wait: the sums take as much memory as the gathered
+        # parameters.
+        def wait_for_reduce_scatter(_sums: torch.Tensor = sums) -> list[torch.Tensor]:
+            work.wait()
             shapes = [p.shard.local_shape for p in self.pieces]
             parts: Sequence[torch.Tensor] = out.split_with_sizes(self._lengths)
             if not self._is_even:
@@ -508,8 +511,9 @@ def _resize_storage(storage: torch.UntypedStorage, nbytes: int) -> None:
         HERE.resized(storage)
 
 
-def _give_up_memory(full: torch.Tensor, known: int, name_of: Callable[[int], str]) -> bool:
-    """May the memory of `full` be freed? Views of it that are DTensors raise from now on.
+def _give_up_memory(own: Sequence[torch.Tensor], known: int, name_of: Callable[[int], str]) -> bool:
+    """May the memory of `own` be freed, of which the first has all? Views of it that are DTensors
+    raise from now on.
 
     A view that outlives the forward of its block would read memory that is empty, or another step's
     values. Views that are no DTensors (`to_local()`, NumPy arrays, those of C++) cannot raise: they
@@ -517,31 +521,31 @@ def _give_up_memory(full: torch.Tensor, known: int, name_of: Callable[[int], str
 
     Args:
         known: the number of holders of the storage where no one keeps a view.
-        name_of: gives the name of the weight at an element of `full`, for the error.
+        name_of: gives the name of the weight at an element of it, for the error.
     """
     with Unheard():  # of the tensors themselves, whatever they stand for
-        storage = _storage_of(full)
+        storage = _storage_of(own[0])
         kept = count_holders(storage) - known
         if kept <= 0:
             return True
-        typed = [t for t in find_views_of_memory(full, storage, kept) if isinstance(t, DTensor)]
+        typed = [t for t in find_views_of_memory(own, storage, kept) if isinstance(t, DTensor)]
         for t in typed:
             t._spec = _Released(name_of(torch._C.TensorBase.storage_offset(t)))  # type: ignore[assignment, arg-type]
         return len(typed) == kept
 
 
 def find_views_of_memory(
-    full: torch.Tensor, storage: torch.UntypedStorage, count: int
+    own: Sequence[torch.Tensor], storage: torch.UntypedStorage, count: int
 ) -> list[Any]:
-    """The Python tensors, other than `full`, that lie in `storage`; `count` are looked for.
+    """The Python tensors, other than `own`, that lie in `storage`; `count` are looked for.
 
     Young objects are searched first, where a running backward's tensors are. All objects are
     searched only for tensors that have outlived garbage collections, or that C++ holds.
     """
-    kinds, found = _kinds_of_tensors(), []
+    kinds, found, ours = _kinds_of_tensors(), [], set(map(id, own))
     for generation in range(3):
         for t in [t for t in gc.get_objects(generation) if id(type(t)) in kinds]:
-            if t is not full and _lies_in(t, storage):
+            if id(t) not in ours and _lies_in(t, storage):
                 found.append(t)
         if len(found) >= count:
             break

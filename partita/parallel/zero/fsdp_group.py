@@ -2,8 +2,9 @@
 
 A group is one block's parameters; `Zero` is the state of the model, which knows all groups. While a
 block computes, the next block's parameters are being gathered; in backward the previous block's
-gradients are being reduced. At most two blocks are gathered at any time. What tells a group that
-its block runs is in `fsdp_hooks`; memory is freed by `FlatBuffer.release`.
+gradients are being reduced. At most two blocks are gathered at any time, and small ones between
+them. What tells a group that its block runs is in `fsdp_hooks`; memory is freed by
+`FlatBuffer.release`.
 
 `ShardedState` is what all stages have in common, and `MixedPrecision` the dtypes that a step works
 in.
@@ -107,6 +108,9 @@ _requires_grad = torch._C.TensorBase.requires_grad.__get__  # type: ignore[attr-
 _ALONE = 1 << 22
 """Bytes from which a parameter travels alone: one collective more costs less than its copies."""
 
+_SMALL = 8
+"""How many times less than the next a group must have to gather, to be gathered beside it."""
+
 
 class FsdpGroup:
     """One block's parameters, and whether they are gathered.
@@ -120,13 +124,14 @@ class FsdpGroup:
         held_gradients: unsharded gradients that were kept, by number of the flat.
         installed: the modules hold the gathered parameters.
         versions: of the shards when they were gathered.
-        members: for each flat, the numbers of the parameters in it.
+        nbytes: of what is gathered.
+        members: for each flat, the numbers of the parameters in it; `order`, of all flats.
         open_forwards: for each forward that has begun: its hooks of saved tensors, or None.
     """
 
     def __init__(self, zero: Zero, block: Block):
         self._begin_with(zero, block)
-        self._rebuild_buffers()
+        self._rebuild_buffers(self.shards())
 
     def _begin_with(self, zero: Zero, block: Block) -> None:
         self.zero, self.name, self.slots = zero, block.name, block.slots
@@ -142,8 +147,9 @@ class FsdpGroup:
         self.members: list[list[int]] = []
         self.flats: list[FlatBuffer] = []
         self._kinds: list[Any] = []
+        self.nbytes = 0
         self._specs: list[Spec] = []
-        self._order: list[int] = []
+        self.order: list[int] = []
         self._firsts = [(s[0].owner, s[0].attr, s[0]) for s in self.slots]
         self._places: list[tuple[nn.Module, str, DTensor, Spec]] = []
         self.open_forwards: list[Any] = []
@@ -156,10 +162,9 @@ class FsdpGroup:
     def __setstate__(self, state: Any) -> None:
         self._begin_with(*state)
 
-    def _rebuild_buffers(self) -> None:
+    def _rebuild_buffers(self, shards: Sequence[DTensor]) -> None:
         """Make the flat buffers for the parameters as they are now: `model.to(dtype)` changes
         them."""
-        shards = self.shards()
         with Local():
             kinds = [(_dtype(p), _device(p), p._spec) for p in shards]
         if kinds == self._kinds:
@@ -174,7 +179,7 @@ class FsdpGroup:
             alone = self.zero.make_unsharded_spec(p._spec).largest * dtype.itemsize >= _ALONE
             by_kind.setdefault((dtype, i if alone else None), []).append(i)
         self.members = list(by_kind.values())
-        self._order = [i for members in self.members for i in members]
+        self.order = [i for members in self.members for i in members]
         self.flats = []
         for (dtype, _), members in by_kind.items():
             specs = [shards[i]._spec for i in members]
@@ -185,6 +190,7 @@ class FsdpGroup:
                 FlatBuffer(self.name, names, wholes, specs, self.zero.axes, dtype, device)
             )
         self._specs = [p.whole for flat in self.flats for p in flat.pieces]
+        self.nbytes = sum(flat.nbytes for flat in self.flats)
 
     def shards(self) -> list[DTensor]:
         """The parameters at rest, as the modules hold them now."""
@@ -194,11 +200,6 @@ class FsdpGroup:
                 for owner, attr, slot in self._firsts
             ]
         return self._shards
-
-    def trained(self) -> list[bool]:
-        """For each parameter at rest: does it get a gradient?"""
-        with Local():
-            return [_requires_grad(p) for p in self.shards()]
 
     @property
     def holds_own_shards(self) -> bool:
@@ -245,6 +246,10 @@ class FsdpGroup:
         """Bytes that are gathered, or under way."""
         return sum([flat.alive for flat in self.flats])
 
+    def is_small_beside(self, other: FsdpGroup | None) -> bool:
+        """Has this group so much less to gather than `other` that memory does not count?"""
+        return other is not None and _SMALL * self.nbytes <= other.nbytes
+
     @property
     def _is_ready(self) -> bool:
         return bool(self.depth or self.calls_in_backward) and all(flat.here for flat in self.flats)
@@ -254,12 +259,12 @@ class FsdpGroup:
         if self._is_ready or not self.holds_own_shards:
             return
         shards = self.shards()
-        if not self.depth and not self.calls_in_backward:
-            self._rebuild_buffers()
         versions = count_writes_of(shards)
-        if versions != self.versions and not self.depth and not self.calls_in_backward:
-            for flat in self.flats:  # parameters that stayed gathered are out of date
-                flat.release()
+        if not self.depth and not self.calls_in_backward:
+            self._rebuild_buffers(shards)
+            if versions != self.versions:
+                for flat in self.flats:  # parameters that stayed gathered are out of date
+                    flat.release()
         self.versions = versions
         reason = "regather" if in_backward() else "gather"
         started = False
@@ -339,7 +344,7 @@ class FsdpGroup:
         self.shards()
         self.installed = True
         wholes, given = [], []
-        for i, t, spec in zip(self._order, plain, self._specs, strict=True):
+        for i, t, spec in zip(self.order, plain, self._specs, strict=True):
             whole, p = tagged(t, spec), self._shards[i]
             # Of which version: remat compares it with that of the next time (remat/record.py).
             own_state(whole).gathered_from = (p, self.versions[i])
@@ -348,7 +353,7 @@ class FsdpGroup:
             for slot in self.slots[i]:
                 slot.owner._parameters[slot.attr] = whole  # type: ignore[assignment]
         writes = count_writes_of(wholes)
-        self._seen = list(zip(self._order, wholes, writes, given, strict=True))
+        self._seen = list(zip(self.order, wholes, writes, given, strict=True))
 
     def write_back(self) -> dict[int, int]:
         """Write what the forward wrote into gathered parameters into this rank's shards.
@@ -414,20 +419,28 @@ def modified_error(what: str, now: int, expected: int) -> RuntimeError:
 # -- all blocks of a model -------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Reducing:
     """Gradients of a group that are being reduced.
 
     Attributes:
-        members: the numbers of the group's parameters that have one.
+        params: the group's parameters that have one.
         places: their indices in what `wait` returns.
-        wait: waits for the reduction, and returns this rank's pieces.
+        wait: waits for the reduction, and returns this rank's pieces; None when that is over.
+        pieces: what it returned.
     """
 
     group: FsdpGroup
-    members: list[int]
+    params: list[DTensor]
     places: list[int]
-    wait: Callable[[], list[torch.Tensor]]
+    wait: Callable[[], list[torch.Tensor]] | None
+    pieces: Sequence[torch.Tensor] = ()
+
+    def finish(self) -> Sequence[torch.Tensor]:
+        """Wait, once; this rank's pieces."""
+        if self.wait is not None:
+            self.pieces, self.wait = self.wait(), None
+        return self.pieces
 
 
 class Zero(ShardedState):
@@ -562,28 +575,45 @@ class Zero(ShardedState):
                 self.release()
             group.gather()
             return
-        group.gather()
         if self._last is not None and self._last is not group:
             self._next[self._last] = group
             self._before[group] = self._last
         self._last = group
-        self._prefetch_group(self._next.get(group), group)
+        self._gather_and_prefetch(group, self._next.get)
 
     def enter_backward(self, group: FsdpGroup) -> None:
         """Gather `group`, and prefetch the group that came before it in forward."""
-        group.gather()
+        self._gather_and_prefetch(group, self._find_needed_before)
+
+    def _find_needed_before(self, group: FsdpGroup) -> FsdpGroup | None:
         before = self._before.get(group)
         while before is not None and not before.needed:
             before = self._before.get(before)
-        self._prefetch_group(before, group)
+        return before
 
-    def _prefetch_group(self, group: FsdpGroup | None, beside: FsdpGroup) -> None:
-        if group is None:
-            return
-        for other in self.groups:
-            if other is not group and other is not beside and other.alive:
-                return
-        group.start()
+    def _gather_and_prefetch(
+        self, group: FsdpGroup, follow: Callable[[FsdpGroup], FsdpGroup | None]
+    ) -> None:
+        """Gather `group`, and begin to gather the group that follows.
+
+        A small one (a norm, an embedding) computes for less time than a gather takes: what follows
+        it is begun together with it.
+        """
+        coming = [group]
+        while (after := follow(coming[-1])) is not None and after not in coming:
+            coming.append(after)
+            if not after.is_small_beside(follow(after)):
+                break
+        waits_later = group.is_small_beside(follow(group))
+        if waits_later:
+            group.start()
+        else:
+            group.gather()
+        if not any(other.alive for other in self.groups if other not in coming):
+            for after in coming[1:]:
+                after.start()
+        if waits_later:
+            group.gather()
 
     # -- backward ----------------------------------------------------------------------------------
 
@@ -625,14 +655,16 @@ class Zero(ShardedState):
     def reduce(self, group: FsdpGroup, k: int, shares: PartialGradients) -> None:
         """Begin to reduce gradients of one flat buffer, after waiting for other groups'
         reductions."""
-        dtype = self.precision.reduce_dtype or group.shards()[group.members[k][0]].dtype
+        shards = group.shards()
+        params = [shards[i] for i in group.members[k]]
+        dtype = self.precision.reduce_dtype or params[0].dtype
         for one in self._under_way:
-            if one.group is not group:
-                one.wait()
+            # A small group has computed too briefly to hide what came before it.
+            if one.group is not group and not group.is_small_beside(one.group):
+                one.finish()
         wait = group.flats[k].start_reduce_scatter(shares.sums, dtype)
-        members = [i for i, used in zip(group.members[k], shares.used, strict=True) if used]
         places = [i for i, used in enumerate(shares.used) if used]
-        self._under_way.append(_Reducing(group, members, places, wait))
+        self._under_way.append(_Reducing(group, [params[i] for i in places], places, wait))
 
     def collect(self, groups: Sequence[FsdpGroup]) -> dict[DTensor, torch.Tensor]:
         """Wait for the reductions of `groups`; each parameter's gradient, plain and local."""
@@ -642,10 +674,9 @@ class Zero(ShardedState):
         ready = [one for one in self._under_way if one.group in groups]
         self._under_way = [one for one in self._under_way if one.group not in groups]
         for one in ready:
-            pieces, shards = one.wait(), one.group.shards()
-            for i, place in zip(one.members, one.places, strict=True):
-                p = shards[i]
-                g = pieces[place].to(p.dtype)
+            pieces = one.finish()
+            for p, place in zip(one.params, one.places, strict=True):
+                g = pieces[place].to(_dtype(p))
                 found[p] = found[p] + g if p in found else g
         return found
 
@@ -701,7 +732,7 @@ class Zero(ShardedState):
         self._with_history.clear()
         under_way, self._under_way = self._under_way, []
         for one in under_way:
-            one.wait()
+            one.finish()
         for group in self.groups:
             group.reset_after_abort()
         self.release()
@@ -716,12 +747,8 @@ class Zero(ShardedState):
 
 
 def _find_trained(groups: Sequence[FsdpGroup]) -> list[DTensor]:
-    return [
-        p
-        for group in groups
-        for p, trained in zip(group.shards(), group.trained(), strict=True)
-        if trained
-    ]
+    with Local():
+        return [p for group in groups for p in group.shards() if _requires_grad(p)]
 
 
 class _ShardsToToken(torch.autograd.Function):

@@ -34,7 +34,6 @@ from partita.tensor.autograd import (
     moved,
     next_node,
     saving_hooks,
-    without_history,
 )
 from partita.tensor.construct import keep_attributes, stand_for
 from partita.tensor.dtensor import DTensor, tagged
@@ -45,6 +44,11 @@ from ..batch import replace_instances, tensors_in
 from ..parameters import ParameterSlot
 from .flat_buffer import FlatBuffer, PartialGradients
 from .fsdp_group import FsdpGroup, Zero, modified_error
+
+# Attributes as C has them: those of a DTensor are Python, which asks these.
+_dtype = torch._C.TensorBase.dtype.__get__  # type: ignore[attr-defined]
+_grad_fn = torch._C.TensorBase.grad_fn.__get__  # type: ignore[union-attr]
+_requires_grad = torch._C.TensorBase.requires_grad.__get__  # type: ignore[attr-defined]
 
 
 def register_hooks(state: Zero) -> None:
@@ -91,15 +95,15 @@ class _BlockHooks:
         with Unheard(), _counting_versions():
             group.zero.enter_forward(group)
             group.depth = 1
-            call, trained = None, group.trained()
-            if is_recorded and (graded or any(trained)):
-                call = _ForwardCall(group, graded, trained)
+            call = _ForwardCall(group, graded) if is_recorded else None
+            if call is not None and not (graded or call.trains):
+                call = None
             _install_gathered(group, call)
         if call is not None:
             group.open_forwards[-1] = _SavedTensorHooks(call)
         prepared = self._prepare_inputs(args, kwargs, call)
         if call is not None:
-            call.since = next_node()
+            call.since, call.rerunnable = next_node(), HERE.rerunnable
         return prepared
 
     def _prepare_inputs(self, args: Any, kwargs: Any, call: _ForwardCall | None) -> Any:
@@ -131,10 +135,12 @@ class _BlockHooks:
         HERE.unfinished.pop()
         self._finish_forward()
         if forward is not None:
+            call = forward.call
+            call.runs_again = HERE.rerunnable != call.rerunnable
             with Unheard():
                 for t in tensors_in(output):
-                    if t.requires_grad and forward.call.has_computed(t):
-                        t.register_hook(forward.call.begin_backward)
+                    if t.requires_grad and call.has_computed(t):
+                        t.register_hook(call.begin_backward)
 
     def _finish_forward(self) -> None:
         """A forward of one of the block's modules has ended, or was aborted."""
@@ -187,22 +193,27 @@ class _ForwardCall:
         written: the numbers of parameters that the forward wrote in place, and their versions at
             its end.
         shards: the parameters that the forward gathered.
+        wanting: for each of them: does it get a gradient?
         since: autograd's sequence number of the first node that the block itself made.
+        rerunnable: `HERE.rerunnable` when the block's own code began.
+        runs_again: backward may run a part of the forward again (a checkpoint within).
         needs: backward will read the parameters, which that of an embedding does not. What a
             checkpoint within saves is not seen here.
         watches_inputs: the block is done only when its inputs' gradients are there. Only where a
             parameter gets none: else no node reads a parameter after its own gradient is complete.
     """
 
-    def __init__(self, group: FsdpGroup, graded: bool, trained: list[bool] | None = None):
+    def __init__(self, group: FsdpGroup, graded: bool):
         self.group = group
         self.needs = group.may_recompute_within
-        wanting = group.trained() if trained is None else trained
-        self.trains = any(wanting)
-        self.since = 0
-        self.written: dict[int, int] = {}
         self.shards = group.shards()
-        self.watches_inputs = graded and not all(wanting)
+        with Local():
+            self.wanting = [_requires_grad(p) for p in self.shards]
+        self.trains = any(self.wanting)
+        self.since = self.rerunnable = 0
+        self.runs_again = False
+        self.written: dict[int, int] = {}
+        self.watches_inputs = graded and not all(self.wanting)
         if self.trains and not in_backward():
             group.open_calls.add(self)
         self._to_come = {"parameters"} if self.trains else set()
@@ -224,8 +235,7 @@ class _ForwardCall:
             return
         group.calls_in_backward.add(self)
         group.zero.enter_backward(group)
-        if not group.installed:
-            # A checkpoint within the block runs parts of its forward again.
+        if self.runs_again and not group.installed:
             with torch.enable_grad():
                 _install_gathered(group, _ForwardCall(group, False))
 
@@ -313,12 +323,11 @@ class _GatherBlock(torch.autograd.Function):
     def forward(ctx: Any, token: torch.Tensor, call: _ForwardCall) -> Any:
         ctx.call = call
         ctx.set_materialize_grads(False)
-        group = call.group
-        views = group.views()
-        order = [i for members in group.members for i in members]
-        trained = group.trained()
-        frozen = [v for i, v in zip(order, views, strict=True) if not trained[i]]
-        ctx.mark_non_differentiable(*frozen)
+        views = call.group.views()
+        if not all(call.wanting):
+            order = call.group.order
+            frozen = [v for i, v in zip(order, views, strict=True) if not call.wanting[i]]
+            ctx.mark_non_differentiable(*frozen)
         return tuple(views)
 
     @staticmethod
@@ -356,15 +365,20 @@ def _watch_input_gradient(t: torch.Tensor, call: _ForwardCall | None) -> torch.T
 
 class _SavedTensorHooks:
     """Hooks of saved tensors while one forward of a block runs: notes in place of what is
-    gathered."""
+    gathered.
+
+    Every saved tensor of a block passes here, in forward and in backward, so these are few lines.
+    """
 
     def __init__(self, call: _ForwardCall):
         self.call = call
         self._flats = call.group.flats
-        self._dtypes = {flat.dtype for flat in self._flats}
         self._have_addresses = all(flat.has_memory for flat in self._flats)
+        dtypes = {flat.dtype for flat in self._flats}
+        # A tensor of the one gathered dtype can be no cast of a gathered parameter.
+        self._no_cast = dtypes.pop() if len(dtypes) == 1 else None
         self._other = saving_hooks()
-        self._hooks = saved_tensors_hooks(self._pack, self._unpack_saved_tensor)
+        self._hooks = saved_tensors_hooks(self._pack, _unpack_saved_tensor)
         self._hooks.__enter__()
 
     def close(self) -> None:
@@ -374,20 +388,29 @@ class _SavedTensorHooks:
         with Local():
             at = t.data_ptr() if self._have_addresses else 0
             for flat in self._flats:
-                if flat.span[0] <= at < flat.span[1] or (not at and flat.is_view_here(t)):
+                start, end = flat.span
+                if start <= at < end or (not at and flat.is_view_here(t)):
                     self.call.needs = self.call.group.needed = True
                     return _SavedView(self.call, flat, t)
-            # A tensor of the one gathered dtype can be no cast of a gathered parameter.
-            alike = len(self._dtypes) == 1 and t.dtype in self._dtypes
-            place = None if alike else _find_cast_parameter(t, self.call.group)
-            if place is not None:
-                self.call.needs = self.call.group.needed = True
-                return _SavedCast(self.call, place, t)
-        return _SavedOther(self._other, t)
+            if _dtype(t) is not self._no_cast:
+                place = _find_cast_parameter(t, self.call.group)
+                if place is not None:
+                    self.call.needs = self.call.group.needed = True
+                    return _SavedCast(self.call, place, t)
+            if self._other is None:
+                # As `without_history` has it.
+                return (t := t if _grad_fn(t) is None else t.detach()), t._version
+        return _PackedOutside(self._other[1], self._other[0](t))
 
-    @staticmethod
-    def _unpack_saved_tensor(packed: _SavedView | _SavedCast | _SavedOther) -> torch.Tensor:
-        return packed.tensor()
+
+def _unpack_saved_tensor(packed: Any) -> torch.Tensor:
+    if type(packed) is not tuple:
+        return packed.tensor()  # type: ignore[no-any-return]
+    t, version = packed
+    with Local():
+        if t._version != version:  # with hooks, autograd does not look
+            raise modified_error(str(tuple(t.shape)), t._version, version)
+    return t  # type: ignore[no-any-return]
 
 
 def _keep_from_the_next_graph(group: FsdpGroup) -> None:
@@ -404,7 +427,7 @@ class _SavedView:
     """A note: a view of a gathered parameter, made again when it is unpacked."""
 
     def __init__(self, call: _ForwardCall, flat: FlatBuffer, t: torch.Tensor):
-        self.call, self.group, self.flat, self.spec = call, call.group, flat, _spec(t)
+        self.call, self.group, self.flat = call, call.group, flat
         self.version = t._version
         self.place: Any = (t.dtype, t.storage_offset(), t.size(), t.stride())
         self.versions = call.group.versions
@@ -420,7 +443,7 @@ class _SavedView:
                         self.flat, i, self.versions, self.call.written, self.version
                     )
         with Local():
-            return _restore_tensor_class(self.flat.make_view(*self.place), self.spec)
+            return self.flat.make_view(*self.place)
 
 
 _VIEW_NODES = tuple(
@@ -449,7 +472,7 @@ class _SavedCast:
     """A note: a view of a gathered parameter's cast, which is cast again when it is unpacked."""
 
     def __init__(self, call: _ForwardCall, place: int, t: torch.Tensor):
-        self.call, self.group, self.number, self.spec = call, call.group, place, _spec(t)
+        self.call, self.group, self.number = call, call.group, place
         self.dtype = t.dtype
         self.place = (t.size(), t.stride(), t.storage_offset())
         self.versions = call.group.versions
@@ -465,39 +488,18 @@ class _SavedCast:
                 i -= len(flat.pieces)
         with Local(), torch.no_grad():
             cast = self.group.views()[self.number].to(self.dtype)
-            return _restore_tensor_class(cast.as_strided(*self.place), self.spec)
+            return cast.as_strided(*self.place)
 
 
-class _SavedOther:
-    """Any other tensor: packed by the hooks outside of ours, or itself."""
+@dataclass(frozen=True)
+class _PackedOutside:
+    """A tensor that the hooks outside of ours have packed."""
 
-    def __init__(self, hooks: tuple[Any, Any] | None, t: torch.Tensor):
-        self.hooks, self.spec = hooks, _spec(t)
-        self.kept = without_history(t) if hooks is None else hooks[0](t)
-        self.version = t._version
+    unpack: Callable[[Any], torch.Tensor]
+    packed: Any
 
     def tensor(self) -> torch.Tensor:
-        if self.hooks is not None:  # unpacking may run a part of the program again
-            kept = self.hooks[1](self.kept)
-            with Local():
-                return _restore_tensor_class(kept, self.spec)
-        with Local():
-            if self.kept._version != self.version:  # with hooks, autograd does not look
-                shape = str(tuple(self.kept.shape))
-                raise modified_error(shape, self.kept._version, self.version)
-            return _restore_tensor_class(self.kept, self.spec)
-
-
-def _spec(t: torch.Tensor) -> Spec | None:
-    return t._spec if isinstance(t, DTensor) else None
-
-
-def _restore_tensor_class(t: torch.Tensor, spec: Spec | None) -> torch.Tensor:
-    """`t` as a DTensor of `spec`, in a tensor object of its own."""
-    if spec is None:
-        return t
-    alone = torch.empty(0, dtype=t.dtype, device=t.device)
-    return tagged(alone.set_(t.untyped_storage(), t.storage_offset(), t.size(), t.stride()), spec)
+        return self.unpack(self.packed)  # which may run a part of the program again
 
 
 # -- a captured step -------------------------------------------------------------------------------

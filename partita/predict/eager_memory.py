@@ -7,6 +7,7 @@ schedule, the same kind as that of a compiled step.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -134,13 +135,16 @@ class _Schedule(MemoryCount):
     def told_of_updates(self) -> Iterator[None]:
         """Within, `updates` says whether an optimizer steps."""
 
+        thread = threading.get_ident()  # torch calls the hooks of all threads' optimizers
+
         def begin(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            self.updates = True
+            self.updates = self.updates or threading.get_ident() == thread
 
         def end(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            self.updates = False
-            # What is written through `detach()` of a fake is not counted as a write of the fake.
-            increment_version([p for group in optimizer.param_groups for p in group["params"]])
+            if threading.get_ident() == thread:
+                self.updates = False
+                # What is written through `detach()` of a fake is not counted as a write of it.
+                increment_version([p for group in optimizer.param_groups for p in group["params"]])
 
         handles = [register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end)]
         try:

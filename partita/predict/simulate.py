@@ -225,7 +225,7 @@ def simulate_program(
     Args:
         unread: bytes of parameters and buffers that a rank holds, and no step reads.
     """
-    played = play_graph(program, machine)
+    played = play_graph(program, machine, mesh)
     memory = scheduled(program)
     if unread:
         held = HeldInput("parameters that no step reads", "parameter", unread)

@@ -53,14 +53,21 @@ class PlayedStep:
     dtype: str = "float32"
 
 
-def play_graph(program: Program, machine: Machine) -> PlayedStep:
-    """Play a program's graph."""
-    return _Player(program, machine).run()
+def play_graph(
+    program: Program, machine: Machine, mesh: Mapping[str, int] | None = None
+) -> PlayedStep:
+    """Play a program's graph.
+
+    Args:
+        mesh: the sizes of the axes, outermost first, of the mesh of which the program's are parts,
+            and which says what lies between neighbours; None where they are whole.
+    """
+    return _Player(program, machine, mesh or {}).run()
 
 
 class _Player:
-    def __init__(self, program: Program, machine: Machine):
-        self.program, self.machine = program.flat(), machine
+    def __init__(self, program: Program, machine: Machine, mesh: Mapping[str, int]):
+        self.program, self.machine, self.mesh = program.flat(), machine, mesh
         self.found = PlayedStep()
         self.now = 0.0  # on the compute stream
         self.free: dict[str, float] = {}  # when an axis's links are
@@ -92,7 +99,7 @@ class _Player:
     def _issue_collective(self, node: fx.Node) -> None:
         wire, axes = self.program.groups[str(node.args[-1])]
         stream = " ".join(axes)
-        sizes = dict(zip(wire.mesh.names, wire.mesh.sizes, strict=True))
+        sizes = self.mesh or dict(zip(wire.mesh.names, wire.mesh.sizes, strict=True))
         ranks = math.prod(sizes[a] for a in axes)
         kind = _kind_of_collective(node)
         given = _nbytes_of_node(node if kind == "all_gather" else node.all_input_nodes[0])

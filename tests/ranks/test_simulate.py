@@ -1003,3 +1003,24 @@ def test_a_capture_alone_tells_no_ledger_and_leaves_what_the_step_writes():
     with pt.ranks(dp=2) as world:
         assert world.run(body) == [0, 0]
     assert counter.calls == 0
+
+
+def test_a_step_on_a_part_of_a_mesh_is_priced_by_what_lies_between_its_ranks_on_the_mesh():
+    """Ranks of dp that are eight apart are on other hosts; as neighbours they share one."""
+
+    def simulated(mesh, part):
+        with torch.device("meta"):
+            model = torch.nn.Linear(256, 256)
+            local = torch.zeros(8, 256)
+        pt.zero(model, part, "dp", stage=3)
+        x = pt.DTensor.from_local(local, part, [pt.Shard(0)])
+
+        def step(x):
+            model(x).square().mean().backward()
+
+        return pt.simulate(step, mesh, "h100", [x]).link_seconds["dp"]
+
+    mesh = pt.dry_mesh(dp=2, tp=8)
+    apart, near = simulated(mesh, mesh["dp"]), simulated(mesh["dp"], mesh["dp"])
+    whole = pt.dry_mesh(dp=2)
+    assert apart > 2 * near == 2 * simulated(whole, whole)

@@ -54,7 +54,7 @@ class DryWire(Wire):
         backend: str = "",
     ):
         super().__init__(mesh, at, scope_of_rank)
-        self.backend = backend_named(backend)
+        self.backend = backend_named(backend, device.type)
         self.device_mesh, self.device = device_mesh, device
         self.latency, self.bandwidth = latency, bandwidth
         self.nbytes, self.seconds = 0, 0.0
@@ -77,7 +77,11 @@ class DryWire(Wire):
     ) -> PendingWork:
         n = self.mesh_size(axes)
         self._account_transfer((n - 1) * x.nbytes)
-        out.view(n, -1).copy_(x.reshape(1, -1).expand(n, -1))
+        rows, own = out.view(n, -1), self.index(axes)
+        mine = x.reshape(1, -1)
+        lies_there = x.untyped_storage()._cdata == out.untyped_storage()._cdata
+        for to in (rows[:own], rows[own + lies_there :]):
+            to.copy_(mine.expand(to.shape[0], -1))
         return CompletedWork()
 
     def _reduce_scatter(
@@ -178,7 +182,8 @@ def dry_mesh(
         `get_coordinate`, `get_rank` and `get_local_rank`, and has no process groups.
 
     Raises:
-        LayoutError: there is no axis, an axis without ranks, no such rank, or more than 16,777,216.
+        LayoutError: there is no axis, an axis without ranks, no such rank, more than 16,777,216, or
+            no such backend.
     """
     if not axes:
         raise LayoutError(
@@ -201,6 +206,10 @@ def dry_mesh(
             reason="the number of each is kept",
             fixes=(Fix(f"at most {_MOST_RANKS:,} ranks"),),
         )
+    try:
+        backend_named(backend, device_type)
+    except ValueError as error:
+        raise LayoutError(str(error), place=user_line()) from None
     with _disable_current_modes():
         numbers = torch.arange(mesh.size(), device=HOST).view(mesh.sizes)
     at = tuple(unravel(rank, mesh.sizes))

@@ -84,21 +84,26 @@ class _Schedule(MemoryCount):
     """The bytes that are alive, and the buffers that they were in: where each began and ended.
 
     Attributes:
-        updates: does an optimizer step now?
+        stepping: the optimizer that steps now.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.updates = False
+        self.stepping: Optimizer | None = None
         self._places: list[str] = []
         self._buffers: list[Buffer] = []
         self._of: dict[int, int] = {}  # by the id of what is held, the number of its last buffer
         self._made_by = self._source = ""
 
-    def begin_place(self, made_by: str, name: str = "") -> None:
+    def counts(self, t: torch.Tensor) -> bool:
+        """Is it a count of steps of the optimizer that steps?"""
+        state = {} if self.stepping is None else self.stepping.state
+        return any(own.get("step") is t for own in state.values())
+
+    def begin_place(self, made_by: str) -> None:
         """What changes from now on does so where this runs."""
         self._made_by, self._source = made_by, user_line()
-        self._places.append(name or f"{made_by}_{len(self._places)} {made_by}")
+        self._places.append(f"{made_by}_{len(self._places)} {made_by}")
 
     def note_resized(self, storage: torch.UntypedStorage) -> HeldStorage:
         self.begin_place("resize_")
@@ -119,7 +124,9 @@ class _Schedule(MemoryCount):
         self._buffers.append(replace(self._make_buffer(nbytes, at), death=at + 1, passing=True))
 
     def _make_buffer(self, nbytes: int, at: int) -> Buffer:
-        phase = "update" if self.updates else "backward" if in_backward() else "forward"
+        phase = (
+            "update" if self.stepping is not None else "backward" if in_backward() else "forward"
+        )
         name = f"{self._made_by}_{at}"
         return Buffer(
             name, nbytes, at, _NEVER, made_by=self._made_by, source=self._source, phase=phase
@@ -133,16 +140,17 @@ class _Schedule(MemoryCount):
 
     @contextmanager
     def told_of_updates(self) -> Iterator[None]:
-        """Within, `updates` says whether an optimizer steps."""
+        """Within, `stepping` says which optimizer of this thread steps."""
 
         thread = threading.get_ident()  # torch calls the hooks of all threads' optimizers
 
         def begin(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            self.updates = self.updates or threading.get_ident() == thread
+            if threading.get_ident() == thread:
+                self.stepping = optimizer
 
         def end(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if threading.get_ident() == thread:
-                self.updates = False
+                self.stepping = None
                 # What is written through `detach()` of a fake is not counted as a write of it.
                 increment_version([p for group in optimizer.param_groups for p in group["params"]])
 
@@ -175,8 +183,8 @@ class _ScheduleMode(KernelMode):
 
 
 class _EagerFakes(LocalFakes):
-    """Fakes; an optimizer may read a number of its own, its count of steps, on which no memory
-    depends: it is 1."""
+    """Fakes; an optimizer may read its own counts of steps, on which no memory depends: each is
+    1."""
 
     def __init__(self, schedule: _Schedule):
         super().__init__(static_shapes=True)
@@ -185,7 +193,7 @@ class _EagerFakes(LocalFakes):
         self.cache_enabled = False
 
     def __torch_dispatch__(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        if func is _read_number and self._schedule.updates:
+        if func is _read_number and self._schedule.counts(args[1][0]):
             return 1
         try:
             return super().__torch_dispatch__(func, *args, **kwargs)

@@ -29,9 +29,44 @@ def test_it_tells_what_holds_the_peak_and_what_is_held_between_steps():
 
 
 def test_a_gathered_weight_is_a_buffer_each_time_that_it_is_gathered():
-    gathered = [b for b in pt.eager_memory(make(zero=3)).buffers if b.made_by == "resize_"]
-    assert gathered and all(b.death <= len(gathered) * 10_000 for b in gathered)
+    """In forward, and again in backward; in between it is freed."""
+
+    def stack():
+        mesh = pt.dry_mesh(dp=4)
+        model = pt.zero(nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(3)]), mesh)
+        x = pt.distribute_tensor(torch.zeros(8, 64), mesh, [pt.Shard(0)])
+        return lambda x: model(x).sum().backward(), (x,)
+
+    memory = pt.eager_memory(stack)
+    gathered = [b for b in memory.buffers if b.made_by == "resize_"]
+    assert [b.nbytes for b in gathered] == [64 * 64 * 4] * len(gathered)
+    assert [b.phase for b in gathered] == ["forward"] * 3 + ["backward"] * (len(gathered) - 3)
+    at_once = max(sum(b.birth <= i < b.death for b in gathered) for i in range(len(memory.places)))
+    assert len(gathered) >= 5 and at_once <= 2
     assert not [b for b in pt.eager_memory(make(zero=1)).buffers if b.made_by == "resize_"]
+
+
+def test_a_number_that_decides_is_no_count_of_steps():
+    class Choosing(torch.optim.SGD):
+        def step(self):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad.norm().item() > 10:
+                        p.grad.mul_(0.5)
+            super().step()
+
+    def choosing():
+        weight = nn.Parameter(torch.ones(8))
+        optimizer = Choosing([weight], lr=0.1)
+
+        def step(x):
+            (weight * x).sum().backward()
+            optimizer.step()
+
+        return step, (torch.ones(8),)
+
+    with pytest.raises(pt.LayoutError, match="asks for the value"):
+        pt.eager_memory(choosing)
 
 
 def test_it_is_the_same_each_time():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
+from ..device import HOST
 from .backend import Backend
 from .gloo import Gloo, GlooOnDevice
 
@@ -15,9 +16,21 @@ def backend_of(device_type: str) -> Backend:
     return Gloo() if device_type == "cpu" else GlooOnDevice()
 
 
-def backend_named(name: str) -> Backend:
-    """What is known of a backend: "gloo", or any other."""
-    return Gloo() if name == "gloo" else Backend()
+def backend_named(name: str, device_type: str) -> Backend:
+    """What is known of a backend by its name, as torch has it: "gloo", "cpu:gloo,cuda:nccl"; "" for
+    one that holds nothing beside its operands.
+
+    Raises:
+        ValueError: no backend of torch's has this name.
+    """
+    parts = [part.strip().lower().rpartition(":") for part in name.split(",")]
+    known = {*dist.Backend.backend_list, "", "undefined"} if dist.is_available() else {"", "gloo"}
+    if any(kind not in known for _, _, kind in parts):
+        raise ValueError(f"backend={name!r}: torch knows {', '.join(sorted(known - {''}))}")
+    for device, _, kind in parts:
+        if device in ("", device_type):
+            return Gloo() if kind == "gloo" and device_type == HOST.type else Backend()
+    return Backend()
 
 
 def installed_backends() -> list[str]:

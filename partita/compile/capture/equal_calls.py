@@ -249,11 +249,16 @@ _BY_DATA = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
 class RepeatedCalls:
-    """The calls of one capture that were traced, by key."""
+    """The calls of one capture that were traced, by key.
+
+    Attributes:
+        shared: the nodes of which each makes several tensors: one, and what was detached of it.
+    """
 
     def __init__(self, graph: fx.Graph, mode: FakeTensorMode):
         self._graph, self._mode = graph, mode
         self._known: dict[Any, torch.Tensor] = {}
+        self.shared: set[fx.Node] = set()
 
     def key(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The key of a call; None where it has none, or does not make or write just one tensor."""
@@ -298,6 +303,7 @@ class RepeatedCalls:
             if not isinstance(like, FakeTensor) or not _have_same_strides(x, like):
                 return None
             made = make_fake(self._mode, x.detach(), x.fake_device)
+        self.shared.add(node)
         set_node_of(made, node)
         return made
 

@@ -2,8 +2,8 @@
 
 A value depends on constants alone where factories (`arange`, `full`), metadata and arithmetic make
 it, and no input of the graph, no number that may change, no generator and no operator of others has
-a part in it: it is then the same in every call of the program. `find_known_value` computes it on
-the CPU, whatever the device of the step.
+a part in it: it is then the same in every call of the program. `KnownNode.find_value` computes it
+on the CPU, whatever the device of the step.
 
     places = arange(8)                                            Stored
     mask = places <= unsqueeze(places, 1)                         Stored, or if it is large

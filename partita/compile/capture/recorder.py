@@ -30,6 +30,7 @@ from partita.redistribute import Move
 from partita.redistribute.cost import bytes_sent
 from partita.tensor.arguments import read_number
 from partita.tensor.dtensor import DTensor
+from partita.tensor.op_facts import facts_of
 from partita.tensor.tensor_memory import is_read_in_part
 from partita.tensor.tensor_state import HERE, own_state
 
@@ -41,6 +42,7 @@ from .equal_calls import (
     DETACH,
     RepeatedCalls,
     is_over_lists,
+    known_node_of,
     node_of,
     set_node_of,
     tensors_of,
@@ -154,6 +156,8 @@ class Recorder(TorchDispatchMode):
                 return read_number(args[0])
         if any(map(has_memory, tensors_written(func, args, kwargs))):  # a real tensor
             raise not_an_input(user_line())
+        if facts_of(func).changes_metadata:
+            self._separate_written(func, args, kwargs)
         args, kwargs = taken_as_numbers(func, args, kwargs)
         if self.exact is not None:
             args, kwargs = with_exact_numbers(func, args, kwargs, self.exact)
@@ -170,6 +174,12 @@ class Recorder(TorchDispatchMode):
             if isinstance(out, torch.Tensor):
                 self._made.append((newest, out))
         return out
+
+    def _separate_written(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Give each tensor whose shape or storage a call will change a node of its own."""
+        for written in tensors_written(func, args, kwargs):
+            if known_node_of(written) in self._repeated.shared:
+                self.add_alias(written)
 
     def _trace_or_repeat(self, func: Any, args: Any, kwargs: Any) -> Any:
         key = None if func in REPLACED else self._repeated.key(func, args, kwargs)

@@ -124,7 +124,7 @@ class FsdpGroup:
         held_gradients: unsharded gradients that were kept, by number of the flat.
         installed: the modules hold the gathered parameters.
         versions: of the shards when they were gathered.
-        nbytes: of what is gathered.
+        largest_nbytes: of what is gathered, on the rank that has most.
         members: for each flat, the numbers of the parameters in it; `order`, of all flats.
         open_forwards: for each forward that has begun: its hooks of saved tensors, or None.
     """
@@ -147,7 +147,7 @@ class FsdpGroup:
         self.members: list[list[int]] = []
         self.flats: list[FlatBuffer] = []
         self._kinds: list[Any] = []
-        self.nbytes = 0
+        self.largest_nbytes = 0
         self._specs: list[Spec] = []
         self.order: list[int] = []
         self._firsts = [(s[0].owner, s[0].attr, s[0]) for s in self.slots]
@@ -190,7 +190,10 @@ class FsdpGroup:
                 FlatBuffer(self.name, names, wholes, specs, self.zero.axes, dtype, device)
             )
         self._specs = [p.whole for flat in self.flats for p in flat.pieces]
-        self.nbytes = sum(flat.nbytes for flat in self.flats)
+        # The largest rank's, so that all decide alike what is small.
+        self.largest_nbytes = sum(
+            p.whole.largest * flat.dtype.itemsize for flat in self.flats for p in flat.pieces
+        )
 
     def shards(self) -> list[DTensor]:
         """The parameters at rest, as the modules hold them now."""
@@ -248,7 +251,7 @@ class FsdpGroup:
 
     def is_small_beside(self, other: FsdpGroup | None) -> bool:
         """Has this group so much less to gather than `other` that memory does not count?"""
-        return other is not None and _SMALL * self.nbytes <= other.nbytes
+        return other is not None and _SMALL * self.largest_nbytes <= other.largest_nbytes
 
     @property
     def _is_ready(self) -> bool:

@@ -380,6 +380,7 @@ class _SavedTensorHooks:
         self._other = saving_hooks()
         self._hooks = saved_tensors_hooks(self._pack, _unpack_saved_tensor)
         self._hooks.__enter__()
+        HERE.rerunnable -= 1  # these run nothing again
 
     def close(self) -> None:
         self._hooks.__exit__(None, None, None)

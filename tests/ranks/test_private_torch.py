@@ -994,3 +994,27 @@ def test_a_kernel_in_cpp_is_a_function_of_a_module_that_its_file_loads_again(tmp
     out = torch.zeros(4)
     again(x, out)
     torch.testing.assert_close(out, x.sin() + 1)
+
+
+def test_fake_modes_have_a_cache_that_can_be_switched_off_and_a_memo_that_can_be_cleared():
+    """`pt.eager_memory` does so."""
+    with FakeTensorMode() as mode:
+        assert mode.cache_enabled in (True, False)
+        made = torch.nn.Linear(2, 2)
+        # Beside weak references no parameter can be swapped for a converted one.
+        assert weakref.getweakrefs(made.weight)
+        mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
+        assert not weakref.getweakrefs(made.weight)
+
+
+def test_make_fx_looks_for_dead_code_by_the_graphs_own_method():
+    """Capture switches that look off."""
+    looked = []
+
+    def traced(x):
+        graph = get_proxy_mode().tracer.graph
+        graph.eliminate_dead_code = lambda *args, **kwargs: looked.append(True)
+        return x + 1
+
+    make_fx(traced)(torch.ones(2))
+    assert looked

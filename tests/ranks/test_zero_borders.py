@@ -1053,3 +1053,64 @@ def test_dictionaries_with_defaults_are_cast_at_the_border_of_a_module():
 
     with pt.ranks(dp=2) as world:
         world.run(run)
+
+
+class _UnevenAfterNorm(nn.Module):
+    """A norm, which is small, before weights whose columns the ranks of tp share unevenly."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(64, 64, bias=False)
+        self.norm = nn.LayerNorm(64)
+        self.up = nn.Linear(64, 31, bias=False)
+        self.down = nn.Linear(31, 64, bias=False)
+
+    def forward(self, x):
+        hidden = self.up(self.first(x))
+        scale = hidden.sum()
+        return self.down(hidden) + self.norm(x) * 1e-3 * scale
+
+
+def test_ranks_agree_on_which_blocks_are_small():
+    def run(mesh):
+        torch.manual_seed(0)
+        model, alone = _UnevenAfterNorm(), _UnevenAfterNorm()
+        alone.load_state_dict(model.state_dict())
+        split = {"up.weight": {"tp": pt.Shard(0)}, "down.weight": {"tp": pt.Shard(1)}}
+        pt.parallelize(model, mesh, split)
+        pt.zero(model, mesh, "dp", stage=3, blocks=["first", "norm", "up", "down"])
+        x = torch.randn(8, 64)
+        spread = pt.distribute_tensor(x, mesh, [pt.Shard(0), pt.Replicate()])
+        for _ in range(2):
+            loss = model(spread).square().mean()
+            loss.backward()
+            assert torch.allclose(loss.full_tensor(), alone(x).square().mean())
+
+    with pt.ranks(dp=2, tp=2) as world:
+        world.run(run)
+
+
+class _Noting(nn.Module):
+    """Notes in backward how its weight lies; may redistribute, by Functions of partita's own."""
+
+    def __init__(self, moves):
+        super().__init__()
+        self.linear, self.moves, self.seen = nn.Linear(8, 8), moves, []
+
+    def forward(self, x):
+        y = self.linear(x.softmax(0) if self.moves else x)
+        y.register_hook(lambda gradient: self.seen.append(str(self.linear.weight._spec.layout)))
+        return torch.tanh(y)
+
+
+def test_a_move_within_a_block_is_nothing_that_may_run_again():
+    def run(mesh):
+        blocks = [_Noting(moves) for moves in (False, True)]
+        pt.zero(model := nn.Sequential(nn.Linear(8, 8), *blocks), mesh, stage=3)
+        x = pt.distribute_tensor(torch.rand(4, 8), mesh, [pt.Shard(0)])
+        model(x).square().mean().backward()
+        return [block.seen for block in blocks]
+
+    with pt.ranks(dp=2) as world:
+        for plain, moved in world.run(run):
+            assert plain == moved and len(plain) == 1

@@ -634,7 +634,7 @@ class CaptureRun:
 def _keep_dead_code(graph: fx.Graph) -> None:
     """Have `make_fx` not look for dead code, of which it drops only numbers, in a fortieth of the
     time of a capture."""
-    graph.eliminate_dead_code = lambda *_: False  # type: ignore[method-assign]
+    graph.eliminate_dead_code = lambda *_, **__: False  # type: ignore[method-assign]
 
 
 def _drop_unused_numbers(graph: fx.Graph) -> None:

@@ -23,6 +23,7 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from torch._C import _is_torch_function_enabled as _global_view
 from torch.autograd import Function
 from torch.autograd.function import BackwardCFunction, _is_setup_context_defined
+from torch.nn.modules._functions import BackwardHookFunction
 
 from partita.comm import Wire, agree, is_agreed, remember_agreed, user_line
 from partita.layout import Fix, Layout, LayoutError
@@ -557,8 +558,8 @@ _saved = BackwardCFunction.saved_tensors.__get__  # type: ignore[attr-defined]
 
 
 def _apply_watched(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-    if not cls.__module__.startswith("partita."):
-        HERE.rerunnable += 1
+    if not (cls.__module__.startswith("partita.") or cls is BackwardHookFunction):
+        HERE.rerunnable += 1  # torch's own, of full backward hooks, runs nothing again
     if HERE.block is not None:
         HERE.block.refuse(f"it applies the autograd.Function {cls.__name__}")
     watcher = HERE.watcher

@@ -198,7 +198,8 @@ def _deepcopy_dtensor(x: DTensor, memo: dict[int, Any]) -> DTensor:
             )
         new = tagged(_clone_piece(x.detach(), x._spec), x._spec)
         new.requires_grad_(x.requires_grad)
-        if x.grad is not None:
+        # Of a parameter torch copies no gradient.
+        if x.grad is not None and not getattr(x, "_is_param", False):
             grad = gradient_of(x)
             assert grad is not None
             new.grad = tagged(T.clone(grad), grad._spec)

@@ -1114,3 +1114,60 @@ def test_a_move_within_a_block_is_nothing_that_may_run_again():
     with pt.ranks(dp=2) as world:
         for plain, moved in world.run(run):
             assert plain == moved and len(plain) == 1
+
+
+def _train_with(spread, meddle):
+    """Losses of two steps; `meddle(model)` is called once, in the backward of the first."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
+    x = torch.rand(4, 4)
+    if spread is not None:
+        pt.zero(model, spread, stage=3)
+        x = pt.distribute_tensor(x, spread, [pt.Shard(0)])
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.5), []
+    handle = model[1].register_full_backward_hook(lambda *_: meddle(model) and None)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        handle.remove()
+        losses.append(loss.item())
+    losses += [p.grad.full_tensor() if spread is not None else p.grad for p in model.parameters()]
+    return losses
+
+
+def _halve(model):
+    with torch.no_grad():
+        model[1].weight.data.mul_(0.5)
+
+
+@pytest.mark.parametrize(
+    "meddle",
+    [_halve, lambda model: copy.deepcopy(model[0]), copy.deepcopy],
+    ids=["writes a weight", "copies a block", "copies the model"],
+)
+def test_what_a_full_backward_hook_does_is_done(meddle):
+    wanted = _train_with(None, meddle)
+    for size in (1, 2):
+        with pt.ranks(dp=size) as world:
+            for found in world.run(_train_with, meddle):
+                for one, other in zip(found, wanted, strict=True):
+                    torch.testing.assert_close(torch.as_tensor(one), torch.as_tensor(other))
+
+
+@pytest.mark.parametrize("stage", [None, 0, 1, 2, 3])
+def test_a_copied_model_has_no_gradients_as_torchs_parameters(stage):
+    def run(mesh):
+        model = nn.Linear(4, 4)
+        if stage is None:
+            pt.parallelize(model, mesh)
+        else:
+            pt.zero(model, mesh, stage=stage)
+        x = pt.distribute_tensor(torch.rand(4, 4), mesh, [pt.Shard(0)])
+        model(x).sum().backward()
+        assert all(p.grad is not None for p in model.parameters())
+        return [p.grad for p in copy.deepcopy(model).parameters()]
+
+    with pt.ranks(dp=2) as world:
+        assert world.run(run) == [[None, None]] * 2

@@ -514,7 +514,11 @@ class Zero(ShardedState):
     # A copy of the model has a state of its own, over its own parameters, at rest.
 
     def __getstate__(self) -> Any:
-        self.reset_after_abort()
+        if in_backward():  # which goes on: a copy has what is at rest
+            for group in self.groups:
+                group.put_shards_back()
+        else:
+            self.reset_after_abort()
         return (
             self.model,
             self.axes,

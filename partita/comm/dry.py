@@ -91,7 +91,7 @@ class DryWire(Wire):
         if reduce_op == "sum" and self.backend.sums_in_rank_order:
             self._exchange(out, x, axes).wait()
             return
-        _allocate(self.backend.staging_of_scatter(x, n, own=True), x)
+        _allocate(self.backend.staging_of_scatter(x), x)
         self._account_transfer((n - 1) * out.nbytes)
         out.view(-1).copy_(x.reshape(n, -1)[self.index(axes)])
 

@@ -48,9 +48,8 @@ class Backend:
         """Bytes that an all-gather takes beside `out`."""
         return 0
 
-    def staging_of_scatter(self, x: torch.Tensor, n: int, own: bool = False) -> int:
-        """Bytes that a reduce-scatter over `n` ranks takes beside `x`: a sum that is begun here, or
-        the group's `own` collective."""
+    def staging_of_scatter(self, x: torch.Tensor) -> int:
+        """Bytes that a reduce-scatter takes beside `x`."""
         return 0
 
     def staging_of_sum(self, x: torch.Tensor, n: int) -> int:

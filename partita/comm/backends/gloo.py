@@ -47,9 +47,8 @@ class Gloo(Backend):
     def staging_of_gather(self, out: torch.Tensor) -> int:
         return out.nbytes  # the ring ends in one flat buffer
 
-    def staging_of_scatter(self, x: torch.Tensor, n: int, own: bool = False) -> int:
-        # The shares: of two ranks that of the other one; or the all-reduce of a copy.
-        return x.nbytes // 2 if n == 2 and not own else x.nbytes
+    def staging_of_scatter(self, x: torch.Tensor) -> int:
+        return x.nbytes  # the shares, or the all-reduce of a copy
 
     def staging_of_sum(self, x: torch.Tensor, n: int) -> int:
         way = self.way_of_sum(x, n)

@@ -442,8 +442,7 @@ def staging(target: Any, args: Sequence[Any], made: Any, groups: Groups, compile
     if target is ALL_GATHER or (target is all_gather and not compiled):
         return wire.backend.staging_of_gather(made)
     if target is REDUCE_SCATTER:
-        own = compiled or args[1] != "sum"  # the group's collective, or an exchange of shares
-        return wire.backend.staging_of_scatter(args[0], wire.mesh_size(axes), own)
+        return wire.backend.staging_of_scatter(args[0])
     if target is ALL_REDUCE and not compiled and args[1] == "sum":
         return wire.backend.staging_of_sum(args[0], wire.mesh_size(axes))
     return 0

@@ -100,7 +100,7 @@ def test_what_follows_a_small_block_is_gathered_together_with_it_and_nothing_fur
         for _ in range(2):
             seen.clear()
             model(x).sum().backward()
-        nbytes = [group.nbytes for group in state.groups]
+        nbytes = [sum(flat.nbytes for flat in group.flats) for group in state.groups]
         return seen, state.peak, sum(nbytes[:3]), state.alive
 
     with pt.ranks(dp=2) as world:

@@ -52,14 +52,21 @@ def test_a_copy_has_the_layout_and_memory_of_its_own(layout):
     each(body)
 
 
-def test_a_copy_of_a_parameter_is_a_parameter_with_its_gradient():
+def test_a_copy_of_a_parameter_is_a_parameter_and_of_another_leaf_has_its_gradient():
+    """As torch copies them."""
+
     def body(mesh):
         p = nn.Parameter(pt.distribute_tensor(T, mesh, [Replicate(), Shard(0)]))
         p.square().sum().backward()
         q = copy.deepcopy(p)
         assert isinstance(q, nn.Parameter) and q.is_leaf and q.requires_grad
-        assert q.placements == p.placements and q.grad.placements == p.grad.placements
-        torch.testing.assert_close(q.grad.full_tensor(), 2 * T)
+        assert q.placements == p.placements and q.grad is None
+
+        leaf = pt.distribute_tensor(T, mesh, [Replicate(), Shard(0)]).requires_grad_()
+        leaf.square().sum().backward()
+        copied = copy.deepcopy(leaf)
+        assert copied.grad.placements == leaf.grad.placements
+        torch.testing.assert_close(copied.grad.full_tensor(), 2 * T)
 
     each(body)
 

@@ -1099,7 +1099,7 @@ class _Noting(nn.Module):
 
     def forward(self, x):
         y = self.linear(x.softmax(0) if self.moves else x)
-        y.register_hook(lambda gradient: self.seen.append(str(self.linear.weight._spec.layout)))
+        y.register_hook(lambda gradient: self.seen.append(self.linear.weight.layout_over_mesh))
         return torch.tanh(y)
 
 

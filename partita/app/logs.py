@@ -481,7 +481,7 @@ def make_progress(
 
 
 def printable(text: str) -> str:
-    """The text with escapes for characters that a terminal would obey: `\\x1b` for an ESC."""
+    r"""The text with escapes for characters that a terminal would obey: `\x1b` for an ESC."""
     return "".join(
         c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
     )

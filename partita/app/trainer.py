@@ -134,7 +134,6 @@ def build_model(options: Options, mesh: Any) -> GPT:
 
 def _make_eager_step(model: GPT, optimizer: Any, options: Options, tell: Tell) -> Run:
     """A step: the gradients of its micro-batches, and an update by their sum; gives the loss."""
-
     device = Device(next(model.parameters()).device.type)
 
     def run(micro_batches: MicroBatches, step: int) -> Tensor:

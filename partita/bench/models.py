@@ -40,6 +40,8 @@ class Language(nn.Module):
 
 
 class CNN(nn.Module):
+    """Two convolutions with norms, and a classifier of four classes."""
+
     def __init__(self, wide: int = 1):
         super().__init__()
         self.features = nn.Sequential(
@@ -61,6 +63,8 @@ class CNN(nn.Module):
 
 
 class UNet(nn.Module):
+    """Two levels down and up again, with joins across; the loss is of a mask."""
+
     def __init__(self, wide: int = 1):
         super().__init__()
         few, many = 4 * wide, 8 * wide
@@ -86,6 +90,8 @@ class UNet(nn.Module):
 
 
 class VAE(nn.Module):
+    """A variational autoencoder of 16 numbers, with one hidden layer on each side."""
+
     def __init__(self, wide: int = 1):
         super().__init__()
         hidden, latent = 12 * wide, 3 * wide

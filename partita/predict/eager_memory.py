@@ -141,7 +141,6 @@ class _Schedule(MemoryCount):
     @contextmanager
     def told_of_updates(self) -> Iterator[None]:
         """Within, `stepping` says which optimizer of this thread steps."""
-
         thread = threading.get_ident()  # torch calls the hooks of all threads' optimizers
 
         def begin(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -44,6 +44,8 @@ def make_block(width: int, heads: int) -> Block:
 
 
 class Attention(nn.Module):
+    """Causal self-attention of several heads, with rotary positions."""
+
     def __init__(self, width: int, heads: int):
         super().__init__()
         self.heads = heads
@@ -60,6 +62,8 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
+    """Two Linears, the inner four times as wide, with an activation between."""
+
     def __init__(self, width: int):
         super().__init__()
         self.up = nn.Linear(width, 4 * width)

@@ -140,7 +140,6 @@ def trace_without_writes(
     Returns:
         The graph module, and for each of `makers` the node of what its memory holds at the end.
     """
-
     inputs = graph.graph.find_nodes(op="placeholder")
     fakes = [value_of_input(n.meta["val"]) for n in inputs]
     with torch.no_grad(), lazy_graph_modules():

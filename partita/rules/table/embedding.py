@@ -40,7 +40,6 @@ def _rows_of(weight: Any, index: Any, piece: Any, padding_idx: Any) -> Any:
 
 def _renormalize_first(lookup: Kernel) -> Decomposition:
     """First bring the rows that are read to `max_norm`, in the table itself; then `lookup`."""
-
     takes = inspect.signature(lookup)
 
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -332,7 +332,7 @@ class Section(GraphPart):
         key: a hash of its text, equal for equal sections.
         metadata: of its artifact, as JSON.
         schedule: of its memory, where it runs call by call; None while nobody has asked
-            (`memory.storages`).
+            (`memory`).
     """
 
     graph: fx.GraphModule

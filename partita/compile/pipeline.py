@@ -23,11 +23,11 @@ from .conditions import Sharing
 from .errors import CaptureError, cannot_be_kept
 from .graph_nodes import note_of
 from .graph_text import agree_on_program, canonical, digest_of, key_of, versions
-from .memory.storages import peak_of, scheduled
+from .memory import peak_of, scheduled
 from .passes import order_passes
+from .program import StepOptions
 from .region import region_of
 from .step_forms import CapturedForms, FormSearch
-from .step_options import StepOptions
 from .step_report import changes_of
 from .verify import verifies_each_pass, verify
 

@@ -33,7 +33,7 @@ from .captured_program import CapturedProgram, record_moves
 from .errors import of_anomalies
 from .graph_nodes import NOTE, add_call, copy_node, drop_unused, lazy_graph_module, note_of
 from .graph_text import key_of
-from .memory.storages import storages_of
+from .memory import storages_of
 from .program import Built, Call, Input, Output, PaddingBoundary, Program, find_cotangents
 from .verify import verify
 

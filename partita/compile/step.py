@@ -5,7 +5,7 @@ in what the program was made for (shapes, layouts, modes, what the step reads of
 another program, which is captured in its turn. At most `keep` are kept, and `reasons` says why each
 was made. To find the program of a call:
 
-1. The call guard compares it with the last call (`call_guard`): the usual case.
+1. The call guard compares it with the last call (`CallGuard`): the usual case.
 2. Else the programs of its signature are tried: their guards and conditions must hold.
 3. Else the step is captured, by all ranks (`pipeline`), or runs eagerly where a capture has failed.
 """
@@ -16,12 +16,15 @@ import dataclasses
 import functools
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import repeat
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.comm import (
     GroupWire,
@@ -36,20 +39,30 @@ from partita.comm.device import Device
 from partita.report import RunFacts, check_plotly, write_report
 from partita.tensor.tensor_state import HERE
 
+from .arguments import LEAVES, flatten_call
 from .backend.executor import function_of
-from .call_guard import CallGuard
 from .capture.answers import Guesses, OtherAnswers, StepRaises
 from .capture.block_calls import BlockChoice
+from .capture.capture_context import Slot
+from .capture.fakes import local_of
 from .capture.optimizers import MadeState, drop_unused_state, make_optimizer_state
 from .capture.state import ReachedMore, State, names_of_call, state_of, tensors_of_call
 from .captured_program import CapturedProgram, announce_run, list_sent_moves
+from .conditions import Condition, Conditions
 from .errors import CaptureError, RefusedCall
 from .graph_text import Graph
 from .guards import History, describe_call, signature_of
-from .guards.guards import function_modes, without_function_modes
+from .guards.guards import (
+    TensorGuard,
+    active_modes,
+    function_modes,
+    kind_of_tensor,
+    without_function_modes,
+)
 from .guards.places import Place
-from .memory.storages import scheduled
-from .step_options import Passes, StepOptions
+from .guards.values import argument_key
+from .memory import scheduled
+from .program import Passes, StepOptions
 from .step_report import explain_passes, facts_of_graph, facts_of_layouts, facts_of_moves
 
 if TYPE_CHECKING:
@@ -58,7 +71,7 @@ if TYPE_CHECKING:
     from partita.report import HasTimeline
 
     from .backend.cuda_graphs import HostSplit, ReplayedProgram
-    from .memory.schedule import Memory
+    from .memory import Memory
     from .program import Built, Program
 
 
@@ -623,7 +636,7 @@ class CompiledStep:
         """Compile a program by the backend; what runs its graph."""
         # Compiled code finds process groups by name; other wires are only known to Python.
         if self.options.backend == "inductor" and all(isinstance(w, GroupWire) for w in wires):
-            from .backend.build import build
+            from .backend.inductor import build
 
             _begin_phase("compile")
             program.built = build(program, self._name_of_step, wires, self.options.sections)
@@ -635,6 +648,159 @@ class CompiledStep:
     def _name_of_step(self) -> str:
         name = getattr(self.step, "__qualname__", type(self.step).__qualname__)
         return f"{getattr(self.step, '__module__', '')}.{name}".lstrip(".")
+
+
+# -- is a call like the last one? ------------------------------------------------------------------
+# To describe hundreds of tensors takes longer than a small step computes. But most calls find the
+# same tensor objects in the same storages as the call before, which identity comparisons show.
+
+
+_base: Any = torch._C.TensorBase
+_dtype, _requires_grad = _base.dtype.__get__, _base.requires_grad.__get__
+
+
+class CallGuard:
+    """One call, with which later ones are compared.
+
+    Args:
+        slots: of the state, those of optimizers too.
+        tensors: the leaves of the call, as `tensors_of_call` gives them.
+        call: its (args, kwargs).
+        program: that it runs.
+        state: what the step reaches.
+
+    Attributes:
+        usable: can calls be compared with this one? Not where one tensor is two arguments, nor
+            where a module holds a tensor with a history (a gathered parameter), which a guard
+            must not keep alive.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        tensors: Sequence[Any],
+        call: Any,
+        program: CapturedProgram,
+        state: State,
+    ):
+        self.program = program
+        arguments, self._structure = flatten_call(call)
+        args, kwargs = call
+        self._flat = not kwargs and LEAVES.issuperset(map(type, args))
+        count = len(tensors) - len(arguments)
+        self._held = list(tensors[:count])
+        new = [id(a) for a in arguments if isinstance(a, torch.Tensor)]
+        whole = len(slots) == count and all(isinstance(t, torch.Tensor) for t in self._held)
+        self._ids = {id(t) for t in self._held}
+        with Local():
+            self.usable = (
+                whole
+                and len(set(new)) == len(new)
+                and self._ids.isdisjoint(new)
+                and all(t.is_leaf for t in self._held)
+            )
+            if not self.usable:
+                self._held = []
+                return
+        self._tensors = TensorGuard(slots, self._held)
+        self._arguments = [_kind_of(a) for a in arguments]
+        self._modes = active_modes()
+        self._modules = [vars(m) for m, _ in state.parts]
+        self._training = [held.get("training") for held in self._modules]
+        self._state = state
+        self._optimizers = [
+            (o, o.state, [*o.state], [*o.state.values()], [*map(len, o.state.values())])
+            for o in state.optimizers.values()
+        ]
+        self._inputs = [self._find_fixed_input(i.kind, i.index, count) for i in program.taken]
+        unfixed = [
+            (at, program.taken[at]) for at, found in enumerate(self._inputs) if found is None
+        ]
+        kept = program.numbers_to_keep
+        self._new = [(at, given) for at, given in unfixed if given not in kept]
+        self._numbers = [(at, given) for at, given in unfixed if given in kept]
+        self._values: list[Any] = [None for _ in self._numbers]
+        asked = [c for c in program.conditions if isinstance(c, Condition)]
+        self._asked = [*dict.fromkeys(given for c in asked for given in c.numbers)]
+        self._answered: list[Any] = []
+        self._others = Conditions(c for c in program.conditions if c not in asked)
+
+    def _find_fixed_input(self, kind: str, index: int, count: int) -> torch.Tensor | None:
+        """The local tensor of an input that has the same memory in each call; None of others."""
+        if kind in ("parameter", "buffer", "optimizer", "value") and 0 <= index < count:
+            return local_of(self._held[index])
+        return None
+
+    def tensors(self, args: Any, kwargs: Any) -> list[Any] | None:
+        """The leaves of a call like this one; None where it differs."""
+        if self._flat and not kwargs and LEAVES.issuperset(map(type, args)):
+            if len(args) != len(self._arguments):
+                return None
+            arguments = [*args]
+        else:
+            arguments, structure = flatten_call((args, kwargs))
+            if structure != self._structure:
+                return None
+        if active_modes() != self._modes:
+            return None
+        try:
+            if not self._as_before():
+                return None
+        except LookupError:  # a list or dictionary has become shorter
+            return None
+        new = [id(a) for a in arguments if isinstance(a, torch.Tensor)]
+        if len(set(new)) < len(new) or not self._ids.isdisjoint(new):
+            return None
+        if [_kind_of(a) for a in arguments] != self._arguments:
+            return None
+        tensors = self._held + arguments
+        return tensors if self._has_met_conditions(tensors) else None
+
+    def _has_met_conditions(self, tensors: list[Any]) -> bool:
+        """Do the program's conditions hold? Those on numbers do for the same number objects."""
+        numbers = [given.number(tensors) for given in self._asked]
+        if len(numbers) == len(self._answered) and all(map(is_, numbers, self._answered)):
+            return self._others.failed(tensors) is None
+        holds = self.program.conditions.failed(tensors) is None
+        self._answered = numbers if holds else []
+        return holds
+
+    def inputs(self, tensors: Sequence[Any]) -> list[torch.Tensor]:
+        """The values of the program's inputs in a call with these leaves."""
+        for i, (at, given) in enumerate(self._numbers):
+            value = given.number(tensors)
+            if value is not self._values[i]:
+                self._values[i], self._inputs[at] = value, given.now(tensors)
+        found: list[Any] = self._inputs.copy()
+        for at, given in self._new:
+            found[at] = given.now(tensors)
+        return found
+
+    def _as_before(self) -> bool:
+        """Are guards, training flags, optimizers and state tensors as in this call?"""
+        assert self.program.guards is not None
+        if not self.program.guards.hold():
+            return False
+        if not all(map(is_, map(dict.get, self._modules, repeat("training")), self._training)):
+            return False
+        if self._state.has_other_groups():
+            return False
+        for optimizer, state, keys, entries, counts in self._optimizers:
+            if optimizer.state is not state or len(state) != len(keys):
+                return False
+            if not (all(map(is_, state, keys)) and all(map(is_, state.values(), entries))):
+                return False
+            if [*map(len, entries)] != counts:
+                return False
+        return self._tensors.same()
+
+
+def _kind_of(value: Any) -> tuple[Any, ...]:
+    """What a program is made for, of one leaf of a call."""
+    if not isinstance(value, torch.Tensor):
+        return argument_key(value)  # type: ignore[no-any-return]
+    with Local():  # or each attribute of a DTensor would enter it for itself
+        return (*kind_of_tensor(value), value.stride())
 
 
 # -- phases, for whoever shows progress ------------------------------------------------------------

@@ -35,7 +35,7 @@ from .capture.block_nodes import (
 from .capture.block_programs import BlockProgram, find_late, inline_block_programs
 from .errors import cannot_be_kept
 from .graph_nodes import Section, copy_graph, lazy_graph_module, note_of, sections_in
-from .memory.storages import peak_of
+from .memory import peak_of
 from .passes import Change, record_changes, run_passes
 from .passes.gathered_parameters import is_gather, packing_of
 from .passes.remat import cost_of_recompute

@@ -19,8 +19,7 @@ from partita.comm.ledger import Record, human
 from partita.tensor.dtensor import DTensor
 
 from .graph_nodes import call_section, section_of
-from .memory.schedule import Buffer, Memory
-from .memory.storages import memory_of
+from .memory import Buffer, Memory, memory_of
 from .passes import Change, record_changes
 from .passes.pass_manager import GraphFigures, format_figure
 from .passes.remat import count_made_again

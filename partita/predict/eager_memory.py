@@ -26,8 +26,7 @@ from partita.comm import user_line
 from partita.compile.capture.fakes import local_of
 from partita.compile.capture.state import State, names_of_call, state_of, tensors_of_call
 from partita.compile.errors import user_line_of
-from partita.compile.memory.schedule import Buffer, HeldInput, Memory
-from partita.compile.memory.storages import workspace
+from partita.compile.memory import Buffer, HeldInput, Memory, workspace
 from partita.layout import Fix, LayoutError
 from partita.remat.counters import HeldStorage, MemoryCount, told_of_resizes
 from partita.remat.watched_calls import KernelMode

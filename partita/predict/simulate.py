@@ -25,8 +25,7 @@ from partita.compile.capture.fakes import captured_for, local_of
 from partita.compile.capture.state import state_of, tensors_of_call
 from partita.compile.captured_program import list_sent_moves
 from partita.compile.graph_nodes import note_of
-from partita.compile.memory.schedule import Buffer, HeldInput, Memory
-from partita.compile.memory.storages import held_by, scheduled
+from partita.compile.memory import Buffer, HeldInput, Memory, held_by, scheduled
 from partita.compile.program import Program
 from partita.compile.step_report import facts_of_layouts, facts_of_memory, facts_of_moves
 from partita.layout.text import (

@@ -12,7 +12,7 @@ import partita as pt
 from partita.bench.models import MODELS
 from partita.bench.predicted import Asked, budgets_kept, kept, off, peaks, ready
 from partita.compile.graph_nodes import sections_in
-from partita.compile.memory.schedule import Memory
+from partita.compile.memory import Memory
 from partita.testing.allocated_bytes import counted
 from tests.gloo.launch import run_ranks
 from tests.programs.stacks import Stack

@@ -182,7 +182,7 @@ def taken(target, args):
 
 @pytest.mark.parametrize("name", ["add", "mul", "div", "lt"])
 def test_what_an_operator_of_two_casts_is_known(name):
-    workspace = importlib.import_module("partita.compile.memory.storages").workspace
+    workspace = importlib.import_module("partita.compile.memory").workspace
     for x, y in operands():
         kind = "Tensor" if isinstance(y, torch.Tensor) else "Scalar"
         target, args = getattr(getattr(aten, name), kind), (x, y)

@@ -11,7 +11,7 @@ from torch import nn, optim
 
 import partita as pt
 from partita.compile.graph_nodes import call_section, note_of, sections_in
-from partita.compile.memory.storages import memory_of, peak_of
+from partita.compile.memory import memory_of, peak_of
 from partita.compile.passes.remat import cost_of_recompute
 from partita.testing.allocated_bytes import counted
 from tests.programs import stacks

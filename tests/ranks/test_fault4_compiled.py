@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import partita as pt
 from partita.compile.graph_nodes import note_of
-from partita.compile.memory.storages import storages_of
+from partita.compile.memory import storages_of
 
 BLOCKS = 4
 X = torch.randn(6, 5, generator=torch.Generator().manual_seed(3))

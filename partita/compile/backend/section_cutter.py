@@ -38,7 +38,7 @@ from ..graph_nodes import (
     section_of,
 )
 from ..graph_text import key_of, line_of, repeats_of
-from ..memory.storages import Storages, storages_of
+from ..memory import Storages, storages_of
 from ..program import Program
 from .executor import Sections
 

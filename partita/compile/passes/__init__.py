@@ -9,7 +9,7 @@ In reading order:
 - Memory: `remat` (regions, budgets, and what is worth keeping), `lifetime`. Views: `merge_views`.
 """
 
-from ..step_options import Pass, Passes
+from ..program import Pass, Passes
 from .pass_manager import PASSES, Change, order_passes, record_changes, run_passes
 from .rewrite import Making, find, put, replace
 

@@ -14,7 +14,7 @@ from torch import fx
 from partita.comm.collective import ALL_REDUCE, WAIT
 
 from ..graph_nodes import is_collective, nbytes_of, note_of, written_operands
-from ..memory.storages import storages_of
+from ..memory import storages_of
 from ..program import Program
 from .gathered_parameters import Runs, is_backward, only_moves, packing_of
 

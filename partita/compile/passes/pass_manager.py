@@ -22,8 +22,7 @@ from partita.redistribute.cost import bytes_of, seconds_of
 from ..capture.functional_memory import Pairs, keep_apart, overlapping_results
 from ..graph_nodes import NOTE, Note, drop_unused, is_collective, nbytes_of, note_of
 from ..graph_text import canonical, digest_of
-from ..program import Program, written_inputs
-from ..step_options import Pass, StepOptions
+from ..program import Pass, Program, StepOptions, written_inputs
 from ..verify import IllegalGraph, verifies_each_pass, verify
 from .backend_ways import backend_ways
 from .bucket import bucket

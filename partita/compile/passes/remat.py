@@ -37,7 +37,7 @@ from ..graph_nodes import (
     order_by_needs,
     section_of,
 )
-from ..memory.storages import Storages, memory_of, storages_of
+from ..memory import Storages, memory_of, storages_of
 from ..program import Program
 from ..verify import SPACES
 

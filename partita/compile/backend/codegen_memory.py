@@ -23,8 +23,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from partita.comm.collective import WAIT
 
-from ..backend.executor import FILE as OUTER_FILE
-from ..backend.executor import (
+from ..capture.fakes import fake_mode_of
+from ..graph_nodes import Note, Section, lazy_graph_module, note_of
+from ..memory import (
+    Buffer,
+    Memory,
+    held_by,
+    made_at_entry,
+    noted_buffer,
+    opname,
+    staging,
+    workspace,
+)
+from ..program import Program
+from .executor import FILE as OUTER_FILE
+from .executor import (
     FIRST_LINE,
     SectionCall,
     Sections,
@@ -32,11 +45,6 @@ from ..backend.executor import (
     constants_of,
     names_of_constants,
 )
-from ..capture.fakes import fake_mode_of
-from ..graph_nodes import Note, Section, lazy_graph_module, note_of
-from ..program import Program
-from .schedule import Buffer, Memory
-from .storages import held_by, made_at_entry, noted_buffer, opname, staging, workspace
 
 
 def memory_of_code(sources: Sequence[str], program: Program) -> Memory:

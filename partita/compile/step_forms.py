@@ -37,7 +37,7 @@ from .errors import cannot_be_kept
 from .graph_nodes import Section, copy_graph, lazy_graph_module, note_of, sections_in
 from .memory import peak_of
 from .passes import Change, record_changes, run_passes
-from .passes.gathered_parameters import is_gather, packing_of
+from .passes.regather import is_gather, packing_of
 from .passes.remat import cost_of_recompute
 from .program import Input, Output, Program, RecomputeLevel
 

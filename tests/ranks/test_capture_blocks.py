@@ -18,7 +18,7 @@ from partita.compile.capture import block_programs
 from partita.compile.captured_program import list_sent_moves
 from partita.compile.graph_nodes import call_section, note_of, sections_in
 from partita.compile.graph_text import canonical
-from partita.compile.passes.gathered_parameters import is_gather, only_moves
+from partita.compile.passes.regather import is_gather, only_moves
 from partita.compile.verify import verify
 from tests.programs import stacks
 from tests.programs.steps import squares

@@ -1,12 +1,13 @@
-"""Passes: rewrites of a captured graph, each in a file of its own, run by `pass_manager`.
+"""Passes: rewrites of a captured graph, run by `pass_manager`.
 
 In reading order:
 
 - The frame: `pass_manager` (the order, the contract, what changed), `rewrite` (find, add and
   replace nodes).
-- Collectives: `dedupe`, `cancel`, `cast`, `bucket`, `backend_ways`; `gathered_parameters` (those
-  that ZeRO gathers, and the runs in which they are used) with `regather` and `overlap`.
-- Memory: `remat` (regions, budgets, and what is worth keeping), `lifetime`. Views: `merge_views`.
+- Collectives: `moves` (`dedupe`, `cancel`, `cast`: those that are not needed; `merge_views`),
+  `regather` (of what ZeRO gathers, by the runs in which it is used), `bucket`, `overlap`,
+  `backend_ways`.
+- Memory: `remat` (regions, budgets, and what is worth keeping), `lifetime`.
 """
 
 from ..program import Pass, Passes

@@ -25,7 +25,7 @@ from partita.comm.collective import (
 
 from ..graph_nodes import is_collective, note_of
 from ..program import Program
-from .gathered_parameters import only_moves
+from .regather import only_moves
 from .rewrite import Making
 
 _aten = torch.ops.aten

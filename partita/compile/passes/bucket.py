@@ -20,7 +20,7 @@ from partita.tensor.op_facts import facts_of
 
 from ..graph_nodes import NOTE, Note, is_collective, note_of
 from ..program import Program, find_cotangents
-from .gathered_parameters import Runs, packing_of
+from .regather import Runs, packing_of
 from .rewrite import Making
 
 _aten = torch.ops.aten

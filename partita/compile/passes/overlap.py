@@ -16,7 +16,7 @@ from partita.comm.collective import ALL_REDUCE, WAIT
 from ..graph_nodes import is_collective, nbytes_of, note_of, written_operands
 from ..memory import storages_of
 from ..program import Program
-from .gathered_parameters import Runs, is_backward, only_moves, packing_of
+from .regather import Runs, is_backward, only_moves, packing_of
 
 _FEW, _SMALL = 16, 1 << 15
 """A collective of at most so many bytes, made of inputs by at most so many calls, begins with the

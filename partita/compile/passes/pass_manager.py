@@ -26,11 +26,8 @@ from ..program import Pass, Program, StepOptions, written_inputs
 from ..verify import IllegalGraph, verifies_each_pass, verify
 from .backend_ways import backend_ways
 from .bucket import bucket
-from .cancel import cancel
-from .cast import cast
-from .dedupe import dedupe
 from .lifetime import lifetime
-from .merge_views import merge_views
+from .moves import cancel, cast, dedupe, merge_views
 from .overlap import overlap
 from .regather import regather
 from .remat import remat

@@ -1,21 +1,31 @@
 """Regathering: a parameter that ZeRO gathers is freed between distant uses, and gathered again.
 
-Its users are grouped by the runs in which they stand (`gathered_parameters.Runs`); each group after
-the first gets its own copy of the gather, from the shard on. No node frees anything: what runs the
-graph drops a value behind its last use (`backend.executor`), so that a copy that ends sooner is
-freed sooner.
+Its users are grouped by the runs in which they stand (`Runs`); each group after the first gets its
+own copy of the gather, from the shard on. No node frees anything: what runs the graph drops a value
+behind its last use (`backend.executor`), so that a copy that ends sooner is freed sooner.
+
+A step uses the blocks of a model one after another, forward, then backward, and again for the next
+micro-batch. A *run* is what it computes with one block until it comes to another block, or turns
+from forward to backward. A gathered parameter must be there in its own runs; its gather may be
+under way in the run before. Around a collective stand nodes that only move elements: those that
+pack its operand (`packing_of`), and the views of its result (`GatheredParameter.chain`).
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import bisect
+from dataclasses import dataclass, replace
 
+import torch
 from torch import fx
 
-from ..graph_nodes import NOTE, copy_node, note_of
-from ..program import Program
-from .gathered_parameters import GatheredParameter, Runs, is_backward, only_moves
+from partita.comm.collective import WAIT
+from partita.tensor.op_facts import facts_of
 
+from ..graph_nodes import NOTE, copy_node, is_collective, note_of, section_of
+from ..program import Program
+
+_PAD = torch.ops.aten.constant_pad_nd.default
 _NEXT = 2
 """A parameter is kept to a use at most so many runs later: across one run of another block."""
 
@@ -102,3 +112,126 @@ def _from_shard(gather: fx.Node) -> list[fx.Node]:
         found.insert(0, node)
         (node,) = node.all_input_nodes
     return found if node.op == "placeholder" else []
+
+
+# -- gathered parameters and runs ---------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class GatheredParameter:
+    """One gather of ZeRO, with what it gathers.
+
+    Attributes:
+        gather: the collective.
+        chain: the gather and what only moves its result, in order.
+        users: the calls that compute with it, in order; the graph's output is none.
+    """
+
+    gather: fx.Node
+    chain: list[fx.Node]
+    users: list[fx.Node]
+
+    @property
+    def block(self) -> str:
+        """The name of the block that the parameter is of."""
+        return note_of(self.gather).op
+
+
+class Runs:
+    """The gathered parameters of a graph as it is now, and the runs in which they are used.
+
+    Attributes:
+        found: the gathered parameters, in order of their gathers.
+        place: for each node its index in the graph.
+    """
+
+    def __init__(self, graph: fx.Graph):
+        self.place = {node: i for i, node in enumerate(graph.nodes)}
+        self.found = [self._make_gathered_parameter(n) for n in self.place if is_gather(n)]
+        uses = sorted(
+            {(self.place[user], one.block, user) for one in self.found for user in one.users},
+            key=lambda use: use[:2],
+        )
+        self._number: dict[tuple[fx.Node, str], int] = {}
+        self._first: list[fx.Node] = []
+        last = None
+        for _, block, user in uses:
+            run = block, is_backward(user)
+            if run != last:
+                self._first.append(user)
+                last = run
+            self._number[user, block] = len(self._first) - 1
+        self._begins = [self.place[node] for node in self._first]
+
+    def number(self, one: GatheredParameter, user: fx.Node) -> int:
+        """The number of the run in which `user` uses a gathered parameter."""
+        return self._number[user, one.block]
+
+    def of(self, one: GatheredParameter) -> int:
+        """The number of its first run; -1 where nothing computes with it."""
+        return self.number(one, one.users[0]) if one.users else -1
+
+    def at(self, node: fx.Node) -> int:
+        """The number of the run in which a call stands; -1 before the first."""
+        return bisect.bisect(self._begins, self.place[node]) - 1
+
+    def first(self, number: int) -> fx.Node:
+        """The first call of a run."""
+        return self._first[number]
+
+    def _make_gathered_parameter(self, gather: fx.Node) -> GatheredParameter:
+        chain = [gather]
+        reached = {gather}
+        for node in sorted(_find_moved_views(gather), key=self.place.__getitem__):
+            if only_moves(node) and reached.issuperset(node.all_input_nodes):
+                chain.append(node)
+                reached.add(node)
+        users = {u for n in chain for u in n.users if u not in reached and u.op != "output"}
+        return GatheredParameter(gather, chain, sorted(users, key=self.place.__getitem__))
+
+
+def is_backward(node: fx.Node) -> bool:
+    """Is it a call of backward or of the update?"""
+    return note_of(node).phase in ("backward", "update") and node.op == "call_function"
+
+
+def only_moves(node: fx.Node) -> bool:
+    """Is it a view, a copy or a cast of its operands, and computes nothing of them?"""
+    if (section := section_of(node)) is not None:
+        return section.only_moves
+    facts = facts_of(node.target)
+    return facts.moves or facts.casts
+
+
+def is_gather(node: fx.Node) -> bool:
+    """Does it gather a parameter of ZeRO's?"""
+    note = note_of(node)
+    return (
+        is_collective(node) and note.kind == "all_gather" and note.reason in ("gather", "regather")
+    )
+
+
+def _find_moved_views(node: fx.Node) -> set[fx.Node]:
+    """The nodes that are made of `node` by moving alone."""
+    found: set[fx.Node] = set()
+    waiting = [node]
+    while waiting:
+        for user in waiting.pop().users:
+            if user not in found and only_moves(user):
+                found.add(user)
+                waiting.append(user)
+    return found
+
+
+def packing_of(collective: fx.Node) -> tuple[set[fx.Node], set[fx.Node]]:
+    """A collective with the nodes that pack its operand; the nodes that these read."""
+    packing, sources, waiting = {collective}, set(), [collective]
+    while waiting:
+        for read in waiting.pop().all_input_nodes:
+            packs = only_moves(read) or facts_of(read.target).shows_unsaid or read.target is _PAD
+            if not packs or read.target is WAIT:
+                sources.add(read)
+            elif read not in packing:
+                packing.add(read)
+                waiting.append(read)
+    return packing, sources

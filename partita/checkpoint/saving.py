@@ -27,7 +27,7 @@ from partita.comm.device import HOST, Device, finish_copies, view_bytes
 from partita.layout import Fix, LayoutError, Replicate
 from partita.tensor import DTensor
 from partita.tensor.dtensor import checksum, holders_of_piece, piece_held
-from partita.tensor.spec import Spec
+from partita.tensor.tensor_state import Spec
 
 from .folder import NAME, Checksums, Replacement, begin_replacement, compute_crcs
 from .state import KeyPath, OpenedState, open_state

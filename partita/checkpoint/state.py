@@ -22,7 +22,7 @@ from partita.layout import Layout
 from partita.tensor import DTensor
 from partita.tensor.dtensor import tagged
 from partita.tensor.dtensor_gradients import update_spec
-from partita.tensor.spec import spec_of
+from partita.tensor.tensor_state import spec_of
 from partita.tensor.uneven_pieces import empty_with_room
 
 if TYPE_CHECKING:

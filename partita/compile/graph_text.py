@@ -26,7 +26,7 @@ from partita.comm.device import HOST, view_bytes
 from partita.comm.ledger import human
 from partita.layout import Fix, LayoutError
 from partita.tensor.dtensor import short_dtype
-from partita.tensor.spec import Spec
+from partita.tensor.tensor_state import Spec
 from partita.versions import __version__
 
 from .graph_nodes import is_collective, nbytes_of, note_of, section_of, sections_in

@@ -29,8 +29,7 @@ from partita.comm.device import Device
 from partita.redistribute.cost import bytes_of
 from partita.tensor.autograd import count_holders
 from partita.tensor.op_facts import facts_of, without_any_autocast
-from partita.tensor.spec import Spec, spec_of
-from partita.tensor.tensor_state import state_of
+from partita.tensor.tensor_state import Spec, spec_of, state_of
 from partita.tensor.uneven_pieces import find_padded, show_front
 
 from .capture.capture_context import Slot

@@ -19,8 +19,7 @@ from torch import fx
 
 from partita.comm.collective import WAIT
 from partita.layout import LayoutError
-from partita.tensor.forms import find_unknown_effect
-from partita.tensor.op_facts import facts_of
+from partita.tensor.op_facts import facts_of, find_unknown_effect
 
 from .capture.block_nodes import is_block_node
 from .graph_nodes import call_section, is_collective, note_of, written_operands

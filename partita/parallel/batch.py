@@ -28,7 +28,7 @@ from partita.comm import (
 from partita.layout import Fix, Layout, LayoutError, Shard
 from partita.tensor.construct import piece_of
 from partita.tensor.dtensor import DTensor, checksum, tagged
-from partita.tensor.spec import Spec, spec_of
+from partita.tensor.tensor_state import Spec, spec_of
 
 from .parallelize import Places, in_range
 

@@ -27,8 +27,7 @@ from partita.tensor.arguments import admit
 from partita.tensor.autograd import moved
 from partita.tensor.construct import place_buffer, spread
 from partita.tensor.dtensor import DTensor, laid_out_as, tagged
-from partita.tensor.spec import Spec, spec_of
-from partita.tensor.tensor_state import state_of
+from partita.tensor.tensor_state import Spec, spec_of, state_of
 from partita.tensor.uneven_pieces import with_room
 
 from .parameters import (

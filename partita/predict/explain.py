@@ -33,7 +33,7 @@ from partita.rules import Bound, Row, Work
 from partita.tensor.arguments import Path
 from partita.tensor.dispatch import run_gathered
 from partita.tensor.dtensor import DTensor, short_dtype
-from partita.tensor.forms import Form
+from partita.tensor.op_facts import Form
 from partita.tensor.plan import CallPlan
 from partita.tensor.plan_call import Considered, make_plan
 from partita.tensor.tensor_state import HERE

@@ -37,8 +37,7 @@ from partita.compile.capture.state import State, state_of, tensors_of_call
 from partita.compile.errors import user_line_of
 from partita.layout import Fix, Layout, LayoutError
 from partita.tensor.dtensor import DTYPES, DTensor, tagged
-from partita.tensor.spec import spec_of
-from partita.tensor.tensor_state import HERE
+from partita.tensor.tensor_state import HERE, spec_of
 
 VALUE_ASKED = (DataDependentOutputException, DynamicOutputShapeException)
 _RUNS_NOTHING = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR

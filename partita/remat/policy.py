@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from partita.compile import CompiledStep
-from partita.tensor.forms import form_of
+from partita.tensor.op_facts import form_of
 
 from .watched_calls import Key, current_watcher, line_of_site
 

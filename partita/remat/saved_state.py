@@ -24,7 +24,7 @@ from partita.comm.device import generators_in_use
 from partita.parallel.batch import find_instances, replace_instances, tensors_in
 from partita.tensor.dtensor import DTensor, tagged
 from partita.tensor.op_facts import facts_of, facts_of_function
-from partita.tensor.spec import Spec
+from partita.tensor.tensor_state import Spec
 
 from .watched_calls import KernelMode, RematError, TensorOrigins, make_local_alias
 

@@ -30,9 +30,14 @@ from partita.comm import first_instruction
 from partita.layout import LayoutError
 from partita.tensor.dispatch import op_of
 from partita.tensor.dtensor import DTensor, short_dtype
-from partita.tensor.forms import enter_function
-from partita.tensor.op_facts import VIEW_ATTRIBUTES, facts_of, facts_of_function
-from partita.tensor.tensor_overrides import OVERRIDES, runs_as_torch_has_it
+from partita.tensor.op_facts import (
+    OVERRIDES,
+    VIEW_ATTRIBUTES,
+    enter_function,
+    facts_of,
+    facts_of_function,
+    runs_as_torch_has_it,
+)
 from partita.tensor.tensor_state import HERE
 
 

@@ -2,24 +2,23 @@
 
 In reading order:
 
-- the class: `dtensor` (the DTensor whole), `spec` (its layout and its rank's wire), `autograd` (how
-  a value and its gradient cross a change of layout), `tensor_state` (what is remembered of a tensor
-  and of a thread)
+- the class: `dtensor` (the DTensor whole), `tensor_state` (its spec, that is its layout and its
+  rank's wire, and what is remembered of it and of a thread), `autograd` (how a value and its
+  gradient cross a change of layout)
 - a call: `dispatch` (its twin in C is in `in_c/`), `arguments` (where its tensors stand), `plan`
   (how its plan is found, and run); the first of its kind: `plan_call` (its rule, and the cheapest
-  row for each axis), with `forms` (which op a function is) and `op_facts` (what an op does).
-  `x + y` runs through these six files of the room, and those of `dtensor` and `spec`
+  row for each axis), with `op_facts` (which op a function is, and what an op does). `x + y` runs
+  through these five files of the room, and that of `tensor_state`
 - calls that need more: `foreach` (lists of tensors), `aliasing` (shared memory), `uneven_pieces`
   (padded or empty ones), `random` (one device's numbers on all ranks)
-- what is no op: `tensor_overrides` (attributes, ways out to Python, `x[...] = y`),
-  `dtensor_gradients` (`.grad`, `backward`, hooks, buckets), `tensor_memory` (strides, addresses,
-  copies)
+- what is no op: `tensor_overrides` (attributes, ways out to Python, `x[...] = y`, strides,
+  addresses, copies), `dtensor_gradients` (`.grad`, `backward`, hooks, buckets)
 - making tensors: `construct`
-- functions of torch that ask no tensor: `torch_patches`, `flex` (flex_attention)
+- functions of torch that ask no tensor: `torch_patches`
 """
 
 # Imported for what they put in place: methods of DTensor, overrides, patches of torch.
-from . import flex, tensor_memory, torch_patches  # noqa: F401
+from . import tensor_overrides, torch_patches  # noqa: F401
 from .construct import (
     distribute_module,
     distribute_tensor,

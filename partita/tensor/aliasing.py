@@ -29,10 +29,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .autograd import moved
 from .dtensor import DTensor, tagged
-from .forms import Form
-from .op_facts import facts_of_function
-from .spec import Spec, spec_of
-from .tensor_state import Origin, count_writes, own_state, state_of
+from .op_facts import Form, facts_of_function
+from .tensor_state import Origin, Spec, count_writes, own_state, spec_of, state_of
 
 T = torch.Tensor
 

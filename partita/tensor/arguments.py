@@ -40,9 +40,8 @@ from partita.rules import parse
 
 from .autograd import in_backward, moved
 from .dtensor import PLAIN, DTensor, checksum, make_no_strides_error, tagged
-from .forms import Form, overloads_of, parameter_names
-from .spec import Spec, make_two_meshes_error, spec_of
-from .tensor_state import HERE
+from .op_facts import Form, overloads_of, parameter_names
+from .tensor_state import HERE, Spec, make_two_meshes_error, spec_of
 
 Path = tuple[int | str, ...]
 """Where in a call a tensor stands: (1,) or ("bias",), or (0, 3) for the fourth of a list.

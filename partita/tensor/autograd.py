@@ -21,8 +21,7 @@ from partita.layout import Fix, LayoutError, Partial, Placement, Replicate, Shar
 from partita.redistribute import Plan, plan
 
 from .op_facts import without_autocast
-from .spec import Spec, make_two_meshes_error
-from .tensor_state import HERE, current
+from .tensor_state import HERE, Spec, current, make_two_meshes_error
 
 
 def carry_all(moves: Plan, x: torch.Tensor, wire: Wire, op: str, reason: str) -> torch.Tensor:

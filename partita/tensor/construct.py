@@ -40,8 +40,7 @@ from .autograd import moved
 from .dtensor import TYPED, DTensor, make_no_strides_error, shape_of_pieces, tagged
 from .dtensor_gradients import type_hook
 from .random import run_with_generator_check
-from .spec import Spec, spec_on_mesh, spec_on_wire
-from .tensor_state import OURS, own_state
+from .tensor_state import OURS, Spec, own_state, spec_on_mesh, spec_on_wire
 from .uneven_pieces import copy_with_room, tie_to_operands, with_room
 
 

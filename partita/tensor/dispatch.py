@@ -49,8 +49,15 @@ from .autograd import in_backward, moved
 from .dtensor import DTensor, make_no_strides_error, tagged
 from .dtensor_gradients import pending_gradients, reduce_pending_gradients
 from .foreach import run_foreach, run_fused
-from .forms import Form, enter_function, form_of, is_collective
-from .op_facts import facts_of_function
+from .op_facts import (
+    OVERRIDES,
+    Form,
+    enter_function,
+    facts_of_function,
+    form_of,
+    is_collective,
+    runs_as_torch_has_it,
+)
 from .plan import (
     HASHABLE,
     IN_C,
@@ -66,9 +73,7 @@ from .plan import (
 )
 from .plan_call import check_call_fits_rule, make_plan
 from .random import with_generator_check
-from .spec import Spec, spec_of
-from .tensor_overrides import OVERRIDES, runs_as_torch_has_it
-from .tensor_state import HERE
+from .tensor_state import HERE, Spec, spec_of
 
 _Tensor = torch.Tensor
 

@@ -40,8 +40,7 @@ from partita.layout import Coordinate, Fix, Layout, LayoutError, Mesh, Partial, 
 from partita.layout.picture import draw, html_of
 
 from .autograd import ask_gradient, convert_gradient, make_other_cut_error, moved
-from .spec import Spec, spec_on_mesh, spec_on_wire
-from .tensor_state import HERE, Label, current
+from .tensor_state import HERE, Label, Spec, current, spec_on_mesh, spec_on_wire
 
 _shape = torch._C.TensorBase.shape.__get__  # type: ignore[attr-defined]
 _size = torch._C.TensorBase.size

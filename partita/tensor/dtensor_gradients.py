@@ -32,10 +32,17 @@ from partita.redistribute import plan
 from .arguments import admit
 from .autograd import carry_all, moved
 from .dtensor import DTensor, tagged
-from .forms import enter_function
-from .spec import Spec, make_two_meshes_error, spec_of
-from .tensor_overrides import find_getter, implements
-from .tensor_state import HERE, ReopenHook, current, own_state, state_of
+from .op_facts import enter_function, find_getter, implements
+from .tensor_state import (
+    HERE,
+    ReopenHook,
+    Spec,
+    current,
+    make_two_meshes_error,
+    own_state,
+    spec_of,
+    state_of,
+)
 
 T: Any = torch.Tensor
 _base: Any = torch._C.TensorBase

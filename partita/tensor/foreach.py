@@ -27,11 +27,10 @@ from .arguments import admit, replace_at_paths
 from .autograd import moved
 from .dtensor import DTensor, tagged
 from .dtensor_gradients import pending_gradients, reduce_pending_gradients
-from .forms import form_of
+from .op_facts import OVERRIDES, form_of
 from .plan import OPS, CallPlan, Op, note_miss, operand_kind
 from .plan_call import make_plan
-from .spec import Spec, spec_of
-from .tensor_overrides import OVERRIDES
+from .tensor_state import Spec, spec_of
 
 
 class _ListPlan:

@@ -38,9 +38,8 @@ from .arguments import (
 from .autograd import alias_without_base, moved
 from .dtensor import PLAIN, DTensor, tagged
 from .dtensor_gradients import pending_gradients, reduce_pending_gradients
-from .forms import Form, form_of, parameter_names
-from .spec import Spec, spec_of
-from .tensor_state import MovedValue, count_writes, current, own_state, state_of
+from .op_facts import Form, form_of, parameter_names
+from .tensor_state import MovedValue, Spec, count_writes, current, own_state, spec_of, state_of
 
 
 @dataclass(frozen=True)

@@ -68,12 +68,10 @@ from .arguments import (
     writes_view_copy,
 )
 from .dtensor import DTensor
-from .forms import Form, parameter_names
-from .op_facts import as_autocast_casts, facts_of_function
+from .op_facts import Form, as_autocast_casts, facts_of_function, parameter_names
 from .plan import CallPlan, Choice, Target, work_of_plan
 from .random import with_generator_check
-from .spec import spec_of
-from .tensor_state import HERE
+from .tensor_state import HERE, spec_of
 from .uneven_pieces import wrap_filling_padding, wrap_for_empty_pieces
 
 _NUMBERS = (int, float, bool, complex)

@@ -35,8 +35,7 @@ from partita.rules.rule import narrow_piece
 from partita.rules.rule import table_rule as rule
 
 from .aliasing import strides_of_whole
-from .forms import Form
-from .op_facts import FILLS
+from .op_facts import FILLS, Form
 
 _MODE: ContextVar[str] = ContextVar("random_mode", default="one_device")
 

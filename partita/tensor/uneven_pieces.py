@@ -29,11 +29,9 @@ from partita.rules import EXTREME, Bound, PaddingFill, find_padding_fills
 from .arguments import Path, collect_tensors, get_at_path, locate_in_call, replace_at_paths
 from .autograd import count_holders
 from .dtensor import DTensor
-from .forms import Form
-from .op_facts import facts_of_function
+from .op_facts import Form, facts_of_function
 from .plan import CallPlan, Choice
-from .spec import Spec
-from .tensor_state import HERE
+from .tensor_state import HERE, Spec
 
 Shape = tuple[int, ...]
 

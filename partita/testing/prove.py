@@ -27,7 +27,7 @@ from partita.layout import Placement, Replicate, Shard, chunk
 from partita.rules.bind import Bound, Row, bind
 from partita.rules.rule import RULES, Decomposition, KernelCall, KernelRule
 from partita.rules.sentence import parse
-from partita.tensor.forms import form_of
+from partita.tensor.op_facts import form_of
 from partita.testing.simulated_ranks import (
     are_same,
     cut_for_ranks,

@@ -27,7 +27,7 @@ import partita as pt
 from partita.comm import wire_of
 from partita.layout import Layout
 from partita.tensor.dtensor import laid_out_as, tagged
-from partita.tensor.spec import spec_of
+from partita.tensor.tensor_state import spec_of
 
 from .launch import run_ranks
 

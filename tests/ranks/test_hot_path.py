@@ -24,7 +24,7 @@ import partita as pt
 from partita import Partial, Replicate, Shard
 from partita.tensor import plan
 from partita.tensor.dispatch import op_of
-from partita.tensor.spec import spec_on_mesh
+from partita.tensor.tensor_state import spec_on_mesh
 
 needs_c = pytest.mark.skipif(plan.IN_C is None, reason="the hot path in C was not built")
 

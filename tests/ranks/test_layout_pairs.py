@@ -32,7 +32,7 @@ from partita.layout import (
     Shard,
 )
 from partita.tensor.dtensor import laid_out_as, tagged
-from partita.tensor.spec import spec_of
+from partita.tensor.tensor_state import spec_of
 
 MESHES = {"2x2": {"a": 2, "b": 2}, "2x3": {"a": 2, "b": 3}}
 SHAPES = [(7,), (12,), (1,), (5, 3), (6, 4), (1, 7), (3, 5, 2), (4, 6, 12), (1, 1, 7)]

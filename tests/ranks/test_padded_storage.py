@@ -13,7 +13,7 @@ from torch import nn
 
 import partita as pt
 from partita.parallel.zero import flat_buffer
-from partita.tensor.spec import spec_on_mesh
+from partita.tensor.tensor_state import spec_on_mesh
 from partita.tensor.uneven_pieces import find_padded
 from tests.programs.steps import squares
 from tests.programs.zero_states import zero_state

@@ -772,7 +772,7 @@ def test_a_storage_of_dlpack_shows_a_part_of_memory_and_keeps_what_is_said_of_it
 
 
 def test_torch_lists_the_operators_that_custom_op_has_made():
-    """partita/tensor/forms.py: of these it is known that they do nothing but give tensors."""
+    """partita/tensor/op_facts.py: of these it is known that they do nothing but give tensors."""
     from torch._library.custom_ops import OPDEFS
 
     @torch.library.custom_op("private_torch::listed", mutates_args=())

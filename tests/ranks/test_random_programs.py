@@ -24,7 +24,7 @@ import partita as pt
 from partita.comm import wire_of
 from partita.layout import Layout
 from partita.tensor.dtensor import tagged
-from partita.tensor.spec import spec_of
+from partita.tensor.tensor_state import spec_of
 from tests.ranks.programs import Program, execute, programs
 
 EXAMPLES = int(os.environ.get("PARTITA_EXAMPLES", "0"))

@@ -249,7 +249,7 @@ def test_a_mode_hears_a_number_read_once():
 def test_a_program_without_pending_numbers_keeps_torchs_own_operator():
     program = """
 import torch, partita as pt
-from partita.tensor.tensor_memory import installed_libraries
+from partita.tensor.tensor_overrides import installed_libraries
 def body(mesh):
     pt.distribute_tensor(torch.ones(4), mesh, [pt.Shard(0)]).sum().item()
 with pt.ranks(a=1) as world:

@@ -32,8 +32,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from partita.comm import read_autocast_state, switch_off, use_autocast_state
 from partita.comm.ledger import Ledger
 from partita.tensor.op_facts import VIEW_ATTRIBUTES, facts_of_function
-from partita.tensor.spec import Spec
-from partita.tensor.tensor_state import Label
+from partita.tensor.tensor_state import Label, Spec
 
 from ..guards.values import ByIdentity
 from .symbolic import is_symbolic

@@ -23,7 +23,7 @@ from torch import fx
 from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.tensor.dtensor import tagged
-from partita.tensor.spec import Spec
+from partita.tensor.tensor_state import Spec
 
 from ..graph_nodes import NOTE
 from ..program import Input

@@ -27,8 +27,7 @@ from partita.layout import Fix
 from partita.tensor.dtensor import tagged
 from partita.tensor.dtensor_gradients import update_spec
 from partita.tensor.op_facts import FACTS_THAT_CHANGE, FACTS_THAT_STAY
-from partita.tensor.spec import Spec, spec_of
-from partita.tensor.tensor_state import count_writes, own_state, state_of
+from partita.tensor.tensor_state import Spec, count_writes, own_state, spec_of, state_of
 
 from ..conditions import FACTS_OF_OBJECTS, FactCondition, read_fact
 from ..errors import not_captured

@@ -30,8 +30,7 @@ from torch.utils import _pytree as pytree
 from partita.comm import TraceWire, Wire, user_line
 from partita.layout import Fix
 from partita.tensor.dtensor import DTensor, tagged
-from partita.tensor.spec import Spec, spec_of
-from partita.tensor.tensor_state import state_of
+from partita.tensor.tensor_state import Spec, spec_of, state_of
 
 from ..arguments import flatten_call
 from ..captured_program import CapturedProgram, extract_compared

@@ -31,7 +31,7 @@ from partita.redistribute.cost import bytes_sent
 from partita.tensor.arguments import read_number
 from partita.tensor.dtensor import DTensor
 from partita.tensor.op_facts import facts_of
-from partita.tensor.tensor_memory import is_read_in_part
+from partita.tensor.tensor_overrides import is_read_in_part
 from partita.tensor.tensor_state import HERE, own_state
 
 from ..errors import CaptureError, not_an_input, not_captured, of_data

@@ -42,8 +42,12 @@ from partita.comm import user_line
 from partita.layout import Fix
 from partita.tensor.autograd import moved
 from partita.tensor.dtensor import tagged
-from partita.tensor.forms import find_unknown_effect
-from partita.tensor.op_facts import STATE_OF_LEAVES, facts_of, facts_of_function
+from partita.tensor.op_facts import (
+    STATE_OF_LEAVES,
+    facts_of,
+    facts_of_function,
+    find_unknown_effect,
+)
 from partita.tensor.tensor_state import HERE
 
 from ..arguments import is_taken_apart

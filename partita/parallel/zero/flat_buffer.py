@@ -30,8 +30,7 @@ from partita.layout import Fix, Layout, LayoutError
 from partita.redistribute import Move
 from partita.tensor.autograd import count_holders
 from partita.tensor.dtensor import DTensor
-from partita.tensor.spec import Spec
-from partita.tensor.tensor_state import HERE
+from partita.tensor.tensor_state import HERE, Spec
 from partita.tensor.uneven_pieces import find_padded
 
 

@@ -29,8 +29,15 @@ from partita.tensor.autograd import after_backward, backward_pass, in_backward
 from partita.tensor.construct import keep_attributes, stand_for
 from partita.tensor.dtensor import DTensor, tagged
 from partita.tensor.dtensor_gradients import BROKEN_OFF
-from partita.tensor.spec import Spec, spec_of
-from partita.tensor.tensor_state import Rest, count_writes, count_writes_of, own_state, state_of
+from partita.tensor.tensor_state import (
+    Rest,
+    Spec,
+    count_writes,
+    count_writes_of,
+    own_state,
+    spec_of,
+    state_of,
+)
 
 from ..batch import replace_instances
 from ..parameters import Block

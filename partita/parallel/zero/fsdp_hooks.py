@@ -37,8 +37,14 @@ from partita.tensor.autograd import (
 )
 from partita.tensor.construct import keep_attributes, stand_for
 from partita.tensor.dtensor import DTensor, tagged
-from partita.tensor.spec import Spec
-from partita.tensor.tensor_state import HERE, Label, count_writes, own_state, was_written_since
+from partita.tensor.tensor_state import (
+    HERE,
+    Label,
+    Spec,
+    count_writes,
+    own_state,
+    was_written_since,
+)
 
 from ..batch import replace_instances, tensors_in
 from ..parameters import ParameterSlot

@@ -18,8 +18,7 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from partita.layout import Replicate, Shard
 from partita.tensor.dtensor import DTensor, tagged
 from partita.tensor.dtensor_gradients import mark_settled, store_gradient, update_spec
-from partita.tensor.spec import Spec, spec_of
-from partita.tensor.tensor_state import Rest, own_state, state_of
+from partita.tensor.tensor_state import Rest, Spec, own_state, spec_of, state_of
 
 from .flat_buffer import FlatBuffer
 from .fsdp_group import MixedPrecision, ShardedState

@@ -19,8 +19,7 @@ from partita.layout import Fix, LayoutError, Shard
 from partita.tensor.autograd import moved
 from partita.tensor.construct import distribute_tensor, hold_value, place_buffer, refuse_lazy
 from partita.tensor.dtensor import DTensor, tagged
-from partita.tensor.spec import Spec, spec_of
-from partita.tensor.tensor_state import HERE, own_state, state_of
+from partita.tensor.tensor_state import HERE, Spec, own_state, spec_of, state_of
 from partita.tensor.uneven_pieces import with_room
 
 from ..parameters import find_blocks

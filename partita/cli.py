@@ -45,10 +45,9 @@ from .layout import Fix, LayoutError
 from .layout.text import escape_controls, format_table, human
 from .predict.autoplan import MOST, autoplan
 from .predict.calibrate import calibrate, machine_toml
-from .predict.eager_memory import eager_memory
 from .predict.explain import explain
 from .predict.machine import Machine, MachineError, load_machine, read_link, shipped_machines
-from .predict.rehearsal import describe_raised, read_call, read_mesh
+from .predict.rehearsal import describe_raised, eager_memory, read_call, read_mesh
 from .predict.simulate import simulate, with_links
 from .predict.strategy import MODELS, Strategy, make_step
 from .predict.strategy import __file__ as strategy_file

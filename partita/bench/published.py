@@ -15,9 +15,8 @@ from dataclasses import dataclass
 
 from partita.compile.program import Program
 from partita.predict.machine import Machine, load_machine
-from partita.predict.simulate import capture_model
+from partita.predict.simulate import capture_model, play_graph
 from partita.predict.strategy import Strategy
-from partita.predict.timeline import play_graph
 
 _TITAN = "github.com/pytorch/torchtitan, docs/performance.md of May 2024: FSDP2, 64 A100 (80 GB)"
 _FOUNDRY = "github.com/mosaicml/llm-foundry, scripts/train/benchmarking: FSDP, H100 80GB BF16"

@@ -1,17 +1,16 @@
 """Predictions of what a step costs, before it runs.
 
 In reading order, of a simulation: `machine` (what a rank's processor and links do, and the times of
-collectives), `timeline` (a graph played on streams, kernel by kernel), `strategy` (models by name,
-and the ways to spread one), `simulate`; `eager_memory` (the memory of a step that is not compiled);
-`calibrate` measures a machine. Of a plan: `plan_bounds`
-(what a way takes at least), `autoplan` (the search). Of an explanation: `rehearsal` (a call is
-planned and not run), `explain`. `show` draws layouts.
+collectives), `strategy` (models by name, and the ways to spread one), `simulate` (a graph played on
+streams, kernel by kernel); `calibrate` measures a machine. Of a plan: `autoplan` (what a way takes
+at least, and the search). Of what is not run: `rehearsal` (a call that is only planned, and the
+memory of a step that is not compiled), `explain`. `show` draws layouts.
 """
 
 from .autoplan import ModelPlan, PlannedWay, autoplan
-from .eager_memory import eager_memory
 from .explain import ConsideredRow, ExplainedMove, ExplainedOp, Explanation, explain
 from .machine import Link, Machine, MachineError, load_machine, shipped_machines
+from .rehearsal import eager_memory
 from .show import Shown, show
 from .simulate import Simulation, simulate
 from .strategy import MODELS, ModelShape, Strategy, StrategyError

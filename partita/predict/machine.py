@@ -4,7 +4,7 @@ A machine is a TOML file. Three from public data sheets are shipped (`h100`, `h2
 own is written by `partita calibrate`. Amounts are numbers in base units (bytes, seconds, operations
 a second) or text with a unit: "3.35 TB/s", "20 us", "989 TFLOP/s". Collectives are priced by
 formulas of rings and trees over a link; kernels by a curve of their rate where one was measured,
-else by the roofline (`timeline`).
+else by the roofline (`simulate`).
 """
 
 from __future__ import annotations

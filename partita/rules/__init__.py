@@ -1,14 +1,26 @@
 """Rules: which ways an op allows its operands to be laid out.
 
-In reading order: `sentence` (the notation, names of dimensions, sentences of reshapes), `bind`
-(what a sentence means for shapes: rows for one mesh axis, and work), `rule` (a sentence and its
-functions; kernels over a rank's piece), `table/` (all of them), `decompositions` (ops as other
-ops). `table/reduction_identity` says what padding is filled with.
+In reading order: `sentence` (the notation, names of dimensions, sentences of reshapes; what a
+sentence means for shapes: rows for one mesh axis, and work), `rule` (a sentence and its functions;
+kernels over a rank's piece), `table/` (all of them), `decompositions` (ops as other ops).
+`table/reduction_identity` says what padding is filled with.
 """
 
-from .bind import NUMBER, Bound, Operand, Row, Work, bind, work_of
 from .rule import RULES, Arg, Decomposition, Kernel, KernelCall, KernelRule, LikeRule, Rule, rule
-from .sentence import Names, SentenceError, parse, resolve_shape, view_sentence
+from .sentence import (
+    NUMBER,
+    Bound,
+    Names,
+    Operand,
+    Row,
+    SentenceError,
+    Work,
+    bind,
+    parse,
+    resolve_shape,
+    view_sentence,
+    work_of,
+)
 from .table.reduction_identity import EXTREME, PaddingFill, find_padding_fills
 
 __all__ = [

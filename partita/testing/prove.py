@@ -24,9 +24,8 @@ import torch
 
 from partita.layout import Partial as Shares
 from partita.layout import Placement, Replicate, Shard, chunk
-from partita.rules.bind import Bound, Row, bind
 from partita.rules.rule import RULES, Decomposition, KernelCall, KernelRule
-from partita.rules.sentence import parse
+from partita.rules.sentence import Bound, Row, bind, parse
 from partita.tensor.op_facts import form_of
 from partita.testing.simulated_ranks import (
     are_same,

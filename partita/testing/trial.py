@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from partita.rules.bind import NUMBER
 from partita.rules.rule import Arg, Decomposition, KernelRule, LikeRule, Rule
-from partita.rules.sentence import parse
+from partita.rules.sentence import NUMBER, parse
 
 
 class Trial:

@@ -16,8 +16,8 @@ from partita.app import Options, options_in
 from partita.bench.plan import EXAMPLES
 from partita.cli import main
 from partita.predict import Link, ModelShape, StrategyError
+from partita.predict.autoplan import least_bytes, least_seconds
 from partita.predict.machine import load_machine
-from partita.predict.plan_bounds import least_bytes, least_seconds
 from partita.predict.simulate import capture_model, simulate_program
 from partita.predict.strategy import Way, make_step, shape_of, train_options, ways_of, write_code
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from partita.predict.calibrate import draw_order, make_deck, make_machine
 from partita.predict.machine import RATES
-from partita.predict.timeline import kernels_of
+from partita.predict.simulate import kernels_of
 
 SHARED = 1.6  # how much longer a call lasts than a processor works for it
 BEHIND = 2.2  # seconds in which the slowest of ranks has worked for one

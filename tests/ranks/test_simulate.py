@@ -25,9 +25,8 @@ from partita.predict.machine import (
     load_machine,
     shipped_machines,
 )
-from partita.predict.simulate import capture_model, simulate_program
+from partita.predict.simulate import capture_model, count_flops, simulate_program
 from partita.predict.strategy import MODELS, ModelShape, Strategy, StrategyError
-from partita.predict.timeline import count_flops
 
 MACHINES = Path(__file__).parents[2] / "partita/predict/machines"
 

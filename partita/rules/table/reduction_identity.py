@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from .. import decompositions
-from ..bind import Bound
 from ..rule import RULES, Rule
-from .getitem import picked
+from ..sentence import Bound
+from .index import picked
 
 EXTREME = object()
 """Of a maximum the least value that there is, of a minimum the greatest."""

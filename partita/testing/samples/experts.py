@@ -12,7 +12,7 @@ import math
 import torch
 
 from partita.rules.rule import table_rule as rule
-from partita.rules.table.experts import grouped_mm
+from partita.rules.table.matmul import grouped_mm
 
 from .values import Part, c, x
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from partita.rules import decompositions
 from partita.rules.table.attention import attention, product_by_rows
 from partita.rules.table.conv import resized
-from partita.rules.table.getitem import picked
+from partita.rules.table.index import picked
 
 from .values import Part, Sample, b, c, i, u, x
 

@@ -74,6 +74,11 @@ class CapturedProgram(Program):
         assert self.captured is not None
         return [*changes_of(self.captured)]
 
+    def undo_writes(self) -> None:
+        """Put back what the step has changed in Python objects."""
+        for write in reversed(self.writes):
+            write.undo()
+
     def compare(self, tensors: Sequence[Any]) -> None:
         """Raise on all ranks if a number, or a plain value used with DTensors, differs."""
         numbers = [i for i in self.inputs if i.kind == "number"]

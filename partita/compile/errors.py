@@ -197,7 +197,7 @@ def explain_error(error: Exception, line: str, function: str = "") -> Exception:
 _WITHOUT_READING = {
     "torch/nn/modules/batchnorm.py": Fix(
         "BatchNorm(momentum=0.1)", "a number: for None it reads how many batches there were"
-    ),
+    )
 }
 """By file of torch that reads a value, what avoids it."""
 

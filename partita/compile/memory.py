@@ -522,12 +522,7 @@ def _find_common_dtype(one: Any, other: Any) -> torch.dtype:
     return torch.result_type(one, other)
 
 
-_DTYPES = {
-    bool: torch.bool,
-    int: torch.int64,
-    float: torch.float64,
-    complex: torch.complex128,
-}
+_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 
 
 @functools.lru_cache(maxsize=1024)

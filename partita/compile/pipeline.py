@@ -38,7 +38,6 @@ def make_program(
     kwargs: Any,
     state: State,
     guesses: Guesses,
-    *,
     options: StepOptions,
     blocks: BlockChoice,
     counts_apart: bool = False,
@@ -100,9 +99,7 @@ def _age_all_objects() -> None:
 
 
 def kept_within(
-    program: CapturedProgram,
-    prepare: Callable[[CapturedProgram], None],
-    tensors: Sequence[Any],
+    program: CapturedProgram, prepare: Callable[[CapturedProgram], None], tensors: Sequence[Any]
 ) -> CapturedProgram:
     """Compile a program so that it takes no more than its budget. Every rank calls this.
 

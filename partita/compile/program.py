@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -35,9 +35,6 @@ from partita.tensor.uneven_pieces import find_padded, show_front
 from .capture.capture_context import Slot
 from .capture.fakes import local_of
 from .graph_nodes import calls_within, inline_sections, written_operands
-
-if TYPE_CHECKING:
-    from .memory import Memory
 
 Pass = Callable[[Any], Any]
 """Changes the graph of a `Program`, and returns in a few words what it did."""
@@ -633,7 +630,7 @@ class Built:
         seconds: of compiling or loading, without waiting for other ranks.
         key: of the artifact in the store: of the program and of what it is compiled for.
         metadata: of the artifact: what it is, when and in how many seconds it was compiled.
-        schedule: computes its memory schedule, where that is not in the metadata.
+        schedule: computes its `memory.Memory`, where that is not in the metadata.
         sections: the different sections that it calls, where it was cut.
     """
 
@@ -642,7 +639,7 @@ class Built:
     seconds: float
     key: str
     metadata: dict[str, Any] = field(default_factory=dict)
-    schedule: Callable[[], Memory] | None = None
+    schedule: Callable[[], Any] | None = None
     sections: tuple[Built, ...] = ()
 
     @classmethod

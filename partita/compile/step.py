@@ -18,6 +18,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import repeat
 from operator import is_
 from typing import TYPE_CHECKING, Any
@@ -70,7 +71,6 @@ if TYPE_CHECKING:
 
     from partita.report import HasTimeline
 
-    from .backend.cuda_graphs import HostSplit, ReplayedProgram
     from .memory import Memory
     from .program import Built, Program
 
@@ -166,6 +166,32 @@ Found = tuple[CapturedProgram | None, list[Any], RefusedCall | StepRaises | None
 """For a call its program and its leaves; else, where that is known, why it runs eagerly."""
 
 
+@dataclass(frozen=True, eq=False)
+class _StepCall:
+    """A call of a step, and what the step reaches in it."""
+
+    args: Any
+    kwargs: Any
+    state: State
+
+    @property
+    def slots(self) -> list[Slot]:
+        """Those that the state has now: of optimizers they come and go."""
+        return [*self.state.slots, *self.state.optimizer_slots()]
+
+    def list_leaves(self) -> list[Any]:
+        """What `tensors_of_call` finds now."""
+        return tensors_of_call(self.slots, self.args, self.kwargs)
+
+    def find_signature(self, leaves: list[Any]) -> tuple[Any, ...]:
+        return signature_of(self.state, leaves, (self.args, self.kwargs))
+
+    def describe(self, leaves: Sequence[Any]) -> Any:
+        """What `History` compares."""
+        names = [name for name, _ in names_of_call(self.slots, self.args, self.kwargs)]
+        return describe_call(self.state, leaves, names, (self.args, self.kwargs))
+
+
 class CompiledStep:
     """A step that runs as a graph."""
 
@@ -178,7 +204,8 @@ class CompiledStep:
         self._made = 0
         self._counts_apart = False  # parameters' step counts were seen to differ
         self._eager: dict[Any, RefusedCall] = {}  # by signature
-        self._recording_pool: Any = None  # of memory, for the recordings of all programs
+        # Of memory, by kind of device: one for the recordings of all programs.
+        self._recording_pool = functools.cache(lambda kind: Device(kind).make_recording_pool())
         self._is_running = True  # False within `capture`
         self._state: State | None = None
         self._reached: list[Place] = []  # with state, as runs have shown
@@ -254,8 +281,7 @@ class CompiledStep:
             error = CaptureError(f"{self.title} runs eagerly when it is called like this")
             raise error from (why.error if isinstance(why, StepRaises) else None)
         if self._made > count:  # a capture makes the writes that its call makes
-            for write in reversed(program.writes):
-                write.undo()
+            program.undo_writes()
         return program
 
     # -- the last program, for people to read ------------------------------------------------------
@@ -355,7 +381,11 @@ class CompiledStep:
                 return self._run_eagerly(args, kwargs, why_eager)
             for i in program.written if watcher is not None else ():
                 watcher.announce_write(tensors[program.inputs[i].index])
-            result = self._run(program, tensors)
+            if function_modes():
+                with without_function_modes():  # their effect is in the graph already
+                    result = self._run_graph(program, tensors)
+            else:
+                result = self._run_graph(program, tensors)
             if type(result) is not OtherAnswers:
                 return result
             current, HERE.watcher = HERE.watcher, None
@@ -381,20 +411,21 @@ class CompiledStep:
         state = self._state
         if state is None or state.has_changed() or not state.is_of(args, kwargs):
             state = self._search_state(args, kwargs)
-        slots = [*state.slots, *state.optimizer_slots()]
-        tensors = tensors_of_call(slots, args, kwargs)
-        signature = signature_of(state, tensors, (args, kwargs))
+        call = _StepCall(args, kwargs, state)
+        tensors = call.list_leaves()
+        signature = call.find_signature(tensors)
         key, why = self._find_kept_program(signature, tensors, others)
         if key is None:
             refused = self._eager.get(signature)
             if refused is not None and refused.holds():
                 return None, [], refused
-            return self._capture_call(signature, args, kwargs, why, others)
+            call = _StepCall(args, kwargs, self._search_state(args, kwargs))
+            return self._capture_call(signature, call, why, others)
         self._history.note_reuse()
         program = self._last = self._programs[key]
         self._programs.move_to_end(key)
         program.prepare_memory(tensors)
-        guard = CallGuard(slots, tensors, (args, kwargs), program, state)
+        guard = CallGuard(call.slots, tensors, (args, kwargs), program, state)
         self.call_guard = guard if guard.usable else None
         return self._admit_program(program, tensors)
 
@@ -431,14 +462,9 @@ class CompiledStep:
             if self.options.fallback is None:
                 raise error
             return None, [], None
-        if program.scope is not None and program.scope.busy:
-            self._announce_run(program, tensors)
-        return program, tensors, None
-
-    def _announce_run(self, program: CapturedProgram, tensors: list[Any]) -> None:
-        """Tell ledgers, `strict()` and `check_ranks()` what is going to run."""
-        if self._is_running:
+        if program.scope is not None and program.scope.busy and self._is_running:
             announce_run(program, self.title, tensors)
+        return program, tensors, None
 
     def _run_eagerly(self, args: Any, kwargs: Any, why: RefusedCall | StepRaises | None) -> Any:
         result = self.step(*args, **kwargs)
@@ -447,12 +473,6 @@ class CompiledStep:
         elif why is not None:  # and it has not raised in eager
             warnings.warn(f"ran eagerly: while it was captured the step raised {why}", stacklevel=4)
         return result
-
-    def _run(self, program: CapturedProgram, tensors: list[Any]) -> Any:
-        if function_modes():
-            with without_function_modes():  # their effect is in the graph already
-                return self._run_graph(program, tensors)
-        return self._run_graph(program, tensors)
 
     def _run_graph(self, program: CapturedProgram, tensors: list[Any]) -> Any:
         guard = self.call_guard
@@ -472,129 +492,96 @@ class CompiledStep:
     # -- capture -----------------------------------------------------------------------------------
 
     def _capture_call(
-        self,
-        signature: Any,
-        args: Any,
-        kwargs: Any,
-        why: str,
-        others: OtherAnswers | None,
-        state: State | None = None,
+        self, signature: Any, call: _StepCall, why: str, others: OtherAnswers | None
     ) -> Found:
         """Capture a program for a call; as `_find_program`.
 
         Args:
             why: the condition of kept programs that does not hold, or "".
             others: as for `_find_program`.
-            state: what the step reaches, where a capture has just shown it; else it is searched.
         """
-        from .pipeline import make_program  # what makes graphs takes seconds to import
-
         self.call_guard = None
-        state = self._search_state(args, kwargs) if state is None else state
-        reason = self._call_roll(state, args, kwargs, why)
+        reason = self._call_roll(call, why)
         guesses = others.guesses if others is not None else Guesses()
+        made_state = make_optimizer_state(call.state.optimizers)
+        try:
+            program, tensors = self._prepare_program(call, guesses, made_state)
+        except BaseException as error:
+            drop_unused_state(made_state, lambda t: False)
+            if isinstance(error, ReachedMore):
+                self._state, self._reached = error.state, error.state.reached
+                call = dataclasses.replace(call, state=error.state)
+                return self._capture_call(signature, call, why, others)
+            if isinstance(error, StepRaises):
+                return None, [], error
+            if self.options.fallback is None or not isinstance(error, CaptureError):
+                raise
+            warnings.warn(f"runs eagerly: {error}", stacklevel=4)
+            return None, [], self._refuse_call(signature, error)
+        self._made += 1
+        key, keep = (call.find_signature(tensors), self._made), self.options.keep
+        what, numbers = call.describe(tensors), program.conditions.identify_numbers()
+        self._history.note_capture(why or reason, key, what, program.guards, numbers, keep)
+        while len(self._programs) >= keep:
+            self._history.note_drop(self._programs.popitem(last=False)[0])
+        self._programs[key] = self._last = program
+        return self._admit_program(program, tensors)
+
+    def _refuse_call(self, signature: Any, error: CaptureError) -> RefusedCall:
+        """Note that calls of a signature could not be captured."""
+        if len(self._eager) >= _REFUSED_KEPT:
+            self._eager.clear()
+        before = self._eager.get(signature)
+        tries = 1 if before is None else before.tries + 1
+        self._eager[signature] = refused = RefusedCall(error.guards, tries)
+        return refused
+
+    def _prepare_program(
+        self, call: _StepCall, guesses: Guesses, made_state: MadeState
+    ) -> tuple[CapturedProgram, list[Any]]:
+        """A program that is captured for a call, ready to run, and the leaves of the call.
+
+        Of the state that was made for optimizers what the step does not use is gone. After an error
+        Python's objects are as they were before the capture.
+        """
+        from .pipeline import kept_within, make_program  # what makes graphs takes seconds to import
+
         options = self.options
         blocks = BlockChoice.from_option(options.blocks)
         blocks = dataclasses.replace(blocks, outline_above=options.outline_above)
 
         def make() -> CapturedProgram:
             _begin_phase("capture")
-            assert self._state is not None
-            call = self.step, args, kwargs, self._state
-            how: dict[str, Any] = {"blocks": blocks, "counts_apart": self._counts_apart}
-            return make_program(*call, guesses, options=options, **how)
-
-        made_state = make_optimizer_state(state.optimizers)
-        try:
-            program, tensors = self._prepare_program(make, made_state, state, args, kwargs)
-        except ReachedMore as more:
-            drop_unused_state(made_state, lambda t: False)
-            self._state, self._reached = more.state, more.state.reached
-            return self._capture_call(signature, args, kwargs, why, others, more.state)
-        except StepRaises as raised:
-            drop_unused_state(made_state, lambda t: False)
-            return None, [], raised
-        except BaseException as error:
-            drop_unused_state(made_state, lambda t: False)
-            if self.options.fallback is None or not isinstance(error, CaptureError):
-                raise
-            warnings.warn(f"runs eagerly: {error}", stacklevel=4)
-            if len(self._eager) >= _REFUSED_KEPT:
-                self._eager.clear()
-            before = self._eager.get(signature)
-            tries = 1 if before is None else before.tries + 1
-            self._eager[signature] = refused = RefusedCall(error.guards, tries)
-            return None, [], refused
-        slots = [*state.slots, *state.optimizer_slots()]
-        names = [name for name, _ in names_of_call(slots, args, kwargs)]
-        self._made += 1
-        key = signature_of(state, tensors, (args, kwargs)), self._made
-        what = describe_call(state, tensors, names, (args, kwargs))
-        numbers = program.conditions.identify_numbers()
-        keep = self.options.keep
-        self._history.note_capture(why or reason, key, what, program.guards, numbers, keep)
-        while len(self._programs) >= keep:
-            self._history.note_drop(self._programs.popitem(last=False)[0])
-        self._programs[key] = self._last = program
-        if program.scope is not None and program.scope.busy:
-            self._announce_run(program, tensors)
-        return program, tensors, None
-
-    def _prepare_program(
-        self,
-        make: Callable[[], CapturedProgram],
-        made_state: MadeState,
-        state: State,
-        args: Any,
-        kwargs: Any,
-    ) -> tuple[CapturedProgram, list[Any]]:
-        """A program that `make` captures, ready to run, and the leaves of the call.
-
-        Of the state that was made for optimizers what the step does not use is gone. After an error
-        Python's objects are as they were before the capture.
-        """
-        from .pipeline import kept_within
+            given = self.step, call.args, call.kwargs, call.state, guesses
+            return make_program(*given, options, blocks, self._counts_apart)
 
         program = make()
-        writes = program.writes
+        inputs = {id(i.tensor) for i in program.inputs}
+        if drop_unused_state(made_state, lambda t: id(t) in inputs):
+            # The program's inputs have indices among leaves of which some are gone now.
+            program.undo_writes()
+            program = make()
         try:
-            inputs = {id(i.tensor) for i in program.inputs}
-            if drop_unused_state(made_state, lambda t: id(t) in inputs):
-                # The program's inputs have indices among leaves of which some are gone now.
-                for write in reversed(writes):
-                    write.undo()
-                writes = []
-                program = make()
-                writes = program.writes
-            slots = [*state.slots, *state.optimizer_slots()]
-            tensors = tensors_of_call(slots, args, kwargs)
+            tensors = call.list_leaves()
             program.prepare_memory(tensors)
             program.compare(tensors)
             call_of = functools.partial(self.make_callable, wires=program.wires)
             ready = kept_within(program, lambda p: p.prepare(call_of), tensors)
         except BaseException:
-            for write in reversed(writes):
-                write.undo()
+            program.undo_writes()
             raise
-        ready.guards, ready.writes, ready.work = program.guards, writes, program.work
+        ready.guards, ready.writes, ready.work = program.guards, program.writes, program.work
         return ready, tensors
 
-    def _call_roll(self, state: State, args: Any, kwargs: Any, why: str) -> str:
+    def _call_roll(self, call: _StepCall, why: str) -> str:
         """Wait until all ranks are about to capture; returns this rank's reason.
 
         Raises:
             LayoutError: some ranks run a kept program, or do something else.
         """
-        slots = [*state.slots, *state.optimizer_slots()]
-        tensors = tensors_of_call(slots, args, kwargs)
-        wires = dict.fromkeys(t._spec.wire for t in tensors if hasattr(t, "_spec"))
-
-        def describe() -> Any:
-            names = [name for name, _ in names_of_call(slots, args, kwargs)]
-            return describe_call(state, tensors, names, (args, kwargs))
-
-        why = why or self._history.reason(describe)
-        for wire in wires:
+        tensors = call.list_leaves()
+        why = why or self._history.reason(lambda: call.describe(tensors))
+        for wire in dict.fromkeys(t._spec.wire for t in tensors if hasattr(t, "_spec")):
             if wire.scope.check is not None:
                 wire.check(f"compiled {self.title} is captured at {user_line()}")
             wait_for_all_ranks(wire, f"captures {self.title}, at {user_line()}: {why}")
@@ -605,32 +592,16 @@ class CompiledStep:
     def make_callable(self, program: CapturedProgram, wires: list[Wire]) -> Callable[..., Any]:
         """What runs a program's graph: compiled by the backend, and recorded where that is asked
         for and may be."""
-        if not self.options.cuda_graphs:
-            return self._compile(program, wires)
-        from .backend.cuda_graphs import NotRecorded, find_device, split_host_part
+        if self.options.cuda_graphs:
+            from .backend.cuda_graphs import NotRecorded, ReplayedProgram
 
-        try:
-            device = find_device(program)
-            split = split_host_part(program, device)
-        except NotRecorded as reason:
-            warnings.warn(f"{self.title} runs without CUDA graphs: {reason}", stacklevel=2)
-            return self._compile(program, wires)
-        return self._make_recorded_call(program, wires, split, device)
-
-    def _make_recorded_call(
-        self, program: CapturedProgram, wires: list[Wire], split: HostSplit, device: torch.device
-    ) -> ReplayedProgram:
-        from .backend.cuda_graphs import ReplayedProgram
-
-        def pool() -> Any:
-            if self._recording_pool is None:
-                self._recording_pool = Device(device.type).make_recording_pool()
-            return self._recording_pool
-
-        host_call = function_of(split.host, {})
-        device_call = self._compile(split.device, wires)
-        program.built = split.device.built
-        return ReplayedProgram(split, host_call, device_call, device, pool)
+            try:
+                compile_part = functools.partial(self._compile, wires=wires)
+                return ReplayedProgram(program, compile_part, self._recording_pool)
+            except NotRecorded as reason:
+                text = f"{self.title} runs without CUDA graphs: {reason}"
+                warnings.warn(text, stacklevel=2)
+        return self._compile(program, wires)
 
     def _compile(self, program: Program, wires: list[Wire]) -> Callable[..., Any]:
         """Compile a program by the backend; what runs its graph."""
@@ -639,15 +610,12 @@ class CompiledStep:
             from .backend.inductor import build
 
             _begin_phase("compile")
-            program.built = build(program, self._name_of_step, wires, self.options.sections)
+            name = getattr(self.step, "__qualname__", type(self.step).__qualname__)
+            what = f"{getattr(self.step, '__module__', '')}.{name}".lstrip(".")
+            program.built = build(program, what, wires, self.options.sections)
             _begin_phase("graph")
             return program.built.call
         return function_of(program.graph, program.groups)
-
-    @property
-    def _name_of_step(self) -> str:
-        name = getattr(self.step, "__qualname__", type(self.step).__qualname__)
-        return f"{getattr(self.step, '__module__', '')}.{name}".lstrip(".")
 
 
 # -- is a call like the last one? ------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 A small step spends more time launching kernels than running them; a replay is one launch. A
 recording reads and writes fixed addresses, and nothing of Python or of the host runs in a replay.
-So a program is cut in two (`split_host_part`): what is computed on the host (rates, step counts,
+So a program is cut in two (`HostSplit`): what is computed on the host (rates, step counts,
 bias corrections) runs in each call, and what the rest reads of it is copied to the device.
 
 - State (parameters, buffers, optimizer state) is read and written where it lies. Where it has
@@ -17,6 +17,7 @@ inputs, as every training step does, and record each section for itself.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -40,14 +41,11 @@ from ..graph_nodes import (
 )
 from ..graph_text import key_of
 from ..program import Call, Input, Program
+from .executor import function_of
 
 _aten = torch.ops.aten
 UNSAFE_TAGS = frozenset(
-    (
-        torch.Tag.cudagraph_unsafe,
-        torch.Tag.data_dependent_output,
-        torch.Tag.dynamic_output_shape,
-    )
+    (torch.Tag.cudagraph_unsafe, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 )
 _STATE = frozenset(("parameter", "buffer", "optimizer", "value"))
 """Kinds of inputs that lie in one place as long as nobody exchanges them."""
@@ -102,9 +100,11 @@ def _describe_source(node: fx.Node) -> str:
 # -- what runs on the host -------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class HostSplit:
     """A program cut into what the host computes and what the device does.
+
+    Args:
+        device: where values that cross are copied.
 
     Attributes:
         host: a graph of host inputs, which gives first the values that cross to the device.
@@ -115,118 +115,87 @@ class HostSplit:
         outputs: for each of the program's outputs where it comes from: "host" or "device" and the
             place among what that gives, or "input" and the place of the input that it is; or None
             and what it is.
-    """
-
-    host: fx.GraphModule
-    host_inputs: list[int]
-    crossing: int
-    device: Program
-    device_inputs: list[int]
-    outputs: list[tuple[str | None, Any]]
-
-
-def split_host_part(program: Program, device: torch.device) -> HostSplit:
-    """Cut what is computed on the host out of a program.
-
-    Args:
-        device: where values that cross are copied.
 
     Raises:
         NotRecorded: the host reads what the device has computed.
     """
-    return _HostCut(program, device).split()
-
-
-class _HostCut:
-    """The cut of one program.
-
-    Attributes:
-        of_host: the nodes whose values the host computes.
-    """
 
     def __init__(self, program: Program, device: torch.device):
-        self.program, self.device = program, device
-        self.nodes = [*program.graph.graph.nodes]
-        self.of_host = {n for n in self.nodes if n.op != "output" and self._runs_on_host(n)}
-        self._graph = fx.Graph()
-        self._values: dict[fx.Node, fx.Node] = {}  # of the device's graph
-
-    def _runs_on_host(self, node: fx.Node) -> bool:
-        shown = self._tensors_of(node) or [
-            t for read in node.all_input_nodes for t in self._tensors_of(read)
-        ]
-        return bool(shown) and all(map(is_of_host, shown))
-
-    def _tensors_of(self, node: fx.Node) -> list[torch.Tensor]:
-        if node.op == "get_attr":
-            return [getattr(self.program.graph, str(node.target))]
-        return [*tensors_in(node.meta.get("val"))]
-
-    def split(self) -> HostSplit:
-        (end,) = self.program.graph.graph.find_nodes(op="output")
-        placeholders = self.program.graph.graph.find_nodes(op="placeholder")
-        place = {node: i for i, node in enumerate(placeholders)}
-        crossing = self._find_crossing(end)
-        outputs: list[tuple[str | None, Any]] = []
-        of_host: list[fx.Node] = []
-        of_device: list[int] = []  # places of outputs
+        graph = program.graph.graph
+        self._program, self._target = program, device
+        self._of_host = {n for n in graph.nodes if n.op != "output" and self._runs_on_host(n)}
+        (end,) = graph.find_nodes(op="output")
+        place = {node: i for i, node in enumerate(graph.find_nodes(op="placeholder"))}
+        self.host_inputs = [i for node, i in place.items() if node in self._of_host]
+        self.device_inputs = [i for node, i in place.items() if node not in self._of_host]
+        given_by_host = self._find_crossing()
+        given_by_device: list[int] = []  # places of outputs
+        self.crossing = len(given_by_host)
+        self.outputs: list[tuple[str | None, Any]] = []
         for i, given in enumerate(end.args[0]):
             if not isinstance(given, fx.Node):
-                outputs.append((None, given))
+                self.outputs.append((None, given))
             elif given in place:
-                outputs.append(("input", place[given]))
-            elif given in self.of_host:
-                outputs.append(("host", len(crossing) + len(of_host)))
-                of_host.append(given)
+                self.outputs.append(("input", place[given]))
+            elif given in self._of_host:
+                self.outputs.append(("host", len(given_by_host)))
+                given_by_host.append(given)
             else:
-                outputs.append(("device", len(of_device)))
-                of_device.append(i)
-        host = extract_graph(self.program.graph, self.of_host, [*crossing, *of_host])
-        device = self._make_device_program(crossing, of_device, end.args[0])
-        host_inputs = [i for i, n in enumerate(placeholders) if n in self.of_host]
-        others = [i for i, n in enumerate(placeholders) if n not in self.of_host]
-        return HostSplit(host, host_inputs, len(crossing), device, others, outputs)
+                self.outputs.append(("device", len(given_by_device)))
+                given_by_device.append(i)
+        self.host = extract_graph(program.graph, self._of_host, given_by_host)
+        self._graph = fx.Graph()
+        self._values: dict[fx.Node, fx.Node] = {}  # of the device's graph
+        crossing = given_by_host[: self.crossing]
+        self.device = self._make_device_program(crossing, given_by_device, end.args[0])
 
-    def _find_crossing(self, end: fx.Node) -> list[fx.Node]:
+    def _runs_on_host(self, node: fx.Node) -> bool:
+        reads = self._tensors_of(node) or [
+            t for read in node.all_input_nodes for t in self._tensors_of(read)
+        ]
+        return bool(reads) and all(map(is_of_host, reads))
+
+    def _tensors_of(self, node: fx.Node) -> Sequence[torch.Tensor]:
+        if node.op == "get_attr":
+            return [getattr(self._program.graph, str(node.target))]
+        return tensors_in(node.meta.get("val"))
+
+    def _find_crossing(self) -> list[fx.Node]:
         """The values of the host that the device reads, in the graph's order."""
         found = set()
-        for node in self.nodes:
-            if node is end or node.op != "call_function":
+        for node in self._program.graph.graph.nodes:
+            if node.op != "call_function":
                 continue
-            for read in node.all_input_nodes:
-                if node in self.of_host and read not in self.of_host:
-                    raise NotRecorded(
-                        f"{node.target} brings a value of the device to the host"
-                        f"{_describe_source(node)}"
-                    )
-                if node not in self.of_host and read in self.of_host:
-                    found.add(read)
-        return [n for n in self.nodes if n in found]
+            by_host = node in self._of_host
+            across = [n for n in node.all_input_nodes if (n in self._of_host) is not by_host]
+            if across and by_host:
+                said = f"{node.target} brings a value of the device to the host"
+                raise NotRecorded(said + _describe_source(node))
+            found.update(across)
+        return [n for n in self._program.graph.graph.nodes if n in found]
 
     def _make_device_program(
         self, crossing: Sequence[fx.Node], gives: Sequence[int], outputs: Sequence[Any]
     ) -> Program:
-        program, graph, inputs = self.program, self._graph, []
-        placeholders = program.graph.graph.find_nodes(op="placeholder")
-        for given, node in zip(program.inputs, placeholders, strict=True):
-            if node not in self.of_host:
-                self._values[node] = copy_node(graph, node, lambda n: self._values[n])
-                inputs.append(given)
+        program, graph, of = self._program, self._graph, self._values
+        inputs = [program.inputs[i] for i in self.device_inputs]
+        nodes = [n for n in program.graph.graph.nodes if n not in self._of_host]
+        for node in nodes:
+            if node.op == "placeholder":
+                of[node] = copy_node(graph, node, of.__getitem__)
         for node in crossing:
-            self._values[node] = made = graph.placeholder(node.name)
+            of[node] = made = graph.placeholder(node.name)
             # `Tensor.to` would begin CUDA, though a fake has no memory there.
-            value = _aten._to_copy.default(node.meta["val"], device=self.device)
+            value = _aten._to_copy.default(node.meta["val"], device=self._target)
             made.meta = {**node.meta, "val": value}
             inputs.append(Input(node.name, "number", value))
-        wide = set(crossing)
-        for node in self.nodes:
-            if node.op == "output" or node.op == "placeholder" or node in self.of_host:
-                continue
-            if not wide.isdisjoint(node.all_input_nodes) and _computes_in_half(node):
-                self._values[node] = self._add_widened(node)
-            else:
-                self._values[node] = copy_node(graph, node, lambda n: self._values[n])
-        graph.output([self._values[outputs[i]] for i in gives])
+        numbers = set(crossing)
+        for node in nodes:
+            if node.op in ("call_function", "get_attr"):
+                is_wide = not numbers.isdisjoint(node.all_input_nodes) and _computes_in_half(node)
+                add = self._add_widened if is_wide else self._add_copy
+                of[node] = add(node)
+        graph.output([of[outputs[i]] for i in gives])
         drop_unused(graph)
         return Program(
             lazy_graph_module(program.graph, graph),
@@ -239,6 +208,9 @@ class _HostCut:
             key=key_of([program.key, "kernels that are recorded"]),
         )
 
+    def _add_copy(self, node: fx.Node) -> fx.Node:
+        return copy_node(self._graph, node, self._values.__getitem__)
+
     def _add_widened(self, node: fx.Node) -> fx.Node:
         """A call in half precision that reads a number, as one in float32.
 
@@ -247,10 +219,8 @@ class _HostCut:
         """
 
         def widen(read: fx.Node) -> fx.Node:
-            found, value = self._values[read], read.meta.get("val")
-            if not _is_half(value):
-                return found
-            return self._add_cast(found, torch.float32, node)
+            found, is_half = self._values[read], _is_half(read.meta.get("val"))
+            return self._add_cast(found, torch.float32, node) if is_half else found
 
         given: Any = (node.args, node.kwargs)
         args, kwargs = fx.node.map_arg(given, widen)
@@ -269,11 +239,8 @@ class _HostCut:
 
 
 def _is_half(value: Any) -> bool:
-    return (
-        isinstance(value, torch.Tensor)
-        and value.dtype.is_floating_point
-        and value.dtype.itemsize < 4
-    )
+    dtype = value.dtype if isinstance(value, torch.Tensor) else torch.float32
+    return dtype.is_floating_point and dtype.itemsize < 4
 
 
 def _computes_in_half(node: fx.Node) -> bool:
@@ -295,15 +262,14 @@ class _RecordedProgram:
     Attributes:
         copies: by the place of an input, where the recording reads it: of those that are copied.
         crossing: likewise, for each value that crosses.
-        fixed: the places of the other inputs, and `addresses` where they lay.
+        addresses: by the places of the other inputs, where they lay.
         results: make the results of a call, of its inputs.
     """
 
     recording: KernelRecording
     copies: dict[int, torch.Tensor]
     crossing: list[torch.Tensor]
-    fixed: list[int]
-    addresses: list[int]
+    addresses: dict[int, int]
     results: _ReplayResults
 
 
@@ -311,29 +277,28 @@ class ReplayedProgram:
     """Runs a program: as it is the first time, recording its kernels the second, then replaying.
 
     Args:
-        split: the program.
-        host_call, device_call: run its parts, node by node or compiled.
-        device: whose kernels are recorded.
-        pool: gives the memory that its recording shares with others of the step.
+        compile_part: gives what runs the device's part, compiled or node by node.
+        pool: gives, by kind of device, the memory that recordings of the step share.
 
     Attributes:
         split: the program.
         host_call, device_call: run its parts.
+
+    Raises:
+        NotRecorded: it cannot be recorded.
     """
 
     def __init__(
-        self,
-        split: HostSplit,
-        host_call: Call,
-        device_call: Call,
-        device: torch.device,
-        pool: Callable[[], Any],
+        self, program: Program, compile_part: Callable[[Program], Call], pool: Callable[[str], Any]
     ):
-        self.split, self.host_call, self.device_call = split, host_call, device_call
-        self._device, self._pool = device, pool
+        self._device, self._pool = find_device(program), pool
+        self.split = HostSplit(program, self._device)
+        self.host_call = function_of(self.split.host, {})
+        self.device_call = compile_part(self.split.device)
+        program.built = self.split.device.built
         self._has_run = False
         self._recorded: _RecordedProgram | None = None
-        taken = split.device.inputs[: len(split.device_inputs)]
+        taken = self.split.device.inputs[: len(self.split.device_inputs)]
         self._is_copied = [given.kind not in _STATE for given in taken]
         self._has_moved = [False for _ in taken]
 
@@ -361,14 +326,12 @@ class ReplayedProgram:
 
     def _ensure_recorded(self, given: Sequence[torch.Tensor]) -> _RecordedProgram:
         """The recording, made where there is none and where state has moved."""
-        recorded = self._recorded
-        if recorded is not None:
-            addresses = [given[i].data_ptr() for i in recorded.fixed]
-            if addresses == recorded.addresses:
+        if (recorded := self._recorded) is not None:
+            moved = [i for i, then in recorded.addresses.items() if given[i].data_ptr() != then]
+            if not moved:
                 return recorded
-            for i, now, then in zip(recorded.fixed, addresses, recorded.addresses, strict=True):
-                if now != then:
-                    self._is_copied[i], self._has_moved[i] = self._has_moved[i], True
+            for i in moved:
+                self._is_copied[i], self._has_moved[i] = self._has_moved[i], True
             self._recorded = recorded = None  # the next one takes its memory
         self._recorded = self._record(given)
         return self._recorded
@@ -378,17 +341,17 @@ class ReplayedProgram:
         numbers = [n.tensor for n in self.split.device.inputs[len(given) :]]
         crossing = [_make_like(x, self._device) for x in numbers]
         held = [copies.get(i, x) for i, x in enumerate(given)]
+        kind = self._device.type
         try:
-            recording = Device(self._device.type).record(
-                lambda: self.device_call(*held, *crossing), self._device, self._pool()
+            recording = Device(kind).record(
+                lambda: self.device_call(*held, *crossing), self._device, self._pool(kind)
             )
         except RuntimeError as error:
             raise of_recording(error) from error
-        fixed = [i for i in range(len(given)) if i not in copies]
-        addresses = [given[i].data_ptr() for i in fixed]
+        addresses = {i: x.data_ptr() for i, x in enumerate(given) if i not in copies}
         results = _ReplayResults(recording.value, held)
         recording.value = None  # views of state among it would keep that
-        return _RecordedProgram(recording, copies, crossing, fixed, addresses, results)
+        return _RecordedProgram(recording, copies, crossing, addresses, results)
 
     def _replay(
         self,
@@ -454,43 +417,35 @@ class _ReplayResults:
 
     def __init__(self, values: Sequence[torch.Tensor], held: Sequence[torch.Tensor]):
         inputs = {_address_of(x): i for i, x in enumerate(held)}
-        # By the place of a value that is a view of an input: that input's, and the view. An input
-        # that is copied begins where its copy does.
-        self._of_inputs: dict[int, tuple[int, _View]] = {}
-        self._of_storages: dict[int, list[int]] = {}  # the places of values that share one
-        self._count = len(values)
-        self._values: dict[int, torch.Tensor] = {}
-        for place, value in enumerate(values):
-            i = inputs.get(_address_of(value))
-            if i is None:
-                self._values[place] = value
-                self._of_storages.setdefault(_address_of(value), []).append(place)
+        sharers = Counter(_address_of(x) for x in {id(x): x for x in values}.values())
+        # For each value how it is shown, and of what: of the input at a place, of which nothing
+        # is kept (one that is copied begins where its copy does); of a storage of the recording,
+        # which is copied; or a value that has one for itself.
+        self._shown: list[tuple[_View, int | torch.UntypedStorage | torch.Tensor]] = []
+        for value in values:
+            view, address = _View.of(value), _address_of(value)
+            if (i := inputs.get(address)) is not None:
+                view = replace(view, begin=view.begin - _begin_of(held[i]))
+                self._shown.append((view, i))
             else:
-                view = _View.of(value)
-                self._of_inputs[place] = i, replace(view, begin=view.begin - _begin_of(held[i]))
+                is_alone = sharers[address] == 1 and value.is_contiguous()
+                self._shown.append((view, value if is_alone else value.untyped_storage()))
 
     def of_call(self, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The results of the call that was replayed last, whose inputs are `given`."""
-        found: dict[int, torch.Tensor] = {}
-        for places in self._of_storages.values():
-            found |= self._copy(places)
-        for place, (i, view) in self._of_inputs.items():
-            x = given[i]
-            found[place] = view.show(x.untyped_storage(), _begin_of(x))
-        return [found[place] for place in range(self._count)]
-
-    def _copy(self, places: Sequence[int]) -> dict[int, torch.Tensor]:
-        """Copies of the values of one storage, by their places."""
-        first = self._values[places[0]]
-        if all(self._values[p] is first for p in places) and first.is_contiguous():
-            return dict.fromkeys(places, first.clone())
-        storage = first.untyped_storage().clone()
-        made: dict[int, torch.Tensor] = {}  # by id of the value: one that is given twice is one
-        for place in places:
-            value = self._values[place]
-            if id(value) not in made:
-                made[id(value)] = _View.of(value).show(storage)
-        return {p: made[id(self._values[p])] for p in places}
+        copies: dict[int, Any] = {}  # by address, of storages and of values
+        found = []
+        for view, source in self._shown:
+            if isinstance(source, int):
+                x = given[source]
+                found.append(view.show(x.untyped_storage(), _begin_of(x)))
+                continue
+            address = source.data_ptr()
+            if address not in copies:
+                copies[address] = source.clone()
+            copy = copies[address]
+            found.append(copy if isinstance(copy, torch.Tensor) else view.show(copy))
+        return found
 
 
 def _begin_of(x: torch.Tensor) -> int:

@@ -348,10 +348,7 @@ class SectionWriter(GraphWriter):
     """
 
     def __init__(
-        self,
-        sections: Sections,
-        calls: Mapping[Section, SectionCall],
-        groups: Groups | None = None,
+        self, sections: Sections, calls: Mapping[Section, SectionCall], groups: Groups | None = None
     ):
         super().__init__(sections.outer, groups)
         self._calls = dict(calls)

@@ -39,8 +39,8 @@ from ..capture.capture_context import profiled_by
 from ..errors import of_anomalies
 from .codes import is_recorded, is_user_module
 from .instrument import StateReader
-from .places import PLAIN, Place, place_of_answer, place_of_entry
-from .values import MISSING
+from .places import Place, place_of_answer, place_of_entry
+from .values import MISSING, PLAIN
 
 _FUNCTIONS_OF_SEEDS = {  # of torch, by code
     inspect.unwrap(function).__code__: f"torch.{name}"

@@ -16,8 +16,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from itertools import chain, repeat
+from itertools import chain, count, repeat
 from operator import getitem, is_
 from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -44,18 +43,17 @@ from .places import (
 )
 from .values import (
     MISSING,
-    AnyTensor,
     ByIdentity,
-    ContainerContents,
-    Expected,
-    HugeContainer,
-    Identity,
-    OnlyType,
+    ByType,
+    ContainerKey,
+    ContentWalk,
+    EntriesKey,
     argument_key,
-    as_expected,
     content_key,
+    find_difference,
     shorten_text,
     text_of,
+    whole_key,
 )
 
 if TYPE_CHECKING:
@@ -65,24 +63,6 @@ if TYPE_CHECKING:
 # -- guards of what was read -----------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class _Guard:
-    """A place, and what is expected there."""
-
-    place: Place
-    expected: Expected
-
-
-def _key_of(guard: _Guard) -> Any:
-    """What is expected, to be compared while it is still what stands there."""
-    if isinstance(guard.expected, AnyTensor):
-        return None
-    value = guard.place.value
-    if isinstance(guard.expected, OnlyType):
-        return type(value)
-    return id(value) if isinstance(guard.expected, HugeContainer) else content_key(value)
-
-
 class Guards:
     """What must be unchanged for a program to run again.
 
@@ -90,7 +70,7 @@ class Guards:
         places: what the step read; the values of now are expected there.
         types: objects whose type was read, with the type.
         is_number_input: given home and key of a place, whether the number there is a graph input.
-        huge: containers that are not compared deeply, with their names.
+        huge: containers that are not compared deeply.
         slots: identities of the places whose tensors are graph inputs, which `TensorGuard` checks.
         classes: classes whose number of attributes is guarded: a new one may hide another.
         namespaces: name, variables and read names of modules, classes and functions: of the read
@@ -102,34 +82,26 @@ class Guards:
         places: Sequence[Place],
         types: Sequence[tuple[Any, type]] = (),
         is_number_input: Callable[[Any, Any], bool] = lambda home, key: False,
-        huge: Sequence[tuple[str, Any]] = (),
+        huge: Sequence[Any] = (),
         slots: frozenset[tuple[int, Any]] = frozenset(),
         classes: Sequence[type] = (),
         namespaces: Sequence[tuple[str, dict[str, Any], frozenset[str]]] = (),
     ):
         self._arguments = (places, types, is_number_input, huge, slots, classes, namespaces)
-        known: dict[int, Expected] = {id(value): HugeContainer(name, value) for name, value in huge}
-        self._guards = []
-        for place in places:
-            value = place.value
-            if is_number_input(place.home, place.key):
-                expected: Expected = OnlyType(value)
-            else:
-                expected = as_expected(value, known, is_number_input)
-            self._guards.append(_Guard(place, expected))
+        self._places, self._slots, self._classes = places, slots, classes
+        self._is_number_input, self._huge = is_number_input, {id(value): value for value in huge}
         self._objects = [o for o, _ in types]
         self._types = [t for _, t in types]
-        self._slots, self._classes = slots, classes
         self._namespaces = [
             (name, held, names, names & held.keys()) for name, held, names in namespaces
         ]
         self._namespace_dicts = [held for _, held, _ in namespaces]
         self._class_dicts = [vars(kind) for kind in classes]
         self._class_sizes = [*map(count_own_attributes, classes)]
-        self._arm_guards()
+        self._keys = self._arm_guards([None for _ in places])
 
     def __len__(self) -> int:
-        return len(self._guards)
+        return len(self._places)
 
     def as_of_now(self) -> Guards:
         """Guards of the same places, which expect the values of now."""
@@ -138,7 +110,7 @@ class Guards:
 
     def digest(self) -> int:
         """A hash of what is expected: equal for captures that have read the same of Python."""
-        return hash(tuple((g.place.name, _key_of(g)) for g in self._guards))
+        return hash((tuple(place.name for place in self._places), tuple(self._keys)))
 
     def hold(self) -> bool:
         """Is everything as expected? The next call is then compared with the objects of now."""
@@ -146,7 +118,7 @@ class Guards:
             return True
         if self.differences(1):
             return False
-        self._arm_guards()
+        self._arm_guards(self._keys)
         return True
 
     def differences(self, most: int = 3) -> list[str]:
@@ -155,18 +127,22 @@ class Guards:
         for owner, kind in zip(self._objects, self._types, strict=True):
             if type(owner) is not kind:
                 found.append(f"a {kind.__name__} became a {type(owner).__name__}")
-        for kind, count in zip(self._classes, self._class_sizes, strict=True):
-            if (now := count_own_attributes(kind)) != count:
-                found.append(f"{kind.__name__}: {count} attributes became {now}")
-        for name, held, names, there in self._namespaces:
-            found += [f"{name}.{key} is new" for key in sorted((names & held.keys()) - there)]
-        for guard in self._guards:
+        for kind, size in zip(self._classes, self._class_sizes, strict=True):
+            if (there := count_own_attributes(kind)) != size:
+                found.append(f"{kind.__name__}: {size} attributes became {there}")
+        for name, held, names, known in self._namespaces:
+            found += [f"{name}.{key} is new" for key in sorted((names & held.keys()) - known)]
+        walk = self._start_walk()
+        for place, key in zip(self._places, self._keys, strict=True):
             if len(found) >= most:
                 break
-            differs = guard.expected.difference(guard.place.value)
-            if differs is not None:
-                found.append(f"{guard.place.name}{differs[0]}: {differs[1]} became {differs[2]}")
+            now = walk.make_part(place.value, place.home, place.key, key)
+            if (differs := find_difference(key, now)) is not None:
+                found.append(f"{place.name}{differs[0]}: {differs[1]} became {differs[2]}")
         return found[:most]
+
+    def _start_walk(self) -> ContentWalk:
+        return ContentWalk(is_number_input=self._is_number_input, huge=self._huge)
 
     def hold_by_identity(self) -> bool:
         """Is everything the same objects? `hold` asks this first, since it is fast."""
@@ -188,16 +164,23 @@ class Guards:
             and all(
                 map(is_, chain.from_iterable(self._iterate_containers()), self._container_items)
             )
-            and all(was.difference(value) is None for was, value in self._compared_parts)
-            and all(was.difference(place.value) is None for was, place in self._compared_places)
+            and all(_type_of(place.value) is kind for place, kind in self._typed_places)
+            and all(content_key(get(), self._start_walk()) == key for get, key in self._contents)
             and all(len(value) == length for value, length in self._container_sizes)
         )
 
     def _iterate_containers(self) -> Any:
         return chain(self._containers, map(dict.values, self._dict_containers))
 
-    def _arm_guards(self) -> None:
-        """Store the objects of now, for `hold_by_identity`."""
+    def _arm_guards(self, expected: Sequence[Any]) -> list[Any]:
+        """Store the objects of now, for `hold_by_identity`.
+
+        Args:
+            expected: of each place, the key of before; None where there is none yet.
+
+        Returns:
+            Of each place, the key of what stands there now.
+        """
         # Entries of dictionaries; places with a getter; and containers, by identity of their items.
         self._entry_homes, self._entry_keys, self._entry_values = [], [], []
         self._getters, self._got_values = [], []
@@ -206,73 +189,76 @@ class Guards:
         self._empty_containers: list[Any] = []
         self._container_sizes: list[tuple[Any, int]] = []
         # What has no lasting identity is compared by type or content each time.
-        self._compared_parts: list[tuple[Expected, Any]] = []
-        self._compared_places: list[tuple[Expected, Place]] = []
-        self._tensor_extras = AttributesAndHooks(
-            [guard.place for guard in self._guards if is_attributes_or_hooks(guard.place)]
-        )
-        seen: set[int] = set()
-        for guard in self._guards:
-            if is_attributes_or_hooks(guard.place):
+        self._typed_places: list[tuple[Place, type]] = []
+        self._contents: list[tuple[Callable[[], Any], Any]] = []
+        self._tensor_extras = AttributesAndHooks([*filter(is_attributes_or_hooks, self._places)])
+        walk, keys = self._start_walk(), []
+        for place, was in zip(self._places, expected, strict=True):
+            key = walk.make_part(place.value, place.home, place.key, was)
+            keys.append(key)
+            if is_attributes_or_hooks(place):
                 continue
-            value = guard.place.value
-            if isinstance(guard.expected, (AnyTensor, OnlyType)):
-                if guard.place.identity not in self._slots:
-                    self._compared_places.append((guard.expected, guard.place))
-            elif guard.place.get is None:
-                self._entry_homes.append(guard.place.home)
-                self._entry_keys.append(guard.place.key)
-                self._entry_values.append(value)
-            elif guard.place.key == "()" and not isinstance(guard.expected, Identity):
-                # Each answer is a new object.
-                self._compared_places.append((guard.expected, guard.place))
-                continue
+            if key is torch.Tensor or isinstance(key, ByType):
+                if place.identity not in self._slots:
+                    self._typed_places.append((place, _type_of(place.value)))
+            elif place.get is None:
+                self._watch_entry(place.home, place.key)
+            elif place.key == "()" and not isinstance(key[-1], ByIdentity):
+                self._contents.append((place.get, key))  # each answer is a new object
             else:
-                self._getters.append(guard.place.get)
-                self._got_values.append(guard.place.get())
-            for expected, part in guard.expected.parts(value):
-                if id(part) not in seen:
-                    seen.add(id(part))
-                    self._watch_contents(expected, part)
+                self._watch_answer(place.get)
+        for part, key in walk.changeable:
+            self._watch_contents(part, key)
         self._namespace_sizes = [*map(len, self._namespace_dicts)]
         self._container_lengths = [*map(len, self._containers)]
         self._container_items = [*chain.from_iterable(self._iterate_containers())]
+        return keys
 
-    def _watch_contents(self, expected: Expected, part: Any) -> None:
+    def _watch_entry(self, home: Any, key: Any) -> None:
+        self._entry_homes.append(home)
+        self._entry_keys.append(key)
+        self._entry_values.append(dict.get(home, key, MISSING))
+
+    def _watch_answer(self, get: Callable[[], Any]) -> None:
+        self._getters.append(get)
+        self._got_values.append(get())
+
+    def _watch_contents(self, part: Any, key: Any) -> None:
         """Store what a part of a value contains now."""
+        if isinstance(part, (tuple, frozenset)):
+            return  # it cannot change
         if isinstance(part, SimpleNamespace):
             part = vars(part)
-        one_by_one = isinstance(part, (MappingProxyType, functools.partial))
-        if one_by_one or not isinstance(expected, (ContainerContents, HugeContainer)):
-            self._compared_parts.append((expected, part))
-        elif isinstance(part, (tuple, frozenset)):
-            return  # it cannot change
+        by_identity = isinstance(key, (ContainerKey, EntriesKey))
+        if not by_identity or isinstance(part, (MappingProxyType, functools.partial)):
+            self._contents.append((functools.partial(_as_it_is, part), key))
         elif not len(part):
             self._empty_containers.append(part)
-        elif isinstance(expected, ContainerContents) and any(
-            isinstance(e, OnlyType) for e in expected.values
-        ):
-            self._watch_items(expected, part)
+        elif isinstance(key, ContainerKey) and any(isinstance(k, ByType) for k in key.parts):
+            self._watch_items(part, key)
         else:
             self._containers.append(part)
             if isinstance(part, dict):
                 self._dict_containers.append(part)
 
-    def _watch_items(self, expected: ContainerContents, part: Any) -> None:
+    def _watch_items(self, part: Any, key: ContainerKey) -> None:
         """Store the items of a container that holds numbers that are graph inputs."""
         self._container_sizes.append((part, len(part)))
-        keys = range(len(part)) if expected.keys is None else expected.keys
-        for key, was in zip(keys, expected.values, strict=True):
-            if isinstance(was, OnlyType):
-                self._compared_places.append((was, place_of_item("", part, key)))
+        for at, was in zip(part if isinstance(part, dict) else count(), key.parts, strict=False):
+            if isinstance(was, ByType):
+                self._typed_places.append((place_of_item("", part, at), type(was.value)))
             elif isinstance(part, dict):
-                self._entry_homes.append(part)
-                self._entry_keys.append(key)
-                self._entry_values.append(part[key])
+                self._watch_entry(part, at)
             else:
-                get = functools.partial(operator.getitem, part, key)
-                self._getters.append(get)
-                self._got_values.append(get())
+                self._watch_answer(functools.partial(operator.getitem, part, at))
+
+
+def _type_of(value: Any) -> type:
+    return torch.Tensor if isinstance(value, torch.Tensor) else type(value)
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
 
 
 # -- tensor guards ---------------------------------------------------------------------------------
@@ -376,7 +362,7 @@ def kind_of_tensor(t: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _attribute_key(value: Any) -> Any:
-    return torch.Tensor if isinstance(value, torch.Tensor) else content_key(value)
+    return torch.Tensor if isinstance(value, torch.Tensor) else whole_key(value)
 
 
 # -- torch modes -----------------------------------------------------------------------------------

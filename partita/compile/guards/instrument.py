@@ -169,14 +169,14 @@ class StateReader(Protocol):
     """Records what a step reads.
 
     Attributes:
-        huge: by id, name and value of containers that are not compared deeply.
+        huge: by id, containers that are not compared deeply.
         snapshots: `record.Snapshots` of what was reached.
         reached_by_name: see `reaching_by_name`.
         error: the refusal to raise when the step is over, whoever caught it meanwhile.
         before_backward: called where a backward begins, with the tensors whose gradients are asked.
     """
 
-    huge: dict[int, tuple[str, Any]]
+    huge: dict[int, Any]
     snapshots: Any
     reached_by_name: bool
     error: CaptureError | None

@@ -34,7 +34,7 @@ from partita.tensor.tensor_state import OURS
 
 from ..capture.symbolic import Substitutes
 from .codes import is_user_module
-from .values import MISSING
+from .values import MISSING, PLAIN
 
 
 def _builtin_kind_of(home: dict[Any, Any]) -> type[dict[Any, Any]]:
@@ -212,7 +212,6 @@ _WITHOUT_SETTINGS = frozenset(
     functools importlib inspect io numbers operator os pathlib pdb random re runpy traceback typing
     unittest uuid warnings weakref""".split()
 )
-PLAIN = (bool, int, float, str, bytes, complex, type(None), torch.dtype, torch.device)
 WITH_FIELDS = ("__dataclass_fields__",)  # special names that are guarded like other attributes
 INSIDE = ("_parameters", "_buffers", "_modules")  # dictionaries of an nn.Module
 

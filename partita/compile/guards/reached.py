@@ -42,7 +42,6 @@ from .codes import (
 )
 from .instrument import StateReader
 from .places import (
-    PLAIN,
     Place,
     cell_content,
     dict_of,
@@ -60,6 +59,7 @@ from .places import (
 )
 from .values import (
     MISSING,
+    PLAIN,
     brief,
     dict_of_view,
     has_raw_content,
@@ -456,8 +456,6 @@ def _reach_container(record: StateReader, value: Any, name: str) -> None:
     if isinstance(value, collections.defaultdict):
         _read_factory(record, value, name)
     keys, values = items_of(value)
-    if isinstance(value, (set, frozenset)):
-        keys, values = None, list(value)
     for key in keys or ():
         if type(key) not in PLAIN:
             record.reach_value(key, f"a key of {name}")
@@ -488,7 +486,7 @@ def _read_factory(record: StateReader, value: collections.defaultdict[Any, Any],
 
 def _record_entries(record: StateReader, value: Any, name: str) -> None:
     """Record a huge container by its entries, and warn where an entry may change in place."""
-    record.huge[id(value)] = (name, value)
+    record.huge[id(value)] = value
     entries = value.values() if hasattr(value, "values") else value
     inner = next((v for v in entries if not holds_no_more(v)), None)
     if inner is not None and not record.reached_by_name:

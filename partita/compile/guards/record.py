@@ -37,7 +37,6 @@ from .guards import Guards, function_modes
 from .instrument import has_own_getattribute, instrument, recorded_by, uninstrument
 from .places import (
     INSIDE,
-    PLAIN,
     WITH_FIELDS,
     Place,
     dict_of,
@@ -52,7 +51,15 @@ from .places import (
     slots_of,
 )
 from .reached import ReachedValues, has_tensor_keys
-from .values import MISSING, is_container, items_of, make_restorer, read_raw_content, same_bits
+from .values import (
+    MISSING,
+    PLAIN,
+    content_key,
+    is_container,
+    items_of,
+    make_restorer,
+    read_raw_content,
+)
 
 _MODULES = vars(nn.modules.module)
 _GLOBAL_HOOKS = [  # private torch: hooks of all modules, which each call of a module reads
@@ -98,7 +105,7 @@ class ReadRecord:
             one tensor, several or None.
         places: by identity, the places that were read, in order.
         types: by id, objects whose type is guarded, with the type.
-        huge: by id, name and value of containers that are not compared deeply.
+        huge: by id, containers that are not compared deeply.
         snapshots: of what was reached, to find what the step writes.
         error: the first refusal.
         reached_by_name: see `reaching_by_name`.
@@ -108,7 +115,7 @@ class ReadRecord:
         self.before_backward: Callable[[Any], None] = lambda _: None
         self.places: dict[tuple[int, Any], Place] = {}
         self.types: dict[int, tuple[Any, type]] = {}
-        self.huge: dict[int, tuple[str, Any]] = {}
+        self.huge: dict[int, Any] = {}
         self.snapshots = Snapshots()
         self.error: CaptureError | None = None
         self._given_names = names
@@ -528,7 +535,7 @@ def _is_same_value(a: Any, b: Any) -> bool:
     if a is b:
         return True
     if type(a) is type(b) and isinstance(a, PLAIN):
-        return same_bits(a, b)
+        return bool(content_key(a) == content_key(b) if type(a) in PLAIN else a == b)
     if isinstance(a, types.MethodType) and isinstance(b, types.MethodType):
         return a.__self__ is b.__self__ and a.__func__ is b.__func__
     if type(a) is type(b) and isinstance(a, (tuple, frozenset)):

@@ -32,7 +32,7 @@ from ..errors import CaptureError, explain_error, not_captured, user_line_of
 from ..graph_nodes import drop_unused, lazy_graph_modules
 from ..guards import Guards, ReadRecord, Write
 from ..guards.guards import without_function_modes
-from ..guards.instrument import exclusive_access
+from ..guards.record import exclusive_access
 from ..guards.values import MISSING
 from ..program import Input
 from .answers import (
@@ -432,7 +432,7 @@ class CaptureRun:
                 self._called_last = functions.called_last
                 self.raised = not isinstance(error, LayoutError)
                 raise
-            codes = [*self.record.reached.codes.values()]
+            codes = [*self.record.codes.values()]
             check_truth(codes, functions.reads_number)
             check_arguments((self.args, self.kwargs), self.record.places.values(), codes)
             self._input_attributes.check_unchanged()
@@ -577,7 +577,7 @@ class CaptureRun:
 
     def make_unrepeated_write_error(self, write: Write) -> Exception:
         """The error to raise where a graph would not write again what the step writes."""
-        codes = [*self.record.reached.codes.values()]
+        codes = [*self.record.codes.values()]
         return unrepeated_write_error(write, codes, self.step)
 
     def _make_wires(self) -> None:

@@ -6,14 +6,15 @@ before each later call: where something differs, the step is captured again, and
 
 In reading order:
 
-- A guard: `places` (where a value stands), `values` (what it was, and how another differs from it),
+- A guard: `values` (what a value is, and how another differs from it), `places` (where it stands),
   `guards` (may a program be used again, and if not, why).
-- What a step reads: `record` (reads, and writes), with `instrument` (attributes), `calls` (settings
-  that are asked for; what is refused), `codes` (whose code it is, and which names it uses) and
-  `reached` (what each value that is reached leads to).
+- What a step reads: `record` (places that are read, and writes), `codes` (whose code it is, and
+  which names it uses), `calls` (settings that are asked for; what is refused) and `reached` (what
+  each value that is reached leads to: `ReadRecord`).
 """
 
 from .guards import Guards, History, describe_call, signature_of
-from .record import ReadRecord, Write
+from .reached import ReadRecord
+from .record import Write
 
 __all__ = ["Guards", "History", "ReadRecord", "Write", "describe_call", "signature_of"]

@@ -38,8 +38,8 @@ from partita.layout import Fix
 from ..capture.capture_context import profiled_by
 from ..errors import of_anomalies
 from .codes import is_recorded, is_user_module
-from .instrument import StateReader
 from .places import Place, place_of_answer, place_of_entry
+from .record import PlaceRecord
 from .values import MISSING, PLAIN
 
 _FUNCTIONS_OF_SEEDS = {  # of torch, by code
@@ -156,7 +156,7 @@ class Calls:
 
     def __init__(
         self,
-        record: StateReader,
+        record: PlaceRecord,
         enter_frame: Callable[[FrameType], None],
         reach_globals: Callable[[dict[str, Any]], None],
     ):
@@ -331,7 +331,7 @@ class Calls:
             )
 
 
-def refuse_if_random(record: StateReader, value: Any, name: str) -> None:
+def refuse_if_random(record: PlaceRecord, value: Any, name: str) -> None:
     """Raise CaptureError if `value` is a random generator, whose calls may not be seen."""
     if isinstance(value, torch._C.Generator):
         record.refuse(
@@ -348,7 +348,7 @@ def refuse_if_random(record: StateReader, value: Any, name: str) -> None:
         _refuse_random_draw(record, f"numpy.random.{value.__name__}")
 
 
-def _refuse_random_draw(record: StateReader, name: str) -> None:
+def _refuse_random_draw(record: PlaceRecord, name: str) -> None:
     record.refuse(
         f"the step draws a number of Python's or numpy's ({name})",
         "a graph would always have the number of its capture",
@@ -368,7 +368,7 @@ _PROCESS_OBJECTS = {
 }
 
 
-def _read_process_object(record: StateReader, frame: FrameType) -> None:
+def _read_process_object(record: PlaceRecord, frame: FrameType) -> None:
     """Record which object a call of a lookup function finds, by looking it up once more."""
     function = frame.f_globals[frame.f_code.co_name]
     given = [frame.f_locals[key] for key in frame.f_code.co_varnames[: frame.f_code.co_argcount]]
@@ -396,7 +396,7 @@ def _is_setting_of_c(function: Any) -> bool:
     return function in _SETTING_FUNCTIONS or (own and function.__name__.startswith(("get", "is")))
 
 
-def _read_setting(record: StateReader, name: str, function: Callable[[], Any]) -> None:
+def _read_setting(record: PlaceRecord, name: str, function: Callable[[], Any]) -> None:
     """Record the answer of a function without arguments, if it is a plain value."""
     with record.without_recording(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -408,7 +408,7 @@ def _read_setting(record: StateReader, name: str, function: Callable[[], Any]) -
             record.read_place(place_of_answer(name, function), value, shallow=True)
 
 
-def _read_environment(record: StateReader, key: str | bytes | None) -> None:
+def _read_environment(record: PlaceRecord, key: str | bytes | None) -> None:
     """Record an environment variable; all of them where `key` is None."""
     data: Any = os.environ._data  # type: ignore[attr-defined]
     with record.without_recording():
@@ -420,7 +420,7 @@ def _read_environment(record: StateReader, key: str | bytes | None) -> None:
             record.read_place(place, place.value)
 
 
-def read_environment_of(record: StateReader, names: Iterable[str]) -> None:
+def read_environment_of(record: PlaceRecord, names: Iterable[str]) -> None:
     """Record the environment variables of these names, where they are in capitals."""
     data: Any = os.environ._data  # type: ignore[attr-defined]
     record.ignore(os.environ)
@@ -461,7 +461,7 @@ _AMBIENT: dict[str, list[tuple[str, Callable[[], Any]]]] = {
 }
 
 
-def read_ambient(record: StateReader, module: str | None) -> None:
+def read_ambient(record: PlaceRecord, module: str | None) -> None:
     """Record the settings that functions of a module heed: something of it is reached."""
     for name, function in _AMBIENT.get(module or "", ()):
         record.read_place(place_of_answer(name, function), function(), shallow=True)

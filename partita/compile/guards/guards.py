@@ -31,7 +31,6 @@ from partita.tensor.dtensor import DTensor, short_dtype
 
 from ..arguments import flatten_call
 from .codes import is_user_module
-from .instrument import count_own_attributes
 from .places import (
     OWN_ATTRIBUTES,
     AttributesAndHooks,
@@ -41,6 +40,7 @@ from .places import (
     user_attributes_of,
     user_hooks_of,
 )
+from .record import count_own_attributes
 from .values import (
     MISSING,
     ByIdentity,
@@ -182,8 +182,11 @@ class Guards:
             Of each place, the key of what stands there now.
         """
         # Entries of dictionaries; places with a getter; and containers, by identity of their items.
-        self._entry_homes, self._entry_keys, self._entry_values = [], [], []
-        self._getters, self._got_values = [], []
+        self._entry_homes: list[Any] = []
+        self._entry_keys: list[Any] = []
+        self._entry_values: list[Any] = []
+        self._getters: list[Callable[[], Any]] = []
+        self._got_values: list[Any] = []
         self._containers: list[Any] = []
         self._dict_containers: list[Any] = []
         self._empty_containers: list[Any] = []

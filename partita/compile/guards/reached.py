@@ -17,11 +17,15 @@ import contextvars
 import enum
 import functools
 import gc
+import logging
 import operator
 import sys
 import threading
 import types
 import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
 
@@ -29,7 +33,7 @@ import torch
 from torch import nn
 
 from ..capture.symbolic import Substitutes
-from .calls import read_ambient, read_environment_of, refuse_if_random
+from .calls import Calls, read_ambient, read_environment_of, refuse_if_random
 from .codes import (
     dotted_names,
     global_names,
@@ -40,12 +44,17 @@ from .codes import (
     reflects,
     strings_of,
 )
-from .instrument import StateReader
+from .guards import Guards, function_modes
 from .places import (
+    INSIDE,
+    WITH_FIELDS,
     Place,
     cell_content,
     dict_of,
+    find_module_dict,
+    has_settings,
     is_iterator,
+    may_be_hidden,
     names_of_class,
     place_of_cell,
     place_of_class_attribute,
@@ -53,11 +62,16 @@ from .places import (
     place_of_entry,
     place_of_function_part,
     place_of_hidden_builtin,
+    place_of_log_level,
+    place_of_slot,
     place_of_tensor_attribute,
     runs_in_frame,
+    slots_of,
     variables_of,
 )
+from .record import PlaceRecord, has_own_getattribute, instrument, recorded_by, uninstrument
 from .values import (
+    HUGE,
     MISSING,
     PLAIN,
     brief,
@@ -69,29 +83,54 @@ from .values import (
     items_of,
 )
 
+_MODULES = vars(nn.modules.module)
+_GLOBAL_HOOKS = [  # private torch: hooks of all modules, which each call of a module reads
+    key for key in _MODULES if key.startswith("_global_") and key.endswith("_hooks")
+]
 
-class ReachedValues:
-    """What a captured step reaches, and the functions of it that run.
 
-    Args:
-        record: notes what they read.
+@dataclass(eq=False)
+class _ReachedObject:
+    """An object of before the step whose attributes are recorded.
 
     Attributes:
-        reads_ahead: whether a function's names are recorded when it is reached and not when it
-            runs: where another profiler listens, calls are not seen.
-        classes: the user's classes that were reached, whose number of attributes is guarded.
-        codes: by id, the code objects that ran.
-        constants: the strings in their code.
-        types_read: whether some code names `type`, and so may read any reached object's class.
+        attributes: its `__dict__` as it was when it was reached.
+        slots: the descriptors of its `__slots__`.
+        is_read_whole: whether all of its attributes count as read.
+        names: the attributes that were read.
     """
 
-    def __init__(self, record: StateReader) -> None:
-        self.reads_ahead = False
-        self.classes: list[type] = []
+    value: Any
+    name: str
+    attributes: dict[str, Any]
+    slots: dict[str, Any]
+    is_read_whole: bool = False
+    names: dict[str, None] = field(default_factory=dict)
+
+
+class ReadRecord(PlaceRecord):
+    """What one run of a step under capture reads, and the functions of it that run.
+
+    Args:
+        names: by id, the names of modules and optimizers that were found before the run.
+
+    Attributes:
+        codes: by id, the code objects that ran.
+    """
+
+    def __init__(self, names: dict[int, str]) -> None:
+        super().__init__()
         self.codes: dict[int, CodeType] = {}
-        self.constants: set[str] = set()
-        self.types_read = False
-        self._record = record
+        self._given_names = names
+        self._objects: dict[int, _ReachedObject] = {}
+        self._types: dict[int, tuple[Any, type]] = {}  # objects whose type is guarded
+        self._instrumented: list[type] = []
+        # Whether a function's names are recorded when it is reached and not when it runs: where
+        # another profiler listens, calls are not seen.
+        self._reads_ahead = False
+        self._constants: set[str] = set()  # the strings in the code that ran
+        self._types_read = False  # whether some code names `type`, and may read any object's class
+        self._users_classes: list[type] = []  # whose number of attributes is guarded
         self._waiting: dict[int, list[Any]] = {}  # by code: functions that have not run
         self._codes_of_functions: set[int] = set()
         # The user's modules and classes, and their names.
@@ -103,17 +142,165 @@ class ReachedValues:
         self._by_operators: dict[int, tuple[type, str]] = {}  # by code: `__len__` and others
         self._substitutes = Substitutes()
 
-    def namespaces(self) -> list[tuple[str, dict[str, Any], frozenset[str]]]:
-        """The reached namespaces: name, variables, and the names that may be read of each."""
-        return [
-            (name, variables_of(space), frozenset(self._names_asked))
-            for space, name in (self._without_attributes | self._namespaces).values()
-            if not isinstance(space, type)
-        ]
+    @contextmanager
+    def recording(self, step: Any, arguments: Iterable[tuple[str, Any]]) -> Iterator[None]:
+        """Within, what this thread reads is recorded.
 
-    def remove_substitutes(self) -> None:
-        """Remove the stand-ins for builtins from the globals of functions."""
-        self._substitutes.take_away()
+        Args:
+            step: what is going to run.
+            arguments: name and value of what it can read without reading a place.
+
+        Raises:
+            CaptureError: the step read what no guard can cover.
+        """
+        calls = Calls(self, self.enter_frame, self.reach_globals)
+        try:
+            self._instrument_type(nn.Module)
+            # Where another profiler is set, calls are not seen: functions are read when reached.
+            self._reads_ahead = sys.getprofile() is not None
+            with self.without_recording():
+                self.read_place(Place("the step", self, "step", lambda: step), step)
+                for key in _GLOBAL_HOOKS:
+                    self.read_place(place_of_entry(key, _MODULES, key), _MODULES[key])
+                for name, value in arguments:
+                    self.reach_value(value, name)
+                for mode in function_modes():
+                    self.reach_value(mode, type(mode).__name__)
+            try:
+                with recorded_by(self), calls.listening(not self._reads_ahead):
+                    yield
+            except Exception as error:
+                if self.error is None or self.error is error:
+                    raise
+            if self.error is not None:  # the step or a library may have caught it
+                raise self.error
+        finally:
+            self._substitutes.take_away()
+            uninstrument(self._instrumented)
+            self._instrumented = []
+
+    def is_reached(self, value: Any) -> bool:
+        """Is it an object whose attributes are recorded?"""
+        known = self._objects.get(id(value))
+        return known is not None and known.value is value
+
+    def make_guards(
+        self, is_number_input: Callable[[Any, Any], bool], slots: Any, extra: Any
+    ) -> Guards:
+        """The guards of what was read, which expect the values of now.
+
+        Args:
+            is_number_input: given home and key, whether a number there is a graph input.
+            slots: identities of the places of the graph's tensors.
+            extra: places to be guarded beside those that were read.
+        """
+        return Guards(
+            [*self.places.values(), *extra],
+            [*self._types.values()],
+            is_number_input,
+            [*self.huge.values()],
+            slots,
+            self._users_classes,
+            [
+                (name, variables_of(space), frozenset(self._names_asked))
+                for space, name in (self._without_attributes | self._namespaces).values()
+                if not isinstance(space, type)
+            ],
+        )
+
+    def watch_new(self, value: Any, name: str) -> None:
+        """Take snapshots of objects that capture has made, so that writes into them are found."""
+        self.snapshots.snapshot_new(value, name, self._reached)
+
+    # -- attributes --------------------------------------------------------------------------------
+
+    def read_attribute(self, owner: Any, name: str) -> None:
+        """Record that an attribute is read, the first time."""
+        if self._is_paused or id(owner) not in self._objects:
+            return
+        known = self._objects[id(owner)]
+        if name in known.names:
+            return
+        known.names[name] = None
+        by_user = is_recorded(sys._getframe(2).f_code.co_filename)
+        if name == "__class__" and by_user:
+            with self.without_recording():
+                self.reach_class(type(owner))
+            return
+        if name == "__dict__":
+            # Torch's own code looks parameters up there, which is no read of all attributes.
+            if by_user:
+                with self.without_recording():
+                    self._read_all(known)
+            else:
+                del known.names[name]
+            return
+        before, self._read_by_library = self._read_by_library, not by_user
+        try:
+            with self.without_recording():
+                self._record_read(known, name)
+        finally:
+            self._read_by_library = before
+
+    def _record_read(self, known: _ReachedObject, name: str) -> None:
+        owner, called = known.value, f"{known.name}.{name}"
+        if isinstance(owner, torch.optim.Optimizer) and name in ("state", "param_groups"):
+            return
+        if isinstance(owner, logging.Logger) and name == "_cache":  # it fills as it is asked
+            self.read_place(place_of_log_level(known.name, owner), None, shallow=True)
+            return
+        if name in known.attributes:
+            self.read_place(place_of_entry(called, dict_of(owner), name), known.attributes[name])
+            return
+        if name in known.slots:
+            place = place_of_slot(called, owner, known.slots[name])
+            self.read_place(place, place.value)
+            return
+        inside = find_module_dict(owner, name)
+        if inside is not None:
+            self.read_place(place_of_entry(called, inside, name), inside[name])
+            return
+        found = self.read_class_attribute(type(owner), name)
+        if found is MISSING and not name.startswith("__"):  # a class may come to have it
+            kind = type(owner)
+            self.read_place(
+                place_of_class_attribute(f"{kind.__name__}.{name}", kind, name), MISSING
+            )
+        if may_be_hidden(name, found) and known.attributes is not None:
+            home = dict_of(owner)
+            if home is not None:
+                self.read_place(place_of_entry(called, home, name), MISSING)
+            if found is MISSING and isinstance(owner, nn.Module):
+                for within in INSIDE:
+                    self.read_place(place_of_entry(called, home[within], name), MISSING)
+
+    def read_all_attributes(self, owner: Any) -> None:
+        """Record all attributes of `owner`, if it is an object that was reached."""
+        known = self._objects.get(id(owner))
+        if known is not None and not known.is_read_whole:
+            self._read_all(known)
+
+    def _read_all(self, known: _ReachedObject) -> None:
+        known.is_read_whole = True
+        home = dict_of(known.value)
+        if home is not None:
+            self.read_place(Place(known.name, known.value, "__dict__", lambda: home), home)
+
+    def read_class_attribute(self, kind: type, name: str) -> Any:
+        """Record that an attribute of a class is read; its value, or MISSING."""
+        if name.startswith("__") and name.endswith("__") and name not in WITH_FIELDS:
+            return MISSING
+        place = place_of_class_attribute(f"{kind.__name__}.{name}", kind, name)
+        value = place.value
+        if place.identity in self.places:
+            return value
+        if value is not MISSING and not isinstance(value, types.MemberDescriptorType):
+            self.read_place(place, value)
+            inner = ("fget", "__func__", "func", "dispatcher")
+            for function in (getattr(value, a, None) for a in inner):
+                if function is not None:
+                    self.reach_value(function, place.name)
+        return value
 
     # -- what is reached ---------------------------------------------------------------------------
 
@@ -123,7 +310,7 @@ class ReachedValues:
         Raises:
             CaptureError: no guard can cover it: an iterator, shared memory, a generator.
         """
-        record = self._record
+        record = self
         if isinstance(value, enum.Enum):
             self._reach_member(value, name)
         elif isinstance(value, threading.local):
@@ -150,8 +337,8 @@ class ReachedValues:
             read_ambient(record, value.__name__)
             if is_user_module(value.__name__):
                 self.reach_namespace(value, name)
-            elif value.__name__ == "os" and self.reads_ahead:
-                read_environment_of(record, self.constants)
+            elif value.__name__ == "os" and self._reads_ahead:
+                read_environment_of(record, self._constants)
         elif isinstance(value, type):
             read_ambient(record, value.__module__)
             if isinstance(value, abc.ABCMeta) and not value.__module__.startswith("torch"):
@@ -196,11 +383,41 @@ class ReachedValues:
             if isinstance(value, functools._lru_cache_wrapper):
                 self.reach_cached_function(value.__wrapped__, name)
 
+    def reach_object(self, value: Any, name: str) -> None:
+        """Have an object's class tell what is read of it from now on."""
+        kind = type(value)
+        is_heap_type = kind.__flags__ & (1 << 9)
+        if not is_heap_type or not has_settings(kind):
+            return
+        if not self._instrument_type(kind):
+            return
+        held = dict_of(value)
+        name = self._given_names.get(id(value), name)
+        known = _ReachedObject(value, name, dict(held or {}), slots_of(kind))
+        self._objects[id(value)] = known
+        self._types[id(value)] = (value, kind)
+        self.snapshots.snapshot_object(value, name, held, known.slots)
+        self.reach_methods(kind, kind.__name__)
+        if self._types_read:
+            self.reach_class(kind)
+        if has_own_getattribute(kind):
+            self._read_all(known)
+            for key, v in known.attributes.items():
+                self.reach_value(v, f"{name}.{key}")
+
+    def _instrument_type(self, kind: type) -> bool:
+        if kind in self._instrumented:
+            return True
+        if instrument(kind):
+            self._instrumented.append(kind)
+            return True
+        return False
+
     def _reach_member(self, value: enum.Enum, name: str) -> None:
         """Record the attributes of an enum's member: its value may be mutable."""
         held = dict_of(value)
         if held is not None and is_user_module(type(value).__module__):
-            self._record.read_place(Place(name, value, "__dict__", lambda: held), held)
+            self.read_place(Place(name, value, "__dict__", lambda: held), held)
             self.reach_methods(type(value), type(value).__name__)
 
     def reach_function(self, f: types.FunctionType, name: str) -> None:
@@ -208,20 +425,20 @@ class ReachedValues:
         code = f.__code__
         recorded = is_recorded(code.co_filename)
         if hasattr(f, "__wrapped__"):
-            self._record.reach_value(f.__wrapped__, name)
+            self.reach_value(f.__wrapped__, name)
         if not recorded:
-            read_ambient(self._record, f.__module__)
+            read_ambient(self, f.__module__)
             # A library's wrapper (as of torch.no_grad): what its closure has of the user's.
             for where in f.__closure__ or ():
                 inner = cell_content(where)
                 if isinstance(inner, (types.FunctionType, types.MethodType, functools.partial)):
-                    self._record.reach_value(inner, name)
+                    self.reach_value(inner, name)
                 elif type(inner) in (dict, list, set):  # as functools.singledispatch has them
-                    self._record.read_place(place_of_cell(f"what {name} holds", where), inner)
+                    self.read_place(place_of_cell(f"what {name} holds", where), inner)
             return
         if f.__dict__:
             self.reach_namespace(f, f.__name__)
-        if self.reads_ahead:
+        if self._reads_ahead:
             self._enter_function(f, name)
             self._enter_code(code, f.__globals__)
         else:
@@ -239,11 +456,11 @@ class ReachedValues:
             if not is_user_module(base.__module__):
                 continue
             self._codes_of_functions.add(id(base))
-            self.classes.append(base)
+            self._users_classes.append(base)
             for key, value in list(vars(base).items()):
                 for f in (value, getattr(value, "fget", None), getattr(value, "__func__", None)):
                     if isinstance(f, types.FunctionType):
-                        self._record.reach_value(f, f"{name}.{key}")
+                        self.reach_value(f, f"{name}.{key}")
                         if key.startswith("__"):
                             self._by_operators[id(f.__code__)] = (base, key)
 
@@ -256,7 +473,7 @@ class ReachedValues:
 
     def reach_cached_function(self, f: Any, name: str) -> None:
         """Enter a cached function at once: results cached before the step came of its reads."""
-        self._record.reach_value(f, name)
+        self.reach_value(f, name)
         waiting = self._waiting.pop(id(getattr(f, "__code__", None)), ())
         for f, called in waiting:
             self._enter_function(f, called)
@@ -264,9 +481,9 @@ class ReachedValues:
 
     def reach_globals(self, variables: dict[str, Any]) -> None:
         """Record all globals: `globals()` is called."""
-        with self._record.without_recording():
+        with self.without_recording():
             self.reach_namespace(variables, "globals()")
-            _read_all_names(self._record, variables, "globals()")
+            _read_all_names(self, variables, "globals()")
 
     def reach_namespace(self, space: Any, name: str) -> None:
         """Record variables of a module, class or function by the names used, now and later."""
@@ -291,12 +508,12 @@ class ReachedValues:
         if operator is not None:  # Python looked it up in the class, without `__getattribute__`
             kind, key = operator
             place = place_of_class_attribute(f"{kind.__name__}.{key}", kind, key)
-            self._record.read_place(place, place.value, shallow=True)
+            self.read_place(place, place.value, shallow=True)
         new = id(code) not in self.codes
         waiting = self._waiting.pop(id(code), None)
         if not new and waiting is None:
             return
-        with self._record.without_recording():
+        with self.without_recording():
             if new:
                 self._enter_code(code, frame.f_globals)
                 if (
@@ -319,32 +536,32 @@ class ReachedValues:
         for const in code.co_consts:
             if isinstance(const, CodeType):  # a nested function: its cells are of this one
                 self._codes_of_functions.add(id(const))
-                self._record.ignore(const)
-                if self.reads_ahead:
+                self.ignore(const)
+                if self._reads_ahead:
                     self._enter_code(const, variables)
-        self.constants |= strings_of(code)
+        self._constants |= strings_of(code)
         for name in global_names(code):
             if name in Substitutes.of_builtins:
                 place = place_of_hidden_builtin(variables, name)
-                self._record.read_place(place, place.value)
+                self.read_place(place, place.value)
                 self._substitutes.put(variables, name)
             elif name != "super":  # a builtin may come to be hidden by a global
                 value = variables.get(name, MISSING)
-                self._record.read_place(place_of_entry(name, variables, name), value)
+                self.read_place(place_of_entry(name, variables, name), value)
                 if value is MISSING:
                     self._read_builtin(name, variables)
                 elif reflects(code):
-                    _read_all_names(self._record, value, name)
+                    _read_all_names(self, value, name)
         self._read_libraries(code, variables)
-        if "type" in global_names(code) and not self.types_read:
-            self.types_read = True
-            for kind in self._record.reached_types():
-                self.reach_class(kind)
+        if "type" in global_names(code) and not self._types_read:
+            self._types_read = True
+            for known in [*self._objects.values()]:
+                self.reach_class(type(known.value))
         for name in imported_names(code, variables.get("__package__")):
-            _read_module(self._record, name)
+            _read_module(self, name)
             module = sys.modules.get(name)
             if module is not None:
-                self._record.reach_value(module, name)
+                self.reach_value(module, name)
         if "__class__" in code.co_freevars:
             self._super_names |= names_asked_for(code)
             for kind in list(self._classes.values()):
@@ -358,7 +575,7 @@ class ReachedValues:
         for key in sorted(new):
             if not key.startswith("__"):
                 place = place_of_tensor_attribute(key)
-                self._record.read_place(place, place.value, shallow=not _is_users(place.value))
+                self.read_place(place, place.value, shallow=not _is_users(place.value))
         for space, name in list(self._namespaces.values()):
             self._read_namespace(space, name, new)
 
@@ -367,18 +584,18 @@ class ReachedValues:
             return
         for key, where in zip(f.__code__.co_freevars, f.__closure__ or (), strict=True):
             place = place_of_cell(key, where)
-            self._record.read_place(place, place.value)
+            self.read_place(place, place.value)
             if reflects(f.__code__):
-                _read_all_names(self._record, place.value, key)
+                _read_all_names(self, place.value, key)
             if isinstance(place.value, types.ModuleType):
                 self._read_libraries(f.__code__, {key: place.value})
         if f.__dict__:
             self.reach_namespace(f, f.__name__)
         else:
             self._without_attributes[id(f)] = (f, f.__name__)
-        self._record.read_place(place_of_function_part(name, f, "__code__"), f.__code__)
+        self.read_place(place_of_function_part(name, f, "__code__"), f.__code__)
         for key, called in (("__defaults__", "default"), ("__kwdefaults__", "default")):
-            self._record.read_place(
+            self.read_place(
                 place_of_function_part(f"{called} of {f.__name__}", f, key), getattr(f, key)
             )
 
@@ -388,7 +605,7 @@ class ReachedValues:
         held = held if isinstance(held, dict) else vars(held)
         value = held.get(name, MISSING)
         own = getattr(value, "__module__", "builtins") == "builtins" and callable(value)
-        self._record.read_place(place_of_entry(name, held, name), value, shallow=own)
+        self.read_place(place_of_entry(name, held, name), value, shallow=own)
 
     # -- by name -----------------------------------------------------------------------------------
 
@@ -402,32 +619,32 @@ class ReachedValues:
                 held, called = vars(value), f"{called}.{key}"
                 value = held.get(key)
                 if value is sys.modules:
-                    read_modules(self._record, code)
+                    read_modules(self, code)
                 if key in held and value is not sys.modules:
-                    self._record.read_place(place_of_entry(called, held, key), value, shallow=True)
+                    self.read_place(place_of_entry(called, held, key), value, shallow=True)
                     if isinstance(value, abc.ABCMeta) and not value.__module__.startswith("torch"):
-                        _read_registry(self._record, value, called)
+                        _read_registry(self, value, called)
 
     def _read_bases(self, kind: type) -> None:
         """Record what `super()` may return: attributes of a base that another class overrides."""
         for base in kind.__mro__[1:]:
             if is_user_module(base.__module__):
                 for key in sorted(self._super_names & vars(base).keys()):
-                    self._record.read_class_attribute(base, key)
+                    self.read_class_attribute(base, key)
 
     def _read_namespace(self, space: Any, name: str, names: set[str]) -> None:
         if isinstance(space, type):
             for key in sorted(names & names_of_class(space)):
-                self._record.read_class_attribute(space, key)
+                self.read_class_attribute(space, key)
             return
         held = variables_of(space)
         found = sorted(names & held.keys())
         if not found:  # as of most: they are asked for the names of each new code
             return
-        with self._record.reaching_by_name():
+        with self.reaching_by_name():
             for key in found:
                 if not key.startswith("__") and not Substitutes.has(held[key]):
-                    self._record.read_place(place_of_entry(f"{name}.{key}", held, key), held[key])
+                    self.read_place(place_of_entry(f"{name}.{key}", held, key), held[key])
 
 
 def _is_users(value: Any) -> bool:
@@ -437,20 +654,11 @@ def _is_users(value: Any) -> bool:
 
 # -- containers ------------------------------------------------------------------------------------
 
-_HUGE = 100_000  # entries above which a container's entries are not looked into
 
-
-def has_tensor_keys(value: Any) -> bool:
-    """Is it a set or a dictionary with tensors as keys?"""
-    if not isinstance(value, (dict, set, frozenset)) or len(value) > _HUGE:
-        return False
-    return any(isinstance(key, torch.Tensor) for key in value)
-
-
-def _reach_container(record: StateReader, value: Any, name: str) -> None:
+def _reach_container(record: ReadRecord, value: Any, name: str) -> None:
     """Record what a container holds, keys too."""
     record.snapshots.snapshot_container(value, name)
-    if hasattr(type(value), "__len__") and len(value) > _HUGE:
+    if hasattr(type(value), "__len__") and len(value) > HUGE:
         _record_entries(record, value, name)
         return
     if isinstance(value, collections.defaultdict):
@@ -473,7 +681,7 @@ def _reach_container(record: StateReader, value: Any, name: str) -> None:
         record.reach_object(value, name)
 
 
-def _read_factory(record: StateReader, value: collections.defaultdict[Any, Any], name: str) -> None:
+def _read_factory(record: ReadRecord, value: collections.defaultdict[Any, Any], name: str) -> None:
     """Record the `default_factory` of a defaultdict."""
 
     def set_factory(factory: Any) -> None:
@@ -484,7 +692,7 @@ def _read_factory(record: StateReader, value: collections.defaultdict[Any, Any],
     record.read_place(place, value.default_factory)
 
 
-def _record_entries(record: StateReader, value: Any, name: str) -> None:
+def _record_entries(record: ReadRecord, value: Any, name: str) -> None:
     """Record a huge container by its entries, and warn where an entry may change in place."""
     record.huge[id(value)] = value
     entries = value.values() if hasattr(value, "values") else value
@@ -498,7 +706,7 @@ def _record_entries(record: StateReader, value: Any, name: str) -> None:
         )
 
 
-def _reach_local(record: StateReader, value: threading.local, name: str) -> None:
+def _reach_local(record: ReadRecord, value: threading.local, name: str) -> None:
     """Record what this thread holds in a `threading.local`, and which thread it is."""
     record.read_place(Place("the thread", value, "thread", threading.current_thread), None, True)
     held = value.__dict__
@@ -514,7 +722,7 @@ _FUNCTION_ATTRIBUTES = """__code__ __defaults__ __kwdefaults__ __annotations__ _
     __qualname__ __module__ __signature__""".split()
 
 
-def _read_all_names(record: StateReader, space: Any, name: str) -> None:
+def _read_all_names(record: ReadRecord, space: Any, name: str) -> None:
     """Record all that a class, a module or a function has, and that it has no more."""
     if isinstance(space, type):
         if not is_user_module(space.__module__):
@@ -557,7 +765,7 @@ def _names_in_space(space: Any) -> tuple[Any, ...]:
     return tuple([key for key in variables_of(space) if not _is_special_name(key)])
 
 
-def read_modules(record: StateReader, code: CodeType) -> None:
+def read_modules(record: ReadRecord, code: CodeType) -> None:
     """Record a read of `sys.modules`: of the modules that code spells out, or of all names."""
     names = [c for c in code.co_consts if isinstance(c, str)]
     spelled = [name for name in names if name.replace(".", "_").isidentifier()]
@@ -568,13 +776,13 @@ def read_modules(record: StateReader, code: CodeType) -> None:
         record.read_place(Place("sys.modules", sys.modules, "()", get), get(), shallow=True)
 
 
-def _read_module(record: StateReader, key: str) -> None:
+def _read_module(record: ReadRecord, key: str) -> None:
     """Record whether a module is imported (not what it has)."""
     get = functools.partial(sys.modules.get, key)
     record.read_place(Place(f"sys.modules[{key!r}]", sys.modules, key, get), get(), shallow=True)
 
 
-def _read_registry(record: StateReader, kind: abc.ABCMeta, name: str) -> None:
+def _read_registry(record: ReadRecord, kind: abc.ABCMeta, name: str) -> None:
     """Record which classes are registered as subclasses of an abstract class."""
     get = _RegisteredClasses(kind)
     record.read_place(Place(f"the classes of {name}", kind, "registered", get), get(), shallow=True)

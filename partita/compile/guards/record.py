@@ -1,26 +1,29 @@
-"""The record of what a step reads of Python while it is captured, and of what it writes.
-
-- Functions: the globals, cells and defaults that a function names are recorded when it is called.
-- Attributes of objects: recorded as they are read (`instrument`).
-- Containers: recorded whole when they are first reached.
+"""The record of the places that a step reads of Python while it is captured, and of its writes.
 
 A value read may lead to others: it is *reached*, and what hangs on it is recorded by its kind
 (`reached`). It is copied, too, so that `Snapshots.find_writes` finds what the step has changed.
-When capture is over, and everything stands again where it was, `make_guards` turns the places that
-were read into the guards of a program.
+
+Attributes are seen by a `__getattribute__` that tells the record of this thread what is read. While
+a step is captured it is installed in nn.Module, optimizers, schedulers and each class of the user's
+that is reached (`instrument`). Threads without a record read as ever; but a thread that reads a
+module whose parameters are exchanged for fakes at the moment waits until they are back
+(`exclusive_access`).
 """
 
 from __future__ import annotations
 
 import collections
-import logging
 import sys
+import threading
+import time
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from threading import get_ident
+from types import FrameType
 from typing import Any
 
 import torch
@@ -31,27 +34,17 @@ from partita.layout import Fix
 from ..arguments import is_taken_apart
 from ..capture.capture_context import attribute_set
 from ..errors import CaptureError, not_captured
-from .calls import Calls
-from .codes import is_recorded
-from .guards import Guards, function_modes
-from .instrument import has_own_getattribute, instrument, recorded_by, uninstrument
 from .places import (
     INSIDE,
-    WITH_FIELDS,
     Place,
     dict_of,
-    find_module_dict,
-    has_settings,
-    may_be_hidden,
     may_have_attributes,
-    place_of_class_attribute,
     place_of_entry,
-    place_of_log_level,
     place_of_slot,
     slots_of,
 )
-from .reached import ReachedValues, has_tensor_keys
 from .values import (
+    HUGE,
     MISSING,
     PLAIN,
     content_key,
@@ -61,10 +54,6 @@ from .values import (
     read_raw_content,
 )
 
-_MODULES = vars(nn.modules.module)
-_GLOBAL_HOOKS = [  # private torch: hooks of all modules, which each call of a module reads
-    key for key in _MODULES if key.startswith("_global_") and key.endswith("_hooks")
-]
 _WEAK = (
     weakref.ref,
     weakref.WeakKeyDictionary,
@@ -75,95 +64,30 @@ _WEAK = (
 )
 
 
-@dataclass(eq=False)
-class _ReachedObject:
-    """An object of before the step whose attributes are recorded.
+class PlaceRecord:
+    """The places that one run of a step under capture reads, and what it finds there.
 
     Attributes:
-        attributes: its `__dict__` as it was when it was reached.
-        slots: the descriptors of its `__slots__`.
-        is_read_whole: whether all of its attributes count as read.
-        names: the attributes that were read.
-    """
-
-    value: Any
-    name: str
-    attributes: dict[str, Any]
-    slots: dict[str, Any]
-    is_read_whole: bool = False
-    names: dict[str, None] = field(default_factory=dict)
-
-
-class ReadRecord:
-    """What one run of a step under capture reads.
-
-    Args:
-        names: by id, the names of modules and optimizers that were found before the run.
-
-    Attributes:
-        before_backward: called where a backward begins, with the `inputs` whose gradients it asks:
-            one tensor, several or None.
         places: by identity, the places that were read, in order.
-        types: by id, objects whose type is guarded, with the type.
         huge: by id, containers that are not compared deeply.
         snapshots: of what was reached, to find what the step writes.
-        error: the first refusal.
+        error: the refusal to raise when the step is over, whoever caught it meanwhile.
         reached_by_name: see `reaching_by_name`.
+        before_backward: called where a backward begins, with the `inputs` whose gradients it asks:
+            one tensor, several or None.
     """
 
-    def __init__(self, names: dict[int, str]) -> None:
+    def __init__(self) -> None:
         self.before_backward: Callable[[Any], None] = lambda _: None
         self.places: dict[tuple[int, Any], Place] = {}
-        self.types: dict[int, tuple[Any, type]] = {}
         self.huge: dict[int, Any] = {}
         self.snapshots = Snapshots()
         self.error: CaptureError | None = None
-        self._given_names = names
-        self._objects: dict[int, _ReachedObject] = {}
+        self.reached_by_name = False
         self._kept_alive: dict[int, Any] = {}  # so that no other object gets its id
         self._reached: dict[int, Any] = {}
-        self._instrumented: list[type] = []
         self._is_paused = False
         self._read_by_library = False  # whether torch's code reads now
-        self.reached_by_name = False
-        self.reached = ReachedValues(self)
-        self.calls = Calls(self, self.reached.enter_frame, self.reached.reach_globals)
-
-    @contextmanager
-    def recording(self, step: Any, arguments: Iterable[tuple[str, Any]]) -> Iterator[None]:
-        """Within, what this thread reads is recorded.
-
-        Args:
-            step: what is going to run.
-            arguments: name and value of what it can read without reading a place.
-
-        Raises:
-            CaptureError: the step read what no guard can cover.
-        """
-        try:
-            self._instrument_type(nn.Module)
-            # Where another profiler is set, calls are not seen: functions are read when reached.
-            self.reached.reads_ahead = sys.getprofile() is not None
-            with self.without_recording():
-                self.read_place(Place("the step", self, "step", lambda: step), step)
-                for key in _GLOBAL_HOOKS:
-                    self.read_place(place_of_entry(key, _MODULES, key), _MODULES[key])
-                for name, value in arguments:
-                    self.reach_value(value, name)
-                for mode in function_modes():
-                    self.reach_value(mode, type(mode).__name__)
-            try:
-                with recorded_by(self), self.calls.listening(not self.reached.reads_ahead):
-                    yield
-            except Exception as error:
-                if self.error is None or self.error is error:
-                    raise
-            if self.error is not None:  # the step or a library may have caught it
-                raise self.error
-        finally:
-            self.reached.remove_substitutes()
-            uninstrument(self._instrumented)
-            self._instrumented = []
 
     @contextmanager
     def without_recording(self) -> Iterator[None]:
@@ -183,136 +107,11 @@ class ReadRecord:
         """Do not record what `value` leads to."""
         self._reached[id(value)] = value
 
-    def is_reached(self, value: Any) -> bool:
-        """Is it an object whose attributes are recorded?"""
-        known = self._objects.get(id(value))
-        return known is not None and known.value is value
-
-    def reached_types(self) -> list[type]:
-        """The types of the objects that were reached."""
-        return [type(known.value) for known in self._objects.values()]
-
-    def make_guards(
-        self, is_number_input: Callable[[Any, Any], bool], slots: Any, extra: Any
-    ) -> Guards:
-        """The guards of what was read, which expect the values of now.
-
-        Args:
-            is_number_input: given home and key, whether a number there is a graph input.
-            slots: identities of the places of the graph's tensors.
-            extra: places to be guarded beside those that were read.
-        """
-        return Guards(
-            [*self.places.values(), *extra],
-            [*self.types.values()],
-            is_number_input,
-            [*self.huge.values()],
-            slots,
-            self.reached.classes,
-            self.reached.namespaces(),
-        )
-
-    def watch_new(self, value: Any, name: str) -> None:
-        """Take snapshots of objects that capture has made, so that writes into them are found."""
-        self.snapshots.snapshot_new(value, name, self._reached)
-
     def refuse(self, fact: str, reason: str, name: str = "", fix: Fix | None = None) -> None:
         """Raise CaptureError, now and at the end: no guard can cover what the step reads."""
         usual = Fix(f"give {name or 'it'} as an argument", "read before the step")
         self.error = self.error or not_captured(fact, reason, fix or usual)
         raise self.error
-
-    # -- attributes --------------------------------------------------------------------------------
-
-    def read_attribute(self, owner: Any, name: str) -> None:
-        """Record that an attribute is read, the first time."""
-        if self._is_paused or id(owner) not in self._objects:
-            return
-        known = self._objects[id(owner)]
-        if name in known.names:
-            return
-        known.names[name] = None
-        by_user = is_recorded(sys._getframe(2).f_code.co_filename)
-        if name == "__class__" and by_user:
-            with self.without_recording():
-                self.reached.reach_class(type(owner))
-            return
-        if name == "__dict__":
-            # Torch's own code looks parameters up there, which is no read of all attributes.
-            if by_user:
-                with self.without_recording():
-                    self._read_all(known)
-            else:
-                del known.names[name]
-            return
-        before, self._read_by_library = self._read_by_library, not by_user
-        try:
-            with self.without_recording():
-                self._record_read(known, name)
-        finally:
-            self._read_by_library = before
-
-    def _record_read(self, known: _ReachedObject, name: str) -> None:
-        owner, called = known.value, f"{known.name}.{name}"
-        if isinstance(owner, torch.optim.Optimizer) and name in ("state", "param_groups"):
-            return
-        if isinstance(owner, logging.Logger) and name == "_cache":  # it fills as it is asked
-            self.read_place(place_of_log_level(known.name, owner), None, shallow=True)
-            return
-        if name in known.attributes:
-            self.read_place(place_of_entry(called, dict_of(owner), name), known.attributes[name])
-            return
-        if name in known.slots:
-            place = place_of_slot(called, owner, known.slots[name])
-            self.read_place(place, place.value)
-            return
-        inside = find_module_dict(owner, name)
-        if inside is not None:
-            self.read_place(place_of_entry(called, inside, name), inside[name])
-            return
-        found = self.read_class_attribute(type(owner), name)
-        if found is MISSING and not name.startswith("__"):  # a class may come to have it
-            kind = type(owner)
-            self.read_place(
-                place_of_class_attribute(f"{kind.__name__}.{name}", kind, name), MISSING
-            )
-        if may_be_hidden(name, found) and known.attributes is not None:
-            home = dict_of(owner)
-            if home is not None:
-                self.read_place(place_of_entry(called, home, name), MISSING)
-            if found is MISSING and isinstance(owner, nn.Module):
-                for within in INSIDE:
-                    self.read_place(place_of_entry(called, home[within], name), MISSING)
-
-    def read_all_attributes(self, owner: Any) -> None:
-        """Record all attributes of `owner`, if it is an object that was reached."""
-        known = self._objects.get(id(owner))
-        if known is not None and not known.is_read_whole:
-            self._read_all(known)
-
-    def _read_all(self, known: _ReachedObject) -> None:
-        known.is_read_whole = True
-        home = dict_of(known.value)
-        if home is not None:
-            self.read_place(Place(known.name, known.value, "__dict__", lambda: home), home)
-
-    def read_class_attribute(self, kind: type, name: str) -> Any:
-        """Record that an attribute of a class is read; its value, or MISSING."""
-        if name.startswith("__") and name.endswith("__") and name not in WITH_FIELDS:
-            return MISSING
-        place = place_of_class_attribute(f"{kind.__name__}.{name}", kind, name)
-        value = place.value
-        if place.identity in self.places:
-            return value
-        if value is not MISSING and not isinstance(value, types.MemberDescriptorType):
-            self.read_place(place, value)
-            inner = ("fget", "__func__", "func", "dispatcher")
-            for function in (getattr(value, a, None) for a in inner):
-                if function is not None:
-                    self.reach_value(function, place.name)
-        return value
-
-    # -- what is reached ---------------------------------------------------------------------------
 
     def read_place(self, place: Place, value: Any, shallow: bool = False) -> None:
         """Record that a place is read, where `value` stood before the step.
@@ -337,7 +136,7 @@ class ReadRecord:
             if not self.reached_by_name:
                 self._refuse_weak(value, name)
             return
-        if has_tensor_keys(value) and not self.reached_by_name and not self._read_by_library:
+        if _has_tensor_keys(value) and not self.reached_by_name and not self._read_by_library:
             self.refuse(
                 f"the step reads {name}, which finds tensors by identity ({type(value).__name__})",
                 "while it is captured others stand for its tensors, which are not found there",
@@ -348,7 +147,7 @@ class ReadRecord:
         ):
             return
         self._reached[id(value)] = value
-        self.reached.reach_by_kind(value, name)
+        self.reach_by_kind(value, name)
 
     def _refuse_weak(self, value: Any, name: str) -> None:
         if self._read_by_library:  # as recurrent layers refer to their weights, which they hold too
@@ -359,35 +158,20 @@ class ReadRecord:
             name,
         )
 
-    def reach_object(self, value: Any, name: str) -> None:
-        """Have an object's class tell what is read of it from now on."""
-        kind = type(value)
-        is_heap_type = kind.__flags__ & (1 << 9)
-        if not is_heap_type or not has_settings(kind):
-            return
-        if not self._instrument_type(kind):
-            return
-        held = dict_of(value)
-        name = self._given_names.get(id(value), name)
-        known = _ReachedObject(value, name, dict(held or {}), slots_of(kind))
-        self._objects[id(value)] = known
-        self.types[id(value)] = (value, kind)
-        self.snapshots.snapshot_object(value, name, held, known.slots)
-        self.reached.reach_methods(kind, kind.__name__)
-        if self.reached.types_read:
-            self.reached.reach_class(kind)
-        if has_own_getattribute(kind):
-            self._read_all(known)
-            for key, v in known.attributes.items():
-                self.reach_value(v, f"{name}.{key}")
+    def read_attribute(self, owner: Any, name: str) -> None:
+        """Record that an attribute is read."""
+        raise NotImplementedError
 
-    def _instrument_type(self, kind: type) -> bool:
-        if kind in self._instrumented:
-            return True
-        if instrument(kind):
-            self._instrumented.append(kind)
-            return True
+    def reach_by_kind(self, value: Any, name: str) -> None:
+        """Record what `value`, which is reached for the first time, leads to."""
+        raise NotImplementedError
+
+
+def _has_tensor_keys(value: Any) -> bool:
+    """Is it a set or a dictionary with tensors as keys?"""
+    if not isinstance(value, (dict, set, frozenset)) or len(value) > HUGE:
         return False
+    return any(isinstance(key, torch.Tensor) for key in value)
 
 
 # -- writes ----------------------------------------------------------------------------------------
@@ -593,3 +377,141 @@ def _make_container_write(name: str, value: Any, before: Any, is_repeatable: boo
 def _refill(container: Any, content: Any) -> None:
     container.clear()
     (container.update if isinstance(container, set) else container.extend)(content)
+
+
+# -- instrumented classes --------------------------------------------------------------------------
+
+
+class _Recording(threading.local):
+    """The record that is told what this thread reads."""
+
+    record: PlaceRecord | None = None
+
+
+_recording = _Recording()
+_LOCK = threading.RLock()
+_FREED = threading.Condition(_LOCK)
+_EXCHANGED: dict[int, int] = {}  # by id of a module: the thread that has exchanged its tensors
+_INSTALLED: dict[type, int] = {}  # by class: how many captures have it instrumented
+_PATIENCE = 5.0  # seconds to wait for threads that are within a read of an attribute
+
+
+def instrument(kind: type) -> bool:
+    """Have a class tell what is read of its instances; `uninstrument` undoes it.
+
+    Returns:
+        Whether that is possible: not for classes implemented in C.
+    """
+    with _LOCK:
+        if kind not in _INSTALLED:
+            try:
+                kind.__getattribute__ = _make_recording_getter(kind)  # type: ignore[assignment]
+            except TypeError:
+                return False
+            _INSTALLED[kind] = 0
+        _INSTALLED[kind] += 1
+        return True
+
+
+def uninstrument(kinds: Iterable[type]) -> None:
+    """Undo `instrument` of these classes, once each."""
+    with _LOCK:
+        for kind in kinds:
+            _INSTALLED[kind] -= 1
+            if _INSTALLED[kind]:
+                continue
+            del _INSTALLED[kind]
+            installed = kind.__dict__.get("__getattribute__")
+            if installed is None or not hasattr(installed, "_partita_own"):
+                continue  # the program has replaced it
+            if installed._partita_own is None:
+                del kind.__getattribute__
+            else:
+                kind.__getattribute__ = installed._partita_own  # type: ignore[method-assign]
+
+
+def _make_recording_getter(kind: type) -> Callable[[Any, str], Any]:
+    own = kind.__dict__.get("__getattribute__")
+    usual: Any = own or kind.__getattribute__
+    while hasattr(usual, "_partita_usual"):  # a base is instrumented, too
+        usual = usual._partita_usual
+
+    def __getattribute__(self: Any, name: str) -> Any:
+        record = _recording.record
+        if record is not None:
+            record.read_attribute(self, name)
+        elif _EXCHANGED and id(self) in _EXCHANGED:
+            _wait_for((id(self),))
+        return usual(self, name)
+
+    __getattribute__._partita_own = own  # type: ignore[attr-defined]
+    __getattribute__._partita_usual = usual  # type: ignore[attr-defined]
+    return __getattribute__
+
+
+def count_own_attributes(kind: type) -> int:
+    """The number of attributes of a class, without what `instrument` has added."""
+    held = vars(kind)
+    added = getattr(held.get("__getattribute__"), "_partita_own", 0) is None
+    return len(held) - added
+
+
+def has_own_getattribute(kind: type) -> bool:
+    """Has a class, or a base of it, its own `__getattribute__` in Python?"""
+    usual = kind.__getattribute__
+    return hasattr(getattr(usual, "_partita_usual", usual), "__code__")
+
+
+_READERS = frozenset((nn.Module.__getattr__.__code__, _make_recording_getter(nn.Module).__code__))
+
+
+def recorded_by(record: PlaceRecord) -> AbstractContextManager[None]:
+    """Within, `record` is told what this thread reads."""
+    return attribute_set(_recording, "record", record)
+
+
+@contextmanager
+def exclusive_access(objects: Iterable[Any]) -> Iterator[None]:
+    """Within, other threads wait before they read attributes of these modules or capture with them.
+
+    The capture meanwhile exchanges their parameters for fake tensors.
+    """
+    ids = [id(o) for o in objects]
+    with _FREED:
+        _wait_for(ids)
+        mine = [i for i in ids if i not in _EXCHANGED]
+        _EXCHANGED.update(dict.fromkeys(mine, get_ident()))
+    instrument(nn.Module)
+    try:
+        # A thread that is within a read now still gets the real parameter: wait until it is out.
+        until = time.monotonic() + _PATIENCE
+        while _others_read() and time.monotonic() < until:
+            threading.Event().wait(0.001)
+        yield
+    finally:
+        with _FREED:
+            for i in mine:
+                _EXCHANGED.pop(i, None)
+            _FREED.notify_all()
+        uninstrument([nn.Module])
+
+
+def _others_read() -> bool:
+    """Is another thread within a read of a module's attribute, and not waiting there?"""
+    me = get_ident()
+    return any(t != me and _is_reading(frame) for t, frame in sys._current_frames().items())
+
+
+def _is_reading(frame: FrameType | None) -> bool:
+    codes = []
+    while frame is not None:
+        codes.append(frame.f_code)
+        frame = frame.f_back
+    return _wait_for.__code__ not in codes and not _READERS.isdisjoint(codes)
+
+
+def _wait_for(ids: Iterable[int]) -> None:
+    thread = get_ident()
+    with _FREED:
+        while any(_EXCHANGED.get(i, thread) != thread for i in ids):
+            _FREED.wait()  # releases the lock, however often this thread has taken it

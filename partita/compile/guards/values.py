@@ -242,6 +242,9 @@ class ContentWalk:
 _MET = "met before"
 
 
+HUGE = 100_000  # entries above which a container's entries are not looked into
+
+
 def holds_no_more(value: Any) -> bool:
     """Is an entry immutable, all that it holds included? (Tensors count: they are inputs.)"""
     if type(value) is tuple:

@@ -36,7 +36,7 @@ from .block_follower import (
     traced_node,
 )
 from .block_nodes import LABELS, BackwardBody, add_block_node, block_backward, block_forward
-from .block_tape import MadeTensor, NotABlock, VaryingFloatRead, current_modes
+from .block_tape import BlockTape, MadeTensor, NotABlock, VaryingFloatRead, current_modes
 from .capture_context import dispatch_listeners, profiled_again, unprofiled
 from .equal_calls import replace_tensor, tensors_of
 from .recorder import Recorder
@@ -216,7 +216,7 @@ class BlockCalls:
     ):
         self.recorder, self.mode, self._wires = recorder, mode, wires
         self._choice, self._blocks = choice, choice.find(models)
-        self._traces: dict[type, list[BlockTrace]] = {}
+        self._tapes: dict[type, list[BlockTape]] = {}
         self._listeners = dispatch_listeners()
         self._calls: list[_BlockCall] = []
         self._results: list[tuple[weakref.ref[torch.Tensor], type]] = []  # of those with several
@@ -256,10 +256,10 @@ class BlockCalls:
             NotABlock: its class has to be traced as it runs.
         """
         kind = type(module)
-        traces = self._traces.setdefault(kind, [])
+        tapes = self._tapes.setdefault(kind, [])
         tracing = BlockTracing(self.recorder, self.mode.shape_env)
         varying = kind not in self._choice.constants
-        follower = BlockFollower(kind, traces, tracing, self._listeners, varying)
+        follower = BlockFollower(kind, tapes, tracing, self._listeners, varying)
         casts = torch.is_autocast_cache_enabled()
         HERE.block = follower
         try:
@@ -271,36 +271,29 @@ class BlockCalls:
                 except Exception as error:  # which the user may catch, and go on
                     raise NotABlock(kind, f"it raises {type(error).__name__}") from error
                 held = unprofiled(follower.finish_tape)
-                if follower.is_new:
-                    traces.append(tracing.finish_trace(follower))
         finally:
             torch.set_autocast_cache_enabled(casts)
             HERE.block = None
-        trace = next(t for t in traces if t.tape is follower.tape)
+        assert follower.tape is not None
         for log in scope().work_ledgers:
-            log.add_work(trace.tape.work)
-        floats = trace.tape.varying_values(follower.operands)
-        unprofiled(self._emit_call, trace, [*floats.values()], follower, held)
+            log.add_work(follower.tape.work)
+        unprofiled(self._emit_call, follower, held)
         return out
 
     # -- calls in the graph ------------------------------------------------------------------------
 
-    def _emit_call(
-        self,
-        trace: BlockTrace,
-        floats: Sequence[float],
-        follower: BlockFollower,
-        held: dict[int, FakeTensor],
-    ) -> None:
+    def _emit_call(self, follower: BlockFollower, held: dict[int, FakeTensor]) -> None:
         """Add the node of a block, and have what the user holds be what it makes.
 
         Args:
-            floats: its varying floats.
             follower: has followed it.
             held: by number, the stand-ins of results that the user holds.
         """
-        numbers, taken = [*held], follower.taken
-        admitted = [(w, a) for w, a in trace.tape.admitted]
+        tape, taken = follower.tape, follower.taken
+        assert tape is not None
+        trace, admitted = tape.trace, tape.admitted
+        floats = [*tape.varying_values(follower.operands).values()]
+        numbers = [*held]
         numbers += [a.number for _, a in admitted if type(a) is MadeTensor and a.number not in held]
         nodes = [traced_node(t, trace.kind) for t in taken]
         call = _BlockCall(self, trace, numbers, floats, follower.labels, nodes)

@@ -67,8 +67,8 @@ class BlockFollower(TorchFunctionMode):
 
     Args:
         kind: the block's class.
-        traces: of earlier blocks of that class.
-        trace: traces calls of a new tape into the graph.
+        tapes: of earlier blocks of that class; gets a new one.
+        tracing: traces calls of a new tape into the graph.
         listeners: `dispatch_listeners()` when the step began.
         varying: may floats differ between blocks of one structure?
 
@@ -86,16 +86,14 @@ class BlockFollower(TorchFunctionMode):
     def __init__(
         self,
         kind: type,
-        traces: Sequence[BlockTrace],
-        trace: BlockTracing,
+        tapes: list[BlockTape],
+        tracing: BlockTracing,
         listeners: Any,
         varying: bool,
     ):
         super().__init__()
-        self.kind, self._trace, self._floats_may_vary = kind, trace, varying
-        self._known = [t.tape for t in traces]
-        self._entered = {t.tape: t.entered for t in traces}
-        self._candidates = list(self._known)
+        self.kind, self._tracing, self._floats_may_vary = kind, tracing, varying
+        self._tapes, self._candidates = tapes, list(tapes)
         self._sibling: BlockTape | None = None
         self.operands: list[Any] = []
         self._writer = OperandWriter(kind)
@@ -157,7 +155,7 @@ class BlockFollower(TorchFunctionMode):
         for tape in self._candidates:
             number, node = tape.masks.get(self._position, (None, None))
             if node is not None and number == recorded.number:
-                stand = zip(self._entered[tape], self.taken, strict=False)
+                stand = zip(tape.trace.entered, self.taken, strict=False)
                 return node, {inner: traced_node(t, self.kind) for inner, t in stand}
         return None
 
@@ -350,7 +348,7 @@ class BlockFollower(TorchFunctionMode):
         if self._sibling is None or not self._varies_from(self._sibling, call):
             self._sibling = None
             return call, {}
-        numbers = range(len(self._trace.numbers), sys.maxsize)
+        numbers = range(len(self._tracing.numbers), sys.maxsize)
         operands = mark_varying_floats(
             call.operands, self._sibling.calls[at].operands, iter(numbers).__next__
         )
@@ -367,17 +365,17 @@ class BlockFollower(TorchFunctionMode):
             return (bind_recorded(o, made, taken, number) for o in call.operands)
 
         for value in values.values():
-            self._trace.enter_number(value)
-        args, kwargs = bind_operands(self._trace.symbols.__getitem__)
+            self._tracing.enter_number(value)
+        args, kwargs = bind_operands(self._tracing.symbols.__getitem__)
         try:
-            with self._trace.tracing():
+            with self._tracing.tracing():
                 return self._run(call.func, args, kwargs)
         except BlockNumberRead:
-            self._trace.discard_last_call(self.kind)
+            self._tracing.discard_last_call(self.kind)
         args, kwargs = bind_operands(values.__getitem__)
-        with self._trace.tracing():
+        with self._tracing.tracing():
             out = self._run(call.func, args, kwargs)
-        self._trace.pass_numbers(self.kind, call.func, out, values)
+        self._tracing.pass_numbers(self.kind, call.func, out, values)
         return out
 
     def _run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -397,7 +395,7 @@ class BlockFollower(TorchFunctionMode):
         assert self.tape is not None
         with attribute_set(self, "is_tracing", True):
             for t in self.taken[len(self.traced_taken) :]:
-                inner = self._trace.enter_tensor(t)
+                inner = self._tracing.enter_tensor(t)
                 self._recorded[id(inner)] = TakenTensor(len(self.traced_taken))
                 self.traced_taken.append(inner)
         self.tape.taken = list(self._writer.describe_taken())
@@ -450,7 +448,7 @@ class BlockFollower(TorchFunctionMode):
     # -- the end -----------------------------------------------------------------------------------
 
     def finish_tape(self) -> dict[int, FakeTensor]:
-        """Decide which tape the block has.
+        """Decide which tape the block has, and finish its trace.
 
         Returns:
             By number, the stand-ins of made tensors that are still referenced from outside, which
@@ -472,16 +470,45 @@ class BlockFollower(TorchFunctionMode):
             self.tape = next((t for t in ended if t.escapes.issuperset(held)), None)
         if self.tape is None:
             self._begin_tape()
-        if self.is_new:
+        assert self.tape is not None
+        if self.tape not in self._tapes:
             self._enter_taken()
-            assert self.tape is not None
             self.tape.escapes = frozenset(held)
+            self._finish_trace(self.tape)
+            self._tapes.append(self.tape)
         return dict(sorted(held.items()))
 
-    @property
-    def is_new(self) -> bool:
-        """Was a new tape recorded?"""
-        return self.tape is not None and self.tape not in self._known
+    def _finish_trace(self, tape: BlockTape) -> None:
+        """Set the trace of a new tape.
+
+        Raises:
+            NotABlock: it writes tensors from outside, or gives views of them.
+        """
+        taken, made, tracing = self.traced_taken, self.traced_made, self._tracing
+        with Local():
+            if any(t._version != v for t, v in zip(taken, tracing.versions, strict=True)):
+                raise NotABlock(self.kind, "it writes into what it takes from outside")
+            if any(t._version != v for t, v in self.gathered):
+                raise NotABlock(self.kind, "it writes into a gathered parameter")
+            if any(t.layout is not torch.strided for t in (*taken, *made)):
+                raise NotABlock(self.kind, "it computes with sparse tensors")
+            memory = {t.untyped_storage()._cdata for t in taken}
+            if any(made[n].untyped_storage()._cdata in memory for n in tape.escapes):
+                raise NotABlock(self.kind, "it gives a view of what it takes from outside")
+            results = {n: made[n] for n in sorted(tape.escapes) if made[n].requires_grad}
+            takes = {i: t for i, t in enumerate(taken) if t.requires_grad}
+        tape.made = {n: stand_in(t) for n, t in enumerate(made)}  # type: ignore[arg-type]
+        tape.trace = BlockTrace(
+            self.kind,
+            tracing.entered,
+            {n: traced_node(t, self.kind) for n, t in enumerate(made)},
+            tracing.nodes,
+            tracing.region,
+            tuple(self.labels),
+            tracing.numbers,
+            results=results,
+            takes=takes,
+        )
 
 
 # -- stand-ins -------------------------------------------------------------------------------------
@@ -520,16 +547,12 @@ class BlockTrace(BlockBody):
     """The traced forward of a block structure, and what is needed to differentiate it.
 
     Attributes:
-        tape: the calls of its blocks.
-        likes: by number, a tensor of the metadata of each made tensor.
         results, takes: by number, the traced results and outer tensors that require a gradient.
         backwards: by the gradients' strides and dtypes, which inputs train, and torch's modes.
         written: the numbers of the tensors from outside that it writes in place. Not empty for the
             update of an optimizer, and for no other block.
     """
 
-    tape: BlockTape = field(default_factory=BlockTape)
-    likes: dict[int, FakeTensor] = field(default_factory=dict)
     results: dict[int, torch.Tensor] = field(default_factory=dict)
     takes: dict[int, torch.Tensor] = field(default_factory=dict)
     backwards: dict[Any, BackwardBody] = field(default_factory=dict)
@@ -555,19 +578,22 @@ class BlockTracing:
 
     Attributes:
         nodes: of the block, in order.
+        entered, versions: the node of each tensor that is traced in place of one from outside, and
+            how often that was written when it was made.
+        region: the remat region in which the block lies; 0 for none.
         symbols: the symbolic floats that stand for varying floats.
         numbers: their nodes.
     """
 
     def __init__(self, recorder: Recorder, env: Any):
         self.recorder, self._env = recorder, env
-        self._region = recorder.marks[0]
+        self.region = recorder.marks[0]
         self.nodes: list[fx.Node] = []
         self.symbols: list[Any] = []
         self.numbers: list[fx.Node] = []
         self._new: list[fx.Node] = []
-        self._entered: list[fx.Node] = []
-        self._versions: list[int] = []
+        self.entered: list[fx.Node] = []
+        self.versions: list[int] = []
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
@@ -630,49 +656,18 @@ class BlockTracing:
         """The tensor that is traced in place of `t`: an alias of it at which history begins."""
         with Local(), torch.no_grad():
             inner = t.detach()
-        self._entered.append(self.recorder.add_alias(inner))
+        self.entered.append(self.recorder.add_alias(inner))
         spec = getattr(t, "_spec", None)
         with Local(), torch.enable_grad():
             inner.requires_grad_(t.requires_grad)
             if isinstance(t, nn.Parameter):
                 inner._is_param = True  # type: ignore[attr-defined]
-            self._versions.append(inner._version)
+            self.versions.append(inner._version)
         if spec is not None:
             tagged(inner, spec)
         if state_of(t).gathered_from is not None:
             own_state(inner).gathered_from = state_of(t).gathered_from
         return inner
-
-    def finish_trace(self, follower: BlockFollower) -> BlockTrace:
-        """The trace of the block that `follower` has recorded.
-
-        Raises:
-            NotABlock: it writes tensors from outside, or gives views of them.
-        """
-        tape = follower.tape
-        assert tape is not None
-        taken, made = follower.traced_taken, follower.traced_made
-        with Local():
-            if any(t._version != v for t, v in zip(taken, self._versions, strict=True)):
-                raise NotABlock(follower.kind, "it writes into what it takes from outside")
-            if any(t._version != v for t, v in follower.gathered):
-                raise NotABlock(follower.kind, "it writes into a gathered parameter")
-            if any(t.layout is not torch.strided for t in (*taken, *made)):
-                raise NotABlock(follower.kind, "it computes with sparse tensors")
-            memory = {t.untyped_storage()._cdata for t in taken}
-            if any(made[n].untyped_storage()._cdata in memory for n in tape.escapes):
-                raise NotABlock(follower.kind, "it gives a view of what it takes from outside")
-        forward, self.nodes = self.nodes, []
-        nodes = {n: traced_node(t, follower.kind) for n, t in enumerate(made)}
-        trace = BlockTrace(follower.kind, self._entered, nodes, forward, tape=tape)
-        trace.region, trace.numbers = self._region, self.numbers
-        trace.labels = tuple(follower.labels)
-        trace.likes = {n: stand_in(t) for n, t in enumerate(made)}  # type: ignore[arg-type]
-        with Local():
-            trace.results = {n: made[n] for n in sorted(tape.escapes) if made[n].requires_grad}
-            trace.takes = {i: t for i, t in enumerate(taken) if t.requires_grad}
-        tape.made = trace.likes
-        return trace
 
 
 def differentiate_block(

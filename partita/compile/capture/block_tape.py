@@ -168,6 +168,7 @@ class BlockTape:
         work: the matrix products of its calls.
         masks: by the index of a call of attention whose mask its calls make, the number of that,
             and the node that makes it in the trace.
+        trace: the `BlockTrace` of its calls, once forward has returned.
     """
 
     calls: list[TapedCall] = field(default_factory=list)
@@ -178,6 +179,7 @@ class BlockTape:
     calls_with_varying: list[int] = field(default_factory=list)
     work: Ledger = field(default_factory=Ledger)
     masks: dict[int, tuple[int, fx.Node]] = field(default_factory=dict)
+    trace: Any = None
 
     def varying_values(self, operands: Sequence[Any]) -> dict[int, float]:
         """The varying floats, by number, of a block whose calls have these recorded operands."""

@@ -23,7 +23,8 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from .backend.section_cutter import UnsureOfSections, sections_of_blocks
-from .capture.block_nodes import (
+from .capture.block_programs import BlockProgram, find_late, inline_block_programs
+from .capture.block_traces import (
     BackwardBody,
     BlockBody,
     block_backward,
@@ -32,7 +33,6 @@ from .capture.block_nodes import (
     calls_of_blocks,
     inline_bodies,
 )
-from .capture.block_programs import BlockProgram, find_late, inline_block_programs
 from .errors import cannot_be_kept
 from .graph_nodes import Section, copy_graph, lazy_graph_module, note_of, sections_in
 from .memory import peak_of

@@ -21,7 +21,7 @@ from partita.comm.collective import WAIT
 from partita.layout import LayoutError
 from partita.tensor.op_facts import facts_of, find_unknown_effect
 
-from .capture.block_nodes import is_block_node
+from .capture.block_traces import is_block_node
 from .graph_nodes import call_section, is_collective, note_of, written_operands
 from .program import Program
 

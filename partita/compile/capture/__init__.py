@@ -14,8 +14,7 @@ In reading order:
   `differentiate` (gradients of a region).
 - Writes become values: `functionalize`, `functional_calls` (what one call becomes),
   `functional_memory` (which nodes show the same memory).
-- Blocks traced once: `block_calls` (which modules, and what becomes of their calls), `block_tape`
-  (the calls of a block, recorded), `block_follower` (a block along a tape, or the trace of a new
-  one), `block_nodes` (blocks in the graph), `block_updates` (of an optimizer), `block_programs`
-  (each structure as a graph of its own).
+- Blocks traced once: `block_calls` (which modules, and what becomes of their calls; of the updates
+  of optimizers), `block_follower` (a block along the tape of another, or recorded as a new one),
+  `block_traces` (blocks in the graph), `block_programs` (each structure as a graph of its own).
 """

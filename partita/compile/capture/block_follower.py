@@ -9,57 +9,489 @@ backward.
 
 Since the user's Python runs in every block, its side effects happen (a cache that is filled, a
 counter, a branch on the block's index); only the torch calls decide which structure a block has.
+
+A tape is a list of calls: the function, the torch modes around it, its operands and its result. A
+tensor is recorded by number, everything else by value. So two blocks have equal tapes if they call
+the same functions on values that come about in the same way; one trace then serves both.
+
+    y = 0.5 * x      TapedCall(mul, modes, operands=((tuple, (float, "0x1.0p-1"), TakenTensor(0)),
+                               (dict,)), result=MadeTensor(0))
+
+A float that differs between blocks of otherwise equal tapes becomes a `VaryingFloat`, which is an
+input of the trace. `OperandWriter` records operands, `bind_recorded` turns them back into values.
+`why_refused` names the functions that a block cannot call, `current_modes` are the modes of a call.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import cache
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 from torch._C import DisableTorchFunction as Unheard
 from torch._C import DisableTorchFunctionSubclass as Local
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, track_tensor_tree
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 
+from partita.comm import read_autocast_state, switch_off, use_autocast_state
 from partita.comm.ledger import Ledger, noting_work_in
-from partita.tensor.dtensor import tagged
-from partita.tensor.op_facts import facts_of
-from partita.tensor.tensor_state import HERE, count_writes, own_state, state_of
+from partita.tensor.op_facts import VIEW_ATTRIBUTES, facts_of_function
+from partita.tensor.tensor_state import HERE, Label, Spec, count_writes, state_of
 
-from ..graph_nodes import add_call, nodes_since
 from ..guards.values import ByIdentity
-from .block_nodes import BackwardBody, BlockBody, block_number
-from .block_tape import (
-    BlockTape,
-    MadeTensor,
+from .block_traces import (
+    BlockTrace,
+    BlockTracing,
     NotABlock,
-    OperandWriter,
-    TakenTensor,
-    TapedCall,
-    VaryingFloatRead,
-    bind_recorded,
-    contains,
-    current_modes,
-    is_question,
-    mark_varying_floats,
-    varying_values_in,
-    why_refused,
-    within_modes,
-    writes_first,
+    stand_in,
+    traced_node,
 )
 from .capture_context import attribute_set, dispatch_listeners, unprofiled
-from .differentiate import differentiate
 from .equal_calls import node_of
 from .known_masks import ATTENTION
-from .recorder import Recorder
 from .step_function_mode import LibraryCalls
-from .symbolic import BlockNumberRead
+from .symbolic import BlockNumberRead, is_symbolic
+
+# -- tapes -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class MadeTensor:
+    """A tensor that the tape's calls make: the `number`-th of them."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class TakenTensor:
+    """A tensor from outside the block: the `number`-th in the order of first use."""
+
+    number: int
+
+
+class _IntAsFloat:
+    """The recorded type of an int that torch computes with as the float of that value."""
+
+
+@dataclass(frozen=True, slots=True)
+class VaryingFloat:
+    """A float that differs between blocks of one structure, by number.
+
+    It equals every float that `_may_vary`, so that a block matches whatever its value is.
+    """
+
+    number: int
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is VaryingFloat or _may_vary(other)
+
+    def __hash__(self) -> int:
+        return hash(float)
+
+
+def _may_vary(written: Any) -> bool:
+    """Is it a recorded float that may have another value in another block?
+
+    Not zero, infinite or NaN: torch and symbolic numbers treat these in ways of their own.
+    """
+    if type(written) is not tuple or len(written) != 2 or written[0] not in (float, _IntAsFloat):
+        return False
+    value = _float_of(written)
+    return value != 0 and math.isfinite(value)
+
+
+def _float_of(written: tuple[type, Any]) -> float:
+    """The value of a recorded float."""
+    return float.fromhex(written[1]) if written[0] is float else float(written[1])
+
+
+def _mark_ints_as_floats(operands: Any, places: frozenset[int | str]) -> Any:
+    """Recorded operands in which the ints at these positions and keywords are `_IntAsFloat`."""
+    (_, *args), (_, *kwargs) = operands
+    return (
+        (tuple, *(_mark_int_as_float(v) if i in places else v for i, v in enumerate(args))),
+        (dict, *((k, _mark_int_as_float(v) if k in places else v) for k, v in kwargs)),
+    )
+
+
+def _mark_int_as_float(written: Any) -> Any:
+    is_int = type(written) is tuple and len(written) == 2 and written[0] is int
+    return (_IntAsFloat, written[1]) if is_int and abs(written[1]) < _EXACT_INTS else written
+
+
+_EXACT_INTS = 2**53
+"""Ints below this size are different floats."""
+
+
+@dataclass(frozen=True, slots=True)
+class _CallLabel:
+    """The label of a call in ledgers and messages: every other label is equal to it."""
+
+    value: str
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is _CallLabel
+
+    def __hash__(self) -> int:
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class TapedCall:
+    """One call of torch.
+
+    Attributes:
+        func: the function that is called.
+        modes: `current_modes()` and the remat region when it is called.
+        operands: (args, kwargs) as recorded.
+        result: as recorded; None until the call is traced.
+    """
+
+    func: Any
+    modes: tuple[Any, ...]
+    operands: Any
+    result: Any
+
+
+@dataclass(eq=False)
+class BlockTape:
+    """The calls of blocks of one structure, in order.
+
+    Attributes:
+        calls: of torch.
+        taken: for each tensor from outside its metadata, in the order of first use.
+        made: by number, for each tensor that the calls make one of the same metadata.
+        escapes: the numbers of made tensors that were still referenced when forward had returned.
+        admitted: (wire, value) for each plain tensor that is taken as equal on all ranks.
+        calls_with_varying: the indices of calls whose operands contain a `VaryingFloat`.
+        work: the matrix products of its calls.
+        masks: by the index of a call of attention whose mask its calls make, the number of that,
+            and the node that makes it in the trace.
+        trace: the `BlockTrace` of its calls, once forward has returned.
+    """
+
+    calls: list[TapedCall] = field(default_factory=list)
+    taken: list[tuple[Any, ...]] = field(default_factory=list)
+    made: dict[int, FakeTensor] = field(default_factory=dict)
+    escapes: frozenset[int] = frozenset()
+    admitted: list[tuple[Any, MadeTensor | TakenTensor]] = field(default_factory=list)
+    calls_with_varying: list[int] = field(default_factory=list)
+    work: Ledger = field(default_factory=Ledger)
+    masks: dict[int, tuple[int, fx.Node]] = field(default_factory=dict)
+    trace: Any = None
+
+    def varying_values(self, operands: Sequence[Any]) -> dict[int, float]:
+        """The varying floats, by number, of a block whose calls have these recorded operands."""
+        values: dict[int, float] = {}
+        for place in self.calls_with_varying:
+            values.update(varying_values_in(self.calls[place].operands, operands[place]))
+        return values
+
+
+def mark_varying_floats(written: Any, beside: Any, number: Callable[[], int]) -> Any:
+    """`written` with a `VaryingFloat` wherever a float differs from the one in `beside`.
+
+    Args:
+        written, beside: recorded operands of a call in two blocks.
+        number: gives the next number.
+
+    Returns:
+        None if they differ in anything else, or in a float that may not vary.
+    """
+    if type(beside) is VaryingFloat:
+        return VaryingFloat(number()) if _may_vary(written) else None
+    if type(written) is not tuple or type(beside) is not tuple:
+        return written if written == beside else None
+    if _may_vary(written) and _may_vary(beside):
+        return written if written == beside else VaryingFloat(number())
+    if len(written) != len(beside):
+        return None
+    parts = tuple(mark_varying_floats(w, b, number) for w, b in zip(written, beside, strict=True))
+    same = (p is not None or w is None for p, w in zip(parts, written, strict=True))
+    return parts if all(same) else None
+
+
+def varying_values_in(operands: Any, written: Any) -> Iterator[tuple[int, float]]:
+    """(number, value) for each `VaryingFloat` of `operands`; the values are those of `written`."""
+    if type(operands) is VaryingFloat:
+        yield operands.number, written[1] if written[0] is _IntAsFloat else _float_of(written)
+    elif type(operands) is tuple:
+        for part, written_part in zip(operands, written, strict=True):
+            yield from varying_values_in(part, written_part)
+
+
+def bind_recorded(
+    value: Any,
+    made: Callable[[int], Any],
+    taken: Callable[[int], Any],
+    number: Callable[[int], Any] | None = None,
+) -> Any:
+    """The value of recorded operands.
+
+    Args:
+        made, taken, number: give, by number, the values of made tensors, of tensors from outside
+            and of varying floats.
+    """
+    kind = type(value)
+    if kind is VaryingFloat:
+        assert number is not None
+        return number(value.number)
+    if kind is MadeTensor:
+        return made(value.number)
+    if kind is TakenTensor:
+        return taken(value.number)
+    if kind is ByIdentity or kind is _CallLabel:
+        return value.value
+    if kind is not tuple:
+        return value
+    of, *rest = value
+    if of is int or of is bool or of is _IntAsFloat:
+        return rest[0]
+    if of is float:
+        return float.fromhex(rest[0])
+    if of is dict:
+        return {k: bind_recorded(v, made, taken, number) for k, v in rest}
+    parts = [bind_recorded(v, made, taken, number) for v in rest]
+    if of is slice:
+        return slice(*parts)
+    if of is tuple or of is list or of is torch.Size:
+        return of(parts)
+    return of(*parts) if hasattr(of, "_fields") else of(parts)  # as torch.max gives them
+
+
+def contains(value: Any, kind: type) -> bool:
+    """Is a part of a recorded value of this class?"""
+    if type(value) is kind:
+        return True
+    return type(value) is tuple and any(contains(v, kind) for v in value)
+
+
+# -- recording operands ----------------------------------------------------------------------------
+
+
+_ALIKE = (Enum, Spec, torch.Generator)
+"""Types whose objects are compared by identity."""
+_PLAIN = (str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, type(...))
+
+
+def _describe(t: torch.Tensor) -> tuple[Any, ...]:
+    """The metadata in which tensors from outside must agree for one trace to take either."""
+    with Unheard():
+        return (
+            type(t),
+            tuple(t.shape),
+            t.stride(),
+            t.storage_offset(),
+            t.dtype,
+            t.device,
+            getattr(t, "_spec", None),
+            t.requires_grad,
+            isinstance(t, torch.nn.Parameter),
+            t.is_inference(),
+        )
+
+
+class OperandWriter:
+    """Records the operands of one block's calls.
+
+    Attributes:
+        taken: the tensors from outside, in the order of first use.
+        numbers: by the id of a tensor, how it is recorded.
+        labels: of the calls that have one, in order.
+    """
+
+    def __init__(self, kind: type):
+        self.kind = kind
+        self.labels: list[str] = []
+        self.taken: list[torch.Tensor] = []
+        self.numbers: dict[int, MadeTensor | TakenTensor] = {}
+        self._described: list[tuple[Any, ...]] = []
+
+    def write_operands(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The recorded (args, kwargs) of a call."""
+        operands = (self.write_operand(args), self.write_operand(kwargs))
+        first = args[0] if args else None
+        if not isinstance(first, torch.Tensor):
+            return operands
+        with Unheard():
+            computes_in_floats = first.is_floating_point()
+        places = scalar_places(func) if computes_in_floats else ()
+        return _mark_ints_as_floats(operands, places) if places else operands
+
+    def write_operand(self, value: Any) -> Any:
+        """An operand as recorded. Raises NotABlock for one that cannot be compared."""
+        kind = type(value)
+        if kind is int or kind is bool:
+            return (kind, value)
+        if isinstance(value, torch.Tensor):
+            return self._number_tensor(value)
+        if kind is float:
+            return (kind, value.hex())
+        if kind is Label:
+            self.labels.append(value)
+            return _CallLabel(value)
+        if isinstance(value, _PLAIN):
+            return value
+        if kind is tuple or kind is list or kind is torch.Size:
+            return (kind, *map(self.write_operand, value))
+        if kind is dict:
+            return (kind, *((k, self.write_operand(v)) for k, v in value.items()))
+        if kind is slice:
+            return (kind, *map(self.write_operand, (value.start, value.stop, value.step)))
+        if is_symbolic(value):
+            raise NotABlock(self.kind, "it reckons with a number that is an input")
+        if kind is complex or isinstance(value, (*_ALIKE, type)) or _is_closed(value):
+            return ByIdentity(value)
+        raise NotABlock(self.kind, f"it gives torch a {kind.__name__}")
+
+    def _number_tensor(self, t: torch.Tensor) -> MadeTensor | TakenTensor:
+        found = self.numbers.get(id(t))
+        if found is not None:
+            return found
+        if not isinstance(t, FakeTensor):
+            raise NotABlock(self.kind, "it reads a tensor for which no other stands")
+        found = self.numbers[id(t)] = TakenTensor(len(self.taken))
+        self.taken.append(t)
+        return found
+
+    def describe_taken(self) -> list[tuple[Any, ...]]:
+        """The metadata of each tensor from outside."""
+        self._described += map(_describe, self.taken[len(self._described) :])
+        return self._described
+
+
+def _is_closed(value: Any) -> bool:
+    """Is it a function that holds nothing but what is written in it?"""
+    if isinstance(value, FunctionType):
+        return not value.__closure__ and not value.__defaults__ and not value.__kwdefaults__
+    return isinstance(value, (BuiltinFunctionType, torch._ops.OpOverload))
+
+
+def scalar_places(func: Any) -> frozenset[int | str]:
+    """The positions and keywords at which a torch function takes a number to compute with, and
+    never a size or a dimension.
+
+    With a float tensor, an int there has the effect of the float of that value.
+    """
+    owner, _, name = getattr(func, "__qualname__", "").rpartition(".")
+    if owner not in ("TensorBase", "Tensor", "_VariableFunctionsClass"):
+        return frozenset()  # Python's own functions may do with a number what they like
+    return _scalar_places(name.strip("_"))
+
+
+@cache
+def _scalar_places(name: str) -> frozenset[int | str]:
+    packet = getattr(torch.ops.aten, name, None)
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        return frozenset()
+    scalars: set[int | str] = set()
+    others: set[int | str] = set()
+    for overload in packet.overloads():
+        arguments = getattr(packet, overload)._schema.arguments
+        if not arguments or str(arguments[0].type) != "Tensor":
+            continue  # of Python's numbers and lists, for scripts
+        for position, argument in enumerate(arguments):
+            kind = str(argument.type)
+            if "Tensor" not in kind:
+                found = scalars if "number" in kind else others
+                found |= {argument.name} if argument.kwarg_only else {position, argument.name}
+    return frozenset(scalars - others)
+
+
+# -- functions that a block may call ---------------------------------------------------------------
+
+_REFUSED_ATTRIBUTES = frozenset(
+    "grad data grad_fn _base _version _grad _grad_fn _backward_hooks output_nr retains_grad".split()
+)
+
+
+def why_refused(func: Any) -> str:
+    """Why a block cannot call `func`, as words for an error; "" where it can.
+
+    While a block is followed its tensors have metadata and nothing else: no history, no gradient,
+    no memory.
+    """
+    name = getattr(func, "__name__", "")
+    if facts_of_function(name).needs_itself or name in ("__set__", "__delete__"):
+        return f"it calls {name} of a tensor"
+    if name == "__get__":
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+        if attribute in _REFUSED_ATTRIBUTES:
+            return f"it asks for .{attribute} of a tensor"
+    if getattr(func, "__module__", "") == "torch.autograd" and name == "grad":
+        return "it asks for gradients"
+    return ""
+
+
+def writes_first(name: str) -> bool:
+    """Does a method or function of this name write into its first operand?"""
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in _NO_WRITES)
+    return name.endswith("_")
+
+
+_NO_WRITES = ("__invert__", "__index__", "__int__", "__init__")
+
+
+def is_question(func: Any) -> bool:
+    """Does `func` read metadata of a tensor and make none?"""
+    name = getattr(func, "__name__", "")
+    return facts_of_function(name).is_question or (
+        name == "__get__" and getattr(func.__self__, "__name__", "") not in VIEW_ATTRIBUTES
+    )
+
+
+# -- torch modes -----------------------------------------------------------------------------------
+
+
+def current_modes() -> tuple[Any, ...]:
+    """The settings of torch that decide what a call does."""
+    # Private, but one question for all devices: a block asks it often.
+    casts = read_autocast_state() if torch._C._is_any_autocast_enabled() else None
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch._C._is_torch_function_enabled(),
+        torch.get_default_dtype(),
+        _attention_kernels(),
+        casts,
+    )
+
+
+def _attention_kernels() -> tuple[bool, ...]:
+    """The kernels that attention may take. Private torch: as it asks while it is traced."""
+    return (
+        torch._C._get_flash_sdp_enabled(),
+        torch._C._get_mem_efficient_sdp_enabled(),
+        torch._C._get_math_sdp_enabled(),
+        torch._C._get_cudnn_sdp_enabled(),
+    )
+
+
+@contextmanager
+def within_modes(modes: tuple[Any, ...], kind: type) -> Iterator[None]:
+    """Within, torch is set to the recorded modes of a call. Raises NotABlock where it cannot be."""
+    grad, inference, torch_function, dtype, kernels, casts, *marks = modes
+    set_alike = dtype is torch.get_default_dtype() and kernels == _attention_kernels()
+    if inference or not set_alike or any(marks):
+        raise NotABlock(kind, "two of its blocks begin alike, in modes of their own")
+    with ExitStack() as stack:
+        if not torch_function:
+            stack.enter_context(Local())
+        stack.enter_context(torch.set_grad_enabled(grad))
+        stack.enter_context(use_autocast_state(casts or switch_off(read_autocast_state())))
+        yield
+
+
+# -- following a tape ------------------------------------------------------------------------------
 
 
 class BlockFollower(TorchFunctionMode):
@@ -511,196 +943,8 @@ class BlockFollower(TorchFunctionMode):
         )
 
 
-# -- stand-ins -------------------------------------------------------------------------------------
-
-
 def _is_of_tensors(call: TapedCall) -> bool:
     """Does a call take or give tensors?"""
     return any(
         contains(v, k) for v in (call.operands, call.result) for k in (MadeTensor, TakenTensor)
-    )
-
-
-def stand_in(like: FakeTensor) -> FakeTensor:
-    """A tensor with the metadata of `like`, of which nothing can be computed."""
-    with Unheard():
-        made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            FakeTensor,
-            like.shape,
-            strides=like.stride(),
-            storage_offset=like.storage_offset(),
-            dtype=like.dtype,
-            device=like.device,
-        )
-        made.fake_device, made.fake_mode = like.fake_device, like.fake_mode
-        spec = like.__dict__.get("_spec")
-        if spec is not None:
-            made.__class__, made._spec = type(like), spec  # type: ignore[attr-defined]
-    return made  # type: ignore[no-any-return]
-
-
-# -- traces of blocks ------------------------------------------------------------------------------
-
-
-@dataclass(eq=False, repr=False)
-class BlockTrace(BlockBody):
-    """The traced forward of a block structure, and what is needed to differentiate it.
-
-    Attributes:
-        results, takes: by number, the traced results and outer tensors that require a gradient.
-        backwards: by the gradients' strides and dtypes, which inputs train, and torch's modes.
-        written: the numbers of the tensors from outside that it writes in place. Not empty for the
-            update of an optimizer, and for no other block.
-    """
-
-    results: dict[int, torch.Tensor] = field(default_factory=dict)
-    takes: dict[int, torch.Tensor] = field(default_factory=dict)
-    backwards: dict[Any, BackwardBody] = field(default_factory=dict)
-    written: tuple[int, ...] = ()
-
-    def __repr__(self) -> str:
-        return "'a block'"  # as code: it stands among the operands of a node
-
-
-# -- tracing ---------------------------------------------------------------------------------------
-
-
-def traced_node(t: torch.Tensor, kind: type) -> fx.Node:
-    """The node that makes `t`. Raises NotABlock, for a block of class `kind`, if none does."""
-    node = node_of(t)
-    if node is None:
-        raise NotABlock(kind, "it takes a tensor that the graph does not make")
-    return node
-
-
-class BlockTracing:
-    """Traces a block into the graph, and notes which nodes are its own.
-
-    Attributes:
-        nodes: of the block, in order.
-        entered, versions: the node of each tensor that is traced in place of one from outside, and
-            how often that was written when it was made.
-        region: the remat region in which the block lies; 0 for none.
-        symbols: the symbolic floats that stand for varying floats.
-        numbers: their nodes.
-    """
-
-    def __init__(self, recorder: Recorder, env: Any):
-        self.recorder, self._env = recorder, env
-        self.region = recorder.marks[0]
-        self.nodes: list[fx.Node] = []
-        self.symbols: list[Any] = []
-        self.numbers: list[fx.Node] = []
-        self._new: list[fx.Node] = []
-        self.entered: list[fx.Node] = []
-        self.versions: list[int] = []
-
-    @contextmanager
-    def tracing(self) -> Iterator[None]:
-        """Within, the nodes that are added belong to the block."""
-        first = self.recorder.newest()
-        try:
-            yield
-        finally:
-            self._new = [*nodes_since(self.recorder.graph, first)]
-            self.nodes += reversed(self._new)
-
-    def enter_number(self, value: float) -> None:
-        """Add a symbolic float for a varying float whose value is `value` in this block."""
-        mode = get_proxy_mode()
-        assert mode is not None
-        number = len(self.numbers)
-        symbol = self._env.symbolic(f"number {number} of a block", float(value))
-        self._env.of_blocks.add(str(symbol.node.expr))
-        node = add_call(self.recorder.graph, block_number, (number,))
-        self.recorder.note_made(node)
-        node.meta["val"] = symbol
-        track_tensor_tree(symbol, fx.Proxy(node, mode.tracer), constant=None, tracer=mode.tracer)
-        self.symbols.append(symbol)
-        self.numbers.append(node)
-
-    def discard_last_call(self, kind: type) -> None:
-        """Erase the nodes of the last call, which raised BlockNumberRead and will be repeated.
-
-        Raises:
-            VaryingFloatRead: they are used, or write.
-        """
-        for node in self._new:
-            if node.users or facts_of(node.target).writes:
-                raise VaryingFloatRead(kind)
-            self.nodes.remove(node)
-            self.recorder.erase(node)
-
-    def pass_numbers(self, kind: type, func: Any, out: Any, values: Mapping[int, float]) -> None:
-        """Have the node of the last call, traced with the floats `values`, take the varying floats.
-
-        Raises:
-            VaryingFloatRead: the call is more than one node of the same name that takes each float
-                once, or has a gradient: then another float might have other effects.
-        """
-        with Local():
-            graded = not isinstance(out, torch.Tensor) or out.requires_grad
-        name = getattr(func, "__name__", "")
-        if graded or len(self._new) != 1 or getattr(self._new[0].target, "_opname", "") != name:
-            raise VaryingFloatRead(kind)
-        (node,) = self._new
-        args = list(node.args)
-        for number, value in values.items():
-            at = [i for i, a in enumerate(args) if type(a) is type(value) and a == value]
-            if len(at) != 1:
-                raise VaryingFloatRead(kind)
-            args[at[0]] = self.numbers[number]
-        node.args = tuple(args)
-
-    def enter_tensor(self, t: torch.Tensor) -> torch.Tensor:
-        """The tensor that is traced in place of `t`: an alias of it at which history begins."""
-        with Local(), torch.no_grad():
-            inner = t.detach()
-        self.entered.append(self.recorder.add_alias(inner))
-        spec = getattr(t, "_spec", None)
-        with Local(), torch.enable_grad():
-            inner.requires_grad_(t.requires_grad)
-            if isinstance(t, nn.Parameter):
-                inner._is_param = True  # type: ignore[attr-defined]
-            self.versions.append(inner._version)
-        if spec is not None:
-            tagged(inner, spec)
-        if state_of(t).gathered_from is not None:
-            own_state(inner).gathered_from = state_of(t).gathered_from
-        return inner
-
-
-def differentiate_block(
-    trace: BlockTrace,
-    given: Mapping[int, torch.Tensor],
-    trains: Sequence[bool],
-    tracing: BlockTracing,
-) -> BackwardBody:
-    """Trace the backward of a block.
-
-    Args:
-        given: by the number of a result, a gradient of the strides and dtype that it will have.
-        trains: for each of `trace.takes`, is its gradient needed?
-    """
-    wanted = [i for i, trains_too in zip(trace.takes, trains, strict=True) if trains_too]
-    with tracing.tracing():
-        traced = differentiate(
-            [trace.results[n] for n in given],
-            [trace.takes[i] for i in wanted],
-            tracing.recorder,
-            given,
-        )
-        assert traced is not None
-        seeds, gradients = traced
-        found = {i: g for i, g in zip(wanted, gradients, strict=True) if g is not None}
-        if any(g.layout is not torch.strided for g in found.values()):
-            raise NotABlock(trace.kind, "a gradient of what it takes is sparse")
-        for g in found.values():
-            traced_node(g, trace.kind)  # which may be no node of the block
-            tracing.recorder.add_alias(g)
-    names = {node.name: node for node in tracing.nodes}
-    return BackwardBody(
-        [names[seed.node] for seed in seeds],
-        {i: traced_node(g, trace.kind) for i, g in found.items()},
-        tracing.nodes,
     )

@@ -3,7 +3,7 @@
 A block's forward and backward are one graph: its inputs are the block's operands, then what its
 backward is given; its outputs the block's results, then the gradients of operands. So it is
 functionalized, rewritten by passes and compiled once, however many blocks have the structure. What
-is left of the step is an outer graph, in which each block is two nodes (`block_nodes`).
+is left of the step is an outer graph, in which each block is two nodes (`block_traces`).
 
 A structure stays in the step's graph, inlined, where a graph of its own would not say all of it:
 where a forward has several backwards, results share memory, or a weight is gathered for
@@ -44,10 +44,10 @@ from ..graph_nodes import (
     written_inputs_of,
     written_operands,
 )
-from .block_follower import BlockTrace
-from .block_nodes import (
+from .block_traces import (
     BackwardBody,
     BlockBody,
+    BlockTrace,
     block_backward,
     block_forward,
     block_output,

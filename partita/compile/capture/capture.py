@@ -45,7 +45,7 @@ from .answers import (
     gate_writes,
     predict_answer,
 )
-from .block_calls import BlockCalls, BlockChoice, BlocksTraced
+from .block_calls import BlockCalls, BlockChoice, BlocksTraced, BlockUpdates
 from .block_programs import (
     Structures,
     count_blocks,
@@ -53,8 +53,7 @@ from .block_programs import (
     inline_blocks,
     outline_blocks,
 )
-from .block_tape import NotABlock, VaryingFloatRead
-from .block_updates import BlockUpdates
+from .block_traces import NotABlock, VaryingFloatRead
 from .capture_context import (
     Cell,
     ParamGroup,

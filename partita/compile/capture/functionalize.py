@@ -38,7 +38,7 @@ from ..graph_nodes import (
     nodes_since,
     written_operands,
 )
-from .block_nodes import is_block_node
+from .block_traces import is_block_node
 from .equal_calls import call_without_memory
 from .fakes import fake_mode_in
 from .functional_calls import (

@@ -42,7 +42,7 @@ from ..guards.codes import line_of_write
 from ..guards.places import place_of_entry, user_attributes_of, user_hooks_of
 from ..guards.values import MISSING, brief
 from ..program import Input, Output, ResultPlace, border_of
-from .block_nodes import is_block_node
+from .block_traces import is_block_node
 from .capture_context import Slot
 from .differentiate import (
     Seed,

@@ -1,30 +1,67 @@
-"""Block nodes: how the blocks of a step stand in its graph, and the nodes for which they stand.
+"""Block traces: the nodes of a block's forward and backward, and how blocks stand in the graph.
 
     f = block_forward(block, floats, *operands)    block_output(f, number), for each result
     b = block_backward(back, f, *cotangents)       block_output(b, number), for each gradient
 
 These targets are never called. `block` is a `BlockBody`, `back` a `BackwardBody`; where each has
 become a graph of its own both are a `BlockProgram`. `inline_bodies` replaces the block nodes of a
-graph by copies of the nodes for which they stand.
+graph by copies of the nodes for which they stand. While a step is traced `BlockTracing` marks the
+nodes that a block adds, and a `BlockTrace` keeps them, with those of backward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import count
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
+from torch._C import DisableTorchFunction as Unheard
+from torch._C import DisableTorchFunctionSubclass as Local
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, track_tensor_tree
 
+from partita.tensor.dtensor import tagged
 from partita.tensor.op_facts import OpFacts, declare_facts, facts_of
+from partita.tensor.tensor_state import own_state, state_of
 
-from ..graph_nodes import NOTE, GraphPart, Note, add_call, copy_node, has_effect, note_of
+from ..graph_nodes import (
+    NOTE,
+    GraphPart,
+    Note,
+    add_call,
+    copy_node,
+    has_effect,
+    nodes_since,
+    note_of,
+)
+from .equal_calls import node_of
 from .functional_memory import lie_alike
 from .recorder import Recorder
 from .symbolic import is_symbolic
+
+
+class NotABlock(BaseException):
+    """A module cannot be traced once for all alike: capture starts again with its class excluded.
+
+    A BaseException, so that no `except Exception` of the user's catches it.
+    """
+
+    def __init__(self, kind: type, reason: str):
+        super().__init__(f"{kind.__name__}: {reason}")
+        self.kind, self.reason = kind, reason
+
+
+class VaryingFloatRead(NotABlock):
+    """Torch reads a varying float of this class: capture starts again with its floats constant."""
+
+    def __init__(self, kind: type):
+        super().__init__(kind, "a number that differs between its blocks is read")
+
 
 LABELS = "labels"
 """The key, in the `meta` of a `block_forward` node, of the labels of that block's calls."""
@@ -243,3 +280,152 @@ def _is_alias(node: fx.Node) -> bool:
     if node.target is not torch.ops.aten.view.default:
         return False
     return lie_alike(node.meta["val"], node.args[0].meta["val"])  # type: ignore[union-attr]
+
+
+# -- traces of blocks ------------------------------------------------------------------------------
+
+
+@dataclass(eq=False, repr=False)
+class BlockTrace(BlockBody):
+    """The traced forward of a block structure, and what is needed to differentiate it.
+
+    Attributes:
+        results, takes: by number, the traced results and outer tensors that require a gradient.
+        backwards: by the gradients' strides and dtypes, which inputs train, and torch's modes.
+        written: the numbers of the tensors from outside that it writes in place. Not empty for the
+            update of an optimizer, and for no other block.
+    """
+
+    results: dict[int, torch.Tensor] = field(default_factory=dict)
+    takes: dict[int, torch.Tensor] = field(default_factory=dict)
+    backwards: dict[Any, BackwardBody] = field(default_factory=dict)
+    written: tuple[int, ...] = ()
+
+    def __repr__(self) -> str:
+        return "'a block'"  # as code: it stands among the operands of a node
+
+
+# -- tracing ---------------------------------------------------------------------------------------
+
+
+def traced_node(t: torch.Tensor, kind: type) -> fx.Node:
+    """The node that makes `t`. Raises NotABlock, for a block of class `kind`, if none does."""
+    node = node_of(t)
+    if node is None:
+        raise NotABlock(kind, "it takes a tensor that the graph does not make")
+    return node
+
+
+class BlockTracing:
+    """Traces a block into the graph, and notes which nodes are its own.
+
+    Attributes:
+        nodes: of the block, in order.
+        entered, versions: the node of each tensor that is traced in place of one from outside, and
+            how often that was written when it was made.
+        region: the remat region in which the block lies; 0 for none.
+        symbols: the symbolic floats that stand for varying floats.
+        numbers: their nodes.
+    """
+
+    def __init__(self, recorder: Recorder, env: Any):
+        self.recorder, self._env = recorder, env
+        self.region = recorder.marks[0]
+        self.nodes: list[fx.Node] = []
+        self.symbols: list[Any] = []
+        self.numbers: list[fx.Node] = []
+        self._new: list[fx.Node] = []
+        self.entered: list[fx.Node] = []
+        self.versions: list[int] = []
+
+    @contextmanager
+    def tracing(self) -> Iterator[None]:
+        """Within, the nodes that are added belong to the block."""
+        first = self.recorder.newest()
+        try:
+            yield
+        finally:
+            self._new = [*nodes_since(self.recorder.graph, first)]
+            self.nodes += reversed(self._new)
+
+    def enter_number(self, value: float) -> None:
+        """Add a symbolic float for a varying float whose value is `value` in this block."""
+        mode = get_proxy_mode()
+        assert mode is not None
+        number = len(self.numbers)
+        symbol = self._env.symbolic(f"number {number} of a block", float(value))
+        self._env.of_blocks.add(str(symbol.node.expr))
+        node = add_call(self.recorder.graph, block_number, (number,))
+        self.recorder.note_made(node)
+        node.meta["val"] = symbol
+        track_tensor_tree(symbol, fx.Proxy(node, mode.tracer), constant=None, tracer=mode.tracer)
+        self.symbols.append(symbol)
+        self.numbers.append(node)
+
+    def discard_last_call(self, kind: type) -> None:
+        """Erase the nodes of the last call, which raised BlockNumberRead and will be repeated.
+
+        Raises:
+            VaryingFloatRead: they are used, or write.
+        """
+        for node in self._new:
+            if node.users or facts_of(node.target).writes:
+                raise VaryingFloatRead(kind)
+            self.nodes.remove(node)
+            self.recorder.erase(node)
+
+    def pass_numbers(self, kind: type, func: Any, out: Any, values: Mapping[int, float]) -> None:
+        """Have the node of the last call, traced with the floats `values`, take the varying floats.
+
+        Raises:
+            VaryingFloatRead: the call is more than one node of the same name that takes each float
+                once, or has a gradient: then another float might have other effects.
+        """
+        with Local():
+            graded = not isinstance(out, torch.Tensor) or out.requires_grad
+        name = getattr(func, "__name__", "")
+        if graded or len(self._new) != 1 or getattr(self._new[0].target, "_opname", "") != name:
+            raise VaryingFloatRead(kind)
+        (node,) = self._new
+        args = list(node.args)
+        for number, value in values.items():
+            at = [i for i, a in enumerate(args) if type(a) is type(value) and a == value]
+            if len(at) != 1:
+                raise VaryingFloatRead(kind)
+            args[at[0]] = self.numbers[number]
+        node.args = tuple(args)
+
+    def enter_tensor(self, t: torch.Tensor) -> torch.Tensor:
+        """The tensor that is traced in place of `t`: an alias of it at which history begins."""
+        with Local(), torch.no_grad():
+            inner = t.detach()
+        self.entered.append(self.recorder.add_alias(inner))
+        spec = getattr(t, "_spec", None)
+        with Local(), torch.enable_grad():
+            inner.requires_grad_(t.requires_grad)
+            if isinstance(t, nn.Parameter):
+                inner._is_param = True  # type: ignore[attr-defined]
+            self.versions.append(inner._version)
+        if spec is not None:
+            tagged(inner, spec)
+        if state_of(t).gathered_from is not None:
+            own_state(inner).gathered_from = state_of(t).gathered_from
+        return inner
+
+
+def stand_in(like: FakeTensor) -> FakeTensor:
+    """A tensor with the metadata of `like`, of which nothing can be computed."""
+    with Unheard():
+        made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            FakeTensor,
+            like.shape,
+            strides=like.stride(),
+            storage_offset=like.storage_offset(),
+            dtype=like.dtype,
+            device=like.device,
+        )
+        made.fake_device, made.fake_mode = like.fake_device, like.fake_mode
+        spec = like.__dict__.get("_spec")
+        if spec is not None:
+            made.__class__, made._spec = type(like), spec  # type: ignore[attr-defined]
+    return made  # type: ignore[no-any-return]

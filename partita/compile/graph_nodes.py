@@ -16,7 +16,7 @@ import functools
 import operator
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, TypeVar
 
@@ -330,14 +330,12 @@ class Section(GraphPart):
     Attributes:
         graph: its output is a list.
         key: a hash of its text, equal for equal sections.
-        metadata: of its artifact, as JSON.
         schedule: of its memory, where it runs call by call; None while nobody has asked
             (`memory`).
     """
 
     graph: fx.GraphModule
     key: str
-    metadata: dict[str, Any] = field(default_factory=dict)
     schedule: SectionSchedule | None = None
 
     def example(self) -> list[torch.Tensor]:

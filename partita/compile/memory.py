@@ -17,10 +17,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -145,8 +144,6 @@ class Memory:
         found = [b for b in self.buffers if b.birth <= place < b.death]
         return sorted(found, key=lambda b: (-b.nbytes, b.birth))
 
-    # -- for people and for files ------------------------------------------------------------------
-
     def __str__(self) -> str:
         place = self.peak_place
         at = self.places[place] if self.places else "nothing"
@@ -168,23 +165,6 @@ class Memory:
         return "\n".join(lines)
 
     __repr__ = __str__
-
-    def to_json(self) -> str:
-        """As text that `from_json` reads."""
-        return json.dumps(asdict(self), separators=(",", ":"))
-
-    @classmethod
-    def from_json(cls, text: str) -> Memory:
-        """What `to_json` wrote. Raises ValueError where it is something else."""
-        try:
-            found = json.loads(text)
-            return cls(
-                tuple(found["places"]),
-                tuple(Buffer(**{**b, "views": tuple(b["views"])}) for b in found["buffers"]),
-                tuple(HeldInput(**h) for h in found["held"]),
-            )
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"no schedule of memory: {error}") from error
 
 
 def _make_row(buffer: Buffer) -> tuple[str, ...]:
@@ -325,14 +305,8 @@ def scheduled(program: Program) -> Memory:
     Raises:
         ValueError: the memory of the generated code is not known.
     """
-    if program.built is None:
-        return memory_of(program)
-    if program.built.schedule is not None:
-        return program.built.schedule()
-    found = program.built.metadata
-    if "memory" not in found:
-        raise ValueError(found.get("memory_unknown", "nothing was noted of its memory"))
-    return Memory.from_json(found["memory"])
+    built = program.built
+    return memory_of(program) if built is None or built.schedule is None else built.schedule()
 
 
 def memory_of(program: Program) -> Memory:

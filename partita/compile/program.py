@@ -258,7 +258,6 @@ class Program:
         entering, leaving: by place, how uneven inputs are padded and outputs cut.
         taken, given: the inputs and outputs without cotangents, which are those of backward.
         built: the compiled code; None where the graph runs without being compiled.
-        metadata: stored beside the compiled code; JSON.
         options: of the step.
         recompute: how much is made again in backward for a budget.
     """
@@ -273,7 +272,6 @@ class Program:
     call: Call | None = None
     key: str = ""
     built: Built | None = None
-    metadata: dict[str, Any] = field(default_factory=dict)
     options: StepOptions = field(default_factory=StepOptions)
     recompute: RecomputeLevel = field(default_factory=RecomputeLevel)
     carried: list[Record] | None = field(init=False, default=None)
@@ -630,7 +628,7 @@ class Built:
         seconds: of compiling or loading, without waiting for other ranks.
         key: of the artifact in the store: of the program and of what it is compiled for.
         metadata: of the artifact: what it is, when and in how many seconds it was compiled.
-        schedule: computes its `memory.Memory`, where that is not in the metadata.
+        schedule: computes its `memory.Memory`; None of a section by itself.
         sections: the different sections that it calls, where it was cut.
     """
 

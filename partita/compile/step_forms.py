@@ -55,7 +55,7 @@ class StepForm:
     in_blocks: bool = False
 
 
-_CHANGED_PARTS = ("inputs", "outputs", "metadata")
+_CHANGED_PARTS = ("inputs", "outputs")
 """Parts of a program that are changed in place, beside its graph."""
 
 

@@ -12,7 +12,6 @@ import partita as pt
 from partita.bench.models import MODELS
 from partita.bench.predicted import Asked, budgets_kept, kept, off, peaks, ready
 from partita.compile.graph_nodes import sections_in
-from partita.compile.memory import Memory
 from partita.testing.allocated_bytes import counted
 from tests.gloo.launch import run_ranks
 from tests.programs.stacks import Stack
@@ -210,14 +209,13 @@ def test_of_eight_layers_no_more_than_three_and_a_half_are_there_at_once(make):
 
 
 def apart(rank, without):
-    step, again = ready(mesh_of_two(), EIGHT_LAYERS, backend="graph", without=without)
-    return counted(again) / LAYER, step.memory
+    _, again = ready(mesh_of_two(), EIGHT_LAYERS, backend="graph", without=without)
+    return counted(again) / LAYER
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_updating_at_the_gradient_frees_what_all_gradients_would_hold():
-    (with_it, memory), _ = run_ranks(apart, 2, (), timeout=100)
-    (without, _), _ = run_ranks(apart, 2, ("lifetime",), timeout=100)
+    with_it, _ = run_ranks(apart, 2, (), timeout=100)
+    without, _ = run_ranks(apart, 2, ("lifetime",), timeout=100)
     assert with_it < 0.6 * without
-    assert Memory.from_json(memory.to_json()) == memory

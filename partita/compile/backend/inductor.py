@@ -84,14 +84,18 @@ def build(
         LayoutError: it could not be compiled on some rank; the same on all ranks of its wires.
     """
     wires = sorted(wires, key=lambda w: -w.mesh.size())
-    found = _cut_into_sections(program, sections)
-    if found is None:
-        flat = program.flat()
-        (built,) = _build_together([_BuildRequest(flat, _describe_build(program, what))], wires)
-        built = replace(built, call=with_constants(built.call, flat.graph))
-    else:
-        built = _build_sections(program, found, what, wires)
-    return built
+    facts = _describe_build(program, what)
+    cut = _cut_into_sections(program, sections)
+    if cut is not None:
+        return _build_sections(program, cut, facts, wires)
+    flat = program.flat()
+    (built,) = _build_together([_BuildRequest(flat, facts)], wires)
+    code = built.metadata["code"]
+    return replace(
+        built,
+        call=with_constants(built.call, flat.graph),
+        schedule=functools.cache(lambda: memory_of_code(code, flat)),
+    )
 
 
 def _cut_into_sections(program: Program, sections: bool | None) -> Sections | None:
@@ -109,14 +113,15 @@ def _cut_into_sections(program: Program, sections: bool | None) -> Sections | No
     return sections_of(program, always=checks or has_sections or sections is True)
 
 
-def _build_sections(program: Program, cut: Sections, what: str, wires: Sequence[Wire]) -> Built:
+def _build_sections(
+    program: Program, cut: Sections, facts: dict[str, Any], wires: Sequence[Wire]
+) -> Built:
     """Build each different section as a program of its own, and the code that calls them."""
-    facts = _describe_build(program, what)
     wanted = []
     for i, section in enumerate(cut.different):
-        section_facts: dict[str, Any] = {"what": f"{what}, section {i + 1} of {len(cut.different)}"}
-        section_facts["nodes"] = len(section.graph.graph.nodes)
-        wanted.append(_BuildRequest(section, facts | section_facts))
+        what = f"{facts['what']}, section {i + 1} of {len(cut.different)}"
+        nodes = len(section.graph.graph.nodes)
+        wanted.append(_BuildRequest(section, facts | {"what": what, "nodes": nodes}))
     built = dict(zip(cut.different, _build_together(wanted, wires), strict=True))
     calls = {section: its.call for section, its in built.items()}
     sources = {section: its.metadata["code"] for section, its in built.items()}
@@ -179,16 +184,12 @@ def _assign_turns(wanted: Sequence[_BuildRequest], wire: Wire) -> list[int]:
     keys = " ".join(program.key for program in wanted)
     place = f"{_identify_host()} {keys} {wanted[0].store and wanted[0].store.folder}"
     host = int.from_bytes(hashlib.sha256(place.encode()).digest()[:7], "big")
-    missing_by_rank = wire.gather_ints((host, *(int(program.is_missing) for program in wanted)))
+    by_rank = wire.gather_ints((host, *(int(program.is_missing) for program in wanted)))
     found = []
     for i in range(len(wanted)):
-        missing_ranks = [
-            r for r, (where, *missing) in enumerate(missing_by_rank) if where == host and missing[i]
-        ]
-        is_missing = wire.rank in missing_ranks
-        found.append(
-            (missing_ranks.index(wire.rank) - i) % len(missing_ranks) if is_missing else -1
-        )
+        there = [r for r, (where, *missing) in enumerate(by_rank) if where == host and missing[i]]
+        is_missing = wire.rank in there
+        found.append((there.index(wire.rank) - i) % len(there) if is_missing else -1)
     return found
 
 
@@ -200,9 +201,8 @@ def _raise_together(wanted: Sequence[_BuildRequest], wires: Sequence[Wire]) -> N
         kind = "" if isinstance(error, LayoutError) else f"{type(error).__name__}: "
         text = f"on rank {wires[0].rank if wires else 0}: {kind}{error}"
     for wire in wires:
-        text = next(
-            filter(None, gather_texts(text, wire, "waits for code that another rank compiles")), ""
-        )
+        texts = gather_texts(text, wire, "waits for code that another rank compiles")
+        text = next(filter(None, texts), "")
     if text:
         raise LayoutError(
             "compile: the program could not be compiled",
@@ -231,8 +231,7 @@ class _BuildRequest:
         self.error: Exception | None = None
         self.key = ""
         self.store: Store | None = None
-        self._load_payload: Callable[[bytes], Callable[..., Any]]
-        self._load_payload = load_boxed if isinstance(program, Section) else load
+        self._is_boxed = isinstance(program, Section)
         self.attempt(self._find_key_and_store)
 
     def _find_key_and_store(self) -> None:
@@ -261,7 +260,7 @@ class _BuildRequest:
             return
         begin = time.perf_counter()
         try:
-            call = self._load_payload(found.payload)
+            call = load(found.payload, self._is_boxed)
         except Exception as error:
             path, text = self.store.path(self.key), f"{type(error).__name__}: {error}"
             warnings.warn(f"{path} is compiled again: {text}", RuntimeWarning, stacklevel=2)
@@ -273,27 +272,23 @@ class _BuildRequest:
         """Compile the program, and put it into the store."""
         assert self.store is not None
         begin = time.perf_counter()
-        call, payload = compile_program(self.program, self._note_code)
-        if isinstance(self.program, Section):
-            whole = call
-            call = (lambda taken: whole(*taken)) if payload is None else load_boxed(payload)
+        artifact, payload, code = compile_program(self.program)
+        call: Call = artifact
+        if payload is not None:
+            call = load(payload, self._is_boxed)
+        elif self._is_boxed:
+            call = _call_with_list(artifact)
         seconds = time.perf_counter() - begin
-        metadata = self.facts | {"seconds": seconds, **self.program.metadata}
+        # When memory of a section is freed depends on what its caller holds: so the code is kept,
+        # from which ranks that load it find their memory schedule, too.
+        metadata = self.facts | {"seconds": seconds, "code": code}
         if payload is not None:
             self.store.put(self.key, Artifact(payload, metadata))
         self.built = Built(call, False, seconds, self.key, metadata)
 
-    def _note_code(self, code: list[str]) -> None:
-        """Keep the memory schedule of generated code in the metadata, for ranks that load it; of a
-        section the code: when its memory is freed depends on what its caller holds."""
-        metadata = self.program.metadata
-        if isinstance(self.program, Section):
-            metadata["code"] = code
-            return
-        try:
-            metadata["memory"] = memory_of_code(code, self.program).to_json()
-        except ValueError as error:
-            metadata["memory_unknown"] = str(error)
+
+def _call_with_list(call: Call) -> SectionCall:
+    return lambda taken: call(*taken)
 
 
 def _identify_host() -> str:
@@ -341,19 +336,18 @@ _IRRELEVANT_SETTINGS = re.compile(
 )
 
 
-def compile_program(
-    program: Program | Section, note_code: Callable[[list[str]], None]
-) -> tuple[Call, bytes | None]:
-    """Compile a program to a function of its inputs and constants, and a payload for `load`.
+def compile_program(program: Program | Section) -> tuple[Call, bytes | None, list[str]]:
+    """Compile a program.
 
-    The payload is None, with a warning, where this torch cannot save the result.
-
-    Args:
-        note_code: is given the code that Inductor generated.
+    Returns:
+        A function of its inputs and constants; a payload for `load`, None, with a warning, where
+        this torch cannot save the result; and the code that Inductor generated.
 
     Raises:
         Exception: of any kind, where Inductor cannot compile.
     """
+    from torch._inductor.graph import GraphLowering
+
     from .inductor_scheduling import mark
 
     graph = copy.deepcopy(program.graph)
@@ -390,25 +384,24 @@ def compile_program(
         stack.enter_context(_cleaning_up_libraries())
         stack.enter_context(tracing(TracingContext(mode)))
         _configure_inductor(stack, program.key)
-        libraries = stack.enter_context(_record_libraries())
-        code = stack.enter_context(_record_code())
+        libraries = _record_libraries(stack)
+        code: list[str] = []
+        # Private torch: a hook of torch's own tests.
+        _set_attribute(stack, GraphLowering, "save_output_code", staticmethod(code.append))
         # Private torch, though vLLM relies on it: the one way to a result that can be saved.
         artifact: Any = torch._inductor.standalone_compile(
             graph, examples, dynamic_shapes="from_tracing_context", aot=True
         )
-        note_code(code)
         try:
             saved = artifact.serialize()
             if _has_checked_inputs(program):
                 saved = remove_input_checks(saved)
-            whole = _runs_by_itself(saved)
-            parts = _FORMAT, remove_compiler_data(saved), libraries(), whole
+            parts = _FORMAT, remove_compiler_data(saved), libraries(), _runs_by_itself(saved)
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             warnings.warn(f"a compiled program cannot be saved: {text}", stacklevel=2)
-            return artifact, None
-    payload = zlib.compress(pickle.dumps(parts), 1)
-    return (load(payload) if whole else artifact), payload
+            return artifact, None, code
+    return artifact, zlib.compress(pickle.dumps(parts), 1), code
 
 
 # Kinds of inputs whose shapes and strides guards and signature check before a call.
@@ -421,45 +414,36 @@ def _has_checked_inputs(program: Program | Section) -> bool:
     return isinstance(program, Program) and all(i.kind in _CHECKED_KINDS for i in program.inputs)
 
 
-def load_boxed(payload: bytes) -> SectionCall:
-    """As `load`, but the function takes its inputs in a list, which it empties to free them early.
-
-    Private torch: the function that Inductor generated is called directly, without the runtime that
-    handles outputs that are views of inputs, and inputs that are written. Sections have none.
-    """
-    _, code, _ = _load_payload(payload)
-    call: SectionCall = code.current_callable
-    return call
-
-
-def load(payload: bytes) -> Call:
+def load(payload: bytes, is_boxed: bool = False) -> Call:
     """The function of a payload that `compile_program` has made, maybe in another process.
 
     The payload is executed: it must come from a file that only this user can have written.
 
+    Args:
+        is_boxed: is it to take its inputs in a list, which it empties to free them early? Private
+            torch: then the function that Inductor generated is called directly, without the
+            runtime that handles outputs that are views of inputs, and inputs that are written.
+            Sections have none.
+
     Raises:
         Exception: of any kind, where it is not for this torch or this machine.
     """
-    call, code, whole = _load_payload(payload)
-    return (lambda *inputs: code.current_callable([*inputs])) if whole else call
-
-
-def _load_payload(payload: bytes) -> tuple[Call, Any, bool]:
-    """Torch's function of a payload; its `CompiledFxGraph`; whether that runs by itself."""
     version, result, libraries, whole = pickle.loads(zlib.decompress(payload))
     if version != _FORMAT:
         raise ValueError(f"its format is {version}, not {_FORMAT}")
     use_private_cache()
-    loaded: list[Any] = []
     with ExitStack() as stack:
         _silence_torch(stack)
-        stack.enter_context(_provide_libraries(libraries))
-        stack.enter_context(without_compiler(loaded.append))
+        _provide_libraries(stack, libraries)
+        loaded = _keep_compiler_away(stack)
         from torch._inductor.standalone_compile import AOTCompiledArtifact
 
         call: Call = AOTCompiledArtifact.deserialize(result)
     (code,) = loaded
-    return call, code, whole
+    boxed: SectionCall = code.current_callable
+    if is_boxed:
+        return boxed
+    return (lambda *inputs: boxed([*inputs])) if whole else call
 
 
 def digest_of_compiler(devices: set[torch.device]) -> str:
@@ -531,6 +515,12 @@ def _silence_torch(stack: ExitStack) -> None:
     warnings.simplefilter("ignore", DeprecationWarning)  # of torch, about itself
 
 
+def _set_attribute(stack: ExitStack, owner: type, name: str, value: Any) -> None:
+    """Give a class another attribute, until the stack is left."""
+    stack.callback(setattr, owner, name, vars(owner)[name])
+    setattr(owner, name, value)
+
+
 def _configure_inductor(stack: ExitStack, key: str) -> None:
     import torch._functorch.config as functorch
     from torch._inductor import config
@@ -551,78 +541,48 @@ def _configure_inductor(stack: ExitStack, key: str) -> None:
         stack.enter_context(functorch.patch(bypass_autograd_cache_key=True))
 
 
-@contextmanager
-def _record_code() -> Iterator[list[str]]:
-    """Within, the code that Inductor generates is added to the list that this yields.
-
-    Private torch: a hook of torch's own tests.
-    """
-    from torch._inductor.graph import GraphLowering
-
-    found: list[str] = []
-    hook: Any = GraphLowering
-    before = hook.save_output_code
-    hook.save_output_code = staticmethod(found.append)
-    try:
-        yield found
-    finally:
-        hook.save_output_code = before
-
-
 # -- libraries of C++ kernels ----------------------------------------------------------------------
 # Private torch: generated code gets each kernel of `AsyncCompile.cpp_pybinding(types, source)`.
 
 
-@contextmanager
-def _record_libraries() -> Iterator[Callable[[], dict[str, bytes]]]:
-    """Within, compiled libraries are kept; yields a function that returns their bytes by name."""
-    made: dict[str, Any] = {}
+def _record_libraries(stack: ExitStack) -> Callable[[], dict[str, bytes]]:
+    """From now on compiled libraries are kept; a function that returns their bytes by name."""
+    from torch._inductor.async_compile import AsyncCompile
 
-    def note(compile: Any, self: Any, argtypes: list[str], source: str) -> Any:
+    compile, made = AsyncCompile.cpp_pybinding, dict[str, Any]()
+
+    def compile_and_keep(self: Any, argtypes: list[str], source: str) -> Any:
         made[_name_of_library(argtypes, source)] = found = compile(self, argtypes, source)
         return found
 
-    def libraries() -> dict[str, bytes]:
+    def read_libraries() -> dict[str, bytes]:
         # Each kernel is a function, or a future of one, of an extension module of its own.
         kernels = {k: f.result() if hasattr(f, "result") else f for k, f in made.items()}
         return {k: Path(f.__self__.__file__).read_bytes() for k, f in kernels.items()}
 
-    with _patch_kernel_compiler(note):
-        yield libraries
+    _set_attribute(stack, AsyncCompile, "cpp_pybinding", compile_and_keep)
+    return read_libraries
 
 
-@contextmanager
-def _provide_libraries(libraries: dict[str, bytes]) -> Iterator[None]:
-    """Within, these libraries are loaded instead of compiled."""
+def _provide_libraries(stack: ExitStack, libraries: dict[str, bytes]) -> None:
+    """From now on these libraries are loaded instead of compiled."""
+    from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.codecache import CppPythonBindingsCodeCache
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    with tempfile.TemporaryDirectory(dir=cache_dir(), ignore_cleanup_errors=True) as folder:
+    made = tempfile.TemporaryDirectory(dir=cache_dir(), ignore_cleanup_errors=True)
+    folder, compile = stack.enter_context(made), AsyncCompile.cpp_pybinding
 
-        def provide(compile: Any, self: Any, argtypes: list[str], source: str) -> Any:
-            name = _name_of_library(argtypes, source)
-            if name not in libraries:
-                return compile(self, argtypes, source)
-            path = Path(folder, name + ".so")
-            path.write_bytes(libraries[name])
-            # A mapped library no longer needs its file.
-            return CppPythonBindingsCodeCache._load_library(str(path), name).kernel
+    def load_or_compile(self: Any, argtypes: list[str], source: str) -> Any:
+        name = _name_of_library(argtypes, source)
+        if name not in libraries:
+            return compile(self, argtypes, source)
+        path = Path(folder, name + ".so")
+        path.write_bytes(libraries[name])
+        # A mapped library no longer needs its file.
+        return CppPythonBindingsCodeCache._load_library(str(path), name).kernel
 
-        with _patch_kernel_compiler(provide):
-            yield
-
-
-@contextmanager
-def _patch_kernel_compiler(replacement: Callable[..., Any]) -> Iterator[None]:
-    """Within, `replacement(compile, self, types, source)` gives C++ kernels."""
-    from torch._inductor.async_compile import AsyncCompile
-
-    compile = AsyncCompile.cpp_pybinding
-    AsyncCompile.cpp_pybinding = lambda *args: replacement(compile, *args)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        AsyncCompile.cpp_pybinding = compile  # type: ignore[method-assign]
+    _set_attribute(stack, AsyncCompile, "cpp_pybinding", load_or_compile)
 
 
 def _name_of_library(argtypes: Sequence[str], source: str) -> str:
@@ -696,36 +656,30 @@ def _runs_by_itself(saved: bytes) -> bool:
         return False
 
 
-@contextmanager
-def without_compiler(loaded: Callable[[Any], None] = lambda code: None) -> Iterator[None]:
-    """Within, results are loaded without importing the compiler.
+def _keep_compiler_away(stack: ExitStack) -> list[Any]:
+    """From now on results are loaded without importing the compiler; the list to which the
+    `CompiledFxGraph` of each is added.
 
     Torch imports it when a cached result is loaded, for its own tests of the cache; with Triton's
     kernels it is needed anyway. Private torch: `FxGraphCache.cache_hit_post_compile`.
-
-    Args:
-        loaded: is given the `CompiledFxGraph` of each result.
     """
     import torch._inductor.debug  # noqa: F401  each call of a result asks it whether it is traced
     from torch._inductor.codecache import FxGraphCache
 
-    whole = FxGraphCache.cache_hit_post_compile
+    whole, loaded = FxGraphCache.cache_hit_post_compile, list[Any]()
 
     def load_ready_code(code: Any, info: Any, constants: Any) -> Any:
         bundle = code._triton_bundle
         if bundle is not None and bundle.kernel_artifacts:
-            found = whole(code, info, constants)
+            code, info = whole(code, info, constants)
         else:
             code.after_deserialization(constants)
-            found = code, info
-        loaded(code)
-        return found
+        loaded.append(code)
+        return code, info
 
-    FxGraphCache.cache_hit_post_compile = staticmethod(load_ready_code)  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        FxGraphCache.cache_hit_post_compile = staticmethod(whole)  # type: ignore[method-assign, assignment]
+    hook = staticmethod(load_ready_code)
+    _set_attribute(stack, FxGraphCache, "cache_hit_post_compile", hook)
+    return loaded
 
 
 class _ExternKernels:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -25,12 +26,13 @@ from partita.comm import (
     user_line,
     wire_of,
 )
-from partita.layout import Fix, Layout, LayoutError, Shard
+from partita.layout import Fix, Layout, LayoutError, Placement, Shard, own_placement
 from partita.tensor.construct import piece_of
 from partita.tensor.dtensor import DTensor, checksum, tagged
 from partita.tensor.tensor_state import Spec, spec_of
 
-from .parallelize import Places, in_range
+Places = Mapping[str, Placement]
+"""Placements by mesh axis. Of an activation, an axis that is not named is left as it is."""
 
 
 def distribute_batch(
@@ -46,7 +48,8 @@ def distribute_batch(
         tokens = pt.distribute_batch(tokens, mesh, {"dp": pt.Shard(0), "cp": pt.Shard(1)})
 
     Args:
-        batch: a tensor, or tensors in dicts, lists and tuples; all else in it is left as it is.
+        batch: a tensor, or tensors in dicts, lists, tuples and dataclasses; all else in it is left
+            as it is.
         places: by mesh axis; axes that are not named hold the whole. By default the rows are split
             over "dp", where the mesh has such an axis.
         each_rank_has: "whole": every rank has read the whole batch and keeps its piece; nothing is
@@ -68,32 +71,45 @@ def distribute_batch(
         places = {"dp": Shard(0)} if "dp" in wire.mesh.names else {}
     for axis, placement in places.items():
         if axis not in wire.mesh.names:
-            raise LayoutError(
-                f"distribute_batch: the mesh ({wire.mesh}) has no axis {axis!r}", place=user_line()
-            )
+            raise _make_error(f"the mesh ({wire.mesh}) has no axis {axis!r}")
         if placement.is_partial():
-            raise LayoutError(
-                f"distribute_batch: {placement} on {axis!r}: a batch is values, not shares",
-                place=user_line(),
-            )
+            raise _make_error(f"{placement} on {axis!r}: a batch is values, not shares")
     if each_rank_has not in ("whole", "piece"):
         raise ValueError(f'each_rank_has is "whole" or "piece", not {each_rank_has!r}')
-    tensors = _find_tensors(batch)
+    tensors = list(tensors_in(batch))
+    if any(isinstance(t, DTensor) for t in tensors):
+        raise _make_error("a DTensor in a batch has a layout already")
     if each_rank_has == "whole":
         _agree_whole(batch, tensors, wire)
-        specs = [_spec(tuple(t.shape), places, wire) for t in tensors]
+        specs = [_spec(t.shape, places, wire) for t in tensors]
         pieces = [piece_of(t.detach(), s) for t, s in zip(tensors, specs, strict=True)]
     else:
-        _agree_kinds(batch, wire)
-        shapes = _find_global_shapes(tensors, places, wire)
-        specs = [_spec(shape, places, wire) for shape in shapes]
+        agree_first(
+            "distribute_batch",
+            _describe_batch(batch, lambda t: f" of {t.dim()} dimensions"),
+            wire,
+            fact="the ranks' pieces are not of one batch",
+        )
+        specs = _find_global_specs(tensors, places, wire)
         _agree_pieces(tensors, specs, wire)
         pieces = [t.detach() for t in tensors]
-    spread = [
-        tagged(piece, spec).requires_grad_(t.requires_grad)
-        for t, piece, spec in zip(tensors, pieces, specs, strict=True)
-    ]
-    return _replace_tensors(batch, iter(spread))
+    spread = iter(zip(pieces, specs, strict=True))
+    return replace_instances(
+        batch, torch.Tensor, lambda t: tagged(*next(spread)).requires_grad_(t.requires_grad)
+    )
+
+
+def _make_error(fact: str, **parts: Any) -> LayoutError:
+    return LayoutError(f"distribute_batch: {fact}", place=user_line(), **parts)
+
+
+def _describe_batch(batch: Any, shape: Callable[[torch.Tensor], str]) -> str:
+    if isinstance(batch, torch.Tensor):
+        return str(batch.dtype).removeprefix("torch.") + shape(batch)
+    parts = [(key, _describe_batch(part, shape)) for key, part in _parts_of(batch)]
+    if isinstance(batch, (tuple, list)):
+        return ", ".join(text for _, text in parts if text)
+    return ", ".join(f"{key}: {text}" for key, text in parts)
 
 
 def _agree_whole(batch: Any, tensors: list[torch.Tensor], wire: Wire) -> None:
@@ -117,16 +133,6 @@ def _agree_whole(batch: Any, tensors: list[torch.Tensor], wire: Wire) -> None:
     remember_agreed(wire, key)
 
 
-def _agree_kinds(batch: Any, wire: Wire) -> None:
-    """Raise on all ranks unless all have equally many tensors, of the same keys and dtypes."""
-    agree_first(
-        "distribute_batch",
-        _describe_batch(batch, lambda t: f" of {t.dim()} dimensions"),
-        wire,
-        fact="the ranks' pieces are not of one batch",
-    )
-
-
 def _agree_pieces(tensors: list[torch.Tensor], specs: list[Spec], wire: Wire) -> None:
     """Raise on all ranks unless ranks that hold the same piece have read the same values."""
     key = (call_site(), "distribute_batch", "piece")
@@ -138,107 +144,89 @@ def _agree_pieces(tensors: list[torch.Tensor], specs: list[Spec], wire: Wire) ->
         first: dict[object, int] = {}
         for rank, at in enumerate(coordinates):
             same = first.setdefault(spec.layout.local_region(wire.mesh, at), rank)
-            if told[rank][3 * i : 3 * i + 3] != told[same][3 * i : 3 * i + 3]:
-                raise LayoutError(
-                    f"distribute_batch: ranks {same} and {rank} have not read the same rows",
-                    place=user_line(),
-                    operands=(
-                        f"rank {same}  at {coordinates[same]}, checksum {told[same][3 * i + 2]:x}",
-                        f"rank {rank}  at {coordinates[rank]}, checksum {told[rank][3 * i + 2]:x}",
+            sums = {r: told[r][3 * i : 3 * i + 3] for r in (same, rank)}
+            if sums[rank] != sums[same]:
+                sampler = 'DistributedSampler(data, mesh.size("dp"), mesh.get_local_rank("dp"))'
+                raise _make_error(
+                    f"ranks {same} and {rank} have not read the same rows",
+                    operands=tuple(
+                        f"rank {r}  at {coordinates[r]}, checksum {found[2]:x}"
+                        for r, found in sums.items()
                     ),
                     reason=f"tensor {i}: {spec.layout.brief()} on {wire.mesh} gives both one piece",
                     fixes=(
-                        Fix(
-                            'DistributedSampler(data, mesh.size("dp"), mesh.get_local_rank("dp"))',
-                            "with the axes that the rows are split over, not all ranks",
-                        ),
+                        Fix(sampler, "with the axes that the rows are split over, not all ranks"),
                     ),
                 )
     remember_agreed(wire, key)
 
 
-def _spec(shape: tuple[int, ...], places: Places, wire: Wire) -> Spec:
-    layout = Layout(shape)
+def _spec(shape: Sequence[int], places: Places, wire: Wire) -> Spec:
+    layout = Layout(tuple(shape))
     for axis, placement in places.items():
         try:
-            layout = layout.put(axis, in_range(placement, shape, axis))
+            layout = place_on_axis(layout, axis, placement)
         except LayoutError as error:
-            raise LayoutError(f"distribute_batch: {error.fact}", place=user_line()) from None
+            raise _make_error(error.fact) from None
     return spec_of(layout, wire)
 
 
-def _find_global_shapes(
-    tensors: list[torch.Tensor], places: Places, wire: Wire
-) -> list[tuple[int, ...]]:
-    """The global shapes of tensors of which each rank has read its piece; equal on all ranks."""
-    mine = [n for t in tensors for n in t.shape]
-    told = wire.gather_ints(tuple(mine)) if mine else []
-    mesh, start, shapes = wire.mesh, 0, []
+def _find_global_specs(tensors: list[torch.Tensor], places: Places, wire: Wire) -> list[Spec]:
+    """The specs of tensors of which each rank has read its piece; equal on all ranks."""
+    mesh, specs = wire.mesh, []
+    mine = tuple(n for t in tensors for n in t.shape)
+    told = [iter(sizes) for sizes in wire.gather_ints(mine)] if mine else []
     for t in tensors:
         sizes = {
-            at: told[i][start : start + t.dim()] for i, at in enumerate(mesh.coordinates()) if mine
+            at: tuple(islice(of_rank, t.dim()))
+            for at, of_rank in zip(mesh.coordinates(), told, strict=bool(told))
         }
-        start += t.dim()
         split = _spec((math.prod(mesh.sizes),) * t.dim(), places, wire).layout.shards
-        shape = []
-        for dim, axes in enumerate(split):
-            members = mesh.group(axes, (0,) * mesh.ndim)
-            shape.append(sum(sizes[at][dim] for at in members))
-        layout = _spec(tuple(shape), places, wire).layout
+        groups = [mesh.group(axes, (0,) * mesh.ndim) for axes in split]
+        shape = [sum(sizes[at][dim] for at in group) for dim, group in enumerate(groups)]
+        spec = _spec(shape, places, wire)
+        specs.append(spec)
         for rank, (at, has) in enumerate(sizes.items()):
-            if layout.local_shape(mesh, at) != tuple(has):
-                raise LayoutError(
-                    f"distribute_batch: rank {rank}'s piece does not go with the others",
-                    place=user_line(),
-                    operands=(
-                        f"rank {rank} has {tuple(has)}",
-                        f"{layout.brief()} gives it {layout.local_shape(mesh, at)}",
-                    ),
+            due = spec.layout.local_shape(mesh, at)
+            if due != has:
+                raise _make_error(
+                    f"rank {rank}'s piece does not go with the others",
+                    operands=(f"rank {rank} has {has}", f"{spec.layout.brief()} gives it {due}"),
                     reason="pieces are cut as torch.chunk cuts: equal ones first, then the rest",
                     fixes=(Fix('each_rank_has="whole"', "where every rank can read the batch"),),
                 )
-        shapes.append(tuple(shape))
-    return shapes
+    return specs
 
 
-# -- tensors of a batch ----------------------------------------------------------------------------
+def place_on_axis(layout: Layout, axis: str, placement: Placement) -> Layout:
+    """`layout` with `placement` on `axis`; a shard's dimension may count from the end.
 
-
-def _find_tensors(batch: Any) -> list[torch.Tensor]:
-    if isinstance(batch, DTensor):
-        raise LayoutError("distribute_batch of a DTensor: it has a layout", place=user_line())
-    if isinstance(batch, torch.Tensor):
-        return [batch]
-    if isinstance(batch, Mapping):
-        batch = list(batch.values())
-    return (
-        [t for part in batch for t in _find_tensors(part)]
-        if isinstance(batch, list | tuple)
-        else []
-    )
-
-
-def _describe_batch(batch: Any, shape: Callable[[torch.Tensor], str]) -> str:
-    if isinstance(batch, torch.Tensor):
-        return str(batch.dtype).removeprefix("torch.") + shape(batch)
-    if isinstance(batch, Mapping):
-        return ", ".join(f"{key}: {_describe_batch(part, shape)}" for key, part in batch.items())
-    parts = batch if isinstance(batch, (list, tuple)) else []
-    return ", ".join(text for text in (_describe_batch(part, shape) for part in parts) if text)
-
-
-def _replace_tensors(batch: Any, new: Any) -> Any:
-    if isinstance(batch, torch.Tensor):
-        return next(new)
-    if isinstance(batch, Mapping):
-        return type(batch)({key: _replace_tensors(part, new) for key, part in batch.items()})  # type: ignore[call-arg]
-    if isinstance(batch, (list, tuple)):
-        parts = [_replace_tensors(part, new) for part in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-    return batch
+    Raises:
+        LayoutError: a tensor of this shape has no such dimension.
+    """
+    placement, shape = own_placement(placement), layout.shape
+    if isinstance(placement, Shard):
+        dim = placement.dim + len(shape) if placement.dim < 0 else placement.dim
+        if not 0 <= dim < len(shape):
+            raise LayoutError(
+                f"Shard({placement.dim}) on axis {axis} is out of range for shape {shape}"
+            )
+        placement = Shard(dim)
+    return layout if layout.placement(axis) == placement else layout.put(axis, placement)
 
 
 # -- tensors in nested values ----------------------------------------------------------------------
+
+
+def _parts_of(value: Any) -> Iterable[tuple[Any, Any]]:
+    """`(key, part)` of a tuple, list, dict or dataclass; nothing of any other value."""
+    if isinstance(value, (tuple, list)):
+        return enumerate(value)
+    if isinstance(value, (dict, Mapping)):
+        return value.items()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+    return ()
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -250,15 +238,9 @@ def find_instances(value: Any, kind: type) -> Iterator[Any]:
     """The instances of `kind` in tuples, lists, dicts and dataclasses, in order."""
     if isinstance(value, kind):
         yield value
-    elif isinstance(value, dict):
-        for v in value.values():
-            yield from find_instances(v, kind)
-    elif isinstance(value, (tuple, list)):
-        for v in value:
-            yield from find_instances(v, kind)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from find_instances(getattr(value, field.name), kind)
+        return
+    for _, part in _parts_of(value):
+        yield from find_instances(part, kind)
 
 
 def replace_instances(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
@@ -268,18 +250,20 @@ def replace_instances(value: Any, kind: type, change: Callable[[Any], Any]) -> A
     """
     if isinstance(value, kind):
         return change(value)
-    if isinstance(value, dict):
-        new = copy.copy(value)  # what makes a dictionary of its class may ask for more than items
-        for k, v in value.items():
-            new[k] = replace_instances(v, kind, change)
-        return new
+    parts = {key: replace_instances(part, kind, change) for key, part in _parts_of(value)}
     if isinstance(value, (tuple, list)):
-        each = [replace_instances(v, kind, change) for v in value]
-        return type(value)(*each) if hasattr(value, "_fields") else type(value)(each)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        new = copy.copy(value)  # type: ignore[arg-type]
-        for field in dataclasses.fields(value):
-            v = replace_instances(getattr(value, field.name), kind, change)
-            object.__setattr__(new, field.name, v)
-        return new
-    return value
+        return remake_sequence(value, list(parts.values()))
+    if not parts and not isinstance(value, dict):
+        return value
+    new = copy.copy(value)  # what makes a dictionary of its class may ask for more than items
+    for key, part in parts.items():
+        if isinstance(value, Mapping):
+            new[key] = part
+        else:
+            object.__setattr__(new, key, part)
+    return new
+
+
+def remake_sequence(like: Any, parts: list[Any]) -> Any:
+    """A tuple, named tuple or list as `like`, of other parts."""
+    return type(like)(*parts) if hasattr(like, "_fields") else type(like)(parts)

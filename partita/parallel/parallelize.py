@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import lru_cache, partial
@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from partita.comm import Wire, user_line, wire_of
-from partita.layout import Fix, Layout, LayoutError, Partial, Placement, Shard, own_placement
+from partita.layout import Fix, Layout, LayoutError, Partial, Placement, own_placement
 from partita.tensor.arguments import admit
 from partita.tensor.autograd import moved
 from partita.tensor.construct import place_buffer, spread
@@ -30,6 +30,7 @@ from partita.tensor.dtensor import DTensor, laid_out_as, tagged
 from partita.tensor.tensor_state import Spec, spec_of, state_of
 from partita.tensor.uneven_pieces import with_room
 
+from .batch import Places, place_on_axis, remake_sequence
 from .parameters import (
     HeldParameter,
     find_parameters_and_buffers,
@@ -104,9 +105,6 @@ def _redistribute_parameter(x: DTensor, spec: Spec) -> DTensor:
 
 # -- boundaries of modules -------------------------------------------------------------------------
 
-Places = Mapping[str, Placement]
-"""Placements by mesh axis. Of an activation, an axis that is not named is left as it is."""
-
 
 class _Boundary:
     """What a plan says of a module: placements of what comes in or goes out, one for each value."""
@@ -165,6 +163,8 @@ class Outputs(_Boundary):
 
 # -- hooks on a module -----------------------------------------------------------------------------
 
+Pairs = tuple[tuple[str, Placement], ...]
+
 
 def _register_boundary_hook(
     module: nn.Module, name: str, boundary: Inputs | Outputs, mesh: Any
@@ -179,11 +179,11 @@ def _register_boundary_hook(
         asked = tuple(None if p is None else tuple(p.items()) for p in boundary.places)
         module.register_forward_hook(_OutputsHook(name, asked, mesh, boundary.open))
     else:
-        asked_of = tuple(
+        arguments = tuple(
             (i, key, f"{name}({key or f'argument {i}'})", tuple(places.items()))
             for i, key, places in _list_arguments(module, name, boundary)
         )
-        module.register_forward_pre_hook(_InputsHook(asked_of, mesh), with_kwargs=True)
+        module.register_forward_pre_hook(_InputsHook(arguments, mesh), with_kwargs=True)
 
 
 def _list_arguments(
@@ -197,28 +197,22 @@ def _list_arguments(
     known = inspect.signature(module.forward).parameters.values()
     ordered = [p.name for p in known if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     named = [p.name for p in known if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    more = any(p.kind is p.VAR_POSITIONAL for p in known)
-    any_name = any(p.kind is p.VAR_KEYWORD for p in known)
-    found = []
-    for i, places in enumerate(boundary.places):
-        if i >= len(ordered) and not more:
-            raise ValueError(
-                f"{boundary!r}: forward of {name} takes {len(ordered)} positional arguments: "
-                f"{', '.join(ordered) or 'none'}"
-            )
-        if places is not None:
-            found.append((i, ordered[i] if i < len(ordered) else "", places))
+    kinds = {p.kind for p in known}
+    asked = f"{boundary!r}: forward of {name}"
+    if len(boundary.places) > len(ordered) and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        taken = ", ".join(ordered) or "none"
+        raise ValueError(f"{asked} takes {len(ordered)} positional arguments: {taken}")
+    found = [
+        (i, ordered[i] if i < len(ordered) else "", places)
+        for i, places in enumerate(boundary.places)
+        if places is not None
+    ]
     for argument, places in boundary.named.items():
-        if argument not in named and not any_name:
-            raise ValueError(
-                f"{boundary!r}: forward of {name} has no argument {argument}; it has "
-                f"{', '.join(named) or 'none'}"
-            )
+        if argument not in named and inspect.Parameter.VAR_KEYWORD not in kinds:
+            has = ", ".join(named) or "none"
+            raise ValueError(f"{asked} has no argument {argument}; it has {has}")
         found.append((ordered.index(argument) if argument in ordered else -1, argument, places))
     return found
-
-
-Pairs = tuple[tuple[str, Placement], ...]
 
 
 @dataclass(frozen=True)
@@ -250,8 +244,8 @@ class _OutputsHook:
     def __call__(self, _: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
         many = isinstance(out, (tuple, list))
         each = list(out) if many else [out]
-        fits = len(each) >= len(self.asked) if self.open else len(each) == len(self.asked)
-        if not fits:
+        extra = len(each) - len(self.asked)
+        if extra < 0 or (extra and not self.open):
             raise LayoutError(
                 f"{self.name} returned {len(each)} values; its plan speaks of {len(self.asked)}",
                 place=user_line(),
@@ -261,9 +255,7 @@ class _OutputsHook:
         for i, places in enumerate(self.asked):
             if places is not None:
                 each[i] = _redistribute_value(each[i], places, wire, what)
-        if not many:
-            return each[0]
-        return type(out)(*each) if hasattr(out, "_fields") else type(out)(each)
+        return remake_sequence(out, each) if many else each[0]
 
 
 def _redistribute_value(value: Any, places: Pairs, wire: Wire, what: str) -> DTensor:
@@ -299,27 +291,8 @@ def _redistribute_value(value: Any, places: Pairs, wire: Wire, what: str) -> DTe
 def _place_on_axes(spec: Spec, places: Pairs) -> Spec:
     layout = spec.layout
     for axis, placement in places:
-        placement = in_range(placement, layout.shape, axis)
-        if layout.placement(axis) != placement:
-            layout = layout.put(axis, placement)
+        layout = place_on_axis(layout, axis, placement)
     return spec if layout == spec.layout else spec_of(layout, spec.wire)
-
-
-def in_range(placement: Placement, shape: Sequence[int], axis: str) -> Placement:
-    """`placement`, a shard's dimension counted from the front.
-
-    Raises:
-        LayoutError: a tensor of this shape has no such dimension.
-    """
-    placement = own_placement(placement)
-    if not isinstance(placement, Shard):
-        return placement
-    dim = placement.dim + len(shape) if placement.dim < 0 else placement.dim
-    if not 0 <= dim < len(shape):
-        raise LayoutError(
-            f"Shard({placement.dim}) on axis {axis} is out of range for shape {tuple(shape)}"
-        )
-    return Shard(dim)
 
 
 # -- what a plan says ------------------------------------------------------------------------------
@@ -352,36 +325,24 @@ class _ParsedPlan:
     wrong: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        places: dict[str, Places] = {}
+        # Of what is wrong itself it is only checked whether it matches something.
+        places: dict[str, Places | None] = {}
         boundaries: dict[str, list[Inputs | Outputs]] = {}
-        faulty: tuple[list[str], list[str]] = [], []  # of parameters, of modules
         for pattern, value in self.plan.items():
             if isinstance(value, Mapping):
-                if self._check_placements(pattern, value):
-                    places[pattern] = value
-                else:
-                    faulty[0].append(pattern)
+                places[pattern] = value if self._check_placements(pattern, [value]) else None
+                continue
+            each = list(value) if isinstance(value, (list, tuple)) else [value]
+            if all(isinstance(one, (Inputs, Outputs)) for one in each):
+                said = [p for boundary in each for p in boundary.all_places]
+                boundaries[pattern] = each if self._check_placements(pattern, said) else []
             else:
-                each = [value] if isinstance(value, (Inputs, Outputs)) else value
-                if not isinstance(each, (list, tuple)) or not all(
-                    isinstance(v, (Inputs, Outputs)) for v in each
-                ):
-                    self.wrong.append(
-                        f"{pattern!r}: {value!r} is neither placements by axis, as "
-                        '{"tp": Shard(0)}, nor Inputs or Outputs'
-                    )
-                else:
-                    fits = [
-                        self._check_placements(pattern, p)
-                        for boundary in each
-                        for p in boundary.all_places
-                    ]
-                    if all(fits):
-                        boundaries[pattern] = list(each)
-                    else:
-                        faulty[1].append(pattern)
-        self._read_parameters(places, faulty[0])
-        self._read_boundaries(boundaries, faulty[1])
+                self.wrong.append(
+                    f"{pattern!r}: {value!r} is neither placements by axis, as "
+                    '{"tp": Shard(0)}, nor Inputs or Outputs'
+                )
+        self._read_parameters(places)
+        self._read_boundaries(boundaries)
 
     def raise_problems(self) -> None:
         """Raise LayoutError with all that is wrong, if anything is."""
@@ -397,10 +358,10 @@ class _ParsedPlan:
                 reason="the model is as it was",
             )
 
-    def _check_placements(self, pattern: str, places: Places) -> bool:
+    def _check_placements(self, pattern: str, said: Sequence[Places]) -> bool:
         """Are these placements, on axes that the mesh has?"""
         before = len(self.wrong)
-        for axis, placement in places.items():
+        for axis, placement in (pair for places in said for pair in places.items()):
             if axis not in self.wire.mesh.names:
                 self.wrong.append(f"{pattern!r}: the mesh ({self.wire.mesh}) has no axis {axis!r}")
             if not isinstance(own_placement(placement), Placement):
@@ -409,48 +370,44 @@ class _ParsedPlan:
 
     # -- parameters --------------------------------------------------------------------------------
 
-    def _read_parameters(self, plan: dict[str, Places], faulty: Sequence[str]) -> None:
-        """Note where parameters go. Of `faulty` patterns it is only checked whether they match."""
+    def _read_parameters(self, plan: Mapping[str, Places | None]) -> None:
+        """Note where parameters go."""
         held_tensors = find_parameters_and_buffers(self.model)
-        used: set[str] = set()
         for held in held_tensors:
             # No pattern speaks of buffers.
-            of = () if held.is_buffer else plan
-            matching = [p for p in of if _matches_any_name(p, held.names)]
-            used.update(matching)
+            matching = [] if held.is_buffer else _find_matching(plan, held.names)
             if nn.parameter.is_lazy(held.tensor):
                 self.wrong.append(f"{held.name} has no shape yet: run the model once before")
                 continue
             layouts = {p: self._apply_placements(held, p, plan[p]) for p in matching}
             wanted = {p: layout for p, layout in layouts.items() if layout is not None}
             if len(set(wanted.values())) > 1:
-                said = " and ".join(f"{p!r} {dict(plan[p])}" for p in wanted)
+                said = " and ".join(f"{p!r} {dict(plan[p] or {})}" for p in wanted)
                 self.wrong.append(f"{held.name}: {said} disagree")
             elif wanted or not matching:
                 self._record_layout(held, next(iter(wanted.values()), _find_start_layout(held)))
         known = [name for held in held_tensors if not held.is_buffer for name in held.names]
         buffers = [held.name for held in held_tensors if held.is_buffer]
-        for pattern in (*plan, *faulty):
-            if pattern not in used and not _matches_any_name(pattern, known):
-                self._report_unmatched(pattern, "parameter", known, buffers)
+        self._report_unmatched(plan, "parameter", known, buffers)
 
-    def _apply_placements(self, held: HeldParameter, pattern: str, places: Places) -> Layout | None:
+    def _apply_placements(
+        self, held: HeldParameter, pattern: str, places: Places | None
+    ) -> Layout | None:
+        if places is None:
+            return None
         layout = _find_start_layout(held)
         for axis, placement in places.items():
-            placement = own_placement(placement)
-            if isinstance(placement, Partial):
+            if isinstance(own_placement(placement), Partial):
                 self.wrong.append(
                     f"{pattern!r}: {held.name} cannot be {placement!r} on {axis!r}: a parameter "
                     "is a value, not shares of one"
                 )
                 return None
             try:
-                placement = in_range(placement, layout.shape, axis)
+                layout = place_on_axis(layout, axis, placement)
             except LayoutError as error:
                 self.wrong.append(f"{pattern!r}: {held.name}: {error.fact}")
                 return None
-            if layout.placement(axis) != placement:
-                layout = layout.put(axis, placement)
         return layout
 
     def _record_layout(self, held: HeldParameter, layout: Layout) -> None:
@@ -473,21 +430,15 @@ class _ParsedPlan:
 
     # -- modules -----------------------------------------------------------------------------------
 
-    def _read_boundaries(
-        self, plan: dict[str, list[Inputs | Outputs]], faulty: Sequence[str]
-    ) -> None:
-        """As `_read_parameters`, of modules."""
+    def _read_boundaries(self, plan: Mapping[str, list[Inputs | Outputs]]) -> None:
+        """Note which modules get hooks."""
         names: dict[nn.Module, list[str]] = {}
         for name, module in self.model.named_modules(remove_duplicate=False):
             names.setdefault(module, []).append(plain_name(name))
-        used: set[str] = set()
         for module, its in names.items():
             said: dict[type, tuple[str, Inputs | Outputs]] = {}
-            for pattern, boundaries in plan.items():
-                if not _matches_any_name(pattern, its):
-                    continue
-                used.add(pattern)
-                for boundary in boundaries:
+            for pattern in _find_matching(plan, its):
+                for boundary in plan[pattern]:
                     first = said.setdefault(type(boundary), (pattern, boundary))
                     if first[1] != boundary:
                         self.wrong.append(
@@ -500,20 +451,20 @@ class _ParsedPlan:
                     self.boundaries.append((module, its[0], boundary))
                 except ValueError as error:
                     self.wrong.append(str(error))
-        known = [n for its in names.values() for n in its]
-        for pattern in (*plan, *faulty):
-            if pattern not in used and not _matches_any_name(pattern, known):
-                self._report_unmatched(pattern, "module", known, [])
+        self._report_unmatched(plan, "module", [n for its in names.values() for n in its], [])
 
     def _report_unmatched(
-        self, pattern: str, what: str, known: list[str], others: list[str]
+        self, plan: Mapping[str, Any], what: str, known: list[str], buffers: list[str]
     ) -> None:
-        if any(fnmatchcase(name, pattern) for name in others):
-            self.wrong.append(f"{pattern!r} matches buffers only, which are whole on every rank")
-            return
-        near = _find_similar_names(pattern, known)
-        hint = f"; near: {', '.join(near)}" if near else ""
-        self.wrong.append(f"{pattern!r} matches no {what}{hint}")
+        for pattern in plan:
+            if any(fnmatchcase(name, pattern) for name in known):
+                continue
+            if any(fnmatchcase(name, pattern) for name in buffers):
+                problem = "buffers only, which are whole on every rank"
+            else:
+                near = ", ".join(_find_similar_names(pattern, known))
+                problem = f"no {what}; near: {near}" if near else f"no {what}"
+            self.wrong.append(f"{pattern!r} matches {problem}")
 
 
 def _find_start_layout(held: HeldParameter) -> Layout:
@@ -525,8 +476,8 @@ def _find_start_layout(held: HeldParameter) -> Layout:
 # -- names -----------------------------------------------------------------------------------------
 
 
-def _matches_any_name(pattern: str, names: Sequence[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for name in names)
+def _find_matching(patterns: Iterable[str], names: Sequence[str]) -> list[str]:
+    return [p for p in patterns if any(fnmatchcase(name, p) for name in names)]
 
 
 def _find_similar_names(pattern: str, known: Sequence[str]) -> list[str]:

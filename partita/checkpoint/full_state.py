@@ -34,7 +34,11 @@ from partita.comm import (
 )
 from partita.comm.device import HOST
 from partita.layout import Fix, LayoutError
-from partita.parallel.parameters import allocate_tensor, find_parameters_and_buffers
+from partita.parallel.parameters import (
+    ParameterSlot,
+    allocate_tensor,
+    find_parameters_and_buffers,
+)
 from partita.tensor import DTensor
 from partita.tensor.arguments import admit
 from partita.tensor.construct import piece_of, refuse_lazy, stand_for
@@ -549,7 +553,7 @@ def _put_whole_state(
 def _held_whole(model: nn.Module, whole: Mapping[int, torch.Tensor]) -> Iterator[None]:
     """Within, modules hold the values of `whole`, by the ids of their tensors, in place of
     these."""
-    before: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    before: list[tuple[ParameterSlot, torch.Tensor]] = []
     for held in find_parameters_and_buffers(model):
         value = whole.get(id(held.tensor))
         if value is None:
@@ -557,17 +561,14 @@ def _held_whole(model: nn.Module, whole: Mapping[int, torch.Tensor]) -> Iterator
         if isinstance(held.tensor, nn.Parameter):
             value = nn.Parameter(value, requires_grad=held.tensor.requires_grad)
         stand_for(value, held.tensor)
-        for module, key in held.homes:
-            table: dict[str, Any] = (
-                module._parameters if key in module._parameters else module._buffers
-            )
-            before.append((table, key, held.tensor))
-            table[key] = value
+        for home in held.homes:
+            before.append((home, held.tensor))
+            home.put(value)
     try:
         yield
     finally:
-        for table, key, tensor in before:
-            table[key] = tensor
+        for home, tensor in before:
+            home.put(tensor)
 
 
 for _module, _class in _PATCHED_CLASSES.items():

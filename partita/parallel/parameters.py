@@ -9,9 +9,10 @@ one device from the same seed, and no rank ever holds more than one whole parame
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,6 @@ from partita.tensor.dtensor import DTensor, tagged
 from partita.tensor.dtensor_gradients import is_watched
 from partita.tensor.tensor_state import (
     OURS,
-    Spec,
     count_writes,
     own_state,
     state_of,
@@ -38,6 +38,38 @@ _WRAPPERS = frozenset(("_orig_mod", "_checkpoint_wrapped_module"))
 """What torch.compile and torch's checkpoint wrapper put into the names of what they wrap."""
 
 
+@dataclass(frozen=True)
+class ParameterSlot:
+    """A module and the attribute under which it holds a parameter or buffer."""
+
+    owner: nn.Module
+    attr: str
+
+    @property
+    def parameter(self) -> Any:
+        """The parameter that the module holds now.
+
+        Raises:
+            LayoutError: the module no longer has it: something has replaced it.
+        """
+        found = self.owner._parameters.get(self.attr)
+        if found is None:
+            raise LayoutError(
+                f"a {type(self.owner).__name__} no longer has the parameter {self.attr} that "
+                "pt.zero has sharded",
+                place=user_line(),
+                reason="pt.zero gathers and reduces the parameters that a model had when it came",
+                fixes=(Fix("pt.zero(model, mesh)", "last: after parametrizations, pruning, ..."),),
+            )
+        return found
+
+    def put(self, value: Any) -> None:
+        """Have the module hold `value` here, whatever `value` is."""
+        owner = self.owner
+        table = owner._parameters if self.attr in owner._parameters else owner._buffers
+        table[self.attr] = value
+
+
 @dataclass
 class HeldParameter:
     """A parameter or buffer, and the modules that hold it.
@@ -45,13 +77,13 @@ class HeldParameter:
     Attributes:
         is_buffer: it is a buffer.
         names: all its names in the model, without the parts that wrappers add.
-        homes: `(module, attribute)` of each module that holds it.
+        homes: where modules hold it.
     """
 
     tensor: torch.Tensor
     is_buffer: bool
     names: list[str] = field(default_factory=list)
-    homes: list[tuple[nn.Module, str]] = field(default_factory=list)
+    homes: list[ParameterSlot] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -70,8 +102,8 @@ def find_parameters_and_buffers(model: nn.Module) -> list[HeldParameter]:
             for key, tensor in members:
                 held = found.setdefault((is_buffer, id(tensor)), HeldParameter(tensor, is_buffer))
                 held.names.append(plain_name(f"{prefix}.{key}" if prefix else key))
-                if not any(home is module and k == key for home, k in held.homes):
-                    held.homes.append((module, key))
+                if (home := ParameterSlot(module, key)) not in held.homes:
+                    held.homes.append(home)
     return sorted(found.values(), key=lambda held: held.is_buffer)
 
 
@@ -109,8 +141,8 @@ def replace_tensor(held: HeldParameter, new: torch.Tensor, *, by: str) -> None:
     rest = state_of(old).rest
     if rest is not None:  # whoever shards the training state knows it by identity
         rest.owner.replaced(old, new)
-    for module, key in held.homes:
-        setattr(module, key, new)
+    for home in held.homes:
+        setattr(home.owner, home.attr, new)
     held.tensor = new
     own_state(old).given_up = (held.name, by)
 
@@ -123,10 +155,10 @@ def allocate_tensor(
     x = held.tensor
     if isinstance(x, DTensor):
         spec = x._spec
-        new = empty_with_room(spec, x.dtype, spec.wire.device if device is None else device)
-        replace_tensor(held, tagged(new, spec), by=by)
+        new: Any = tagged(empty_with_room(spec, x.dtype, device or spec.wire.device), spec)
     else:
-        replace_tensor(held, torch.empty_like(x, device=device or HOST), by=by)
+        new = torch.empty_like(x, device=device or HOST)
+    replace_tensor(held, new, by=by)
 
 
 def refuse_given_up(params: Iterable[torch.Tensor]) -> None:
@@ -151,36 +183,6 @@ def refuse_given_up(params: Iterable[torch.Tensor]) -> None:
 
 _WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict)
 _CONTAINERS = (*_WITHOUT_FORWARD, nn.Sequential)
-
-
-@dataclass(frozen=True)
-class ParameterSlot:
-    """A module and the attribute under which it holds a parameter."""
-
-    owner: nn.Module
-    attr: str
-
-    @property
-    def parameter(self) -> Any:
-        """The parameter that the module holds now.
-
-        Raises:
-            LayoutError: the module no longer has it: something has replaced it.
-        """
-        found = self.owner._parameters.get(self.attr)
-        if found is None:
-            raise LayoutError(
-                f"a {type(self.owner).__name__} no longer has the parameter {self.attr} that "
-                "pt.zero has sharded",
-                place=user_line(),
-                reason="pt.zero gathers and reduces the parameters that a model had when it came",
-                fixes=(
-                    Fix(
-                        "pt.zero(model, mesh)", "last: after parametrizations, weight norm, pruning"
-                    ),
-                ),
-            )
-        return found
 
 
 @dataclass
@@ -216,9 +218,8 @@ def find_blocks(model: nn.Module, chosen: Sequence[str | nn.Module] | None = Non
             not the model's or that lies within another block.
     """
     names = {module: name for name, module in model.named_modules()}
-    roots = block_modules(model, chosen)
     home: dict[nn.Module, nn.Module] = {}
-    for root in roots:
+    for root in block_modules(model, chosen):
         for module in root.modules():
             if module in home and chosen is not None:
                 raise ValueError(
@@ -226,17 +227,13 @@ def find_blocks(model: nn.Module, chosen: Sequence[str | nn.Module] | None = Non
                     f"and within {names[root]}; name one of the two"
                 )
             home.setdefault(module, root)
-    slots: dict[nn.Parameter, list[ParameterSlot]] = {}
-    for module in model.modules():
-        for attr, parameter in module._parameters.items():
-            if parameter is not None and parameter.ndim:
-                slots.setdefault(parameter, []).append(ParameterSlot(module, attr))
     blocks: dict[tuple[nn.Module, ...], Block] = {}
-    for places in slots.values():
-        roots_of = {home.get(s.owner, s.owner): None for s in places}
-        key = tuple(roots_of)
+    for held in find_parameters_and_buffers(model):
+        if held.is_buffer or not held.tensor.ndim:
+            continue
+        key = tuple({home.get(s.owner, s.owner): None for s in held.homes})
         name = " and ".join(names[m] or "model" for m in key)
-        blocks.setdefault(key, Block(name, key)).slots.append(places)
+        blocks.setdefault(key, Block(name, key)).slots.append(held.homes)
     return list(blocks.values())
 
 
@@ -246,9 +243,16 @@ def block_modules(
     """The modules that are blocks of `model`; see `find_blocks`."""
     if chosen is None:
         return list(_children_of_lists(model))
-    return _find_chosen_modules(
-        model, chosen, {module: name for name, module in model.named_modules()}
-    )
+    names = {module: name for name, module in model.named_modules()}
+    found: dict[nn.Module, None] = {}
+    for one in chosen:
+        if isinstance(one, str):
+            found.update(dict.fromkeys(_find_matching_modules(names, one)))
+        elif one not in names:
+            raise ValueError(f"blocks: a {type(one).__name__} that is no module of the model")
+        else:
+            found[one] = None
+    return list(found)
 
 
 def _children_of_lists(module: nn.Module) -> Iterable[nn.Module]:
@@ -259,31 +263,17 @@ def _children_of_lists(module: nn.Module) -> Iterable[nn.Module]:
             yield from _children_of_lists(child)
 
 
-def _find_chosen_modules(
-    model: nn.Module, chosen: Sequence[str | nn.Module], names: dict[nn.Module, str]
-) -> list[nn.Module]:
-    found: dict[nn.Module, None] = {}
-    for one in chosen:
-        if isinstance(one, str):
-            # The model itself has no name, and a list of modules has no forward.
-            called = [m for m, name in names.items() if name and fnmatchcase(name, one)]
-            matching = _keep_outermost([m for m in called if not isinstance(m, _WITHOUT_FORWARD)])
-            if not matching:
-                some = ", ".join(n for n in list(names.values())[1:6])
-                what = f"no module is called {one!r}; there are {some}, ..."
-                if called:
-                    what = f"{one!r} has no forward, but what is in it: '{one}.*'"
-                raise ValueError(f"blocks: {what}")
-            found.update(dict.fromkeys(matching))
-        elif one not in names:
-            raise ValueError(f"blocks: a {type(one).__name__} that is no module of the model")
-        else:
-            found[one] = None
-    return list(found)
-
-
-def _keep_outermost(matching: Sequence[nn.Module]) -> list[nn.Module]:
+def _find_matching_modules(names: dict[nn.Module, str], pattern: str) -> list[nn.Module]:
     """Those that lie within no other: "*" matches dots too, and "layers.*" means the layers."""
+    # The model itself has no name, and a list of modules has no forward.
+    called = [m for m, name in names.items() if name and fnmatchcase(name, pattern)]
+    matching = [m for m in called if not isinstance(m, _WITHOUT_FORWARD)]
+    if not matching:
+        some = ", ".join([*names.values()][1:6])
+        what = f"no module is called {pattern!r}; there are {some}, ..."
+        if called:
+            what = f"{pattern!r} has no forward, but what is in it: '{pattern}.*'"
+        raise ValueError(f"blocks: {what}")
     within = {child for m in matching for child in m.modules() if child is not m}
     return [m for m in matching if m not in within]
 
@@ -326,9 +316,7 @@ def materialize(
     if not bare:
         return model
     specs = {h.name: h.tensor._spec for h in bare if isinstance(h.tensor, DTensor)}
-    for held in bare:
-        allocate_tensor(held, by="materialize", device=device)
-    writes = {id(held.tensor): count_writes(held.tensor) for held in bare}
+    writes = _allocate_tensors(bare, "materialize", device)
     if init_fn is None:
         _run_initializers(model, {*writes})
     else:
@@ -343,8 +331,22 @@ def materialize(
             Fix("def init_weights(self): ...", "in the model, called by its constructor too"),
         ),
     )
-    _spread_assigned_values(model, specs)
+    for held in find_parameters_and_buffers(model):
+        spec = specs.get(held.name)  # of what was assigned instead of written into
+        if spec is not None and not isinstance(held.tensor, DTensor):
+            replace_tensor(held, spread(held.tensor, spec), by="materialize")
     return model
+
+
+def _allocate_tensors(
+    bare: Iterable[HeldParameter], by: str, device: torch.device | str | None = None
+) -> dict[int, int]:
+    """Allocate tensors; by their new ids, how often each has been written so far."""
+    writes = {}
+    for held in bare:
+        allocate_tensor(held, by=by, device=device)
+        writes[id(held.tensor)] = count_writes(held.tensor)
+    return writes
 
 
 def _run_initializers(model: nn.Module, bare: set[int]) -> None:
@@ -360,11 +362,8 @@ def _run_initializers(model: nn.Module, bare: set[int]) -> None:
         seen.add(module)
         for child in module.children():
             reset_new_parameters(child)
-        # torch's own modules call it one or the other.
-        reset = getattr(module, "reset_parameters", None) or getattr(
-            module, "_reset_parameters", None
-        )
-        if callable(reset) and is_new(module):
+        reset = _find_reset(module)
+        if reset is not None and is_new(module):
             reset()
 
     def init_new_weights(module: nn.Module) -> None:
@@ -397,12 +396,12 @@ def _refuse_without_values(
         raise LayoutError(fact, place=place, operands=tuple(left), reason=reason, fixes=fixes)
 
 
-def _spread_assigned_values(model: nn.Module, specs: dict[str, Spec]) -> None:
-    """Spread over the mesh again what an init function assigned instead of writing into it."""
-    for held in find_parameters_and_buffers(model):
-        spec = specs.get(held.name)
-        if spec is not None and not isinstance(held.tensor, DTensor):
-            replace_tensor(held, spread(held.tensor, spec), by="materialize")
+def _find_reset(module: nn.Module) -> Callable[[], Any] | None:
+    """What initializes a module's own parameters: torch's modules call it one or the other."""
+    for name in ("reset_parameters", "_reset_parameters"):
+        if callable(reset := getattr(module, name, None)):
+            return reset  # type: ignore[no-any-return]
+    return None
 
 
 # -- first values of what no file has --------------------------------------------------------------
@@ -418,12 +417,13 @@ def initialize_missing(model: nn.Module, init_fn: Callable[[nn.Module], Any] | N
         LayoutError: naming the tensors that still have no value.
     """
     rest = [held for held in find_parameters_and_buffers(model) if held.tensor.is_meta]
-    for held in rest:
-        allocate_tensor(held, by="load")
-    writes = {id(held.tensor): count_writes(held.tensor) for held in rest}
-    above = _ancestors_of_modules(model)
-    for module in dict.fromkeys(module for held in rest for module, _ in held.homes):
-        _initialize_module(module, above[module], init_fn, writes)
+    writes = _allocate_tensors(rest, "load")
+    names = {module: name for name, module in model.named_modules()}
+    for module in dict.fromkeys(home.owner for held in rest for home in held.homes):
+        parts = names[module].split(".") if names[module] else []
+        around = [model.get_submodule(".".join(parts[:i])) for i in range(len(parts))]
+        if (initialize := _find_initializer(module, around, init_fn)) is not None:
+            _initialize_module(module, initialize, writes)
     _refuse_without_values(
         model,
         writes,
@@ -436,46 +436,29 @@ def initialize_missing(model: nn.Module, init_fn: Callable[[nn.Module], Any] | N
     )
 
 
+def _find_initializer(
+    module: nn.Module, around: list[nn.Module], init_fn: Callable[[nn.Module], Any] | None
+) -> Callable[[], Any] | None:
+    if init_fn is not None:
+        return partial(init_fn, module)
+    if (reset := _find_reset(module)) is not None:
+        return reset
+    for outer in reversed(around):  # as in models of transformers
+        own = getattr(outer, "_init_weights", None)
+        if callable(own):
+            return partial(own, module)
+    return None
+
+
 def _initialize_module(
-    module: nn.Module, above: list[nn.Module], init_fn: Any, rest: dict[int, int]
+    module: nn.Module, initialize: Callable[[], Any], rest: Container[int]
 ) -> None:
     """Run one module's initializer; its loaded tensors keep their values."""
-    initialize = init_fn
-    for name in ("reset_parameters", "_reset_parameters"):
-        own = getattr(module, name, None)
-        if initialize is None and callable(own):
-            initialize = _called_without(own)
-    for outer in above:  # as in models of transformers
-        own = getattr(outer, "_init_weights", None)
-        if initialize is None and callable(own):
-            initialize = own
-    if initialize is None:
-        return
-    held = [
-        t
-        for t in (*module.parameters(recurse=False), *module.buffers(recurse=False))
-        if id(t) not in rest and not t.is_meta
-    ]
+    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    held = [t for t in own if id(t) not in rest and not t.is_meta]
     with Local(), torch.no_grad():
         kept = [t.detach().clone() for t in held]
-    initialize(module)
+    initialize()
     with Local(), torch.no_grad():
         for t, value in zip(held, kept, strict=True):
             t.detach().copy_(value)
-
-
-def _called_without(own: Callable[[], Any]) -> Callable[[nn.Module], Any]:
-    return lambda module: own()
-
-
-def _ancestors_of_modules(model: nn.Module) -> dict[nn.Module, list[nn.Module]]:
-    """For each module those around it, the innermost first."""
-    found: dict[nn.Module, list[nn.Module]] = {model: []}
-    waiting = [model]
-    while waiting:
-        module = waiting.pop()
-        for child in module.children():
-            if child not in found:
-                found[child] = [module, *found[module]]
-                waiting.append(child)
-    return found

@@ -130,11 +130,24 @@ class Checksums:
     metadata: tuple[int, int]
     chunks: dict[Place, int] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, folder: Path, chunks: dict[Place, int]) -> Checksums:
+        """The checksums of the checkpoint in `folder`, whose chunks have these."""
+        content = (folder / ".metadata").read_bytes()
+        return cls((len(content), zlib.crc32(content)), chunks)
+
     def to_bytes(self) -> bytes:
         """The content of `.checksums`: the checksum of its second line, and that line."""
         rows = [[*place, crc] for place, crc in self.chunks.items()]
         text = json.dumps({"format": 1, "metadata": self.metadata, "chunks": rows}).encode()
         return b"%08x\n" % zlib.crc32(text) + text + b"\n"
+
+    def write(self, folder: Path) -> None:
+        """Write `.checksums`, and flush it to the disk."""
+        with (folder / NAME).open("wb") as file:
+            file.write(self.to_bytes())
+            file.flush()
+            os.fsync(file.fileno())
 
     @classmethod
     def read(cls, folder: Path) -> Checksums | None:

@@ -26,7 +26,6 @@ from partita.comm import (
     Wire,
     after_import,
     control_plane,
-    message,
     pack,
     patch_state_dicts,
     unpack,
@@ -44,18 +43,10 @@ from partita.tensor.arguments import admit
 from partita.tensor.construct import piece_of, refuse_lazy, stand_for
 from partita.tensor.dtensor import checksum, destination, tagged
 
-from .loading import (
-    NO_TENSOR,
-    Loaded,
-    Mismatches,
-    agree_on_mismatches,
-    describe_tensor,
-    find_mismatches,
-)
+from .loading import Loaded, Mismatches, agree_on_mismatches, attempt, find_mismatches
 from .state import (
-    KeyPath,
     Leaf,
-    OpenedState,
+    Stored,
     name_parameters,
     open_optimizer,
     open_state,
@@ -179,97 +170,59 @@ def load_full_state_dict(
     before = dict(model.named_parameters(remove_duplicate=False))
     allocate_meta_tensors(model)
     if optimizer is not None:
-        _exchange_parameters(
-            optimizer, before, dict(model.named_parameters(remove_duplicate=False))
-        )
-    sends = not rank0_only or ranks.rank == 0
-    given: dict[str, Leaf] = {}
-    told: _Description | Exception
-    try:
-        given = _flatten_states(state, optimizer) if sends else {}
-        told = _Description.of(given)
-    except Exception as error:
-        told = error
+        now = dict(model.named_parameters(remove_duplicate=False))
+        _exchange_parameters(optimizer, {id(p): now[name] for name, p in before.items()})
+    brings = not rank0_only or ranks.rank == 0
+    given = attempt(lambda: _flatten_states(state, optimizer) if brings else {})
+    told = given if isinstance(given, Exception) else _describe_leaves(given)
     if rank0_only:
-        told = ranks.decide(told if sends else None, lambda brought: [brought[0]] * len(brought))
-    target = OpenedState()
-    there: dict[str, str] = {}
-    try:
-        if isinstance(told, Exception):
-            raise told
-        target = open_state(_join_states(model, optimizer), told)  # type: ignore[arg-type]
-        held = {name: leaf.value for name, leaf in target.leaves.items()}
-        there = told.texts()
-        found: Mismatches | Exception = remove_tied_names(
-            find_mismatches(held, there, strict),
-            {f"model.{name}": x for name, x in collect_model_tensors(model).items()},
-            there,
-        )
-    except Exception as error:
-        found = error
-    passed_over = agree_on_mismatches(ranks, found, "of whole values", line)
-    assert isinstance(told, _Description)
+        told = ranks.decide(told if brings else None, lambda brought: brought[:1] * len(brought))
+    job = _WriteJob(model, optimizer, told)
+    passed_over = agree_on_mismatches(
+        ranks, attempt(lambda: job.check(strict)), "of whole values", line
+    )
     if not rank0_only:
         _refuse_different(given, ranks, line)
-    failed: Exception | None = None
-    try:
-        send = _TensorSender(model) if rank0_only else None
-        for name, leaf in target.leaves.items():
-            if name in there:
-                value = given[name].value if name in given else told.values.get(name)
-                if send is not None and isinstance(leaf.value, torch.Tensor):
-                    value = send(value, told.state_dict_metadata[name])
-                _write_leaf(leaf, value)
-        for load_back in target.load_back:
-            load_back()
-    except Exception as error:
-        failed = error
-    ranks.decide(failed, lambda brought: [None] * len(brought))
+    ranks.decide(attempt(lambda: job.write(given, rank0_only)), lambda brought: brought)
     both = passed_over.missing_keys, passed_over.unexpected_keys
     return Loaded(*(tuple(name.removeprefix("model.") for name in names) for names in both))
 
 
-@message
-@dataclass(frozen=True)
-class _TensorInfo:
-    """A tensor's size and dtype, as a checkpoint's metadata has them; both None for a value."""
-
-    size: torch.Size | None = None
-    dtype: torch.dtype | None = None
-
-    @property
-    def properties(self) -> _TensorInfo:
-        return self
+def _describe_leaves(given: dict[str, Leaf]) -> tuple[dict[str, Stored], dict[str, Any]]:
+    """What there is to load, without the tensors; and the values."""
+    values = {n: x.value for n, x in given.items() if not isinstance(x.value, torch.Tensor)}
+    return {name: Stored.of(leaf.value, leaf.path) for name, leaf in given.items()}, values
 
 
-@message
-@dataclass(frozen=True)
-class _Description:
-    """What there is to load, without the tensors, in the form of a checkpoint's metadata."""
+class _WriteJob:
+    """One rank's part of loading whole values: all is checked before anything changes."""
 
-    planner_data: dict[str, KeyPath]
-    state_dict_metadata: dict[str, _TensorInfo]
-    values: dict[str, Any]
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, told: Any):
+        self._model, self._optimizer, self._told = model, optimizer, told
 
-    @staticmethod
-    def of(given: dict[str, Leaf]) -> _Description:
-        sizes, values = {}, {}
-        for name, leaf in given.items():
-            x = leaf.value
-            if isinstance(x, torch.Tensor):
-                sizes[name] = _TensorInfo(torch.Size(x.shape), x.dtype)
-            else:
-                sizes[name], values[name] = _TensorInfo(), x
-        return _Description({n: leaf.path for n, leaf in given.items()}, sizes, values)
+    def check(self, strict: bool) -> Mismatches:
+        """The mismatches. Raises what `told` is, where it is an error."""
+        if isinstance(self._told, Exception):
+            raise self._told
+        self._there, self._values = self._told
+        self._target = open_state(_join_states(self._model, self._optimizer), self._there)
+        held = {name: leaf.value for name, leaf in self._target.leaves.items()}
+        tensors = {f"model.{name}": x for name, x in collect_model_tensors(self._model).items()}
+        found = find_mismatches(held, self._there, strict)
+        return remove_tied_names(found, tensors, self._there)
 
-    def texts(self) -> dict[str, str]:
-        """By name, `describe_tensor` or NO_TENSOR."""
-        return {
-            name: NO_TENSOR
-            if one.size is None or one.dtype is None
-            else describe_tensor(one.size, one.dtype)
-            for name, one in self.state_dict_metadata.items()
-        }
+    def write(self, given: dict[str, Leaf], rank0_only: bool) -> None:
+        """Write `given` into the tensors, or what rank 0 sends."""
+        send = _TensorSender(self._model) if rank0_only else None
+        for name, leaf in self._target.leaves.items():
+            if name not in self._there:
+                continue
+            value = given[name].value if name in given else self._values.get(name)
+            if send is not None and isinstance(leaf.value, torch.Tensor):
+                value = send(value, self._there[name])
+            _write_leaf(leaf, value)
+        for load_back in self._target.load_back:
+            load_back()
 
 
 def _join_states(model: Any, optimizer: Any) -> dict[str, Any]:
@@ -302,20 +255,15 @@ def _check_state_dict(state: Any) -> Mapping[str, Any]:
 
 
 def remove_tied_names(
-    found: Mismatches, tensors: Mapping[str, Any], there: Mapping[str, str]
+    found: Mismatches, tensors: Mapping[str, Any], there: Container[str]
 ) -> Mismatches:
     """`found` without missing names of tensors that are there under another name."""
-    tied = set(_find_tied_names(tensors, there))
-    keys = [one for one in found.keys if one.partition(": in the state,")[0] not in tied]
+    known = {id(x) for name, x in tensors.items() if name in there}
+    tied = {name for name, x in tensors.items() if name not in there and id(x) in known}
+    keys = tuple(one for one in found.keys if one.partition(": in the state,")[0] not in tied)
     passed = found.passed_over
     missing = tuple(name for name in passed.missing_keys if name not in tied)
-    return replace(found, keys=tuple(keys), passed_over=Loaded(missing, passed.unexpected_keys))
-
-
-def _find_tied_names(tensors: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
-    """The names that are not `there` of `tensors` that are there under another name."""
-    found = {id(x) for name, x in tensors.items() if name in there and isinstance(x, torch.Tensor)}
-    return [name for name, x in tensors.items() if name not in there and id(x) in found]
+    return replace(found, keys=keys, passed_over=replace(passed, missing_keys=missing))
 
 
 def collect_model_tensors(model: nn.Module) -> dict[str, Any]:
@@ -326,13 +274,9 @@ def collect_model_tensors(model: nn.Module) -> dict[str, Any]:
 
 def _refuse_different(given: dict[str, Leaf], ranks: ControlPlane, line: str) -> None:
     """Raise unless all ranks bring the same values, of which each keeps its piece."""
-    sums = {
-        name: checksum(leaf.value)
-        for name, leaf in given.items()
-        if isinstance(leaf.value, torch.Tensor)
-    }
+    tensors = {name: one.value for name, one in given.items() if torch.is_tensor(one.value)}
 
-    def compare_fingerprints(brought: list[dict[str, Any]]) -> list[None]:
+    def compare_checksums(brought: list[dict[str, Any]]) -> list[None]:
         for rank, theirs in enumerate(brought):
             for name in dict.fromkeys((*brought[0], *theirs)):
                 if theirs.get(name) != brought[0].get(name):
@@ -344,7 +288,7 @@ def _refuse_different(given: dict[str, Leaf], ranks: ControlPlane, line: str) ->
                     )
         return [None] * len(brought)
 
-    ranks.decide(sums, compare_fingerprints)
+    ranks.decide({name: checksum(x) for name, x in tensors.items()}, compare_checksums)
 
 
 class _TensorSender:
@@ -365,14 +309,14 @@ class _TensorSender:
                 fixes=(Fix("rank0_only=False", "with the values on every rank"),),
             )
 
-    def __call__(self, value: torch.Tensor | None, size: _TensorInfo) -> torch.Tensor:
-        assert size.size is not None
+    def __call__(self, value: torch.Tensor | None, stored: Stored) -> torch.Tensor:
         if self._wire is None:
             assert value is not None
             return value
         device = self._wire.device
         if value is None:
-            value = torch.empty(size.size, dtype=size.dtype, device=device)
+            assert stored.size is not None
+            value = torch.empty(stored.size, dtype=stored.dtype, device=device)
         return self._wire.from_first(value.detach().to(device), self._src)
 
 
@@ -382,19 +326,16 @@ def _write_leaf(leaf: Leaf, value: Any) -> None:
         leaf.value = value
         return
     piece = destination(leaf.value)
-    if piece is not None:
-        box = tuple(slice(at, at + length) for at, length in piece.region)
-        with torch.no_grad():
-            piece.local.copy_(value.detach()[box] if box else value.detach())
+    with Local(), torch.no_grad():
+        if piece is None:
+            leaf.value.detach().zero_()
+        else:
+            box = tuple(slice(at, at + length) for at, length in piece.region)
+            piece.local.copy_(value.detach()[box])
 
 
-def _exchange_parameters(
-    optimizer: torch.optim.Optimizer,
-    before: Mapping[str, nn.Parameter],
-    now: Mapping[str, nn.Parameter],
-) -> None:
-    """Replace an optimizer's parameters by those that have the same names in the model now."""
-    new = {id(p): now[name] for name, p in before.items()}
+def _exchange_parameters(optimizer: torch.optim.Optimizer, new: Mapping[int, nn.Parameter]) -> None:
+    """Replace an optimizer's parameters by those that `new` has by their ids."""
     for group in optimizer.param_groups:
         group["params"][:] = [new.get(id(p), p) for p in group["params"]]
 
@@ -506,17 +447,20 @@ def _save_once(
     """
     wires: list[Wire] = [x._spec.wire for x in spread.values()]
     wire = max(wires, key=lambda one: one.mesh.size())
-    writes = _is_writer(wire, bool(_argument_of_call(call, "is_main_process", True)))
+    is_main = bool(_argument_of_call(call, "is_main_process", True))
+    told = wire.meet_readers(_NAME, b"\1" if is_main else b"\0")
+    # The first rank writes, where all say that they are the main process.
+    writes = wire.rank == 0 if set(told) == {b"\1"} else is_main
     copies = _FullCopies(writes, HOST)
     whole = {key: copies.of(x, f"{_NAME}: a tensor") for key, x in spread.items()}
-    result, failed = None, None
-    if writes:
-        try:
-            _put_whole_state(call, model, whole)
-            with _held_whole(model, whole):
-                result = plain(*call.args, **call.kwargs)
-        except Exception as error:
-            failed = error
+
+    def write_whole() -> Any:
+        _put_whole_state(call, model, whole)
+        with _held_whole(model, whole):
+            return plain(*call.args, **call.kwargs)
+
+    result = attempt(write_whole) if writes else None
+    failed = result if isinstance(result, Exception) else None
     # All ranks wait, so that any of them finds the files afterwards.
     told = wire.exchange(f"has saved a model ({_NAME})", pack(failed))
     if failed is not None:
@@ -524,12 +468,6 @@ def _save_once(
     for raised in filter(None, map(unpack, told)):
         raise raised
     return result
-
-
-def _is_writer(wire: Wire, is_main: bool) -> bool:
-    """Does this rank write? The first one does, where all say that they are the main process."""
-    told = wire.meet_readers(_NAME, b"\1" if is_main else b"\0")
-    return wire.rank == 0 if all(one == b"\1" for one in told) else is_main
 
 
 def _put_whole_state(

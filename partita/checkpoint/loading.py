@@ -9,24 +9,20 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 
-from partita.comm import ControlPlane, Piece, control_plane, message, user_line
+from partita.comm import ControlPlane, control_plane, message, user_line
 from partita.layout import Fix, LayoutError
-from partita.tensor import DTensor
-from partita.tensor.dtensor import piece_held
+from partita.tensor.dtensor import destination
 
 from .folder import NAME, Checksums, find_checkpoint, lock_for_reading
-from .state import OpenedState, open_state
-
-if TYPE_CHECKING:
-    from partita.comm.dcp_format import Metadata
+from .state import Stored, open_state
 
 
 def load(
@@ -64,8 +60,8 @@ def load(
     line, home = user_line(), Path(os.path.abspath(path))
     with lock_for_reading(home):
         read = _LoadJob(state, home, strict, weights_only)
-        passed_over = agree_on_mismatches(all_ranks, read.check(), os.fspath(path), line)
-        all_ranks.decide(read.finish(), lambda brought: brought)
+        passed_over = agree_on_mismatches(all_ranks, attempt(read.check), os.fspath(path), line)
+        all_ranks.decide(attempt(read.finish), lambda brought: brought)
     return passed_over
 
 
@@ -76,107 +72,68 @@ class _LoadJob:
         self._state, self._home = state, home
         self._strict, self._weights_only = strict, weights_only
 
-    def check(self) -> Mismatches | Exception:
-        """The mismatches, or the error of a damaged checkpoint."""
-        try:
-            folder = find_checkpoint(self._home)
-            self._open_folder(folder)
-            found = self._find_misfits()
-            if not found.wrong:
-                self._check_chunks(folder)
-            return found
-        except Exception as error:
-            return error
+    def check(self) -> Mismatches:
+        """The mismatches.
 
-    def finish(self) -> Exception | None:
-        """Read the tensors in place, and put all into the state; the error, if there is one."""
-        try:
-            with Local(), torch.no_grad():
-                for x in self._emptied:
-                    x.zero_()
-            self._planner.trial = False
-            self._reader.read(self._tensors, self._planner)
-            for name, value in self._planner.values.items():
-                self._inside.leaves[name].value = value
-            for load_back in self._inside.load_back:
-                load_back()
-        except Exception as error:
-            return error
-        return None
-
-    def _open_folder(self, folder: Path) -> None:
+        Raises:
+            ValueError: the checkpoint is damaged.
+        """
         from partita.comm.dcp_format import Reader
 
+        folder = find_checkpoint(self._home)
         path = folder / ".metadata"
-        content, self._checksums = path.read_bytes(), Checksums.read(folder)
-        if self._checksums is not None:
-            self._checksums.check_metadata(path, content)
-        self._reader = Reader(folder, content, is_intact=self._checksums is not None)
-        if self._reader.is_ours and self._checksums is None:
+        content, checksums = path.read_bytes(), Checksums.read(folder)
+        if checksums is not None:
+            checksums.check_metadata(path, content)
+        self._reader = reader = Reader(folder, content, is_intact=checksums is not None)
+        if reader.is_ours and checksums is None:
             raise ValueError(f"{folder / NAME} is missing: nothing says whether the rest is whole")
-        self._which = f"{zlib.crc32(content):08x}"
-
-    def _find_misfits(self) -> Mismatches:
-        metadata = self._reader.metadata
-        self._inside = open_state(self._state, metadata)
+        there = {name: Stored(*parts) for name, parts in reader.describe().items()}
+        self._inside = open_state(self._state, there)
         held = {name: leaf.value for name, leaf in self._inside.leaves.items()}
-        there = {name: _describe_stored(one) for name, one in metadata.state_dict_metadata.items()}
-        return find_mismatches(held, there, self._strict, self._which)
+        found = find_mismatches(held, there, self._strict, f"{zlib.crc32(content):08x}")
+        if not found.wrong:
+            self._check_chunks(folder, {n: x for n, x in held.items() if n in there}, checksums)
+        return found
 
-    def _check_chunks(self, folder: Path) -> None:
+    def _check_chunks(
+        self, folder: Path, wanted: dict[str, Any], checksums: Checksums | None
+    ) -> None:
         """Raise ValueError where a chunk is missing or damaged. Reads the values, but does not put
         them into the state yet.
         """
         from partita.comm.dcp_format import LoadPieces
 
-        pieces, values, self._emptied = _find_destinations(self._inside, self._reader.metadata)
+        tensors = {name: x for name, x in wanted.items() if isinstance(x, torch.Tensor)}
+        destinations = {name: destination(x) for name, x in tensors.items()}
+        # Of a partial sum the first rank takes the value, and the others zeros.
+        self._emptied = [x for name, x in tensors.items() if destinations[name] is None]
+        pieces = {name: piece for name, piece in destinations.items() if piece is not None}
+        values = [name for name in wanted if name not in tensors]
         planner = self._planner = LoadPieces(pieces, values, self._reader, self._weights_only)
         self._tensors, plan_of_values = planner.plan_tensors(), planner.plan_values()
         places = [self._reader.places(plan) for plan in (self._tensors, plan_of_values)]
-        if self._checksums is not None:
-            self._checksums.check_chunks(folder, [*places[0], *places[1]])
+        if checksums is not None:
+            checksums.check_chunks(folder, [*places[0], *places[1]])
         else:
             planner.trial = True
             self._reader.read(self._tensors, planner)
         self._reader.read(plan_of_values, planner)
 
-
-def _find_destinations(
-    state: OpenedState, metadata: Metadata
-) -> tuple[dict[str, Piece], list[str], list[torch.Tensor]]:
-    """(The pieces to read tensors into, the names of values to read, the tensors to zero.)"""
-    pieces, values, emptied = {}, [], []
-    for name, leaf in state.leaves.items():
-        if name not in metadata.state_dict_metadata:
-            continue
-        x = leaf.value
-        if not isinstance(x, torch.Tensor):
-            values.append(name)
-        elif not isinstance(x, DTensor) or not x._spec.is_pending:
-            pieces[name] = piece_held(x)
-        else:  # of a partial sum the first rank takes the value, and the others zeros
-            spec = x._spec
-            mesh, at = spec.wire.mesh, spec.wire.at
-            with Local(), torch.no_grad():
-                local = x.detach()
-            if any(op == "sum" and at[mesh.index(a)] for a, op in spec.layout.partial):
-                emptied.append(local)
-            else:
-                pieces[name] = Piece(local, tuple(spec.shape), spec.region)
-    return pieces, values, emptied
-
-
-def _describe_stored(stored: Any) -> str:
-    from partita.comm.dcp_format import TensorStorageMetadata
-
-    if isinstance(stored, TensorStorageMetadata):
-        return describe_tensor(stored.size, stored.properties.dtype)
-    return NO_TENSOR
+    def finish(self) -> None:
+        """Read the tensors in place, and put all into the state."""
+        with Local(), torch.no_grad():
+            for x in self._emptied:
+                x.detach().zero_()
+        self._planner.trial = False
+        self._reader.read(self._tensors, self._planner)
+        for name, value in self._planner.values.items():
+            self._inside.leaves[name].value = value
+        for load_back in self._inside.load_back:
+            load_back()
 
 
 # -- mismatches ------------------------------------------------------------------------------------
-
-NO_TENSOR = "no tensor"
 
 
 @message
@@ -216,14 +173,9 @@ class Mismatches:
         return bool(self.values or self.keys)
 
 
-def describe_tensor(size: Sequence[int], dtype: torch.dtype) -> str:
-    """`float32 (8, 16)`."""
-    return f"{str(dtype).removeprefix('torch.')} {tuple(size)}"
-
-
 def find_mismatches(
     held: Mapping[str, Any],
-    there: Mapping[str, str],
+    there: Mapping[str, Stored],
     strict: bool,
     which: str = "",
     gives_memory: bool = False,
@@ -232,7 +184,7 @@ def find_mismatches(
 
     Args:
         held: by name, the tensors and values of the state.
-        there: by name, `describe_tensor` of what the checkpoint has, or NO_TENSOR.
+        there: by name, what the checkpoint has.
         strict: names that only one side has are errors.
         which: distinguishes the checkpoint from another that had its name before.
         gives_memory: tensors on the meta device will get memory before they are loaded.
@@ -241,17 +193,24 @@ def find_mismatches(
     for name, value in held.items():
         if name not in there:
             continue
-        is_tensor = isinstance(value, torch.Tensor)
-        here = describe_tensor(value.shape, value.dtype) if is_tensor else NO_TENSOR
-        if here != there[name]:
-            values.append(f"{name}: {there[name]} in the checkpoint, {here} in the state")
-        elif is_tensor and value.is_meta and not gives_memory:
+        here, stored = str(Stored.of(value)), str(there[name])
+        if here != stored:
+            values.append(f"{name}: {stored} in the checkpoint, {here} in the state")
+        elif isinstance(value, torch.Tensor) and value.is_meta and not gives_memory:
             values.append(f"{name}: on the meta device, where there is nothing to load into")
     missing = tuple(name for name in held if name not in there)
     extra = tuple(name for name in there if name not in held)
     keys = [f"{name}: in the state, not in the checkpoint" for name in missing]
     keys += [f"{name}: in the checkpoint, not in the state" for name in extra]
     return Mismatches(tuple(values), tuple(keys) if strict else (), Loaded(missing, extra), which)
+
+
+def attempt(do: Callable[[], Any]) -> Any:
+    """What `do` returns, or the error that it raises: what a rank brings to a decision of all."""
+    try:
+        return do()
+    except Exception as error:
+        return error
 
 
 def agree_on_mismatches(

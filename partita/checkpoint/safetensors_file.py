@@ -13,9 +13,9 @@ import contextlib
 import json
 import os
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,8 +32,8 @@ from .full_state import (
     gather_full_value,
     remove_tied_names,
 )
-from .loading import Loaded, Mismatches, agree_on_mismatches, describe_tensor, find_mismatches
-from .state import open_state
+from .loading import Loaded, Mismatches, agree_on_mismatches, attempt, find_mismatches
+from .state import Stored, open_state
 
 _DTYPES = {
     "F64": torch.float64,
@@ -80,28 +80,20 @@ def save_safetensors(model: nn.Module | Mapping[str, Any], path: str | os.PathLi
         new.append(Replacement(home))
         return brought
 
+    def publish_replacement(brought: list[None]) -> list[None]:
+        new[0].publish()
+        return brought
+
     ranks.decide(ValueError(problem) if problem else None, start_replacement)
     try:
         # Wide elements first: each tensor then lies at a multiple of its own element's size.
         order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-        file = _File(new[0].written if new else None)
         header = _make_header({name: tensors[name] for name in order})
-        file.write(header)
-        crcs = []
-        for name in order:
-            content = view_bytes(_copy_full_to_cpu(tensors[name]))
-            file.write(content)
-            if new:
-                crcs.append(zlib.crc32(content))
-        if new:
-            file.rewrite(_with_checksums(header, crcs))
-        file.close()
-
-        def publish_replacement(brought: list[None]) -> list[None]:
-            new[0].publish()
-            return brought
-
-        ranks.decide(file.failed, publish_replacement)
+        contents = (view_bytes(_copy_full_to_cpu(tensors[name])) for name in order)
+        failed = attempt(lambda: _write_file(new[0].written, header, contents)) if new else None
+        for _ in contents:  # a rank that does not write, or no more, takes part in gathering
+            pass
+        ranks.decide(failed, publish_replacement)
     finally:
         for one in new:
             one.discard()
@@ -151,74 +143,64 @@ def _load_files(
     model: nn.Module | Mapping[str, Any], path: Path, strict: bool, held: contextlib.ExitStack
 ) -> Loaded:
     ranks, line = control_plane(), user_line()
-    failed: Exception | None = None
-    files = _Files()
-    there: dict[str, str] = {}
-    try:
-        there = files.open(path, held, ranks)
+    files: dict[str, Any] = {}
+
+    def compare_files() -> Mismatches:
+        files.update(_open_files(path, held, ranks))
+        there = {name: _describe_stored(file.get_slice(name)) for name, file in files.items()}
         objects = _tensors_by_name(model)
         fits = find_mismatches(objects, there, strict, gives_memory=isinstance(model, nn.Module))
-        found: Mismatches | Exception = remove_tied_names(fits, objects, there)
-    except Exception as error:
-        found = error
-    passed_over = agree_on_mismatches(ranks, found, os.fspath(path), line)
-    try:
+        return remove_tied_names(fits, objects, there)
+
+    def read_tensors() -> None:
         if isinstance(model, nn.Module):
-            allocate_meta_tensors(model, there)
+            allocate_meta_tensors(model, files)
         for name, x in _tensors_by_name(model).items():
-            if name in there:
-                files.read(name, piece_held(x))
-    except Exception as error:
-        failed = error
-    ranks.decide(failed, lambda brought: [None] * len(brought))
+            if name in files:
+                _read_piece(files[name], name, piece_held(x))
+
+    passed_over = agree_on_mismatches(ranks, attempt(compare_files), os.fspath(path), line)
+    ranks.decide(attempt(read_tensors), lambda brought: brought)
     return passed_over
 
 
-class _Files:
-    """The tensors of one file, or of the files that an index names."""
+def _open_files(path: Path, held: contextlib.ExitStack, ranks: ControlPlane) -> dict[str, Any]:
+    """By the name of each tensor, the file that has it. The ranks divide the checking of checksums.
 
-    def __init__(self) -> None:
-        self._of: dict[str, Any] = {}
+    Args:
+        held: holds the locks that keep the files from being replaced.
 
-    def open(self, path: Path, held: contextlib.ExitStack, ranks: ControlPlane) -> dict[str, str]:
-        """By name, `describe_tensor` of each tensor. The ranks divide the checking of checksums.
+    Raises:
+        OSError: there is nothing; the index names a file that is not there.
+        ValueError: it is no safetensors file, or is damaged; or no index.
+    """
+    from safetensors import SafetensorError, safe_open
 
-        Args:
-            held: holds the locks that keep the files from being replaced.
+    found = {}
+    for one, names in _listed_files(path):
+        if os.access(one.parent, os.W_OK):  # else there is no one who could replace it
+            held.enter_context(lock_for_reading(one))
+        try:
+            file = safe_open(os.fspath(one), framework="pt")
+        except SafetensorError as error:
+            raise ValueError(f"{one} is no safetensors file: {error}") from None
+        has = list(file.keys())
+        lost = [name for name in names or () if name not in has]
+        if lost:
+            raise ValueError(f"{one} has no {lost[0]}, though the index says so")
+        found.update(dict.fromkeys(has if names is None else names, file))
+        _check_file(one, ranks.rank, ranks.size)
+    return found
 
-        Raises:
-            OSError: there is nothing; the index names a file that is not there.
-            ValueError: it is no safetensors file, or is damaged; or no index.
-        """
-        from safetensors import SafetensorError, safe_open
 
-        there = {}
-        for one, names in _listed_files(path):
-            if os.access(one.parent, os.W_OK):  # else there is no one who could replace it
-                held.enter_context(lock_for_reading(one))
-            try:
-                file = safe_open(os.fspath(one), framework="pt")
-            except SafetensorError as error:
-                raise ValueError(f"{one} is no safetensors file: {error}") from None
-            has = list(file.keys())
-            lost = [name for name in names or () if name not in has]
-            if lost:
-                raise ValueError(f"{one} has no {lost[0]}, though the index says so")
-            for name in has if names is None else names:
-                self._of[name] = file
-                there[name] = _describe_stored(file.get_slice(name))
-            _check_file(one, ranks.rank, ranks.size)
-        return there
-
-    def read(self, name: str, piece: Piece) -> None:
-        """Read the region of `piece` of the tensor `name` into its memory."""
-        file = self._of[name]
-        with torch.no_grad():
-            if not piece.shape:
-                piece.local.copy_(file.get_tensor(name))
-            elif piece.local.numel():
-                box = tuple(slice(at, at + length) for at, length in piece.region)
-                piece.local.copy_(file.get_slice(name)[box])
+def _read_piece(file: Any, name: str, piece: Piece) -> None:
+    """Read the region of `piece` of the tensor `name` into its memory."""
+    with torch.no_grad():
+        if not piece.shape:
+            piece.local.copy_(file.get_tensor(name))
+        elif piece.local.numel():
+            box = tuple(slice(at, at + length) for at, length in piece.region)
+            piece.local.copy_(file.get_slice(name)[box])
 
 
 def _listed_files(path: Path) -> list[tuple[Path, list[str] | None]]:
@@ -248,41 +230,18 @@ def _listed_files(path: Path) -> list[tuple[Path, list[str] | None]]:
 # -- the file --------------------------------------------------------------------------------------
 
 
-class _File:
-    """A file that notes the first error and writes no more, so that this rank can tell the others.
-
-    On ranks that do not write, `path` is None.
-    """
-
-    def __init__(self, path: Path | None):
-        self.failed: OSError | None = None
-        self._file: IO[bytes] | None = None
-        if path is not None:
-            try:
-                self._file = path.open("wb")
-            except OSError as error:
-                self.failed = error
-
-    def write(self, data: bytes | memoryview) -> None:
-        self._try(lambda file: file.write(data))
-
-    def rewrite(self, data: bytes) -> None:
-        """Write this over what was written first."""
-        self._try(lambda file: file.seek(0))
-        self.write(data)
-
-    def close(self) -> None:
-        """Flush the file to the disk, and close it."""
-        self._try(lambda file: file.flush())
-        self._try(lambda file: os.fsync(file.fileno()))
-        self._try(lambda file: file.close())
-
-    def _try(self, act: Callable[[IO[bytes]], Any]) -> None:
-        if self._file is not None and self.failed is None:
-            try:
-                act(self._file)
-            except OSError as error:
-                self.failed = error
+def _write_file(path: Path, header: bytes, contents: Iterable[memoryview]) -> None:
+    """Write a file, and flush it to the disk."""
+    with path.open("wb") as file:
+        file.write(header)
+        crcs = []
+        for content in contents:
+            file.write(content)
+            crcs.append(zlib.crc32(content))
+        file.seek(0)
+        file.write(_with_checksums(header, crcs))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _make_header(tensors: Mapping[str, torch.Tensor]) -> bytes:
@@ -341,11 +300,9 @@ def _check_file(path: Path, turn: int, turns: int) -> None:
             raise ValueError(f"{path} is damaged: the checksum of {name} is wrong")
 
 
-def _describe_stored(there: Any) -> str:
-    dtype = _DTYPES.get(there.get_dtype())
-    if dtype is None:
-        return f"{there.get_dtype()} {tuple(there.get_shape())}"
-    return describe_tensor(there.get_shape(), dtype)
+def _describe_stored(there: Any) -> Stored:
+    dtype = there.get_dtype()
+    return Stored((), tuple(there.get_shape()), _DTYPES.get(dtype, dtype))
 
 
 # -- the tensors -----------------------------------------------------------------------------------

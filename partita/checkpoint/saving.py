@@ -12,9 +12,8 @@ import copy
 import hashlib
 import io
 import os
-import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -29,7 +28,8 @@ from partita.tensor import DTensor
 from partita.tensor.dtensor import checksum, holders_of_piece, piece_held
 from partita.tensor.tensor_state import Spec
 
-from .folder import NAME, Checksums, Replacement, begin_replacement, compute_crcs
+from .folder import Checksums, Replacement, begin_replacement, compute_crcs
+from .loading import attempt
 from .state import KeyPath, OpenedState, open_state
 
 _memory: WeakKeyDictionary[Any, Memory] = WeakKeyDictionary()
@@ -58,9 +58,8 @@ def save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     all_ranks = control_plane()
     all_ranks.wait()
     _memory.pop(all_ranks, None)
-    _SaveJob(
-        all_ranks.rank, all_ranks.size, _try_stage_state(state, None), _make_absolute(path)
-    ).run(all_ranks.decide)
+    brought = attempt(lambda: stage_state(open_state(state), None))
+    _SaveJob(all_ranks.rank, all_ranks.size, brought, _make_absolute(path)).run(all_ranks.decide)
 
 
 def async_save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> BackgroundResult:
@@ -76,7 +75,8 @@ def async_save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> Backgr
     """
     all_ranks = control_plane()
     all_ranks.wait()
-    brought = _try_stage_state(state, _memory.setdefault(all_ranks, {}))
+    memory = _memory.setdefault(all_ranks, {})
+    brought = attempt(lambda: stage_state(open_state(state), memory))
     return all_ranks.run_in_background(
         _SaveJob(all_ranks.rank, all_ranks.size, brought, _make_absolute(path)).run
     )
@@ -84,13 +84,6 @@ def async_save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> Backgr
 
 def _make_absolute(path: str | os.PathLike[str]) -> Path:
     return Path(os.path.abspath(path))  # not resolved: a symbolic link is itself replaced
-
-
-def _try_stage_state(state: Mapping[str, Any], memory: Memory | None) -> _StagedState | Exception:
-    try:
-        return stage_state(open_state(state), memory)
-    except Exception as error:
-        return error  # all ranks will raise it at the next `decide`
 
 
 class _SaveJob:
@@ -103,7 +96,8 @@ class _SaveJob:
     def run(self, decide: Decide) -> None:
         try:
             kept, folder = decide(self._offer_items(), self._divide_items)
-            decide(self._write_items(kept, folder), self._publish_checkpoint)
+            written = attempt(lambda: self._write_items(kept, folder))
+            decide(written, self._publish_checkpoint)
         finally:
             if self._new is not None:
                 self._new.discard()
@@ -111,67 +105,60 @@ class _SaveJob:
     # -- on every rank ---------------------------------------------------------------------------
 
     def _offer_items(self) -> Any:
-        from partita.comm.dcp_format import SavePieces, plan_to_rows
+        from partita.comm.dcp_format import Offer, SavePieces, offer_piece
 
-        if isinstance(self._brought, Exception):
-            return self._brought
         staged = self._brought
+        if isinstance(staged, Exception):
+            return staged
         staged.finish()
-        self._planner = SavePieces(staged.pieces, staged.values, staged.paths)
-        self._plan = self._planner.create_local_plan()
-        return plan_to_rows(self._plan), staged.paths, self._home
+        self._planner = SavePieces(staged.pieces, staged.values)
+        self._offers: list[Offer] = []
+        for name, piece in staged.pieces.items():
+            self._offers += offer_piece(name, piece, staged.paths[name])
+        self._offers += [Offer(name, staged.paths[name]) for name in staged.values]
+        return self._offers, self._home
 
     def _write_items(self, kept: list[int], folder: Path) -> Any:
-        from partita.comm.dcp_format import Writer, results_to_rows
+        from partita.comm.dcp_format import Writer
 
         assert isinstance(self._brought, _StagedState)
-        try:
-            rows: list[Any] = []
-            if kept:
-                folder.mkdir(exist_ok=True)  # a file system may be slow to show what rank 0 made
-                plan = replace(self._plan, items=[self._plan.items[i] for i in kept])
-                writer = Writer(folder, self._home)
-                rows = results_to_rows(writer.write(plan, self._planner, self._rank))
-                rows = [
-                    [*row, crc]
-                    for row, crc in zip(rows, _compute_checksums(folder, rows), strict=True)
-                ]
-            return rows, self._brought.fingerprints() if self._ranks > 1 else {}
-        except Exception as error:
-            return error
+        rows: list[Any] = []
+        if kept:
+            folder.mkdir(exist_ok=True)  # a file system may be slow to show what rank 0 made
+            offers = [self._offers[i] for i in kept]
+            rows = Writer(folder, self._home).write(offers, self._planner, self._rank)
+        marks = self._brought.fingerprints() if self._ranks > 1 else {}
+        return rows, _compute_checksums(folder, rows), marks
 
     # -- on rank 0, for all ----------------------------------------------------------------------
 
-    def _divide_items(self, brought: list[tuple[Any, Any, Path]]) -> list[tuple[list[int], Path]]:
+    def _divide_items(self, brought: list[tuple[Any, Path]]) -> list[tuple[list[int], Path]]:
         """For each rank, the indices of the items that it is to write, and the folder."""
-        from partita.comm.dcp_format import plan_from_rows
-
-        homes = sorted({str(home) for _, _, home in brought})
+        homes = sorted({str(home) for _, home in brought})
         if len(homes) > 1:
             raise ValueError(f"ranks save to different places: {', '.join(homes)}")
-        offered = [plan_from_rows(rows, paths) for rows, paths, _ in brought]
-        plans, self._metadata = self._planner.create_global_plan(offered)
+        kept, self._metadata = self._planner.divide([offers for offers, _ in brought])
         self._new = begin_replacement(self._home)
-        kept = [{item.index for item in plan.items} for plan in plans]
-        return [
-            ([i for i, item in enumerate(plan.items) if item.index in its], self._new.written)
-            for plan, its in zip(offered, kept, strict=True)
-        ]
+        return [(its, self._new.written) for its in kept]
 
-    def _publish_checkpoint(self, written: list[tuple[Any, dict[str, str]]]) -> list[None]:
-        from partita.comm.dcp_format import Writer, results_from_rows
+    def _publish_checkpoint(
+        self, brought: list[tuple[list[Any], list[int], dict[str, str]]]
+    ) -> list[None]:
+        from partita.comm.dcp_format import Writer
 
-        _compare_fingerprints([found for _, found in written])
+        _compare_fingerprints([marks for _, _, marks in brought])
         assert self._new is not None
         folder = self._new.written
-        results = [results_from_rows([row[:-1] for row in rows]) for rows, _ in written]
-        Writer(folder, self._home).finish(self._metadata, results)
-        _write_checksums(folder, [row for rows, _ in written for row in rows])
+        written = [row for rows, _, _ in brought for row in rows]
+        Writer(folder, self._home).write_metadata(self._metadata, written)
+        crcs = [crc for _, crcs, _ in brought for crc in crcs]
+        places = [(file, at, size) for *_, file, at, size in written]
+        Checksums.of(folder, dict(zip(places, crcs, strict=True))).write(folder)
         self._new.publish()
-        return [None] * len(written)
+        return [None] * len(brought)
 
 
-def _compute_checksums(folder: Path, rows: list[list[Any]]) -> list[int]:
+def _compute_checksums(folder: Path, rows: list[Any]) -> list[int]:
     """The checksum of each row's chunk, read from the one file that this rank has written."""
     if not rows:
         return []
@@ -180,17 +167,6 @@ def _compute_checksums(folder: Path, rows: list[list[Any]]) -> list[int]:
     if None in found:
         raise OSError(f"{folder / name} is shorter than what was written to it")
     return found  # type: ignore[return-value]
-
-
-def _write_checksums(folder: Path, rows: list[list[Any]]) -> None:
-    metadata = (folder / ".metadata").read_bytes()
-    sums = Checksums((len(metadata), zlib.crc32(metadata)))
-    for *_, name, at, size, crc in rows:
-        sums.chunks[name, at, size] = crc
-    with (folder / NAME).open("wb") as file:
-        file.write(sums.to_bytes())
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _compare_fingerprints(fingerprints: list[dict[str, str]]) -> None:

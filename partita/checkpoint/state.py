@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 
+from partita.comm import message
 from partita.comm.device import default_generator, generators_in_use
 from partita.layout import Layout
 from partita.tensor import DTensor
@@ -25,10 +26,34 @@ from partita.tensor.dtensor_gradients import update_spec
 from partita.tensor.tensor_state import spec_of
 from partita.tensor.uneven_pieces import empty_with_room
 
-if TYPE_CHECKING:
-    from partita.comm.dcp_format import Metadata
-
 KeyPath = tuple[str | int, ...]
+
+
+@message
+@dataclass(frozen=True)
+class Stored:
+    """What a checkpoint has by some name, without its values.
+
+    Attributes:
+        path: the keys on the way to it.
+        size, dtype: of a tensor; None of a value.
+    """
+
+    path: KeyPath = ()
+    size: tuple[int, ...] | None = None
+    dtype: Any = None
+
+    @classmethod
+    def of(cls, value: Any, path: KeyPath = ()) -> Stored:
+        """How `value` would be stored."""
+        if isinstance(value, torch.Tensor):
+            return cls(path, tuple(value.shape), value.dtype)
+        return cls(path)
+
+    def __str__(self) -> str:
+        if self.size is None:
+            return "no tensor"
+        return f"{str(self.dtype).removeprefix('torch.')} {tuple(self.size)}"
 
 
 @dataclass
@@ -66,11 +91,11 @@ class OpenedState:
     load_back: list[Callable[[], None]] = field(default_factory=list)
 
 
-def open_state(state: Mapping[str, Any], stored: Metadata | None = None) -> OpenedState:
+def open_state(state: Mapping[str, Any], stored: Mapping[str, Stored] | None = None) -> OpenedState:
     """The leaves of `state`.
 
     Args:
-        stored: the metadata of the checkpoint that will be read into it: an optimizer that has not
+        stored: what the checkpoint has that will be read into it: an optimizer that has not
             stepped yet gets the tensors that the checkpoint has for it.
 
     Raises:
@@ -194,7 +219,10 @@ def name_parameters(
 
 
 def open_optimizer(
-    optimizer: torch.optim.Optimizer, names: Names, path: KeyPath, stored: Metadata | None
+    optimizer: torch.optim.Optimizer,
+    names: Names,
+    path: KeyPath,
+    stored: Mapping[str, Stored] | None,
 ) -> tuple[dict[str, Any], Callable[[], None]]:
     """(Its state by name, over its own tensors; a function that loads this into the optimizer.)"""
     raw = optimizer.state_dict()
@@ -212,10 +240,10 @@ def open_optimizer(
     if stored is not None:
         there = _stored_by_parameter(stored, (*path, "state"))
         for name, i in number.items():
-            for key, metadata in there.get(name, {}).items():
+            for key, one in there.get(name, {}).items():
                 of_name = state.setdefault(name, {})
                 if key not in of_name:
-                    of_name[key] = _allocate_state(params[i], key, metadata)
+                    of_name[key] = _allocate_state(params[i], key, one)
     current = [list(g["params"]) for g in groups]
 
     def load_into_optimizer() -> None:
@@ -258,29 +286,30 @@ def _undo_casts(optimizer: torch.optim.Optimizer, loaded: dict[int, dict[str, An
 # -- an optimizer that has not stepped yet --------------------------------------------------------
 
 
-def _stored_by_parameter(stored: Metadata, path: KeyPath) -> dict[Any, dict[Any, Any]]:
-    """For each parameter's name, the checkpoint's metadata of its state, by key."""
-    found: dict[Any, dict[Any, Any]] = {}
-    for name, at in (stored.planner_data or {}).items():
-        if len(at) == len(path) + 2 and at[: len(path)] == path:
-            found.setdefault(at[-2], {})[at[-1]] = stored.state_dict_metadata[name]
+def _stored_by_parameter(
+    stored: Mapping[str, Stored], path: KeyPath
+) -> dict[Any, dict[Any, Stored]]:
+    """For each parameter's name, what the checkpoint has of its state, by key."""
+    found: dict[Any, dict[Any, Stored]] = {}
+    for one in stored.values():
+        if len(one.path) == len(path) + 2 and one.path[: len(path)] == path:
+            found.setdefault(one.path[-2], {})[one.path[-1]] = one
     return found
 
 
-def _allocate_state(p: torch.Tensor, key: str, metadata: Any) -> torch.Tensor | None:
+def _allocate_state(p: torch.Tensor, key: str, stored: Stored) -> torch.Tensor | None:
     """Memory for the state `key` of `p`, laid out as its optimizer would lay it out."""
-    size = getattr(metadata, "size", None)
+    size, dtype = stored.size, stored.dtype
     if size is None:  # a value and no tensor: it comes whole
         return None
-    dtype = metadata.properties.dtype
     if key == "step":  # counted on the CPU, or where the optimizer then moves it
         return torch.empty(size, dtype=dtype)
     if not isinstance(p, DTensor):
         return torch.empty(size, dtype=dtype, device=p.device)
     # State of the parameter's shape lies where each element is updated; other state is whole.
     spec = update_spec(p)
-    if size != spec.shape:
-        spec = spec_of(Layout(tuple(size)), spec.wire)
+    if size != tuple(spec.shape):
+        spec = spec_of(Layout(size), spec.wire)
     with Local():
         return tagged(empty_with_room(spec, dtype, p.device), spec)
 

@@ -4,8 +4,8 @@ its writer.
 A checkpoint is a folder: `.metadata` says of each name its shape, its dtype and which chunk of it
 lies where in the `.distcp` files. torch's own planners, reader and writer work on a rank's pieces
 in place of tensors. What they would trust is checked first: the metadata unpickles to nothing but
-metadata, its chunks cover each piece to be read, and each lies in a file of the folder. Plans and
-results go from rank to rank as rows of numbers and text, not as pickles.
+metadata, its chunks cover each piece to be read, and each lies in a file of the folder. What ranks
+offer and have written goes from rank to rank as messages, not as pickles.
 
 Imported where it is used: torch.distributed.checkpoint takes a second.
 """
@@ -13,9 +13,11 @@ Imported where it is used: torch.distributed.checkpoint takes a second.
 from __future__ import annotations
 
 import io
+import math
 import pickle
 import pickletools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,23 +50,8 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
+from .messages import message
 from .torch_distributed import Piece, Region
-
-__all__ = [
-    "MARK",
-    "LoadPieces",
-    "Metadata",
-    "Reader",
-    "SavePieces",
-    "TensorStorageMetadata",
-    "Writer",
-    "chunks",
-    "plan_from_rows",
-    "plan_to_rows",
-    "results_from_rows",
-    "results_to_rows",
-    "write_items",
-]
 
 MARK = "partita-"
 """The prefix of the `save_id` of checkpoints that have a file of checksums."""
@@ -114,12 +101,8 @@ class LoadPieces(DefaultLoadPlanner):
     def plan_values(self) -> LoadPlan:
         """The chunks to read of values."""
         none = torch.Size((0,))
-        return LoadPlan(
-            [
-                ReadItem(LoadItemType.BYTE_IO, index, none, index, none, none)
-                for index in map(MetadataIndex, self._names)
-            ]
-        )
+        indices = map(MetadataIndex, self._names)
+        return LoadPlan([ReadItem(LoadItemType.BYTE_IO, i, none, i, none, none) for i in indices])
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         if self.trial:
@@ -151,10 +134,8 @@ class _NotRead(Exception):
 def _is_piece_covered(items: Sequence[ReadItem], sizes: Sequence[int]) -> bool:
     """Do the boxes that these items fill cover a piece of these sizes?"""
     total = torch.Size(sizes).numel()
-    if sum(item.lengths.numel() for item in items) < total:
-        return False
     if len(items) <= 1 or total == 0:
-        return True
+        return sum(item.lengths.numel() for item in items) >= total
     # Boxes may overlap. Their edges form a grid of few cells, of which each must be filled.
     spans = [list(zip(i.dest_offsets, i.lengths, strict=True)) for i in items]
     cuts = [
@@ -163,12 +144,11 @@ def _is_piece_covered(items: Sequence[ReadItem], sizes: Sequence[int]) -> bool:
     ]
     grid = torch.zeros([len(edges) - 1 for edges in cuts], dtype=torch.bool)
     for span in spans:
-        grid[
-            tuple(
-                slice(edges.index(at), edges.index(at + length))
-                for (at, length), edges in zip(span, cuts, strict=True)
-            )
-        ] = True
+        box = [
+            slice(edges.index(at), edges.index(at + length))
+            for (at, length), edges in zip(span, cuts, strict=True)
+        ]
+        grid[tuple(box)] = True
     return bool(grid.all())
 
 
@@ -202,6 +182,16 @@ class Reader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self.metadata
+
+    def describe(self) -> dict[str, tuple[tuple[str | int, ...], torch.Size | None, Any]]:
+        """By name, the keys on the way to what is stored, and a tensor's size and dtype."""
+        paths = self.metadata.planner_data or {}
+        found: dict[str, tuple[tuple[str | int, ...], torch.Size | None, Any]] = {}
+        for name, stored in self.metadata.state_dict_metadata.items():
+            found[name] = paths.get(name, ()), None, None
+            if isinstance(stored, TensorStorageMetadata):
+                found[name] = paths.get(name, ()), stored.size, stored.properties.dtype
+        return found
 
     @property
     def is_ours(self) -> bool:
@@ -347,58 +337,102 @@ _MADE_OF = {
 # -- writing ---------------------------------------------------------------------------------------
 
 
-def write_items(name: str, piece: Piece) -> list[WriteItem]:
-    """The items that a rank which holds `piece` offers to write: one, or none where it is empty."""
-    return [
-        WriteItem(
-            MetadataIndex(name, chunk.offsets),
-            WriteItemType.SHARD,
-            tensor_data=TensorWriteData(
-                chunk=chunk,
-                properties=TensorProperties.create_from_tensor(piece.local),
-                size=torch.Size(piece.shape),
-            ),
+@message
+@dataclass(frozen=True)
+class Offer:
+    """A piece of a tensor, or a value, that a rank can write.
+
+    Attributes:
+        name: of the tensor or value; `path`, the keys on the way to it.
+        region, shape, dtype: of a piece: where it lies in its tensor, and of which shape and dtype
+            that is. None of a value.
+    """
+
+    name: str
+    path: tuple[str | int, ...] = ()
+    region: Region | None = None
+    shape: tuple[int, ...] | None = None
+    dtype: torch.dtype | None = None
+
+    @property
+    def kind(self) -> str:
+        """What must be equal on all ranks that offer something by one name."""
+        return "no tensor" if self.region is None else f"{self.dtype} {self.shape}"
+
+    def make_item(self) -> WriteItem:
+        if self.region is None or self.shape is None or self.dtype is None:
+            return WriteItem(MetadataIndex(self.name), WriteItemType.BYTE_IO)
+        (chunk,) = chunks(self.region, self.shape)
+        data = TensorWriteData(chunk, TensorProperties(self.dtype), torch.Size(self.shape))
+        return WriteItem(
+            MetadataIndex(self.name, chunk.offsets), WriteItemType.SHARD, tensor_data=data
         )
-        for chunk in chunks(piece.region, piece.shape)
+
+
+def offer_piece(name: str, piece: Piece, path: tuple[str | int, ...] = ()) -> list[Offer]:
+    """What a rank that holds `piece` offers to write: it, or nothing where it is empty."""
+    shape = tuple(piece.shape)
+    return [
+        Offer(name, path, piece.region, shape, piece.local.dtype)
+        for _ in chunks(piece.region, shape)
     ]
 
 
+def write_items(name: str, piece: Piece) -> list[WriteItem]:
+    """The items of torch's plan for `offer_piece`."""
+    return [offer.make_item() for offer in offer_piece(name, piece)]
+
+
 class SavePieces(DefaultSavePlanner):
-    """Plans the writing of named pieces and of values that are bytes already.
+    """Plans the writing of named pieces and of values that are bytes already."""
 
-    Of a piece that several ranks offer, the one that has the least to write so far writes it.
-    """
-
-    def __init__(
-        self, pieces: dict[str, Piece], values: dict[str, bytes], paths: dict[str, tuple[Any, ...]]
-    ):
+    def __init__(self, pieces: dict[str, Piece], values: dict[str, bytes]):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._pieces, self._values, self._paths = pieces, values, paths
+        self._pieces, self._values = pieces, values
 
-    def create_local_plan(self) -> SavePlan:
-        items = [item for name, piece in self._pieces.items() for item in write_items(name, piece)]
-        items += [WriteItem(MetadataIndex(n), WriteItemType.BYTE_IO) for n in self._values]
-        self.plan = SavePlan(items, planner_data=self._paths)
-        return self.plan
+    def divide(self, offered: list[list[Offer]]) -> tuple[list[list[int]], Metadata]:
+        """For each rank, the indices of what it is to write of what it offers; and the metadata.
 
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Each rank's part, and the metadata.
+        Of a piece that several ranks offer, the one that has the least to write so far writes it.
 
         Raises:
             ValueError: ranks disagree about a shape, a dtype or a kind of value, or no rank of
                 this job holds some part of a tensor.
         """
-        problems = _find_conflicting_items(all_plans)
-        if problems:
-            raise ValueError(
-                "\n  ".join(["the ranks hold different things by one name", *problems])
-            )
-        problems = _find_missing_elements(all_plans)
-        if problems:
-            raise ValueError("\n  ".join(["parts of tensors are on no rank that saves", *problems]))
-        plans, metadata = super().create_global_plan(all_plans)
-        metadata.planner_data = {n: p for plan in all_plans for n, p in plan.planner_data.items()}
-        return plans, metadata
+        first: dict[str, tuple[int, Offer]] = {}
+        others: dict[str, str] = {}
+        held: dict[str, set[Region]] = {}
+        for rank, offers in enumerate(offered):
+            for one in offers:
+                name = one.name
+                of, known = first.setdefault(name, (rank, one))
+                if one.kind != known.kind:
+                    text = f"{name}: {known.kind} on rank {of}, {one.kind} on rank {rank}"
+                    others.setdefault(name, text)
+                if one.region is not None:
+                    held.setdefault(name, set()).add(one.region)
+        _raise_listed("the ranks hold different things by one name", others.values())
+        sizes = {name: math.prod(first[name][1].shape or ()) for name in held}
+        counts = {
+            name: sum(math.prod(length for _, length in region) for region in regions)
+            for name, regions in held.items()
+        }
+        _raise_listed(
+            "parts of tensors are on no rank that saves",
+            [
+                f"{n}: {counts[n]} of {size} elements"
+                for n, size in sizes.items()
+                if counts[n] != size
+            ],
+        )
+        plans = [SavePlan([one.make_item() for one in offers]) for offers in offered]
+        divided, metadata = self.create_global_plan(plans)
+        metadata.planner_data = {name: one.path for name, (_, one) in first.items()}
+        kept = [{item.index for item in plan.items} for plan in divided]
+        return [
+            [i for i, item in enumerate(plan.items) if item.index in its]
+            for plan, its in zip(plans, kept, strict=True)
+        ], metadata
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         name = write_item.index.fqn
@@ -407,92 +441,13 @@ class SavePieces(DefaultSavePlanner):
         return self._pieces[name].local
 
 
-def _find_conflicting_items(plans: list[SavePlan]) -> list[str]:
-    seen: dict[str, tuple[int, str]] = {}
-    problems: dict[str, str] = {}
-    for rank, plan in enumerate(plans):
-        for item in plan.items:
-            data, name = item.tensor_data, item.index.fqn
-            kind = "no tensor"
-            if data is not None:
-                kind = f"{data.properties.dtype} {tuple(data.size)}"
-            first, what = seen.setdefault(name, (rank, kind))
-            if kind != what:
-                problems.setdefault(name, f"{name}: {what} on rank {first}, {kind} on rank {rank}")
-    return list(problems.values())
+def _raise_listed(fact: str, problems: Iterable[str]) -> None:
+    if lines := list(problems):
+        raise ValueError("\n  ".join([fact, *lines]))
 
 
-def _find_missing_elements(plans: list[SavePlan]) -> list[str]:
-    sizes: dict[str, int] = {}
-    held: dict[MetadataIndex, int] = {}
-    for item in (item for plan in plans for item in plan.items):
-        data = item.tensor_data
-        if data is not None:
-            sizes[item.index.fqn] = data.size.numel()
-            held[item.index] = data.chunk.sizes.numel()
-    totals = dict.fromkeys(sizes, 0)
-    for index, count in held.items():
-        totals[index.fqn] += count
-    return [
-        f"{n}: {totals[n]} of {size} elements" for n, size in sizes.items() if totals[n] != size
-    ]
-
-
-# -- plans and results as rows ---------------------------------------------------------------------
-
-
-def plan_to_rows(plan: SavePlan) -> list[list[Any]]:
-    """The items of a plan as rows of plain values, in their order."""
-    rows = []
-    for item in plan.items:
-        row: list[Any] = [item.index.fqn]
-        if (data := item.tensor_data) is not None:
-            kind = data.properties
-            row += [list(data.chunk.offsets), list(data.chunk.sizes), list(data.size)]
-            row += [kind.dtype, kind.requires_grad, kind.pin_memory]
-        rows.append(row)
-    return rows
-
-
-def plan_from_rows(rows: list[list[Any]], paths: dict[str, tuple[Any, ...]]) -> SavePlan:
-    """The plan that `plan_to_rows` made rows of."""
-    items = []
-    for name, *data in rows:
-        if not data:
-            items.append(WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO))
-            continue
-        offsets, sizes, size, dtype, requires_grad, pinned = data
-        chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-        kind = TensorProperties(dtype, requires_grad=requires_grad, pin_memory=pinned)
-        items.append(
-            WriteItem(
-                MetadataIndex(name, chunk.offsets),
-                WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk, kind, torch.Size(size)),
-            )
-        )
-    return SavePlan(items, planner_data=paths)
-
-
-def results_to_rows(results: Sequence[WriteResult]) -> list[list[Any]]:
-    """What a rank has written, and where, as rows of plain values."""
-    return [
-        [
-            one.index.fqn,
-            None if one.index.offset is None else list(one.index.offset),
-            one.size_in_bytes,
-            *(getattr(one.storage_data, key) for key in ("relative_path", "offset", "length")),
-        ]
-        for one in results
-    ]
-
-
-def results_from_rows(rows: list[list[Any]]) -> list[WriteResult]:
-    """The results that `results_to_rows` made rows of."""
-    return [
-        WriteResult(MetadataIndex(name, offset), nbytes, _StorageInfo(*place))
-        for name, offset, nbytes, *place in rows
-    ]
+Written = tuple[str, list[int] | None, str, int, int]
+"""(name, offsets in its tensor, file, offset, bytes) of a chunk that a rank has written."""
 
 
 class Writer(FileSystemWriter):
@@ -502,12 +457,25 @@ class Writer(FileSystemWriter):
         super().__init__(folder)
         self._home = home
 
-    def write(self, plan: SavePlan, planner: SavePieces, rank: int) -> Sequence[WriteResult]:
-        """Write the items of this rank's plan into files of its own."""
+    def write(self, offers: Sequence[Offer], planner: SavePieces, rank: int) -> list[Written]:
+        """Write these offers of this rank into files of its own."""
         # A plan's place among all plans decides what its files are called.
-        mine = self.prepare_global_plan([SavePlan([])] * rank + [plan])[rank]
-        results: Sequence[WriteResult] = self.write_data(mine, planner).wait()
-        return results
+        plans = [SavePlan([])] * rank + [SavePlan([one.make_item() for one in offers])]
+        written = self.write_data(self.prepare_global_plan(plans)[rank], planner).wait()
+        rows = []
+        for one in written:
+            offset, info = one.index.offset, one.storage_data
+            at = None if offset is None else list(offset)
+            rows.append((one.index.fqn, at, info.relative_path, info.offset, info.length))
+        return rows
+
+    def write_metadata(self, metadata: Metadata, written: Iterable[Written]) -> None:
+        """Write `.metadata`, when all ranks have written."""
+        results = [
+            WriteResult(MetadataIndex(name, offset), length, _StorageInfo(file, at, length))
+            for name, offset, file, at, length in written
+        ]
+        self.finish(metadata, [results])
 
     def storage_meta(self) -> StorageMeta:
         # The mark distinguishes a checkpoint that has lost its checksums from one of torch's own.

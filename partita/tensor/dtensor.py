@@ -447,17 +447,14 @@ def _read_piece(x: torch.Tensor, spec: Spec | None) -> Piece:
 def destination(x: torch.Tensor) -> Piece | None:
     """The piece of `x` that a loaded value is written into.
 
-    Of a pending sum the first rank takes the value, and the others hold nothing: there it is None,
-    and `x` is zeroed.
+    Of a pending sum the first rank takes the value, and the others zeros: there it is None.
     """
     spec = getattr(x, "_spec", None)
-    piece = _read_piece(x, spec)
     if spec is not None:
         mesh, at = spec.wire.mesh, spec.wire.at
         if any(op == "sum" and at[mesh.index(a)] for a, op in spec.layout.partial):
-            piece.local.zero_()
             return None
-    return piece
+    return _read_piece(x, spec)
 
 
 def holders_of_piece(spec: Spec) -> tuple[tuple[str, ...], int, int]:

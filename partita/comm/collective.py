@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -19,23 +20,30 @@ if TYPE_CHECKING:
 
 
 class Request(NamedTuple):
-    """Why a collective runs.
+    """A collective of one rank, but for its tensors: what it does, and why.
 
     Attributes:
-        kind: of the collective, "all_gather", or what is compared.
-        move: that it is a part of; None where it serves a comparison of ranks.
-        op: that needs the move, "matmul".
+        kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "broadcast"; or what is
+            compared.
+        move: that it is a part of; None where it serves none.
+        op: that needs it, "matmul".
+        reduce_op: "sum", "max" or "min", of a reduction.
+        get, send: of an all_to_all, the segments of its two buffers.
+        root: of a broadcast, the member whose tensor the others get.
     """
 
     kind: str
     move: Move | None
     op: str
+    reduce_op: str = "sum"
+    get: Splits | None = None
+    send: Splits | None = None
+    root: int = 0
 
     def describe(self) -> str:
         """`all_gather over dp: 8@dp 16 -> 8 16, for matmul`."""
-        if self.move is None:
-            return self.kind
-        return f"{self.move}, for {self.op}"
+        what = self.kind if self.move is None else str(self.move)
+        return f"{what}, for {self.op}" if self.op else what
 
 
 # -- how a buffer is divided -----------------------------------------------------------------------
@@ -89,22 +97,22 @@ class PendingWork(Protocol):
         """Return when its result may be read (on a GPU: by work queued from now on)."""
 
 
-class CompletedWork:
-    """Work that was complete when it was returned."""
-
-    def wait(self) -> None:
-        pass
-
-
 class PendingList:
-    """Several pieces of work under way, waited for in order."""
+    """Pieces of work under way, waited for in order; none where all was complete at once."""
 
-    def __init__(self, parts: Sequence[PendingWork]):
+    def __init__(self, parts: Sequence[PendingWork] = ()):
         self._parts = parts
 
     def wait(self) -> None:
         for part in self._parts:
             part.wait()
+
+
+@dataclass
+class PendingCall:
+    """Work under way whose wait is a function."""
+
+    wait: Callable[[], object]
 
 
 class PendingSum:
@@ -141,6 +149,11 @@ def reduce_in_rank_order(
     for share in shares[1:]:
         total = _COMBINE[reduce_op](total, share, out=into)
     return out if total is out else out.copy_(total)
+
+
+def shares_memory(x: torch.Tensor, other: torch.Tensor) -> bool:
+    """Do they lie in one storage? Also of tensors without memory, as of the meta device."""
+    return x.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
 # -- in captured graphs ----------------------------------------------------------------------------

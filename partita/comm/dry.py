@@ -4,16 +4,17 @@ that would take.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Self
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from partita.layout import Coordinate, Fix, LayoutError, Mesh
-from partita.redistribute.cost import BANDWIDTH, LATENCY
+from partita.redistribute.cost import BANDWIDTH, LATENCY, bytes_of
 
 from .backends.choose import backend_named
-from .collective import CompletedWork, PendingSum, PendingWork, Request, Splits
+from .collective import PendingList, PendingWork, Request, shares_memory
 from .cuts import unravel
 from .device import HOST
 from .ledger import Scope, scope
@@ -64,81 +65,77 @@ class DryWire(Wire):
         """A dry wire at the place of `wire` on its mesh, with no ledger."""
         return cls(wire.mesh, wire.at, Scope(), wire.device_mesh, wire.device)
 
-    def _account_transfer(self, nbytes: int) -> None:
+    def _perform(self, out: torch.Tensor, x: torch.Tensor, axes: Axes, request: Request) -> None:
+        self.begin_collective(out, x, axes, request).wait()
+        if request.kind == "all_gather":
+            _allocate(self.backend.staging_of_gather(out), x)
+        elif request.kind == "reduce_scatter" and request.reduce_op != "sum":
+            _allocate(self.backend.staging_of_scatter(x), x)
+
+    def begin_collective(
+        self, out: torch.Tensor, x: torch.Tensor, axes: Axes, request: Request
+    ) -> PendingWork:
+        kind, n, own = request.kind, self.mesh_size(axes), self.index(axes)
+        nbytes = x.nbytes if kind == "broadcast" else bytes_of(kind, n, x.nbytes)
+        group = _DryGroup(n, own)
+        work: PendingWork = PendingList()
+        if kind == "all_gather":
+            mine, rows = x.reshape(1, -1), out.view(n, -1)
+            for to in (rows[:own], rows[own + shares_memory(x, out) :]):
+                to.copy_(mine.expand(to.shape[0], -1))
+        elif request.get is not None and request.send is not None:
+            sent, kept = request.send.place(own), request.get.place(own)
+            nbytes = (request.send.total - sent[1]) * x.element_size()
+            out.zero_().narrow(0, *kept).copy_(x.narrow(0, *sent))
+        else:
+            work = self.backend.begin(group, out, x, request)  # type: ignore[arg-type]
         self.nbytes += nbytes
         self.seconds += self.latency + nbytes / self.bandwidth
+        return work
 
-    def _all_gather(self, out: torch.Tensor, x: torch.Tensor, axes: Axes, request: Request) -> None:
-        self._start_all_gather(out, x, axes, request)
-        _allocate(self.backend.staging_of_gather(out), x)
 
-    def _start_all_gather(
-        self, out: torch.Tensor, x: torch.Tensor, axes: Axes, request: Request
+@dataclass(frozen=True)
+class _DryGroup:
+    """Stands for the process group in what a backend does by several steps, or with memory of its
+    own: of what others would send, which are zeros, only this rank's share arrives.
+
+    Attributes:
+        members: how many there are.
+        number: of this rank among them.
+    """
+
+    members: int
+    number: int
+
+    def size(self) -> int:
+        return self.members
+
+    def rank(self) -> int:
+        return self.number
+
+    def allreduce(self, tensors: list[torch.Tensor], op: object) -> PendingWork:
+        return PendingList()
+
+    def broadcast(self, x: torch.Tensor, root: int) -> PendingWork:
+        return PendingList()
+
+    def _reduce_scatter_base(
+        self, out: torch.Tensor, x: torch.Tensor, options: object
     ) -> PendingWork:
-        n = self.mesh_size(axes)
-        self._account_transfer((n - 1) * x.nbytes)
-        rows, own = out.view(n, -1), self.index(axes)
-        mine = x.reshape(1, -1)
-        lies_there = x.untyped_storage()._cdata == out.untyped_storage()._cdata
-        for to in (rows[:own], rows[own + lies_there :]):
-            to.copy_(mine.expand(to.shape[0], -1))
-        return CompletedWork()
+        out.view(-1).copy_(x.reshape(self.members, -1)[self.number])
+        return PendingList()
 
-    def _reduce_scatter(
-        self, out: torch.Tensor, x: torch.Tensor, axes: Axes, reduce_op: str, request: Request
-    ) -> None:
-        n = self.mesh_size(axes)
-        if reduce_op == "sum" and self.backend.sums_in_rank_order:
-            self._exchange(out, x, axes).wait()
-            return
-        _allocate(self.backend.staging_of_scatter(x), x)
-        self._account_transfer((n - 1) * out.nbytes)
-        out.view(-1).copy_(x.reshape(n, -1)[self.index(axes)])
+    def _allgather_base(self, out: torch.Tensor, x: torch.Tensor) -> PendingWork:
+        out.zero_().view(self.members, -1)[self.number].copy_(x)
+        return PendingList()
 
-    def _start_reduce_scatter(
-        self, out: torch.Tensor, x: torch.Tensor, axes: Axes, request: Request
+    def alltoall_base(
+        self, out: torch.Tensor, x: torch.Tensor, get: list[int], send: list[int]
     ) -> PendingWork:
-        if self.backend.sums_in_rank_order:
-            return self._exchange(out, x, axes)
-        return super()._start_reduce_scatter(out, x, axes, request)
-
-    def _exchange(self, out: torch.Tensor, x: torch.Tensor, axes: Axes) -> PendingWork:
-        """A reduce-scatter whose shares are exchanged, and summed when it is waited for."""
-        n = self.mesh_size(axes)
-        mine = x.view(n, -1)[self.index(axes)]
-        self._account_transfer((n - 1) * mine.nbytes)
-        came = x.new_zeros((1 if n == 2 else n) * mine.numel()).view(-1, mine.numel()).unbind()
-        shares = (mine, *came) if n == 2 else came
-        if n > 2:
-            came[self.index(axes)].copy_(mine)
-        return PendingSum(CompletedWork(), shares, out.view(-1))
-
-    def _all_reduce(self, x: torch.Tensor, axes: Axes, reduce_op: str, request: Request) -> None:
-        n = self.mesh_size(axes)
-        self._account_transfer(2 * (n - 1) * x.nbytes // n)
-        if reduce_op == "sum" and self.backend.way_of_sum(x, n) == "gather":
-            shares = x.new_zeros(n * x.numel()).view(n, -1)
-            shares[self.index(axes)].copy_(x.view(-1))
-            PendingSum(CompletedWork(), shares.unbind(), x.view(-1)).wait()
-        elif reduce_op == "sum":
-            _allocate(self.backend.staging_of_sum(x, n), x)
-
-    def _all_to_all(
-        self,
-        out: torch.Tensor,
-        x: torch.Tensor,
-        axes: Axes,
-        get: Splits,
-        send: Splits,
-        request: Request,
-    ) -> None:
-        mine, kept = send.place(self.index(axes)), get.place(self.index(axes))
-        self._account_transfer((send.total - mine[1]) * x.element_size())
         out.zero_()
-        out.narrow(0, *kept).copy_(x.narrow(0, *mine))
-
-    def _broadcast(self, x: torch.Tensor, axes: Axes, root: int, request: Request) -> None:
-        self._account_transfer(x.nbytes)
+        if not get:  # of two ranks, what the other sends alone
+            out.view(self.members, -1)[self.number].copy_(x.view(self.members, -1)[self.number])
+        return PendingList()
 
 
 def _allocate(nbytes: int, like: torch.Tensor) -> None:

@@ -25,7 +25,7 @@ from partita.layout import Coordinate, Fix, LayoutError, Mesh
 
 from .backends.choose import backend_of
 from .backends.control import rendezvous_group
-from .collective import PendingWork, Request, Splits, reduce_in_rank_order
+from .collective import PendingWork, Request, reduce_in_rank_order
 from .device import HOST, Device, copy_bytes
 from .messages import hash_text
 from .source import place_of_user, user_line
@@ -34,6 +34,7 @@ from .waiting import (
     BEGUN,
     TIME_SLICE,
     Need,
+    WatchedWork,
     describe_process,
     find_ended,
     format_ranks,
@@ -86,7 +87,7 @@ class GroupWire(Wire):
         self._rank_at = dict(zip(self.mesh.coordinates(), ranks, strict=True))
         self._at_rank = {rank: at for at, rank in self._rank_at.items()}
         self._process_groups: dict[Axes, dist.ProcessGroup] = {}
-        self.backend = backend_of(kind)
+        self.backend = backend_of(kind, WatchedWork)
         self.runs_in_streams = self.backend.runs_in_streams
         self._control: ControlGroup | None = None
 
@@ -131,53 +132,24 @@ class GroupWire(Wire):
 
     # -- collectives -------------------------------------------------------------------------------
 
-    def _all_gather(self, out: torch.Tensor, x: torch.Tensor, axes: Axes, request: Request) -> None:
-        if self._reading_op is not None and (rows := self._gather_read_value(x, axes)) is not None:
-            torch.cat([row.view(-1) for row in rows], out=out.view(-1))
+    def _perform(self, out: torch.Tensor, x: torch.Tensor, axes: Axes, request: Request) -> None:
+        kind = request.kind
+        reads = self._reading_op is not None and kind in ("all_gather", "all_reduce")
+        if reads and (rows := self._gather_read_value(x, axes)) is not None:
+            if kind == "all_gather":
+                torch.cat([row.view(-1) for row in rows], out=out.view(-1))
+            else:
+                reduce_in_rank_order(rows, out, request.reduce_op)
             return
-        if out.shape[:1] == x.shape[:1]:  # in front are dimensions of one: a group cuts the first
+        if kind == "all_gather" and out.shape[:1] == x.shape[:1]:
+            # In front are dimensions of one, and a group cuts the first.
             out, x = out.view(-1), x.view(-1)
-        self.backend.all_gather(self._process_groups[axes], out, x, request)
+        self.backend.run(self._process_groups[axes], out, x, request)
 
-    def _reduce_scatter(
-        self, out: torch.Tensor, x: torch.Tensor, axes: Axes, reduce_op: str, request: Request
-    ) -> None:
-        group = self._process_groups[axes]
-        self.backend.start_reduce_scatter(group, out, x, reduce_op, request).wait()
-
-    def _all_reduce(self, x: torch.Tensor, axes: Axes, reduce_op: str, request: Request) -> None:
-        if self._reading_op is not None and (rows := self._gather_read_value(x, axes)) is not None:
-            reduce_in_rank_order(rows, x, reduce_op)
-            return
-        self.backend.start_all_reduce(self._process_groups[axes], x, reduce_op, request).wait()
-
-    def _start_all_gather(
+    def begin_collective(
         self, out: torch.Tensor, x: torch.Tensor, axes: Axes, request: Request
     ) -> PendingWork:
-        return self.backend.start_all_gather(self._process_groups[axes], out, x, request)
-
-    def _start_all_reduce(self, x: torch.Tensor, axes: Axes, request: Request) -> PendingWork:
-        return self.backend.start_all_reduce(self._process_groups[axes], x, "sum", request)
-
-    def _start_reduce_scatter(
-        self, out: torch.Tensor, x: torch.Tensor, axes: Axes, request: Request
-    ) -> PendingWork:
-        group = self._process_groups[axes]
-        return self.backend.start_reduce_scatter(group, out, x, "sum", request)
-
-    def _all_to_all(
-        self,
-        out: torch.Tensor,
-        x: torch.Tensor,
-        axes: Axes,
-        get: Splits,
-        send: Splits,
-        request: Request,
-    ) -> None:
-        self.backend.all_to_all(self._process_groups[axes], out, x, get, send, request)
-
-    def _broadcast(self, x: torch.Tensor, axes: Axes, root: int, request: Request) -> None:
-        self.backend.broadcast(self._process_groups[axes], x, root, request)
+        return self.backend.begin(self._process_groups[axes], out, x, request)
 
     # -- comparison of ranks ---------------------------------------------------------------------
 

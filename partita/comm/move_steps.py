@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from partita.layout import Layout, LayoutError
 
-from .collective import Splits
+from .collective import Request, Splits
 from .cuts import (
     Cut,
     contiguous_strides,
@@ -37,9 +37,8 @@ from .transport import Axes, Transport
 if TYPE_CHECKING:
     from partita.redistribute import Move
 
-    from .collective import Request
-
-Step = Callable[[torch.Tensor, "Request"], torch.Tensor]
+Step = Callable[[torch.Tensor, str], torch.Tensor]
+"""`(local tensor, op that needs the move)` to the local tensor after it."""
 
 _CONTIGUOUS = torch.contiguous_format
 
@@ -69,24 +68,24 @@ def _all_gather(move: Move, transport: Transport) -> Step:
     joined, _ = find_cuts(move, transport.mesh)
     shape = move.after.local_shape(transport.mesh, transport.at)
     side = Side(joined, shape, transport, axes)
-    n, pad, gather = transport.mesh_size(axes), side.pad, transport.gather
+    n, pad, run = transport.mesh_size(axes), side.pad, transport.run_collective
 
     if order is None and side.rows_in_memory:
         mine, padded = side.piece, side.padded_shape
         whole = padded == shape
 
-        def run_all_gather(x: torch.Tensor, request: Request) -> torch.Tensor:
+        def run_all_gather(x: torch.Tensor, op: str) -> torch.Tensor:
             out = x.new_empty(padded)
-            gather(out, _pad_to_shape(x, mine), axes, request)
+            run(out, _pad_to_shape(x, mine), axes, Request("all_gather", move, op))
             return out if whole else out.resize_(shape)
 
         return run_all_gather
 
     put = side.from_rows(pad)
 
-    def run_all_gather(x: torch.Tensor, request: Request) -> torch.Tensor:  # type: ignore[no-redef]
+    def run_all_gather(x: torch.Tensor, op: str) -> torch.Tensor:  # type: ignore[no-redef]
         flat = x.new_empty(n * pad)
-        gather(flat, _pad_to_shape(x, (pad,)), axes, request)
+        run(flat, _pad_to_shape(x, (pad,)), axes, Request("all_gather", move, op))
         out = x.new_empty(shape)
         put(out, flat if order is None else _in_mesh_order(flat, order))
         return out
@@ -96,7 +95,6 @@ def _all_gather(move: Move, transport: Transport) -> Step:
 
 def _reduce_scatter(move: Move, transport: Transport) -> Step:
     axes, order = transport.group_order(move.axes)
-    reduce_op = move.op
     _, divided = find_cuts(move, transport.mesh)
     mine = move.after.local_shape(transport.mesh, transport.at)
     side = Side(divided, move.before.local_shape(transport.mesh, transport.at), transport, axes)
@@ -104,18 +102,19 @@ def _reduce_scatter(move: Move, transport: Transport) -> Step:
     in_memory = order is None and side.rows_in_memory
     as_it_is = in_memory and side.even
     take = side.to_rows(pad)
-    scatter = transport.reduce_scatter
+    run = transport.run_collective
 
-    def run_reduce_scatter(x: torch.Tensor, request: Request) -> torch.Tensor:
+    def run_reduce_scatter(x: torch.Tensor, op: str) -> torch.Tensor:
+        request = Request("reduce_scatter", move, op, move.op)
         if as_it_is:
             out = x.new_empty(mine)
-            scatter(out, x.contiguous(), axes, reduce_op, request)
+            run(out, x.contiguous(), axes, request)
             return out
         rows = _pad_to_shape(x, (n * pad,)) if in_memory else take(x)
         out = x.new_empty(pad)
         if order is not None:
             rows = _in_group_order(rows, order)
-        scatter(out, rows, axes, reduce_op, request)
+        run(out, rows, axes, request)
         return out.resize_(mine)
 
     return run_reduce_scatter
@@ -123,10 +122,12 @@ def _reduce_scatter(move: Move, transport: Transport) -> Step:
 
 def _all_reduce(move: Move, transport: Transport) -> Step:
     axes, _ = transport.group_order(move.axes)
-    reduce_op, reduce = move.op, transport.all_reduce
+    run = transport.run_collective
 
-    def run_all_reduce(x: torch.Tensor, request: Request) -> torch.Tensor:
-        return reduce(x.clone(memory_format=_CONTIGUOUS), axes, reduce_op, request)
+    def run_all_reduce(x: torch.Tensor, op: str) -> torch.Tensor:
+        out = x.clone(memory_format=_CONTIGUOUS)
+        run(out, out, axes, Request("all_reduce", move, op, move.op))
+        return out
 
     return run_all_reduce
 
@@ -139,7 +140,7 @@ def _all_to_all(move: Move, transport: Transport) -> Step:
     shape = move.after.local_shape(transport.mesh, transport.at)
     sent = Side(divided, move.before.local_shape(transport.mesh, transport.at), transport, axes)
     got = Side(joined, shape, transport, axes)
-    exchange = transport.all_to_all
+    run = transport.run_collective
     if order is None and sent.in_order and got.in_order:
         send, get = sent.splits(), got.splits()
         take = None if sent.in_memory else sent.to_segments()
@@ -149,16 +150,17 @@ def _all_to_all(move: Move, transport: Transport) -> Step:
         send = get = Splits.evenly(transport.mesh_size(axes), pad)
         take, put = sent.to_rows(pad), got.from_rows(pad)
 
-    def run_all_to_all(x: torch.Tensor, request: Request) -> torch.Tensor:
+    def run_all_to_all(x: torch.Tensor, op: str) -> torch.Tensor:
         source = x.contiguous() if take is None else take(x)
+        request = Request("all_to_all", move, op, get=get, send=send)
         if order is not None:
             source = _in_group_order(source, order)
         if put is None:
             out = x.new_empty(shape)
-            exchange(out, source, axes, get, send, request)
+            run(out, source, axes, request)
             return out
         flat = x.new_empty(get.total)
-        exchange(flat, source, axes, get, send, request)
+        run(flat, source, axes, request)
         out = x.new_empty(shape)
         put(out, flat if order is None else _in_mesh_order(flat, order))
         return out
@@ -169,15 +171,15 @@ def _all_to_all(move: Move, transport: Transport) -> Step:
 def _make_restack_step(move: Move, transport: Transport) -> Step:
     """An all_to_all between pieces whose overlaps form no grid (see `is_restack`)."""
     axes, _ = transport.group_order(move.axes)
-    shape, exchange = move.after.local_shape(transport.mesh, transport.at), transport.all_to_all
+    shape, run = move.after.local_shape(transport.mesh, transport.at), transport.run_collective
     send, sent = _find_overlaps(move.before, move.after, transport, axes)
     get, got = _find_overlaps(move.after, move.before, transport, axes)
 
-    def run(x: torch.Tensor, request: Request) -> torch.Tensor:
+    def run_restack(x: torch.Tensor, op: str) -> torch.Tensor:
         parts = [x[where].reshape(-1) for where in sent]
         source = torch.cat(parts) if parts else x.new_empty(0)
         flat = x.new_empty(get.total)
-        exchange(flat, source, axes, get, send, request)
+        run(flat, source, axes, Request("all_to_all", move, op, get=get, send=send))
         out = x.new_empty(shape)
         at = 0
         for where in got:
@@ -186,7 +188,7 @@ def _make_restack_step(move: Move, transport: Transport) -> Step:
             at += to.numel()
         return out
 
-    return run
+    return run_restack
 
 
 def _find_overlaps(
@@ -239,7 +241,7 @@ def _in_mesh_order(rows: torch.Tensor, order: list[int]) -> torch.Tensor:
     return out
 
 
-def _copy_alone(x: torch.Tensor, request: Request) -> torch.Tensor:
+def _copy_alone(x: torch.Tensor, op: str) -> torch.Tensor:
     """The step of any move that sends, in a group of one rank."""
     return x.clone(memory_format=_CONTIGUOUS)
 
@@ -252,7 +254,7 @@ def _make_slice_step(move: Move, transport: Transport) -> Step:
     source = move.before.local_region(transport.mesh, transport.at)
     where = _slices_within(move.after.local_region(transport.mesh, transport.at), source)
     # Cloned, not viewed: an in-place op on the slice must not write into the whole.
-    return lambda x, request: x[where].clone(memory_format=_CONTIGUOUS)
+    return lambda x, op: x[where].clone(memory_format=_CONTIGUOUS)
 
 
 def _make_place_step(move: Move, transport: Transport) -> Step:
@@ -261,7 +263,7 @@ def _make_place_step(move: Move, transport: Transport) -> Step:
     where = _slices_within(move.before.local_region(transport.mesh, transport.at), target)
     shape, reduce_op = [length for _, length in target], move.op
 
-    def run_place(x: torch.Tensor, request: Request) -> torch.Tensor:
+    def run_place(x: torch.Tensor, op: str) -> torch.Tensor:
         out = x.new_full(shape, identity_of_reduction(reduce_op, x.dtype))
         out[where] = x
         return out
@@ -273,12 +275,12 @@ def _make_mask_step(move: Move, transport: Transport) -> Step:
     first = all(transport.at[transport.mesh.index(a)] == 0 for a in move.axes)
     # Of equal values the greatest and the least are the value itself: only a sum needs the zeros.
     if first or move.op != "sum":
-        return lambda x, request: x.clone(memory_format=_CONTIGUOUS)
-    return lambda x, request: torch.zeros_like(x, memory_format=_CONTIGUOUS)
+        return lambda x, op: x.clone(memory_format=_CONTIGUOUS)
+    return lambda x, op: torch.zeros_like(x, memory_format=_CONTIGUOUS)
 
 
 def _make_retype_step(move: Move, transport: Transport) -> Step:
-    return lambda x, request: x.view_as(x)
+    return lambda x, op: x.view_as(x)
 
 
 def identity_of_reduction(reduce_op: str, dtype: torch.dtype) -> float | int | bool:

@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -23,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from partita.layout import LayoutError, Mesh
 
-from .collective import Request, Splits, reduce_in_rank_order
+from .collective import Request, reduce_in_rank_order
 from .device import AutocastState, read_autocast_state, use_autocast_state
 from .ledger import Scope, enter_check_hooks, enter_rank_thread, scope
 from .source import user_line
@@ -270,41 +271,41 @@ class World:
 # -- what ranks bring to a meeting, and why they must stop -----------------------------------------
 
 
+@dataclass(eq=False)
 class MeetingCall:
     """One rank's call of a collective.
 
     Attributes:
         mesh_ranks: the ranks of its mesh, which must all make an equal call, in whatever groups.
         group: the ranks among them that exchange data with this one, in group order.
-        key: what must be equal besides the move: the primitive, the dtype and its options.
+        request: what must be equal, but for the op that needs it.
+        dtype: of its tensor, which must be equal, too.
         amount: of its tensor, what must be equal within its group, but not between groups: beside
             uneven pieces other groups may hold more. None where pieces may differ.
-        payload: the rank's tensors.
+        payload: what the rank brings.
         frame: of the caller, for errors.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        mesh_ranks: tuple[int, ...],
-        group: tuple[int, ...],
-        key: tuple[Any, ...],
-        amount: Any,
-        request: Request,
-        payload: Payload,
-    ):
-        self.rank, self.mesh_ranks, self.group = rank, mesh_ranks, group
-        self.key, self.amount, self.request, self.payload = key, amount, request, payload
-        self.frame: FrameType | None = sys._getframe(2)
+    rank: int
+    mesh_ranks: tuple[int, ...]
+    group: tuple[int, ...]
+    request: Request
+    dtype: torch.dtype | str
+    amount: int | None
+    payload: Payload
+    frame: FrameType | None
 
     def agrees(self, other: MeetingCall) -> bool:
         a, b = self.request, other.request
-        if self.group == other.group and self.amount != other.amount:
-            return False
-        return self.key == other.key and a.kind == b.kind and (a.move is b.move or a.move == b.move)
+        return (
+            (self.group != other.group or self.amount == other.amount)
+            and (self.dtype, a.kind, a.reduce_op, a.root)
+            == (other.dtype, b.kind, b.reduce_op, b.root)
+            and (a.move is b.move or a.move == b.move)
+        )
 
     def describe(self) -> str:
-        dtype = str(self.key[1]).removeprefix("torch.")
+        dtype = str(self.dtype).removeprefix("torch.")
         amount = "" if self.amount is None else f", numel {self.amount}"
         at = user_line(self.frame) or "no line"
         return f"rank {self.rank}  {self.request.describe()} ({dtype}{amount})  at {at}"
@@ -379,23 +380,28 @@ class RankWire(Wire):
         self._number_at = dict(zip(self.mesh.coordinates(), members, strict=True))
         self._numbers: dict[Axes, tuple[int, ...]] = {}
 
-    def _meet_group(
+    def _perform(self, out: torch.Tensor, x: torch.Tensor, axes: Axes, request: Request) -> None:
+        # A move may gather pieces as they are.
+        fixed = request.kind == "broadcast" or (request.kind == "all_gather" and not request.move)
+        amount = x.numel() if fixed else None
+        self._meet(axes, request, x.dtype, amount, (out, x, request), _PERFORM[request.kind])
+
+    def _meet(
         self,
-        key: tuple[Any, ...],
         axes: Axes,
         request: Request,
+        dtype: torch.dtype | str,
+        amount: int | None,
         payload: Payload,
         action: Action,
-        amount: Any = None,
     ) -> None:
         group = self._numbers.get(axes)
         if group is None:
             group = tuple(self._number_at[m] for m in self.group(axes)[1])
             self._numbers[axes] = group
-        self._world.meet(
-            MeetingCall(self._number, self._mesh_ranks, group, key, amount, request, payload),
-            action,
-        )
+        who = self._number, self._mesh_ranks, group
+        call = MeetingCall(*who, request, dtype, amount, payload, sys._getframe(1))
+        self._world.meet(call, action)
 
     def exchange(
         self, why: str, mine: bytes, deadline: float | None = None, place: str = ""
@@ -417,68 +423,51 @@ class RankWire(Wire):
             for (to, _, _), one in zip(all_, answers, strict=True):
                 to.append(one)
 
-        request = Request(why, None, "")
-        self._meet_group(
-            ("together", "objects"), self.mesh.names, request, (got, mine, answer), perform_answer
+        brought = got, mine, answer
+        self._meet(
+            self.mesh.names, Request(why, None, ""), "objects", None, brought, perform_answer
         )
         return got[0]
 
-    def _all_gather(self, out: torch.Tensor, x: torch.Tensor, axes: Axes, request: Request) -> None:
-        def perform_all_gather(all_: Sequence[Payload]) -> None:
-            for to, _ in all_:
-                torch.cat([x.reshape(-1) for _, x in all_], out=to.view(-1))
 
-        amount = None if request.move else x.numel()  # a move may gather pieces as they are
-        self._meet_group(("gather", x.dtype), axes, request, (out, x), perform_all_gather, amount)
+# -- collectives of all members of a group, each `(out, x, request)` -------------------------------
 
-    def _all_reduce(self, x: torch.Tensor, axes: Axes, reduce_op: str, request: Request) -> None:
-        def perform_all_reduce(all_: Sequence[Payload]) -> None:
-            shares = [x for (x,) in all_]
-            total = reduce_in_rank_order(shares, torch.empty_like(shares[0]), reduce_op)
-            for x in shares:
-                x.copy_(total)
 
-        self._meet_group(("reduce", x.dtype, reduce_op), axes, request, (x,), perform_all_reduce)
+def _perform_all_gather(calls: Sequence[Payload]) -> None:
+    for out, _, _ in calls:
+        torch.cat([x.reshape(-1) for _, x, _ in calls], out=out.view(-1))
 
-    def _reduce_scatter(
-        self, out: torch.Tensor, x: torch.Tensor, axes: Axes, reduce_op: str, request: Request
-    ) -> None:
-        def perform_reduce_scatter(all_: Sequence[Payload]) -> None:
-            shares = [x.reshape(-1) for _, x in all_]
-            total = reduce_in_rank_order(shares, torch.empty_like(shares[0]), reduce_op)
-            for (to, _), part in zip(all_, total.view(len(all_), -1), strict=True):
-                to.view(-1).copy_(part)
 
-        self._meet_group(
-            ("reduce_scatter", x.dtype, reduce_op), axes, request, (out, x), perform_reduce_scatter
-        )
+def _perform_reduction(calls: Sequence[Payload]) -> None:
+    first, _, request = calls[0]
+    shares = [x.reshape(-1) for _, x, _ in calls]
+    total = torch.empty_like(shares[0], dtype=first.dtype)
+    reduce_in_rank_order(shares, total, request.reduce_op)
+    parts = total.view(len(calls), -1) if request.kind == "reduce_scatter" else [total] * len(calls)
+    for (out, _, _), part in zip(calls, parts, strict=True):
+        out.view(-1).copy_(part)
 
-    def _all_to_all(
-        self,
-        out: torch.Tensor,
-        x: torch.Tensor,
-        axes: Axes,
-        get: Splits,
-        send: Splits,
-        request: Request,
-    ) -> None:
-        def perform_all_to_all(all_: Sequence[Payload]) -> None:
-            sent = [x.split(splits.sizes) for _, x, splits in all_]
-            for i, (to, _, _) in enumerate(all_):
-                torch.cat([parts[i] for parts in sent], out=to)
 
-        self._meet_group(("all_to_all", x.dtype), axes, request, (out, x, send), perform_all_to_all)
+def _perform_all_to_all(calls: Sequence[Payload]) -> None:
+    sent = [x.split(request.send.sizes) for _, x, request in calls]
+    for i, (out, _, _) in enumerate(calls):
+        torch.cat([parts[i] for parts in sent], out=out)
 
-    def _broadcast(self, x: torch.Tensor, axes: Axes, root: int, request: Request) -> None:
-        def perform_broadcast(all_: Sequence[Payload]) -> None:
-            (source,) = all_[root]
-            for (x,) in all_:
-                if x is not source:
-                    x.copy_(source)
 
-        self._meet_group(
-            ("from_first", x.dtype, root), axes, request, (x,), perform_broadcast, x.numel()
-        )
+def _perform_broadcast(calls: Sequence[Payload]) -> None:
+    _, source, _ = calls[calls[0][2].root]
+    for out, _, _ in calls:
+        if out is not source:
+            out.copy_(source)
+
+
+_PERFORM: dict[str, Action] = {
+    "all_gather": _perform_all_gather,
+    "reduce_scatter": _perform_reduction,
+    "all_reduce": _perform_reduction,
+    "all_to_all": _perform_all_to_all,
+    "broadcast": _perform_broadcast,
+}
 
 
 def ranks(**axes: int) -> World:

@@ -257,35 +257,19 @@ class TraceWire(Wire):
             )
         return None
 
-    def _all_gather(self, out: torch.Tensor, x: torch.Tensor, axes: Axes, request: Request) -> None:
-        whole = ALL_GATHER(x.reshape(-1), self.mesh_size(axes), self.group_name(axes))
-        out.copy_(WAIT(whole).view(out.shape))
-
-    def _reduce_scatter(
-        self, out: torch.Tensor, x: torch.Tensor, axes: Axes, reduce_op: str, request: Request
-    ) -> None:
-        part = REDUCE_SCATTER(x.reshape(-1), reduce_op, self.mesh_size(axes), self.group_name(axes))
-        out.copy_(WAIT(part).view(out.shape))
-
-    def _all_reduce(self, x: torch.Tensor, axes: Axes, reduce_op: str, request: Request) -> None:
-        whole = ALL_REDUCE(x, reduce_op, self.group_name(axes))
-        x.copy_(WAIT(whole))
-
-    def _all_to_all(
-        self,
-        out: torch.Tensor,
-        x: torch.Tensor,
-        axes: Axes,
-        get: Splits,
-        send: Splits,
-        request: Request,
-    ) -> None:
-        got = all_to_all(x, self.mesh_size(axes), self.group_name(axes))
-        out.copy_(WAIT(got))
-
-    def _broadcast(self, x: torch.Tensor, axes: Axes, root: int, request: Request) -> None:
-        told = BROADCAST(x, root, self.group_name(axes))
-        x.copy_(WAIT(told))
+    def _perform(self, out: torch.Tensor, x: torch.Tensor, axes: Axes, request: Request) -> None:
+        kind, n, name = request.kind, self.mesh_size(axes), self.group_name(axes)
+        if kind == "all_gather":
+            out.copy_(WAIT(ALL_GATHER(x.reshape(-1), n, name)).view(out.shape))
+        elif kind == "reduce_scatter":
+            part = REDUCE_SCATTER(x.reshape(-1), request.reduce_op, n, name)
+            out.copy_(WAIT(part).view(out.shape))
+        elif kind == "all_reduce":
+            out.copy_(WAIT(ALL_REDUCE(x, request.reduce_op, name)))
+        elif kind == "all_to_all":
+            out.copy_(WAIT(all_to_all(x, n, name)))
+        else:
+            out.copy_(WAIT(BROADCAST(x, request.root, name)))
 
 
 class Uneven(LayoutError):
@@ -319,39 +303,35 @@ def _make_padded_step(move: Move, wire: TraceWire) -> Step:
         LayoutError: one move of its kind cannot make what it is to make.
     """
     if move.kind == "mask":
-        return lambda x, request: _keep_on_first(x, move, wire)
+        return lambda x, op: _keep_on_first(x, move, wire)
     if move.kind in ("all_reduce", "retype"):
         return prepare(move, wire)
     joined, divided = find_cuts(move, wire.mesh)
     if move.kind == "slice":
-        return lambda x, request: _slice_own_piece(x, divided, wire)
+        return lambda x, op: _slice_own_piece(x, divided, wire)
     if move.kind == "place":
-        return lambda x, request: _place_own_piece(x, joined, move.op, wire)
+        return lambda x, op: _place_own_piece(x, joined, move.op, wire)
     if not joined and not divided:
         return prepare(move, wire)
     axes, _ = wire.group_order(move.axes)
     grid = tuple(a for a in axes if wire.mesh.size(a) > 1)
     n = wire.mesh_size(axes)
 
-    def run_padded_step(x: torch.Tensor, request: Request) -> torch.Tensor:
+    def run_padded_step(x: torch.Tensor, op: str) -> torch.Tensor:
         piece = list(x.shape)
         for cut in divided:
             piece[cut.dim] = cut.first_length
         rows = _pack_padded_pieces(x, divided, grid, wire)
         if move.kind == "reduce_scatter":
-            out = x.new_empty(piece)
-            wire.reduce_scatter(out, rows, axes, move.op, request)
-            return out
-        if _in_order(joined, grid):
-            out = x.new_empty([n * piece[0], *piece[1:]])
+            shape = piece
+        elif _in_order(joined, grid):
+            shape = [n * piece[0], *piece[1:]]
         else:
-            out = x.new_empty([*(wire.mesh.size(a) for a in grid), *piece])
-        if move.kind == "all_gather":
-            wire.gather(out, rows, axes, request)
-        else:
-            each = Splits.evenly(n, math.prod(piece))
-            wire.all_to_all(out, rows, axes, each, each, request)
-        return _unpack_pieces(out, joined, grid, wire)
+            shape = [*(wire.mesh.size(a) for a in grid), *piece]
+        out = x.new_empty(shape)
+        each = Splits.evenly(n, math.prod(piece)) if move.kind == "all_to_all" else None
+        wire.run_collective(out, rows, axes, Request(move.kind, move, op, move.op, each, each))
+        return out if move.kind == "reduce_scatter" else _unpack_pieces(out, joined, grid, wire)
 
     return run_padded_step
 

@@ -1,7 +1,7 @@
 """Transports: a rank's place in a mesh, and the collectives with the ranks that differ from it
 along some axes.
 
-A subclass implements five on contiguous memory (process groups in `groups`, ranks of one process in
+A subclass performs them on contiguous memory (process groups in `groups`, ranks of one process in
 `ranks`, none at all in `dry`); this class makes them take any dtype. A transport does not know what
 a collective is for: moves are built on it in `move_steps`, and run by `Wire.carry`.
 """
@@ -13,7 +13,7 @@ import torch
 from partita.layout import Coordinate, LayoutError, Mesh
 
 from .backends.backend import Backend
-from .collective import CompletedWork, PendingSum, PendingWork, Request, Splits
+from .collective import PendingList, PendingWork, Request
 
 Axes = tuple[str, ...]
 ALL_DTYPES = frozenset(d for d in vars(torch).values() if isinstance(d, torch.dtype))
@@ -89,59 +89,37 @@ class Transport:
             found = self._orders[axes] = (key, self._order(key))
         return found
 
-    # -- any dtype, by way of those that the backend has -----------------------------------------
+    # -- collectives -----------------------------------------------------------------------------
 
-    def gather(self, out: torch.Tensor, x: torch.Tensor, axes: Axes, request: Request) -> None:
-        """Fill `out` with the group's `x`, in group order. Both contiguous."""
-        x = without_lazy_bits(x)
-        if x.dtype in self.moved_dtypes:
-            self._all_gather(out, x, axes, request)
-        else:
-            self._all_gather(_view_as_bytes(out), _view_as_bytes(x), axes, request)
-
-    def all_to_all(
-        self,
-        out: torch.Tensor,
-        x: torch.Tensor,
-        axes: Axes,
-        get: Splits,
-        send: Splits,
-        request: Request,
+    def run_collective(
+        self, out: torch.Tensor, x: torch.Tensor, axes: Axes, request: Request
     ) -> None:
-        """Send member i its segment of `x`, and get from it what fills its segment of `out`."""
+        """Fill `out` with what `request` makes of the group's `x`; both are contiguous.
+
+        Any dtype, by way of those that the backend has. Members of the group are in its order:
+        `all_gather` joins their `x`, `reduce_scatter` gives each its piece of the reduction, and
+        `all_to_all` its segment of each `x`. Of `all_reduce` and `broadcast` `out` is `x`.
+        """
         x = without_lazy_bits(x)
-        if x.dtype in self.moved_dtypes:
-            self._all_to_all(out.view(-1), x.view(-1), axes, get, send, request)
+        if request.kind in ("all_reduce", "reduce_scatter"):
+            if x.dtype in self.reduced_dtypes:
+                self._perform(out, x, axes, request)
+                return
+            wide = self._widen_for_reduction(x, request.reduce_op).reshape(-1)
+            total = wide
+            if request.kind == "reduce_scatter":
+                total = wide.new_empty(wide.numel() // self.mesh_size(axes))
+            self._perform(total, wide, axes, request)
+            out.view(-1).copy_(_narrow_to_dtype(total, out.view(-1)))
+        elif x.dtype in self.moved_dtypes:
+            if request.kind == "all_to_all":
+                out, x = out.view(-1), x.view(-1)
+            self._perform(out, x, axes, request)
         else:
             n = x.element_size()
-            self._all_to_all(
-                _view_as_bytes(out), _view_as_bytes(x), axes, get.times(n), send.times(n), request
-            )
-
-    def all_reduce(
-        self, x: torch.Tensor, axes: Axes, reduce_op: str, request: Request
-    ) -> torch.Tensor:
-        """The reduction of the group's `x`, in the memory of `x` where the backend can."""
-        x = without_lazy_bits(x)
-        if x.dtype in self.reduced_dtypes:
-            self._all_reduce(x, axes, reduce_op, request)
-            return x
-        wide = self._widen_for_reduction(x, reduce_op).clone()
-        self._all_reduce(wide, axes, reduce_op, request)
-        return _narrow_to_dtype(wide, x)
-
-    def reduce_scatter(
-        self, out: torch.Tensor, x: torch.Tensor, axes: Axes, reduce_op: str, request: Request
-    ) -> None:
-        """Fill `out` with this rank's piece of the reduction of the group's `x`."""
-        x = without_lazy_bits(x)
-        if x.dtype in self.reduced_dtypes:
-            self._reduce_scatter(out, x, axes, reduce_op, request)
-            return
-        wide = self._widen_for_reduction(x, reduce_op)
-        part = wide.new_empty(wide.numel() // self.mesh_size(axes))
-        self._reduce_scatter(part, wide.reshape(-1), axes, reduce_op, request)
-        out.view(-1).copy_(_narrow_to_dtype(part, out.view(-1)))
+            if request.get is not None and request.send is not None:
+                request = request._replace(get=request.get.times(n), send=request.send.times(n))
+            self._perform(_view_as_bytes(out), _view_as_bytes(x), axes, request)
 
     def _widen_for_reduction(self, x: torch.Tensor, reduce_op: str) -> torch.Tensor:
         if x.is_complex():
@@ -152,7 +130,7 @@ class Transport:
             raise LayoutError(f"cannot reduce {x.dtype} over ranks")
         return x.to(_WIDER[x.dtype])
 
-    # -- what a subclass implements; tensors are contiguous, `axes` in mesh order, groups > 1 -----
+    # -- what a subclass implements; `axes` in mesh order, groups of more than one rank ------------
 
     def _members(self, axes: Axes) -> tuple[Coordinate, ...]:
         return self.mesh.group(axes, self.at)
@@ -160,51 +138,19 @@ class Transport:
     def _order(self, axes: Axes) -> list[int] | None:
         return None
 
-    def _all_gather(self, out: torch.Tensor, x: torch.Tensor, axes: Axes, request: Request) -> None:
+    def _perform(self, out: torch.Tensor, x: torch.Tensor, axes: Axes, request: Request) -> None:
+        """`run_collective`, of a dtype that the backend has."""
         raise NotImplementedError
 
-    def _reduce_scatter(
-        self, out: torch.Tensor, x: torch.Tensor, axes: Axes, reduce_op: str, request: Request
-    ) -> None:
-        raise NotImplementedError
-
-    def _all_reduce(self, x: torch.Tensor, axes: Axes, reduce_op: str, request: Request) -> None:
-        raise NotImplementedError
-
-    def _start_all_gather(
+    def begin_collective(
         self, out: torch.Tensor, x: torch.Tensor, axes: Axes, request: Request
     ) -> PendingWork:
-        self._all_gather(out, x, axes, request)
-        return CompletedWork()
+        """Begin what `run_collective` does, of a dtype that the backend has; `x` may lie in `out`.
 
-    def _start_all_reduce(self, x: torch.Tensor, axes: Axes, request: Request) -> PendingWork:
-        self._all_reduce(x, axes, "sum", request)
-        return CompletedWork()
-
-    def _start_reduce_scatter(
-        self, out: torch.Tensor, x: torch.Tensor, axes: Axes, request: Request
-    ) -> PendingWork:
-        if out.dtype == x.dtype:
-            self._reduce_scatter(out, x, axes, "sum", request)
-            return CompletedWork()
-        n, shares = self.mesh_size(axes), torch.empty_like(x)
-        even = Splits.evenly(n, x.numel() // n)
-        self._all_to_all(shares.view(-1), x.view(-1), axes, even, even, request)
-        return PendingSum(CompletedWork(), shares.view(n, -1).unbind(), out.view(-1))
-
-    def _all_to_all(
-        self,
-        out: torch.Tensor,
-        x: torch.Tensor,
-        axes: Axes,
-        get: Splits,
-        send: Splits,
-        request: Request,
-    ) -> None:
-        raise NotImplementedError
-
-    def _broadcast(self, x: torch.Tensor, axes: Axes, root: int, request: Request) -> None:
-        raise NotImplementedError
+        A reduce_scatter may add up in the dtype of `out`, where that is wider.
+        """
+        self._perform(out, x, axes, request)
+        return PendingList()
 
 
 def without_lazy_bits(x: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from partita.layout import Coordinate, Layout, LayoutError, Mesh
 from partita.redistribute.cost import bytes_sent
 
-from .collective import CompletedWork, PendingWork, Request
+from .collective import PendingList, PendingWork, Request
 from .device import HOST
 from .ledger import Record, Scope, human, refuse_implicit, scope
 from .move_steps import Step, prepare
@@ -93,8 +93,8 @@ class Wire(Transport):
             self._note(move, x, op, reason)
         if torch.is_grad_enabled():
             with torch.no_grad():
-                return entry[1](x, Request(move.kind, move, op))
-        return entry[1](x, Request(move.kind, move, op))
+                return entry[1](x, op)
+        return entry[1](x, op)
 
     def start(
         self, move: Move, x: torch.Tensor, out: torch.Tensor, *, op: str, reason: str
@@ -115,22 +115,16 @@ class Wire(Transport):
             self._note(move, x, op, reason)
         if torch.is_grad_enabled():
             with torch.no_grad():
-                return self._start_move(move, x, out, Request(move.kind, move, op))
-        return self._start_move(move, x, out, Request(move.kind, move, op))
+                return self._start_move(move, x, out, op)
+        return self._start_move(move, x, out, op)
 
-    def _start_move(
-        self, move: Move, x: torch.Tensor, out: torch.Tensor, request: Request
-    ) -> PendingWork:
+    def _start_move(self, move: Move, x: torch.Tensor, out: torch.Tensor, op: str) -> PendingWork:
         axes, _ = self.group_order(move.axes)
         if self.mesh_size(axes) == 1:
             if out is not x:
                 out.view(-1).copy_(x.view(-1))
-            return CompletedWork()
-        if move.kind == "all_reduce":
-            return self._start_all_reduce(x, axes, request)
-        if move.kind == "all_gather":
-            return self._start_all_gather(out, x, axes, request)
-        return self._start_reduce_scatter(out, x, axes, request)
+            return PendingList()
+        return self.begin_collective(out, x, axes, Request(move.kind, move, op))
 
     def _prepare(self, move: Move) -> tuple[Move, Step, tuple[int, ...]]:
         for axis in move.axes:
@@ -257,10 +251,8 @@ class Wire(Transport):
                 if self.scope.check is not None:
                     self.check(f"from_first of {tuple(x.shape)} {x.dtype} at {user_line()}")
                 root = members.index(self.mesh.coordinates()[src])
-                flat = out.view(-1)
-                if out.dtype not in self.moved_dtypes:
-                    flat = flat.view(torch.uint8)
-                self._broadcast(flat, axes, root, Request(f"from_first(src={src})", None, ""))
+                request = Request("broadcast", None, f"from_first(src={src})", root=root)
+                self.run_collective(out, out, axes, request)
             return out
 
     def region(self, layout: Layout, *, beyond: bool = False) -> tuple[tuple[int, int], ...]:

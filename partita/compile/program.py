@@ -537,8 +537,8 @@ class PaddingBoundary:
     def _borrow_padding(self, here: torch.Tensor, dim: int, lender: _Lender) -> None:
         last = here.narrow(dim, here.shape[dim] - 1, 1).contiguous()
         all_last = last.new_empty((lender.members, *last.shape))
-        ask = Request("all_gather of padding", None, "pad")
-        self.wire.gather(all_last.view(-1), last.view(-1), lender.axes, ask)
+        ask = Request("all_gather", None, "padding")
+        self.wire.run_collective(all_last.view(-1), last.view(-1), lender.axes, ask)
         if lender.place is not None:
             here.copy_(all_last[lender.place])
 

@@ -349,16 +349,19 @@ def _collectives_of(
 
     def gather() -> torch.Tensor:
         out = part.new_empty(part.numel() * ranks)
-        wire.gather(out, part, axes, Request("all_gather", None, "calibrate"))
+        wire.run_collective(out, part, axes, Request("all_gather", None, "calibrate"))
         return out
 
     def exchange() -> torch.Tensor:
         out = torch.empty_like(x)
-        wire.all_to_all(out, x, axes, each, each, Request("all_to_all", None, "calibrate"))
+        request = Request("all_to_all", None, "calibrate", get=each, send=each)
+        wire.run_collective(out, x, axes, request)
         return out
 
     def reduce() -> torch.Tensor:
-        return wire.all_reduce(x.clone(), axes, "sum", Request("all_reduce", None, "calibrate"))
+        out = x.clone()
+        wire.run_collective(out, out, axes, Request("all_reduce", None, "calibrate"))
+        return out
 
     calls = {"all_gather": gather, "all_to_all": exchange, "all_reduce": reduce}
     whole = 4.0 * part.numel() * ranks

@@ -178,7 +178,7 @@ def gather_of(mesh, axis, count):
     """What each rank's `count` elements, its own number, are when gathered along `axis`."""
     wire = comm.wire_of(mesh)
     out = torch.empty(mesh.shape[mesh.mesh_dim_names.index(axis)] * count)
-    wire.gather(
+    wire.run_collective(
         out,
         torch.full((count,), float(mesh.get_rank())),
         (axis,),

@@ -96,9 +96,9 @@ def test_an_even_gather_on_dim_0_is_the_collective_and_nothing_more(monkeypatch)
     def body(mesh):
         wire = comm.wire_of(mesh)
         x = torch.ones(2, 3)
-        gather = wire.gather
+        run = wire.run_collective
         monkeypatch.setattr(
-            wire, "gather", lambda out, x, *a: (seen.append((out, x)), gather(out, x, *a))
+            wire, "run_collective", lambda out, x, *a: (seen.append((out, x)), run(out, x, *a))
         )
         even = move("all_gather", "dp", "[4@dp, 3]", "[4, 3]")
         y = wire.carry(even, x, op="x", reason="explicit")

@@ -6,18 +6,27 @@ ones cost more than the whole of `carry` (a dispatcher op, an async wrapper and 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from ..collective import PendingSum, PendingWork, Request, Splits
+from ..collective import PendingSum, PendingWork, Request
 
 WayOfSum = Literal["own", "gather", "exchange"]
 """How an all-reduce sums: "own", by the backend's own; "gather", every rank gathers all shares and
 adds them in rank order; "exchange", ranks exchange shares, each sums its piece in rank order, and
 the pieces are gathered."""
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+Watch = Callable[[Any, dist.ProcessGroup, Request], PendingWork]
+"""Makes pending work of a process group's; the request is shown to others where a rank waits."""
+
+
+def leave_unwatched(work: Any, group: dist.ProcessGroup, request: Request) -> PendingWork:
+    return work  # type: ignore[no-any-return]
 
 
 class Backend:
@@ -31,12 +40,16 @@ class Backend:
         sums_in_rank_order: a reduce-scatter exchanges shares, and adds them in rank order.
         waits_on_host: a wait blocks the processor, so that the rank can look why it lasts.
         runs_in_streams: a collective is a kernel of the device's, which can be recorded.
+        watch: given to the work of process groups whose waits block the processor.
     """
 
     gathers_by_broadcast = False
     sums_in_rank_order = False
     waits_on_host = False
     runs_in_streams = True
+
+    def __init__(self, watch: Watch = leave_unwatched):
+        self.watch = watch
 
     def way_of_sum(self, x: torch.Tensor, n: int) -> WayOfSum:
         """How an all-reduce sums `x` over `n` ranks."""
@@ -56,86 +69,51 @@ class Backend:
         """Bytes that an all-reduce over `n` ranks takes beside `x`."""
         return 0
 
-    # -- collectives that return when they are done ------------------------------------------------
+    # -- collectives -------------------------------------------------------------------------------
 
-    def begun(self, work: Any, group: dist.ProcessGroup, request: Request) -> PendingWork:
-        """`work` of the group as pending work; `request` is shown to others where a rank waits."""
-        return work  # type: ignore[no-any-return]
-
-    def all_gather(
+    def run(
         self, group: dist.ProcessGroup, out: torch.Tensor, x: torch.Tensor, request: Request
     ) -> None:
-        """Fill `out` with the group's `x`, in group order."""
-        self.begun(group._allgather_base(out, x), group, request).wait()
+        """Fill `out` with what `request` makes of the group's `x`."""
+        self.begin(group, out, x, request).wait()
 
-    def all_to_all(
-        self,
-        group: dist.ProcessGroup,
-        out: torch.Tensor,
-        x: torch.Tensor,
-        get: Splits,
-        send: Splits,
-        request: Request,
-    ) -> None:
-        """Send each member its segment of `x`, and get from it its segment of `out`."""
-        sizes = ([], []) if get.even and send.even else (get.sizes, send.sizes)
-        self.begun(group.alltoall_base(out, x, *sizes), group, request).wait()
-
-    def broadcast(
-        self, group: dist.ProcessGroup, x: torch.Tensor, root: int, request: Request
-    ) -> None:
-        """Fill `x` with that of member `root`."""
-        self.begun(group.broadcast(x, root), group, request).wait()
-
-    # -- collectives that go on while the program computes -----------------------------------------
-
-    def start_all_gather(
+    def begin(
         self, group: dist.ProcessGroup, out: torch.Tensor, x: torch.Tensor, request: Request
     ) -> PendingWork:
-        """Begin to fill `out` with the group's `x`, in group order. `x` may lie in `out`."""
-        return self.begun(group._allgather_base(out, x), group, request)
-
-    def start_all_reduce(
-        self, group: dist.ProcessGroup, x: torch.Tensor, op: str, request: Request
-    ) -> PendingWork:
-        """Begin to put the reduction of the group's `x` into `x`."""
-        return self.begun(group.allreduce([x], _OPS[op]), group, request)
-
-    def start_reduce_scatter(
-        self,
-        group: dist.ProcessGroup,
-        out: torch.Tensor,
-        x: torch.Tensor,
-        op: str,
-        request: Request,
-    ) -> PendingWork:
-        """Begin to fill `out` with this rank's piece of the reduction of the group's `x`; a sum is
-        made in the dtype of `out`."""
-        if out.dtype != x.dtype:
-            return self.exchange_and_sum(group, out, x, request)
-        options = dist.ReduceScatterOptions()
-        options.reduceOp = _OPS[op]  # type: ignore[assignment]
-        return self.begun(group._reduce_scatter_base(out, x, options), group, request)
+        """Begin it, and go on while the program computes. `x` of an all_gather may lie in `out`; a
+        sum is made in the dtype of `out`."""
+        kind = request.kind
+        if kind == "all_gather":
+            work = group._allgather_base(out, x)
+        elif kind == "all_reduce":
+            work = group.allreduce([x], _OPS[request.reduce_op])
+        elif kind == "reduce_scatter":
+            if out.dtype != x.dtype:
+                return self.exchange_and_sum(group, out, x, request)
+            options = dist.ReduceScatterOptions()
+            options.reduceOp = _OPS[request.reduce_op]  # type: ignore[assignment]
+            work = group._reduce_scatter_base(out, x, options)
+        elif kind == "broadcast":
+            work = group.broadcast(x, request.root)
+        else:
+            get, send = request.get, request.send
+            assert get is not None and send is not None
+            sizes = ([], []) if get.even and send.even else (get.sizes, send.sizes)
+            work = group.alltoall_base(out, x, *sizes)
+        return self.watch(work, group, request)
 
     def exchange_and_sum(
         self, group: dist.ProcessGroup, out: torch.Tensor, x: torch.Tensor, request: Request
     ) -> PendingSum:
-        """`start_reduce_scatter` of a sum: shares are exchanged, and added in rank order."""
-        if group.size() == 2:
+        """A reduce_scatter of a sum: shares are exchanged, and added in rank order."""
+        if group.size() == 2:  # one message each, and no copy
             mine, other = x.view(2, -1).unbind()[:: 1 - 2 * group.rank()]
             share = torch.empty_like(mine)
-            # a + b is b + a: in rank order whichever is whose.
-            return PendingSum(
-                self._start_pair_exchange(group, share, other, request), (mine, share), out.view(-1)
-            )
-        shares = torch.empty_like(x)
-        work = group.alltoall_base(shares.view(-1), x.view(-1), [], [])
-        pieces = shares.view(group.size(), -1).unbind()
-        return PendingSum(self.begun(work, group, request), pieces, out.view(-1))
-
-    def _start_pair_exchange(
-        self, group: dist.ProcessGroup, out: torch.Tensor, x: torch.Tensor, request: Request
-    ) -> PendingWork:
-        """Begin to fill `out` with the other's `x`, of two ranks: one message each, and no copy."""
-        sizes = [x.numel(), 0] if group.rank() else [0, x.numel()]
-        return self.begun(group.alltoall_base(out, x, sizes, sizes), group, request)
+            sizes = [mine.numel(), 0] if group.rank() else [0, mine.numel()]
+            work = group.alltoall_base(share, other, sizes, sizes)
+            shares: Sequence[torch.Tensor] = (mine, share)  # a + b is b + a, whichever is whose
+        else:
+            came = torch.empty_like(x)
+            work = group.alltoall_base(came.view(-1), x.view(-1), [], [])
+            shares = came.view(group.size(), -1).unbind()
+        return PendingSum(self.watch(work, group, request), shares, out.view(-1))

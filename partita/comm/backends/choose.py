@@ -5,15 +5,19 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from ..device import HOST
-from .backend import Backend
+from .backend import Backend, Watch, leave_unwatched
 from .gloo import Gloo, GlooOnDevice
 
 
-def backend_of(device_type: str) -> Backend:
-    """The backend of meshes of this device type ("cpu", "cuda") in this job."""
+def backend_of(device_type: str, watch: Watch = leave_unwatched) -> Backend:
+    """The backend of meshes of this device type ("cpu", "cuda") in this job.
+
+    Args:
+        watch: as of `Backend`.
+    """
     if f"{device_type}:gloo" not in dist.get_backend_config():
         return Backend()
-    return Gloo() if device_type == "cpu" else GlooOnDevice()
+    return Gloo(watch) if device_type == "cpu" else GlooOnDevice()
 
 
 def backend_named(name: str, device_type: str) -> Backend:

@@ -14,13 +14,10 @@ would wait for what the pair is already sending.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 
-from ..collective import PendingList, PendingSum, PendingWork, Request
-from ..waiting import WatchedWork
+from ..collective import PendingCall, PendingList, PendingSum, PendingWork, Request, shares_memory
 from .backend import Backend, WayOfSum
 
 _SMALL = 1 << 15
@@ -60,74 +57,64 @@ class Gloo(Backend):
         padded = n * piece if x.numel() % n else 0
         return piece + n * piece + padded
 
-    def begun(self, work: Any, group: dist.ProcessGroup, request: Request) -> WatchedWork:
-        return WatchedWork(work, group, request)
+    def run(
+        self, group: dist.ProcessGroup, out: torch.Tensor, x: torch.Tensor, request: Request
+    ) -> None:
+        if request.kind == "all_gather":  # which nothing else is done beside: by the ring
+            super().begin(group, out, x, request).wait()
+        else:
+            self.begin(group, out, x, request).wait()
 
-    def start_all_gather(
+    def begin(
         self, group: dist.ProcessGroup, out: torch.Tensor, x: torch.Tensor, request: Request
     ) -> PendingWork:
-        pieces, rank = out.view(group.size(), -1), group.rank()
-        if x.data_ptr() != pieces[rank].data_ptr():  # it may lie there
-            pieces[rank].copy_(x.view(-1))
-        # Also for two ranks no pair exchange: a rank in a reduce-scatter would take this for its
-        # own.
-        begun = [
-            WatchedWork(group.broadcast(p, i), group, request)
-            for i, p in enumerate(pieces.unbind())
-        ]
-        return PendingList(begun)
+        if request.kind == "all_gather":
+            return self._begin_broadcasts(group, out, x, request)
+        if request.reduce_op == "sum":
+            if request.kind == "reduce_scatter":
+                return self.exchange_and_sum(group, out, x, request)
+            if request.kind == "all_reduce":
+                return self._begin_sum(group, x, request)
+        return super().begin(group, out, x, request)
 
-    def start_all_reduce(
-        self, group: dist.ProcessGroup, x: torch.Tensor, op: str, request: Request
+    def _begin_broadcasts(
+        self, group: dist.ProcessGroup, out: torch.Tensor, x: torch.Tensor, request: Request
+    ) -> PendingList:
+        """An all-gather. Also for two ranks no pair exchange: a rank in a reduce-scatter would take
+        this for its own."""
+        pieces, rank = out.view(group.size(), -1), group.rank()
+        if not shares_memory(x, out):  # else it lies there
+            pieces[rank].copy_(x.view(-1))
+        return PendingList(
+            [
+                self.watch(group.broadcast(piece, i), group, request)
+                for i, piece in enumerate(pieces.unbind())
+            ]
+        )
+
+    def _begin_sum(
+        self, group: dist.ProcessGroup, x: torch.Tensor, request: Request
     ) -> PendingWork:
         n, size = group.size(), x.numel()
-        flat, way = x.view(-1), self.way_of_sum(x, n) if op == "sum" else "own"
+        flat, way = x.view(-1), self.way_of_sum(x, n)
+        if way == "own":
+            return super().begin(group, x, x, request)
         if way == "gather":
             shares = x.new_empty(n * size)
-            exchange = WatchedWork(group._allgather_base(shares, flat), group, request)
+            exchange = self.watch(group._allgather_base(shares, flat), group, request)
             return PendingSum(exchange, shares.view(n, size).unbind(), flat)
-        if way == "own":
-            return super().start_all_reduce(group, x, op, request)
         whole = flat if size % n == 0 else torch.nn.functional.pad(flat, (0, -size % n))
         piece = x.new_empty(whole.numel() // n)
         scatter = self.exchange_and_sum(group, piece, whole, request)
-        return _Gathering(self, scatter, group, piece, flat, request)
 
-    def start_reduce_scatter(
-        self,
-        group: dist.ProcessGroup,
-        out: torch.Tensor,
-        x: torch.Tensor,
-        op: str,
-        request: Request,
-    ) -> PendingWork:
-        if op == "sum":
-            return self.exchange_and_sum(group, out, x, request)
-        return super().start_reduce_scatter(group, out, x, op, request)
+        def gather_pieces() -> None:
+            scatter.wait()
+            total = flat if flat.numel() == n * piece.numel() else flat.new_empty(n * piece.numel())
+            self._begin_broadcasts(group, total, piece, request).wait()
+            if total is not flat:
+                flat.copy_(total[:size])
 
-
-class _Gathering:
-    """An all-reduce under way: a reduce-scatter, and then the gather of its pieces."""
-
-    def __init__(
-        self,
-        backend: Gloo,
-        scatter: PendingSum,
-        group: dist.ProcessGroup,
-        piece: torch.Tensor,
-        out: torch.Tensor,
-        request: Request,
-    ):
-        self._backend, self._scatter = backend, scatter
-        self._group, self._piece, self._out, self._request = group, piece, out, request
-
-    def wait(self) -> None:
-        self._scatter.wait()
-        n, size, out = self._group.size(), self._piece.numel(), self._out
-        whole = out if out.numel() == n * size else out.new_empty(n * size)
-        self._backend.start_all_gather(self._group, whole, self._piece, self._request).wait()
-        if whole is not out:
-            out.copy_(whole[: out.numel()])
+        return PendingCall(gather_pieces)
 
 
 class GlooOnDevice(Backend):

@@ -224,7 +224,7 @@ class GraphWriter:
 
 def _all_gather(wire: Wire, axes: Axes, size: int, name: str, x: torch.Tensor) -> torch.Tensor:
     out = x.new_empty((size * x.shape[0], *x.shape[1:]))
-    wire.gather(out, x.contiguous(), axes, Request("all_gather", None, name))
+    wire.run_collective(out, x.contiguous(), axes, Request("all_gather", None, name))
     return out
 
 
@@ -232,13 +232,14 @@ def _reduce_scatter(
     wire: Wire, axes: Axes, op: str, size: int, name: str, x: torch.Tensor
 ) -> torch.Tensor:
     out = x.new_empty((x.shape[0] // size, *x.shape[1:]))
-    wire.reduce_scatter(out, x.contiguous(), axes, op, Request("reduce_scatter", None, name))
+    wire.run_collective(out, x.contiguous(), axes, Request("reduce_scatter", None, name, op))
     return out
 
 
 def _all_reduce(wire: Wire, axes: Axes, op: str, name: str, x: torch.Tensor) -> torch.Tensor:
     copy = x.clone(memory_format=torch.contiguous_format)
-    return wire.all_reduce(copy, axes, op, Request("all_reduce", None, name))
+    wire.run_collective(copy, copy, axes, Request("all_reduce", None, name, op))
+    return copy
 
 
 def _may_be_under_way(node: fx.Node, wire: Wire, axes: Axes) -> bool:
@@ -257,7 +258,7 @@ def _begin_all_reduce(
     wire: Wire, axes: Axes, op: str, name: str, x: torch.Tensor
 ) -> tuple[torch.Tensor, PendingWork]:
     copy = x.clone(memory_format=torch.contiguous_format)
-    return copy, wire._start_all_reduce(copy, axes, Request("all_reduce", None, name))
+    return copy, wire.begin_collective(copy, copy, axes, Request("all_reduce", None, name, op))
 
 
 def _wait_for_collective(begun: tuple[torch.Tensor, PendingWork]) -> torch.Tensor:
@@ -272,21 +273,22 @@ def _all_to_all(
     rest = x[0].numel() if x.shape[0] else 1
     out = x.new_empty((sum(get), *x.shape[1:]))
     got, sent = [Splits.of(sizes).times(rest) for sizes in (get, send)]
-    wire.all_to_all(out, x.contiguous(), axes, got, sent, Request("all_to_all", None, name))
+    request = Request("all_to_all", None, name, get=got, send=sent)
+    wire.run_collective(out, x.contiguous(), axes, request)
     return out
 
 
 def _even_all_to_all(wire: Wire, axes: Axes, size: int, name: str, x: torch.Tensor) -> torch.Tensor:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     each = Splits.evenly(size, x.numel() // size)
-    wire.all_to_all(out, x.contiguous(), axes, each, each, Request("all_to_all", None, name))
+    request = Request("all_to_all", None, name, get=each, send=each)
+    wire.run_collective(out, x.contiguous(), axes, request)
     return out
 
 
 def _broadcast_copy(wire: Wire, axes: Axes, src: int, name: str, x: torch.Tensor) -> torch.Tensor:
     out = x.clone(memory_format=torch.contiguous_format)
-    flat = out.view(-1)
-    wire._broadcast(flat, axes, src, Request("broadcast", None, name))
+    wire.run_collective(out, out, axes, Request("broadcast", None, name, root=src))
     return out
 
 

@@ -326,8 +326,7 @@ def _describe_package(name: str, use: str) -> str:
 
 def run_doctor(options: argparse.Namespace) -> int:
     """Print what this machine offers; the exit code is 1 where ranks cannot be compared."""
-    from .comm.backends.choose import installed_backends
-    from .comm.backends.control import can_compare
+    from .comm.backends import can_compare, installed_backends
     from .tensor.plan import IN_C
 
     backends = installed_backends()

@@ -2,14 +2,14 @@
 
 In reading order:
 
-- a move: `collective` (what is asked for, what is under way), `transport` (the collectives of one
-  rank, of any dtype), `cuts` (which elements go where), `move_steps` (each kind of move as a
-  function), `wire` (`carry`: a move on a transport; mesh handles)
+- a move: `collective` (what is asked for, what is under way, and the transports that do it),
+  `move_steps` (which elements go where, and each kind of move as a function), `wire` (`carry`: a
+  move on a transport; mesh handles)
 - the record: `ledger` (moves, `strict`, `check_ranks`), `source` (the user's line)
 - transports: `groups` (process groups, and what their ranks compare over) with `backends/`,
   `ranks` (ranks that are threads of one process), `dry` (no peers), `trace` (nodes of a captured
   graph, between padded pieces)
-- what ranks agree on: `agreement` (texts on a mesh; values on all ranks of the job), `messages`
+- what ranks agree on: `agreement` (texts on a mesh; messages; values on all ranks of the job)
 - ranks that wait or are gone: `waiting`
 - how a job begins: `meshes`; where it computes: `device`
 - torch's own: `torch_distributed` (its DTensors, and its functions that meet ours), `dcp_format`
@@ -30,7 +30,10 @@ from .agreement import (
     is_agreed,
     is_alone,
     make_disagreement_error,
+    message,
+    pack,
     remember_agreed,
+    unpack,
 )
 from .collective import PendingWork, Request
 from .device import (
@@ -53,7 +56,6 @@ from .meshes import (
     sizes_of_mesh,
     wire_of,
 )
-from .messages import message, pack, unpack
 from .move_steps import identity_of_reduction
 from .ranks import ranks
 from .source import (

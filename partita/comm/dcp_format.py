@@ -50,7 +50,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
-from .messages import message
+from .agreement import message
 from .torch_distributed import Piece, Region
 
 MARK = "partita-"

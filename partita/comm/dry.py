@@ -11,15 +11,14 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from partita.layout import Coordinate, Fix, LayoutError, Mesh
-from partita.redistribute.cost import BANDWIDTH, LATENCY, bytes_of
+from partita.redistribute.move import BANDWIDTH, LATENCY, bytes_of
 
-from .backends.choose import backend_named
-from .collective import PendingList, PendingWork, Request, shares_memory
-from .cuts import unravel
+from .backends import backend_named
+from .collective import ALL_DTYPES, Axes, PendingList, PendingWork, Request, shares_memory
 from .device import HOST
 from .ledger import Scope, scope
+from .move_steps import unravel
 from .source import user_line
-from .transport import ALL_DTYPES, Axes
 from .wire import MeshHandle, Wire
 
 _MOST_RANKS = 1 << 24

@@ -11,6 +11,7 @@ keys in the job's store (`wait_for_all_ranks`), which no collective of another k
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import struct
 import time
 import warnings
@@ -23,13 +24,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from partita.layout import Coordinate, Fix, LayoutError, Mesh
 
-from .backends.choose import backend_of
-from .backends.control import rendezvous_group
-from .collective import PendingWork, Request, reduce_in_rank_order
+from .backends import backend_of, rendezvous_group
+from .collective import Axes, PendingWork, Request, reduce_in_rank_order
 from .device import HOST, Device, copy_bytes
-from .messages import hash_text
 from .source import place_of_user, user_line
-from .transport import Axes
 from .waiting import (
     BEGUN,
     TIME_SLICE,
@@ -294,6 +292,11 @@ class ControlGroup:
                 Fix("value = x.item()", "on every rank, and then `if rank == 0: print(value)`"),
             ),
         )
+
+
+def hash_text(text: str, nbytes: int = 16) -> bytes:
+    """A digest of `text`, equal in every process."""
+    return hashlib.blake2b(text.encode(), digest_size=nbytes).digest()
 
 
 def _append_user_line(why: str) -> str:

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh as _init_device_mesh
 
 from partita.layout import Fix, LayoutError
 
-from .backends.control import prepare_control
+from .backends import prepare_control
 from .groups import GroupWire
 from .ranks import RankWire, running_wire
 from .source import user_line

@@ -24,11 +24,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from partita.layout import LayoutError, Mesh
 
-from .collective import Request, reduce_in_rank_order
+from .collective import ALL_DTYPES, Axes, Request, reduce_in_rank_order
 from .device import AutocastState, read_autocast_state, use_autocast_state
 from .ledger import Scope, enter_check_hooks, enter_rank_thread, scope
 from .source import user_line
-from .transport import ALL_DTYPES, Axes
 from .wire import MeshHandle, Wire
 
 Payload = tuple[Any, ...]

@@ -2,9 +2,10 @@
 
 A `TraceWire` stands in for a rank's wire while a step is captured. It does not know where the rank
 is: a coordinate is a tensor, an input of the graph, from which what differs between ranks is
-computed, by the arithmetic of `cuts`. Shapes are the first rank's, whose pieces are the largest.
-Behind a smaller piece stand copies of its last element (of the one before an empty piece), so that
-kernels compute finite values there; behind gradients zeros, which add nothing to a rank's sums.
+computed, by the arithmetic of `move_steps`. Shapes are the first rank's, whose pieces are the
+largest. Behind a smaller piece stand copies of its last element (of the one before an empty piece),
+so that kernels compute finite values there; behind gradients zeros, which add nothing to a rank's
+sums.
 
     7 rows over 4 ranks:    0 1 | 2 3 | 4 5 | 6 6
 """
@@ -30,26 +31,28 @@ from .collective import (
     BROADCAST,
     REDUCE_SCATTER,
     WAIT,
+    Axes,
     Request,
     Splits,
     all_to_all,
 )
-from .cuts import (
+from .groups import GroupWire
+from .ledger import Ledger, Scope
+from .move_steps import (
     Cut,
     Number,
+    Step,
     ends_last,
     find_cuts,
+    identity_of_reduction,
     is_restack,
     least,
     padded_length,
     places_of,
+    prepare,
     span,
 )
-from .groups import GroupWire
-from .ledger import Ledger, Scope
-from .move_steps import Step, identity_of_reduction, prepare
 from .source import user_line
-from .transport import Axes
 from .wire import Wire
 
 _Noting = Callable[[Move, int, str, str], AbstractContextManager[None]]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import hashlib
 import itertools
 import json
 import os
@@ -33,8 +34,7 @@ import torch.distributed as dist
 
 from partita.layout import Fix, LayoutError
 
-from .backends.control import LOST, TIMED_OUT, timeouts_of_job
-from .messages import hash_text
+from .backends import LOST, TIMED_OUT, timeouts_of_job
 from .source import user_line
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ def timeout_of_job() -> timedelta:
     return max(timeouts_of_job(), default=timedelta(minutes=30))
 
 
-# -- graphs, whose collectives are not waited for by Python -----------------------------------
+# -- graphs, whose collectives are not waited for by Python ----------------------------------------
 
 _now: tuple[str, Sequence[int], float, FrameType] | None = None
 _watcher: threading.Thread | None = None
@@ -618,7 +618,7 @@ def _this_process() -> _Process:
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
         numbers = os.readlink("/proc/self/ns/pid")  # containers count for themselves
-        machine = hash_text(boot + numbers, 8)
+        machine = hashlib.blake2b((boot + numbers).encode(), digest_size=8).digest()
         number = os.getpid()
         return _Process(machine, number, int(_read_process_status(number)[19]))
     return _Process(os.urandom(8), os.getpid(), 0)  # unknown machine: equal to no other

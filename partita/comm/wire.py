@@ -20,14 +20,14 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from partita.layout import Coordinate, Layout, LayoutError, Mesh
-from partita.redistribute.cost import bytes_sent
+from partita.redistribute.move import bytes_sent
 
-from .collective import PendingList, PendingWork, Request
+from .backends.backend import Backend
+from .collective import PendingList, PendingWork, Request, Transport, without_lazy_bits
 from .device import HOST
 from .ledger import Record, Scope, human, refuse_implicit, scope
 from .move_steps import Step, prepare
 from .source import user_line
-from .transport import Transport, without_lazy_bits
 
 if TYPE_CHECKING:
     from partita.redistribute import Move
@@ -49,6 +49,8 @@ class Wire(Transport):
     """May the input of an all-gather lie in its own place in the output?"""
     padded = False
     """Are shards padded to equal size, as they are while a step is captured?"""
+    backend = Backend()
+    """How its collectives are done, which passes over graphs ask."""
     has_peers = True
     """Are there other ranks to compare with?"""
     runs_in_streams = False

@@ -24,9 +24,9 @@ from torch.autograd.graph import increment_version
 from torch.utils import _pytree as pytree
 
 from partita.comm import Record, Request, TraceWire, Wire, is_uneven
-from partita.comm.cuts import has_empty, places_of, span
 from partita.comm.device import Device
-from partita.redistribute.cost import bytes_of
+from partita.comm.move_steps import has_empty, places_of, span
+from partita.redistribute.move import bytes_of
 from partita.tensor.autograd import count_holders
 from partita.tensor.op_facts import facts_of, without_any_autocast
 from partita.tensor.tensor_state import Spec, spec_of, state_of

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from .errors import Fix, LayoutError
-from .mesh import Coordinate, Mesh
 from .placement import (
+    Coordinate,
     Invariant,
+    Mesh,
     Partial,
     Placement,
     Replicate,
@@ -18,6 +18,7 @@ from .placement import (
     own_placement,
     own_placements,
 )
+from .text import Fix, LayoutError
 
 
 def chunk(size: int, parts: int, index: int) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from html import escape
 from itertools import product
 
 from .layout import Layout
-from .mesh import Mesh
+from .placement import Mesh
 from .text import escape_controls
 
 _PIECES_SHOWN = 8

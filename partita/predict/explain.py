@@ -28,7 +28,7 @@ from partita.layout.text import (
     human,
 )
 from partita.redistribute import Move, plan
-from partita.redistribute.cost import bytes_sent
+from partita.redistribute.move import bytes_sent
 from partita.rules import Bound, Row, Work
 from partita.tensor.arguments import Path
 from partita.tensor.dispatch import run_gathered
@@ -65,7 +65,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
     Returns:
         An `Explanation`. Its `ops` have the rows and prices (seconds by round figures, see
-        `partita.redistribute.cost`), layouts, moves, bytes that a rank sends, and operations of
+        `partita.redistribute.move`), layouts, moves, bytes that a rank sends, and operations of
         matrix products on a rank. Of uneven splits both are the first rank's, which holds the
         largest pieces. Printed it is a table; an op by itself is told in full.
 
@@ -428,7 +428,7 @@ class ConsideredRow:
         axis: the mesh axis.
         row: placements of operands and results, such as "S(0), R -> S(0)".
         seconds: its price, forward and backward together, by round figures for a node of GPUs (see
-            `partita.redistribute.cost`): to rank rows, not to predict a time.
+            `partita.redistribute.move`): to rank rows, not to predict a time.
         chosen: is it the cheapest, which is taken?
         needs: what it asks for: the moves of operands ("x all_gather 1.5 KiB"), and work that the
             ranks of the axis would repeat.

@@ -1,4 +1,5 @@
-"""Moves: what one collective, or one local copy, does to a layout, and what undoes it in backward.
+"""Moves: what one collective, or one local copy, does to a layout, what undoes it in backward, and
+what both cost.
 
 | kind           | on each of its axes | sends | its transpose                        |
 |----------------|---------------------|-------|--------------------------------------|
@@ -17,12 +18,30 @@ stack, so that only the innermost ones can leave it and a new one comes innermos
 several axes is one collective over all their ranks, whichever dimensions those split: each rank
 puts the pieces in their places, or cuts them out, by itself.
 
-A new kind is a line of `KINDS`; `cost` says what it sends, and `comm.move_steps` (for padded shards
-`comm.trace`) what a rank does of it. Where it is a collective, transports learn that.
+A new kind is a line of `KINDS`; the costs say what it sends, and `comm.move_steps` (for padded
+shards `comm.trace`) what a rank does of it. Where it is a collective, transports learn that.
+
+Bytes are those of ring algorithms (Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective
+Communication Operations in MPICH", section 4), over a group of n ranks:
+
+    all_gather      (n - 1) x shard = (n - 1)/n x whole
+    reduce_scatter  (n - 1)/n x whole
+    all_reduce      2 (n - 1)/n x whole
+    all_to_all      (n - 1)/n x what the rank holds
+
+All sizes are those of the mesh's first rank, which holds the largest piece of an uneven split.
+
+Seconds only rank one way against another: a collective takes `LATENCY` and its bytes over
+`BANDWIDTH`, an all-to-all `LATENCY` for each `AT_ONCE` other ranks; a local copy takes `LAUNCH` and
+its bytes over `MEMORY`. The constants are round figures for a node of GPUs; where the machine is
+slower, both latency and bandwidth usually are, and only their ratio (about 1 MB: below it the
+number of collectives counts, above it the bytes) decides a choice. So it is with
+`OPERATIONS_PER_BYTE` and the work of matrix products.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from partita.layout import Layout, LayoutError, Mesh
@@ -173,3 +192,165 @@ def _gradient_of_layout(layout: Layout, mesh: Mesh, move: Move) -> Layout:
                 reason=f"which share holds the {op} is not known before the shares are reduced",
             )
     return layout.gradient(mesh)
+
+
+# -- costs -----------------------------------------------------------------------------------------
+
+LATENCY = 20e-6
+"""Seconds to start a collective."""
+AT_ONCE = 32
+"""To how many others a rank of an all-to-all sends at once: the rest wait for their turn. A round
+figure, too: libraries give the messages of a rank a few dozen channels."""
+BANDWIDTH = 50e9
+"""Bytes per second that one rank sends."""
+LAUNCH = 2e-6
+"""Seconds to start a local copy."""
+MEMORY = 1e12
+"""Bytes per second that a local copy reads or writes."""
+OPERATIONS_PER_BYTE = 1000
+"""Multiplications and additions that a rank makes while it sends a byte.
+
+Of data sheets, and of operations the half that good kernels reach, in bfloat16 within a node: H100
+990e12 a second and 450e9 bytes by NVLink, 1,100; A100 312e12 and 300e9, 520. From node to node, by
+50e9 bytes, it is 10,000, and less has to be repeated before it costs more than a gather; of CPUs
+of one machine, some 50e9 operations and 1e9 bytes, it is 50.
+"""
+RETYPE = 1e-7
+"""Seconds of a move that does nothing, so that of two such paths the shorter wins."""
+
+
+def bytes_sent(move: Move, mesh: Mesh, itemsize: int) -> int:
+    """Bytes that the first rank of `mesh` sends in `move`, of elements of `itemsize` bytes."""
+    n = math.prod(mesh.size(a) for a in move.axes)
+    have = local_numel(move.before.shape, move.before.shards, mesh) * itemsize
+    return bytes_of(move.kind, n, have)
+
+
+def bytes_of(kind: str, n: int, have: int) -> int:
+    """Bytes that one of `n` ranks sends in a collective of which each brings `have` bytes."""
+    return int(_ring_bytes_sent(kind, n, have))
+
+
+def seconds_of(nbytes: int) -> float:
+    """Seconds of a collective in which a rank sends `nbytes`; its transpose is not in them."""
+    return LATENCY + nbytes / BANDWIDTH
+
+
+def seconds_of_work(operations: float) -> float:
+    """A product of so many multiplications and additions on a rank, and the two of its gradients,
+    each as large."""
+    return 3 * operations / (OPERATIONS_PER_BYTE * BANDWIDTH)
+
+
+def price_of_move(move: Move, mesh: Mesh, itemsize: int) -> float:
+    """Seconds of `move`, and of its transpose if it has one; `itemsize` in bytes."""
+    return seconds_both_ways(move.way, *_sizes_of(move, mesh, itemsize), move.op)
+
+
+def pads_heavily(move: Move, mesh: Mesh, itemsize: int) -> bool:
+    """Does `move` or its transpose carry so much padding that several moves might cost less?
+
+    Uneven pieces travel as large as the largest. Another path has at least one collective more.
+    """
+    way = move.way
+    kinds = KINDS[way], KINDS[DUAL[way[1]] + DUAL[way[0]]]
+    if "all_gather" not in kinds and "reduce_scatter" not in kinds:
+        return False
+    n, have, got = _sizes_of(move, mesh, itemsize)
+    return n * min(have, got) - max(have, got) > LATENCY * BANDWIDTH
+
+
+def _sizes_of(move: Move, mesh: Mesh, itemsize: int) -> tuple[int, int, int]:
+    """The ranks along its axes together, and the bytes that the first rank has and gets."""
+    have, got = (local_numel(m.shape, m.shards, mesh) * itemsize for m in (move.before, move.after))
+    return math.prod(mesh.size(a) for a in move.axes), have, got
+
+
+def local_numel(shape: tuple[int, ...], shards: tuple[tuple[str, ...], ...], mesh: Mesh) -> int:
+    """How many elements the first rank of `mesh` holds: the most that any does."""
+    numel = 1
+    for size, stack in zip(shape, shards, strict=True):
+        for axis in stack:
+            size = -(-size // mesh.size(axis))
+        numel *= size
+    return numel
+
+
+def seconds_both_ways(way: str, n: int, have: float, got: float, op: str = "sum") -> float:
+    """Seconds of a move forward and of its transpose backward.
+
+    Args:
+        way: the letters of the placements before and after, such as "SR".
+        n: the number of ranks along all its axes.
+        have: bytes that a rank holds before.
+        got: bytes that a rank holds after.
+        op: how shares are reduced; a maximum or minimum has no backward.
+    """
+    cost = _seconds_one_way(KINDS[way], n, have, got)
+    if op == "sum":
+        # A gradient has the local shape of its value: backward the two sizes change places.
+        cost += _seconds_one_way(KINDS[DUAL[way[1]] + DUAL[way[0]]], n, got, have)
+    return cost
+
+
+def estimate_price(before: Layout, after: Layout, mesh: Mesh, itemsize: int = 4) -> float:
+    """Seconds, forward and backward, of going from `before` to `after`, without a search.
+
+    Exact where one move does it. Else an estimate: each kind of change once for all its axes,
+    those that make the pieces smaller first, as if no axis stood in another's way.
+
+    Args:
+        itemsize: bytes per element.
+    """
+    moved = find_changed_axes(before, after)
+    if not moved:
+        return 0.0
+    groups: dict[str, int] = {}
+    for axis, (start, end) in moved.items():
+        way = LETTERS[start] + LETTERS[end]
+        groups[way] = groups.get(way, 1) * mesh.size(axis)
+    op = before.partial[0][1] if before.partial else "sum"
+    have: float = local_numel(before.shape, before.shards, mesh) * itemsize
+    last: float = local_numel(after.shape, after.shards, mesh) * itemsize
+    total = 0.0
+    for way in _SMALLER_FIRST:
+        if way in groups:
+            n = groups.pop(way)
+            got = have
+            if not groups:
+                got = last
+            elif way[0] != way[1]:
+                got = have / n if way[1] == "S" else have * n if way[0] == "S" else have
+            if way == "PP":  # from one reduce op to another
+                total += seconds_both_ways("PR", n, have, got, op) + seconds_both_ways(
+                    "RP", n, have, got
+                )
+            else:
+                total += seconds_both_ways(way, n, have, got, op if way[0] == "P" else "sum")
+            have = got
+    return total
+
+
+def _ring_bytes_sent(kind: str, n: int, have: float) -> float:
+    if kind not in COLLECTIVES or n == 1:
+        return 0
+    if kind == "all_gather":
+        return (n - 1) * have
+    times = 2 if kind == "all_reduce" else 1
+    return times * (n - 1) * have / n
+
+
+def _seconds_one_way(kind: str, n: int, have: float, got: float) -> float:
+    if kind == "retype":
+        return RETYPE
+    if kind in COLLECTIVES and n > 1:
+        return _seconds_to_start(kind, n) + _ring_bytes_sent(kind, n, have) / BANDWIDTH
+    return LAUNCH + max(have, got) / MEMORY
+
+
+def _seconds_to_start(kind: str, n: int) -> float:
+    """Among thousands of ranks the pieces of an all-to-all are many messages, and small."""
+    return LATENCY * math.ceil((n - 1) / AT_ONCE) if kind == "all_to_all" else LATENCY
+
+
+_SMALLER_FIRST = "RS IS PS SS PR PI PP IR RI SR SI SP RP IP".split()

@@ -24,8 +24,18 @@ from itertools import combinations, pairwise, product
 
 from partita.layout import Layout, LayoutError, Mesh
 
-from .cost import bytes_sent, local_numel, pads_heavily, price_of_move, seconds_both_ways
-from .move import LETTERS, Move, count_common_axes, find_single_move, placement_of_each_axis
+from .move import (
+    LETTERS,
+    Move,
+    bytes_sent,
+    count_common_axes,
+    find_single_move,
+    local_numel,
+    pads_heavily,
+    placement_of_each_axis,
+    price_of_move,
+    seconds_both_ways,
+)
 
 _PLANS_KEPT = 4096
 """Plans in the cache; the least recently used goes first."""

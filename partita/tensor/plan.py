@@ -22,7 +22,7 @@ from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.comm import Wire, user_line
 from partita.layout import Layout, LayoutError
-from partita.redistribute.cost import local_numel
+from partita.redistribute.move import local_numel
 from partita.rules import NUMBER, Bound, Work, parse
 
 from .aliasing import copy_as_on_one_device, mark_copies

@@ -24,7 +24,7 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from partita.comm import Wire, user_line
 from partita.layout import Fix, Layout, LayoutError, Mesh, Partial, Placement, Replicate
 from partita.redistribute import estimate_price, seconds_of_work
-from partita.redistribute.cost import LATENCY, local_numel, seconds_both_ways
+from partita.redistribute.move import LATENCY, local_numel, seconds_both_ways
 from partita.rules import (
     NUMBER,
     Arg,

@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.dlpack import to_dlpack
 
 from partita.comm import Wire, identity_of_reduction, uneven
-from partita.comm.cuts import contiguous_strides
 from partita.comm.device import is_seen_by_processes
+from partita.comm.move_steps import contiguous_strides
 from partita.layout import Layout
 from partita.rules import EXTREME, Bound, PaddingFill, find_padding_fills
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from partita.checkpoint import Loaded
-from partita.comm.messages import pack, unpack
+from partita.comm import pack, unpack
 from partita.compile.errors import CaptureError
 from partita.layout import Fix, LayoutError
 

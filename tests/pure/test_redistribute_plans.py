@@ -9,8 +9,7 @@ import pytest
 
 from partita.layout import Layout, LayoutError, Mesh
 from partita.redistribute import Move, Plan, estimate_price, plan
-from partita.redistribute.cost import price_of_move
-from partita.redistribute.move import find_changed_axes, find_single_move
+from partita.redistribute.move import find_changed_axes, find_single_move, price_of_move
 
 M22 = Mesh(("a", "b"), (2, 2))
 M23 = Mesh(("a", "b"), (2, 3))

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import partita as pt
-from partita.comm.backends.choose import backend_of
+from partita.comm.backends import backend_of
 from partita.comm.device import Device
 from partita.compile.backend import cuda_graphs
 from partita.compile.errors import CaptureError

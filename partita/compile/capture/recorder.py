@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from partita.comm import Wire, user_line
 from partita.layout import Fix
 from partita.redistribute import Move
-from partita.redistribute.cost import bytes_sent
+from partita.redistribute.move import bytes_sent
 from partita.tensor.arguments import read_number
 from partita.tensor.dtensor import DTensor
 from partita.tensor.op_facts import facts_of

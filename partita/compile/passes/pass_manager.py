@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from partita.comm.ledger import human
-from partita.redistribute.cost import bytes_of, seconds_of
+from partita.redistribute.move import bytes_of, seconds_of
 
 from ..capture.functional_memory import Pairs, keep_apart, overlapping_results
 from ..graph_nodes import NOTE, Note, drop_unused, is_collective, nbytes_of, note_of
@@ -266,7 +266,7 @@ class Change:
         did: what it did, in a few words.
         nodes, collectives, sent, saved, seconds: (before, after): nodes; collectives among them;
             bytes that a rank sends; bytes of gathered parameters that live from forward to
-            backward; the predicted time of the collectives one after another (`redistribute.cost`),
+            backward; the predicted time of the collectives one after another (`redistribute.move`),
             to compare graphs by and no measurement.
         diff: the calls that were removed ("-") and added ("+"), with their counts.
         digest: of the graph after it; where ranks differ, the pass depends on the rank.

@@ -24,8 +24,8 @@ from torch._C import DisableTorchFunction as Unheard
 from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.comm import PendingWork, Wire, user_line
-from partita.comm.cuts import contiguous_strides
 from partita.comm.device import Device
+from partita.comm.move_steps import contiguous_strides
 from partita.layout import Fix, Layout, LayoutError
 from partita.redistribute import Move
 from partita.tensor.autograd import count_holders

@@ -71,6 +71,8 @@ class OpFacts:
         statistics: it writes its fourth and fifth operands where its sixth says that it trains.
         draws: it draws from a generator: another call gives something else.
         fills: it draws, and what it draws is all that its first operand holds afterwards.
+        overwrites: no element of its first operand has a part in its result, only the metadata.
+        is_monotone: its result rises or falls with each operand; of bitwise ops, with truth values.
         checks: it gives nothing, and raises where what it is given is not as it must be.
         shows_unsaid: its results show memory of its one operand, and its schema does not say so.
         is_alias: it gives its operand under another name, and is a view of all of it.
@@ -93,6 +95,8 @@ class OpFacts:
     statistics: bool = False
     draws: bool = False
     fills: bool = False
+    overwrites: bool = False
+    is_monotone: bool = False
     checks: bool = False
     shows_unsaid: bool = False
     is_alias: bool = False
@@ -134,6 +138,8 @@ def facts_of(target: Any) -> OpFacts:
         statistics=full_name in _STATISTICS_UNSAID,
         draws=torch.Tag.nondeterministic_seeded in target.tags,
         fills=target._opname in _FILLS,
+        overwrites=is_torchs and _is_overwriting(target._opname),
+        is_monotone=is_torchs and target._opname in _MONOTONE,
         checks=not schema.returns and not writes and is_torchs,
         shows_unsaid=shows_unsaid,
         is_alias=is_torchs and full_name in ("detach.default", "alias.default"),
@@ -155,6 +161,11 @@ def declare_facts(facts: OpFacts) -> Callable[[Function], Function]:
         return function
 
     return declare
+
+
+def _is_overwriting(name: str) -> bool:
+    made_like = name.startswith("new_") or name.endswith("_like")
+    return made_like or name.removesuffix("_") in _OVERWRITING
 
 
 def _find_workspace(target: Any) -> str:
@@ -187,6 +198,12 @@ _COPYING = frozenset(
 _FILLS = frozenset(
     "normal_ uniform_ exponential_ log_normal_ geometric_ cauchy_ random_ bernoulli_".split()
 )
+_OVERWRITING = frozenset("fill zero copy".split())
+_MONOTONE = frozenset(
+    """ge gt le lt eq ne bitwise_and logical_and bitwise_or logical_or bitwise_not logical_not where
+    masked_fill add sub rsub _to_copy""".split()
+)
+"""Comparisons for equality as two others together."""
 _BY_STORAGE = frozenset("as_strided as_strided_ as_strided_scatter set_ resize_".split())
 _RESIZES_UNSAID = frozenset(("resize_as_sparse_.default", "set_data.default"))
 """They change metadata in place, though they have not the tag that says so."""

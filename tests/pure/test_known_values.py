@@ -131,15 +131,16 @@ def test_a_known_value_is_what_torch_computes(data):
         except NotKnown:
             assert known_values.LARGE < 64  # what is small is computed, whatever computes it
             return
-        assert found.shape == tuple(whole.shape) and found.dtype is whole.dtype
+        assert found.shape == whole.shape and found.dtype is whole.dtype
         for _ in range(3):
             at = []
             for size in whole.shape[-2:]:
                 first = data.draw(st.integers(0, size - 1))
                 at.append(slice(first, data.draw(st.integers(first + 1, size))))
             part = whole[..., *at]
-            assert torch.equal(found.part(*at).expand(part.shape), part)
-            bounds = found.bounds(*at)
+            box = [*(slice(0, n) for n in whole.shape[:-2]), *at]
+            assert torch.equal(known_values.compute_part(found, box).expand(part.shape), part)
+            bounds = known_values.find_bounds(found, box)
             if bounds is not None:
                 assert bounds[0] <= part.min().item() and part.max().item() <= bounds[1]
         assert what_is_hidden(found, rows, columns) == hides(whole)
@@ -167,14 +168,14 @@ def test_a_long_mask_is_looked_at_without_being_computed(name, monkeypatch):
     made, wanted = LONG[name]
     size = 2**16  # 4 GiB, if it was
     largest = []
-    part = known_values.Elementwise.part
+    part = known_values.LargeValue.compute_part
 
-    def watched(self, rows, columns):
-        found = part(self, rows, columns)
+    def watched(self, box):
+        found = part(self, box)
         largest.append(found.numel())
         return found
 
-    monkeypatch.setattr(known_values.Elementwise, "part", watched)
+    monkeypatch.setattr(known_values.LargeValue, "compute_part", watched)
     assert what_is_hidden(known(lambda: made(size)), size, size) == wanted
     assert max(largest, default=0) <= 2**22
     assert sum(largest) <= known_masks.MOST

@@ -157,3 +157,23 @@ def test_what_no_schema_says_is_in_the_table():
     assert facts_of(_aten.as_strided.default).by_storage
     assert facts_of(_aten.detach.default).is_alias
     assert facts_of(print) == facts_of(len)
+
+
+@pytest.mark.parametrize("call", ["ones_like", "new_full", "fill", "copy"])
+def test_of_an_operand_that_is_overwritten_no_element_is_read(call):
+    rest = {"new_full": ([2], 3.0), "fill": (3.0,), "copy": (torch.tensor([5.0, 6.0]),)}
+    target = getattr(_aten, call)
+    one, other = (target(x, *rest.get(call, ())) for x in torch.tensor([[0.0, 1.0], [7.0, 8.0]]))
+    assert torch.equal(one, other)
+    assert all(facts_of(getattr(target, o)).overwrites for o in target.overloads())
+    assert not facts_of(_aten.add.Tensor).overwrites
+
+
+def test_what_is_monotone_lies_between_its_results_at_the_ends():
+    for name in ("ge", "lt", "add", "sub", "rsub"):
+        target = getattr(_aten, name).Tensor
+        assert facts_of(target).is_monotone
+        found = target(torch.arange(-3, 4).unsqueeze(1), torch.arange(-2, 6))
+        ends = found[[0, 0, -1, -1], [0, -1, 0, -1]]
+        assert found.min() == ends.min() and found.max() == ends.max()
+    assert not facts_of(_aten.mul.Tensor).is_monotone

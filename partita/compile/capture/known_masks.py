@@ -24,7 +24,16 @@ from torch._C import DisableTorchFunction as Unheard
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
-from .known_values import KnownNode, KnownValue, NotKnown, computing
+from .known_values import (
+    KnownNode,
+    KnownValue,
+    NotKnown,
+    compute_part,
+    computing,
+    count_calls,
+    find_bounds,
+    shape_without_repeats,
+)
 
 ATTENTION: Any = F.scaled_dot_product_attention
 """The function whose masks are left out."""
@@ -138,8 +147,7 @@ def what_is_hidden(mask: KnownValue, queries: int, keys: int) -> str:
     """
     look = _Look(mask, queries, keys)
     with computing():
-        corner = look.holds(slice(0, 1), slice(keys - 1, keys), look.shown)
-        if corner:
+        if look.holds(slice(0, 1), slice(keys - 1, keys), look.shown):
             return "nothing" if all(map(look.shows_all, look.chunks())) else ""
         return "later keys" if all(map(look.shows_earlier, look.chunks())) else ""
 
@@ -153,15 +161,15 @@ class _Look:
 
     def __init__(self, mask: KnownValue, queries: int, keys: int):
         self._mask, self._queries, self._keys = mask, queries, keys
-        self._lead = math.prod(mask.sizes[:-2])
+        self._lead = [slice(0, n) for n in mask.shape[:-2]]
+        self._times = math.prod(shape_without_repeats(mask)[:-2])
         self._left = MOST
         self._is_bool = mask.dtype is torch.bool
-        least = -math.inf if mask.dtype is torch.float16 else HIDDEN
-        self._hides: Callable[[Any], Any] = lambda x: x <= least
+        self._least = -math.inf if mask.dtype is torch.float16 else HIDDEN
 
     def chunks(self) -> Iterator[slice]:
         """All rows, some at a time."""
-        step = max(1, min(ROWS, math.isqrt(_AT_ONCE // self._lead) if self._lead else 1))
+        step = max(1, min(ROWS, math.isqrt(_AT_ONCE // max(1, self._times))))
         for first in range(0, self._queries, step):
             yield slice(first, min(first + step, self._queries))
 
@@ -171,7 +179,7 @@ class _Look:
 
     def hidden(self, x: Any) -> Any:
         """Does an element hide its key?"""
-        return (not x if isinstance(x, bool) else ~x) if self._is_bool else self._hides(x)
+        return x == 0 if self._is_bool else x <= self._least
 
     def shows_all(self, rows: slice) -> bool:
         """Are all keys shown in these rows?"""
@@ -193,24 +201,24 @@ class _Look:
 
     def holds(self, rows: slice, columns: slice, test: Callable[[Any], Any]) -> bool:
         """Does a test hold for all elements in some rows and columns?"""
-        if columns.start == columns.stop:
+        count = columns.stop - columns.start
+        if not count:
             return True
-        self._count((columns.stop - columns.start + rows.stop - rows.start) // 16)
-        bounds = self._mask.bounds(rows, columns)
+        self._count((count + rows.stop - rows.start) // 16)
+        bounds = find_bounds(self._mask, (*self._lead, rows, columns))
         if bounds is not None and all(map(test, bounds)):
             return True  # what lies between two numbers of which it holds
-        step = max(1, _AT_ONCE // max(1, self._lead * (rows.stop - rows.start)))
-        cuts = range(columns.start, columns.stop, step)
+        step = max(1, _AT_ONCE // max(1, self._times * (rows.stop - rows.start)))
         return all(
             bool(test(self._compute(rows, slice(i, min(i + step, columns.stop)))).all())
-            for i in cuts
+            for i in range(columns.start, columns.stop, step)
         )
 
     def _compute(self, rows: slice, columns: slice) -> torch.Tensor:
-        self._count(self._lead * (rows.stop - rows.start) * (columns.stop - columns.start))
-        return self._mask.part(rows, columns)
+        self._count(self._times * (rows.stop - rows.start) * (columns.stop - columns.start))
+        return compute_part(self._mask, (*self._lead, rows, columns))
 
     def _count(self, elements: int) -> None:
-        self._left -= elements * (1 + self._mask.calls)
+        self._left -= elements * (1 + count_calls(self._mask))
         if self._left < 0:
             raise NotKnown

@@ -39,7 +39,7 @@ from ..errors import CaptureError, not_captured
 from ..graph_nodes import drop_unused, written_operands
 from ..guards import ReadRecord, Write
 from ..guards.codes import line_of_write
-from ..guards.places import place_of_entry, user_attributes_of, user_hooks_of
+from ..guards.places import Place, user_attributes_of, user_hooks_of
 from ..guards.values import MISSING, brief
 from ..program import Input, Output, ResultPlace, border_of
 from .block_traces import is_block_node
@@ -318,7 +318,7 @@ class InputAttributes:
         """Give `fake`, which stands for an input, the input's attributes."""
         held = given.tensor.__dict__
         for name in user_attributes_of(given.tensor):
-            self._record.read_place(place_of_entry(f"{given.name}.{name}", held, name), held[name])
+            self._record.read_place(Place(f"{given.name}.{name}", held, name), held[name])
             fake.__dict__[name] = stand_in(held[name])
         before = {name: fake.__dict__[name] for name in _attributes_given_to(fake)}
         self._before.append((given, fake, before))

@@ -38,9 +38,9 @@ from partita.layout import Fix
 from ..capture.capture_context import profiled_by
 from ..errors import of_anomalies
 from .codes import is_recorded, is_user_module
-from .places import Place, place_of_answer, place_of_entry
+from .places import Place, place_of_answer
 from .record import PlaceRecord
-from .values import MISSING, PLAIN
+from .values import PLAIN
 
 _FUNCTIONS_OF_SEEDS = {  # of torch, by code
     inspect.unwrap(function).__code__: f"torch.{name}"
@@ -376,7 +376,7 @@ def _read_process_object(record: PlaceRecord, frame: FrameType) -> None:
     get = functools.partial(function, *given)
     with record.without_recording():
         key = (frame.f_code.co_name, *given)
-        record.read_place(Place(name, function, key, get), get())
+        record.read_place(Place(name, function, key, get))
 
 
 def _is_called_as_setting(name: str) -> bool:
@@ -413,11 +413,9 @@ def _read_environment(record: PlaceRecord, key: str | bytes | None) -> None:
     data: Any = os.environ._data  # type: ignore[attr-defined]
     with record.without_recording():
         if key is None:
-            record.read_place(Place("os.environ", os.environ, "_data", lambda: data), data)
+            record.read_place(Place("os.environ", os.environ, "_data", lambda: data))
         elif isinstance(key, (str, bytes)):
-            at = os.fsencode(key)
-            place = place_of_entry(f"os.environ[{key!r}]", data, at)
-            record.read_place(place, place.value)
+            record.read_place(Place(f"os.environ[{key!r}]", data, os.fsencode(key)))
 
 
 def read_environment_of(record: PlaceRecord, names: Iterable[str]) -> None:
@@ -427,8 +425,7 @@ def read_environment_of(record: PlaceRecord, names: Iterable[str]) -> None:
     for text in sorted(names):
         key = os.environ.encodekey(text)  # type: ignore[attr-defined]
         if text.isupper():
-            value = data.get(key, MISSING)
-            record.read_place(place_of_entry(f"os.environ[{text!r}]", data, key), value)
+            record.read_place(Place(f"os.environ[{text!r}]", data, key))
 
 
 def _read_decimal_context() -> str:
@@ -464,7 +461,7 @@ _AMBIENT: dict[str, list[tuple[str, Callable[[], Any]]]] = {
 def read_ambient(record: PlaceRecord, module: str | None) -> None:
     """Record the settings that functions of a module heed: something of it is reached."""
     for name, function in _AMBIENT.get(module or "", ()):
-        record.read_place(place_of_answer(name, function), function(), shallow=True)
+        record.read_place(place_of_answer(name, function), shallow=True)
 
 
 # -- external state --------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ every place is compared by type and content. What differs becomes the reason, as
 from __future__ import annotations
 
 import functools
-import operator
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -36,7 +35,6 @@ from .places import (
     AttributesAndHooks,
     Place,
     is_attributes_or_hooks,
-    place_of_item,
     user_attributes_of,
     user_hooks_of,
 )
@@ -249,11 +247,12 @@ class Guards:
         self._container_sizes.append((part, len(part)))
         for at, was in zip(part if isinstance(part, dict) else count(), key.parts, strict=False):
             if isinstance(was, ByType):
-                self._typed_places.append((place_of_item("", part, at), type(was.value)))
+                get = None if isinstance(part, dict) else functools.partial(getitem, part, at)
+                self._typed_places.append((Place("", part, at, get), type(was.value)))
             elif isinstance(part, dict):
                 self._watch_entry(part, at)
             else:
-                self._watch_answer(functools.partial(operator.getitem, part, at))
+                self._watch_answer(functools.partial(getitem, part, at))
 
 
 def _type_of(value: Any) -> type:

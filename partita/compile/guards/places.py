@@ -5,7 +5,7 @@ each kind: entries of dictionaries, items, cells, slots, attributes of classes, 
 attribute of an object may stand in its `__dict__`, in a slot, in a dictionary of an nn.Module, or
 in a class; those of tensors, and their hooks, are compared for all tensors at once.
 
-    place_of_entry("cfg.scale", vars(cfg), "scale").value    what `cfg.scale` is now
+    Place("cfg.scale", vars(cfg), "scale").value    what `cfg.scale` is now
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import collections
 import contextvars
 import enum
-import functools
 import gc
 import io
 import logging
@@ -21,6 +20,7 @@ import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from itertools import chain
 from operator import is_
 from types import FrameType
@@ -77,38 +77,16 @@ class Place:
             _builtin_kind_of(self.home).__setitem__(self.home, self.key, value)
 
 
-def place_of_entry(name: str, home: dict[Any, Any], key: Any) -> Place:
-    """An entry of a dictionary: a global, an attribute in a `__dict__`."""
-    return Place(name, home, key)
-
-
-def place_of_item(name: str, home: Any, key: Any) -> Place:
-    """An item of a list or a dictionary."""
-    if isinstance(home, dict):
-        return place_of_entry(name, home, key)
-
-    def set_item(value: Any) -> None:
-        home[key] = value
-
-    return Place(name, home, key, lambda: home[key], set_item)
+def _writer(put: Callable[[Any], object], delete: Callable[[], object]) -> Callable[[Any], object]:
+    """A function that writes a value by `put`; where it is MISSING, calls `delete`."""
+    return lambda value: delete() if value is MISSING else put(value)
 
 
 def place_of_cell(name: str, where: types.CellType) -> Place:
     """A closure cell."""
-
-    def get_cell() -> Any:
-        try:
-            return where.cell_contents
-        except ValueError:  # not assigned yet
-            return MISSING
-
-    def set_cell(value: Any) -> None:
-        if value is MISSING:
-            del where.cell_contents
-        else:
-            where.cell_contents = value
-
-    return Place(name, where, 0, get_cell, set_cell)
+    at = where, "cell_contents"
+    put = _writer(partial(setattr, *at), partial(delattr, *at))
+    return Place(name, where, 0, partial(cell_content, where, MISSING), put)
 
 
 def place_of_slot(name: str, owner: Any, descriptor: Any) -> Place:
@@ -120,31 +98,18 @@ def place_of_slot(name: str, owner: Any, descriptor: Any) -> Place:
         except AttributeError:
             return MISSING
 
-    def set_slot(value: Any) -> None:
-        if value is MISSING:
-            descriptor.__delete__(owner)
-        else:
-            descriptor.__set__(owner, value)
-
-    return Place(name, owner, descriptor.__name__, get_slot, set_slot)
+    put = _writer(partial(descriptor.__set__, owner), partial(descriptor.__delete__, owner))
+    return Place(name, owner, descriptor.__name__, get_slot, put)
 
 
-def place_of_class_attribute(name: str, kind: type, key: str) -> Place:
+def place_of_class_attribute(kind: type, key: str) -> Place:
     """An attribute of a class or its bases, as it stands there (descriptors are not called)."""
 
     def get_class_attribute() -> Any:
-        for base in kind.__mro__:
-            if key in base.__dict__:
-                return base.__dict__[key]
-        return MISSING
+        return next((vars(base)[key] for base in kind.__mro__ if key in vars(base)), MISSING)
 
-    def set_class_attribute(value: Any) -> None:
-        if value is MISSING:
-            type.__delattr__(kind, key)
-        else:
-            type.__setattr__(kind, key, value)
-
-    return Place(name, kind, key, get_class_attribute, set_class_attribute)
+    put = _writer(partial(type.__setattr__, kind, key), partial(type.__delattr__, kind, key))
+    return Place(f"{kind.__name__}.{key}", kind, key, get_class_attribute, put)
 
 
 _OF_TENSOR: dict[str, Any] = gc.get_referents(vars(torch.Tensor))[0]
@@ -152,19 +117,19 @@ _OF_TENSOR: dict[str, Any] = gc.get_referents(vars(torch.Tensor))[0]
 
 def place_of_tensor_attribute(key: str) -> Place:
     """An attribute of torch.Tensor, as a method, which a program may replace."""
-
-    def set_tensor_attribute(value: Any) -> None:
-        if value is MISSING:
-            delattr(torch.Tensor, key)
-        else:
-            setattr(torch.Tensor, key, value)
-
-    return Place(f"torch.Tensor.{key}", _OF_TENSOR, key, None, set_tensor_attribute)
+    at = torch.Tensor, key
+    put = _writer(partial(setattr, *at), partial(delattr, *at))
+    return Place(f"torch.Tensor.{key}", _OF_TENSOR, key, None, put)
 
 
-def place_of_function_part(name: str, function: Any, key: str) -> Place:
-    """An attribute of a function: its code, its defaults."""
-    return Place(name, function, key, lambda: getattr(function, key, MISSING))
+def place_of_special_attribute(name: str, owner: Any, key: str) -> Place:
+    """An attribute of a function or class that stands in no dictionary: its code, its defaults."""
+    return Place(name, owner, key, partial(getattr, owner, key, MISSING))
+
+
+def place_of_dict(name: str, owner: Any) -> Place:
+    """The `__dict__` of an object, which stands for all of its attributes."""
+    return Place(name, owner, "__dict__", partial(dict_of, owner))
 
 
 def place_of_context_variable(name: str, variable: contextvars.ContextVar[Any]) -> Place:
@@ -179,9 +144,9 @@ def place_of_context_variable(name: str, variable: contextvars.ContextVar[Any]) 
     return Place(name, variable, "value", get_context_variable, variable.set)
 
 
-def place_of_answer(name: str, function: Callable[[], Any]) -> Place:
-    """The answer of a function without arguments: a setting of torch or of the system."""
-    return Place(name, function, "()", function)
+def place_of_answer(name: str, function: Callable[[], Any], about: Any = None) -> Place:
+    """The answer of a function without arguments (one about `about`): a setting of torch, say."""
+    return Place(name, function if about is None else about, "()", function)
 
 
 def place_of_log_level(name: str, logger: logging.Logger) -> Place:
@@ -190,7 +155,7 @@ def place_of_log_level(name: str, logger: logging.Logger) -> Place:
     def get_logger_level() -> tuple[int, bool, int]:
         return logger.manager.disable, logger.disabled, logger.getEffectiveLevel()
 
-    return Place(f"the level of {name}", logger, "()", get_logger_level)
+    return place_of_answer(f"the level of {name}", get_logger_level, logger)
 
 
 def place_of_hidden_builtin(variables: dict[str, Any], name: str) -> Place:
@@ -216,7 +181,7 @@ WITH_FIELDS = ("__dataclass_fields__",)  # special names that are guarded like o
 INSIDE = ("_parameters", "_buffers", "_modules")  # dictionaries of an nn.Module
 
 
-@functools.lru_cache(maxsize=1024)
+@lru_cache(maxsize=1024)
 def names_of_class(kind: type) -> frozenset[str]:
     """The names that a class and its bases have now. (New ones change their number.)"""
     return frozenset().union(*(vars(base) for base in kind.__mro__ if base is not object))
@@ -288,12 +253,12 @@ def is_iterator(value: Any) -> bool:
     return hasattr(kind, "__next__") and not isinstance(value, (io.IOBase, nn.Module))
 
 
-def cell_content(where: types.CellType) -> Any:
-    """The content of a closure cell; None where it is empty."""
+def cell_content(where: types.CellType, otherwise: Any = None) -> Any:
+    """The content of a closure cell; `otherwise` where nothing was assigned to it yet."""
     try:
         return where.cell_contents
     except ValueError:
-        return None
+        return otherwise
 
 
 def runs_in_frame(f: types.FunctionType, frame: FrameType) -> bool:
@@ -321,7 +286,7 @@ def user_attributes_of(t: torch.Tensor) -> tuple[str, ...]:
     return _names_of_user(tuple(t.__dict__))
 
 
-@functools.lru_cache(maxsize=4096)  # most tensors have the attributes of others
+@lru_cache(maxsize=4096)  # most tensors have the attributes of others
 def _names_of_user(names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple([n for n in names if n not in OWN_ATTRIBUTES and not n.startswith("_dynamo")])
 
@@ -353,10 +318,10 @@ def _users_hooks(hooks: Any) -> list[Any]:
 
 def places_of_attributes_and_hooks(name: str, t: torch.Tensor) -> Iterator[Place]:
     """The places of the attributes and of the hooks of the tensor that is called `name`."""
-    attributes = functools.partial(user_attributes_of, t)
+    attributes = partial(user_attributes_of, t)
     yield Place(f"the attributes of {name}", t, _ATTRIBUTES, attributes)
     if t.is_leaf and t.requires_grad:
-        yield Place(f"the hooks of {name}", t, _HOOKS, functools.partial(user_hooks_of, t))
+        yield Place(f"the hooks of {name}", t, _HOOKS, partial(user_hooks_of, t))
 
 
 def is_attributes_or_hooks(place: Place) -> bool:

@@ -56,14 +56,15 @@ from .places import (
     is_iterator,
     may_be_hidden,
     names_of_class,
+    place_of_answer,
     place_of_cell,
     place_of_class_attribute,
     place_of_context_variable,
-    place_of_entry,
-    place_of_function_part,
+    place_of_dict,
     place_of_hidden_builtin,
     place_of_log_level,
     place_of_slot,
+    place_of_special_attribute,
     place_of_tensor_attribute,
     runs_in_frame,
     slots_of,
@@ -96,7 +97,6 @@ class _ReachedObject:
     Attributes:
         attributes: its `__dict__` as it was when it was reached.
         slots: the descriptors of its `__slots__`.
-        is_read_whole: whether all of its attributes count as read.
         names: the attributes that were read.
     """
 
@@ -104,7 +104,6 @@ class _ReachedObject:
     name: str
     attributes: dict[str, Any]
     slots: dict[str, Any]
-    is_read_whole: bool = False
     names: dict[str, None] = field(default_factory=dict)
 
 
@@ -161,7 +160,7 @@ class ReadRecord(PlaceRecord):
             with self.without_recording():
                 self.read_place(Place("the step", self, "step", lambda: step), step)
                 for key in _GLOBAL_HOOKS:
-                    self.read_place(place_of_entry(key, _MODULES, key), _MODULES[key])
+                    self.read_place(Place(key, _MODULES, key), _MODULES[key])
                 for name, value in arguments:
                     self.reach_value(value, name)
                 for mode in function_modes():
@@ -223,82 +222,61 @@ class ReadRecord(PlaceRecord):
             return
         known.names[name] = None
         by_user = is_recorded(sys._getframe(2).f_code.co_filename)
-        if name == "__class__" and by_user:
-            with self.without_recording():
-                self.reach_class(type(owner))
-            return
-        if name == "__dict__":
+        if name == "__dict__" and not by_user:
             # Torch's own code looks parameters up there, which is no read of all attributes.
-            if by_user:
-                with self.without_recording():
-                    self._read_all(known)
-            else:
-                del known.names[name]
+            del known.names[name]
             return
         before, self._read_by_library = self._read_by_library, not by_user
         try:
             with self.without_recording():
-                self._record_read(known, name)
+                if name == "__class__" and by_user:
+                    self.reach_class(type(owner))
+                elif name == "__dict__":
+                    self.read_all_attributes(owner)
+                else:
+                    self._record_read(known, name)
         finally:
             self._read_by_library = before
 
     def _record_read(self, known: _ReachedObject, name: str) -> None:
-        owner, called = known.value, f"{known.name}.{name}"
+        owner, called, held = known.value, f"{known.name}.{name}", dict_of(known.value)
         if isinstance(owner, torch.optim.Optimizer) and name in ("state", "param_groups"):
             return
         if isinstance(owner, logging.Logger) and name == "_cache":  # it fills as it is asked
-            self.read_place(place_of_log_level(known.name, owner), None, shallow=True)
-            return
-        if name in known.attributes:
-            self.read_place(place_of_entry(called, dict_of(owner), name), known.attributes[name])
-            return
-        if name in known.slots:
-            place = place_of_slot(called, owner, known.slots[name])
-            self.read_place(place, place.value)
-            return
-        inside = find_module_dict(owner, name)
-        if inside is not None:
-            self.read_place(place_of_entry(called, inside, name), inside[name])
-            return
-        found = self.read_class_attribute(type(owner), name)
-        if found is MISSING and not name.startswith("__"):  # a class may come to have it
-            kind = type(owner)
-            self.read_place(
-                place_of_class_attribute(f"{kind.__name__}.{name}", kind, name), MISSING
-            )
-        if may_be_hidden(name, found) and known.attributes is not None:
-            home = dict_of(owner)
-            if home is not None:
-                self.read_place(place_of_entry(called, home, name), MISSING)
-            if found is MISSING and isinstance(owner, nn.Module):
-                for within in INSIDE:
-                    self.read_place(place_of_entry(called, home[within], name), MISSING)
+            self.read_place(place_of_log_level(known.name, owner), shallow=True)
+        elif name in known.attributes:
+            self.read_place(Place(called, held, name), known.attributes[name])
+        elif name in known.slots:
+            self.read_place(place_of_slot(called, owner, known.slots[name]))
+        elif (inside := find_module_dict(owner, name)) is not None:
+            self.read_place(Place(called, inside, name))
+        else:
+            found = self.read_class_attribute(type(owner), name)
+            if found is MISSING and not name.startswith("__"):  # a class may come to have it
+                self.read_place(place_of_class_attribute(type(owner), name), MISSING)
+            if held is not None and may_be_hidden(name, found):
+                of_module = found is MISSING and isinstance(owner, nn.Module)
+                for home in (held, *(held[within] for within in INSIDE if of_module)):
+                    self.read_place(Place(called, home, name), MISSING)
 
     def read_all_attributes(self, owner: Any) -> None:
         """Record all attributes of `owner`, if it is an object that was reached."""
         known = self._objects.get(id(owner))
-        if known is not None and not known.is_read_whole:
-            self._read_all(known)
-
-    def _read_all(self, known: _ReachedObject) -> None:
-        known.is_read_whole = True
-        home = dict_of(known.value)
-        if home is not None:
-            self.read_place(Place(known.name, known.value, "__dict__", lambda: home), home)
+        if known is not None and dict_of(owner) is not None:
+            self.read_place(place_of_dict(known.name, owner))
 
     def read_class_attribute(self, kind: type, name: str) -> Any:
         """Record that an attribute of a class is read; its value, or MISSING."""
         if name.startswith("__") and name.endswith("__") and name not in WITH_FIELDS:
             return MISSING
-        place = place_of_class_attribute(f"{kind.__name__}.{name}", kind, name)
+        place = place_of_class_attribute(kind, name)
         value = place.value
-        if place.identity in self.places:
+        if place.identity in self.places or value is MISSING:
             return value
-        if value is not MISSING and not isinstance(value, types.MemberDescriptorType):
+        if not isinstance(value, types.MemberDescriptorType):
             self.read_place(place, value)
-            inner = ("fget", "__func__", "func", "dispatcher")
-            for function in (getattr(value, a, None) for a in inner):
-                if function is not None:
+            for inner in ("fget", "__func__", "func", "dispatcher"):
+                if (function := getattr(value, inner, None)) is not None:
                     self.reach_value(function, place.name)
         return value
 
@@ -310,86 +288,81 @@ class ReadRecord(PlaceRecord):
         Raises:
             CaptureError: no guard can cover it: an iterator, shared memory, a generator.
         """
-        record = self
+        kind = type(value)
         if isinstance(value, enum.Enum):
-            self._reach_member(value, name)
+            if dict_of(value) is not None and is_user_module(kind.__module__):
+                self.read_place(place_of_dict(name, value))  # its value may be mutable
+                self.reach_methods(kind, kind.__name__)
         elif isinstance(value, threading.local):
-            _reach_local(record, value, name)
+            _reach_local(self, value, name)
         elif is_container(value):
-            _reach_container(record, value, name)
+            _reach_container(self, value, name)
         elif has_raw_content(value):
-            read_ambient(record, type(value).__module__)
-            record.snapshots.snapshot_raw(value, name)
+            read_ambient(self, kind.__module__)
+            self.snapshots.snapshot_raw(value, name)
         elif (under := dict_of_view(value)) is not None:
-            record.reach_value(under, name)
+            self.reach_value(under, name)
         elif is_shared_memory(value):
-            record.refuse(
-                f"the step reads {name}, memory that others may write ({type(value).__name__})",
+            self.refuse(
+                f"the step reads {name}, memory that others may write ({kind.__name__})",
                 "a graph would always have what was there at its capture",
                 name,
             )
         elif isinstance(value, types.CellType):
-            place = place_of_cell(name, value)
-            record.read_place(place, place.value)
+            self.read_place(place_of_cell(name, value))
+        elif isinstance(value, contextvars.ContextVar):
+            self.read_place(place_of_context_variable(name, value))
         elif isinstance(value, (operator.attrgetter, operator.methodcaller)):
             self.note_asked_names(_names_asked_by(value))
         elif isinstance(value, types.ModuleType):
-            read_ambient(record, value.__name__)
+            read_ambient(self, value.__name__)
             if is_user_module(value.__name__):
                 self.reach_namespace(value, name)
             elif value.__name__ == "os" and self._reads_ahead:
-                read_environment_of(record, self._constants)
+                read_environment_of(self, self._constants)
         elif isinstance(value, type):
-            read_ambient(record, value.__module__)
-            if isinstance(value, abc.ABCMeta) and not value.__module__.startswith("torch"):
-                _read_registry(record, value, name)
+            read_ambient(self, value.__module__)
+            _read_registry(self, value, name)
             if is_user_module(value.__module__):
                 self.reach_class(value)
                 self.reach_methods(value, name)
-                record.reach_value(type(value), type(value).__name__)
+                self.reach_value(kind, kind.__name__)
         elif isinstance(value, types.FunctionType):
             self.reach_function(value, name)
         elif isinstance(value, types.MethodType):
-            record.reach_value(value.__self__, name)
-            record.reach_value(value.__func__, name)
+            self.reach_value(value.__self__, name)
+            self.reach_value(value.__func__, name)
         elif isinstance(value, (types.BuiltinMethodType, types.MethodWrapperType)):
-            read_ambient(record, getattr(value, "__module__", None))
-            refuse_if_random(record, value, name)
+            read_ambient(self, getattr(value, "__module__", None))
+            refuse_if_random(self, value, name)
             if not isinstance(value.__self__, (types.ModuleType, type)):
-                record.reach_value(value.__self__, f"the owner of {name}")
-            record.read_all_attributes(value.__self__)  # code in C reads them unseen
-        elif isinstance(value, contextvars.ContextVar):
-            place = place_of_context_variable(name, value)
-            record.read_place(place, place.value)
+                self.reach_value(value.__self__, f"the owner of {name}")
+            self.read_all_attributes(value.__self__)  # code in C reads them unseen
         elif isinstance(value, (staticmethod, classmethod)):
-            record.reach_value(value.__func__, name)
+            self.reach_value(value.__func__, name)
         elif is_iterator(value):
-            if record.reached_by_name:
-                return
-            record.refuse(
-                f"the step reads {name}, an iterator ({type(value).__name__})",
-                "what it gives next is not the same in the next call, and a graph would always "
-                "have the first",
-                name,
-            )
+            if not self.reached_by_name:
+                self.refuse(
+                    f"the step reads {name}, an iterator ({kind.__name__})",
+                    "what it gives next is not the same in the next call, and a graph would always "
+                    "have the first",
+                    name,
+                )
         else:
-            if not record.reached_by_name:
-                refuse_if_random(record, value, name)
-            read_ambient(record, type(value).__module__)
+            if not self.reached_by_name:
+                refuse_if_random(self, value, name)
+            read_ambient(self, kind.__module__)
             if isinstance(value, BaseException):
-                place = place_of_function_part(f"{name}.args", value, "args")
-                record.read_place(place, place.value)
-            record.reach_object(value, name)
+                self.read_place(place_of_special_attribute(f"{name}.args", value, "args"))
+            self.reach_object(value, name)
             if isinstance(value, functools._lru_cache_wrapper):
-                self.reach_cached_function(value.__wrapped__, name)
+                self._reach_cached_function(value.__wrapped__, name)
 
     def reach_object(self, value: Any, name: str) -> None:
         """Have an object's class tell what is read of it from now on."""
         kind = type(value)
         is_heap_type = kind.__flags__ & (1 << 9)
-        if not is_heap_type or not has_settings(kind):
-            return
-        if not self._instrument_type(kind):
+        if not is_heap_type or not has_settings(kind) or not self._instrument_type(kind):
             return
         held = dict_of(value)
         name = self._given_names.get(id(value), name)
@@ -401,32 +374,20 @@ class ReadRecord(PlaceRecord):
         if self._types_read:
             self.reach_class(kind)
         if has_own_getattribute(kind):
-            self._read_all(known)
+            self.read_all_attributes(value)
             for key, v in known.attributes.items():
                 self.reach_value(v, f"{name}.{key}")
 
     def _instrument_type(self, kind: type) -> bool:
-        if kind in self._instrumented:
-            return True
-        if instrument(kind):
+        if kind not in self._instrumented and instrument(kind):
             self._instrumented.append(kind)
-            return True
-        return False
-
-    def _reach_member(self, value: enum.Enum, name: str) -> None:
-        """Record the attributes of an enum's member: its value may be mutable."""
-        held = dict_of(value)
-        if held is not None and is_user_module(type(value).__module__):
-            self.read_place(Place(name, value, "__dict__", lambda: held), held)
-            self.reach_methods(type(value), type(value).__name__)
+        return kind in self._instrumented
 
     def reach_function(self, f: types.FunctionType, name: str) -> None:
         """Note a function that the step may call; what it names is read when it runs."""
-        code = f.__code__
-        recorded = is_recorded(code.co_filename)
         if hasattr(f, "__wrapped__"):
             self.reach_value(f.__wrapped__, name)
-        if not recorded:
+        if not is_recorded(f.__code__.co_filename):
             read_ambient(self, f.__module__)
             # A library's wrapper (as of torch.no_grad): what its closure has of the user's.
             for where in f.__closure__ or ():
@@ -434,15 +395,14 @@ class ReadRecord(PlaceRecord):
                 if isinstance(inner, (types.FunctionType, types.MethodType, functools.partial)):
                     self.reach_value(inner, name)
                 elif type(inner) in (dict, list, set):  # as functools.singledispatch has them
-                    self.read_place(place_of_cell(f"what {name} holds", where), inner)
+                    self.read_place(place_of_cell(f"what {name} holds", where))
             return
         if f.__dict__:
             self.reach_namespace(f, f.__name__)
         if self._reads_ahead:
             self._enter_function(f, name)
-            self._enter_code(code, f.__globals__)
         else:
-            self._waiting.setdefault(id(code), []).append((f, name))
+            self._waiting.setdefault(id(f.__code__), []).append((f, name))
 
     def reach_methods(self, kind: type, name: str) -> None:
         """Note the methods of a class, which are entered when they run."""
@@ -471,13 +431,11 @@ class ReadRecord(PlaceRecord):
             if isinstance(f, types.FunctionType):
                 self._read_libraries(f.__code__, {"F": f.__globals__.get("F")})
 
-    def reach_cached_function(self, f: Any, name: str) -> None:
+    def _reach_cached_function(self, f: Any, name: str) -> None:
         """Enter a cached function at once: results cached before the step came of its reads."""
         self.reach_value(f, name)
-        waiting = self._waiting.pop(id(getattr(f, "__code__", None)), ())
-        for f, called in waiting:
-            self._enter_function(f, called)
-            self._enter_code(f.__code__, f.__globals__)
+        for waiting in self._waiting.pop(id(getattr(f, "__code__", None)), ()):
+            self._enter_function(*waiting)
 
     def reach_globals(self, variables: dict[str, Any]) -> None:
         """Record all globals: `globals()` is called."""
@@ -506,26 +464,19 @@ class ReadRecord(PlaceRecord):
             return  # it is imported now
         operator = self._by_operators.pop(id(code), None)
         if operator is not None:  # Python looked it up in the class, without `__getattribute__`
-            kind, key = operator
-            place = place_of_class_attribute(f"{kind.__name__}.{key}", kind, key)
-            self.read_place(place, place.value, shallow=True)
+            self.read_place(place_of_class_attribute(*operator), shallow=True)
         new = id(code) not in self.codes
         waiting = self._waiting.pop(id(code), None)
         if not new and waiting is None:
             return
         with self.without_recording():
-            if new:
-                self._enter_code(code, frame.f_globals)
-                if (
-                    waiting is None
-                    and code.co_freevars
-                    and id(code) not in self._codes_of_functions
-                ):
-                    waiting = [
-                        (f, f.__qualname__)
-                        for f in gc.get_referrers(code)
-                        if isinstance(f, types.FunctionType) and runs_in_frame(f, frame)
-                    ]
+            self._enter_code(code, frame.f_globals)
+            if waiting is None and code.co_freevars and id(code) not in self._codes_of_functions:
+                waiting = [
+                    (f, f.__qualname__)
+                    for f in gc.get_referrers(code)
+                    if isinstance(f, types.FunctionType) and runs_in_frame(f, frame)
+                ]
             for f, name in waiting or ():
                 self._enter_function(f, name)
 
@@ -542,12 +493,10 @@ class ReadRecord(PlaceRecord):
         self._constants |= strings_of(code)
         for name in global_names(code):
             if name in Substitutes.of_builtins:
-                place = place_of_hidden_builtin(variables, name)
-                self.read_place(place, place.value)
+                self.read_place(place_of_hidden_builtin(variables, name))
                 self._substitutes.put(variables, name)
             elif name != "super":  # a builtin may come to be hidden by a global
-                value = variables.get(name, MISSING)
-                self.read_place(place_of_entry(name, variables, name), value)
+                value = self.read_place(Place(name, variables, name))
                 if value is MISSING:
                     self._read_builtin(name, variables)
                 elif reflects(code):
@@ -555,13 +504,12 @@ class ReadRecord(PlaceRecord):
         self._read_libraries(code, variables)
         if "type" in global_names(code) and not self._types_read:
             self._types_read = True
-            for known in [*self._objects.values()]:
-                self.reach_class(type(known.value))
+            for _, kind in [*self._types.values()]:
+                self.reach_class(kind)
         for name in imported_names(code, variables.get("__package__")):
             _read_module(self, name)
-            module = sys.modules.get(name)
-            if module is not None:
-                self.reach_value(module, name)
+            if name in sys.modules:
+                self.reach_value(sys.modules[name], name)
         if "__class__" in code.co_freevars:
             self._super_names |= names_asked_for(code)
             for kind in list(self._classes.values()):
@@ -575,29 +523,25 @@ class ReadRecord(PlaceRecord):
         for key in sorted(new):
             if not key.startswith("__"):
                 place = place_of_tensor_attribute(key)
-                self.read_place(place, place.value, shallow=not _is_users(place.value))
+                self.read_place(place, shallow=not _is_users(place.value))
         for space, name in list(self._namespaces.values()):
             self._read_namespace(space, name, new)
 
     def _enter_function(self, f: types.FunctionType, name: str) -> None:
-        if not isinstance(name, str):
-            return
+        self._enter_code(f.__code__, f.__globals__)
         for key, where in zip(f.__code__.co_freevars, f.__closure__ or (), strict=True):
-            place = place_of_cell(key, where)
-            self.read_place(place, place.value)
+            value = self.read_place(place_of_cell(key, where))
             if reflects(f.__code__):
-                _read_all_names(self, place.value, key)
-            if isinstance(place.value, types.ModuleType):
-                self._read_libraries(f.__code__, {key: place.value})
+                _read_all_names(self, value, key)
+            if isinstance(value, types.ModuleType):
+                self._read_libraries(f.__code__, {key: value})
         if f.__dict__:
             self.reach_namespace(f, f.__name__)
         else:
             self._without_attributes[id(f)] = (f, f.__name__)
-        self.read_place(place_of_function_part(name, f, "__code__"), f.__code__)
-        for key, called in (("__defaults__", "default"), ("__kwdefaults__", "default")):
-            self.read_place(
-                place_of_function_part(f"{called} of {f.__name__}", f, key), getattr(f, key)
-            )
+        self.read_place(place_of_special_attribute(name, f, "__code__"))
+        for key in ("__defaults__", "__kwdefaults__"):
+            self.read_place(place_of_special_attribute(f"default of {f.__name__}", f, key))
 
     def _read_builtin(self, name: str, variables: dict[str, Any]) -> None:
         """Record a builtin, Python's own or one that a program has added."""
@@ -605,7 +549,7 @@ class ReadRecord(PlaceRecord):
         held = held if isinstance(held, dict) else vars(held)
         value = held.get(name, MISSING)
         own = getattr(value, "__module__", "builtins") == "builtins" and callable(value)
-        self.read_place(place_of_entry(name, held, name), value, shallow=own)
+        self.read_place(Place(name, held, name), value, shallow=own)
 
     # -- by name -----------------------------------------------------------------------------------
 
@@ -619,11 +563,10 @@ class ReadRecord(PlaceRecord):
                 held, called = vars(value), f"{called}.{key}"
                 value = held.get(key)
                 if value is sys.modules:
-                    read_modules(self, code)
+                    _read_modules(self, code)
                 if key in held and value is not sys.modules:
-                    self.read_place(place_of_entry(called, held, key), value, shallow=True)
-                    if isinstance(value, abc.ABCMeta) and not value.__module__.startswith("torch"):
-                        _read_registry(self, value, called)
+                    self.read_place(Place(called, held, key), value, shallow=True)
+                    _read_registry(self, value, called)
 
     def _read_bases(self, kind: type) -> None:
         """Record what `super()` may return: attributes of a base that another class overrides."""
@@ -644,7 +587,7 @@ class ReadRecord(PlaceRecord):
         with self.reaching_by_name():
             for key in found:
                 if not key.startswith("__") and not Substitutes.has(held[key]):
-                    self.read_place(place_of_entry(f"{name}.{key}", held, key), held[key])
+                    self.read_place(Place(f"{name}.{key}", held, key))
 
 
 def _is_users(value: Any) -> bool:
@@ -664,32 +607,22 @@ def _reach_container(record: ReadRecord, value: Any, name: str) -> None:
     if isinstance(value, collections.defaultdict):
         _read_factory(record, value, name)
     keys, values = items_of(value)
+    dotted = isinstance(value, types.SimpleNamespace)
     for key in keys or ():
-        if type(key) not in PLAIN:
-            record.reach_value(key, f"a key of {name}")
-    for i, v in enumerate(values):
-        key = keys[i] if keys is not None else i
+        record.reach_value(key, f"a key of {name}")
+    for key, v in zip(range(len(values)) if keys is None else keys, values, strict=False):
         if type(v) not in PLAIN:
-            dotted = isinstance(value, types.SimpleNamespace)
             record.reach_value(v, f"{name}.{key}" if dotted else f"{name}[{key!r}]")
-    if hasattr(type(value), "__dictoffset__") and type(value).__module__ not in (
-        "builtins",
-        "collections",
-        "types",
-        "functools",
-    ):
+    library = type(value).__module__ in ("builtins", "collections", "types", "functools")
+    if hasattr(type(value), "__dictoffset__") and not library:
         record.reach_object(value, name)
 
 
 def _read_factory(record: ReadRecord, value: collections.defaultdict[Any, Any], name: str) -> None:
     """Record the `default_factory` of a defaultdict."""
-
-    def set_factory(factory: Any) -> None:
-        value.default_factory = factory
-
-    called, key = f"{name}.default_factory", ("default_factory",)
-    place = Place(called, value, key, lambda: value.default_factory, set_factory)
-    record.read_place(place, value.default_factory)
+    at = value, "default_factory"
+    get, put = functools.partial(getattr, *at), functools.partial(setattr, *at)
+    record.read_place(Place(f"{name}.default_factory", value, at[1:], get, put))
 
 
 def _record_entries(record: ReadRecord, value: Any, name: str) -> None:
@@ -708,9 +641,8 @@ def _record_entries(record: ReadRecord, value: Any, name: str) -> None:
 
 def _reach_local(record: ReadRecord, value: threading.local, name: str) -> None:
     """Record what this thread holds in a `threading.local`, and which thread it is."""
-    record.read_place(Place("the thread", value, "thread", threading.current_thread), None, True)
-    held = value.__dict__
-    record.read_place(Place(name, value, "__dict__", lambda: value.__dict__), held)
+    record.read_place(Place("the thread", value, "thread", threading.current_thread), shallow=True)
+    record.read_place(Place(name, value, "__dict__", lambda: value.__dict__))
 
 
 # -- reflection ------------------------------------------------------------------------------------
@@ -724,29 +656,25 @@ _FUNCTION_ATTRIBUTES = """__code__ __defaults__ __kwdefaults__ __annotations__ _
 
 def _read_all_names(record: ReadRecord, space: Any, name: str) -> None:
     """Record all that a class, a module or a function has, and that it has no more."""
+    special: list[str] = []
     if isinstance(space, type):
         if not is_user_module(space.__module__):
             return
-        for key in [key for key in vars(space) if not _is_special_name(key)]:
+        special = _CLASS_ATTRIBUTES
+        for key in _names_in_space(space):
             record.read_class_attribute(space, key)
-        for key in _CLASS_ATTRIBUTES:
-            get = functools.partial(getattr, space, key, None)
-            record.read_place(Place(f"{name}.{key}", space, key, get), get())
     elif isinstance(space, (types.ModuleType, types.FunctionType, dict)):
+        special = _FUNCTION_ATTRIBUTES if isinstance(space, types.FunctionType) else []
         held = variables_of(space)
-        users = not isinstance(space, types.ModuleType) or is_user_module(space.__name__)
-        for key in [key for key in held if not _is_special_name(key)]:
-            record.read_place(
-                place_of_entry(f"{name}.{key}", held, key), held[key], shallow=not users
-            )
-        if isinstance(space, types.FunctionType):
-            for key in _FUNCTION_ATTRIBUTES:
-                place = place_of_function_part(f"{name}.{key}", space, key)
-                record.read_place(place, place.value)
+        shallow = isinstance(space, types.ModuleType) and not is_user_module(space.__name__)
+        for key in _names_in_space(space):
+            record.read_place(Place(f"{name}.{key}", held, key), shallow=shallow)
     else:
         return
+    for key in special:
+        record.read_place(place_of_special_attribute(f"{name}.{key}", space, key))
     names = functools.partial(_names_in_space, space)
-    record.read_place(Place(f"the names in {name}", space, "()", names), names(), shallow=True)
+    record.read_place(place_of_answer(f"the names in {name}", names, space), shallow=True)
 
 
 def _is_special_name(key: Any) -> bool:
@@ -765,43 +693,37 @@ def _names_in_space(space: Any) -> tuple[Any, ...]:
     return tuple([key for key in variables_of(space) if not _is_special_name(key)])
 
 
-def read_modules(record: ReadRecord, code: CodeType) -> None:
+def _read_modules(record: ReadRecord, code: CodeType) -> None:
     """Record a read of `sys.modules`: of the modules that code spells out, or of all names."""
-    names = [c for c in code.co_consts if isinstance(c, str)]
-    spelled = [name for name in names if name.replace(".", "_").isidentifier()]
-    for key in spelled:
+    spelled = [name for name in strings_of(code) if name.replace(".", "_").isidentifier()]
+    for key in sorted(spelled):
         _read_module(record, key)
     if not spelled:
-        get = functools.partial(tuple, sys.modules)
-        record.read_place(Place("sys.modules", sys.modules, "()", get), get(), shallow=True)
+        names = functools.partial(tuple, sys.modules)
+        record.read_place(place_of_answer("sys.modules", names, sys.modules), shallow=True)
 
 
 def _read_module(record: ReadRecord, key: str) -> None:
     """Record whether a module is imported (not what it has)."""
     get = functools.partial(sys.modules.get, key)
-    record.read_place(Place(f"sys.modules[{key!r}]", sys.modules, key, get), get(), shallow=True)
+    record.read_place(Place(f"sys.modules[{key!r}]", sys.modules, key, get), shallow=True)
 
 
-def _read_registry(record: ReadRecord, kind: abc.ABCMeta, name: str) -> None:
-    """Record which classes are registered as subclasses of an abstract class."""
-    get = _RegisteredClasses(kind)
-    record.read_place(Place(f"the classes of {name}", kind, "registered", get), get(), shallow=True)
+def _read_registry(record: ReadRecord, kind: Any, name: str) -> None:
+    """Record which classes are registered as subclasses of `kind`, if it is an abstract class."""
+    if isinstance(kind, abc.ABCMeta) and not kind.__module__.startswith("torch"):
+
+        def find_registered() -> frozenset[Any]:
+            return _find_registered(kind, abc.get_cache_token())
+
+        place = Place(f"the classes of {name}", kind, "registered", find_registered)
+        record.read_place(place, shallow=True)
 
 
-class _RegisteredClasses:
-    """Returns the classes registered with an abstract one: the same set while none is added."""
-
-    def __init__(self, kind: abc.ABCMeta):
-        self._kind, self._token, self._found = kind, -1, frozenset[Any]()
-
-    def __call__(self) -> frozenset[Any]:
-        token = abc.get_cache_token()
-        if token != self._token:
-            found = frozenset(_find_abc_registrations(self._kind))
-            if found != self._found:
-                self._found = found
-            self._token = token  # type: ignore[assignment]
-        return self._found
+@functools.lru_cache(maxsize=1024)
+def _find_registered(kind: abc.ABCMeta, token: object) -> frozenset[Any]:
+    """The same set until a class is registered with any abstract one, which changes the token."""
+    return frozenset(_find_abc_registrations(kind))
 
 
 def _find_abc_registrations(kind: Any) -> list[Any]:

@@ -39,7 +39,6 @@ from .places import (
     Place,
     dict_of,
     may_have_attributes,
-    place_of_entry,
     place_of_slot,
     slots_of,
 )
@@ -113,20 +112,26 @@ class PlaceRecord:
         self.error = self.error or not_captured(fact, reason, fix or usual)
         raise self.error
 
-    def read_place(self, place: Place, value: Any, shallow: bool = False) -> None:
-        """Record that a place is read, where `value` stood before the step.
+    def read_place(self, place: Place, *before: Any, shallow: bool = False) -> Any:
+        """Record that a place is read.
 
         Args:
+            before: the value that stood there before the step; that of now if it is not given.
             shallow: record the place alone, not what its value leads to.
+
+        Returns:
+            The value.
         """
+        value = before[0] if before else place.value
         if place.identity in self.places:
-            return
+            return value
         self.places[place.identity] = place
         self._kept_alive[id(place.home)] = place.home
         if place.get is None or place.put is not None or not shallow:
             self.snapshots.snapshot_place(place, value)
         if not shallow:
             self.reach_value(value, place.name)
+        return value
 
     def reach_value(self, value: Any, name: str) -> None:
         """Record what `value`, which was there before the step, leads to."""
@@ -353,7 +358,7 @@ def _find_dict_writes(
         was, now = before.get(key, MISSING), dict.get(held, key, MISSING)
         if not _is_same_value(was, now) and not (dotted and key in INSIDE):
             called = f"{name}.{key}" if dotted else f"{name}[{key!r}]"
-            yield _make_place_write(place_of_entry(called, held, key), was, now, attribute=dotted)
+            yield _make_place_write(Place(called, held, key), was, now, attribute=dotted)
 
 
 def _find_container_writes(value: Any, name: str, before: Any) -> Iterator[Write]:

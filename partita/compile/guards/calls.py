@@ -42,18 +42,35 @@ from .places import Place, place_of_answer
 from .record import PlaceRecord
 from .values import PLAIN
 
-_FUNCTIONS_OF_SEEDS = {  # of torch, by code
-    inspect.unwrap(function).__code__: f"torch.{name}"
-    for module in (torch.random, torch.cuda.random)
-    for name, function in vars(module).items()
-    if not name.startswith("_") and ("seed" in name or "rng" in name)
-}
-_SEED_GETTERS = {code for code, name in _FUNCTIONS_OF_SEEDS.items() if name == "torch.initial_seed"}
-_SEED_SETTERS = {
-    code: name
-    for code, name in _FUNCTIONS_OF_SEEDS.items()
-    if not name.startswith(("torch.initial_", "torch.get_"))
-}
+# What no guard can cover: what the step does, why not, and what to give it as an argument instead.
+_SEEDS = (
+    "seeds ({})",
+    "a graph draws from the generator as it finds it: it would be seeded once, at capture",
+    "",
+)
+_DRAWS = (
+    "draws a number of Python's or numpy's ({})",
+    "a graph would always have the number of its capture",
+    "",
+)
+_READS_CLOCK = (
+    "reads the clock ({})",
+    "a graph would always have the time of its capture",
+    "",
+)
+_SHARES = (
+    "calls {}",
+    "what other threads and files hold is no part of a graph: it would be read or written once, "
+    "at capture, and not in each call",
+    "what it reads",
+)
+
+
+def _refuse(record: PlaceRecord, what: tuple[str, str, str], name: str) -> None:
+    does, reason, argument = what
+    record.refuse(f"the step {does.format(name)}", reason, argument)
+
+
 # Files of decorators and base classes that stand between the user's call and the function called.
 _FORWARDING_FILES = (
     "contextlib.py",
@@ -69,32 +86,33 @@ _FILE_FUNCTIONS: list[Any] = [  # of torch: load, save
     and "f" in inspect.signature(f).parameters
 ]
 # Functions by which a step reads or writes what other threads or programs do.
-_SHARED_STATE = {
-    f.__code__: f"{f.__module__}.{f.__qualname__}"
-    for f in (
-        threading.Thread.start,
-        threading.Event.set,
-        threading.Event.clear,
-        threading.Event.is_set,
-        threading.Event.wait,
-        queue.Queue.put,
-        queue.Queue.get,
-        queue.Queue.qsize,
-        concurrent.futures.ThreadPoolExecutor.submit,
-        *_FILE_FUNCTIONS,
-    )
+_SHARING_FUNCTIONS = (
+    *(threading.Thread.start, threading.Event.set, threading.Event.clear, threading.Event.is_set),
+    *(threading.Event.wait, queue.Queue.put, queue.Queue.get, queue.Queue.qsize),
+    *(concurrent.futures.ThreadPoolExecutor.submit, *_FILE_FUNCTIONS),
+)
+_SEED_SETTERS = {
+    f"torch.{name}": function
+    for module in (torch.random, torch.cuda.random)
+    for name, function in vars(module).items()
+    if ("seed" in name or "rng" in name) and not name.startswith(("_", "initial_", "get_"))
+}
+_REFUSED = {
+    **{
+        f.__code__: (_DRAWS, f"random.{f.__name__}")
+        for f in vars(random.Random).values()
+        if inspect.isfunction(f) and not f.__name__.startswith("__")
+    },
+    **{inspect.unwrap(f).__code__: (_SEEDS, name) for name, f in _SEED_SETTERS.items()},
+    **{f.__code__: (_SHARES, f"{f.__module__}.{f.__qualname__}") for f in _SHARING_FUNCTIONS},
 }
 _BACKWARD = (torch.autograd.backward.__code__, torch.autograd.grad.__code__)
 _ENVIRONMENT = {getattr(os._Environ, f"__{name}__").__code__ for name in ("getitem", "iter", "len")}
-_SETTING = torch.backends.ContextProp.__get__.__code__  # torch.backends.cudnn.benchmark
+_PROPERTY = torch.backends.ContextProp.__get__.__code__  # torch.backends.cudnn.benchmark
+_SETTINGS = (_PROPERTY, inspect.unwrap(torch.initial_seed).__code__)
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _GENERATOR_METHODS = {
     name for name in vars(torch._C.Generator) if "seed" in name or "_state" in name
-}
-_RANDOM_CODES = {
-    f.__code__
-    for f in vars(random.Random).values()
-    if hasattr(f, "__code__") and not f.__name__.startswith("__")
 }
 
 
@@ -108,10 +126,9 @@ def _kind_of(frame: FrameType) -> str:
     if is_recorded(code.co_filename) and not _is_made_by_library(frame):
         return "recorded"
     logs = code.co_name == "_log" and code.co_filename.endswith("logging/__init__.py")
-    special = logs or code in _SEED_SETTERS or code in _RANDOM_CODES or code in _SHARED_STATE
-    if special or code in _ENVIRONMENT or code in _BACKWARD:
+    if logs or code in _REFUSED or code in _ENVIRONMENT or code in _BACKWARD:
         return "special"
-    if code is _SETTING or code in _SEED_GETTERS or code in _PROCESS_OBJECTS or _is_setting(code):
+    if code in _SETTINGS or code in _PROCESS_OBJECTS or _is_setting(code):
         return "setting"
     return "stdlib" if _is_stdlib_file(code.co_filename) else "library"
 
@@ -138,8 +155,7 @@ def _find_generator_states() -> dict[str, tuple[Any, Callable[[Any], None]]]:
     found: dict[str, tuple[Any, Callable[[Any], None]]] = {
         "random": (random.getstate(), random.setstate)
     }
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
+    if (numpy := sys.modules.get("numpy")) is not None:
         name, keys, *more = numpy.random.get_state()
         found["numpy.random"] = ((name, tuple(keys.tolist()), *more), numpy.random.set_state)
     return found
@@ -178,7 +194,7 @@ class Calls:
         for name, (state, put) in states.items():
             if _find_generator_states()[name][0] != state and self._record.error is None:
                 put(state)
-                _refuse_random_draw(self._record, name)
+                _refuse(self._record, _DRAWS, name)
 
     @contextmanager
     def _ignoring_garbage_collection(self) -> Iterator[None]:
@@ -247,15 +263,11 @@ class Calls:
             return
         if code in _ENVIRONMENT:
             _read_environment(self._record, frame.f_locals.get("key"))
-        elif code in _SHARED_STATE:
-            self._refuse_shared_state(_SHARED_STATE[code])
-        elif code in _SEED_SETTERS:
-            self._refuse_seeding(_SEED_SETTERS[code])
         else:
-            _refuse_random_draw(self._record, f"random.{code.co_name}")
+            _refuse(self._record, *_REFUSED[code])
 
     def _handle_setting(self, code: CodeType, frame: FrameType) -> None:
-        if code is _SETTING:
+        if code is _PROPERTY:
             function: Any = frame.f_locals["self"].getter
             _read_setting(self._record, getattr(function, "__name__", "a setting"), function)
             return
@@ -278,14 +290,12 @@ class Calls:
             self._reach_globals(frame.f_globals)
         if _is_setting_of_c(function):
             _read_setting(self._record, f"{name}()", function)
-        if owner is None:
-            return
         if isinstance(owner, torch._C.Generator) and name in _GENERATOR_METHODS:
-            self._refuse_seeding(f"torch.Generator.{name}")
+            _refuse(self._record, _SEEDS, f"torch.Generator.{name}")
         if isinstance(owner, random.Random):
-            _refuse_random_draw(self._record, f"random.{name}")
+            _refuse(self._record, _DRAWS, f"random.{name}")
         if type(owner).__module__.startswith("numpy.random"):
-            _refuse_random_draw(self._record, f"numpy.random.{name}")
+            _refuse(self._record, _DRAWS, f"numpy.random.{name}")
 
     def _handle_stdlib_call(self, function: Any, frame: FrameType) -> None:
         """Handle a function of C that Python's library calls, if it does so for the user."""
@@ -301,26 +311,9 @@ class Calls:
         if getattr(function, "__self__", None) in (sys.stdout, sys.stderr):
             self._warn_not_repeated("print", frame)
         elif name.startswith(("time.", "datetime.")):
-            self._record.refuse(
-                f"the step reads the clock ({name})",
-                "a graph would always have the time of its capture",
-            )
+            _refuse(self._record, _READS_CLOCK, name)
         else:
-            self._refuse_shared_state(name.removeprefix("io."))
-
-    def _refuse_seeding(self, name: str) -> None:
-        self._record.refuse(
-            f"the step seeds ({name})",
-            "a graph draws from the generator as it finds it: it would be seeded once, at capture",
-        )
-
-    def _refuse_shared_state(self, name: str) -> None:
-        self._record.refuse(
-            f"the step calls {name}",
-            "what other threads and files hold is no part of a graph: it would be read or written "
-            "once, at capture, and not in each call",
-            "what it reads",
-        )
+            _refuse(self._record, _SHARES, name.removeprefix("io."))
 
     def _warn_not_repeated(self, name: str, frame: FrameType) -> None:
         if name not in self._warned_of:
@@ -342,17 +335,10 @@ def refuse_if_random(record: PlaceRecord, value: Any, name: str) -> None:
     numpy = sys.modules.get("numpy")
     kinds = (numpy.random.Generator, numpy.random.RandomState) if numpy is not None else ()
     if isinstance(value, random.Random) or (kinds and isinstance(value, kinds)):
-        _refuse_random_draw(record, f"{name}, a generator")
+        _refuse(record, _DRAWS, f"{name}, a generator")
     bound = type(value).__name__ == "cython_function_or_method"
     if bound and kinds and isinstance(value.__self__, kinds):
-        _refuse_random_draw(record, f"numpy.random.{value.__name__}")
-
-
-def _refuse_random_draw(record: PlaceRecord, name: str) -> None:
-    record.refuse(
-        f"the step draws a number of Python's or numpy's ({name})",
-        "a graph would always have the number of its capture",
-    )
+        _refuse(record, _DRAWS, f"numpy.random.{value.__name__}")
 
 
 # -- settings --------------------------------------------------------------------------------------
@@ -428,32 +414,18 @@ def read_environment_of(record: PlaceRecord, names: Iterable[str]) -> None:
             record.read_place(Place(f"os.environ[{text!r}]", data, key))
 
 
-def _read_decimal_context() -> str:
-    return repr(decimal.getcontext())
-
-
-def _read_locale() -> str:
-    return locale.setlocale(locale.LC_ALL)
-
-
-def _read_warning_filters() -> list[Any]:
-    return warnings.filters  # type: ignore[return-value]
-
-
-def _count_pytree_nodes() -> int:
-    return len(pytree.SUPPORTED_NODES)
-
-
 def _of_numpy(name: str) -> Callable[[], Any]:
     return lambda: getattr(sys.modules["numpy"], name)()
 
 
 # By module: settings that its functions heed without an argument.
 _AMBIENT: dict[str, list[tuple[str, Callable[[], Any]]]] = {
-    "decimal": [("decimal.getcontext()", _read_decimal_context)],
-    "locale": [("the locale", _read_locale)],
-    "torch.utils._pytree": [("the classes known to torch.utils._pytree", _count_pytree_nodes)],
-    "warnings": [("warnings.filters", _read_warning_filters)],
+    "decimal": [("decimal.getcontext()", decimal.getcontext)],
+    "locale": [("the locale", functools.partial(locale.setlocale, locale.LC_ALL))],
+    "torch.utils._pytree": [
+        ("the classes known to torch.utils._pytree", functools.partial(len, pytree.SUPPORTED_NODES))
+    ],
+    "warnings": [("warnings.filters", functools.partial(getattr, warnings, "filters"))],
     "numpy": [(f"numpy.{n}()", _of_numpy(n)) for n in "geterr get_printoptions geterrcall".split()],
 }
 
@@ -467,7 +439,6 @@ def read_ambient(record: PlaceRecord, module: str | None) -> None:
 # -- external state --------------------------------------------------------------------------------
 
 _SYSTEM_MODULES = ("posix", "nt")
-_PUBLIC_NAMES = {"posix": "os", "nt": "os"}
 _EXTERNAL_MODULES = """posix nt io _socket select _posixsubprocess fcntl termios pwd grp resource
     _sqlite3 syslog _ssl readline _curses _uuid _signal time _queue mmap""".split()
 # They compute, return what stays, or have an effect that another guard sees.
@@ -477,13 +448,8 @@ _HARMLESS_FUNCTIONS = frozenset(
     text_encoding sleep strptime getcwd getcwdb getpagesize _path_normpath""".split()
 )
 _INTERPRETER_COUNTS = (  # they differ from call to call
-    gc.get_objects,
-    gc.get_count,
-    gc.get_stats,
-    gc.get_referrers,
-    gc.get_freeze_count,
-    sys.getrefcount,
-    sys.getallocatedblocks,
+    *(gc.get_objects, gc.get_count, gc.get_stats, gc.get_referrers, gc.get_freeze_count),
+    *(sys.getrefcount, sys.getallocatedblocks),
 )
 _CLASS_MODULES = ("_io", "_socket", "select", "sqlite3", "_ssl", "_queue", "posix")
 _FILES_IN_MEMORY = ("StringIO", "BytesIO")
@@ -498,44 +464,30 @@ _FILES_OF_CODE_READERS = tuple(
 )
 
 
-def _name_of_module_function(function: Any) -> str:
-    """The public name of a function of an external module; "" for other functions.
+def _name_of_external_function(function: Any) -> str:
+    """The public name of a function or method of C that uses external state; "" for others.
 
     Imports none of these modules.
     """
-    name = function.__name__
-    if not isinstance(function.__self__, types.ModuleType) or name in _HARMLESS_FUNCTIONS:
-        return ""
-    module = function.__self__.__name__
-    if function in _INTERPRETER_COUNTS:
-        return f"{module}.{name}"
-    reads_status = module in _SYSTEM_MODULES and name.startswith("W")  # WIFEXITED and its like
-    if module not in _EXTERNAL_MODULES or reads_status:
-        return ""
-    return f"{_PUBLIC_NAMES.get(module, module.lstrip('_'))}.{name}"
-
-
-def _name_of_external_function(function: Any) -> str:
-    """The public name of a function or method of C that uses external state; "" for others."""
-    if found := _name_of_module_function(function):
-        return found
-    owner = function.__self__
-    kind = owner if isinstance(owner, type) else type(owner)
-    name: str = function.__name__
+    owner, name = function.__self__, function.__name__
     if function.__module__ == "numpy" and name in _NUMPY_FUNCTIONS:
         return f"numpy.{name}"
-    bases = [] if isinstance(owner, type) else kind.__mro__
-    made = next((base for base in bases if name in vars(base)), None)
-    if (
-        made is not None
-        and made.__module__ in _CLASS_MODULES
-        and made.__name__ not in _FILES_IN_MEMORY
-    ):
+    if isinstance(owner, types.ModuleType) and name not in _HARMLESS_FUNCTIONS:
+        module = owner.__name__
+        if function in _INTERPRETER_COUNTS:
+            return f"{module}.{name}"
+        reads_status = module in _SYSTEM_MODULES and name.startswith("W")  # WIFEXITED and its like
+        if module in _EXTERNAL_MODULES and not reads_status:
+            return f"{'os' if module in _SYSTEM_MODULES else module.lstrip('_')}.{name}"
+    if isinstance(owner, type):
+        is_clock = issubclass(owner, datetime.date) and name in _CLOCK_METHODS
+        return f"{owner.__module__}.{owner.__name__}.{name}" if is_clock else ""
+    kind = type(owner)
+    made = next((base for base in kind.__mro__ if name in vars(base)), object)
+    if made.__module__ in _CLASS_MODULES and made.__name__ not in _FILES_IN_MEMORY:
         return f"{kind.__name__}.{name}"
-    if made is not None and made.__module__ == "numpy" and name in _ARRAY_METHODS:
+    if made.__module__ == "numpy" and name in _ARRAY_METHODS:
         return f"numpy.ndarray.{name}"
-    if issubclass(kind, datetime.date) and isinstance(owner, type) and name in _CLOCK_METHODS:
-        return f"{kind.__module__}.{kind.__name__}.{name}"
     return "lock.locked" if name == "locked" and kind.__module__ == "_thread" else ""
 
 

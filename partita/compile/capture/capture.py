@@ -211,11 +211,11 @@ def _check_repeats(run: CaptureRun, other: CaptureRun) -> None:
     each call, is written once.
     """
     other.undo()
-    repeated = {w.identity for w in other.writes}
-    growing = {id(w.home) for w in other.writes if w.before is MISSING}
+    repeated = {w.place.identity for w in other.writes}
+    growing = {id(w.place.home) for w in other.writes if w.before is MISSING}
     for write in run.writes:
-        grows = write.before is MISSING and id(write.home) in growing
-        if grows or write.identity in repeated:
+        grows = write.before is MISSING and id(write.place.home) in growing
+        if grows or write.place.identity in repeated:
             run.undo()
             raise run.make_unrepeated_write_error(write)
 
@@ -556,23 +556,23 @@ class CaptureRun:
         ]
         slots = {slot.identity for slot in seen}
         for write in self.record.snapshots.find_writes():
-            if write.identity in slots:
+            if write.place.identity in slots:
                 continue
             if is_filled(write.after):
-                if not self.attributes.is_of_module(write.home):
+                if not self.attributes.is_of_module(write.place.home):
                     self._tensor_writes.append(write)
-                    kept = write.attribute and not self._is_argument(write)
+                    kept = write.is_attribute and not self._is_argument(write)
                     if not (isinstance(write.after, torch.Tensor) and kept):
-                        raise self.attributes.make_left_error(write.home, write.name, write.after)
+                        raise self.attributes.make_left_error(write.place, write.after)
             elif holds_made(write.after, self.inputs.identities):
-                raise make_left_error(write.name)
+                raise make_left_error(write.place.name)
             elif not write.is_repeatable or self._is_argument(write):
                 raise self.make_unrepeated_write_error(write)
             else:
                 self.writes.append(write)
 
     def _is_argument(self, write: Write) -> bool:
-        return write.name.startswith(("argument", "param_groups"))
+        return write.place.name.startswith(("argument", "param_groups"))
 
     def make_unrepeated_write_error(self, write: Write) -> Exception:
         """The error to raise where a graph would not write again what the step writes."""
@@ -612,7 +612,8 @@ class CaptureRun:
         for slot in self.attributes.list_left_tensors(self._slot_identities):
             outputs.add_slot(slot, slot.value)
         for write in self._tensor_writes:
-            outputs.add_slot(Slot(write.name, "value", write.home, write.key), write.after)
+            place = write.place
+            outputs.add_slot(Slot(place.name, "value", place.home, place.key), write.after)
         outputs.add_left_gradients()
 
     def _is_returned_as_itself(self, leaf: Any) -> bool:

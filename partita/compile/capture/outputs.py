@@ -267,17 +267,17 @@ class ModuleAttributes:
         """Is `home` the `__dict__` of one of the modules?"""
         return any(home is known for _, known in self._homes)
 
-    def make_left_error(self, home: Any, name: str, value: Any) -> Exception:
-        """The error to raise where the step leaves `value` in `home`, called `name`."""
+    def make_left_error(self, place: Place, value: Any) -> Exception:
+        """The error to raise where the step leaves `value` in a place."""
         for _, attributes in self._homes:
-            if home is not None and home is attributes.get("_buffers"):
+            if place.home is attributes.get("_buffers"):
                 return not_captured(
-                    f"the step registers {name}, a buffer that its module did not have",
+                    f"the step registers {place.name}, a buffer that its module did not have",
                     "which buffers a module has is known before a step is captured",
                     Fix("self.register_buffer(...) in __init__", "the step may register it anew"),
                     Fix("call the module once before", "where its forward registers what it lacks"),
                 )
-        return make_left_error(name, value)
+        return make_left_error(place.name, value)
 
     def list_left_tensors(self, known: Collection[tuple[int, Any]]) -> list[Slot]:
         """The attributes in which the step leaves a tensor; called within `restored`.
@@ -507,10 +507,10 @@ def unrepeated_write_error(write: Write, codes: list[CodeType], step: Any) -> Ca
     was, now = brief(write.before), brief(write.after)
     changed = f" ({was} became {now})" if was != now else ""
     return not_captured(
-        f"the step changes {write.name}{changed}",
+        f"the step changes {write.place.name}{changed}",
         "a graph is of tensors: this would change once, at capture, and not in each call",
         Fix("do it outside the step", "before or after the call"),
-        place=line_of_write(codes, write.key) or _line_of(step),
+        place=line_of_write(codes, write.place.key) or _line_of(step),
     )
 
 

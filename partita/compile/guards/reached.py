@@ -364,12 +364,11 @@ class ReadRecord(PlaceRecord):
         is_heap_type = kind.__flags__ & (1 << 9)
         if not is_heap_type or not has_settings(kind) or not self._instrument_type(kind):
             return
-        held = dict_of(value)
         name = self._given_names.get(id(value), name)
-        known = _ReachedObject(value, name, dict(held or {}), slots_of(kind))
+        known = _ReachedObject(value, name, dict(dict_of(value) or {}), slots_of(kind))
         self._objects[id(value)] = known
         self._types[id(value)] = (value, kind)
-        self.snapshots.snapshot_object(value, name, held, known.slots)
+        self.snapshots.snapshot_object(value, name)
         self.reach_methods(kind, kind.__name__)
         if self._types_read:
             self.reach_class(kind)

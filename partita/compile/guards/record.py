@@ -47,10 +47,11 @@ from .values import (
     MISSING,
     PLAIN,
     content_key,
+    copy_raw_content,
     is_container,
     items_of,
-    make_restorer,
     read_raw_content,
+    restore_raw_content,
 )
 
 _WEAK = (
@@ -181,7 +182,7 @@ def _has_tensor_keys(value: Any) -> bool:
 
 # -- writes ----------------------------------------------------------------------------------------
 
-_MUTABLE = (list, dict, set, collections.deque, types.SimpleNamespace)
+_MUTABLE = (list, dict, set, collections.deque)
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,26 +190,61 @@ class Write:
     """One change that a step made.
 
     Attributes:
-        name: of what was changed.
-        identity: equal for a change of the same place in another run.
+        place: where; a whole container or array is a place without a key.
         before, after: the value before the step, and the value now.
-        undo, redo: write the value before; write the value of now.
         is_repeatable: whether a later call can make the same change: not where an order or a length
             is.
-        home, key: of the place; None where a whole container or array was changed.
-        attribute: whether the place is an attribute of a user's object.
+        is_attribute: whether the place is an attribute of a user's object.
     """
 
-    name: str
-    identity: tuple[int, Any]
+    place: Place
     before: Any
     after: Any
-    undo: Callable[[], None]
-    redo: Callable[[], None]
     is_repeatable: bool = True
-    home: Any = None
-    key: Any = None
-    attribute: bool = False
+    is_attribute: bool = False
+
+    def undo(self) -> None:
+        """Write the value before."""
+        self.place.write(self.before)
+
+    def redo(self) -> None:
+        """Write the value of now."""
+        self.place.write(self.after)
+
+
+@dataclass(frozen=True)
+class _Copied:
+    """A container as it was: of an object's attributes (`owner`) its `__dict__`."""
+
+    name: str
+    value: Any
+    before: Any
+    owner: Any = None
+
+    def find_writes(self) -> Iterator[Write]:
+        """The changes since."""
+        value, before, dotted = self.value, self.before, self.owner is not None
+        if isinstance(value, dict):
+            for key in dict.fromkeys([*before, *value]):
+                was, now = before.get(key, MISSING), dict.get(value, key, MISSING)
+                if not _is_same_value(was, now) and not (dotted and key in INSIDE):
+                    name = f"{self.name}.{key}" if dotted else f"{self.name}[{key!r}]"
+                    yield Write(Place(name, value, key), was, now, is_attribute=dotted)
+        elif not self.has_content(value):
+            is_set = isinstance(value, set)
+            repeatable = before <= value if is_set else len(value) == len(before)
+            get, put = partial(_copy, value), partial(_refill, value)
+            yield Write(Place(self.name, value, None, get, put), before, get(), repeatable)
+
+    def has_content(self, value: Any) -> bool:
+        """Is there in `value` what was there?"""
+        one, other = self.before, _copy(value)
+        if isinstance(one, set):
+            return bool(one == other)
+        if isinstance(one, dict) and [*one] != [*other]:
+            return False
+        values = (one.values(), other.values()) if isinstance(one, dict) else (one, other)
+        return len(one) == len(other) and all(map(_is_same_value, *values))
 
 
 class Snapshots:
@@ -216,34 +252,36 @@ class Snapshots:
 
     def __init__(self) -> None:
         self._places: dict[tuple[int, Any], tuple[Place, Any]] = {}
-        self._owners: dict[int, tuple[Any, str, dict[str, Any], Any]] = {}
-        self._containers: dict[int, tuple[Any, str, Any]] = {}
-        self._arrays: dict[int, tuple[Any, str, Any, Callable[[], None]]] = {}
+        self._containers: dict[int, _Copied] = {}
+        self._raw: list[tuple[Any, str, Any, Any]] = []
 
     def snapshot_place(self, place: Place, value: Any) -> None:
         """Copy the value of a place."""
         self._places.setdefault(place.identity, (place, value))
 
-    def snapshot_object(self, value: Any, name: str, held: Any, slots: dict[str, Any]) -> None:
-        """Copy the attributes of an object: its `__dict__` `held`, and its slots."""
-        self._owners[id(value)] = (value, name, dict(held or {}), held)
-        for key, descriptor in slots.items():
+    def snapshot_object(self, value: Any, name: str) -> None:
+        """Copy the attributes of an object: its `__dict__`, and its slots."""
+        held = dict_of(value)
+        if held is not None:
+            self._containers[id(held)] = _Copied(name, held, dict(held), value)
+        for key, descriptor in slots_of(type(value)).items():
             place = place_of_slot(f"{name}.{key}", value, descriptor)
             self.snapshot_place(place, place.value)
 
     def snapshot_container(self, value: Any, name: str) -> None:
         """Copy the items of a container, if it is mutable."""
-        if isinstance(value, _MUTABLE):
-            self._containers[id(value)] = (value, name, _copy(value))
+        if isinstance(value, types.SimpleNamespace):
+            self.snapshot_object(value, name)
+        elif isinstance(value, _MUTABLE):
+            self._containers.setdefault(id(value), _Copied(name, value, _copy(value)))
 
     def snapshot_new(self, value: Any, name: str, known: dict[int, Any]) -> None:
         """Copy a container or object that capture has made, and those in it, not in `known`."""
         if id(value) in known:
             return
         if is_taken_apart(value):
-            held = dict_of(value)
-            self.snapshot_object(value, name, held, slots_of(type(value)))
-            for key, v in (held or {}).items():
+            self.snapshot_object(value, name)
+            for key, v in (dict_of(value) or {}).items():
                 self.snapshot_new(v, f"{name}.{key}", known)
         if is_container(value):
             known[id(value)] = value
@@ -254,38 +292,28 @@ class Snapshots:
 
     def snapshot_raw(self, value: Any, name: str) -> None:
         """Copy the content of an object implemented in C."""
-        self._arrays[id(value)] = (value, name, read_raw_content(value), make_restorer(value))
+        self._raw.append((value, name, read_raw_content(value), copy_raw_content(value)))
 
     def find_writes(self) -> Iterator[Write]:
         """The changes since the snapshots. What the step changes and puts back is none."""
-        dicts = {id(held) for *_, held in self._owners.values()}
+        with_owner = {i for i, copied in self._containers.items() if copied.owner is not None}
         for place, before in self._places.values():
-            if place.get is None and id(place.home) in dicts:
-                continue  # seen with its owner
-            if place.key == "__dict__":
-                continue
-            after = place.value
-            if not _is_same_value(before, after):
-                yield _make_place_write(place, before, after)
+            seen = place.get is None and id(place.home) in with_owner
+            if not seen and place.key != "__dict__" and not _is_same_value(before, place.value):
+                yield Write(place, before, place.value)
         replaced = set()
-        for owner, name, before, held in self._owners.values():
-            if held is not None:
-                for write in _find_dict_writes(name, held, before, dotted=True):
-                    if _is_of_torch(owner) and self._is_replaced(write.before, write.after):
-                        replaced.add(id(write.before))
-                    else:
-                        yield write
-        for value, name, before in self._containers.values():
-            for write in [*_find_container_writes(value, name, before)]:
-                if id(value) in replaced:
+        for copied in sorted(self._containers.values(), key=lambda copied: copied.owner is None):
+            for write in [*copied.find_writes()]:
+                if _is_of_torch(copied.owner) and self._is_replaced(write.before, write.after):
+                    replaced.add(id(write.before))
+                elif id(copied.value) in replaced:
                     write.undo()
                 else:
                     yield write
-        for value, name, before, restore in self._arrays.values():
-            if read_raw_content(value) != before:
-                texts = f"a {type(value).__name__}", "another content"
-                identity = id(value), "content"
-                yield Write(name, identity, *texts, restore, lambda: None, is_repeatable=False)
+        for value, name, content, copy in self._raw:
+            if read_raw_content(value) != content:
+                place = Place(name, value, None, None, partial(restore_raw_content, value))
+                yield Write(place, copy, "another content", is_repeatable=False)
 
     def _is_replaced(self, before: Any, after: Any) -> bool:
         """Is `after` another container, with the content that `before` had when it was copied?
@@ -296,87 +324,33 @@ class Snapshots:
         copied = self._containers.get(id(before))
         if copied is None or before is after or type(before) is not type(after):
             return False
-        if getattr(before, "default_factory", None) is not getattr(after, "default_factory", None):
-            return False
-        one, other = copied[2], _copy(after)
-        if isinstance(one, dict):
-            same = list(one) == list(other)
-            return same and all(map(_is_same_value, one.values(), other.values()))
-        if isinstance(one, set):
-            return bool(one == other)
-        return len(one) == len(other) and all(map(_is_same_value, one, other))
+        factories = {getattr(value, "default_factory", None) for value in (before, after)}
+        return len(factories) == 1 and copied.has_content(after)
 
 
 def _is_of_torch(owner: Any) -> bool:
     """Is it an object of a class of torch (no module), whose containers nobody else holds?"""
-    return type(owner).__module__.startswith("torch.") and not isinstance(owner, torch.nn.Module)
+    return type(owner).__module__.startswith("torch.") and not isinstance(owner, nn.Module)
 
 
 def _copy(value: Any) -> Any:
     if isinstance(value, dict):
         return dict(dict.items(value))  # past overrides of the user's class
-    if isinstance(value, types.SimpleNamespace):
-        return dict(vars(value))
     return value.copy() if isinstance(value, set) else list(value)
 
 
 def _is_same_value(a: Any, b: Any) -> bool:
     if a is b:
         return True
-    if type(a) is type(b) and isinstance(a, PLAIN):
-        return bool(content_key(a) == content_key(b) if type(a) in PLAIN else a == b)
     if isinstance(a, types.MethodType) and isinstance(b, types.MethodType):
         return a.__self__ is b.__self__ and a.__func__ is b.__func__
-    if type(a) is type(b) and isinstance(a, (tuple, frozenset)):
-        (keys, values), (other_keys, other_values) = items_of(a), items_of(b)
-        return (
-            len(values) == len(other_values)
-            and all(map(_is_same_value, values, other_values))
-            and keys == other_keys
-        )
-    return False
-
-
-def _make_place_write(place: Place, before: Any, after: Any, attribute: bool = False) -> Write:
-    return Write(
-        place.name,
-        place.identity,
-        before,
-        after,
-        partial(place.write, before),
-        partial(place.write, after),
-        home=place.home,
-        key=place.key,
-        attribute=attribute,
-    )
-
-
-def _find_dict_writes(
-    name: str, held: Any, before: dict[Any, Any], dotted: bool
-) -> Iterator[Write]:
-    for key in dict.fromkeys([*before, *held]):
-        was, now = before.get(key, MISSING), dict.get(held, key, MISSING)
-        if not _is_same_value(was, now) and not (dotted and key in INSIDE):
-            called = f"{name}.{key}" if dotted else f"{name}[{key!r}]"
-            yield _make_place_write(Place(called, held, key), was, now, attribute=dotted)
-
-
-def _find_container_writes(value: Any, name: str, before: Any) -> Iterator[Write]:
-    if isinstance(value, dict):
-        yield from _find_dict_writes(name, value, before, dotted=False)
-    elif isinstance(value, types.SimpleNamespace):
-        yield from _find_dict_writes(name, vars(value), before, dotted=True)
-    elif isinstance(value, set):
-        if value != before:
-            yield _make_container_write(name, value, before, is_repeatable=before <= value)
-    elif len(value) != len(before) or not all(map(_is_same_value, before, value)):
-        yield _make_container_write(name, value, before, is_repeatable=len(value) == len(before))
-
-
-def _make_container_write(name: str, value: Any, before: Any, is_repeatable: bool) -> Write:
-    after = _copy(value)
-    undo, redo = partial(_refill, value, before), partial(_refill, value, after)
-    return Write(name, (id(value), "content"), before, after, undo, redo, is_repeatable)
+    if type(a) is not type(b):
+        return False
+    if type(a) in PLAIN:
+        return bool(content_key(a) == content_key(b))
+    if isinstance(a, tuple):
+        return len(a) == len(b) and all(map(_is_same_value, a, b))
+    return isinstance(a, (*PLAIN, frozenset)) and bool(a == b)
 
 
 def _refill(container: Any, content: Any) -> None:

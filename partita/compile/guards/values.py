@@ -421,54 +421,36 @@ def read_raw_content(value: Any) -> Any:
     return view.shape, view.format, view.tobytes()
 
 
-def make_restorer(value: Any) -> Any:
-    """A function that restores the content that an object has now."""
-    if isinstance(value, _FILES) and value.closed:
-        return lambda: None
+def copy_raw_content(value: Any) -> Any:
+    """A copy of the content of an object, for `restore_raw_content`; None of a closed file."""
     if isinstance(value, _FILES):
-        text, at = value.getvalue(), value.tell()
+        return None if value.closed else value.__getstate__()  # type: ignore[union-attr]
+    if isinstance(value, decimal.Context) or hasattr(value, "dtype"):
+        return value.copy()
+    return value[:] if _is_of_items(value) else bytes(value)
 
-        def restore_stream() -> None:
-            if value.closed:  # it cannot be opened again
-                return
-            value.seek(0)
-            value.truncate()
-            value.write(text)  # type: ignore[arg-type]
-            value.seek(at)
 
-        return restore_stream
-    if isinstance(value, decimal.Context):
-        before = value.copy()
+def restore_raw_content(value: Any, copy: Any) -> None:
+    """Give an object the content that was copied."""
+    if isinstance(value, _FILES):
+        if copy is not None and not value.closed:  # it cannot be opened again
+            value.__setstate__(copy)  # type: ignore[union-attr]
+    elif isinstance(value, decimal.Context):
+        for key in ("prec", "rounding", "Emin", "Emax", "capitals", "clamp", "flags", "traps"):
+            setattr(value, key, getattr(copy, key))
+    elif hasattr(value, "dtype"):
+        if value.shape != copy.shape:
+            value.resize(copy.shape, refcheck=False)
+        value[...] = copy
+    elif _is_of_items(value):
+        value[:] = copy
+    elif not memoryview(value).readonly:
+        memoryview(value).cast("B")[:] = copy
 
-        def restore_decimal_context() -> None:
-            for key in ("prec", "rounding", "Emin", "Emax", "capitals", "clamp", "flags", "traps"):
-                setattr(value, key, getattr(before, key))
 
-        return restore_decimal_context
-    if hasattr(value, "dtype"):
-        array, shape = value.copy(), value.shape
-
-        def restore_array() -> None:
-            if value.shape != shape:
-                value.resize(shape, refcheck=False)
-            value[...] = array
-
-        return restore_array
-    if isinstance(value, bytearray) or type(value).__module__ == "array":
-        items = value[:]
-
-        def restore_items() -> None:
-            value[:] = items
-
-        return restore_items
-    if memoryview(value).readonly:
-        return lambda: None
-    held = bytes(value)
-
-    def restore_bytes() -> None:
-        memoryview(value).cast("B")[:] = held
-
-    return restore_bytes
+def _is_of_items(value: Any) -> bool:
+    """Is it a `bytearray` or an `array`, which may become longer?"""
+    return isinstance(value, bytearray) or type(value).__module__ == "array"
 
 
 def dict_of_view(value: Any) -> Any:

@@ -12,7 +12,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import MemberDescriptorType, SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -95,7 +95,7 @@ class _MadeHere(threading.local):
     """By number, the objects that `unflatten_call` has made so far, in this thread."""
 
     def __init__(self) -> None:
-        self.made: dict[int, Any] = {}  # by number
+        self.made: dict[int, Any] = {}
 
 
 _HERE = _MadeHere()
@@ -184,23 +184,14 @@ def _base_of(kind: type) -> type | None:
 
 
 def _attributes_of_object(value: Any) -> dict[str, Any]:
-    slots = [s for k in type(value).__mro__ for s in _slots_of(k)]
-    found = {s: getattr(value, s) for s in slots if hasattr(value, s)}
-    return found | getattr(value, "__dict__", {})
-
-
-def _slots_of(kind: type) -> list[str]:
-    """The attribute names of the `__slots__` of `kind`."""
-    given = kind.__dict__.get("__slots__", ())
-    names = (given,) if isinstance(given, str) else tuple(given)
-    return [_own_name(kind, s) for s in names if s not in ("__dict__", "__weakref__")]
-
-
-def _own_name(kind: type, name: str) -> str:
-    """The name as mangled by Python within the class `kind`."""
-    own = kind.__name__.lstrip("_")
-    private = name.startswith("__") and not name.endswith("__") and own
-    return f"_{own}{name}" if private else name
+    slots = [
+        name  # as mangled by Python within its class
+        for kind in type(value).__mro__
+        if "__slots__" in vars(kind)
+        for name, member in vars(kind).items()
+        if isinstance(member, MemberDescriptorType) and hasattr(value, name)
+    ]
+    return {name: getattr(value, name) for name in slots} | getattr(value, "__dict__", {})
 
 
 def _has_live(values: list[Any]) -> bool:
@@ -211,7 +202,6 @@ def _make_object(children: Any, context: tuple[type, int]) -> Any:
     items, attributes = children
     kind, number = context
     base: Any = _base_of(kind)
-    assert base is not None
     made = base.__new__(kind)
     if issubclass(base, dict):
         for key, v in items.items():

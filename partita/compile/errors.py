@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
@@ -21,24 +21,15 @@ from partita.layout import Fix, LayoutError
 _EAGER = Fix('pt.compile(step, fallback="eager")', "runs a step that cannot be captured eagerly")
 
 
-class Holding(Protocol):
-    """Guards of what a step had read when it could not be captured."""
-
-    def hold(self) -> bool:
-        """Is everything as it was?"""
-
-    def as_of_now(self) -> Holding:
-        """The same guards with the values of now."""
-
-
 class CaptureError(LayoutError):
     """A step does what a graph cannot express: a branch on data, a tensor that is no input.
 
     Attributes:
-        guards: of what the step had read of Python until then; None where that is not known.
+        guards: of what the step had read of Python until then (`guards.Guards`); None where that
+            is not known.
     """
 
-    guards: Holding | None = None
+    guards: Any = None
 
 
 class RefusedCall:
@@ -52,17 +43,17 @@ class RefusedCall:
         tries: how many captures have failed; after `_MOST_TRIES` none is made any more.
     """
 
-    def __init__(self, guards: Holding | None, tries: int):
+    def __init__(self, guards: Any, tries: int):
         self._guards = guards if tries < _MOST_TRIES else None
         self.tries = tries
 
     def holds(self) -> bool:
         """Would another capture read what the last one read?"""
-        return self._guards is None or self._guards.hold()
+        return self._guards is None or bool(self._guards.hold())
 
     def note_run(self) -> None:
         """The step has run eagerly."""
-        if self._guards is not None and not self._guards.hold():
+        if not self.holds():
             self._guards = self._guards.as_of_now()
 
 
@@ -123,11 +114,7 @@ _NUMBERS = [f"{stem}{kind}" for stem in ("Sym", "Symbolic") for kind in ("Float"
 _TORCH, _PARTITA = Path(torch.__file__).parent, Path(__file__).parents[1]
 
 # Parts of torch's messages where a fake tensor is asked for its memory.
-_OF_MEMORY = (
-    "torch.storage.UntypedStorage",
-    "elem.device.type must be",
-    ".numpy() is not supported",
-)
+_OF_MEMORY = "torch.storage.UntypedStorage", "elem.device.type must be", ".numpy() is not supported"
 
 
 def explain_error(error: Exception, line: str, function: str = "") -> Exception:

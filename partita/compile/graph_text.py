@@ -15,7 +15,7 @@ import hashlib
 import platform
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,15 +55,15 @@ class Graph:
         Args:
             repeats: print repeated parts, as equal blocks, each time; else once, with a count.
         """
-        nodes, roles = self.nodes, list(self._find_roles())
+        nodes = self.nodes
+        roles = [f"{given.kind} {given.name}" for given in self.program.inputs]
         rows, lines = _write_rows(nodes, roles)
         if not repeats:
             numbers: dict[Any, int] = {}
             alike = [_signature_of_row(n, row) for n, row in zip(nodes, rows, strict=True)]
             lines = _fold_repeats(lines, [numbers.setdefault(a, len(numbers)) for a in alike])
         for section in sections_in(self.program.graph.graph):
-            inner = [*section.graph.graph.nodes]
-            lines += ["", f"{section.name}:", *_write_rows(inner, [""] * len(inner))[1]]
+            lines += ["", f"{section.name}:", *_write_rows([*section.graph.graph.nodes])[1]]
         sent = sum(note_of(n).nbytes for n in self.moves)
         total = f"{len(rows)} nodes, {len(self.moves)} collectives, {human(sent)} sent"
         return "\n".join([*lines, total])
@@ -73,30 +73,19 @@ class Graph:
 
     __repr__ = __str__
 
-    def _find_roles(self) -> Iterator[str]:
-        inputs = iter(self.program.inputs)
-        for node in self.nodes:
-            if node.op == "placeholder":
-                given = next(inputs)
-                yield f"{given.kind} {given.name}"
-            else:
-                yield ""
-
 
 def _write_rows(
-    nodes: Sequence[fx.Node], roles: Sequence[str]
+    nodes: Sequence[fx.Node], roles: Iterable[str] = ()
 ) -> tuple[list[tuple[str, ...]], list[str]]:
-    """The cells of each node's line, and the lines."""
-    rows: list[tuple[str, ...]] = [_row_of_node(n, r) for n, r in zip(nodes, roles, strict=True)]
+    """The cells of each node's line, and the lines; `roles` are what is said of the inputs."""
+    said = iter(roles)
+    rows = [_row_of_node(n, next(said, "") if n.op == "placeholder" else "") for n in nodes]
     widths = [min(max((len(r[i]) for r in rows), default=0), 60) for i in range(5)]
-    lines = []
-    for row in rows:
-        cells = [row[i].ljust(widths[i]) for i in range(5)]
-        lines.append("  ".join([*cells, row[5]]).rstrip())
-    return rows, lines
+    cells = ([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[5]] for row in rows)
+    return rows, ["  ".join(row).rstrip() for row in cells]
 
 
-def _row_of_node(node: fx.Node, role: str) -> tuple[str, str, str, str, str, str]:
+def _row_of_node(node: fx.Node, role: str) -> tuple[str, ...]:
     """The cells of a line: name, call, value, bytes, reason, place."""
     note, value = note_of(node), node.meta.get("val")
     shape, size = "", ""
@@ -160,16 +149,13 @@ def canonical(program: Program) -> list[str]:
     results: dict[int, str] = {}  # by id: the nodes of equal blocks have one value
     for i, node in enumerate(program.graph.graph.nodes):
         number[node] = f"%{i}"
+        text = _format_node(node, number)
         if node.op == "placeholder":
             given = next(inputs)
             layout = "" if given.spec is None else f" {layout_of(given.spec)}"
             text = f"input {given.kind}{layout}"
         elif node.op == "get_attr":
             text = f"constant {_digest_constant(getattr(program.graph, str(node.target)))}"
-        elif node.op == "output":
-            text = f"output {_format_value(node.args[0], number)}"
-        else:
-            text = _format_call(node, number)
         value = node.meta.get("val")
         if id(value) not in results:
             results[id(value)] = _format_result(value)
@@ -202,13 +188,15 @@ def line_of(node: fx.Node, number: Mapping[fx.Node, str]) -> str:
     Args:
         number: how the nodes that it reads are named.
     """
+    return f"{_format_node(node, number)}{_format_result(node.meta.get('val'))}"
+
+
+def _format_node(node: fx.Node, number: Mapping[fx.Node, str]) -> str:
+    """What a node does, without what it makes."""
     if node.op == "output":
         return f"output {_format_value(node.args[0], number)}"
-    text = _format_call(node, number) if node.op == "call_function" else node.op
-    return f"{text}{_format_result(node.meta.get('val'))}"
-
-
-def _format_call(node: fx.Node, number: Mapping[fx.Node, str]) -> str:
+    if node.op != "call_function":
+        return node.op
     args = [_format_value(a, number) for a in node.args]
     args += [f"{k}={_format_value(v, number)}" for k, v in sorted(node.kwargs.items())]
     return f"{_name(node.target)}({', '.join(args)})"

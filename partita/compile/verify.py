@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import operator
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -40,58 +41,54 @@ def verifies_each_pass() -> bool:
 
 def verify(program: Program, after: str) -> None:
     """Raise IllegalGraph unless the graph is legal; `after` names what made it."""
+    for node, fact in _find_faults(program):
+        place = "" if node is None else note_of(node).source
+        shown = () if node is None else (node.format_node() or node.name,)
+        raise IllegalGraph(f"after {after}: {fact}", place=place, operands=shown)
+
+
+def _find_faults(program: Program) -> Iterator[tuple[fx.Node | None, str]]:
+    """What breaks the grammar, and the node that does."""
     graph = program.graph.graph
     seen: set[fx.Node] = set()
     closed: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         for used in node.all_input_nodes:
             if used not in seen:
-                raise _make_illegal_error(after, node, f"{used.name} is used before it is made")
+                yield node, f"{used.name} is used before it is made"
             if used in closed and node.op != "output":
-                by = closed[used].name
-                raise _make_illegal_error(after, node, f"{used.name} is read after {by} wrote it")
+                yield node, f"{used.name} is read after {closed[used].name} wrote it"
             if is_collective(used) and node.target is not WAIT:
-                raise _make_illegal_error(
-                    after, node, f"{used.name} is read before it is waited for"
-                )
+                yield node, f"{used.name} is read before it is waited for"
         if node.op == "call_function":
-            _check_call(program, node, after)
+            for fact in _find_faults_of_call(program, node):
+                yield node, fact
             closed.update((written, node) for written in written_operands(node))
         elif node.op not in ("placeholder", "get_attr", "output"):
-            raise _make_illegal_error(after, node, f"a graph has no {node.op}")
+            yield node, f"a graph has no {node.op}"
         seen.add(node)
     inputs = len(graph.find_nodes(op="placeholder"))
     if inputs != len(program.inputs):
-        raise _make_illegal_error(after, None, f"{inputs} inputs, and the program speaks of others")
+        yield None, f"{inputs} inputs, and the program speaks of others"
     (end,) = graph.find_nodes(op="output")
     if len(end.args[0]) != len(program.outputs):
-        raise _make_illegal_error(after, end, "it returns more or less than the program speaks of")
+        yield end, "it returns more or less than the program speaks of"
 
 
-def _check_call(program: Program, node: fx.Node, after: str) -> None:
+def _find_faults_of_call(program: Program, node: fx.Node) -> Iterator[str]:
     target: Any = node.target
     if target is operator.getitem or target is call_section or is_block_node(node):
         return
     if not isinstance(target, torch._ops.OpOverload):
-        raise _make_illegal_error(after, node, f"{target} is no operator of torch")
+        yield f"{target} is no operator of torch"
     if target.namespace not in SPACES and (effect := find_unknown_effect(target)):
-        raise _make_illegal_error(
-            after, node, f"operators of {target.namespace} have no meaning here: {effect}"
-        )
+        yield f"operators of {target.namespace} have no meaning here: {effect}"
     if target is _COPY:
         if not isinstance(node.args[0], fx.Node) or node.args[0].op != "placeholder":
-            raise _make_illegal_error(after, node, "only inputs are written")
+            yield "only inputs are written"
     elif facts_of(target).writes:
-        raise _make_illegal_error(after, node, f"{target} writes")
+        yield f"{target} writes"
     if "val" not in node.meta:
-        raise _make_illegal_error(after, node, "nothing says what it makes")
-    if is_collective(node):
-        name = node.args[-1]
-        if name not in program.groups:
-            raise _make_illegal_error(after, node, f"{name!r} is none of the program's groups")
-
-
-def _make_illegal_error(after: str, node: fx.Node | None, fact: str) -> IllegalGraph:
-    place = "" if node is None else note_of(node).source
-    shown = () if node is None else (node.format_node() or node.name,)
-    return IllegalGraph(f"after {after}: {fact}", place=place, operands=shown)
+        yield "nothing says what it makes"
+    if is_collective(node) and node.args[-1] not in program.groups:
+        yield f"{node.args[-1]!r} is none of the program's groups"

@@ -101,9 +101,8 @@ class CapturedProgram(Program):
         """
         for i, border in self.entering.items():
             if border.in_place:
-                given = self.inputs[i]
-                held = tensors[given.index]
-                give_room(held.grad if given.kind == "gradient" else held)
+                held = tensors[self.inputs[i].index]
+                give_room(held.grad if self.inputs[i].kind == "gradient" else held)
         self.sharing.note_held(tensors)
 
     def run(self, tensors: Sequence[Any], inputs: Sequence[torch.Tensor] | None = None) -> Any:
@@ -120,7 +119,7 @@ class CapturedProgram(Program):
             generators = map(default_generator, self.draws_on)
             before = [(generator, generator.get_state()) for generator in generators]
             found = self.run_graph(tensors, inputs)
-            at = next(i for i, o in enumerate(self.given) if o.kind == "answers")
+            at = [output.kind for output in self.given].index("answers")
             otherwise = self.answers.compare(found[at].tolist())
             if otherwise is not None:
                 for generator, state in before:
@@ -189,7 +188,9 @@ class ReplicatedInputCheck:
         """
         if all(map(is_alone, self.wires)):  # a dry mesh, whose device may not be there either
             return
-        given = [entered(i, tensors) for i in self.inputs]
+        given = [i.now(tensors) for i in self.inputs]
+        borders = [i.border for i in self.inputs]
+        given = [x if b is None else b.enter(x) for x, b in zip(given, borders, strict=True)]
         with torch.random.fork_rng(devices=accelerator_indices(given)), Local(), torch.no_grad():
             values = run(*given)
         for wire in dict.fromkeys(self.wires):
@@ -200,12 +201,6 @@ class ReplicatedInputCheck:
                     at = slice(3 * place, 3 * place + 3)
                     if theirs[at] != checksums[0][at]:
                         raise _make_difference_error(*self.said[i], rank)
-
-
-def entered(given: Input, tensors: Sequence[Any]) -> torch.Tensor:
-    """The value of an input, padded where its pieces are uneven."""
-    x = given.now(tensors)
-    return x if given.border is None else given.border.enter(x)
 
 
 def _make_difference_error(name: str, line: str, rank: int) -> LayoutError:
@@ -280,28 +275,20 @@ def list_sent_moves(program: Program) -> list[Record]:
     return [*found.values()]
 
 
+_SAME_IN_RECORD = ("nbytes", "op", "source", "reason", "before", "after")
+
+
 def _record_of_note(note: Note, wire: Wire, axes: tuple[str, ...]) -> Record:
-    return Record(
-        note.kind or "collective",
-        note.axes or axes,
-        note.nbytes,
-        note.op,
-        note.source,
-        note.reason,
-        wire.rank,
-        note.before,
-        note.after,
-    )
+    same: dict[str, Any] = {name: getattr(note, name) for name in _SAME_IN_RECORD}
+    return Record(note.kind or "collective", note.axes or axes, rank=wire.rank, **same)
 
 
 def record_moves(program: Program) -> None:
-    """Add the moves of a program, of a region those of its forward, to the ledgers.
+    """Add the moves of a program to the ledgers.
 
     Raises:
         LayoutError: it makes an implicit move, and `strict()` forbids it.
     """
-    halves = getattr(program, "halves", None)
-    program = program if halves is None else halves.forward
     scope = program.scope
     if scope is None or not scope.busy:
         return
@@ -332,13 +319,7 @@ def announce_run(program: CapturedProgram, title: str, tensors: Sequence[Any]) -
             wire.check(f"compiled {title} runs {program.key[:16]} at {user_line()}")
         program.compare(tensors)
     record_moves(program.runs)
-    _record_work(program)
-
-
-def _record_work(program: CapturedProgram) -> None:
-    """Add a program's matrix products to the ledgers, which count who repeats them."""
-    assert program.scope is not None
-    for log in program.scope.ledgers:
+    for log in program.scope.ledgers:  # which count who repeats matrix products
         for op, source, axes, operations in program.work:
             log.note_work(program.wires[0].rank, op, source, axes, operations)
 

@@ -53,7 +53,7 @@ class RefusedCall:
 
     def note_run(self) -> None:
         """The step has run eagerly."""
-        if not self.holds():
+        if self._guards is not None and not self._guards.hold():
             self._guards = self._guards.as_of_now()
 
 

@@ -197,9 +197,9 @@ class GraphPart:
 
 
 def written_inputs_of(graph: fx.Graph) -> tuple[int, ...]:
-    """The places of the inputs that a graph without writes but into inputs writes."""
-    places = {n: i for i, n in enumerate(graph.find_nodes(op="placeholder"))}
-    return tuple(places[written] for node in graph.nodes for written in written_operands(node))
+    """The places of the inputs that a graph without writes but into inputs writes, in order."""
+    written = {operand for node in graph.nodes for operand in written_operands(node)}
+    return tuple(i for i, n in enumerate(graph.find_nodes(op="placeholder")) if n in written)
 
 
 def written_operands(node: fx.Node) -> Iterator[fx.Node]:
@@ -246,6 +246,11 @@ def checks_value(node: fx.Node) -> bool:
 
 
 # -- what a node is --------------------------------------------------------------------------------
+
+
+def examples_of(graph: fx.Graph) -> list[torch.Tensor]:
+    """Fake tensors like the inputs of a graph."""
+    return [n.meta["val"] for n in graph.find_nodes(op="placeholder")]
 
 
 def nbytes_of(node: fx.Node) -> int:
@@ -340,7 +345,7 @@ class Section(GraphPart):
 
     def example(self) -> list[torch.Tensor]:
         """Fake tensors like its inputs, for the compiler."""
-        return [n.meta["val"] for n in self.graph.graph.find_nodes(op="placeholder")]
+        return examples_of(self.graph.graph)
 
     def operands(self, call: fx.Node) -> Sequence[Any]:
         """What a call gives to the section."""

@@ -18,8 +18,8 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -177,126 +177,125 @@ def _make_row(buffer: Buffer) -> tuple[str, ...]:
 # -- storages of a graph ---------------------------------------------------------------------------
 
 
-@dataclass
 class Storages:
-    """The storages of a graph's nodes, by number.
+    """The storages of a graph's nodes, by number. Inputs have one each, unless they share it.
 
     Attributes:
         of: for each node the storages that its value shows.
         nbytes: for each storage its bytes.
         maker: for each storage the node that allocates it.
         passing: for each node the bytes of its kernel's workspace.
+        last_reader: for each storage that the graph does not return the last node that reads it.
     """
 
-    of: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
-    nbytes: list[int] = field(default_factory=list)
-    maker: list[fx.Node] = field(default_factory=list)
-    passing: dict[fx.Node, int] = field(default_factory=dict)
+    def __init__(self, graph: fx.GraphModule, groups: Groups):
+        self.of: dict[fx.Node, tuple[int, ...]] = {}
+        self.nbytes: list[int] = []
+        self.maker: list[fx.Node] = []
+        self.passing: dict[fx.Node, int] = {}
+        self._graph, self._groups = graph, groups
+        self._shows: dict[fx.Node, Sequence[int]] = {}  # for each tensor in a node's value
+        known: dict[int, int] = {}
+        for node in graph.graph.nodes:
+            if node.op == "output":
+                continue
+            if node.op == "call_function":
+                self._shows[node] = self._find_shown_by_call(node)
+            else:  # torch has one private number for one storage, as long as it lives
+                held = [t.untyped_storage() for t in tensors_in(self._value_of(node))]
+                for storage in held:
+                    if storage._cdata not in known:
+                        known[storage._cdata] = self._add(node, storage.nbytes())
+                self._shows[node] = [known[storage._cdata] for storage in held]
+            self.of[node] = tuple(dict.fromkeys(self._shows[node]))
 
     def made_by(self, node: fx.Node) -> tuple[int, ...]:
         """The storages that a node allocates."""
         return tuple(s for s in self.of[node] if self.maker[s] is node)
 
-    def add(self, maker: fx.Node, nbytes: int) -> int:
-        """Add a storage; its number."""
+    @cached_property
+    def last_reader(self) -> dict[int, fx.Node]:
+        last: dict[int, fx.Node] = {}
+        stays: set[int] = set()
+        for node in self._graph.graph.nodes:
+            if node.op == "output":
+                stays.update(s for read in node.all_input_nodes for s in self.of[read])
+                continue
+            if not node.users:  # an unused value is dropped at once
+                last.update(dict.fromkeys(self.of[node], node))
+            last.update((s, node) for read in node.all_input_nodes for s in self.of[read])
+        return {s: node for s, node in last.items() if s not in stays}
+
+    def freed_by(self, node: fx.Node) -> list[int]:
+        """The storages that calls have made and that a call is the last to read."""
+        shown = {s for read in (node, *node.all_input_nodes) for s in self.of.get(read, ())}
+        last, maker = self.last_reader, self.maker
+        return [s for s in shown if last.get(s) is node and maker[s].op == "call_function"]
+
+    def sum_bytes(self, storages: Iterable[int]) -> int:
+        return sum(self.nbytes[s] for s in storages)
+
+    def _add(self, maker: fx.Node, nbytes: int) -> int:
         self.nbytes.append(nbytes)
         self.maker.append(maker)
         return len(self.nbytes) - 1
 
+    def _value_of(self, node: fx.Node) -> Any:
+        is_constant = node.op == "get_attr"
+        return getattr(self._graph, str(node.target)) if is_constant else node.meta["val"]
+
+    def _find_shown_by_call(self, node: fx.Node) -> Sequence[int]:
+        """For each tensor in a call's value its storage."""
+        section = section_of(node)
+        if section is not None:  # what it gives lies in memory of its own
+            if extra := _schedule_of_section(section).workspace:
+                self.passing[node] = extra
+            made = [t.untyped_storage().nbytes() for t in tensors_in(node.meta["val"])]
+            return [self._add(node, nbytes) for nbytes in made]
+        operands: list[int] = []
+
+        def value_of(read: fx.Node) -> Any:
+            operands.extend(self._shows[read])
+            return self._value_of(read)
+
+        given: Any = (node.args, node.kwargs)
+        args, kwargs = fx.node.map_arg(given, value_of)
+        if node.target is operator.getitem:
+            whole, place = args
+            before, piece = tensors_in(whole[:place]), tensors_in(whole[place])
+            return operands[len(before) : len(before) + len(piece)]
+        made_by_call = call_without_memory(node.target, args, kwargs, node.meta.get("val"))
+        new = [self._add(node, nbytes) for nbytes in made_by_call.nbytes]
+        extra = workspace(node.target, args, made_by_call.value)
+        if is_collective(node):
+            value = made_by_call.value
+            extra += staging(node.target, args, value, self._groups, compiled=False)
+        if extra:
+            self.passing[node] = extra
+        return [operands[i] if i >= 0 else new[-1 - i] for i in made_by_call.shows]
+
 
 def storages_of(program: Program) -> Storages:
-    """The storages of a program's graph. Inputs have one each, unless they share it."""
-    return _storages_of_graph(program.graph, program.groups)
-
-
-def _storages_of_graph(graph: fx.GraphModule, groups: Groups) -> Storages:
-    found = Storages()
-    shows: dict[fx.Node, Sequence[int]] = {}  # for each tensor in a node's value its storage
-    known: dict[int, int] = {}
-    for node in graph.graph.nodes:
-        if node.op == "output":
-            continue
-        if node.op == "call_function":
-            shows[node] = _shown_by_call(graph, groups, node, shows, found)
-        else:
-            value = node.meta["val"] if node.op == "placeholder" else _find_constant(graph, node)
-            shows[node] = [_number_of(t, node, known, found) for t in tensors_in(value)]
-        found.of[node] = tuple(dict.fromkeys(shows[node]))
-    return found
-
-
-def _number_of(t: torch.Tensor, node: fx.Node, known: dict[int, int], found: Storages) -> int:
-    """The storage of an input or of a constant."""
-    storage = t.untyped_storage()
-    key = storage._cdata  # private: one number for one storage, as long as it lives
-    if key not in known:
-        known[key] = found.add(node, storage.nbytes())
-    return known[key]
-
-
-def _shown_by_call(
-    graph: fx.GraphModule,
-    groups: Groups,
-    node: fx.Node,
-    shows: dict[fx.Node, Sequence[int]],
-    found: Storages,
-) -> Sequence[int]:
-    """For each tensor in a call's value its storage."""
-    section = section_of(node)
-    if section is not None:  # what it gives lies in memory of its own
-        nbytes = [t.untyped_storage().nbytes() for t in tensors_in(node.meta["val"])]
-        if extra := _schedule_of_section(section).workspace:
-            found.passing[node] = extra
-        return [found.add(node, n) for n in nbytes]
-    operands: list[int] = []
-
-    def value_of(read: fx.Node) -> Any:
-        operands.extend(shows[read])
-        return read.meta["val"] if read.op != "get_attr" else _find_constant(graph, read)
-
-    given: Any = (node.args, node.kwargs)
-    args, kwargs = fx.node.map_arg(given, value_of)
-    if node.target is operator.getitem:
-        whole, place = args
-        before, piece = tensors_in(whole[:place]), tensors_in(whole[place])
-        return operands[len(before) : len(before) + len(piece)]
-    made = call_without_memory(node.target, args, kwargs, node.meta.get("val"))
-    new = [found.add(node, nbytes) for nbytes in made.nbytes]
-    extra = workspace(node.target, args, made.value)
-    if is_collective(node):
-        extra += staging(node.target, args, made.value, groups, compiled=False)
-    if extra:
-        found.passing[node] = extra
-    return [operands[i] if i >= 0 else new[-1 - i] for i in made.shows]
+    """The storages of a program's graph."""
+    return Storages(program.graph, program.groups)
 
 
 def _schedule_of_section(section: Section) -> SectionSchedule:
     """What a section has allocated in each of its calls, and which of these reads an input last."""
     if section.schedule is None:
-        found, nodes = _storages_of_graph(section.graph, {}), section.graph.graph.nodes
-        calls = [n for n in nodes if n.op == "call_function"]
-        last = _last_uses(nodes, found)
-        place = {node: i for i, node in enumerate(calls)}
+        storages = Storages(section.graph, {})
+        calls = [n for n in section.graph.graph.nodes if n.op == "call_function"]
+        place: dict[fx.Node | None, int] = {node: i for i, node in enumerate(calls)}
         live, held = [], 0
         for node in calls:
-            held += sum(found.nbytes[s] for s in found.made_by(node))
-            live.append(held + found.passing.get(node, 0))
-            held -= sum(found.nbytes[s] for s in _freed_by(node, found, last))
+            held += storages.sum_bytes(storages.made_by(node))
+            live.append(held + storages.passing.get(node, 0))
+            held -= storages.sum_bytes(storages.freed_by(node))
         inputs = section.graph.graph.find_nodes(op="placeholder")
-        readers = (last.get(s) for n in inputs for s in found.of[n])
-        reads = [place.get(node, len(calls)) if node else len(calls) for node in readers]
+        readers = (storages.last_reader.get(s) for n in inputs for s in storages.of[n])
+        reads = [place.get(node, len(calls)) for node in readers]
         section.schedule = SectionSchedule(live, held, reads)
     return section.schedule
-
-
-def _freed_by(node: fx.Node, storages: Storages, last: Mapping[int, fx.Node]) -> list[int]:
-    """The storages that calls have made and that a call is the last to read."""
-    shown = {s for read in (node, *node.all_input_nodes) for s in storages.of.get(read, ())}
-    return [s for s in shown if last.get(s) is node and storages.maker[s].op == "call_function"]
-
-
-def _find_constant(graph: fx.GraphModule, node: fx.Node) -> Any:
-    return getattr(graph, str(node.target))
 
 
 def scheduled(program: Program) -> Memory:
@@ -312,10 +311,8 @@ def scheduled(program: Program) -> Memory:
 def memory_of(program: Program) -> Memory:
     """The schedule of a graph that runs node by node."""
     program = program.flat()
-    graph = program.graph.graph
-    nodes = [n for n in graph.nodes if n.op != "placeholder"]
+    nodes = [n for n in program.graph.graph.nodes if n.op != "placeholder"]
     storages = storages_of(program)
-    last = _last_uses(graph.nodes, storages)
     place = {node: i for i, node in enumerate(nodes)}
     views: dict[int, list[str]] = {}
     for node, shown in storages.of.items():
@@ -323,10 +320,10 @@ def memory_of(program: Program) -> Memory:
             if storages.maker[s] is not node:
                 views.setdefault(s, []).append(node.name)
     buffers = []
-    for node in nodes:
-        at, what = place[node], (note_of(node), node.name, opname(node))
+    for at, node in enumerate(nodes):
+        what = note_of(node), node.name, opname(node)
         for s in storages.made_by(node) if node.op == "call_function" else ():
-            end = last.get(s)
+            end = storages.last_reader.get(s)
             death = len(nodes) if end is None else place[end] + 1
             names, nbytes = tuple(views.get(s, ())), storages.nbytes[s]
             buffers.append(noted_buffer(*what, nbytes, birth=at, death=death, views=names))
@@ -341,21 +338,18 @@ def memory_of(program: Program) -> Memory:
 
 def peak_of(program: Program) -> int:
     """The peak of `memory_of` in bytes, which takes no longer where a section is called often."""
-    nodes = program.graph.graph.nodes
     storages = storages_of(program)
-    last = _last_uses(nodes, storages)
     live = peak = sum(b.nbytes for b in made_at_entry(program, 1))
-    for node in nodes:
+    for node in program.graph.graph.nodes:
         if node.op != "call_function":
             continue
-        made = sum(storages.nbytes[s] for s in storages.made_by(node))
-        freed = _freed_by(node, storages, last)
+        made, freed = storages.sum_bytes(storages.made_by(node)), storages.freed_by(node)
         section = section_of(node)
         if section is None:
             peak = max(peak, live + made + storages.passing.get(node, 0))
         else:
             peak = max(peak, live + _peak_of_call(node, section, storages, freed))
-        live += made - sum(storages.nbytes[s] for s in freed)
+        live += made - storages.sum_bytes(freed)
     return peak
 
 
@@ -374,23 +368,6 @@ def _peak_of_call(call: fx.Node, section: Section, storages: Storages, freed: Se
         gone += less
         most = max(most, here - gone)
     return most
-
-
-def _last_uses(nodes: Iterable[fx.Node], storages: Storages) -> dict[int, fx.Node]:
-    """For each storage the last node that reads it, but for storages that the graph returns."""
-    last: dict[int, fx.Node] = {}
-    stays: set[int] = set()
-    for node in nodes:
-        if node.op == "output":
-            for read in node.all_input_nodes:
-                stays.update(storages.of[read])
-            continue
-        if not node.users:  # an unused value is dropped at once
-            last.update(dict.fromkeys(storages.of[node], node))
-        for read in node.all_input_nodes:
-            for s in storages.of[read]:
-                last[s] = node
-    return {s: node for s, node in last.items() if s not in stays}
 
 
 def held_by(program: Program) -> Iterator[HeldInput]:
@@ -475,23 +452,21 @@ def _cast_operands(packet: Any, args: Sequence[Any], made: Any) -> int:
         common = made.dtype
     extra = 0
     for operand in args[:2]:
-        if isinstance(operand, torch.Tensor):
-            dtype, count = operand.dtype, operand.numel()
-        else:
-            dtype, count = _DTYPES[type(operand)], 1
-            extra += dtype.itemsize
-        if dtype is not common:
-            extra += count * common.itemsize
+        is_tensor = isinstance(operand, torch.Tensor)
+        dtype, count = (
+            (operand.dtype, operand.numel()) if is_tensor else (_DTYPES[type(operand)], 1)
+        )
+        extra += 0 if is_tensor else dtype.itemsize
+        extra += 0 if dtype is common else count * common.itemsize
     return extra
 
 
 def _find_common_dtype(one: Any, other: Any) -> torch.dtype:
     """`torch.result_type`, with fast paths: it is slow for fake tensors."""
     if isinstance(one, torch.Tensor):
-        if isinstance(other, torch.Tensor):
-            if one.dtype is other.dtype:
-                return one.dtype
-        elif one.dtype.is_floating_point and type(other) in (bool, int, float):
+        is_tensor = isinstance(other, torch.Tensor)
+        is_float_and_number = one.dtype.is_floating_point and type(other) in (bool, int, float)
+        if one.dtype is other.dtype if is_tensor else is_float_and_number:
             return one.dtype
     return torch.result_type(one, other)
 
@@ -531,7 +506,7 @@ def _measure_peak(call: Callable[[], Any]) -> int:
     found = [e for events in threads for e in events if e.kind() == "memory_alloc"]  # type: ignore[comparison-overlap]
     found.sort(key=begin.cpu_elapsed_us)
     live = list(itertools.accumulate(e.cpu_memory_usage() for e in found))
-    return max(0, max(live, default=0) - (live[-1] if live else 0))
+    return max(live) - live[-1] if live else 0
 
 
 def _legacy_config() -> Any:

@@ -34,7 +34,7 @@ from partita.tensor.uneven_pieces import find_padded, show_front
 
 from .capture.capture_context import Slot
 from .capture.fakes import local_of
-from .graph_nodes import calls_within, inline_sections, written_operands
+from .graph_nodes import calls_within, examples_of, inline_sections, written_inputs_of
 
 Pass = Callable[[Any], Any]
 """Changes the graph of a `Program`, and returns in a few words what it did."""
@@ -69,8 +69,9 @@ class StepOptions:
 
     def __post_init__(self) -> None:
         if self.backend not in _BACKENDS:
-            known = ", ".join(_BACKENDS)
-            raise ValueError(f"compile: backend is one of {known}, not {self.backend!r}")
+            raise ValueError(
+                f"compile: backend is one of {', '.join(_BACKENDS)}, not {self.backend!r}"
+            )
         if self.fallback not in (None, "eager"):
             raise ValueError(f'compile: fallback is "eager" or None, not {self.fallback!r}')
 
@@ -91,11 +92,10 @@ class StepOptions:
         Args:
             ran: the names of the passes that run.
         """
-        lines = [f"backend {self.backend}"]
-        lines += [] if self.sections is None else [f"sections {self.sections}"]
-        lines += ["cuda graphs"] if self.cuda_graphs else []
-        lines.append(f"without {sorted(self.without)}")
-        return [*lines, f"passes {[*ran]}", f"budget {self.budget}"]
+        return [
+            f"backend {self.backend}, sections {self.sections}, cuda graphs {self.cuda_graphs}",
+            f"without {sorted(self.without)}, passes {[*ran]}, budget {self.budget}",
+        ]
 
 
 # -- programs --------------------------------------------------------------------------------------
@@ -157,12 +157,8 @@ class Input:
             return self.tensor
         if self.kind == "number":
             return torch.tensor(float(self.number(tensors)), dtype=torch.float64)
-        found: torch.Tensor = tensors[self.index]
-        if self.kind == "gradient":
-            grad = found.grad
-            assert grad is not None
-            return local_of(grad)
-        return local_of(found)
+        found = tensors[self.index]
+        return local_of(found.grad if self.kind == "gradient" else found)
 
     def number(self, tensors: Sequence[Any]) -> Any:
         """The value of a number in a call with these leaves."""
@@ -281,7 +277,7 @@ class Program:
     given: list[Output] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.written = written_inputs(self.graph.graph)
+        self.written = [*written_inputs_of(self.graph.graph)]
         self.scope = self.wires[0].scope if self.wires else None
         self.entering = _index_borders([i.border for i in self.inputs])
         self.leaving = _index_borders([border_of(o.spec) for o in self.outputs])
@@ -316,11 +312,8 @@ class Program:
         """
         (end,) = self.graph.graph.find_nodes(op="output")
         first: dict[Any, int] = {}
-        found = {
-            i: first.setdefault((n, i in self.leaving), i)
-            for i, n in enumerate(end.args[0])
-            if isinstance(n, fx.Node)
-        }
+        given = [(i, n) for i, n in enumerate(end.args[0]) if isinstance(n, fx.Node)]
+        found = {i: first.setdefault((n, i in self.leaving), i) for i, n in given}
         return {i: j for i, j in found.items() if i != j}
 
     @cached_property
@@ -339,11 +332,10 @@ class Program:
     def numbers_to_keep(self) -> set[Input]:
         """The number inputs whose tensors later calls may use: no output shows their memory."""
         nodes = self.graph.graph.find_nodes(op="placeholder")
-        numbers = [(n, i) for n, i in zip(nodes, self.inputs, strict=True) if i.kind == "number"]
         return {
             given
-            for node, given in numbers
-            if all(facts_of(user.target).makes_new for user in node.users)
+            for node, given in zip(nodes, self.inputs, strict=True)
+            if given.kind == "number" and all(facts_of(u.target).makes_new for u in node.users)
         }
 
     @property
@@ -367,7 +359,7 @@ class Program:
 
     def example(self) -> list[torch.Tensor]:
         """Fake tensors of the inputs, for a compiler."""
-        return [n.meta["val"] for n in self.graph.graph.nodes if n.op == "placeholder"]
+        return examples_of(self.graph.graph)
 
     def prepare(self, call_of: Callable[[Program], Call]) -> None:
         """Compile it: `call_of` gives what runs a program."""
@@ -421,13 +413,6 @@ def _index_borders(borders: Sequence[PaddingBoundary | None]) -> dict[int, Paddi
     return {i: border for i, border in enumerate(borders) if border is not None}
 
 
-def written_inputs(graph: fx.Graph) -> list[int]:
-    """The places of the inputs that the graph writes."""
-    inputs = [n for n in graph.nodes if n.op == "placeholder"]
-    targets = {written for n in graph.nodes for written in written_operands(n)}
-    return [i for i, n in enumerate(inputs) if n in targets]
-
-
 # -- cotangents ------------------------------------------------------------------------------------
 
 
@@ -441,13 +426,9 @@ def find_cotangents(program: Program) -> dict[fx.Node, frozenset[int]]:
     nodes of different ones.
     """
     graph = program.graph.graph
-    found: dict[fx.Node, frozenset[int]] = {}
-    for node, given in zip(graph.find_nodes(op="placeholder"), program.inputs, strict=True):
-        if given.kind == "cotangent":
-            found[node] = frozenset((given.index,))
-    if not found:
-        return found
-    for node in graph.nodes:
+    inputs = zip(graph.find_nodes(op="placeholder"), program.inputs, strict=True)
+    found = {n: frozenset((given.index,)) for n, given in inputs if given.kind == "cotangent"}
+    for node in graph.nodes if found else ():
         numbers = _NONE.union(*(found.get(n, _NONE) for n in node.all_input_nodes))
         if numbers:
             found[node] = numbers
@@ -546,8 +527,8 @@ class PaddingBoundary:
         """For each collective that serves empty ranks: its axes, and the bytes a rank sends."""
         found = []
         for dim, lender in self.lenders.items():
-            last = math.prod(n for d, n in enumerate(self.padded) if d != dim)
-            found.append((lender.axes, bytes_of("all_gather", lender.members, last * itemsize)))
+            nbytes = itemsize * math.prod(n for d, n in enumerate(self.padded) if d != dim)
+            found.append((lender.axes, bytes_of("all_gather", lender.members, nbytes)))
         return found
 
     def leave(self, value: torch.Tensor) -> torch.Tensor:

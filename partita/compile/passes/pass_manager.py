@@ -20,9 +20,17 @@ from partita.comm.ledger import human
 from partita.redistribute.move import bytes_of, seconds_of
 
 from ..capture.functional_memory import Pairs, keep_apart, overlapping_results
-from ..graph_nodes import NOTE, Note, drop_unused, is_collective, nbytes_of, note_of
+from ..graph_nodes import (
+    NOTE,
+    Note,
+    drop_unused,
+    is_collective,
+    nbytes_of,
+    note_of,
+    written_inputs_of,
+)
 from ..graph_text import canonical, digest_of
-from ..program import Pass, Program, StepOptions, written_inputs
+from ..program import Pass, Program, StepOptions
 from ..verify import IllegalGraph, verifies_each_pass, verify
 from .backend_ways import backend_ways
 from .bucket import bucket
@@ -173,7 +181,7 @@ class PassContract:
             tuple(id(given) for given in program.inputs),
             tuple((id(o), o.kind, o.spec, o.slot, o.index) for o in program.outputs),
             tuple(_describe_value(node) for node in end.args[0]),
-            tuple(written_inputs(program.graph.graph)),
+            written_inputs_of(program.graph.graph),
             overlapping_results(program.graph.graph),
         )
 

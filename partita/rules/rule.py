@@ -8,6 +8,7 @@ just a piece of a dimension, or nothing; what many of them need is below.
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
 from collections.abc import Callable, Container, Sequence
@@ -242,6 +243,59 @@ def _names_in(function: FunctionType) -> set[str]:
 def table_rule(*what: Any) -> Any:
     """`rule`, of partita's own: the operands of a call that it does not fit are gathered."""
     return _register_rule(what, must_fit=False)
+
+
+def read_signature(takes: str) -> inspect.Signature:
+    """The signature that a text says: `"input dim=-1 keepdim=False"`."""
+    parameters = []
+    for word in takes.split():
+        name, given, default = word.partition("=")
+        value = ast.literal_eval(default) if given else inspect.Parameter.empty
+        parameters.append(
+            inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=value)
+        )
+    return inspect.Signature(parameters)
+
+
+def rule_by_name(takes: str, *functions: Any) -> Callable[[Callable[..., Any]], None]:
+    """Decorates what derives the rule of functions with these parameters, from the arguments in a
+    dictionary: for functions whose parameters differ more than their sentences."""
+    signature = read_signature(takes)
+
+    def register_derivation(derive: Callable[..., Any]) -> None:
+        def derive_by_name(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs)
+            given.apply_defaults()
+            return derive(given.arguments)
+
+        derive_by_name.__signature__ = signature  # type: ignore[attr-defined]
+        table_rule(*functions)(derive_by_name)
+
+    return register_derivation
+
+
+def dim_rule(takes: str, text: str, *functions: Any, split: Kernel | None = None) -> None:
+    """Tie a sentence to functions that work along dimensions, the `dim` or `dims` that they take.
+
+        dim_rule("input dim=-1 keepdim=False", "{whole} -> {left}, {left}", torch.mode)
+
+    Args:
+        takes: the parameters.
+        text: the sentence, in which `{x}` are the names of the input, `{whole}` these with those of
+            the dimensions kept whole, and `{left}` those of the other dimensions.
+        split: what is called, in place of a function, where one of the dimensions is split.
+    """
+
+    @rule_by_name(takes, *functions)
+    def derive_along_dim(given: dict[str, Any]) -> str | Decomposition:
+        input, dim = given["input"], given.get("dim", given.get("dims"))
+        if isinstance(dim, bool):  # of a variance: `unbiased`, in its place
+            dim = None
+        if split is not None and input.is_split(dim):
+            return Decomposition(split)
+        names = input.names
+        left = names.without(dim, given.get("keepdim", False))
+        return text.format(x=names, whole=names.whole(dim), left=left)
 
 
 def _register_rule(what: Sequence[Any], must_fit: bool) -> Any:

@@ -17,6 +17,7 @@ from ..rule import (
     KernelRule,
     empty_piece_kernel,
     own_op,
+    rule_by_name,
     with_dummy_row,
 )
 from ..rule import table_rule as rule
@@ -25,29 +26,29 @@ from ..rule import table_rule as rule
 # `g` groups of `i` channels come in, and `o` go out. A bias is added once where `i` is split.
 
 
-def _derive_conv(
-    input: Arg, weight: Arg, bias: Any, stride: Any, groups: int, transposed: bool
-) -> KernelRule:
-    spatial = weight.ndim - 2
-    n = "n " * (input.ndim == weight.ndim)
-    ins, taps, outs = (" ".join(f"{c}{i}!" for i in range(spatial)) for c in "hky")
-    if groups == 1:
-        x, y, w = "i%", "o%", "i% o%" if transposed else "o% i%"
-    else:
-        x, y = f"(g={groups} i)%", "(g o)%"
-        w = "(g i)% o" if transposed else "(g o)% i"
-    shift = f" + {y}" * (bias is not None)
-    # Each tap is read at each place of the result (transposed: of the input), borders aside.
-    steps = [stride] * spatial if isinstance(stride, int) else [*stride] * spatial
-    places = [
-        size if transposed else -(-size // step)
-        for size, step in zip(input.shape[input.ndim - spatial :], steps, strict=False)
-    ]
-    channels = "i o" if groups == 1 else "g i o"
-    work = f"{n}{channels} {taps.replace('!', '')} {' '.join(map(str, places))}"
-    return KernelRule(
-        f"{n}{x} {ins} * {w} {taps}{shift} -> {n}{y} {outs}", _make_conv_kernel, work=(work,)
-    )
+def _conv_rule(takes: str, transposed: bool, *functions: Any) -> None:
+    @rule_by_name(takes, *functions)
+    def derive_conv(given: dict[str, Any]) -> KernelRule:
+        input, weight, bias, stride = [*given.values()][:4]
+        groups, spatial = given["groups"], weight.ndim - 2
+        n = "n " * (input.ndim == weight.ndim)
+        ins, taps, outs = (" ".join(f"{c}{i}!" for i in range(spatial)) for c in "hky")
+        if groups == 1:
+            x, y, w = "i%", "o%", "i% o%" if transposed else "o% i%"
+        else:
+            x, y = f"(g={groups} i)%", "(g o)%"
+            w = "(g i)% o" if transposed else "(g o)% i"
+        shift = f" + {y}" * (bias is not None)
+        # Each tap is read at each place of the result (transposed: of the input), borders aside.
+        steps = [stride] * spatial if isinstance(stride, int) else [*stride] * spatial
+        places = [
+            size if transposed else -(-size // step)
+            for size, step in zip(input.shape[input.ndim - spatial :], steps, strict=False)
+        ]
+        channels = "i o" if groups == 1 else "g i o"
+        work = f"{n}{channels} {taps.replace('!', '')} {' '.join(map(str, places))}"
+        text = f"{n}{x} {ins} * {w} {taps}{shift} -> {n}{y} {outs}"
+        return KernelRule(text, _make_conv_kernel, work=(work,))
 
 
 def _make_conv_kernel(call: KernelCall) -> Kernel | None:
@@ -66,31 +67,11 @@ def _make_conv_kernel(call: KernelCall) -> Kernel | None:
     return kernel
 
 
-@rule(torch.conv1d, torch.conv2d, torch.conv3d)
-def conv(
-    input: Arg,
-    weight: Arg,
-    bias: Any = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
-) -> KernelRule:
-    return _derive_conv(input, weight, bias, stride, groups, transposed=False)
-
-
-@rule(torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
-def conv_transpose(
-    input: Arg,
-    weight: Arg,
-    bias: Any = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    output_padding: Any = 0,
-    groups: int = 1,
-    dilation: Any = 1,
-) -> KernelRule:
-    return _derive_conv(input, weight, bias, stride, groups, transposed=True)
+_takes = "input weight bias=None stride=1 padding=0 dilation=1 groups=1"
+_conv_rule(_takes, False, torch.conv1d, torch.conv2d, torch.conv3d)
+_takes = "input weight bias=None stride=1 padding=0 output_padding=0 groups=1 dilation=1"
+_transposed = (torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
+_conv_rule(_takes, True, *_transposed)
 
 
 # -- pooling ---------------------------------------------------------------------------------------
@@ -98,75 +79,40 @@ def conv_transpose(
 # works the size out.
 
 
-def _derive_pool(input: Arg, ndim: int, linear: bool = False, outputs: int = 1) -> KernelRule:
+def _pool_rule(
+    ndim: int, takes: str, *functions: Any, linear: bool = False, outputs: int | None = None
+) -> None:
+    """Tie the sentence of pools over `ndim` dimensions to functions.
+
+    Args:
+        outputs: how many there are, where that is not for `return_indices` to say.
+    """
     ins, outs = (" ".join(f"{c}{i}!" for i in range(ndim)) for c in "hy")
-    front = "n c%" if input.ndim == ndim + 2 else "c%"
-    out = ", ".join([f"{front} {outs}"] * outputs)
-    return KernelRule(f"{'+ ' * linear}{front} {ins} -> {out}", empty_piece_kernel("n"))
+
+    @rule_by_name(takes, *functions)
+    def derive_pool(given: dict[str, Any]) -> KernelRule:
+        front = "n c%" if given["input"].ndim == ndim + 2 else "c%"
+        count = outputs or 1 + given.get("return_indices", False)
+        out = ", ".join([f"{front} {outs}"] * count)
+        return KernelRule(f"{'+ ' * linear}{front} {ins} -> {out}", empty_piece_kernel("n"))
 
 
-def _average_pool(ndim: int) -> Any:
-    def derive_average_pool(
-        input: Arg, kernel_size: Any, stride: Any = None, padding: Any = 0, ceil_mode: bool = False
-    ) -> KernelRule:
-        return _derive_pool(input, ndim, linear=True)
-
-    return derive_average_pool
-
-
-def _norm_pool(ndim: int) -> Any:
-    def derive_norm_pool(
-        input: Arg, _norm_type: Any, kernel_size: Any, stride: Any = None, ceil_mode: bool = False
-    ) -> KernelRule:
-        return _derive_pool(input, ndim)
-
-    return derive_norm_pool
-
-
-def _max_pool(ndim: int, outputs: int | None = None) -> Any:
-    """`outputs`: where it is not for `return_indices` to say."""
-
-    def derive_max_pool(
-        input: Arg,
-        kernel_size: Any,
-        stride: Any = None,
-        padding: Any = 0,
-        dilation: Any = 1,
-        ceil_mode: bool = False,
-        return_indices: bool = False,
-    ) -> KernelRule:
-        return _derive_pool(input, ndim, outputs=outputs or 1 + return_indices)
-
-    return derive_max_pool
-
-
-def _adaptive_average_pool(ndim: int) -> Any:
-    def derive_adaptive_average_pool(input: Arg, output_size: Any) -> KernelRule:
-        return _derive_pool(input, ndim, linear=True)
-
-    return derive_adaptive_average_pool
-
-
-def _adaptive_max_pool(ndim: int, outputs: int | None = None) -> Any:
-    def derive_adaptive_max_pool(
-        input: Arg, output_size: Any, return_indices: bool = False
-    ) -> KernelRule:
-        return _derive_pool(input, ndim, outputs=outputs or 1 + return_indices)
-
-    return derive_adaptive_max_pool
-
-
+_AVERAGE = "input kernel_size stride=None padding=0 ceil_mode=False"
+_NORM = "input _norm_type kernel_size stride=None ceil_mode=False"
+_MAX = "input kernel_size stride=None padding=0 dilation=1 ceil_mode=False return_indices=False"
+_ADAPTIVE = "input output_size"
+_ADAPTIVE_MAX = "input output_size return_indices=False"
 for _n in (1, 2, 3):
-    _builtins = torch if _n == 1 else torch._C._nn
-    rule(getattr(F, f"avg_pool{_n}d"))(_average_pool(_n))
-    rule(getattr(F, f"lp_pool{_n}d"))(_norm_pool(_n))
-    rule(getattr(torch, f"max_pool{_n}d"))(_max_pool(_n, 1))
-    rule(getattr(F, f"max_pool{_n}d"))(_max_pool(_n))
-    rule(getattr(F, f"max_pool{_n}d_with_indices"))(_max_pool(_n, 2))
-    rule(getattr(F, f"adaptive_avg_pool{_n}d"))(_adaptive_average_pool(_n))
-    rule(getattr(F, f"adaptive_max_pool{_n}d"))(_adaptive_max_pool(_n))
-    rule(getattr(F, f"adaptive_max_pool{_n}d_with_indices"))(_adaptive_max_pool(_n, 2))
-    rule(getattr(_builtins, f"adaptive_max_pool{_n}d"))(_adaptive_max_pool(_n, 2))
+    _pool_rule(_n, _AVERAGE, getattr(F, f"avg_pool{_n}d"), linear=True)
+    _pool_rule(_n, _NORM, getattr(F, f"lp_pool{_n}d"))
+    _pool_rule(_n, _MAX, getattr(F, f"max_pool{_n}d"))
+    _pool_rule(_n, _MAX, getattr(torch, f"max_pool{_n}d"), outputs=1)
+    _pool_rule(_n, _MAX, getattr(F, f"max_pool{_n}d_with_indices"), outputs=2)
+    _pool_rule(_n, _ADAPTIVE, getattr(F, f"adaptive_avg_pool{_n}d"), linear=True)
+    _pool_rule(_n, _ADAPTIVE_MAX, getattr(F, f"adaptive_max_pool{_n}d"))
+    _builtin = getattr(torch if _n == 1 else torch._C._nn, f"adaptive_max_pool{_n}d")
+    _with_indices = getattr(F, f"adaptive_max_pool{_n}d_with_indices")
+    _pool_rule(_n, _ADAPTIVE_MAX, _builtin, _with_indices, outputs=2)
 
 
 # -- resampling ------------------------------------------------------------------------------------
@@ -211,16 +157,20 @@ def grid_sample(input: Arg, grid: Arg) -> str:
     return f"+ n% c% {ins}, n% {outs} z! -> n% c% {outs}"
 
 
+def _as_pair(size: Any) -> tuple[int, int]:
+    """Both of two sizes that may be said as one."""
+    return (size, size) if isinstance(size, int) else tuple(size)  # type: ignore[return-value]
+
+
 @rule(F.unfold)
 def im2col(
     input: Arg, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1
 ) -> str | None:
-    k = math.prod(kernel_size) if isinstance(kernel_size, list | tuple) else kernel_size**2
+    k = math.prod(_as_pair(kernel_size))
     return f"+ n% c h! w! -> n% (c k={k}) l!" if input.ndim == 4 else None
 
 
 @rule(F.fold)
 def col2im(input: Arg, output_size: Any, kernel_size: Any) -> str | None:
-    k = math.prod(kernel_size) if isinstance(kernel_size, list | tuple) else kernel_size**2
-    h, w = (output_size,) * 2 if isinstance(output_size, int) else output_size
+    k, (h, w) = math.prod(_as_pair(kernel_size)), _as_pair(output_size)
     return f"+ n% (c k={k}) l! -> n% c h={h}! w={w}!" if input.ndim == 3 else None

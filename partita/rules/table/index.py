@@ -146,23 +146,18 @@ def scatter_reduce(input: Arg, dim: int, index: Arg, src: Arg, _reduce: Any = No
     return text[2:].replace(" + [", ", ").replace("] * ", ", ")
 
 
-def _derive_index_update(input: Arg, dim: int, index: Arg, source: Arg, add: bool) -> str | None:
-    if input.ndim == 0 or source.ndim != input.ndim or index.ndim != 1:
-        return None
-    i = input.names.at(dim)
-    place = "xi" if add else "xi!"
-    ours = input.names.whole(i)
-    return f"{ours} + [{place}] * {input.names.put(i, place)} -> {ours}"
+def _index_update_rule(function: Any, add: bool) -> None:
+    @rule(function)
+    def derive_index_update(input: Arg, dim: int, index: Arg, source: Arg) -> str | None:
+        if input.ndim == 0 or source.ndim != input.ndim or index.ndim != 1:
+            return None
+        place = "xi" if add else "xi!"
+        ours = input.names.whole(dim)
+        return f"{ours} + [{place}] * {input.names.put(dim, place)} -> {ours}"
 
 
-@rule(torch.index_add)
-def index_add(input: Arg, dim: int, index: Arg, source: Arg) -> str | None:
-    return _derive_index_update(input, dim, index, source, add=True)
-
-
-@rule(torch.index_copy)
-def index_copy(input: Arg, dim: int, index: Arg, source: Arg) -> str | None:
-    return _derive_index_update(input, dim, index, source, add=False)
+_index_update_rule(torch.index_add, add=True)
+_index_update_rule(torch.index_copy, add=False)
 
 
 @rule(torch.index_fill)

@@ -13,8 +13,18 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from ..rule import Arg, Decomposition, Kernel, KernelCall, KernelRule, narrow_piece
+from ..rule import (
+    Arg,
+    Decomposition,
+    Kernel,
+    KernelCall,
+    KernelRule,
+    dim_rule,
+    narrow_piece,
+    rule_by_name,
+)
 from ..rule import table_rule as rule
+from ..sentence import bind, parse
 
 rule("m k * k n -> m n", torch.mm)
 rule("b m k * b k n -> b m n", torch.bmm)
@@ -43,48 +53,31 @@ def inner(input: Arg, other: Arg) -> str:
 # -- a product added to something ------------------------------------------------------------------
 
 
-def _names_of_addend(input: Arg, sizes: dict[str, int]) -> str:
-    """The names of a term that is broadcast to `sizes`.
+def _added_rule(takes: str, product: str, function: Any) -> None:
+    """Tie to a function, which adds `input` to a product, the sentence of both.
 
-    It may have none at all: the sentences say "+" at their beginning, so that this can be read.
+    What is added is broadcast to the result. It may have no names at all: the sentence says "+" at
+    its beginning, so that this can be read.
     """
-    names = list(sizes)[len(sizes) - input.ndim :]
-    return " ".join(
-        "1" if n == 1 and sizes[name] != 1 else name
-        for name, n in zip(names, input.shape, strict=True)
-    )
+    out = product.partition(" -> ")[2]
+
+    @rule_by_name(f"input {takes}", function)
+    def derive_sum(given: dict[str, Any]) -> str:
+        input, *factors = given.values()
+        shape = bind(parse(product), [x.shape for x in factors]).output_shape(0, ())
+        behind = [*zip(out.split(), shape, strict=True)][len(shape) - input.ndim :]
+        stretched = [n == 1 != size for (_, size), n in zip(behind, input.shape, strict=True)]
+        names = ["1" if s else name for s, (name, _) in zip(stretched, behind, strict=True)]
+        if function is torch.addmv and any(stretched):
+            return "1 + m! k! * k! -> m!"  # it returns one element where there is no row or column
+        return f"+ {' '.join(names)} + {product}"
 
 
-@rule(torch.addmm)
-def addmm(input: Arg, mat1: Arg, mat2: Arg) -> str:
-    return (
-        f"+ {_names_of_addend(input, {'m': mat1.shape[0], 'n': mat2.shape[1]})} + m k * k n -> m n"
-    )
-
-
-@rule(torch.addmv)
-def addmv(input: Arg, mat: Arg, vec: Arg) -> str:
-    added = _names_of_addend(input, {"m": mat.shape[0]})
-    if added == "1":  # torch returns one element where a rank has no row or no column
-        return "1 + m! k! * k! -> m!"
-    return f"+ {added} + m k * k -> m"
-
-
-@rule(torch.addr)
-def addr(input: Arg, vec1: Arg, vec2: Arg) -> str:
-    return f"+ {_names_of_addend(input, {'m': vec1.shape[0], 'n': vec2.shape[0]})} + m * n -> m n"
-
-
-@rule(torch.addbmm)
-def addbmm(input: Arg, batch1: Arg, batch2: Arg) -> str:
-    sizes = {"m": batch1.shape[1], "n": batch2.shape[2]}
-    return f"+ {_names_of_addend(input, sizes)} + b m k * b k n -> m n"
-
-
-@rule(torch.baddbmm)
-def baddbmm(input: Arg, batch1: Arg, batch2: Arg) -> str:
-    sizes = {"b": batch1.shape[0], "m": batch1.shape[1], "n": batch2.shape[2]}
-    return f"+ {_names_of_addend(input, sizes)} + b m k * b k n -> b m n"
+_added_rule("mat1 mat2", "m k * k n -> m n", torch.addmm)
+_added_rule("mat vec", "m k * k -> m", torch.addmv)
+_added_rule("vec1 vec2", "m * n -> m n", torch.addr)
+_added_rule("batch1 batch2", "b m k * b k n -> m n", torch.addbmm)
+_added_rule("batch1 batch2", "b m k * b k n -> b m n", torch.baddbmm)
 
 
 @rule(torch.bilinear)
@@ -217,41 +210,36 @@ def solve_triangular(A: Arg, B: Arg, *, upper: bool, left: bool = True) -> str:
 # -- Fourier transforms, linear along lines that must be whole -------------------------------------
 
 
-def _register_1d_transforms(*functions: Callable[..., Any]) -> None:
-    def derive(input: Arg, n: int | None = None, dim: int = -1, _norm: Any = None) -> str:
-        i = input.names.at(dim)
-        kept = [n if d == i else f"{n}%" for d, n in enumerate(input.names.whole(i))]
-        return (
-            f"+ {' '.join(kept)} -> {' '.join('z!' if d == i else n for d, n in enumerate(kept))}"
-        )
-
-    rule(*functions)(derive)
+def _sentence_of_transform(input: Arg, dims: Sequence[int]) -> str:
+    left = [f"{n}!" if d in dims else f"{n}%" for d, n in enumerate(input.names)]
+    out = [f"z{d}!" if d in dims else n for d, n in enumerate(left)]
+    return f"+ {' '.join(left)} -> {' '.join(out)}"
 
 
 def _register_nd_transforms(last: int | None, *functions: Callable[..., Any]) -> None:
-    def derive(
+    @rule(*functions)
+    def derive_nd_transform(
         input: Arg, s: Any = None, dim: int | Sequence[int] | None = None, _norm: Any = None
     ) -> str:
         count = last if s is None or last is not None else len(s)
         some = None if count is None else range(input.ndim - count, input.ndim)
         dims = input.names.dims(dim) if dim is not None else tuple(some or range(input.ndim))
-        left = [f"{n}!" if d in dims else f"{n}%" for d, n in enumerate(input.names)]
-        out = [f"z{d}!" if d in dims else n for d, n in enumerate(left)]
-        return f"+ {' '.join(left)} -> {' '.join(out)}"
-
-    rule(*functions)(derive)
+        return _sentence_of_transform(input, dims)
 
 
 _f = torch.fft
-_register_1d_transforms(_f.fft, _f.ifft, _f.rfft, _f.irfft, _f.hfft, _f.ihfft)
+
+
+@rule(_f.fft, _f.ifft, _f.rfft, _f.irfft, _f.hfft, _f.ihfft)
+def fft(input: Arg, n: int | None = None, dim: int = -1, _norm: Any = None) -> str:
+    return _sentence_of_transform(input, (input.names.at(dim),))
+
+
 _register_nd_transforms(2, _f.fft2, _f.ifft2, _f.rfft2, _f.irfft2)
 _register_nd_transforms(None, _f.fftn, _f.ifftn, _f.rfftn, _f.irfftn)
 
 
-@rule(_f.fftshift, _f.ifftshift)
-def fftshift(input: Arg, dim: int | Sequence[int] | None = None) -> str:
-    return f"+ {input.names.whole(dim)} -> {input.names.whole(dim)}"
-
+dim_rule("input dim=None", "+ {whole} -> {whole}", _f.fftshift, _f.ifftshift)
 
 # -- products of groups of rows, each by a matrix of its own: a mixture of experts -----------------
 

@@ -10,15 +10,16 @@ in Python than in C++.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
 from .. import decompositions
-from ..rule import Arg, Decomposition, Kernel, KernelCall, KernelRule
+from ..rule import Arg, Decomposition, Kernel, KernelCall, KernelRule, rule_by_name
 from ..rule import table_rule as rule
+from ..sentence import SentenceError, bind, parse
 
 # -- normalization ---------------------------------------------------------------------------------
 
@@ -29,32 +30,26 @@ def _format_affine_terms(weight: Any, bias: Any, names: str) -> str:
     return f", {'+ ' * (count == 1)}{' + '.join([names] * count)}" if count else ""
 
 
-def _derive_norm(
-    input: Arg, shape: Sequence[int], weight: Any, bias: Any, run: Callable[..., Any]
-) -> str | Decomposition:
-    """A norm over the last dimensions, which are of these sizes; `run`, where one is split."""
-    first = input.ndim - len(shape)
-    if first < 0 or tuple(shape) != tuple(input.shape[first:]):
-        raise ValueError(f"a norm over {tuple(shape)} of {input.shape}")
-    dims = range(first, input.ndim)
-    if input.is_split(dims):
-        return Decomposition(run)
-    d = " ".join(f"d{i}!" for i in dims)
-    return f"... {d}{_format_affine_terms(weight, bias, d)} -> ... {d}"
+def _norm_rule(takes: str, function: Any, split: Kernel) -> None:
+    """Tie to a norm over the last dimensions its sentence; `split`, where one of these is split."""
+
+    @rule_by_name(takes, function)
+    def derive_norm(given: dict[str, Any]) -> str | Decomposition:
+        input, shape = given["input"], tuple(given["normalized_shape"])
+        first = input.ndim - len(shape)
+        if first < 0 or shape != tuple(input.shape[first:]):
+            raise ValueError(f"a norm over {shape} of {input.shape}")
+        dims = range(first, input.ndim)
+        if input.is_split(dims):
+            return Decomposition(split)
+        d = " ".join(f"d{i}!" for i in dims)
+        affine = _format_affine_terms(given["weight"], given.get("bias"), d)
+        return f"... {d}{affine} -> ... {d}"
 
 
-@rule(torch.layer_norm)
-def layer_norm(
-    input: Arg, normalized_shape: Sequence[int], weight: Any = None, bias: Any = None
-) -> str | Decomposition:
-    return _derive_norm(input, normalized_shape, weight, bias, decompositions.layer_norm)
-
-
-@rule(torch.rms_norm)
-def rms_norm(
-    input: Arg, normalized_shape: Sequence[int], weight: Any = None
-) -> str | Decomposition:
-    return _derive_norm(input, normalized_shape, weight, None, decompositions.rms_norm)
+_takes = "input normalized_shape weight=None"
+_norm_rule(f"{_takes} bias=None", torch.layer_norm, decompositions.layer_norm)
+_norm_rule(_takes, torch.rms_norm, decompositions.rms_norm)
 
 
 @rule(torch.group_norm)
@@ -129,194 +124,103 @@ NONE, MEAN, SUM = 0, 1, 2
 _n = torch._C._nn
 
 
-def _rule_of_loss(
-    terms: str, out: str, count: int, reduction: Any, at: int
-) -> KernelRule | str | None:
-    """The rule of a loss.
+def _loss_rule(takes: str, text: str, *functions: Any) -> None:
+    """Tie to losses what they are computed from, and what they are where they are not reduced.
 
     Args:
-        terms: what the loss is computed from.
-        out: its names when it is not reduced.
-        count: what a mean is divided by.
-        at: which argument `reduction` is.
+        takes: the parameters before `reduction`.
+        text: the sentence of no reduction. Operands that are not given are its last ones.
     """
-    if reduction not in (NONE, MEAN, SUM):
-        return None
-    if reduction == NONE:
-        return f"{terms} -> {out}"
+    terms, _, out = text.partition(" -> ")
+    at = len(takes.split())
 
-    def make_loss_kernel(call: KernelCall) -> Kernel | None:
-        def share(*args: Any, **kwargs: Any) -> Any:
-            if len(args) > at:
-                args = (*args[:at], SUM, *args[at + 1 :])
-            else:
-                kwargs["reduction"] = SUM
-            total = call.run(*args, **kwargs)
-            if not args[0].numel():  # some of torch's kernels leave the sum of nothing unwritten
-                return torch.zeros_like(total)
-            return total / count if reduction == MEAN else total
-
-        return share if call.pieces and count else None
-
-    return KernelRule(f"{terms} -> sum", make_loss_kernel)
+    @rule_by_name(f"{takes} reduction=None", *functions)
+    def derive_loss(given: dict[str, Any]) -> KernelRule | str | None:
+        reduction = given["reduction"]
+        operands = [x.shape for x in given.values() if isinstance(x, Arg)]
+        mine = ", ".join(terms.split(", ")[: len(operands)])
+        if reduction not in (NONE, MEAN, SUM):
+            return None
+        try:
+            count = math.prod(bind(parse(f"{mine} -> {out}"), operands).output_shape(0, ()))
+        except SentenceError:
+            return None
+        if reduction == NONE:
+            return f"{mine} -> {out}"
+        return KernelRule(f"{mine} -> sum", partial(_make_loss_kernel, at, reduction, count))
 
 
-# -- losses of each element ------------------------------------------------------------------------
+def _make_loss_kernel(at: int, reduction: int, count: int, call: KernelCall) -> Kernel | None:
+    """A rank's share of a loss that is reduced: `reduction`, argument number `at`, is a sum's, and
+    a mean is over the number of all, `count`."""
+
+    def share(*args: Any, **kwargs: Any) -> Any:
+        if len(args) > at:
+            args = (*args[:at], SUM, *args[at + 1 :])
+        else:
+            kwargs["reduction"] = SUM
+        total = call.run(*args, **kwargs)
+        if not args[0].numel():  # some of torch's kernels leave the sum of nothing unwritten
+            return torch.zeros_like(total)
+        return total / count if reduction == MEAN else total
+
+    return share if call.pieces and count else None
 
 
-def _of_elements(operands: Sequence[Any], reduction: Any, at: int) -> KernelRule | str | None:
-    """A loss of each element of operands that are broadcast."""
-    args = [x for x in operands if isinstance(x, Arg)]
-    count = math.prod(torch.broadcast_shapes(*(x.shape for x in args)))
-    return _rule_of_loss(", ".join("..." for _ in args), "...", count, reduction, at)
-
-
-@rule(_n.mse_loss, _n.l1_loss, _n.smooth_l1_loss, _n.huber_loss, _n.soft_margin_loss, torch.kl_div)
-def mse_loss(input: Arg, target: Arg, reduction: Any = None) -> Any:
-    return _of_elements((input, target), reduction, 2)
-
-
-@rule(torch.hinge_embedding_loss)
-def hinge_embedding_loss(input: Arg, target: Arg, _margin: Any = 1.0, reduction: Any = None) -> Any:
-    return _of_elements((input, target), reduction, 3)
-
-
-@rule(_n.binary_cross_entropy)
-def binary_cross_entropy(input: Arg, target: Arg, weight: Any = None, reduction: Any = None) -> Any:
-    return _of_elements((input, target, weight), reduction, 3)
-
-
-@rule(torch.binary_cross_entropy_with_logits)
-def binary_cross_entropy_with_logits(
-    input: Arg, target: Arg, weight: Any = None, pos_weight: Any = None, reduction: Any = None
-) -> Any:
-    return _of_elements((input, target, weight, pos_weight), reduction, 4)
-
-
-@rule(torch.poisson_nll_loss)
-def poisson_nll_loss(
-    input: Arg,
-    target: Arg,
-    _log_input: Any = None,
-    _full: Any = None,
-    _eps: Any = None,
-    reduction: Any = None,
-) -> Any:
-    return _of_elements((input, target), reduction, 5)
-
-
-@rule(torch.margin_ranking_loss)
-def margin_ranking_loss(
-    input1: Arg, input2: Arg, target: Arg, _margin: Any = 0, reduction: Any = None
-) -> Any:
-    return _of_elements((input1, input2, target), reduction, 4)
-
-
-# -- losses of each sample -------------------------------------------------------------------------
-
-
-@rule(torch.cosine_embedding_loss)
-def cosine_embedding_loss(
-    input1: Arg, input2: Arg, target: Arg, _margin: Any = 0, reduction: Any = None
-) -> Any:
-    if target.ndim != 1 or input1.shape != input2.shape:
-        return None
-    return _rule_of_loss("n d!, n d!, n", "n", target.shape[0], reduction, 4)
-
-
-@rule(torch.triplet_margin_loss)
-def triplet_margin_loss(
-    anchor: Arg,
-    positive: Arg,
-    negative: Arg,
-    _margin: Any = 1.0,
-    _p: Any = 2,
-    _eps: Any = 1e-6,
-    _swap: bool = False,
-    reduction: Any = None,
-) -> Any:
-    if not anchor.shape == positive.shape == negative.shape:
-        return None
-    count = math.prod(anchor.shape[:-1])
-    return _rule_of_loss("... d!, ... d!, ... d!", "...", count, reduction, 7)
-
-
-@rule(_n.multilabel_margin_loss)
-def multilabel_margin_loss(input: Arg, target: Arg, reduction: Any = None) -> Any:
-    if input.ndim != 2:
-        return None
-    return _rule_of_loss("n c!, n c!", "n", input.shape[0], reduction, 2)
-
-
-@rule(_n.multi_margin_loss)
-def multi_margin_loss(
-    input: Arg,
-    target: Arg,
-    _p: Any = 1,
-    _margin: Any = 1.0,
-    weight: Any = None,
-    reduction: Any = None,
-) -> Any:
-    if input.ndim != 2:
-        return None
-    terms = "n c!, n" + ", c!" * (weight is not None)
-    return _rule_of_loss(terms, "n", input.shape[0], reduction, 5)
+_elements = (_n.mse_loss, _n.l1_loss, _n.smooth_l1_loss, _n.huber_loss, _n.soft_margin_loss)
+_loss_rule("input target", "..., ... -> ...", *_elements, torch.kl_div)
+_loss_rule("input target _margin=1.0", "..., ... -> ...", torch.hinge_embedding_loss)
+_loss_rule("input target weight=None", "..., ..., ... -> ...", _n.binary_cross_entropy)
+_takes = "input target weight=None pos_weight=None"
+_loss_rule(_takes, "..., ..., ..., ... -> ...", torch.binary_cross_entropy_with_logits)
+_takes = "input target _log_input=None _full=None _eps=None"
+_loss_rule(_takes, "..., ... -> ...", torch.poisson_nll_loss)
+_takes = "input1 input2 target _margin=0"
+_loss_rule(_takes, "..., ..., ... -> ...", torch.margin_ranking_loss)
+_loss_rule(_takes, "n d!, n d!, n -> n", torch.cosine_embedding_loss)
+_takes = "anchor positive negative _margin=1.0 _p=2 _eps=1e-6 _swap=False"
+_loss_rule(_takes, "... d!, ... d!, ... d! -> ...", torch.triplet_margin_loss)
+_loss_rule("input target", "n c!, n c! -> n", _n.multilabel_margin_loss)
+_takes = "input target _p=1 _margin=1.0 weight=None"
+_loss_rule(_takes, "n c!, n, c! -> n", _n.multi_margin_loss)
 
 
 # -- losses of a class -----------------------------------------------------------------------------
 
 
-def _of_classes(
-    loss: Any,
-    input: Arg,
-    target: Arg,
-    weight: Any,
-    reduction: Any,
-    run: Callable[..., Any],
-    linear: str,
-) -> str | Decomposition | None:
-    """A sentence where no rank's help is needed: nothing is split, or nothing is averaged."""
-    if reduction not in (NONE, MEAN, SUM):
-        return None
-    dim = 1 if input.ndim > 1 else 0
-    if weight is not None and tuple(weight.shape) != (input.shape[dim],):
-        raise ValueError(f"weights of shape {weight.shape} for {input.shape[dim]} classes")
-    split = input.is_split() or target.is_split()
-    probabilities = target.shape == input.shape
-    if input.is_split(dim) or (split and reduction == MEAN and probabilities):
-        return Decomposition(run)
-    if split and reduction == MEAN:
-        return Decomposition(decompositions.make_mean_loss(loss))
-    mark = "!" * (reduction == MEAN)
-    names = [f"c{d}!" if d == dim else f"{n}{mark}" for d, n in enumerate(input.names)]
-    samples = [n for d, n in enumerate(names) if d != dim]
-    terms = [" ".join(names), " ".join(names if probabilities else samples)]
-    if weight is not None:
-        terms.append(names[dim])
-    out = " ".join(samples) if reduction == NONE else "sum"
-    return f"{linear}{', '.join(terms)} -> {out}"
+def _class_loss_rule(more: str, split: Kernel, linear: str, *functions: Any) -> None:
+    """Tie to losses of a class a sentence where no rank's help is needed, since nothing is split or
+    nothing is averaged; else `split`.
+
+    Args:
+        more: the parameters after `reduction`.
+        linear: "+ " of a loss that is linear in its input.
+    """
+
+    @rule_by_name(f"input target weight=None reduction=None {more}", *functions)
+    def derive_class_loss(given: dict[str, Any]) -> str | Decomposition | None:
+        input, target, weight, reduction = [*given.values()][:4]
+        if reduction not in (NONE, MEAN, SUM):
+            return None
+        dim = 1 if input.ndim > 1 else 0
+        if weight is not None and tuple(weight.shape) != (input.shape[dim],):
+            raise ValueError(f"weights of shape {weight.shape} for {input.shape[dim]} classes")
+        averaged = reduction == MEAN and (input.is_split() or target.is_split())
+        probabilities = target.shape == input.shape
+        if input.is_split(dim) or (averaged and probabilities):
+            return Decomposition(split)
+        if averaged:
+            return Decomposition(decompositions.make_mean_loss(functions[0]))
+        mark = "!" * (reduction == MEAN)
+        names = [f"c{d}!" if d == dim else f"{n}{mark}" for d, n in enumerate(input.names)]
+        samples = [n for d, n in enumerate(names) if d != dim]
+        terms = [" ".join(names), " ".join(names if probabilities else samples)]
+        terms += [names[dim]] * (weight is not None)
+        out = " ".join(samples) if reduction == NONE else "sum"
+        return f"{linear}{', '.join(terms)} -> {out}"
 
 
-@rule(_n.cross_entropy_loss)
-def cross_entropy_loss(
-    input: Arg,
-    target: Arg,
-    weight: Any = None,
-    reduction: Any = None,
-    _ignore_index: int = -100,
-    _label_smoothing: Any = 0.0,
-) -> str | Decomposition | None:
-    return _of_classes(
-        _n.cross_entropy_loss, input, target, weight, reduction, decompositions.cross_entropy, ""
-    )
-
-
-@rule(_n.nll_loss_nd, _n.nll_loss, _n.nll_loss2d)  # type: ignore[attr-defined]
-def nll_loss_nd(
-    input: Arg,
-    target: Arg,
-    weight: Any = None,
-    reduction: Any = None,
-    _ignore_index: int = -100,
-) -> str | Decomposition | None:
-    return _of_classes(_n.nll_loss_nd, input, target, weight, reduction, decompositions.nll, "+ ")
+_more = "_ignore_index=-100 _label_smoothing=0.0"
+_class_loss_rule(_more, decompositions.cross_entropy, "", _n.cross_entropy_loss)
+_nlls = (_n.nll_loss_nd, _n.nll_loss, _n.nll_loss2d)  # type: ignore[attr-defined]
+_class_loss_rule("_ignore_index=-100", decompositions.nll, "+ ", *_nlls)

@@ -12,26 +12,20 @@ import torch
 from torch.nn import functional as F
 
 from .. import decompositions
-from ..rule import Arg, Decomposition, Kernel, KernelCall, KernelRule
+from ..rule import Arg, Decomposition, Kernel, KernelCall, KernelRule, dim_rule
 from ..rule import table_rule as rule
 from .pointwise import is_linear_cast
 
 Dim = int | Sequence[int] | None
+_DIMS, _ONE_DIM = "input dim=None keepdim=False", "input dim=-1"
+"""What most of these functions take."""
+_REDUCED, _REDUCED_TO_TWO = "{whole} -> {left}", "{whole} -> {left}, {left}"
+_ALONG, _ALONG_IN_TWO = "{whole} -> {whole}", "{whole} -> {whole}, {whole}"
 
 
-def whole_dim_sentence(x: Arg, dim: Dim, keepdim: bool, outputs: int = 1) -> str:
+def _sentence_of_whole(x: Arg, dim: Dim, keepdim: bool) -> str:
     """The sentence of an op that needs all of `dim` to reduce it."""
-    out = str(x.names.without(dim, keepdim))
-    return f"{x.names.whole(dim)} -> {', '.join([out] * outputs)}"
-
-
-def _decompose_split(
-    x: Arg, dim: Dim, keepdim: bool, run: Callable[..., Any], outputs: int = 1
-) -> str | Decomposition:
-    """`run`, in place of an op, where `dim` is split; else the sentence that has it whole."""
-    if x.is_split(dim):
-        return Decomposition(run)
-    return whole_dim_sentence(x, dim, keepdim, outputs)
+    return f"{x.names.whole(dim)} -> {x.names.without(dim, keepdim)}"
 
 
 # -- sums ------------------------------------------------------------------------------------------
@@ -44,35 +38,23 @@ def sum_(input: Arg, dim: Dim = None, keepdim: bool = False, *, dtype: Any = Non
     return f"+ {input.names} -> {input.names.without(dim, keepdim)}"
 
 
-@rule(torch.nansum)
-def nansum(input: Arg, dim: Dim = None, keepdim: bool = False) -> str:
-    return f"{input.names} -> sum {input.names.without(dim, keepdim)}"
+def _compute_nanmean(input: Any, dim: Dim = None, keepdim: bool = False, **more: Any) -> Any:
+    count = (input == input).sum(dim, keepdim)
+    return torch.nansum(input, dim, keepdim, **more) / count  # type: ignore[arg-type]
 
 
-@rule(torch.nanmean)
-def nanmean(input: Arg, dim: Dim = None, keepdim: bool = False) -> str | Decomposition:
-    def compute_nanmean(input: Any, dim: Dim = None, keepdim: bool = False, **more: Any) -> Any:
-        count = (input == input).sum(dim, keepdim)
-        return torch.nansum(input, dim, keepdim, **more) / count  # type: ignore[arg-type]
-
-    return _decompose_split(input, dim, keepdim, compute_nanmean)
-
-
-@rule(torch.count_nonzero)
-def count_nonzero(input: Arg, dim: Dim = None) -> str:
-    return f"{input.names} -> sum {input.names.without(dim)}"
-
-
-@rule(torch.trace)
-def trace(input: Arg) -> str:
-    return "+ a! b! -> "
+dim_rule(_DIMS, "{x} -> sum {left}", torch.nansum)
+dim_rule("input dim=None", "{x} -> sum {left}", torch.count_nonzero)
+dim_rule(_DIMS, _REDUCED, torch.nanmean, split=_compute_nanmean)
+dim_rule(_DIMS, _REDUCED, torch.prod)
+rule("+ a! b! -> ", torch.trace)
 
 
 @rule(torch.mean)
 def mean(input: Arg, dim: Dim = None, keepdim: bool = False) -> str | KernelRule:
     names = input.names
     if any(input.shape[d] == 0 for d in names.dims(dim)):
-        return whole_dim_sentence(input, dim, keepdim)
+        return _sentence_of_whole(input, dim, keepdim)
 
     def make_mean_kernel(call: KernelCall) -> Kernel | None:
         cut = [call.pieces[names[d]] for d in names.dims(dim) if names[d] in call.pieces]
@@ -85,89 +67,48 @@ def mean(input: Arg, dim: Dim = None, keepdim: bool = False) -> str | KernelRule
     return KernelRule(f"+ {names} -> {names.without(dim, keepdim)}", make_mean_kernel)
 
 
-@rule(torch.prod)
-def prod(input: Arg, dim: Dim = None, keepdim: bool = False) -> str:
-    return whole_dim_sentence(input, dim, keepdim)
-
-
 # -- the largest, the smallest ---------------------------------------------------------------------
+# A pending maximum has no gradient; so only what needs none is left pending.
 
 
-def _derive_extreme(input: Arg, dim: Dim, keepdim: bool, sign: int) -> str | Decomposition:
-    """A pending maximum has no gradient; so only what needs none is left pending."""
-    return _decompose_split(input, dim, keepdim, partial(decompositions.amax, sign=sign))
+def _derive_max_or_min(sign: int) -> Callable[..., str | Decomposition]:
+    def derive_max_or_min(
+        input: Arg, dim: Any = None, keepdim: bool = False, *, other: Any = None
+    ) -> str | Decomposition:
+        if isinstance(dim, Arg) or other is not None:
+            return "..., ... -> ..."
+        if input.is_split(dim):
+            run = decompositions.amax if dim is None else decompositions.max_dim
+            return Decomposition(partial(run, sign=sign))
+        text = _sentence_of_whole(input, dim, keepdim)
+        return text if dim is None else f"{text}, {input.names.without(dim, keepdim)}"
+
+    return derive_max_or_min
 
 
-@rule(torch.amax)
-def amax(input: Arg, dim: Dim = None, keepdim: bool = False) -> Any:
-    return _derive_extreme(input, dim, keepdim, 1)
+rule(torch.max)(_derive_max_or_min(1))
+rule(torch.min)(_derive_max_or_min(-1))
 
 
-@rule(torch.amin)
-def amin(input: Arg, dim: Dim = None, keepdim: bool = False) -> Any:
-    return _derive_extreme(input, dim, keepdim, -1)
+def _compute_aminmax(input: Any, *, dim: int | None = None, keepdim: bool = False) -> Any:
+    dims = () if dim is None else dim
+    both = torch.amin(input, dims, keepdim), torch.amax(input, dims, keepdim)
+    return torch.return_types.aminmax(both)
 
 
-def _max_or_min(input: Arg, dim: Any, keepdim: bool, other: Any, sign: int) -> Any:
-    if isinstance(dim, Arg) or other is not None:
-        return "..., ... -> ..."
-    if dim is None:
-        return _derive_extreme(input, None, False, sign)
-    return _decompose_split(input, dim, keepdim, partial(decompositions.max_dim, sign=sign), 2)
-
-
-@rule(torch.max)
-def max_(input: Arg, dim: Any = None, keepdim: bool = False, *, other: Any = None) -> Any:
-    return _max_or_min(input, dim, keepdim, other, 1)
-
-
-@rule(torch.min)
-def min_(input: Arg, dim: Any = None, keepdim: bool = False, *, other: Any = None) -> Any:
-    return _max_or_min(input, dim, keepdim, other, -1)
-
-
-@rule(torch.argmax)
-def argmax(input: Arg, dim: int | None = None, keepdim: bool = False) -> Any:
-    return _decompose_split(input, dim, keepdim, decompositions.argmax)
-
-
-@rule(torch.argmin)
-def argmin(input: Arg, dim: int | None = None, keepdim: bool = False) -> Any:
-    return _decompose_split(input, dim, keepdim, partial(decompositions.argmax, sign=-1))
-
-
-@rule(torch.aminmax)
-def aminmax(input: Arg, *, dim: int | None = None, keepdim: bool = False) -> str | Decomposition:
-    def compute_aminmax(input: Any, *, dim: int | None = None, keepdim: bool = False) -> Any:
-        both = (
-            (torch.amin(input, dim, keepdim), torch.amax(input, dim, keepdim))
-            if dim is not None
-            else (torch.amin(input), torch.amax(input))
-        )
-        return torch.return_types.aminmax(both)
-
-    return _decompose_split(input, dim, keepdim, compute_aminmax, 2)
-
-
-@rule(torch.any)
-def any_(input: Arg, dim: Dim = None, keepdim: bool = False) -> str:
-    return f"{input.names} -> max {input.names.without(dim, keepdim)}"
-
-
-@rule(torch.all)
-def all_(input: Arg, dim: Dim = None, keepdim: bool = False) -> str:
-    return f"{input.names} -> min {input.names.without(dim, keepdim)}"
-
+_least_of, _least_at = (partial(f, sign=-1) for f in (decompositions.amax, decompositions.argmax))
+dim_rule(_DIMS, _REDUCED, torch.amax, split=decompositions.amax)
+dim_rule(_DIMS, _REDUCED, torch.amin, split=_least_of)
+dim_rule(_DIMS, _REDUCED, torch.argmax, split=decompositions.argmax)
+dim_rule(_DIMS, _REDUCED, torch.argmin, split=_least_at)
+dim_rule(_DIMS, _REDUCED_TO_TWO, torch.aminmax, split=_compute_aminmax)
+dim_rule(_DIMS, "{x} -> max {left}", torch.any)
+dim_rule(_DIMS, "{x} -> min {left}", torch.all)
 
 # -- moments and norms -----------------------------------------------------------------------------
 
 
-@rule(torch.logsumexp, torch.special.logsumexp)
-def logsumexp(input: Arg, dim: Dim, keepdim: bool = False) -> str | Decomposition:
-    return _decompose_split(input, dim, keepdim, decompositions.logsumexp)
-
-
-def _make_variance_rule(pick: Any, outputs: int) -> Any:
+def _compute_moments(pick: Callable[[Any, Any], Any]) -> Kernel:
     """var, std and the like; `pick` takes what is asked for from (mean, variance)."""
 
     def run(
@@ -183,34 +124,29 @@ def _make_variance_rule(pick: Any, outputs: int) -> Any:
         count = correction if correction is not None else int(unbiased)
         return pick(*decompositions.moments(input, dim, count, keepdim))
 
-    def derive(
-        input: Arg, dim: Any = None, _unbiased: bool = True, keepdim: bool = False
-    ) -> str | Decomposition:
-        dim = None if isinstance(dim, bool) else dim
-        return _decompose_split(input, dim, keepdim, run, outputs)
-
-    return derive
+    return run
 
 
-rule(torch.var)(_make_variance_rule(lambda mean, var: var, 1))
-rule(torch.std)(_make_variance_rule(lambda mean, var: decompositions.root_of(var), 1))
-rule(torch.var_mean)(_make_variance_rule(lambda mean, var: (var, mean), 2))
-rule(torch.std_mean)(_make_variance_rule(lambda mean, var: (decompositions.root_of(var), mean), 2))
+for _function, _pick in {
+    torch.var: lambda mean, var: var,
+    torch.std: lambda mean, var: decompositions.root_of(var),
+    torch.var_mean: lambda mean, var: (var, mean),
+    torch.std_mean: lambda mean, var: (decompositions.root_of(var), mean),
+}.items():
+    _text = _REDUCED if _function in (torch.var, torch.std) else _REDUCED_TO_TWO
+    _takes = "input dim=None _unbiased=True keepdim=False"
+    dim_rule(_takes, _text, _function, split=_compute_moments(_pick))
 
-
-@rule(torch.linalg.vector_norm)
-def vector_norm(
-    input: Arg, _ord: Any = 2, dim: Dim = None, keepdim: bool = False
-) -> str | Decomposition:
-    return _decompose_split(input, dim, keepdim, decompositions.vector_norm)
+_takes = "input _ord=2 dim=None keepdim=False"
+dim_rule(_takes, _REDUCED, torch.linalg.vector_norm, split=decompositions.vector_norm)
+_logsumexps = (torch.logsumexp, torch.special.logsumexp)
+dim_rule("input dim keepdim=False", _REDUCED, *_logsumexps, split=decompositions.logsumexp)
 
 
 @rule(torch.linalg.norm)
 def linalg_norm(input: Arg, ord: Any = None, dim: Dim = None, keepdim: bool = False) -> Any:
-    flat = ord is None or (
-        input.ndim == 1 if dim is None else isinstance(dim, int) or len(dim) == 1
-    )
-    if not flat:
+    count = 1 if isinstance(dim, int) else input.ndim if dim is None else len(dim)
+    if ord is not None and count != 1:
         return None  # a norm of matrices
     return Decomposition(
         lambda x, ord=None, dim=None, keepdim=False, *, dtype=None: torch.linalg.vector_norm(
@@ -238,7 +174,9 @@ def norm(
 
     if p == "nuc":
         return None
-    return _decompose_split(input, dim, keepdim, compute_norm)
+    if input.is_split(dim):
+        return Decomposition(compute_norm)
+    return _sentence_of_whole(input, dim, keepdim)
 
 
 # -- distances -------------------------------------------------------------------------------------
@@ -269,17 +207,15 @@ def pairwise_distance(
 
 @rule(torch.median, torch.nanmedian)
 def median(input: Arg, dim: int | None = None, keepdim: bool = False) -> str:
-    return whole_dim_sentence(input, dim, keepdim, 1 if dim is None else 2)
+    text = _sentence_of_whole(input, dim, keepdim)
+    return text if dim is None else f"{text}, {input.names.without(dim, keepdim)}"
 
 
-@rule(torch.mode)
-def mode(input: Arg, dim: int = -1, keepdim: bool = False) -> str:
-    return whole_dim_sentence(input, dim, keepdim, 2)
-
-
-@rule(torch.kthvalue)
-def kthvalue(input: Arg, _k: Any = None, dim: int = -1, keepdim: bool = False) -> str:
-    return whole_dim_sentence(input, dim, keepdim, 2)
+dim_rule("input dim=-1 keepdim=False", _REDUCED_TO_TWO, torch.mode)
+dim_rule("input _k=None dim=-1 keepdim=False", _REDUCED_TO_TWO, torch.kthvalue)
+dim_rule(_ONE_DIM, _ALONG_IN_TWO, torch.sort)
+dim_rule(_ONE_DIM, _ALONG, torch.argsort)
+dim_rule("input dim=0", _ALONG, torch.msort)
 
 
 @rule(torch.topk)
@@ -288,40 +224,16 @@ def topk(input: Arg, k: int, dim: int = -1) -> str:
     return f"{input.names.whole(dim) if input.ndim else ''} -> {out}, {out}"
 
 
-@rule(torch.sort)
-def sort(input: Arg, dim: int = -1) -> str:
-    names = input.names.whole(dim)
-    return f"{names} -> {names}, {names}"
-
-
-@rule(torch.msort)
-def msort(input: Arg) -> str:
-    return f"{input.names.whole(0)} -> {input.names.whole(0)}"
-
-
-@rule(torch.argsort)
-def argsort(input: Arg, dim: int = -1) -> str:
-    return f"{input.names.whole(dim)} -> {input.names.whole(dim)}"
-
-
 # -- along a dimension -----------------------------------------------------------------------------
+
+dim_rule("input dim", _ALONG, torch.cumprod, torch.logcumsumexp)
+dim_rule("input dim", _ALONG_IN_TWO, torch.cummax, torch.cummin)
 
 
 @rule(torch.cumsum)
 def cumsum(input: Arg, dim: int, *, dtype: Any = None) -> str:
     names = input.names.whole(dim)
     return f"{'+ ' * is_linear_cast(dtype)}{names} -> {names}"
-
-
-@rule(torch.cumprod, torch.logcumsumexp)
-def cumprod(input: Arg, dim: int) -> str:
-    return f"{input.names.whole(dim)} -> {input.names.whole(dim)}"
-
-
-@rule(torch.cummax, torch.cummin)
-def cummax(input: Arg, dim: int) -> str:
-    names = input.names.whole(dim)
-    return f"{names} -> {names}, {names}"
 
 
 @rule(torch.diff)
@@ -335,9 +247,9 @@ def diff(input: Arg, n: int = 1, dim: int = -1, prepend: Any = None, append: Any
 
 @rule(torch.renorm)
 def renorm(input: Arg, _p: Any = None, dim: int = 0) -> str:
-    names = input.names
-    rest = [d for d in range(input.ndim) if d != names.at(dim)]
-    return f"{names.whole(rest) if rest else names} -> {names.whole(rest) if rest else names}"
+    rest = [d for d in range(input.ndim) if d != input.names.at(dim)]
+    names = input.names.whole(rest) if rest else input.names
+    return f"{names} -> {names}"
 
 
 @rule(F.glu)
@@ -346,31 +258,22 @@ def glu(input: Arg, dim: int = -1) -> str:
     return f"{input.names.whole(dim)} -> {input.names.put(dim, f'z={n}!')}"
 
 
-def _dim_kept(split: Any) -> Any:
+def _register_softmax(split: Kernel, *functions: Any) -> None:
     """`f(input, dim)`, whose dimension must be whole unless it is computed as `split`."""
 
-    def derive_dim_kept(input: Arg, dim: int | None = None) -> str | Decomposition | None:
+    def compute_softmax(input: Any, dim: int, *rest: Any, dtype: Any = None, **_: Any) -> Any:
+        named = (x for x in rest if isinstance(x, torch.dtype))
+        return split(input, dim, dtype or next(named, None))
+
+    @rule(*functions)
+    def derive_softmax(input: Arg, dim: int | None = None) -> str | Decomposition | None:
         if dim is None:
             return None
         if input.is_split(dim):
-            return Decomposition(split)
-        names = input.names.whole(dim)
-        return f"{names} -> {names}"
-
-    return derive_dim_kept
+            return Decomposition(compute_softmax)
+        return f"{input.names.whole(dim)} -> {input.names.whole(dim)}"
 
 
-def _run_softmax(input: Any, dim: int, *rest: Any, dtype: Any = None, **_: Any) -> Any:
-    return decompositions.softmax(input, dim, dtype or _find_dtype(rest))
-
-
-def _log_softmax(input: Any, dim: int, *rest: Any, dtype: Any = None, **_: Any) -> Any:
-    return decompositions.log_softmax(input, dim, dtype or _find_dtype(rest))
-
-
-def _find_dtype(rest: Sequence[Any]) -> Any:
-    return next((x for x in rest if isinstance(x, torch.dtype)), None)
-
-
-rule(torch.softmax, torch.special.softmax, F.softmax)(_dim_kept(_run_softmax))
-rule(torch.log_softmax, torch.special.log_softmax, F.log_softmax)(_dim_kept(_log_softmax))
+_register_softmax(decompositions.softmax, torch.softmax, torch.special.softmax, F.softmax)
+_logs = (torch.log_softmax, torch.special.log_softmax, F.log_softmax)
+_register_softmax(decompositions.log_softmax, *_logs)

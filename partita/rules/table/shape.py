@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from ..rule import Arg, Decomposition, Kernel, KernelCall, KernelRule
+from ..rule import Arg, Decomposition, Kernel, KernelCall, KernelRule, dim_rule, rule_by_name
 from ..rule import table_rule as rule
 from ..sentence import Names, resolve_shape, view_sentence
 from .index import make_pick_kernel
@@ -61,14 +61,17 @@ def reshape(input: Arg, *sizes: Any, shape: Any = None) -> KernelRule:
     return KernelRule(_derive_view(input, _flatten_sizes(sizes, shape)), _reshape)
 
 
-@rule(torch.Tensor.view_as)
-def view_as(input: Arg, other: Arg) -> Decomposition:
-    return Decomposition(lambda input, other: input.view(other.shape))
+def _decompose_as(method: str) -> None:
+    """Have `x.view_as(y)` and the like be `x.view(y.shape)`."""
+
+    @rule(getattr(torch.Tensor, f"{method}_as"))
+    def derive_as(input: Arg, other: Arg) -> Decomposition:
+        return Decomposition(lambda input, other: getattr(input, method)(other.shape))
 
 
-@rule(torch.Tensor.reshape_as)
-def reshape_as(input: Arg, other: Arg) -> Decomposition:
-    return Decomposition(lambda input, other: input.reshape(other.shape))
+_decompose_as("view")
+_decompose_as("reshape")
+_decompose_as("expand")
 
 
 @rule(torch.flatten)
@@ -194,11 +197,6 @@ def expand(input: Arg, *sizes: Any, size: Any = None) -> KernelRule:
     return KernelRule(f"+ {' '.join(left)} -> {' '.join(right)}", _expand)
 
 
-@rule(torch.Tensor.expand_as)
-def expand_as(input: Arg, other: Arg) -> Decomposition:
-    return Decomposition(lambda input, other: input.expand(other.shape))
-
-
 @rule(torch.broadcast_tensors)
 def broadcast_tensors(*tensors: Any) -> Decomposition:
     def broadcast_all(*tensors: Any) -> Any:
@@ -262,11 +260,6 @@ def pixel_unshuffle(input: Arg, downscale_factor: int) -> str:
     return f"+ ...% c (h r={r}) (w s={r}) -> ...% (c r s) h w"
 
 
-@rule(torch.channel_shuffle)
-def channel_shuffle(input: Arg, _groups: Any = None) -> str:
-    return f"+ {input.names.whole(1)} -> {input.names.whole(1)}"
-
-
 # -- parts of a dimension --------------------------------------------------------------------------
 
 
@@ -299,11 +292,11 @@ def narrow(input: Arg, dim: int, start: Any, length: int) -> str | None:
 # -- moving along a dimension ----------------------------------------------------------------------
 
 
-@rule(torch.roll)
-def roll(input: Arg, _shifts: Any = None, dims: Any = None) -> str:
-    if dims is None or dims == () or dims == []:
-        return f"+ {input.names.whole()} -> {input.names.whole()}"
-    return f"+ {input.names.whole(dims)} -> {input.names.whole(dims)}"
+_WHOLE = "+ {whole} -> {whole}"
+dim_rule("input _shifts=None dims=None", _WHOLE, torch.roll)
+dim_rule("input dim=1", _WHOLE, torch.fliplr)
+dim_rule("input dim=0", _WHOLE, torch.flipud)
+dim_rule("input _groups=None dim=1", _WHOLE, torch.channel_shuffle)
 
 
 @rule(torch.flip)
@@ -315,16 +308,6 @@ def flip(input: Arg, *order: Any, dims: Any = None) -> str:
     ]
     names = input.names.whole(where) if where else input.names
     return f"+ {names} -> {names}"
-
-
-@rule(torch.fliplr)
-def fliplr(input: Arg) -> str:
-    return flip(input, 1)
-
-
-@rule(torch.flipud)
-def flipud(input: Arg) -> str:
-    return flip(input, 0)
 
 
 @rule(torch.rot90)
@@ -367,27 +350,23 @@ def constant_pad_nd(input: Arg, pad_: Sequence[int], value: Any = None) -> str:
 # -- triangles and diagonals -----------------------------------------------------------------------
 
 
-@rule(torch.tril)
-def tril(input: Arg) -> KernelRule:
-    return _derive_triangle(input, True)
+def _triangle_rule(function: Any, lower: bool) -> None:
+    @rule(function)
+    def derive_triangle(input: Arg) -> KernelRule:
+        rows, columns = input.names[-2:]
+
+        def make_triangle_kernel(call: KernelCall) -> Kernel | None:
+            # Row i of this rank's piece is row i + offset of the whole: the diagonal is shifted.
+            shift = call.pieces.get(rows, (0,))[0] - call.pieces.get(columns, (0,))[0]
+            if isinstance(shift, torch.Tensor):
+                return _triangle_traced(lower, shift)
+            return (lambda input, diagonal=0: call.run(input, diagonal + shift)) if shift else None
+
+        return KernelRule(f"+ {input.names} -> {input.names}", make_triangle_kernel)
 
 
-@rule(torch.triu)
-def triu(input: Arg) -> KernelRule:
-    return _derive_triangle(input, False)
-
-
-def _derive_triangle(input: Arg, lower: bool) -> KernelRule:
-    rows, columns = input.names[-2:]
-
-    def local(call: KernelCall) -> Kernel | None:
-        # Row i of this rank's piece is row i + offset of the whole: the diagonal is shifted.
-        shift = call.pieces.get(rows, (0,))[0] - call.pieces.get(columns, (0,))[0]
-        if isinstance(shift, torch.Tensor):
-            return _triangle_traced(lower, shift)
-        return (lambda input, diagonal=0: call.run(input, diagonal + shift)) if shift else None
-
-    return KernelRule(f"+ {input.names} -> {input.names}", local)
+_triangle_rule(torch.tril, True)
+_triangle_rule(torch.triu, False)
 
 
 def _triangle_traced(lower: bool, shift: torch.Tensor) -> Kernel:
@@ -508,24 +487,19 @@ def _split_into_lengths(size: int, step: int) -> list[int]:
     return [min(step, size - at) for at in range(0, size, step)] or [size]
 
 
-@rule(torch.split)
-def split(tensor: Arg, split_size_or_sections: Any, dim: int = 0) -> str:
-    size = tensor.shape[tensor.names.at(dim)]
-    if isinstance(split_size_or_sections, int):
-        return _sentence_of_pieces(
-            tensor, dim, _split_into_lengths(size, max(split_size_or_sections, 1))
-        )
-    return _sentence_of_pieces(tensor, dim, split_size_or_sections)
+def _split_rule(takes: str, *functions: Any) -> None:
+    @rule_by_name(takes, *functions)
+    def derive_split(given: dict[str, Any]) -> str:
+        input, lengths, dim = given.values()
+        size = input.shape[input.names.at(dim)]
+        each = isinstance(lengths, int)
+        pieces = _split_into_lengths(size, max(lengths, 1)) if each else lengths
+        return _sentence_of_pieces(input, dim, pieces)
 
 
-@rule(torch.Tensor.split)
-def split_method(input: Arg, split_size: Any, dim: int = 0) -> str:
-    return split(input, split_size, dim)
-
-
-@rule(torch.split_with_sizes, torch.unsafe_split)
-def split_with_sizes(input: Arg, split_sizes: Any, dim: int = 0) -> str:
-    return split(input, split_sizes, dim)
+_split_rule("tensor split_size_or_sections dim=0", torch.split)
+_split_rule("input split_size dim=0", torch.Tensor.split)
+_split_rule("input split_sizes dim=0", torch.split_with_sizes, torch.unsafe_split)
 
 
 @rule(torch.chunk, torch.unsafe_chunk)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,7 +27,7 @@ from torch.utils.flop_counter import flop_registry
 
 from partita.layout.text import describe_value, escape_controls, human
 
-from .machine import Machine, MeasuredCurve, load_machine
+from .machine import Machine, MachineError, MeasuredCurve, load_machine, read_amount
 from .simulate import Simulation, simulate
 from .strategy import (
     ModelShape,
@@ -45,9 +44,6 @@ from .strategy import (
 
 MOST = 32
 """Ways that are simulated, unless others are asked for."""
-
-_UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 @dataclass(frozen=True)
@@ -241,17 +237,11 @@ def read_bytes(text: float | str) -> float:
     is_number = isinstance(text, Real) and not isinstance(text, bool)
     allowed = "bytes as a number, or text such as '80GB'"
     check_argument("memory", text, is_number or isinstance(text, str), allowed)
-    if isinstance(text, str):
-        match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([A-Za-z]+)", text.strip())
-        number = float(match[1]) * _UNITS.get(match[2], 0) if match else 0.0
-    else:
-        try:
-            number = float(text)
-        except OverflowError:
-            number = math.inf
-    if not 0 < number < math.inf:
-        raise StrategyError(f"{describe_value(text)} is no amount of memory: write 80GB or 64GiB")
-    return number
+    try:
+        return read_amount("bytes")("memory", text)
+    except MachineError:
+        said = describe_value(text)
+        raise StrategyError(f"{said} is no amount of memory: write 80GB or 64GiB") from None
 
 
 # -- the search ------------------------------------------------------------------------------------
@@ -418,21 +408,23 @@ class WaySearch:
                 break
         return tuple(sorted(choices, key=lambda choice: choice.seconds))
 
-    def price_way(self, way: Way) -> tuple[float, int, Simulation]:
+    def price_way(
+        self, way: Way, known: int = 4, blocks: int = _WHOLE
+    ) -> tuple[float, int, Simulation]:
         """Seconds, peak and simulation of a way with all of its blocks.
 
-        With all of its micro-batches, too; but of a step of more than 128 blocks in all of them
-        each micro-batch after the fourth adds what the fourth added, to the peak as well.
+        With all of its micro-batches, too; but of a step of more than `blocks` blocks in all of
+        them each micro-batch after number `known` adds what that one added, to the peak as well.
         """
         count = way.strategy.micro_batches
-        if count <= 4 or self._layers_of(way) * count <= _WHOLE:
+        if count <= known or self._layers_of(way) * count <= blocks:
             whole = self._simulate_once(way)
             return whole.seconds, whole.peak, whole
-        third, fourth = (
-            self._simulate_once(_replace_strategy(way, micro_batches=n)) for n in (3, 4)
+        before, last = (
+            self._simulate_once(_replace_strategy(way, micro_batches=n)) for n in (known - 1, known)
         )
-        seconds, peak = _extrapolate_batches(third, fourth, count - 4)
-        return seconds, math.ceil(peak), fourth
+        seconds = last.seconds + (count - known) * max(last.seconds - before.seconds, 0.0)
+        return seconds, last.peak + (count - known) * max(last.peak - before.peak, 0), last
 
     def _layers_of(self, way: Way) -> int:
         return way.strategy.layers or self.model.layers
@@ -446,33 +438,21 @@ class WaySearch:
         """
         layers = self._layers_of(way)
         if layers <= 2 or layers * way.strategy.micro_batches <= _SMALL:
-            return self._estimate_batches(way, layers)
-        one, two = (self._estimate_batches(_replace_strategy(way, layers=n), n) for n in (1, 2))
+            return self._estimate_batches(way)
+        one, two = (self._estimate_batches(_replace_strategy(way, layers=n)) for n in (1, 2))
         weights = least_bytes(self.model, way)
         weights -= least_bytes(self.model, _replace_strategy(way, layers=1))
         seconds = one[0] + (layers - 1) * max(two[0] - one[0], 0.0)
         return seconds, one[1] + max((layers - 1) * (two[1] - one[1]), weights)
 
-    def _estimate_batches(self, way: Way, layers: int) -> tuple[float, float]:
-        count = way.strategy.micro_batches
-        if count <= 3 or layers * count <= _SMALL:
-            whole = self._simulate_once(way)
-            return whole.seconds, whole.peak
-        second, third = (
-            self._simulate_once(_replace_strategy(way, micro_batches=n)) for n in (2, 3)
-        )
-        return _extrapolate_batches(second, third, count - 3)[0], third.peak
+    def _estimate_batches(self, way: Way) -> tuple[float, float]:
+        seconds, _, last = self.price_way(way, known=3, blocks=_SMALL)
+        return seconds, last.peak
 
     def _simulate_once(self, way: Way) -> Simulation:
         if way not in self._known:
             self._known[way] = simulate(self.model, way.mesh, self.machine, strategy=way.strategy)
         return self._known[way]
-
-
-def _extrapolate_batches(before: Simulation, last: Simulation, further: int) -> tuple[float, float]:
-    """Seconds and peak with so many further micro-batches that each add what the last did."""
-    seconds = last.seconds + further * max(last.seconds - before.seconds, 0.0)
-    return seconds, last.peak + further * max(last.peak - before.peak, 0)
 
 
 def _keeps_more(one: Way, other: Way) -> bool:
@@ -561,16 +541,12 @@ def least_seconds(shape: ModelShape, way: Way, machine: Machine) -> float:
     """
     of, needs = way.strategy, _needs_of(shape, way)
     compute = of.micro_batches * _least_compute(needs, way, machine)
-    over_dp = over_tp = 0.0
-    if way.dp > 1:
-        # Of one block a gathered weight may be kept from one micro-batch to the next.
-        gathers = of.micro_batches if (of.layers or shape.layers) > 1 else 1
-        times = 1 + (gathers if of.zero == 3 else 0)
-        sent = times * needs.gradients / way.tp * (way.dp - 1) / way.dp
-        over_dp = sent / _fastest_link(machine, "dp", way)
-    if way.tp > 1:
-        sent = shape.sums * of.micro_batches * needs.results * (way.tp - 1) / way.tp
-        over_tp = sent / _fastest_link(machine, "tp", way)
+    # Of one block a gathered weight may be kept from one micro-batch to the next.
+    gathers = of.micro_batches if (of.layers or shape.layers) > 1 else 1
+    times = 1 + (gathers if of.zero == 3 else 0)
+    over_dp = _least_to_send(times * needs.gradients / way.tp, "dp", way, machine)
+    summed = shape.sums * of.micro_batches * needs.results
+    over_tp = _least_to_send(summed, "tp", way, machine)
     return max(compute, over_dp, over_tp)
 
 
@@ -588,14 +564,16 @@ def _least_compute(needs: _ModelNeeds, way: Way, machine: Machine) -> float:
     return seconds + (0.0 if curves else needs.products * machine.kernel_seconds)
 
 
-def _fastest_link(machine: Machine, axis: str, way: Way) -> float:
-    """Bytes per second that a rank sends over an axis at most."""
-    reached = machine.reached_link((axis,), way.mesh).bandwidth
-    if machine.given_link((axis,)) is not None:
-        return reached
-    ranks = way.mesh[axis]
-    measured = [c for name, c in machine.collectives.items() if name.endswith(f"-{ranks}")]
-    return max([reached, *map(_fastest_rate, measured)])
+def _least_to_send(nbytes: float, axis: str, way: Way, machine: Machine) -> float:
+    """Seconds to gather or to reduce a whole of so many bytes over an axis, by its fastest link."""
+    ranks = way.mesh.get(axis, 1)
+    if ranks == 1:
+        return 0.0
+    fastest = machine.reached_link((axis,), way.mesh).bandwidth
+    if machine.given_link((axis,)) is None:
+        measured = [c for name, c in machine.collectives.items() if name.endswith(f"-{ranks}")]
+        fastest = max([fastest, *map(_fastest_rate, measured)])
+    return nbytes * (ranks - 1) / ranks / fastest
 
 
 def _fastest_rate(curve: MeasuredCurve) -> float:
@@ -615,18 +593,12 @@ def guess_seconds(shape: ModelShape, way: Way, machine: Machine) -> float:
     """Seconds that a step may take: products and kernels beside them, and links that are waited
     for. It orders ways, and leaves none out."""
     of, needs = way.strategy, _needs_of(shape, way)
-    n, dp, tp = of.micro_batches, way.dp, way.tp
-    again = 4 / 3 if of.remat else 1.0
+    n, again = of.micro_batches, 4 / 3 if of.remat else 1.0
     small = _KERNELS * needs.products * machine.kernel_seconds
     compute = n * again * (_least_compute(needs, way, machine) + small)
-    over_dp = over_tp = 0.0
-    if dp > 1:
-        times = 2 + (2 * n - 1 if of.zero == 3 else 0)
-        sent = times * needs.gradients / tp * (dp - 1) / dp
-        over_dp = sent / _fastest_link(machine, "dp", way)
-    if tp > 1:
-        sent = 4 * shape.sums * again * n * needs.results * (tp - 1) / tp
-        over_tp = sent / _fastest_link(machine, "tp", way)
+    times = 2 + (2 * n - 1 if of.zero == 3 else 0)
+    over_dp = _least_to_send(times * needs.gradients / way.tp, "dp", way, machine)
+    over_tp = _least_to_send(4 * shape.sums * again * n * needs.results, "tp", way, machine)
     return compute + over_tp + max(over_dp - compute / 2, over_dp / 10)
 
 

@@ -13,13 +13,14 @@ import itertools
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
@@ -65,33 +66,27 @@ def calibrate(ranks: int) -> Machine:
 
 def machine_toml(machine: Machine) -> str:
     """A machine as the text of a file that `load_machine` reads."""
-    lines = [
-        f"name = {json.dumps(machine.name)}",
-        f"source = {json.dumps(machine.source)}",
-        f"memory_bytes = {machine.memory_bytes:.6g}",
-        f"memory_bandwidth = {machine.memory_bandwidth:.6g}",
-        f"kernel_seconds = {machine.kernel_seconds:.4g}",
-        f"fuses = {str(machine.fuses).lower()}",
-        f"overlaps = {str(machine.overlaps).lower()}",
-        f"ranks_per_host = {machine.ranks_per_host}",
-    ]
-    if machine.straggling:
-        lines += [f"straggling = {machine.straggling:.4g}"]
-    for name, table in (("flops", machine.flops), ("efficiency", machine.efficiency)):
-        lines += ["", f"[{name}]", *(f"{key} = {value:.6g}" for key, value in table.items())]
-    given = {f"links.{json.dumps(axes)}": link for axes, link in machine.links.items()}
-    for name, link in {"host": machine.host, "network": machine.network, **given}.items():
-        lines += ["", f"[{name}]", f"latency = {link.latency:.4g}"]
-        lines += [f"bandwidth = {link.bandwidth:.6g}"]
-    for name, curves in (("kernels", machine.kernels), ("collectives", machine.collectives)):
-        for key, curve in curves.items():
-            lines += ["", f"[{name}.{key}]", f"amounts = {_format_row(curve.amounts)}"]
-            lines += [f"seconds = {_format_row(curve.seconds)}"]
-    return "\n".join(lines) + "\n"
+    said = {f.name: getattr(machine, f.name) for f in fields(machine)}
+    usual = {f.name: f.default for f in fields(machine)}
+    return "\n".join(_format_table({k: v for k, v in said.items() if v != usual[k]})) + "\n"
 
 
-def _format_row(values: Sequence[float]) -> str:
-    return f"[{', '.join(f'{value:.6g}' for value in values)}]"
+def _format_table(table: Mapping[str, Any], above: str = "") -> Iterator[str]:
+    """The lines of a table of TOML: its values, and then the tables in it."""
+    inner: dict[str, Mapping[str, Any]] = {}
+    for key, value in table.items():
+        if is_dataclass(value) or isinstance(value, Mapping):
+            inner[key] = value if isinstance(value, Mapping) else vars(value)
+        elif isinstance(value, tuple):
+            yield f"{key} = [{', '.join(f'{one:.6g}' for one in value)}]"
+        else:
+            is_figure = isinstance(value, float)
+            yield f"{key} = {f'{value:.6g}' if is_figure else json.dumps(value)}"
+    for key, held in inner.items():
+        name = above + (key if re.fullmatch(r"[\w-]+", key) else json.dumps(key))
+        if not all(isinstance(v, Mapping) or is_dataclass(v) for v in held.values()):
+            yield from ("", f"[{name}]")
+        yield from _format_table(held, f"{name}.")
 
 
 def make_machine(told: Sequence[Mapping[str, Any]], ranks: int) -> Machine:

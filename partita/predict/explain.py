@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils import _pytree as pytree
 
 from partita.comm import DryWire, Wire, user_line
-from partita.layout import Fix, Layout, LayoutError, Mesh
+from partita.layout import Layout, LayoutError, Mesh
 from partita.layout.text import (
     describe_value,
     escape_controls,
@@ -38,7 +38,7 @@ from partita.tensor.plan import CallPlan
 from partita.tensor.plan_call import Considered, make_plan
 from partita.tensor.tensor_state import HERE
 
-from .rehearsal import rehearse, runs_nothing
+from .rehearsal import make_refusal, rehearse, runs_nothing
 
 _IS_CAUSAL = 4  # among the operands of `rules.table.attention`
 _NO_RULE = "(no rule: the operands are gathered, the result is whole)"
@@ -89,17 +89,13 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 def _check_function(fn: Any) -> None:
     """Raise LayoutError for what cannot be called, or of which a call runs nothing."""
     if not callable(fn):
-        raise LayoutError(
-            f"fn is {describe_value(fn)}, which cannot be called",
-            place=user_line(),
-            fixes=(Fix("pt.explain(F.linear, x, weight)"), Fix("pt.explain(model, x)")),
-        )
+        fact = f"fn is {describe_value(fn)}, which cannot be called"
+        raise make_refusal(fact, "pt.explain(F.linear, x, weight)", "pt.explain(model, x)")
     if runs_nothing(fn):
-        raise LayoutError(
+        raise make_refusal(
             f"fn is {_name_of_function(fn)}, a generator or a coroutine function",
-            place=user_line(),
+            "a function that goes through what it yields",
             reason="a call of it gives an object, and runs nothing",
-            fixes=(Fix("a function that goes through what it yields"),),
         )
 
 
@@ -108,11 +104,10 @@ def _check_operands(given: Any) -> None:
     call itself, and what it gives has no fakes."""
     for value in pytree.tree_leaves(given):
         if isinstance(value, Iterator):
-            raise LayoutError(
+            raise make_refusal(
                 f"an argument is {describe_value(value)}, which can be gone through only once",
-                place=user_line(),
+                ("list(...)", "of it"),
                 reason="the tensors that it gives are not known before",
-                fixes=(Fix("list(...)", "of it"),),
             )
 
 

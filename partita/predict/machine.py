@@ -15,6 +15,7 @@ import re
 import tomllib
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from pathlib import Path
@@ -28,9 +29,6 @@ from partita.layout.text import describe_value
 _FOLDER = Path(__file__).with_name("machines")
 _EFFICIENCIES = ("matmul", "attention", "memory", "link")
 """Kinds of which a machine says what part of the peak is reached."""
-_FIGURES = ("memory_bytes", "memory_bandwidth", "kernel_seconds", "straggling", "step_seconds")
-"""What a machine has as one number each."""
-
 _POWERS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
 _UNITS: dict[str, dict[str, float]] = {
@@ -44,6 +42,62 @@ _UNITS: dict[str, dict[str, float]] = {
 
 class MachineError(ValueError):
     """A machine that is not known, or whose file says what it cannot mean."""
+
+
+def is_number(value: Any) -> bool:
+    """Is it a number that a float can hold? A truth value is none."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return False
+    try:
+        float(value)
+    except OverflowError:
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What an argument or a field may be.
+
+    Attributes:
+        allowed: what it is, in words.
+        has: is a value of this kind?
+    """
+
+    allowed: str
+    has: Callable[[Any], bool]
+
+    def check(self, name: str, value: Any, error: type[ValueError]) -> None:
+        """Raise `error`, which says what the value is and what is allowed, of another kind."""
+        if not self.has(value):
+            raise error(f"{name} is {describe_value(value)}: {self.allowed}")
+
+
+def _kind_of_count(least: int) -> Kind:
+    """Whole numbers of at least so many."""
+    return Kind(
+        f"a whole number, at least {least}",
+        lambda v: isinstance(v, Integral) and not isinstance(v, bool) and int(v) >= least,
+    )
+
+
+TEXT = Kind("a text", lambda value: isinstance(value, str))
+CHOICE = Kind("True or False", lambda value: isinstance(value, bool))
+COUNT, COUNT_OR_NONE_AT_ALL = _kind_of_count(1), _kind_of_count(0)
+_FIGURE = Kind("a number, at least 0", lambda value: is_number(value) and value >= 0)
+_LINK = Kind("a Link", lambda value: isinstance(value, Link))
+_CURVE = Kind("a MeasuredCurve", lambda value: isinstance(value, MeasuredCurve))
+
+
+def check_fields(of: object, error: type[ValueError], kinds: Mapping[str, Kind]) -> None:
+    """Raise `error` for the first of these attributes that is of another kind than is said here.
+
+    Args:
+        kinds: a kind for each name, or for several names with blanks between.
+    """
+    for names, kind in kinds.items():
+        for name in names.split():
+            kind.check(name, getattr(of, name), error)
 
 
 @dataclass(frozen=True)
@@ -144,40 +198,18 @@ class Machine:
     links: Mapping[str, Link] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        def check(name: str, value: Any, is_right: bool, allowed: str) -> None:
-            if not is_right:
-                raise MachineError(f"{name} is {describe_value(value)}: {allowed}")
-
-        for name in ("name", "source"):
-            check(name, getattr(self, name), isinstance(getattr(self, name), str), "a text")
-        for name in ("fuses", "overlaps"):
-            value = getattr(self, name)
-            check(name, value, isinstance(value, bool), "True or False")
-        for name in ("host", "network"):
-            value = getattr(self, name)
-            check(name, value, isinstance(value, Link), "a Link")
-        figures = {name: getattr(self, name) for name in _FIGURES}
-        tables: dict[str, tuple[type, str]] = {
-            "flops": (Real, "a number"),
-            "efficiency": (Real, "a number"),
-        }
-        tables |= dict.fromkeys(("kernels", "collectives"), (MeasuredCurve, "a MeasuredCurve"))
-        tables["links"] = (Link, "a Link")
-        for name, (kind, allowed) in tables.items():
+        figures = "memory_bytes memory_bandwidth kernel_seconds straggling step_seconds"
+        kinds = {"name source": TEXT, "fuses overlaps": CHOICE, "host network": _LINK}
+        check_fields(self, MachineError, {**kinds, figures: _FIGURE, "ranks_per_host": COUNT})
+        tables = {"kernels": _CURVE, "collectives": _CURVE, "links": _LINK}
+        for name, kind in {"flops": _FIGURE, "efficiency": _FIGURE, **tables}.items():
             table = getattr(self, name)
-            check(name, table, isinstance(table, Mapping), f"{allowed} by name, in a dictionary")
+            if not isinstance(table, Mapping):
+                said = f"{name} is {describe_value(table)}"
+                raise MachineError(f"{said}: {kind.allowed} by name, in a dictionary")
             for key, value in table.items():
-                check(f"a key of {name}", key, isinstance(key, str), "a text")
-                here = f"{name}[{describe_value(key)}]"
-                if kind is Real:
-                    figures[here] = value
-                else:
-                    check(here, value, isinstance(value, kind), allowed)
-        for name, value in figures.items():
-            check(name, value, _is_number(value) and value >= 0, "a number, at least 0")
-        ranks = self.ranks_per_host
-        is_count = isinstance(ranks, Integral) and not isinstance(ranks, bool) and ranks >= 1
-        check("ranks_per_host", ranks, is_count, "a whole number, at least 1")
+                TEXT.check(f"a key of {name}", key, MachineError)
+                kind.check(f"{name}[{describe_value(key)}]", value, MachineError)
         axes = [sorted(name.split()) for name in self.links]
         for place, name in enumerate(self.links):
             if axes[place] in axes[:place]:
@@ -334,22 +366,19 @@ _Read = Callable[[str, Any], Any]
 def _read_machine(found: Mapping[str, Any]) -> Machine:
     read = _table_of(
         {
-            "name": _of_type(str),
-            "source": _of_type(str),
-            "fuses": _of_type(bool),
-            "ranks_per_host": _read_count,
-            "memory_bytes": _amount_of("bytes"),
-            "memory_bandwidth": _amount_of("bytes per second"),
-            "kernel_seconds": _amount_of("seconds"),
+            **dict.fromkeys(("name", "source", "fuses", "ranks_per_host"), _as_it_is),
+            "memory_bytes": read_amount("bytes"),
+            "memory_bandwidth": read_amount("bytes per second"),
+            "kernel_seconds": read_amount("seconds"),
             "flops": _read_flops,
             "efficiency": _table_of(dict.fromkeys(_EFFICIENCIES, _read_share)),
             "host": _read_link,
             "network": _read_link,
         },
         {
-            "overlaps": _of_type(bool),
-            "straggling": _amount_of("parts"),
-            "step_seconds": _amount_of("seconds"),
+            "overlaps": _as_it_is,
+            "straggling": read_amount("parts"),
+            "step_seconds": read_amount("seconds"),
             "kernels": _table_of({}, dict.fromkeys(RATES, _read_curve)),
             "collectives": _read_collectives,
             "links": _read_links,
@@ -382,7 +411,7 @@ def _check_table(key: str, found: Any) -> None:
 
 def _read_link(key: str, found: Any) -> Link:
     read = _table_of(
-        {"latency": _amount_of("seconds"), "bandwidth": _amount_of("bytes per second")}
+        {"latency": read_amount("seconds"), "bandwidth": read_amount("bytes per second")}
     )
     return Link(**read(key, found))
 
@@ -394,12 +423,10 @@ def _read_links(key: str, found: Any) -> dict[str, Link]:
 
 def _read_flops(key: str, found: Any) -> dict[str, float]:
     _check_table(key, found)
-    if not found:
-        raise MachineError(f'{key} names no dtype: write bfloat16 = "989 TFLOP/s"')
     for dtype in found:
         if str(getattr(torch, dtype, None)) != f"torch.{dtype}":  # torch.half says float16
             raise MachineError(f"{key}.{dtype} is no dtype of torch: bfloat16, float32")
-    read = _amount_of("operations per second")
+    read = read_amount("operations per second")
     return {dtype: read(f"{key}.{dtype}", value) for dtype, value in found.items()}
 
 
@@ -424,71 +451,46 @@ def _read_curve(key: str, found: Any) -> MeasuredCurve:
 
 
 def _read_row(key: str, found: Any) -> tuple[float, ...]:
-    row = _of_type(list)(key, found)
-    if not all(_is_number(value) and math.isfinite(value) for value in row):
-        raise MachineError(f"{key} is {row!r}, not all of it numbers")
-    return tuple(map(float, row))
+    if not isinstance(found, list):
+        raise MachineError(f"{key} is {describe_value(found)}, not of type list")
+    if not all(is_number(value) and math.isfinite(value) for value in found):
+        raise MachineError(f"{key} is {found!r}, not all of it numbers")
+    return tuple(map(float, found))
 
 
-def _amount_of(what: str) -> _Read:
+def read_amount(what: str) -> _Read:
+    """What reads an amount, more than 0, of "bytes", "seconds" or another key of `_UNITS`."""
     units = _UNITS[what]
 
     def read(key: str, value: Any) -> float:
+        said, number = describe_value(value), math.nan
         if isinstance(value, str):
             match = re.fullmatch(r"([-+\d.eE]+)\s*(\S+)", value.strip())
             if match is None or match[2] not in units:
-                raise MachineError(
-                    f"{key} is {describe_value(value)}, no amount of {what}: {', '.join(units)}"
-                )
-            try:
+                raise MachineError(f"{key} is {said}, no amount of {what}: {', '.join(units)}")
+            with suppress(ValueError):  # signs and dots are no number by themselves
                 number = float(match[1]) * units[match[2]]
-            except ValueError:
-                raise MachineError(
-                    f"{key} is {describe_value(value)}, which has no number"
-                ) from None
-        elif _is_number(value):
+        elif is_number(value):
             number = float(value)
         else:
-            raise MachineError(f"{key} is {describe_value(value)}, no amount of {what}")
+            raise MachineError(f"{key} is {said}, no amount of {what}")
         if not (math.isfinite(number) and number > 0):
-            raise MachineError(f"{key} is {describe_value(value)}: {what} are above 0")
+            raise MachineError(f"{key} is {said}: {what} are above 0")
         return number
 
     return read
 
 
 def _read_share(key: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
-        raise MachineError(
-            f"{key} is {describe_value(value)}, no part of a peak: above 0, at most 1"
-        )
+    if not is_number(value) or not 0 < value <= 1:
+        said = describe_value(value)
+        raise MachineError(f"{key} is {said}, no part of a peak: above 0, at most 1")
     return float(value)
 
 
-def _read_count(key: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise MachineError(f"{key} is {describe_value(value)}, no number of ranks")
+def _as_it_is(key: str, value: Any) -> Any:
+    """What `Machine` itself refuses where it is of another kind."""
     return value
-
-
-def _is_number(value: Any) -> bool:
-    """Is it a number that a float can hold? A truth value is none."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        return False
-    try:
-        float(value)
-    except OverflowError:
-        return False
-    return True
-
-
-def _of_type(kind: type) -> _Read:
-    def read(key: str, value: Any) -> Any:
-        if not isinstance(value, kind):
-            raise MachineError(f"{key} is {describe_value(value)}, not of type {kind.__name__}")
-        return value
-
-    return read
 
 
 # -- times of collectives --------------------------------------------------------------------------
@@ -510,10 +512,8 @@ class Link:
     bandwidth: float
 
     def __post_init__(self) -> None:
-        for name, figure in (("latency", self.latency), ("bandwidth", self.bandwidth)):
-            if not _is_number(figure):
-                what = "seconds" if name == "latency" else "bytes per second"
-                raise MachineError(f"{name} is {describe_value(figure)}: a number of {what}")
+        for name, what in (("latency", "seconds"), ("bandwidth", "bytes per second")):
+            Kind(f"a number of {what}", is_number).check(name, getattr(self, name), MachineError)
         if not (math.isfinite(self.latency) and self.latency >= 0):
             raise MachineError(f"a latency of {self.latency} seconds: at least 0, and finite")
         if not (math.isfinite(self.bandwidth) and self.bandwidth > 0):
@@ -531,17 +531,10 @@ def messages_of(kind: str, ranks: int) -> int:
     """
     if ranks == 1:
         return 0
-    steps: dict[str, int] = {
-        "all_gather": ranks - 1,
-        "reduce_scatter": ranks - 1,
-        "all_reduce": 2 * (ranks - 1),
-        "all_to_all": ranks - 1,  # pairwise exchange
-        "broadcast": ranks - 1,  # a pipeline along the ring
-        "send": 1,
-    }
-    if kind not in steps:
-        raise ValueError(f"no collective {kind!r}: {', '.join(steps)} are")
-    return steps[kind]
+    if kind not in COLLECTIVES:
+        raise ValueError(f"no collective {kind!r}: {', '.join(COLLECTIVES)} are")
+    # An all-to-all is a pairwise exchange, a broadcast a pipeline along the ring.
+    return {"all_reduce": 2 * (ranks - 1), "send": 1}.get(kind, ranks - 1)
 
 
 def collective_bytes(kind: str, ranks: int, whole: float) -> float:

@@ -197,24 +197,34 @@ def _refusing_steps(state: State) -> Iterator[None]:
 
 
 def _refuse_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    raise LayoutError(
+    raise make_refusal(
         "the explained function steps an optimizer",
-        place=user_line(),
+        ("pt.explain(model, x)", "forward, or a function that ends in backward()"),
+        ("pt.compile(step)", "then step.explain() and step.memory"),
         reason="explain plans calls on tensors; an update is told by a step that is captured",
-        fixes=(
-            Fix("pt.explain(model, x)", "forward, or a function that ends in backward()"),
-            Fix("pt.compile(step)", "then step.explain() and step.memory"),
-        ),
     )
+
+
+def make_refusal(
+    fact: str, *fixes: str | tuple[str, str], reason: str = "", place: str | None = None
+) -> LayoutError:
+    """What to raise of what is asked and not done, at the user's line unless it is said where.
+
+    Args:
+        fixes: each as a text, or as what to write and what that is.
+    """
+    told = (Fix(fix) if isinstance(fix, str) else Fix(*fix) for fix in fixes)
+    place = user_line() if place is None else place
+    return LayoutError(fact, place=place, reason=reason, fixes=tuple(told))
 
 
 def asks_value(error: Exception) -> LayoutError:
     """What to raise where a function that is not run asked for a number."""
-    return LayoutError(
+    return make_refusal(
         "the function asks for the value of a tensor",
-        place=user_line_of(error),
+        ("give the part before it", "and the part after it by itself"),
         reason="nothing is computed, so that no value is known",
-        fixes=(Fix("give the part before it", "and the part after it by itself"),),
+        place=user_line_of(error),
     )
 
 
@@ -233,17 +243,16 @@ def read_mesh(text: str) -> dict[str, int]:
         name, _, size = part.strip().partition("=")
         is_number = size.isascii() and size.isdecimal()
         if not name.isidentifier() or not is_number or name in axes or len(size) > _DIGITS:
-            raise LayoutError(
+            raise make_refusal(
                 f"cannot read {part.strip()[:40]!r} in the mesh {text[:80]!r}",
+                "--mesh dp=2,tp=4",
                 reason="a mesh names each of its axes once, with its number of ranks",
-                fixes=(Fix("--mesh dp=2,tp=4"),),
+                place="",
             )
         if int(size) < 1:
-            raise LayoutError(
-                f"{name}={size} in the mesh {text!r} has no rank",
-                reason="an axis has at least one rank",
-                fixes=(Fix(f"{name}=1"), Fix("a mesh without it")),
-            )
+            fact = f"{name}={size} in the mesh {text!r} has no rank"
+            reason = "an axis has at least one rank"
+            raise make_refusal(fact, f"{name}=1", "a mesh without it", reason=reason, place="")
         axes[name] = int(size)
     return axes
 
@@ -263,10 +272,8 @@ def read_call(text: str, arguments: str, mesh: Any) -> tuple[Callable[..., Any],
     """
     match = _CALL.fullmatch(text)
     if match is None:
-        raise LayoutError(
-            f"cannot read the call {text!r}",
-            fixes=(Fix('"F.linear(f32[8@dp, 16], f32[32@tp, 16])"'),),
-        )
+        usage = '"F.linear(f32[8@dp, 16], f32[32@tp, 16])"'
+        raise make_refusal(f"cannot read the call {text!r}", usage, place="")
     inside = ", ".join(filter(None, [match["args"], arguments]))
     args, kwargs = _read_arguments(inside, mesh)
     return _find_function(match["name"]), args, kwargs
@@ -312,7 +319,7 @@ def describe_raised(what: str, error: BaseException, *, is_user_s: bool) -> str:
 
 def _no_function(name: str, reason: str) -> LayoutError:
     fixes = ("F.linear", "torch.matmul", "Tensor.sum", "my_module:my_function")
-    return LayoutError(f"no function {name!r}", reason=reason, fixes=tuple(map(Fix, fixes)))
+    return make_refusal(f"no function {name!r}", *fixes, reason=reason, place="")
 
 
 def _read_arguments(text: str, mesh: Any) -> tuple[list[Any], dict[str, Any]]:
@@ -352,20 +359,15 @@ def _read_arguments(text: str, mesh: Any) -> tuple[list[Any], dict[str, Any]]:
 
 
 def _unreadable(part: str, text: str, reason: str) -> LayoutError:
-    return LayoutError(
-        f"cannot read {part.strip()!r} in the arguments {text!r}",
-        reason=reason,
-        fixes=(Fix('"f32[8@dp, 16], dim=1"'),),
-    )
+    fact = f"cannot read {part.strip()!r} in the arguments {text!r}"
+    return make_refusal(fact, '"f32[8@dp, 16], dim=1"', reason=reason, place="")
 
 
 def _make_tensor(text: str, mesh: Any) -> DTensor:
     layout = Layout.parse(text)
     if layout.dtype not in DTYPES:
-        raise LayoutError(
-            f"cannot read the dtype {layout.dtype!r} of {text!r}",
-            fixes=tuple(Fix(name) for name in DTYPES),
-        )
+        fact = f"cannot read the dtype {layout.dtype!r} of {text!r}"
+        raise make_refusal(fact, *DTYPES, place="")
     dtype, wire = DTYPES[layout.dtype], wire_of(mesh)
     layout.check_axes(wire.mesh)
     spec = spec_of(Layout(layout.shape, layout.shards, layout.partial, layout.invariant), wire)
@@ -551,11 +553,11 @@ def _errors_explained() -> Iterator[None]:
     except AssertionError as error:
         if "convert all Tensors to FakeTensors" not in str(error):
             raise
-        raise LayoutError(
+        raise make_refusal(
             "the step computes with a tensor that has memory",
-            place=user_line_of(error),
+            ("create it in make()", "model, optimizer and batch, on a dry mesh"),
             reason="of what make() did not create no copy without memory is made",
-            fixes=(Fix("create it in make()", "model, optimizer and batch, on a dry mesh"),),
+            place=user_line_of(error),
         ) from None
 
 

@@ -11,11 +11,13 @@ from typing import Any, TextIO
 
 from torch import nn
 
-from partita.comm import user_line, wire_of
-from partita.layout import Fix, Layout, LayoutError
+from partita.comm import wire_of
+from partita.layout import Layout
 from partita.layout.picture import Panel, Picture, draw, html_of
 from partita.layout.text import describe_value, escape_controls
 from partita.tensor.dtensor import DTensor
+
+from .rehearsal import make_refusal
 
 _BYTE_STREAMS = (io.RawIOBase, io.BufferedIOBase)
 _COLORS = ("cyan", "yellow", "green", "magenta", "blue", "red", "bright_cyan", "bright_yellow")
@@ -91,11 +93,8 @@ def show(x: Any, mesh: Any = None, *, out: TextIO | None = None) -> Shown | None
             mesh for what has one; `out` takes no text.
     """
     if out is not None and (not hasattr(out, "write") or isinstance(out, _BYTE_STREAMS)):
-        raise LayoutError(
-            f"out is {describe_value(out)}: a text stream",
-            place=user_line(),
-            fixes=(Fix('with open("layouts.txt", "w") as out: pt.show(x, out=out)'),),
-        )
+        fix = 'with open("layouts.txt", "w") as out: pt.show(x, out=out)'
+        raise make_refusal(f"out is {describe_value(out)}: a text stream", fix)
     shown = Shown(tuple(_draw_pictures(x, mesh)))
     if out is None and _in_notebook():
         return shown
@@ -105,17 +104,17 @@ def show(x: Any, mesh: Any = None, *, out: TextIO | None = None) -> Shown | None
 
 def _draw_pictures(x: Any, mesh: Any) -> list[tuple[str, Picture]]:
     if mesh is not None and isinstance(x, DTensor | nn.Module):
-        raise LayoutError(
+        raise make_refusal(
             f"mesh has no effect on {describe_value(x)}, whose tensors lie on a mesh of their own",
-            place=user_line(),
+            "pt.show(x)",
+            "pt.show(layout, mesh)",
             reason="what is drawn is where they lie; a layout by itself is drawn on any mesh",
-            fixes=(Fix("pt.show(x)"), Fix("pt.show(layout, mesh)")),
         )
     if isinstance(x, DTensor):
         return [("", draw(x.layout_over_mesh, x._spec.wire.mesh))]
     if isinstance(x, Layout):
         if mesh is None:
-            raise LayoutError("a layout by itself is on no mesh", fixes=(Fix("pt.show(x, mesh)"),))
+            raise make_refusal("a layout by itself is on no mesh", "pt.show(x, mesh)")
         return [("", draw(x, wire_of(mesh).mesh))]
     if isinstance(x, nn.Module):
         alike: dict[Picture, list[str]] = {}
@@ -125,14 +124,11 @@ def _draw_pictures(x: Any, mesh: Any) -> list[tuple[str, Picture]]:
                 alike.setdefault(found, []).append(name)
         if alike:
             return [(_format_names(names), picture) for picture, names in alike.items()]
-    raise LayoutError(
+    raise make_refusal(
         f"show draws a DTensor, not {type(x).__name__}",
-        place=user_line(),
+        "pt.distribute_tensor(x, mesh, placements)",
+        "pt.parallelize(model, mesh)",
         reason="which rank holds what is known of tensors that are spread over a mesh",
-        fixes=(
-            Fix("pt.distribute_tensor(x, mesh, placements)"),
-            Fix("pt.parallelize(model, mesh)"),
-        ),
     )
 
 

@@ -12,7 +12,6 @@ Patterson 2009, "Roofline: an insightful visual performance model"). What was fo
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -171,15 +170,24 @@ def _check_arguments(
 
 def _check_call(step: Any, args: Sequence[Any]) -> None:
     """Raise StrategyError where a step does not take these arguments."""
-    fn = step.step if isinstance(step, CompiledStep) else step
-    if isinstance(step, CompiledStep) and not args and step.reasons:  # its last program is taken
+    if _runs_last_program(step, args):
         return
+    fn = _function_of_step(step)
     try:
         inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn).bind(*args)
     except TypeError as error:
         raise StrategyError(f"args do not fit {_name_of_step(step)}: {error}") from None
     except ValueError:  # what is written in C may say no signature
         return
+
+
+def _runs_last_program(step: Any, args: Sequence[Any]) -> bool:
+    """Is it a compiled step that ran, of which the last program is taken?"""
+    return isinstance(step, CompiledStep) and not args and bool(step.reasons)
+
+
+def _function_of_step(step: Any) -> Any:
+    return step.step if isinstance(step, CompiledStep) else step
 
 
 def _name_of_step(step: Any) -> str:
@@ -210,7 +218,7 @@ def with_links(machine: Machine, links: Mapping[str, Link], axes: Collection[str
             raise MachineError(f"a link of {said} names an axis twice")
     given = [sorted(name.split()) for name in links]
     own = {k: v for k, v in machine.links.items() if sorted(k.split()) not in given}
-    return dataclasses.replace(machine, links={**own, **links}) if links else machine
+    return replace(machine, links={**own, **links}) if links else machine
 
 
 def capture_model(
@@ -243,29 +251,60 @@ def simulate_program(
         unread: bytes of parameters and buffers that a rank holds, and no step reads.
     """
     played = play_graph(program, machine, mesh)
+    memory = _schedule_for(machine, program, unread)
+    reduced = {machine.name_kernel(name) for name in _find_gradient_names(program)}
+    facts = facts_of_memory(memory, lambda buffer: _class_of(buffer, reduced))
+    holders = memory.at(memory.peak_place)
+    classes = dict.fromkeys(_CLASSES, 0) | facts["held"]
+    for buffer in holders:
+        classes[_class_of(buffer, reduced)] += buffer.nbytes
+    busy = dict(played.busy)
+    moves, layouts = facts_of_moves(list_sent_moves(program)), facts_of_layouts(program)
+    timed = ("seconds", "exposed", "flops", "model_flops", "dtype")
+    return Simulation(
+        what,
+        dict(mesh),
+        machine,
+        compute_seconds=busy.pop(_COMPUTE, 0.0),
+        link_seconds=busy,
+        nbytes=bytes_per_axis(program),
+        tokens=tokens,
+        peak=sum(classes.values()),
+        classes=classes,
+        holders=tuple(holders[:16]),
+        timeline=played,
+        facts={"memory": facts, "moves": moves, "layouts": layouts},
+        **{name: getattr(played, name) for name in timed},
+    )
+
+
+def _schedule_for(machine: Machine, program: Program, unread: int) -> Memory:
+    """The memory of a program, its kernels named as on the machine, and what no step reads."""
     memory = scheduled(program)
-    if unread:
-        held = HeldInput("parameters that no step reads", "parameter", unread)
-        memory = dataclasses.replace(memory, held=(*memory.held, held))
-    facts: dict[str, Any] = {"what": what, "mesh": mesh, "machine": machine, "tokens": tokens}
-    return _simulation_of(program, memory, played, **facts)
+    held = HeldInput("parameters that no step reads", "parameter", unread)
+    # What kernels and collectives of CPUs hold meanwhile, GPUs' do not.
+    buffers = (b for b in memory.buffers if not (machine.overlaps and b.passing))
+    named = machine.name_kernel
+    return replace(
+        memory,
+        buffers=tuple(replace(b, name=named(b.name), made_by=named(b.made_by)) for b in buffers),
+        held=(*memory.held, held) if unread else memory.held,
+    )
 
 
-def _capture_step(step: Callable[..., Any], args: Sequence[Any]) -> Program:
-    if isinstance(step, CompiledStep):
-        if not args and step.reasons:
-            return step.program
-    else:
+def _capture_step(step: Any, args: Sequence[Any]) -> Program:
+    if _runs_last_program(step, args):
+        return step.program  # type: ignore[no-any-return]
+    if not isinstance(step, CompiledStep):
         step = compile_step(step, backend="graph")
     with captured_for(HOST):
-        return step.capture(*args)  # type: ignore[attr-defined]
+        return step.capture(*args)
 
 
 def _count_unread_bytes(step: Callable[..., Any], args: Sequence[Any], program: Program) -> int:
     """Bytes on a rank of the parameters and buffers of modules that a step reaches and does not
     read: they are none of its program's inputs."""
-    fn = step.step if isinstance(step, CompiledStep) else step
-    modules = state_of(fn, (), args, {}).modules.values()
+    modules = state_of(_function_of_step(step), (), args, {}).modules.values()
     held: dict[int, int] = {}
     for tensor in (t for m in modules for t in (*m.parameters(), *m.buffers())):
         storage = local_of(tensor).untyped_storage()
@@ -276,8 +315,8 @@ def _count_unread_bytes(step: Callable[..., Any], args: Sequence[Any], program: 
 
 def _find_wires(step: Callable[..., Any], args: Sequence[Any]) -> list[Wire]:
     """The wires of the tensors that a step reaches, of those that it does not read, too."""
-    fn = step.step if isinstance(step, CompiledStep) else step
-    leaves = tensors_of_call(state_of(fn, (), args, {}).slots, tuple(args), {})
+    state = state_of(_function_of_step(step), (), args, {})
+    leaves = tensors_of_call(state.slots, tuple(args), {})
     return list(dict.fromkeys(t._spec.wire for t in leaves if isinstance(t, DTensor)))
 
 
@@ -488,18 +527,9 @@ class _Player:
     def _record_event(
         self, node: fx.Node, stream: str, start: float, seconds: float, kind: str, nbytes: float
     ) -> None:
-        note = note_of(node)
-        event = TimelineEvent(
-            self.machine.name_kernel(node.name),
-            stream,
-            start,
-            seconds,
-            kind,
-            note.phase,
-            note.source,
-            nbytes,
-        )
-        self.found.events.append(event)
+        note, name = note_of(node), self.machine.name_kernel(node.name)
+        what = (name, stream, start, seconds, kind, note.phase, note.source, nbytes)
+        self.found.events.append(TimelineEvent(*what))
         self.found.busy[stream] = self.found.busy.get(stream, 0.0) + seconds
 
 
@@ -777,15 +807,7 @@ def _dtype_of_operands(node: fx.Node) -> str:
 
 # -- what was found --------------------------------------------------------------------------------
 
-_CLASSES = (
-    "weights",
-    "gathered",
-    "gradients",
-    "optimizer",
-    "activations",
-    "workspace",
-    "arguments",
-)
+_CLASSES = "weights gathered gradients optimizer activations workspace arguments".split()
 _SHOWN = 8
 
 
@@ -894,18 +916,10 @@ class Simulation:
 
     def _make_rows(self) -> list[tuple[str, str, str]]:
         """Names, amounts, and what is in them and what is not."""
-        rows = [
-            (
-                "step",
-                format_seconds(self.seconds),
-                "a roofline; no host, no stragglers, no data loading",
-            ),
-            (
-                "compute",
-                format_seconds(self.compute_seconds),
-                f"{self.flops / 1e12:.4g} TFLOP a rank",
-            ),
-        ]
+        said = "a roofline; no host, no stragglers, no data loading"
+        rows = [("step", format_seconds(self.seconds), said)]
+        said = f"{self.flops / 1e12:.4g} TFLOP a rank"
+        rows.append(("compute", format_seconds(self.compute_seconds), said))
         for name in sorted(self.link_seconds):
             sent = human(self.nbytes.get(name, 0))
             said = f"of {format_seconds(self.link_seconds[name])}, {sent} sent; rings and trees"
@@ -930,58 +944,6 @@ class Simulation:
                 why = " ".join(filter(None, (buffer.phase, buffer.reason, buffer.source)))
                 lines.append(f"    {human(buffer.nbytes):>9}  {buffer.name} {buffer.made_by} {why}")
         return "\n".join(map(escape_controls, lines))  # names of steps, machines and files
-
-
-def _simulation_of(
-    program: Program,
-    memory: Memory,
-    played: PlayedStep,
-    *,
-    what: str,
-    mesh: Mapping[str, int],
-    machine: Machine,
-    tokens: int | None,
-) -> Simulation:
-    """What a program that was played costs."""
-    reduced = {machine.name_kernel(name) for name in _find_gradient_names(program)}
-    if machine.overlaps:  # what kernels and collectives of CPUs hold meanwhile, GPUs' do not
-        memory = replace(memory, buffers=tuple(b for b in memory.buffers if not b.passing))
-    memory = replace(memory, buffers=tuple(_named_for(machine, b) for b in memory.buffers))
-    facts = facts_of_memory(memory, lambda buffer: _class_of(buffer, reduced))
-    holders = memory.at(memory.peak_place)
-    classes = dict.fromkeys(_CLASSES, 0) | facts["held"]
-    for buffer in holders:
-        classes[_class_of(buffer, reduced)] += buffer.nbytes
-    busy = dict(played.busy)
-    return Simulation(
-        what=what,
-        mesh=dict(mesh),
-        machine=machine,
-        seconds=played.seconds,
-        compute_seconds=busy.pop("compute", 0.0),
-        exposed=dict(played.exposed),
-        link_seconds=busy,
-        nbytes=bytes_per_axis(program),
-        flops=played.flops,
-        model_flops=played.model_flops,
-        dtype=played.dtype,
-        tokens=tokens,
-        peak=sum(classes.values()),
-        classes=classes,
-        holders=tuple(holders[:16]),
-        timeline=played,
-        facts={
-            "memory": facts,
-            "moves": facts_of_moves(list_sent_moves(program)),
-            "layouts": facts_of_layouts(program),
-        },
-    )
-
-
-def _named_for(machine: Machine, buffer: Buffer) -> Buffer:
-    """The buffer, with the names that kernels have on the machine."""
-    name, made_by = map(machine.name_kernel, (buffer.name, buffer.made_by))
-    return replace(buffer, name=name, made_by=made_by)
 
 
 def _class_of(buffer: Buffer, reduced: set[str]) -> str:

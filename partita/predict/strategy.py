@@ -28,7 +28,7 @@ from partita.parallel.zero import no_sync, zero
 from partita.remat import remat
 from partita.tensor import DTensor
 
-from .machine import Machine
+from .machine import CHOICE, COUNT, COUNT_OR_NONE_AT_ALL, TEXT, Kind, Machine, check_fields
 
 
 class StrategyError(ValueError):
@@ -39,8 +39,7 @@ class StrategyError(ValueError):
 def check_counts(**counts: Any) -> None:
     """Raise StrategyError for what is no whole number of at least 1, by its name."""
     for name, count in counts.items():
-        if not isinstance(count, Integral) or isinstance(count, bool) or count < 1:
-            raise StrategyError(f"{name} is {describe_value(count)}: a whole number, at least 1")
+        COUNT.check(name, count, StrategyError)
 
 
 def check_argument(name: str, value: Any, is_right: bool, allowed: str) -> None:
@@ -101,22 +100,17 @@ class ModelShape:
     code: str = ""
 
     def __post_init__(self) -> None:
-        counts = ("layers", "width", "heads", "groups", "context", "vocab")
-        check_counts(**{name: getattr(self, name) for name in counts})
-        calls = {
-            "make": "a function of layers and context",
-            "plan": "a function that takes sequence=",
-            "make_batch": "a function of sequences and context",
-            "loss": "a function of the result and the targets",
+        kinds = {
+            "layers width heads groups context vocab": COUNT,
+            "make": Kind("a function of layers and context", callable),
+            "plan": Kind("a function that takes sequence=", callable),
+            "make_batch": Kind("a function of sequences and context", callable),
+            "loss": Kind("a function of the result and the targets", callable),
+            "has_blocks has_sequence": CHOICE,
+            "sums": COUNT_OR_NONE_AT_ALL,
+            "name": TEXT,
         }
-        for name, allowed in calls.items():
-            check_argument(name, getattr(self, name), callable(getattr(self, name)), allowed)
-        for name in ("has_blocks", "has_sequence"):
-            choice = getattr(self, name)
-            check_argument(name, choice, isinstance(choice, bool), "True or False")
-        is_count = isinstance(self.sums, Integral) and not isinstance(self.sums, bool)
-        check_argument("sums", self.sums, is_count and self.sums >= 0, "a whole number, at least 0")
-        check_argument("name", self.name, isinstance(self.name, str), "a text")
+        check_fields(self, StrategyError, kinds)
 
 
 def _shape_of_class(
@@ -192,15 +186,11 @@ class Strategy:
 
     def __post_init__(self) -> None:
         check_counts(batch=self.batch, micro_batches=self.micro_batches)
-        check_counts(remat_every=self.remat_every)
-        for name, count in (("context", self.context), ("layers", self.layers)):
-            if count is not None:
-                check_counts(**{name: count})
-        stage = self.zero
-        is_stage = isinstance(stage, Integral) and not isinstance(stage, bool)
-        check_argument("zero", stage, is_stage, "a stage, 0 to 3")
-        for name, choice in (("remat", self.remat), ("sequence", self.sequence)):
-            check_argument(name, choice, isinstance(choice, bool), "True or False")
+        counts = {"remat_every": self.remat_every, "context": self.context, "layers": self.layers}
+        check_counts(**{name: count for name, count in counts.items() if count is not None})
+        is_stage = isinstance(self.zero, Integral) and not isinstance(self.zero, bool)
+        check_argument("zero", self.zero, is_stage, "a stage, 0 to 3")
+        check_fields(self, StrategyError, {"remat sequence": CHOICE})
         if not isinstance(self.precision, str):
             said = self.precision if isinstance(self.precision, torch.dtype) else None
             given = str(said) if said else describe_value(self.precision)

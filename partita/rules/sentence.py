@@ -27,7 +27,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise, product
+from itertools import pairwise, product, zip_longest
 
 from partita.layout import Invariant, Partial, Placement, Replicate, Shard
 
@@ -205,12 +205,9 @@ class Names(tuple[str, ...]):
 
     @staticmethod
     @lru_cache(maxsize=256)
-    def of(ndim: int, start: str = "a") -> Names:
+    def of(ndim: int) -> Names:
         """`ndim` names: a b c ...; beyond z: a1 b1 ..."""
-        first, out = ord(start) - 97, []
-        for i in range(first, first + ndim):
-            out.append(chr(97 + i % 26) + (str(i // 26) if i >= 26 else ""))
-        return Names(out)
+        return Names(chr(97 + i % 26) + (str(i // 26) if i >= 26 else "") for i in range(ndim))
 
 
 # -- sentences of views ----------------------------------------------------------------------------
@@ -570,18 +567,15 @@ def _find_broadcast_sizes(sentence: Sentence, operands: tuple[Operand, ...]) -> 
                 f"shape {operand} has too few dimensions for the rule {sentence.text!r}"
             )
         own = operand[at : at + count]
-        n = max(len(own), len(longest))
         wide = []
-        for a, b in zip(
-            (1,) * (n - len(own)) + own, (1,) * (n - len(longest)) + longest, strict=True
-        ):
+        for a, b in zip_longest(reversed(own), reversed(longest), fillvalue=1):
             if a != b and 1 not in (a, b):
                 raise SentenceError(
                     f"sizes {a} and {b} do not broadcast in the rule {sentence.text!r} "
                     f"for shapes {_format_shapes(operands)}"
                 )
             wide.append(b if a == 1 else a)
-        longest = tuple(wide)
+        longest = tuple(reversed(wide))
     return longest
 
 

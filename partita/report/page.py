@@ -11,6 +11,7 @@ import base64
 import importlib.util
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -123,10 +124,8 @@ def _side_by_side(title: str, runs: Sequence[RunFacts], section: Callable[[RunFa
 def _escape(text: str) -> str:
     """Text from outside as HTML, which keeps its lines and tabs; of other characters that do
     something the names are shown."""
-    parts = (
-        part if part in ("\n", "\t") else escape_controls(part) for part in _BREAKS.split(text)
-    )
-    return escape("".join(parts))
+    parts = _BREAKS.split(text)
+    return escape("".join(p if p in ("\n", "\t") else escape_controls(p) for p in parts))
 
 
 def _figure_html(figure: Any) -> str:
@@ -148,6 +147,17 @@ def _table_html(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
         cells = "".join(f"<td{k}>{t}</td>" for k, t in zip(kinds, texts, strict=True))
         lines.append(f"<tr>{cells}</tr>")
     return f'<div class="table"><table>{"".join(lines)}</table></div>'
+
+
+def _table_of(head: Sequence[str], rows: Iterable[Mapping[str, Any]], *keys: str) -> str:
+    """A table of what rows have under `keys`, of which the first is a size."""
+    size, *others = keys
+    cells = [(_format_size(row[size]), *(row[key] or "-" for key in others)) for row in rows]
+    return _table_html(head, cells)
+
+
+def _note_html(text: str) -> str:
+    return f'<p class="note">{text}</p>'
 
 
 def _is_figure(text: str) -> bool:
@@ -177,20 +187,17 @@ def _summary_html(run: RunFacts) -> str:
         if shares:
             rows.append(("MFU, median", f"{shares[len(shares) // 2]:.1%}"))
     if run.memory is not None and not run.figures:
-        rows.append(
-            ("peak of a step, predicted, with what is held", _format_size(_find_peak(run.memory)))
-        )
+        peak = _format_size(_find_peak(run.memory))
+        rows.append(("peak of a step, predicted, with what is held", peak))
     given = [(f"--{name}", value) for name, value in run.options.items() if value is not False]
-    options = (
-        f"<details><summary>options</summary>{_table_html((), given)}</details>" if given else ""
-    )
+    options = ""
+    if given:
+        options = f"<details><summary>options</summary>{_table_html((), given)}</details>"
     tables = "".join(_table_html((), table) for table in (rows, run.figures) if table)
-    stopped = [f"The run did not reach its end: {run.stopped}"] if run.stopped else []
-    notes = "".join(
-        f'<p class="warning">{_escape(note)}</p>'
-        for note in [*stopped, *(f"{note[:1].upper()}{note[1:]}." for note in run.notes)]
-    )
-    return notes + tables + options
+    notes = [f"The run did not reach its end: {run.stopped}"] * bool(run.stopped)
+    notes += [f"{note[:1].upper()}{note[1:]}." for note in run.notes]
+    warnings = (f'<p class="warning">{_escape(note)}</p>' for note in notes)
+    return "".join(warnings) + tables + options
 
 
 def _describe_run(run: RunFacts) -> Iterator[tuple[str, Any]]:
@@ -235,9 +242,9 @@ def _timeline_html(run: RunFacts) -> str:
         f'<a download="{name}.json.gz" href="data:application/gzip;base64,{trace}">all '
         f"{len(run.timeline):,} events as a trace</a>, for ui.perfetto.dev"
     )
-    note = f'<p class="note">{_escape(run.timeline_source)}. Work that is shorter than the picture '
-    note += f"tells apart is joined; {link}.{_escape(_describe_other_ways(run))}</p>"
-    return _figure_html(_timeline_figure(run)) + note
+    note = f"{_escape(run.timeline_source)}. Work that is shorter than the picture tells apart is "
+    note += f"joined; {link}.{_escape(_describe_other_ways(run))}"
+    return _figure_html(_timeline_figure(run)) + _note_html(note)
 
 
 def _describe_other_ways(run: RunFacts) -> str:
@@ -254,15 +261,9 @@ def _memory_html(run: RunFacts) -> str:
     if run.memory is None:
         return ""
     head = ("at the peak", "what", "class", "line")
-    rows = [
-        (_format_size(b["nbytes"]), b["name"], b["kind"], b["source"])
-        for b in run.memory["holders"]
-    ]
-    note = (
-        '<p class="note">Predicted from the schedule of the captured step, on one rank; what '
-        "an allocator keeps beyond it is not in it.</p>"
-    )
-    return _figure_html(_memory_figure(run)) + note + _table_html(head, rows)
+    note = "Predicted from the schedule of the captured step, on one rank; what an allocator keeps "
+    table = _table_of(head, run.memory["holders"], "nbytes", "name", "kind", "source")
+    return _figure_html(_memory_figure(run)) + _note_html(f"{note}beyond it is not in it.") + table
 
 
 def _moves_html(run: RunFacts) -> str:
@@ -270,18 +271,8 @@ def _moves_html(run: RunFacts) -> str:
     if not sending:
         return ""
     head = ("sent", "times", "move", "axes", "why", "line")
-    rows = [
-        (
-            _format_size(m["nbytes"]),
-            m["count"],
-            m["kind"],
-            m["axes"],
-            m["reason"],
-            m["source"] or "-",
-        )
-        for m in sending[:24]
-    ]
-    return _figure_html(_moves_figure(run)) + _table_html(head, rows)
+    keys = ("nbytes", "count", "kind", "axes", "reason", "source")
+    return _figure_html(_moves_figure(run)) + _table_of(head, sending[:24], *keys)
 
 
 def _passes_html(run: RunFacts) -> str:
@@ -294,12 +285,10 @@ def _passes_html(run: RunFacts) -> str:
         pairs = [one["collectives"], *sizes]
         told = [f"{a} → {b}" if a != b else "=" for a, b in pairs]
         rows.append((one["name"], one["did"] or one["promise"], *told))
-    note = (
-        '<p class="note">Peaks here are of the graph, run node by node, above what is held between '
-        "steps. That of the memory over a step is of the code that was made of it, where fewer "
-        "results are kept, and with what is held.</p>"
-    )
-    return _figure_html(_passes_figure(run)) + note + _table_html(head, rows)
+    note = "Peaks here are of the graph, run node by node, above what is held between steps. That "
+    note += "of the memory over a step is of the code that was made of it, where fewer results are "
+    note += "kept, and with what is held."
+    return _figure_html(_passes_figure(run)) + _note_html(note) + _table_html(head, rows)
 
 
 def _draw_layout(layout: str, mesh: str) -> str:
@@ -322,7 +311,7 @@ def _layouts_html(run: RunFacts) -> str:
         about = f"{_escape(names)}{more}: {held} on a rank"
         found.append(f'<div class="layout"><div>{about}</div>{picture}</div>')
     left = len(alike) - _LAYOUTS_SHOWN
-    return "".join(found) + (f'<p class="note">and {left} more layouts</p>' if left > 0 else "")
+    return "".join(found) + (_note_html(f"and {left} more layouts") if left > 0 else "")
 
 
 def _sample_html(run: RunFacts) -> str:
@@ -382,6 +371,13 @@ def _figure_layout(height: int, **more: Any) -> dict[str, Any]:
     }
 
 
+def _new_figure(*titles: str) -> Any:
+    """A figure without data, of a column for each title; of one where there is no title."""
+    from plotly.subplots import make_subplots
+
+    return make_subplots(rows=1, cols=len(titles) or 1, subplot_titles=titles or None)
+
+
 def _label(text: str) -> str:
     """Text from outside for a figure: plotly reads tags in it (`<stdin>:3`, a link), and gives
     entities back as characters."""
@@ -390,11 +386,7 @@ def _label(text: str) -> str:
 
 def _loss_figure(runs: Sequence[RunFacts]) -> Any:
     """Loss and tokens per second of each step; the runs side by side."""
-    from plotly.subplots import make_subplots
-
-    figure = make_subplots(
-        rows=1, cols=2, subplot_titles=("loss (nats per token)", "tokens per second")
-    )
+    figure = _new_figure("loss (nats per token)", "tokens per second")
     for run, color in zip(runs, _RUNS * len(runs), strict=False):
         steps = [s["step"] for s in run.steps]
         rates = [s.get("tokens_per_second") for s in run.steps]
@@ -419,12 +411,10 @@ def _loss_figure(runs: Sequence[RunFacts]) -> Any:
 
 def _memory_figure(run: RunFacts) -> Any:
     """Memory over a step, stacked by class."""
-    import plotly.graph_objects as go
-
     assert run.memory is not None
     places, live, held = run.memory["places"], run.memory["live"], run.memory["held"]
     kept = _places_shown([sum(at) for at in zip(*live.values(), strict=True)], len(places))
-    figure = go.Figure()
+    figure = _new_figure()
     for name, color in _CLASSES.items():
         bottom = held.get(name, 0)
         values = [bottom + (live[name][i] if name in live else 0) for i in kept]
@@ -446,11 +436,9 @@ def _memory_figure(run: RunFacts) -> Any:
 
 def _timeline_figure(run: RunFacts) -> Any:
     """What each stream does when, in milliseconds; a bar of each kind of work."""
-    import plotly.graph_objects as go
-
     events = join_short_events(run.timeline, _BARS)
-    kinds = dict.fromkeys([*(k for k in _KINDS), *sorted({e.kind for e in events})])
-    figure = go.Figure()
+    kinds = dict.fromkeys([*_KINDS, *sorted({e.kind for e in events})])
+    figure = _new_figure()
     for kind in kinds:
         mine = [e for e in events if e.kind == kind]
         if not mine:
@@ -496,32 +484,27 @@ def _places_shown(totals: Sequence[int], count: int) -> list[int]:
 
 def _moves_figure(run: RunFacts) -> Any:
     """Bytes that a rank sends in a step, by the line of the program that asks for them."""
-    import plotly.graph_objects as go
-
-    lines: dict[str, int] = {}
+    sent: dict[str, Counter[str]] = {}  # by kind and then by line
+    lines = Counter[str]()
     for move in run.moves:
         line = move["source"] or _NO_LINE
-        lines[line] = lines.get(line, 0) + move["nbytes"]
-    top = sorted((n, line) for line, n in lines.items() if n)[-16:]
-    shown = [line for _, line in top]
-    figure = go.Figure()
-    kinds = dict.fromkeys(f"{m['kind']} ({m['reason']})" for m in run.moves if m["nbytes"])
-    for kind in kinds:
-        total = dict.fromkeys(shown, 0)
-        for move in run.moves:
-            line = move["source"] or _NO_LINE
-            if f"{move['kind']} ({move['reason']})" == kind and line in total:
-                total[line] += move["nbytes"]
+        lines[line] += move["nbytes"]
+        if move["nbytes"]:
+            kind = f"{move['kind']} ({move['reason']})"
+            sent.setdefault(kind, Counter())[line] += move["nbytes"]
+    shown = [line for _, line in sorted((n, line) for line, n in lines.items() if n)[-16:]]
+    figure = _new_figure()
+    for kind, by_line in sent.items():
         figure.add_bar(
             y=[_label(line) for line in shown],
-            x=[total[line] / _MIB for line in shown],
+            x=[by_line[line] / _MIB for line in shown],
             name=_label(kind),
             orientation="h",
         )
     figure.update_xaxes(title_text="MiB sent by a rank in a step")
     figure.update_yaxes(automargin=True)
     beside = {"orientation": "v", "x": 1.02, "y": 1, "yanchor": "top"}
-    height = max(160 + 26 * len(shown), 120 + 20 * len(kinds))
+    height = max(160 + 26 * len(shown), 120 + 20 * len(sent))
     figure.update_layout(
         **_figure_layout(height, barmode="stack", hovermode="closest", legend=beside)
     )
@@ -530,11 +513,7 @@ def _moves_figure(run: RunFacts) -> Any:
 
 def _passes_figure(run: RunFacts) -> Any:
     """The predicted peak above the inputs and the bytes that a rank sends, after each pass."""
-    from plotly.subplots import make_subplots
-
-    figure = make_subplots(
-        rows=1, cols=2, subplot_titles=("peak above the inputs, MiB", "sent, MiB")
-    )
+    figure = _new_figure("peak above the inputs, MiB", "sent, MiB")
     names = ["captured", *(p["name"] for p in run.passes)]
     for column, what in ((1, "peak"), (2, "sent")):
         values = [run.passes[0][what][0], *(p[what][1] for p in run.passes)]
@@ -569,13 +548,13 @@ def check_outputs(outputs: Mapping[str, str | Path | None], inputs: Iterable[Pat
             raise ValueError(f"{option}: {path} is no file in a folder that is there")
         if not os.access(path if path.exists() else folder, os.W_OK):
             raise ValueError(f"{option}: {path} may not be written by this user")
-    taken = {_resolve_path(path): "is what is read" for path in inputs}
+    taken = {os.path.realpath(path): "is what is read" for path in inputs}
     for option, path in asked.items():
         if path.exists() and not path.is_file():  # a terminal or a pipe takes all that comes
             continue
-        if _resolve_path(path) in taken:
-            raise ValueError(f"{option}: {path} {taken[_resolve_path(path)]}: name another file")
-        taken[_resolve_path(path)] = f"is what {option} writes, too"
+        if os.path.realpath(path) in taken:
+            raise ValueError(f"{option}: {path} {taken[os.path.realpath(path)]}: name another file")
+        taken[os.path.realpath(path)] = f"is what {option} writes, too"
 
 
 def written_file(text: str) -> Path:
@@ -585,10 +564,6 @@ def written_file(text: str) -> Path:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error).removeprefix(": ")) from None
     return Path(text)
-
-
-def _resolve_path(path: Path) -> str:
-    return os.path.realpath(path)
 
 
 def check_written_folder(path: Path, option: str) -> None:

@@ -10,7 +10,7 @@ import gzip
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -73,19 +73,22 @@ class RunFacts:
             while self.steps and self.steps[-1]["step"] >= facts["step"]:
                 self.steps.pop()  # the run goes on from before it
             self.steps.append(facts)
-        elif event == "layouts":
-            self.layouts = facts["parameters"]
-        elif event == "moves":
-            self.moves = facts["moves"]
-        elif event == "graph":
-            self.memory, self.passes = facts["memory"], facts["passes"]
         elif event == "timeline":
             self.timeline = [TimelineEvent(*row) for row in facts["events"]]
             self.timeline_source = facts["source"]
         elif event == "sample":
             self.sample = facts["prompt"] + facts["text"]
-        elif event == "stopped":
-            self.stopped = facts["message"]
+        for attribute, name in _KEPT_AS_TOLD.get(event, {}).items():
+            setattr(self, attribute, facts[name])
+
+
+_KEPT_AS_TOLD = {
+    "layouts": {"layouts": "parameters"},
+    "moves": {"moves": "moves"},
+    "graph": {"memory": "memory", "passes": "passes"},
+    "stopped": {"stopped": "message"},
+}
+"""Attributes of a run that are what an event has under a name."""
 
 
 def read_logs(paths: Sequence[Path]) -> list[RunFacts]:
@@ -370,20 +373,19 @@ class HasTimeline(Protocol):
 def _trace_of(events: Iterable[TimelineEvent]) -> dict[str, Any]:
     """A timeline as Perfetto (ui.perfetto.dev) and chrome://tracing read it, a thread a stream."""
     numbers: dict[str, int] = {}
-    rows = []
-    for event in events:
-        rows.append(
-            {
-                "name": f"{event.kind} {event.name}",
-                "cat": event.phase,
-                "ph": "X",
-                "pid": 0,
-                "tid": numbers.setdefault(event.stream, len(numbers)),
-                "ts": event.start * 1e6,
-                "dur": event.seconds * 1e6,
-                "args": {"source": event.source, "bytes": round(event.nbytes)},
-            }
-        )
+    rows = [
+        {
+            "name": f"{event.kind} {event.name}",
+            "cat": event.phase,
+            "ph": "X",
+            "pid": 0,
+            "tid": numbers.setdefault(event.stream, len(numbers)),
+            "ts": event.start * 1e6,
+            "dur": event.seconds * 1e6,
+            "args": {"source": event.source, "bytes": round(event.nbytes)},
+        }
+        for event in events
+    ]
     names = [
         {"name": "thread_name", "ph": "M", "pid": 0, "tid": i, "args": {"name": stream}}
         for stream, i in numbers.items()
@@ -432,13 +434,10 @@ def _join_events(events: Sequence[TimelineEvent]) -> TimelineEvent:
         by_kind[event.kind] = by_kind.get(event.kind, 0.0) + event.seconds
     kind = max(by_kind, key=by_kind.__getitem__)
     longest = max((e for e in events if e.kind == kind), key=lambda e: e.seconds)
-    return TimelineEvent(
-        f"{longest.name} and {len(events) - 1} more",
-        longest.stream,
-        events[0].start,
-        sum(e.seconds for e in events),
-        kind,
-        longest.phase,
-        longest.source,
-        sum(e.nbytes for e in events),
+    return replace(
+        longest,
+        name=f"{longest.name} and {len(events) - 1} more",
+        start=events[0].start,
+        seconds=sum(e.seconds for e in events),
+        nbytes=sum(e.nbytes for e in events),
     )

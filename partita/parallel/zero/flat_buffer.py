@@ -14,8 +14,8 @@ from __future__ import annotations
 import gc
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, NoReturn
 
@@ -48,6 +48,26 @@ class PartialGradients:
 
 
 @dataclass(frozen=True)
+class _Run:
+    """Shards of consecutive ranks, equally long and one after the other in the parameter.
+
+    Attributes:
+        at: the first element in the gathered parameter.
+        ranks: the first of these ranks, and the one after the last.
+        length: elements of each shard.
+    """
+
+    at: int
+    ranks: tuple[int, int]
+    length: int
+
+    @property
+    def count(self) -> int:
+        """Elements of all these shards."""
+        return (self.ranks[1] - self.ranks[0]) * self.length
+
+
+@dataclass(frozen=True)
 class _FlatPiece:
     """One parameter's place in a flat buffer.
 
@@ -59,8 +79,7 @@ class _FlatPiece:
         place: its first element in the gathered storage, aligned as an allocation is: the order in
             which a kernel sums may depend on it.
         length: its elements in a rank's flat shard, padding included.
-        spans: where each rank's shard lies in the gathered parameter: (first element, elements).
-            None where each but the last ones fills its `length`, one after the other.
+        runs: where the ranks' shards lie in the gathered parameter.
     """
 
     whole: Spec
@@ -69,33 +88,32 @@ class _FlatPiece:
     start: int
     place: int
     length: int
-    spans: tuple[tuple[int, int], ...] | None
+    runs: Sequence[_Run]
+
+    @property
+    def is_in_order(self) -> bool:
+        """Do rows of `length` elements, a rank's each, show the parameter and then padding?"""
+        return all(run.at == run.ranks[0] * self.length for run in self.runs if run.length)
+
+    @property
+    def is_even(self) -> bool:
+        """Has no rank any padding?"""
+        return len(self.runs) <= 1 and all(run.length == self.length for run in self.runs)
 
     def blocks(self, flat: torch.Tensor, rows: torch.Tensor) -> list[tuple[Any, Any]]:
         """Pairs of parts that hold the same elements: of `flat`, the parameter, and of `rows`, a
         row for each rank."""
-        if self.spans is not None:
-            return [
-                (flat[at : at + count], rows[r, :count])
-                for r, (at, count) in enumerate(self.spans)
-                if count
-            ]
-        if not self.length:
-            return []
-        full, rest = divmod(flat.numel(), self.length)
-        found = [(flat[: full * self.length].view(full, self.length), rows[:full])]
-        if rest:
-            found.append((flat[full * self.length :], rows[full, :rest]))
-        return found
+        pairs = []
+        for run in self.runs:
+            if run.length:
+                part = flat[run.at : run.at + run.count].view(-1, run.length)
+                pairs.append((part, rows[slice(*run.ranks), : run.length]))
+        return pairs
 
     def padding(self, rows: torch.Tensor) -> list[torch.Tensor]:
         """The parts of `rows` that are padding."""
-        if self.spans is not None:
-            return [rows[r, n:] for r, (_, n) in enumerate(self.spans) if n < self.length]
-        full, rest = divmod(self.whole.local_shape.numel(), max(self.length, 1))
-        if not rest:
-            return [rows[full:]] if full < len(rows) else []
-        return [rows[full, rest:], rows[full + 1 :]]
+        short = [run for run in self.runs if run.length < self.length]
+        return [rows[slice(*run.ranks), run.length :] for run in short]
 
 
 _ALIGNED = 64  # bytes
@@ -109,31 +127,35 @@ def _padded_numel(shape: Sequence[int], n: int) -> int:
     return -(-shape[0] // n) * math.prod(shape[1:])
 
 
+def _find_runs(whole: Spec, shard: Spec, axes: tuple[str, ...], length: int) -> list[_Run]:
+    """`_FlatPiece.runs`."""
+    runs: list[_Run] = []
+    for rank, (start, count) in enumerate(_find_rank_spans(whole, shard, axes, length)):
+        last = runs[-1] if runs else None
+        if last and count == last.length and (not count or start == last.at + last.count):
+            runs[-1] = replace(last, ranks=(last.ranks[0], rank + 1))
+        else:
+            runs.append(_Run(start, (rank, rank + 1), count))
+    return runs
+
+
 def _find_rank_spans(
     whole: Spec, shard: Spec, axes: tuple[str, ...], length: int
-) -> tuple[tuple[int, int], ...] | None:
-    """`_FlatPiece.spans`. Where several axes shard a dimension, ranks in the middle may hold
-    less."""
-    if len(axes) == 1:
-        return None
+) -> Iterator[tuple[int, int]]:
+    """For each rank, the first element of its shard in the gathered parameter, and how many."""
     mesh, shape = whole.wire.mesh, whole.local_shape
-    row = math.prod(shape[1:])
-    first = whole.region[0][0]
-    spans = []
+    if len(axes) == 1:
+        for start in range(0, mesh.size(axes[0]) * length, max(length, 1)):
+            yield start, max(0, min(length, shape.numel() - start))
+        return
+    # Where several axes shard a dimension, ranks in the middle may hold less.
+    row, first = math.prod(shape[1:]), whole.region[0][0]
     for at in product(*(range(mesh.size(a)) for a in axes)):
         there = list(whole.wire.at)
         for a, k in zip(axes, at, strict=True):
             there[mesh.index(a)] = k
         start, count = shard.layout.local_region(mesh, tuple(there))[0]
-        spans.append(((start - first) * row, count * row))
-    total = shape[0] * row
-    even = [
-        (min(r * length, total), min(length, max(0, total - r * length))) for r in range(len(spans))
-    ]
-    same = all(
-        a[1] == b[1] and (not a[1] or a[0] == b[0]) for a, b in zip(spans, even, strict=True)
-    )
-    return None if same else tuple(spans)
+        yield (start - first) * row, count * row
 
 
 class FlatBuffer:
@@ -176,8 +198,8 @@ class FlatBuffer:
             shape = whole.local_shape
             length = _padded_numel(shape, self.n)
             strides = contiguous_strides(shape)
-            spans = _find_rank_spans(whole, shard, axes, length)
-            self.pieces.append(_FlatPiece(whole, shard, strides, start, place, length, spans))
+            runs = _find_runs(whole, shard, axes, length)
+            self.pieces.append(_FlatPiece(whole, shard, strides, start, place, length, runs))
             start += length
             place += -(-self.n * length * dtype.itemsize // _ALIGNED) * _ALIGNED // dtype.itemsize
             longest += _padded_numel(whole.layout.local_shape(mesh, (0,) * mesh.ndim), self.n)
@@ -192,15 +214,8 @@ class FlatBuffer:
         self.sum = Move("all_reduce", axes, self.scatter.before, self.gather.after)
         # Where all shards of each parameter are equally long, a few calls copy all of them.
         self._lengths = [p.length for p in self.pieces]
-        self._is_even = all(
-            p.spans is None and p.whole.local_shape.numel() == self.n * p.length
-            for p in self.pieces
-        )
-        ends = [p.place for p in self.pieces[1:]] + [place]
-        # Lengths in the gathered storage: of each parameter, and of the gap that aligns the next.
-        self._rooms: list[int] = []
-        for p, end in zip(self.pieces, ends, strict=True):
-            self._rooms += [self.n * p.length, end - p.place - self.n * p.length]
+        self._is_even = all(p.is_even for p in self.pieces)
+        self._is_in_order = all(p.is_in_order for p in self.pieces)
         self._full = torch.empty(0, dtype=dtype, device=device)
         self._rows: list[torch.Tensor] = []  # of `_full`: each parameter as (n, length)
         self._sums = self._full
@@ -323,18 +338,19 @@ class FlatBuffer:
         self.here, self.span = False, (0, 0)
         if not held or not self._full.untyped_storage().nbytes():
             return
-        if _give_up_memory([self._full, *self._rows], self._holders, self._name_at):
+        own = [self._full, *self._rows]
+        if _give_up_memory(own, self._holders, lambda at: self.names[self.find_piece(at)]):
             _resize_storage(self._full.untyped_storage(), 0)
         else:
             self.wire.record_kept_view(self.name, held)
             self._full, self._rows = torch.empty(0, dtype=self.dtype, device=self.device), []
 
-    def _name_at(self, element: int) -> str:
-        places = [piece.place for piece in self.pieces]
-        return self.names[bisect_right(places, element) - 1]
+    def find_piece(self, element: Any) -> int:
+        """The number of the parameter that has this element of the gathered storage."""
+        return bisect_right([piece.place for piece in self.pieces], element) - 1
 
     def make_view(
-        self, dtype: torch.dtype, offset: int, size: Sequence[int], stride: Sequence[int]
+        self, dtype: torch.dtype, offset: Any, size: Sequence[int], stride: Sequence[int]
     ) -> torch.Tensor:
         """A view of the gathered storage."""
         view = torch.empty(0, dtype=dtype, device=self.device)
@@ -347,14 +363,15 @@ class FlatBuffer:
         if self._full.numel() == self._room:
             return
         self._full.set_(storage, 0, (self._room,))  # type: ignore[call-overload]
-        if not self._arrives_in_place and all(p.spans is None for p in self.pieces):
-            rooms = self._full.split_with_sizes(self._rooms)[::2]
-            sized = zip(rooms, self._lengths, strict=True)
-            self._rows = [room.view(self.n, length) for room, length in sized]
+        if not self._arrives_in_place and self._is_in_order:
+            self._rows = [self._room_of(p).view(self.n, p.length) for p in self.pieces]
+
+    def _room_of(self, piece: _FlatPiece) -> torch.Tensor:
+        return self._full[piece.place : piece.place + self.n * piece.length]
 
     @property
     def _arrives_in_place(self) -> bool:
-        return len(self.pieces) == 1 and self.pieces[0].spans is None
+        return len(self.pieces) == 1 and self._is_in_order
 
     def _sort_by_parameter(self, out: torch.Tensor) -> None:
         """Copy what has arrived in `out` to where it belongs in the gathered storage."""
@@ -362,10 +379,9 @@ class FlatBuffer:
         if self._rows:  # with their padding: one copy of each
             torch._foreach_copy_(self._rows, come)
             return
-        rooms = self._full.split_with_sizes(self._rooms)[::2]
         pairs: list[Any] = []
-        for room, rows, p in zip(rooms, come, self.pieces, strict=True):
-            pairs += p.blocks(room, rows)
+        for rows, p in zip(come, self.pieces, strict=True):
+            pairs += p.blocks(self._room_of(p), rows)
         if pairs:  # a rank of another axis may have no elements
             torch._foreach_copy_([to for to, _ in pairs], [rows for _, rows in pairs])
 
@@ -378,17 +394,19 @@ class FlatBuffer:
         self,
         grads: Sequence[torch.Tensor | None],
         dtype: torch.dtype,
-        held: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Gradients of the gathered parameters as (n, length), a row for each rank's shard; added
-        to `held`."""
+        held: PartialGradients | None = None,
+    ) -> PartialGradients:
+        """Gradients of the gathered parameters, added to `held`."""
         is_full = all(g is not None for g in grads)
         fits = self._is_even and is_full
         if fits and held is None and all(g.dtype is dtype for g in grads):  # type: ignore[union-attr]
             rows = [g.reshape(self.n, k) for g, k in zip(grads, self._lengths, strict=True)]  # type: ignore[union-attr]
-            return rows[0].contiguous() if len(rows) == 1 else torch.cat(rows, 1)
-        sums = held
-        if sums is None:
+            packed = rows[0].contiguous() if len(rows) == 1 else torch.cat(rows, 1)
+            return PartialGradients(packed, [True] * len(rows))
+        used = [g is not None for g in grads]
+        if held is not None:
+            sums, used = held.sums, [a or b for a, b in zip(used, held.used, strict=True)]
+        else:
             # Zeroing a large buffer takes longer than finding its padding.
             is_large = self.n * self.length * dtype.itemsize >= LARGE
             new = torch.empty if fits or (is_full and is_large) else torch.zeros
@@ -398,7 +416,7 @@ class FlatBuffer:
                 torch._foreach_zero_([part for parts in each for part in parts])
         to, come = [], []
         for g, p in zip(grads, self.pieces, strict=True):
-            if g is None or not p.length:
+            if g is None:
                 continue
             for part, place in p.blocks(g.reshape(-1), self._of_each(sums, p)):
                 to.append(place)
@@ -408,7 +426,7 @@ class FlatBuffer:
         else:
             for place, g in zip(to, come, strict=True):
                 place.add_(g)
-        return sums
+        return PartialGradients(sums, used)
 
     def start_all_reduce(self, grads: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
         """Begin to sum the ranks' gradients. Returns a function that waits, and returns the

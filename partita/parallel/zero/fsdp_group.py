@@ -62,6 +62,12 @@ class MixedPrecision:
     output_dtype: torch.dtype | None = None
     cast_inputs: bool = True
 
+    def dtypes_of(self, own: torch.dtype) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+        """The dtypes in which a parameter of dtype `own` is gathered, its gradient sent, and
+        summed."""
+        work = self.param_dtype or own
+        return work, self.grad_dtype or work, self.reduce_dtype or own
+
 
 class ShardedState:
     """What `zero` keeps for a model: `Zero`, or `GradReducer` for stages 0 to 2. Its parameters
@@ -129,7 +135,7 @@ class FsdpGroup:
         open_calls: the forwards whose gradients are yet to come; those of the last one are sent
             with all before.
         held_gradients: unsharded gradients that were kept, by number of the flat.
-        installed: the modules hold the gathered parameters.
+        installed: the gathered parameters that the modules hold.
         versions: of the shards when they were gathered.
         largest_nbytes: of what is gathered, on the rank that has most.
         members: for each flat, the numbers of the parameters in it; `order`, of all flats.
@@ -147,9 +153,8 @@ class FsdpGroup:
         self.calls_in_backward: set[Any] = set()
         self.open_calls: weakref.WeakSet[Any] = weakref.WeakSet()
         self.held_gradients: dict[int, PartialGradients] = {}
-        self.installed = False
+        self.installed: list[InstalledParameter] = []
         self.versions: list[int] = []
-        self._seen: list[tuple[int, DTensor, int, dict[str, Any]]] = []
         self._shards: list[DTensor] = []
         self.members: list[list[int]] = []
         self.flats: list[FlatBuffer] = []
@@ -157,7 +162,6 @@ class FsdpGroup:
         self.largest_nbytes = 0
         self._specs: list[Spec] = []
         self.order: list[int] = []
-        self._firsts = [(s[0].owner, s[0].attr, s[0]) for s in self.slots]
         self._places: list[tuple[nn.Module, str, DTensor, Spec]] = []
         self.open_forwards: list[Any] = []
 
@@ -180,35 +184,35 @@ class FsdpGroup:
             flat.release()
         self._kinds = kinds
         self.needed = self.may_recompute_within
+        wholes = [self.zero.make_unsharded_spec(p._spec) for p in shards]
         by_kind: dict[tuple[torch.dtype, int | None], list[int]] = {}
+        # Of the largest rank, so that all decide alike what travels alone and what is small.
+        self.largest_nbytes = 0
         for i, p in enumerate(shards):
-            dtype = self.zero.precision.param_dtype or p.dtype
-            alone = self.zero.make_unsharded_spec(p._spec).largest * dtype.itemsize >= _ALONE
-            by_kind.setdefault((dtype, i if alone else None), []).append(i)
+            dtype, _, _ = self.zero.precision.dtypes_of(p.dtype)
+            nbytes = wholes[i].largest * dtype.itemsize
+            by_kind.setdefault((dtype, i if nbytes >= _ALONE else None), []).append(i)
+            self.largest_nbytes += nbytes
         self.members = list(by_kind.values())
         self.order = [i for members in self.members for i in members]
-        self.flats = []
-        for (dtype, _), members in by_kind.items():
-            specs = [shards[i]._spec for i in members]
-            wholes = [self.zero.make_unsharded_spec(s) for s in specs]
-            device = shards[members[0]].device
-            names = [self._name_of(i) for i in members]
-            self.flats.append(
-                FlatBuffer(self.name, names, wholes, specs, self.zero.axes, dtype, device)
+        self._specs = [wholes[i] for i in self.order]
+        self.flats = [
+            FlatBuffer(
+                self.name,
+                [self._name_of(i) for i in members],
+                [wholes[i] for i in members],
+                [shards[i]._spec for i in members],
+                self.zero.axes,
+                dtype,
+                shards[members[0]].device,
             )
-        self._specs = [p.whole for flat in self.flats for p in flat.pieces]
-        # The largest rank's, so that all decide alike what is small.
-        self.largest_nbytes = sum(
-            p.whole.largest * flat.dtype.itemsize for flat in self.flats for p in flat.pieces
-        )
+            for (dtype, _), members in by_kind.items()
+        ]
 
     def shards(self) -> list[DTensor]:
         """The parameters at rest, as the modules hold them now."""
         if not self.installed:
-            self._shards = [
-                p if (p := owner._parameters.get(attr)) is not None else slot.parameter  # type: ignore[misc]
-                for owner, attr, slot in self._firsts
-            ]
+            self._shards = [places[0].parameter for places in self.slots]
         return self._shards
 
     @property
@@ -231,14 +235,13 @@ class FsdpGroup:
     def _find_places(self) -> bool:
         """`holds_own_shards` in full; notes the places for a quick comparison next time."""
         self._places = []
-        held: list[list[tuple[Any, Any]]] = [
-            [(s, s.owner._parameters.get(s.attr)) for s in some] for some in self.slots
-        ]
-        for some in held:
-            first = some[0][1]
-            if not self.zero.has_sharded(first) or any(p is not first for _, p in some):
+        places: list[tuple[nn.Module, str, DTensor, Spec]] = []
+        for some in self.slots:
+            held: list[Any] = [s.owner._parameters.get(s.attr) for s in some]
+            if not self.zero.has_sharded(held[0]) or any(p is not held[0] for p in held):
                 return False
-        self._places = [(s.owner, s.attr, p, p._spec) for some in held for s, p in some]
+            places += [(s.owner, s.attr, p, p._spec) for s, p in zip(some, held, strict=True)]
+        self._places = places
         return True
 
     @property
@@ -295,14 +298,9 @@ class FsdpGroup:
         self.zero.note_alive()
 
     def check_unwritten(
-        self,
-        flat: FlatBuffer,
-        i: int,
-        versions: list[int],
-        written: Mapping[int, int],
-        version: int,
+        self, number: int, versions: list[int], written: Mapping[int, int], version: int
     ) -> None:
-        """Raise where the flat's parameter `i` was written since a forward saved it.
+        """Raise where the parameter `number` was written since a forward saved it.
 
         Args:
             versions: of the shards when it was saved; `version` of the gathered parameter.
@@ -311,7 +309,6 @@ class FsdpGroup:
         Raises:
             RuntimeError: as autograd's own check, which does not know the shards.
         """
-        number = self.members[self.flats.index(flat)][i]
         before, now = versions[number], self.versions[number]
         if before == now:
             before, now = version, written.get(number, version)
@@ -351,19 +348,26 @@ class FsdpGroup:
 
     def install(self, plain: Sequence[torch.Tensor]) -> None:
         """Put `plain`, the gathered parameters in the order of the flats, in the modules."""
-        self.shards()
-        self.installed = True
-        wholes, given = [], []
+        shards = self.shards()
+        wholes = []
         for i, t, spec in zip(self.order, plain, self._specs, strict=True):
-            whole, p = tagged(t, spec), self._shards[i]
+            whole = tagged(t, spec)
             # Of which version: remat compares it with that of the next time (remat/record.py).
-            own_state(whole).gathered_from = (p, self.versions[i])
-            wholes.append(whole)
-            given.append(stand_for(whole, p))
-            for slot in self.slots[i]:
-                slot.owner._parameters[slot.attr] = whole  # type: ignore[assignment]
-        writes = count_writes_of(wholes)
-        self._seen = list(zip(self.order, wholes, writes, given, strict=True))
+            own_state(whole).gathered_from = (shards[i], self.versions[i])
+            wholes.append((i, whole))
+        self.install_wholes(wholes)
+
+    def install_wholes(self, wholes: Sequence[tuple[int, DTensor]]) -> None:
+        """Put gathered parameters in the modules, each with its number."""
+        shards = self.shards()
+        writes = count_writes_of([whole for _, whole in wholes])
+        self.installed = [
+            InstalledParameter(i, shards[i], whole, before, stand_for(whole, shards[i]))
+            for (i, whole), before in zip(wholes, writes, strict=True)
+        ]
+        for one in self.installed:
+            for slot in self.slots[one.number]:
+                slot.owner._parameters[slot.attr] = one.whole  # type: ignore[assignment]
 
     def write_back(self) -> dict[int, int]:
         """Write what the forward wrote into gathered parameters into this rank's shards.
@@ -375,19 +379,24 @@ class FsdpGroup:
             LayoutError: it was written in a dtype that holds less than the shard's.
         """
         written: dict[int, int] = {}
-        writes = count_writes_of([whole for _, whole, _, _ in self._seen])
-        for (i, whole, before, given), now in zip(self._seen, writes, strict=True):
-            keep_attributes(whole, self._shards[i], given)
+        writes = count_writes_of([one.whole for one in self.installed])
+        for one, now in zip(self.installed, writes, strict=True):
+            i, p, whole, before = one.number, one.shard, one.whole, one.writes
+            keep_attributes(whole, p, one.attributes)
             if now == before and not state_of(whole).written_unseen:
                 continue
-            p = self._shards[i]
             mine, held = p._spec.region[0], whole._spec.region[0]
             with Local(), torch.no_grad():
                 rows = whole.detach().narrow(0, mine[0] - held[0], mine[1])
                 if torch.equal(rows, p.to(rows.dtype)):
                     continue
                 if rows.dtype != p.dtype:
-                    raise self._written_in(i, rows.dtype)
+                    raise LayoutError(
+                        f"{self._name_of(i)} {WRITTEN_AS} {rows.dtype}",
+                        place=user_line(),
+                        reason=DIGITS_LOST,
+                        fixes=(WRITE_AFTER,),
+                    )
                 # Through `.data` where it was written through that: autograd counts neither.
                 (p if now != before else p.data).copy_(rows)
             # Changed in place in the list that saved tensors of this forward refer to.
@@ -396,26 +405,38 @@ class FsdpGroup:
                 written[i] = now
         return written
 
-    def _written_in(self, i: int, dtype: torch.dtype) -> LayoutError:
-        return LayoutError(
-            f"{self._name_of(i)} is written in the forward, where it is gathered as {dtype}",
-            place=user_line(),
-            reason="its shards would lose the digits that they have and this dtype has not",
-            fixes=(Fix("write it after the optimizer's step", "there it is what the ranks hold"),),
-        )
-
     def put_shards_back(self) -> None:
         """Put the shards in the modules, in the places of what was gathered."""
-        for _, whole, _, _ in self._seen:
+        installed, self.installed = self.installed, []
+        for one in installed:
             # It holds a view of `whole`, which holds `whole`: a cycle that no garbage collector
             # sees.
-            own_state(whole).moved = None
-        self._seen = []
-        if self.installed:
-            for places, p in zip(self.slots, self._shards, strict=True):
-                for slot in places:
-                    slot.owner._parameters[slot.attr] = p  # type: ignore[assignment]
-            self.installed = False
+            own_state(one.whole).moved = None
+            for slot in self.slots[one.number]:
+                slot.owner._parameters[slot.attr] = one.shard  # type: ignore[assignment]
+
+
+@dataclass(eq=False, slots=True)
+class InstalledParameter:
+    """A gathered parameter that stands in the modules in place of its shard.
+
+    Attributes:
+        number: of the parameter in its group.
+        shard, whole: the parameter at rest, and what was gathered.
+        writes: the write count of `whole` when it was installed.
+        attributes: that `whole` was given.
+    """
+
+    number: int
+    shard: Any
+    whole: DTensor
+    writes: int
+    attributes: dict[str, Any]
+
+
+WRITTEN_AS = "is written in the forward, where it is gathered as"
+DIGITS_LOST = "its shards would lose the digits that they have and this dtype has not"
+WRITE_AFTER = Fix("write it after the optimizer's step", "there it is what the ranks hold")
 
 
 def modified_error(what: str, now: int, expected: int) -> RuntimeError:
@@ -434,15 +455,13 @@ class _Reducing:
     """Gradients of a group that are being reduced.
 
     Attributes:
-        params: the group's parameters that have one.
-        places: their indices in what `wait` returns.
+        places: by the group's parameters that have a gradient, its index in `pieces`.
         wait: waits for the reduction, and returns this rank's pieces; None when that is over.
         pieces: what it returned.
     """
 
     group: FsdpGroup
-    params: list[DTensor]
-    places: list[int]
+    places: dict[DTensor, int]
     wait: Callable[[], list[torch.Tensor]] | None
     pieces: Sequence[torch.Tensor] = ()
 
@@ -671,14 +690,14 @@ class Zero(ShardedState):
         reductions."""
         shards = group.shards()
         params = [shards[i] for i in group.members[k]]
-        dtype = self.precision.reduce_dtype or params[0].dtype
+        _, _, dtype = self.precision.dtypes_of(params[0].dtype)
         for one in self._under_way:
             # A small group has computed too briefly to hide what came before it.
             if one.group is not group and not group.is_small_beside(one.group):
                 one.finish()
         wait = group.flats[k].start_reduce_scatter(shares.sums, dtype)
-        places = [i for i, used in enumerate(shares.used) if used]
-        self._under_way.append(_Reducing(group, [params[i] for i in places], places, wait))
+        places = {p: i for i, p in enumerate(params) if shares.used[i]}
+        self._under_way.append(_Reducing(group, places, wait))
 
     def collect(self, groups: Sequence[FsdpGroup]) -> dict[DTensor, torch.Tensor]:
         """Wait for the reductions of `groups`; each parameter's gradient, plain and local."""
@@ -689,7 +708,7 @@ class Zero(ShardedState):
         self._under_way = [one for one in self._under_way if one.group not in groups]
         for one in ready:
             pieces = one.finish()
-            for p, place in zip(one.params, one.places, strict=True):
+            for p, place in one.places.items():
                 g = pieces[place].to(_dtype(p))
                 found[p] = found[p] + g if p in found else g
         return found

@@ -35,21 +35,26 @@ from partita.tensor.autograd import (
     next_node,
     saving_hooks,
 )
-from partita.tensor.construct import keep_attributes, stand_for
+from partita.tensor.construct import keep_attributes
 from partita.tensor.dtensor import DTensor, tagged
 from partita.tensor.tensor_state import (
     HERE,
     Label,
     Spec,
-    count_writes,
     own_state,
     was_written_since,
 )
 
 from ..batch import replace_instances, tensors_in
-from ..parameters import ParameterSlot
-from .flat_buffer import FlatBuffer, PartialGradients
-from .fsdp_group import FsdpGroup, Zero, modified_error
+from .flat_buffer import FlatBuffer
+from .fsdp_group import (
+    DIGITS_LOST,
+    WRITE_AFTER,
+    WRITTEN_AS,
+    FsdpGroup,
+    Zero,
+    modified_error,
+)
 
 # Attributes as C has them: those of a DTensor are Python, which asks these.
 _dtype = torch._C.TensorBase.dtype.__get__  # type: ignore[attr-defined]
@@ -280,13 +285,8 @@ class _ForwardCall:
             at += len(flat.pieces)
             if all(g is None for g in some):
                 continue
-            dtype = zero.precision.grad_dtype or flat.dtype
-            held = group.held_gradients.pop(k, None)
-            used = [g is not None for g in some]
-            if held is not None:
-                used = [a or b for a, b in zip(used, held.used, strict=True)]
-            shares = PartialGradients(
-                flat.pack_gradients(some, dtype, None if held is None else held.sums), used
+            shares = flat.pack_gradients(
+                some, zero.precision.grad_dtype or flat.dtype, group.held_gradients.pop(k, None)
             )
             if zero.keeps_partial_gradients or group.open_calls:
                 group.held_gradients[k] = shares
@@ -297,19 +297,14 @@ class _ForwardCall:
     def _reduce_with_history(self, grads: Sequence[torch.Tensor | None]) -> None:
         """The same where the gradients are to be differentiated again (`create_graph=True`)."""
         group, zero = self.group, self.group.zero
-        order = [
-            (i, flat) for flat, some in zip(group.flats, group.members, strict=True) for i in some
-        ]
-        for (i, flat), g in zip(order, grads, strict=True):
-            if g is None:
-                continue
-            p = group.shards()[i]
-            summed = zero.precision.reduce_dtype or p.dtype
-            g = g.to(zero.precision.grad_dtype or flat.dtype).to(summed)
-            whole = zero.make_unsharded_spec(p._spec)
-            zero.add_with_history(
-                p, moved(g, whole.gradient, p._spec.gradient, group.name, "gradient").to(p.dtype)
-            )
+        shards = group.shards()
+        for i, g in zip(group.order, grads, strict=True):
+            if g is not None:
+                p = shards[i]
+                _, sent, summed = zero.precision.dtypes_of(p.dtype)
+                before = zero.make_unsharded_spec(p._spec).gradient
+                g = moved(g.to(sent).to(summed), before, p._spec.gradient, group.name, "gradient")
+                zero.add_with_history(p, g.to(p.dtype))
 
 
 def _install_gathered(group: FsdpGroup, call: _ForwardCall | None) -> None:
@@ -430,27 +425,48 @@ def _keep_from_the_next_graph(group: FsdpGroup) -> None:
         _SavedTensorHooks(_ForwardCall(group, False))
 
 
-class _SavedView:
-    """A note: a view of a gathered parameter, made again when it is unpacked."""
+class _SavedNote:
+    """A note in place of a tensor of gathered memory, which is made again when it is unpacked."""
 
-    def __init__(self, call: _ForwardCall, flat: FlatBuffer, t: torch.Tensor):
-        self.call, self.group, self.flat = call, call.group, flat
-        self.version = t._version
-        self.place: Any = (t.dtype, t.storage_offset(), t.size(), t.stride())
+    version: int | None = None  # of a cast only the shard's is known
+
+    def __init__(self, call: _ForwardCall, t: torch.Tensor):
+        self.call, self.group = call, call.group
         self.versions = call.group.versions
+        self.dtype, self.size, self.stride = t.dtype, t.size(), t.stride()
+        self.offset = t.storage_offset()
 
     def tensor(self) -> torch.Tensor:
-        self.group.gather()
-        _keep_from_the_next_graph(self.group)
-        if self.group.versions != self.versions or self.call.written:
-            offset, n = self.place[1], self.flat.n
-            for i, piece in enumerate(self.flat.pieces):
-                if 0 <= offset - piece.place < max(1, n * piece.length):
-                    self.group.check_unwritten(
-                        self.flat, i, self.versions, self.call.written, self.version
-                    )
-        with Local():
-            return self.flat.make_view(*self.place)
+        group, written = self.group, self.call.written
+        group.gather()
+        _keep_from_the_next_graph(group)
+        if group.versions != self.versions or (written and self.version is not None):
+            number = self.find_parameter()
+            group.check_unwritten(number, self.versions, written, self.version or 0)
+        with Local(), torch.no_grad():
+            return self.make_again()
+
+    def find_parameter(self) -> int:
+        """The number in the group of the parameter that it is made of."""
+        raise NotImplementedError
+
+    def make_again(self) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class _SavedView(_SavedNote):
+    """A note of a view of a gathered parameter."""
+
+    def __init__(self, call: _ForwardCall, flat: FlatBuffer, t: torch.Tensor):
+        super().__init__(call, t)
+        self.flat, self.version = flat, t._version
+
+    def find_parameter(self) -> int:
+        members = self.group.members[self.group.flats.index(self.flat)]
+        return members[self.flat.find_piece(self.offset)]
+
+    def make_again(self) -> torch.Tensor:
+        return self.flat.make_view(self.dtype, self.offset, self.size, self.stride)
 
 
 _VIEW_NODES = tuple(
@@ -475,27 +491,19 @@ def _find_cast_parameter(t: torch.Tensor, group: FsdpGroup) -> int | None:
     return place if source.call.group is group else None  # type: ignore[attr-defined]
 
 
-class _SavedCast:
-    """A note: a view of a gathered parameter's cast, which is cast again when it is unpacked."""
+class _SavedCast(_SavedNote):
+    """A note of a view of a gathered parameter's cast."""
 
     def __init__(self, call: _ForwardCall, place: int, t: torch.Tensor):
-        self.call, self.group, self.number = call, call.group, place
-        self.dtype = t.dtype
-        self.place = (t.size(), t.stride(), t.storage_offset())
-        self.versions = call.group.versions
+        super().__init__(call, t)
+        self.place = place
 
-    def tensor(self) -> torch.Tensor:
-        self.group.gather()
-        _keep_from_the_next_graph(self.group)
-        if self.group.versions != self.versions:  # of a cast only the shard's version is known
-            i = self.number
-            for flat in self.group.flats:
-                if 0 <= i < len(flat.pieces):
-                    self.group.check_unwritten(flat, i, self.versions, self.call.written, 0)
-                i -= len(flat.pieces)
-        with Local(), torch.no_grad():
-            cast = self.group.views()[self.number].to(self.dtype)
-            return cast.as_strided(*self.place)
+    def find_parameter(self) -> int:
+        return self.group.order[self.place]
+
+    def make_again(self) -> torch.Tensor:
+        cast = self.group.views()[self.place].to(self.dtype)
+        return cast.as_strided(self.size, self.stride, self.offset)
 
 
 @dataclass(frozen=True)
@@ -512,31 +520,12 @@ class _PackedOutside:
 # -- a captured step -------------------------------------------------------------------------------
 
 
-@dataclass(eq=False)
-class _InstalledParameter:
-    """A gathered parameter that stands in the modules in place of its shard.
-
-    Attributes:
-        places: the slots of the modules.
-        parameter, whole: the shard, and what was gathered.
-        writes: the write count of `whole` when it was gathered.
-        attributes: that `whole` was given.
-    """
-
-    places: Sequence[ParameterSlot]
-    parameter: Any
-    whole: DTensor
-    writes: int
-    attributes: dict[str, Any]
-
-
 class _GraphGather:
     """Puts the gathered parameters of one block into its modules while its forward runs."""
 
     def __init__(self, group: FsdpGroup):
         self.group = group
         self.depth = 0
-        self._shown: list[_InstalledParameter] = []
 
     def begin(self) -> None:
         """A forward of one of the block's modules begins."""
@@ -554,21 +543,14 @@ class _GraphGather:
         if HERE.block is not None:
             gather = partial(HERE.block.call_ours, gather)
         with HERE.outside_block():
-            all_shards = zip(group.slots, group.shards(), strict=True)
             # Others are of a module that the block has no more.
-            taken = [(places, p) for places, p in all_shards if isinstance(p, FakeTensor)]
-            shards = [p for _, p in taken]
-            gathers = [_describe_gather(p, group.zero) for p in shards]
-        wholes = gather(shards, gathers, Label(group.name), reason) if shards else []
+            taken = {i: p for i, p in enumerate(group.shards()) if isinstance(p, FakeTensor)}
+            gathers = [_describe_gather(p, group.zero) for p in taken.values()]
+        if not taken:
+            return
+        wholes = gather(list(taken.values()), gathers, Label(group.name), reason)
         with HERE.outside_block():
-            for (places, p), whole in zip(taken, wholes, strict=True):
-                self._install(places, p, whole)
-
-    def _install(self, places: Sequence[ParameterSlot], p: DTensor, whole: DTensor) -> None:
-        given = stand_for(whole, p)
-        self._shown.append(_InstalledParameter(places, p, whole, count_writes(whole), given))
-        for slot in places:
-            slot.owner._parameters[slot.attr] = whole  # type: ignore[assignment]
+            group.install_wholes(list(zip(taken, wholes, strict=True)))
 
     def end(self) -> None:
         """The forward has ended, or was aborted."""
@@ -579,24 +561,18 @@ class _GraphGather:
         self.depth -= 1
         if self.depth:
             return
-        shown, self._shown = self._shown, []
-        for one in shown:
-            for slot in one.places:
-                slot.owner._parameters[slot.attr] = one.parameter
-        for one in shown:
-            keep_attributes(one.whole, one.parameter, one.attributes)
+        installed = self.group.installed
+        self.group.put_shards_back()
+        for one in installed:
+            keep_attributes(one.whole, one.shard, one.attributes)
             if was_written_since(one.whole, one.writes):
-                _write_back(one.whole, one.parameter)
+                _write_back(one.whole, one.shard)
 
 
 def _write_back(whole: DTensor, p: DTensor) -> None:
     """Write what the forward wrote into a gathered parameter into this rank's shard."""
     if whole.dtype != p.dtype:
-        raise not_captured(
-            f"a parameter is written in the forward, where it is gathered as {whole.dtype}",
-            "its shards would lose the digits that they have and this dtype has not",
-            Fix("write it after the optimizer's step", "there it is what the ranks hold"),
-        )
+        raise not_captured(f"a parameter {WRITTEN_AS} {whole.dtype}", DIGITS_LOST, WRITE_AFTER)
     with torch.no_grad():
         p.copy_(whole.detach())
 
@@ -610,12 +586,8 @@ _GatherDtypes = tuple[torch.dtype, torch.dtype, torch.dtype]
 def _describe_gather(p: DTensor, zero: Zero) -> tuple[Spec, _GatherDtypes | None]:
     """What `p` is when it is gathered, and the dtypes in which it is gathered, its gradient sent,
     and summed; None for its own."""
-    precision, own = zero.precision, p.dtype
-    work = precision.param_dtype or own
-    sent = precision.grad_dtype or work
-    summed = precision.reduce_dtype or own
-    dtypes = None if work == sent == summed == own else (work, sent, summed)
-    return zero.make_unsharded_spec(p._spec), dtypes
+    dtypes = zero.precision.dtypes_of(p.dtype)
+    return zero.make_unsharded_spec(p._spec), None if set(dtypes) == {p.dtype} else dtypes
 
 
 def _gather_parameters(

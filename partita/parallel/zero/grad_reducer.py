@@ -170,7 +170,7 @@ class GradReducer(ShardedState):
             bucket.sent = [(g, g._version) for g in grads]
             if self.stage == 2:
                 shares = bucket.flat.pack_gradients(grads, bucket.flat.dtype)
-                bucket.wait = bucket.flat.start_reduce_scatter(shares, bucket.flat.dtype)
+                bucket.wait = bucket.flat.start_reduce_scatter(shares.sums, bucket.flat.dtype)
             else:
                 bucket.wait = bucket.flat.start_all_reduce(grads)
             self._under_way = bucket

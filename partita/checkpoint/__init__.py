@@ -1,17 +1,20 @@
 """Checkpoints: folders that a run writes and that a run on any mesh can load.
 
-In reading order: `state` (the named tensors and values in a state), `saving` (staging, and
-writing), `folder` (a checkpoint gets its name all at once; locks and checksums), `loading` (with
-all that does not fit). Files have torch's own format: `comm.dcp_format` writes them, and finds what
-of each a rank on another mesh has to read. Whole values: `full_state` (also for models that save
-themselves), `safetensors_file`.
+In reading order: `state` (the named tensors and values in a state), `folder` (a checkpoint gets its
+name all at once; locks and checksums), `save_and_load` (with all that does not fit). Files have
+torch's own format: `comm.dcp_format` writes them, and finds what of each a rank on another mesh has
+to read. Whole values, also for models that save themselves and for safetensors files:
+`full_state`.
 """
 
 from .folder import is_checkpoint
-from .full_state import full_state_dict, load_full_state_dict
-from .loading import Loaded, load
-from .safetensors_file import load_safetensors, save_safetensors
-from .saving import async_save, save
+from .full_state import (
+    full_state_dict,
+    load_full_state_dict,
+    load_safetensors,
+    save_safetensors,
+)
+from .save_and_load import Loaded, async_save, load, save
 from .state import RandomState
 
 __all__ = [

@@ -401,7 +401,7 @@ def test_an_async_save_holds_the_values_of_its_call(tmp_path):
 
 _ENDS_AT_ONCE = """
 import sys, torch, partita as pt
-from partita.checkpoint.saving import stage_state
+from partita.checkpoint.save_and_load import stage_state
 from partita.checkpoint.state import open_state
 state = {"x": torch.full((4,), 3.0), "step": 3}
 stage_state(open_state(state), {})

@@ -82,6 +82,8 @@ class OpFacts:
         changes_metadata: it changes the shape, the strides or the storage of an operand in place.
         workspace: what its kernel on a CPU takes while it runs: "casts", its operands in the dtype
             in which it computes; "measured", what can only be found by running it; "", nothing.
+        takes_number_as_tensor: element by element it is the same with a tensor of no dimensions in
+            place of a number among its operands, though it may round otherwise.
         exact_in_numbers: it rounds alike whether a number among its operands is one of Python or a
             tensor. Others, as addcmul, are several calls of tensors.
         stands_alone: no compiler makes one kernel of it and of its neighbours.
@@ -104,6 +106,7 @@ class OpFacts:
     by_storage: bool = False
     changes_metadata: bool = False
     workspace: str = ""
+    takes_number_as_tensor: bool = False
     exact_in_numbers: bool = False
     stands_alone: bool = False
 
@@ -128,6 +131,7 @@ def facts_of(target: Any) -> OpFacts:
     shows_unsaid = full_name in _SHOW_UNSAID
     is_view = shows_unsaid or any(info is not None and not info.is_write for info in aliases)
     name, is_torchs = target._opname.removesuffix("_copy"), target.namespace == "aten"
+    base = target._opname.removeprefix("_foreach_").removesuffix("_")
     return OpFacts(
         is_view=is_view,
         writes=writes,
@@ -147,8 +151,8 @@ def facts_of(target: Any) -> OpFacts:
         by_storage=is_torchs and name in _BY_STORAGE,
         changes_metadata=torch.Tag.inplace_view in target.tags or full_name in _RESIZES_UNSAID,
         workspace=_find_workspace(target),
-        exact_in_numbers=is_torchs
-        and target._opname.removeprefix("_foreach_").removesuffix("_") in _EXACT_IN_NUMBERS,
+        takes_number_as_tensor=is_torchs and base in _EXACT_IN_NUMBERS | _ROUNDED_IN_NUMBERS,
+        exact_in_numbers=is_torchs and base in _EXACT_IN_NUMBERS,
         stands_alone=not is_torchs or target._opname in _STAND_ALONE,
     )
 
@@ -211,6 +215,7 @@ _EXACT_IN_NUMBERS = frozenset(
     """add sub rsub mul div true_divide eq ne lt le gt ge maximum minimum clamp clamp_min clamp_max
     where fill masked_fill index_fill full full_like new_full scalar_tensor""".split()
 )
+_ROUNDED_IN_NUMBERS = frozenset("pow remainder fmod floor_divide xlogy".split())
 _STAND_ALONE = frozenset(
     """embedding_dense_backward sort topk cumsum scatter scatter_add index_put gather
     native_dropout max_pool2d_with_indices unique nonzero""".split()

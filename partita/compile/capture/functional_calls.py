@@ -40,33 +40,21 @@ class UnsureOfWrites(Exception):
     """Which values a write changes cannot be told by rewriting: the graph is traced again."""
 
 
-@dataclass(frozen=True)
-class PatternOperand:
-    """In a pattern: a tensor operand of the original call, by number."""
-
-    number: int
-
-
-@dataclass(frozen=True)
-class PatternResult:
-    """In a pattern: the value of one of its calls, by number."""
-
-    number: int
-
-
 @dataclass(frozen=True, eq=False)
 class Pattern:
     """The calls that replace one call.
 
     Attributes:
-        calls: (target, args, kwargs) of each, with `PatternOperand`s and `PatternResult`s.
-        gives: the value of the original call, as a tree of these, and of `Scalar`s of these.
-        writes: by the number of an operand that is written, its new value.
+        operands: the nodes that stand for tensor operands of the original call, in order.
+        calls: the nodes of the calls.
+        gives: the value of the original call, as a tree of nodes, and of `Scalar`s of nodes.
+        writes: by the number of an operand that is written, the node of its new value.
     """
 
-    calls: tuple[tuple[Any, Any, Any], ...]
+    operands: tuple[fx.Node, ...]
+    calls: tuple[fx.Node, ...]
     gives: Any
-    writes: dict[int, Any]
+    writes: dict[int, fx.Node]
 
 
 _patterns: dict[Any, Pattern] = {}
@@ -128,37 +116,32 @@ def _pattern_of_graph(graph: fx.Graph, tree: Any, kinds: list[type]) -> Pattern:
         kinds: for each leaf of it its type: a tensor, `Scalar` or NoneType.
     """
     drop_unused(graph)
-    of: dict[fx.Node, Any] = {}
-    calls: list[tuple[Any, Any, Any]] = []
-    writes: dict[int, Any] = {}
+    operands = tuple(graph.find_nodes(op="placeholder"))
+    writes: dict[int, fx.Node] = {}
+    for node in graph.find_nodes(op="call_function", target=_aten.copy_.default):
+        if node.args[0] in operands:
+            writes[operands.index(node.args[0])] = node.args[1]
+            node.replace_all_uses_with(node.args[1])
+            graph.erase_node(node)
+    calls = tuple(n for n in graph.nodes if n.op not in ("placeholder", "output"))
+    if any(n.op != "call_function" or facts_of(n.target).writes for n in calls):
+        raise UnsureOfWrites
+    for node in (*operands, *calls):
+        node.meta.clear()  # a pattern outlives the fake tensors that it was traced of
     (end,) = graph.find_nodes(op="output")
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            of[node] = PatternOperand(len(of))
-        elif node.target is _aten.copy_.default and node.args[0].op == "placeholder":
-            writes[of[node.args[0]].number] = of[node.args[1]]
-            of[node] = of[node.args[1]]
-        elif node.op == "call_function":
-            if facts_of(node.target).writes:
-                raise UnsureOfWrites
-            operands = fx.node.map_arg((node.args, node.kwargs), of.__getitem__)
-            calls.append((node.target, *operands))
-            of[node] = PatternResult(len(calls) - 1)
-        elif node.op != "output":
-            raise UnsureOfWrites
     values = iter(end.args[0])
-    flat: list[Any] = [None if kind is type(None) else of[next(values)] for kind in kinds]
+    flat: list[Any] = [None if kind is type(None) else next(values) for kind in kinds]
     flat = [Scalar(v) if kind is Scalar else v for v, kind in zip(flat, kinds, strict=True)]
-    return Pattern(tuple(calls), pytree.tree_unflatten(flat, tree), writes)
+    return Pattern(operands, calls, pytree.tree_unflatten(flat, tree), writes)
 
 
 def _is_general(pattern: Pattern, args: Any, kwargs: Any) -> bool:
     """Does a pattern hold for other shapes? Not if it draws, or has numbers that may be sizes."""
     given = {(type(v), v) for v in pytree.tree_leaves((args, kwargs)) if _is_number(v)}
-    for target, *said in pattern.calls:
-        if facts_of(target).draws:
+    for call in pattern.calls:
+        if facts_of(call.target).draws:
             return False
-        for part in pytree.tree_leaves(said, is_leaf=_is_list_of_numbers):
+        for part in pytree.tree_leaves((call.args, call.kwargs), is_leaf=_is_list_of_numbers):
             if isinstance(part, (list, tuple)):
                 return False
             if _is_number(part) and (type(part), part) not in given:

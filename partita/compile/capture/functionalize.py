@@ -24,6 +24,7 @@ import torch
 from torch import fx
 from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.utils import _pytree as pytree
 
 from partita.tensor.op_facts import facts_of
 
@@ -42,8 +43,6 @@ from .block_traces import is_block_node
 from .equal_calls import call_without_memory
 from .fakes import fake_mode_in
 from .functional_calls import (
-    PatternOperand,
-    PatternResult,
     UnsureOfWrites,
     call_in_list,
     call_without_writes,
@@ -418,19 +417,17 @@ class _Rewrite:
 
         args, kwargs = fx.node.map_arg(given, enter_operand)
         pattern = pattern_of(call, what, args, kwargs, like, self.mode)
-        made: list[fx.Node] = []
-
-        def resolve_part(value: Any) -> Any:
-            if isinstance(value, PatternOperand):
-                return operands[value.number]
-            return made[value.number] if isinstance(value, PatternResult) else value
-
-        for target, its_args, its_kwargs in pattern.calls:
-            filled: tuple[Any, Any] = _fill_parts((its_args, its_kwargs), resolve_part)
-            made.append(self._add_call(target, *filled, None))
+        of = dict(zip(pattern.operands, operands, strict=True))
+        for part in pattern.calls:
+            args, kwargs = fx.node.map_arg((part.args, part.kwargs), of.__getitem__)
+            of[part] = self._add_call(part.target, args, kwargs, None)
         for number, value in pattern.writes.items():
-            self._record_write(olds[number], resolve_part(value))
-        return _fill_parts(pattern.gives, resolve_part)
+            self._record_write(olds[number], of[value])
+
+        def resolve_value(value: Any) -> Any:
+            return Scalar(of[value.tensor]) if isinstance(value, Scalar) else of.get(value)
+
+        return pytree.tree_map(resolve_value, pattern.gives)
 
     def _add_call(self, target: Any, args: Any, kwargs: Any, old: fx.Node | None) -> fx.Node:
         """Add a call to the new graph, with the metadata of `old` unless strides differ."""
@@ -510,14 +507,3 @@ class _Rewrite:
                     return
             yield source, value
             node = source
-
-
-def _fill_parts(value: Any, part: Callable[[Any], Any]) -> Any:
-    if isinstance(value, Scalar):
-        return Scalar(part(value.tensor))
-    if isinstance(value, (list, tuple)):
-        filled = [_fill_parts(v, part) for v in value]
-        return filled if isinstance(value, list) else tuple(filled)
-    if isinstance(value, dict):
-        return {k: _fill_parts(v, part) for k, v in value.items()}
-    return part(value)

@@ -16,6 +16,7 @@ import operator
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
@@ -253,9 +254,25 @@ _ASKS = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__bool__",
 _DIVIDE = ("__truediv__", "__floordiv__", "__mod__")
 _DIVIDE_BY_SELF = ("__rtruediv__", "__rfloordiv__", "__rmod__")
 _ZERO_WITH_ZERO = ("__mul__", "__rmul__", "__rtruediv__")
-_STEPS = """__mod__ __rmod__ __floordiv__ __rfloordiv__ __floor__ __ceil__ __trunc__ __round__
-__int__""".split()
-"""Operations that are read as numbers, since tensors do not compute them as Python does."""
+
+_RECKONED: dict[str, Callable[..., Any]] = {
+    **{name: getattr(operator, name) for name in ("add", "sub", "mul", "truediv", "neg", "pos")},
+    **{name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge", "abs")},
+    "pow": torch.pow,
+    "sym_sqrt": torch.sqrt,
+    "sym_float": lambda one: one,
+    "sym_not": torch.logical_not,
+    "sym_max": torch.maximum,
+    "sym_min": torch.minimum,
+}
+"""By the name of an operation on Python numbers, the same on zero-dimensional tensors."""
+
+
+def _is_read_first(name: str) -> bool:
+    """Is it a method of floats that is called of the value, since tensors do not compute it as
+    Python does: rounding, remainders, `int(x)`?"""
+    reckoned = {f"__{r}{done}__" for done in _RECKONED for r in ("", "r")}
+    return name in vars(float) and name not in (*_ASKS, *reckoned)
 
 
 def _has_value(number: Any) -> bool:
@@ -309,12 +326,15 @@ def _odd_power(name: str, self: Any, others: tuple[Any, ...]) -> Any:
 
 
 def _make_symbolic_method(name: str) -> Callable[..., Any]:
+    is_read_first = _is_read_first(name)
+
     def method(self: Any, *others: Any) -> Any:
         if name in _ASKS:
             for symbol in self.node.expr.free_symbols:
                 self.node.shape_env.asked.setdefault(str(symbol), user_line())
         _raise_where_divided_by_zero(name, self, others)
-        if name in _STEPS and type(self) is SymbolicFloat and all(map(_has_value, (self, *others))):
+        of_float = is_read_first and type(self) is SymbolicFloat
+        if of_float and all(map(_has_value, (self, *others))):
             return getattr(float(self), name)(*(_number_of(other) for other in others))
         for found in (_signed_zero(name, self, others), _odd_power(name, self, others)):
             if found is not None:
@@ -355,7 +375,7 @@ def _is_true(self: Any) -> bool:
 
 
 _BUILTIN = {SymbolicFloat: float, SymbolicInt: int, SymbolicBool: bool}
-_OWN = ("__class__", "__init__", "__new__", "__getattribute__", "__setattr__", "__doc__")
+_OWN = ("__init__", "__new__", "__hash__", "__class__")
 for _ours, _torchs in _OF_TORCH.items():
     for _name, _found in list(vars(_torchs).items()):
         if _name.startswith("__") and callable(_found) and _name not in _OWN:
@@ -386,7 +406,7 @@ def taken_as_numbers(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     To read a value makes a condition of the program; it raises where there is no value yet.
     """
     leaves, structure = pytree.tree_flatten((args, kwargs))
-    if not any(map(is_symbolic, leaves)) or _base_op_name(func) in _CALLS:
+    if not any(map(is_symbolic, leaves)) or _find_call(_base_op_name(func)):
         return args, kwargs
     found: tuple[Any, Any] = pytree.tree_unflatten(list(map(_value_of_number, leaves)), structure)
     return found
@@ -432,29 +452,6 @@ def _base_op_name(func: Any) -> str:
 # -- arithmetic of Python --------------------------------------------------------------------------
 
 
-_RECKONED: dict[str, Callable[..., Any]] = {
-    "add": operator.add,
-    "sub": operator.sub,
-    "mul": operator.mul,
-    "truediv": operator.truediv,
-    "pow": torch.pow,
-    "neg": operator.neg,
-    "pos": lambda one: one,
-    "abs": torch.abs,
-    "eq": operator.eq,
-    "ne": operator.ne,
-    "lt": operator.lt,
-    "le": operator.le,
-    "gt": operator.gt,
-    "ge": operator.ge,
-    "sym_sqrt": torch.sqrt,
-    "sym_float": lambda one: one,
-    "sym_not": torch.logical_not,
-    "sym_max": torch.maximum,
-    "sym_min": torch.minimum,
-}
-"""By the name of an operation on Python numbers, the same on zero-dimensional tensors."""
-
 _NAMES = {"_operator_abs": "abs", "_sym_sqrt": "sym_sqrt", "and_": "and", "or_": "or"}
 
 
@@ -463,18 +460,13 @@ def _name_of(target: Any) -> str:
     return _NAMES.get(name, name)
 
 
-def _is_scalar_operation(target: Any) -> bool:
-    """Is `target` an operation on Python numbers that tensors can do?"""
-    return _name_of(target) in _RECKONED
-
-
 def compute_scalar(target: Any, args: Sequence[Any], like: Any) -> Scalar:
     """An operation on Python numbers, done with tensors; `like` is its value when it was traced.
 
     Raises:
         CaptureError: tensors cannot do it as Python does.
     """
-    if not _is_scalar_operation(target):
+    if _name_of(target) not in _RECKONED:
         raise not_captured(
             f"the step asks for {_name_of(target)}(x) of a number that .item() gave",
             "it is known when the graph has run, and tensors do not reckon this as Python does",
@@ -539,7 +531,9 @@ def call_with_scalars(name: str, args: Sequence[Any], kwargs: dict[str, Any], li
         like: the value that the call had when it was traced.
     """
     base = name.removesuffix("_")
-    out = _CALLS[base](base, args, kwargs, like)
+    run = _find_call(base)
+    assert run is not None
+    out = run(base, args, kwargs, like)
     if isinstance(out, Scalar):
         return out
     if name.endswith("_"):
@@ -660,12 +654,9 @@ def _read_scalar(base: str, args: Sequence[Any], kwargs: dict[str, Any], like: A
     return Scalar(x.reshape(()).to(HOST, dtype))
 
 
-_CALLS: dict[str, Callable[[str, Sequence[Any], dict[str, Any], Any], Any]] = {
-    **dict.fromkeys(
-        """mul div true_divide pow eq ne lt le gt ge remainder fmod floor_divide maximum minimum
-        xlogy""".split(),
-        _run_elementwise,
-    ),
+_RunCall = Callable[[str, Sequence[Any], dict[str, Any], Any], Any]
+
+_CALLS: dict[str, _RunCall] = {
     **dict.fromkeys(_SUMS, _run_add),
     **dict.fromkeys(("addcmul", "addcdiv"), _add_product),
     "lerp": _run_lerp,
@@ -675,4 +666,14 @@ _CALLS: dict[str, Callable[[str, Sequence[Any], dict[str, Any], Any], Any]] = {
     **dict.fromkeys(("full", "full_like", "new_full", "scalar_tensor"), _run_full_like),
     "_local_scalar_dense": _read_scalar,
 }
-"""By op that can take a tensor in place of a number, how it is called."""
+"""By op that can take a tensor in place of a number, how it is called; others elementwise."""
+
+
+@lru_cache
+def _find_call(base: str) -> _RunCall | None:
+    """How an op takes a tensor in place of a number; None of one that cannot."""
+    packet = getattr(_aten, base, None)
+    if base in _CALLS or packet is None:
+        return _CALLS.get(base)
+    is_able = facts_of(getattr(packet, packet.overloads()[0])).takes_number_as_tensor
+    return _run_elementwise if is_able else None

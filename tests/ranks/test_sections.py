@@ -13,7 +13,6 @@ from torch import nn
 
 import partita as pt
 from partita.compile.backend import executor as run
-from partita.compile.backend import executor as section_calls
 from partita.compile.backend.section_cutter import sections_of
 from partita.compile.graph_text import repeats_of
 from tests.programs.steps import squares
@@ -32,7 +31,7 @@ def cut():
             if sections is None:
                 return run.function_of(program.graph, program.groups)
             calls = {one: cut.runs(run.function_of(one.graph, {})) for one in sections.different}
-            return section_calls.function_of_sections(sections, calls, program.groups)
+            return run.function_of(sections.outer, program.groups, calls)
 
         compiled = whole(step)
         compiled.make_callable = make_callable

@@ -39,9 +39,9 @@ from ..program import Program
 from .executor import FILE as OUTER_FILE
 from .executor import (
     FIRST_LINE,
+    GraphWriter,
     SectionCall,
     Sections,
-    SectionWriter,
     constants_of,
     names_of_constants,
 )
@@ -195,7 +195,7 @@ class _FakeRun(TorchDispatchMode):
             for name, constant in zip(names, inputs[given:], strict=True):
                 setattr(held, name, constant)
             outer = lazy_graph_module(held, sections.outer.graph)
-            written = SectionWriter(replace(sections, outer=outer), calls)
+            written = GraphWriter(outer, None, calls)
             run = written.function()
             self._outer = dict(enumerate(written.nodes, FIRST_LINE))
             return run(inputs[:given])

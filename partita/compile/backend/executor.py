@@ -8,7 +8,7 @@ name of a value is deleted behind the last line that reads it.
 Collectives run through the ranks' wires, so that a captured step runs wherever an eager one does:
 on process groups, on ranks that are threads, on a dry mesh. An all-reduce is under way until the
 graph waits for it; the result of another collective is there when its line has run. Where sections
-were compiled, the code calls these (`function_of_sections`), and constants are inputs of theirs.
+were compiled, the code calls these, and constants are inputs of theirs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import CodeType, TracebackType
+from traceback import walk_tb
+from types import CodeType
 from typing import Any
 
 import torch
@@ -39,17 +40,23 @@ from partita.comm.collective import (
 from ..graph_nodes import Section, note_of, section_of
 from ..program import Axes, Call, Groups
 
+SectionCall = Callable[[list[Any]], Sequence[torch.Tensor]]
+"""A compiled section: takes a list of its inputs, which it empties."""
 
-def function_of(graph: fx.GraphModule, groups: Groups) -> Callable[..., Sequence[torch.Tensor]]:
+
+def function_of(
+    graph: fx.GraphModule,
+    groups: Groups | None,
+    calls: Mapping[Section, SectionCall] | None = None,
+) -> Callable[..., Sequence[torch.Tensor]]:
     """A function of the graph's inputs that returns its outputs.
 
     An error of a call gets a note with the node and the user's line, and keeps no values alive.
+
+    Args:
+        groups, calls: as for `GraphWriter`.
     """
-    return _run_with_places(GraphWriter(graph, groups))
-
-
-def _run_with_places(written: GraphWriter) -> Callable[..., Sequence[torch.Tensor]]:
-    """The function that was written, whose errors get a note of where they come from."""
+    written = GraphWriter(graph, groups, calls)
     run = written.function()
     nodes = {run.__code__: written.nodes, **written.nodes_of_sections}
 
@@ -66,21 +73,14 @@ def _run_with_places(written: GraphWriter) -> Callable[..., Sequence[torch.Tenso
 
 def _note_place(error: BaseException, nodes: Mapping[CodeType, Sequence[fx.Node]]) -> None:
     """Add a note of where an error comes from, and clear the values that the code held."""
-    at: TracebackType | None = error.__traceback__
-    found: list[TracebackType] = []
-    while at is not None:
-        if at.tb_frame.f_code in nodes:
-            found.append(at)
-        at = at.tb_next
-    if not found:
-        return
-    last = found[-1]  # within a section, if one was called
-    node = nodes[last.tb_frame.f_code][last.tb_lineno - FIRST_LINE]
-    source = note_of(node).source
-    if source and isinstance(error, Exception):
-        error.add_note(f"in {node.name} of the captured step, from {source}")
-    for at in found:
-        at.tb_frame.clear()
+    frames = walk_tb(error.__traceback__)
+    found = [(frame, line) for frame, line in frames if frame.f_code in nodes]
+    for frame, line in found[-1:]:  # within a section, if one was called
+        node = nodes[frame.f_code][line - FIRST_LINE]
+        if (source := note_of(node).source) and isinstance(error, Exception):
+            error.add_note(f"in {node.name} of the captured step, from {source}")
+    for frame, _ in found:
+        frame.clear()
 
 
 FILE = "<captured step>"
@@ -93,7 +93,8 @@ class GraphWriter:
 
     Args:
         groups: wire and axes of the graph's process groups, by name; None for torch's own
-            collectives.
+            collectives, of which what they read is held until they are waited for.
+        calls: what runs each section, once it is compiled; others are written, too.
         drops_inputs: are inputs dropped where they are read last? They come in a list, which the
             code empties, as a section does.
 
@@ -103,10 +104,16 @@ class GraphWriter:
         nodes_of_sections: by the code of each section that is called, the same.
     """
 
-    def __init__(self, graph: fx.GraphModule, groups: Groups | None, drops_inputs: bool = False):
+    def __init__(
+        self,
+        graph: fx.GraphModule,
+        groups: Groups | None,
+        calls: Mapping[Section, SectionCall] | None = None,
+        drops_inputs: bool = False,
+    ):
         self.graph, self.groups, self.drops_inputs = graph, groups, drops_inputs
         self.nodes_of_sections: dict[CodeType, list[fx.Node]] = {}
-        self._calls: dict[Section, Callable[[list[Any]], Any]] = {}
+        self._calls: dict[Section, SectionCall] = dict(calls or {})
         self._bound: dict[str, Any] = {"inf": float("inf"), "nan": float("nan")}
         self._of: dict[Any, str] = {}
         self.names: dict[fx.Node, str] = {}
@@ -141,7 +148,7 @@ class GraphWriter:
         call = self.bind(self.call_of(section))
         return f"taken = {self.text(node.args[1])}; {gone}{name} = {call}(taken){end}"
 
-    def call_of(self, section: Section) -> Callable[[list[Any]], Any]:
+    def call_of(self, section: Section) -> SectionCall:
         """What runs a section."""
         if section not in self._calls:
             written = GraphWriter(section.graph, self.groups, drops_inputs=True)
@@ -151,7 +158,12 @@ class GraphWriter:
 
     def reads(self, node: fx.Node) -> Iterable[fx.Node]:
         """The values that must live until a node has run."""
-        return node.all_input_nodes
+        if self.groups is not None or node.target is not WAIT:
+            return node.all_input_nodes
+        (begun,) = node.all_input_nodes
+        if begun.op == "placeholder" or begun.target is all_gather:
+            return (begun,)  # which has read its operand by then
+        return (begun, *begun.all_input_nodes)
 
     def line(self, node: fx.Node) -> str:
         """The statement of a node."""
@@ -166,12 +178,9 @@ class GraphWriter:
             return f"{name} = {args[0]}[{args[1]}]"
         if self.groups is not None:
             if target is WAIT:  # only an all-reduce may be under way still
-                begun = node.args[0] in self._under_way
-                return (
-                    f"{name} = {self.bind(_wait_for_collective)}({args[0]})"
-                    if begun
-                    else f"{name} = {args[0]}"
-                )
+                is_begun = node.args[0] in self._under_way
+                wait = self.bind(_wait_for_collective) if is_begun else ""
+                return f"{name} = {wait}({args[0]})"
             carry: Any = _COLLECTIVES.get(target)
             if carry is not None:
                 wire, axes = self.groups[str(node.args[-1])]
@@ -327,43 +336,6 @@ class Sections:
         return sum(len(s.graph.graph.nodes) for s in self.different)
 
 
-SectionCall = Callable[[list[Any]], Sequence[torch.Tensor]]
-"""A compiled section: takes a list of its inputs, which it empties."""
-
-
-def function_of_sections(
-    sections: Sections, calls: Mapping[Section, SectionCall], groups: Groups | None = None
-) -> Callable[..., Sequence[torch.Tensor]]:
-    """A function of the graph's inputs that returns its outputs, with errors as of `function_of`.
-
-    Args:
-        groups: for collectives through wires; None for torch's own.
-    """
-    return _run_with_places(SectionWriter(sections, calls, groups))
-
-
-class SectionWriter(GraphWriter):
-    """Writes the code of an outer graph: calls of sections, and what stands between them.
-
-    Without groups collectives are torch's own, and what they read is held until they are waited
-    for.
-    """
-
-    def __init__(
-        self, sections: Sections, calls: Mapping[Section, SectionCall], groups: Groups | None = None
-    ):
-        super().__init__(sections.outer, groups)
-        self._calls = dict(calls)
-
-    def reads(self, node: fx.Node) -> Iterable[fx.Node]:
-        if node.target is not WAIT:
-            return node.all_input_nodes
-        (begun,) = node.all_input_nodes
-        if begun.op == "placeholder" or begun.target is all_gather:
-            return (begun,)  # which has read its operand by then
-        return (begun, *begun.all_input_nodes)
-
-
 # -- constants, which compiled code takes as inputs ------------------------------------------------
 
 
@@ -378,10 +350,10 @@ def constants_as_inputs(graph: fx.GraphModule) -> None:
     held = graph.graph.find_nodes(op="get_attr")
     names = names_of_constants(graph)
     last = graph.graph.find_nodes(op="placeholder")[-1:]
-    for name in names:
+    for i, name in enumerate(names):
         place = graph.graph.inserting_after(last[0]) if last else graph.graph.inserting_before()
         with place:
-            given = graph.graph.placeholder(f"constant_{names.index(name)}")
+            given = graph.graph.placeholder(f"constant_{i}")
         last = [given]
         for node in held:
             if str(node.target) == name:
@@ -396,13 +368,7 @@ def constants_as_inputs(graph: fx.GraphModule) -> None:
 def with_constants(call: Call, graph: fx.GraphModule) -> Call:
     """A function of the inputs of `graph` alone, of a `call` that takes its constants, too."""
     constants = constants_of(graph)
-    if not constants:
-        return call
-
-    def call_with_constants(*inputs: Any) -> Sequence[torch.Tensor]:
-        return call(*inputs, *constants)
-
-    return call_with_constants
+    return (lambda *inputs: call(*inputs, *constants)) if constants else call
 
 
 def names_of_constants(graph: fx.GraphModule) -> list[str]:

@@ -62,7 +62,7 @@ from .executor import (
     Sections,
     constants_as_inputs,
     constants_of,
-    function_of_sections,
+    function_of,
     with_constants,
 )
 from .section_cutter import sections_of
@@ -126,7 +126,7 @@ def _build_sections(
     calls = {section: its.call for section, its in built.items()}
     sources = {section: its.metadata["code"] for section, its in built.items()}
     return replace(
-        Built.of_parts(function_of_sections(cut, calls), program.key, built.values()),
+        Built.of_parts(function_of(cut.outer, None, calls), program.key, built.values()),
         metadata=facts,
         schedule=functools.cache(lambda: memory_of_sections(sources, cut, program)),
     )

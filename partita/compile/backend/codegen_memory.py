@@ -47,44 +47,34 @@ from .executor import (
 )
 
 
-def memory_of_code(sources: Sequence[str], program: Program) -> Memory:
+def memory_of_code(
+    sources: Mapping[Any, Sequence[str]], program: Program, cut: Sections | None
+) -> Memory:
     """The schedule of a program that runs as generated code.
 
     Args:
-        sources: the generated code; one text, unless Inductor had to split the graph.
+        sources: the generated code of the program, or of each different section; one text each,
+            unless Inductor had to split the graph.
+        cut: the program as calls of these sections.
 
     Raises:
         ValueError: the code is not of the known form.
     """
     run = _FakeRun(program)
-    call = run.make_call(_check_single(sources), program.graph)
-    constants = constants_of(program.graph)
-    return run.schedule_of(lambda inputs: call([*inputs]), constants)
-
-
-def memory_of_sections(
-    sources: Mapping[Section, Sequence[str]], sections: Sections, program: Program
-) -> Memory:
-    """The schedule of a program that runs as sections, each of which runs as generated code.
-
-    Raises:
-        ValueError: the code is not of the known form.
-    """
-    run = _FakeRun(program)
-    calls = {s: run.make_call(_check_single(code), s.graph) for s, code in sources.items()}
-    return run.schedule_of(run.make_outer_call(sections, calls), constants_of(sections.outer))
-
-
-def _check_single(sources: Sequence[str]) -> str:
-    if len(sources) != 1:
-        raise ValueError(f"Inductor generated {len(sources)} programs for one graph")
-    return sources[0]
+    calls = {part: run.make_call(code, part.graph) for part, code in sources.items()}
+    if cut is not None:
+        return run.schedule_of(run.make_outer_call(cut, calls), constants_of(cut.outer))
+    call = calls[program]
+    return run.schedule_of(lambda inputs: call([*inputs]), constants_of(program.graph))
 
 
 class _GeneratedCode:
     """The function `call` of the code that was generated of a graph."""
 
-    def __init__(self, source: str, graph: fx.GraphModule):
+    def __init__(self, sources: Sequence[str], graph: fx.GraphModule):
+        if len(sources) != 1:
+            raise ValueError(f"Inductor generated {len(sources)} programs for one graph")
+        (source,) = sources
         self.file = f"<generated {id(self)}>"
         self.lines = source.split("\n")
         self.notes = {n.name: note_of(n) for n in graph.graph.nodes}
@@ -141,9 +131,8 @@ class _FakeRun(TorchDispatchMode):
         self.places: list[str] = []
         self.buffers: dict[int, Buffer] = {}
         self.done: list[Buffer] = []
-        self._codes: dict[
-            str, tuple[_GeneratedCode, int]
-        ] = {}  # by file, with the place where it begins
+        # By file, with the place where it begins.
+        self._codes: dict[str, tuple[_GeneratedCode, int]] = {}
         self._outer: dict[int, fx.Node] = {}  # by line
         self._outer_line = 0
         self._kept: dict[int, Any] = {}
@@ -172,7 +161,7 @@ class _FakeRun(TorchDispatchMode):
 
     # -- the code ----------------------------------------------------------------------------------
 
-    def make_call(self, source: str, graph: fx.GraphModule) -> SectionCall:
+    def make_call(self, source: Sequence[str], graph: fx.GraphModule) -> SectionCall:
         """A function that runs the code, any number of times, each at places of its own."""
         code = _GeneratedCode(source, graph)
         function = code.function()
@@ -185,7 +174,7 @@ class _FakeRun(TorchDispatchMode):
         return call
 
     def make_outer_call(
-        self, sections: Sections, calls: Mapping[Section, SectionCall]
+        self, sections: Sections, calls: Mapping[Any, SectionCall]
     ) -> Callable[[Sequence[Any]], Any]:
         """A function that calls sections, over inputs and then constants."""
         names = names_of_constants(sections.outer)
@@ -285,7 +274,7 @@ class _GeneratedGlobals(dict[str, Any]):
     def __missing__(self, name: str) -> Any:
         if name.startswith(_ALLOCATES):
             kind = name.removeprefix(_ALLOCATES).removesuffix("_pinned")
-            return _make_empty_allocator(kind)
+            return partial(_make_empty, kind)
         if hasattr(__import__("builtins"), name):
             raise KeyError(name)
         return _NoOp()
@@ -305,14 +294,12 @@ class _TorchKernels:
     """Kernels of torch that generated code calls by name; most write into `out`."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        def call(*args: Any, out: Any = None, **kwargs: Any) -> Any:
-            return out if out is not None else getattr(torch, name)(*args, **kwargs)
-
-        return call
+        return partial(_run_kernel, name)
 
 
-def _make_empty_allocator(kind: str) -> Callable[..., torch.Tensor]:
-    def empty(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty_strided(size, stride, dtype=dtype, device=kind)
+def _run_kernel(name: str, *args: Any, out: Any = None, **kwargs: Any) -> Any:
+    return out if out is not None else getattr(torch, name)(*args, **kwargs)
 
-    return empty
+
+def _make_empty(kind: str, size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device=kind)

@@ -56,7 +56,7 @@ from partita.versions import INPUT_CHECK, __version__
 from ..capture.fakes import fake_mode_of
 from ..graph_nodes import NOTE, Section, checks_value, section_of
 from ..program import Built, Call, Program
-from .codegen_memory import memory_of_code, memory_of_sections
+from .codegen_memory import memory_of_code
 from .executor import (
     SectionCall,
     Sections,
@@ -94,7 +94,7 @@ def build(
     return replace(
         built,
         call=with_constants(built.call, flat.graph),
-        schedule=functools.cache(lambda: memory_of_code(code, flat)),
+        schedule=functools.cache(lambda: memory_of_code({flat: code}, flat, None)),
     )
 
 
@@ -128,7 +128,7 @@ def _build_sections(
     return replace(
         Built.of_parts(function_of(cut.outer, None, calls), program.key, built.values()),
         metadata=facts,
-        schedule=functools.cache(lambda: memory_of_sections(sources, cut, program)),
+        schedule=functools.cache(lambda: memory_of_code(sources, program, cut)),
     )
 
 

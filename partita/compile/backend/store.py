@@ -95,11 +95,8 @@ class Store:
             os.utime(path)  # for the order of deletion
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except (_Unusable, Untrusted) as problem:
-            _warn_once(path, f"{path} is not used: {problem}")
-            return None
-        except OSError as error:
-            _warn_once(path, f"{path} cannot be read: {error.strerror}")
+        except (_Unusable, Untrusted, OSError) as problem:
+            _warn_once(path, f"{path} is not used: {_explain(problem)}")
             return None
         return artifact
 
@@ -114,11 +111,10 @@ class Store:
         header = f"{key} {digest} {len(metadata)} {len(artifact.payload)}\n".encode()
         parts = (_MAGIC, header, metadata, artifact.payload)
         nbytes = sum(map(len, parts))
-        if self.limit == 0:
-            return False
         if nbytes > self.limit:
             text = f"{nbytes} bytes are over the limit of {self.limit} (PARTITA_CACHE_LIMIT)"
-            _warn_once(path, f"{path} is not written: {text}")
+            if self.limit:
+                _warn_once(path, f"{path} is not written: {text}")
             return False
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -169,13 +165,11 @@ class Store:
         sizes = {}
         for path in self._list_files(SUFFIX):
             with suppress(OSError):
-                stat = path.stat()
-                sizes[path] = (stat.st_mtime_ns, stat.st_size)
+                found = path.stat()
+                sizes[path] = found.st_mtime_ns, found.st_size
         total = sum(size for _, size in sizes.values())
         for path in sorted(sizes, key=lambda p: sizes[p]):
-            if total <= self.limit:
-                break
-            if path != new:
+            if total > self.limit and path != new:
                 with suppress(OSError):
                     path.unlink()
                 total -= sizes[path][1]
@@ -222,8 +216,8 @@ class _Unusable(Exception):
 
 def _digest_artifact(key: str, metadata: bytes, payload: bytes) -> str:
     digest = hashlib.sha256(key.encode() + b"\n")
-    digest.update(metadata)
-    digest.update(payload)
+    for part in (metadata, payload):
+        digest.update(part)
     return digest.hexdigest()
 
 
@@ -231,8 +225,7 @@ def _write_atomically(path: Path, parts: tuple[bytes, ...]) -> None:
     handle, name = tempfile.mkstemp(suffix=PART, prefix=path.stem[:16] + "-", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
-            for part in parts:
-                file.write(part)
+            file.writelines(parts)
         os.replace(name, path)
     except BaseException:
         with suppress(OSError):
@@ -270,24 +263,27 @@ def _read_artifact(file: BinaryIO, key: str) -> Artifact:
 
 def _read_entry(path: Path, check: bool) -> Entry | None:
     key = path.name.removesuffix(SUFFIX)
+    metadata, problem = dict[str, Any](), ""
     try:
-        stat = path.lstat()
+        found = path.lstat()
+    except OSError:
+        return None
+    try:
         check_folder(path.parent)
         with _open_trusted(path) as file:
             if check:
                 metadata = _read_artifact(file, key).metadata
             else:
-                length = _read_header(file, key)[1]
-                metadata = json.loads(file.read(length))
+                metadata = json.loads(file.read(_read_header(file, key)[1]))
     except FileNotFoundError:
         return None
     except (_Unusable, Untrusted, OSError, ValueError) as error:
-        problem = error.strerror if isinstance(error, OSError) else str(error)
-        with suppress(OSError):
-            stat = path.lstat()
-            return Entry(path, key, stat.st_size, stat.st_mtime, {}, problem or "unreadable")
-        return None
-    return Entry(path, key, stat.st_size, stat.st_mtime, metadata)
+        problem = _explain(error)
+    return Entry(path, key, found.st_size, found.st_mtime, metadata, problem)
+
+
+def _explain(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else str(error)) or "unreadable"
 
 
 _warned: set[Path] = set()

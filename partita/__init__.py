@@ -18,10 +18,11 @@ from .layout import Invariant, Layout, LayoutError, Partial, Placement, Replicat
 from .parallel import optimizer as _optimizer  # noqa: F401  optimizers reduce gradients first
 from .parallel import plans
 from .parallel.batch import distribute_batch
+from .parallel.fsdp_group import MixedPrecision
 from .parallel.optimizer import clip_grad_norm_, reduce_gradients
 from .parallel.parallelize import Inputs, Outputs, parallelize
 from .parallel.parameters import materialize
-from .parallel.zero import MixedPrecision, no_sync, zero
+from .parallel.zero import no_sync, zero
 from .predict import (
     Explanation,
     ModelPlan,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from partita.parallel.zero.fsdp_group import Zero
-from partita.parallel.zero.grad_reducer import GradReducer
+from partita.parallel.fsdp_group import Zero
+from partita.parallel.zero import GradReducer
 
 
 def zero_state(model: nn.Module) -> Zero | GradReducer | None:

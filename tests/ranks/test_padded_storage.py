@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import partita as pt
-from partita.parallel.zero import flat_buffer
+from partita.parallel import flat_buffer
 from partita.tensor.tensor_state import spec_on_mesh
 from partita.tensor.uneven_pieces import find_padded
 from tests.programs.steps import squares

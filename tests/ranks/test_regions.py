@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import partita as pt
-from partita.parallel.zero import flat_buffer
+from partita.parallel import flat_buffer
 from tests.programs.region_models import (
     BATCH,
     COLUMNS,

@@ -21,7 +21,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 import partita as pt
-from partita.parallel.zero.fsdp_group import Zero
+from partita.parallel.fsdp_group import Zero
 from partita.tensor.autograd import saving_hooks
 from tests.programs.zero_states import zero_state
 

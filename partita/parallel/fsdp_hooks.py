@@ -45,7 +45,7 @@ from partita.tensor.tensor_state import (
     was_written_since,
 )
 
-from ..batch import replace_instances, tensors_in
+from .batch import replace_instances, tensors_in
 from .flat_buffer import FlatBuffer
 from .fsdp_group import (
     DIGITS_LOST,

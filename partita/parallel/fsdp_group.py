@@ -39,9 +39,9 @@ from partita.tensor.tensor_state import (
     state_of,
 )
 
-from ..batch import replace_instances
-from ..parameters import Block
+from .batch import replace_instances
 from .flat_buffer import FlatBuffer, PartialGradients
+from .parameters import Block
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,477 @@
+"""`zero`: shards a model's training state over the ranks of a data axis.
+
+At rest each rank holds its shard of the optimizer state (from stage 1), of gradients (from stage 2)
+and of every parameter (stage 3, see `fsdp_group`).
+
+In stages 0 to 2 parameters lie whole on every rank of the data axis, and gradients are reduced
+while backward still runs. When the last gradient of a block has come, the ranks begin to reduce the
+block's gradients (all-reduce, or reduce-scatter in stage 2), and the block before it goes on
+computing. Until the sums are written back the gradients stay partial. If one is changed meanwhile,
+its sum is dropped, and it is reduced later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C import DisableTorchFunctionSubclass as Local
+
+from partita.comm import user_line, wire_of
+from partita.layout import Fix, LayoutError, Replicate, Shard
+from partita.tensor.autograd import moved
+from partita.tensor.construct import distribute_tensor, hold_value, place_buffer, refuse_lazy
+from partita.tensor.dtensor import DTensor, tagged
+from partita.tensor.dtensor_gradients import mark_settled, store_gradient, update_spec
+from partita.tensor.tensor_state import HERE, Rest, Spec, own_state, spec_of, state_of
+from partita.tensor.uneven_pieces import with_room
+
+from .flat_buffer import FlatBuffer
+from .fsdp_group import MixedPrecision, ShardedState, Zero
+from .fsdp_hooks import refuse_no_sync, register_hooks
+from .parameters import find_blocks
+
+
+def zero(
+    model: nn.Module,
+    mesh: Any,
+    axis: str | Sequence[str] | None = None,
+    *,
+    stage: int = 3,
+    precision: MixedPrecision | torch.dtype | None = None,
+    blocks: Sequence[str | nn.Module] | None = None,
+    persistent: bool = False,
+) -> nn.Module:
+    """Shard a model's training state over the ranks of `axis`. In place; returns the model.
+
+    The ranks of `axis` take different parts of the batch: their inputs are `Shard(0)` on it.
+
+    | stage | parameters | settled gradients | optimizer state | bytes sent per step and rank |
+    |-------|------------|-------------------|-----------------|------------------------------|
+    | 0     | whole      | whole             | whole           | 2 (n-1)/n of the model       |
+    | 1     | whole      | whole             | shards          | 3 (n-1)/n                    |
+    | 2     | whole      | shards            | shards          | 2 (n-1)/n                    |
+    | 3     | shards     | shards            | shards          | 3 (n-1)/n                    |
+
+    Losses are bitwise equal on all stages: on two ranks, and on more where sums are in rank order,
+    as `torch.use_deterministic_algorithms(True)` has them. Each backward pass sends its gradients,
+    unless it runs under `no_sync`. Stages 1 and 2 shard the state of the element-wise optimizers of
+    torch.optim (all but LBFGS, Adafactor, SparseAdam and Muon); others keep theirs whole.
+
+    Args:
+        model: plain, or after `parallelize`. An optimizer may be made before or after: parameters
+            stay the objects that they are. Modules in it to which `zero` was applied before, with
+            the same axes, stage and precision, are its blocks.
+        axis: the mesh axis, or several, over which to shard; by default "dp", or the only one of a
+            mesh that has no such axis. For hybrid sharding give one of two
+            data axes: the other's gradients stay pending and settle, as shards, in the step.
+        stage: see above.
+        precision: dtypes to compute, to send and to sum in (stage 3); a dtype alone is
+            `param_dtype`.
+        blocks: the modules whose parameters are gathered together, themselves or as patterns of
+            names; found by themselves where not given: the children of the outermost ModuleLists
+            and Sequentials.
+        persistent: what stage 3 gathered stays until an optimizer steps.
+
+    Raises:
+        LayoutError: an unknown axis, or a parameter that is split over it already.
+        ValueError: another stage, a model that is sharded already, blocks that do not fit it.
+    """
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"zero: stage {stage} is none of 0, 1, 2, 3")
+    if "_zero" in model.__dict__:
+        raise ValueError("zero: this model is sharded already; shard it once, over all its axes")
+    refuse_lazy(model, "zero")
+    wire = wire_of(mesh)
+    if axis is None:
+        axis = wire.mesh.names[0] if wire.mesh.ndim == 1 else "dp"
+    axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    places = sorted(wire.mesh.index(a) for a in axes)  # raises for an axis that there is not
+    axes = tuple(wire.mesh.names[i] for i in places)
+    if isinstance(precision, torch.dtype):
+        precision = MixedPrecision(precision)
+    _refuse_other_meshes(model, mesh)
+    applied = _take_over(model, axes, stage, precision)
+    if applied and blocks is None:
+        blocks = applied
+    grads: dict[nn.Parameter, torch.Tensor | None] = {}
+    for p in model.parameters():  # a 0-d one stays whole; its gradient is reduced with the others
+        if state_of(p).rest is not None:  # of a module within
+            own_state(p).rest = None
+        else:
+            grads[p] = hold_value(
+                p, _shard_parameter(p, mesh, axes if stage == 3 and p.ndim else ())
+            )
+    for module in model.modules():
+        for attr, b in list(module._buffers.items()):
+            if b is not None and not isinstance(b, DTensor):
+                module._buffers[attr] = place_buffer(b, wire, lambda b: distribute_tensor(b, mesh))
+    found = find_blocks(model, blocks)
+    if stage == 3:
+        whole = Zero(model, axes, precision or MixedPrecision(), found)
+        whole.persistent = persistent
+        register_hooks(whole)
+        state: ShardedState = whole
+    else:
+        parts = []
+        for block in found:
+            params: list[Any] = [s[0].owner._parameters[s[0].attr] for s in block.slots]
+            parts.append((block.name, [p for p in params if p.requires_grad and p.ndim]))
+        state = GradReducer(parts, axes, stage, partial(_shard_spec, axes=axes))
+    model.__dict__["_zero"] = state
+    state.options, state.applied = (axes, stage, precision or MixedPrecision()), applied
+    for p, grad in grads.items():
+        if grad is not None:
+            p.grad = grad if isinstance(grad, DTensor) else distribute_tensor(grad, mesh)
+    return model
+
+
+def _refuse_other_meshes(model: nn.Module, mesh: Any) -> None:
+    wire = wire_of(mesh)
+    for name, p in model.named_parameters():
+        if isinstance(p, DTensor) and p._spec.wire is not wire:
+            raise LayoutError(
+                f"zero: {name} lies on another mesh",
+                place=user_line(),
+                operands=(
+                    f"{name}  {p._spec.layout.brief()} on {p._spec.wire.mesh}",
+                    f"zero on {wire.mesh}",
+                ),
+                reason="moves are planned along the axes of one mesh, of which a sub-mesh is none",
+                fixes=(
+                    Fix(
+                        "parallelize(model, mesh, plan); zero(model, mesh, 'dp')",
+                        "the mesh with all axes; the plan and zero name theirs",
+                    ),
+                ),
+            )
+
+
+def _take_over(
+    model: nn.Module, axes: tuple[str, ...], stage: int, precision: MixedPrecision | None
+) -> list[nn.Module]:
+    """Detach the states of the modules in `model` to which `zero` was applied; these modules.
+
+    Raises:
+        LayoutError: they were sharded otherwise, or `model` lies within a sharded model.
+    """
+    states: dict[nn.Module, ShardedState] = {}
+    for module in model.modules():
+        if "_zero" in module.__dict__:
+            states[module] = module.__dict__["_zero"]
+    owners = set(states.values())
+    for name, p in model.named_parameters():
+        rest = state_of(p).rest
+        if rest is not None and rest.owner not in owners:
+            raise LayoutError(
+                f"zero: {name} is sharded already, with a model around this module",
+                place=user_line(),
+                fixes=(
+                    Fix("zero(module, mesh) first, and zero(model, mesh) after", "inner to outer"),
+                ),
+            )
+    wanted = (axes, stage, precision or MixedPrecision())
+    for module, state in states.items():
+        if state.options != wanted:
+            raise LayoutError(
+                f"zero: a {type(module).__name__} in the model was sharded otherwise",
+                place=user_line(),
+                operands=(_format_options(state.options), _format_options(wanted)),
+                reason="the blocks of one model are gathered and reduced in one way",
+                fixes=(Fix("zero(..., blocks=[...])", "once, for the whole model"),),
+            )
+    applied = [m for module, state in states.items() for m in state.applied or [module]]
+    for module, state in states.items():
+        state.detach_from_model()
+        del module.__dict__["_zero"]
+    return applied
+
+
+def _format_options(options: tuple[tuple[str, ...], int, MixedPrecision]) -> str:
+    axes, stage, precision = options
+    return f"stage {stage} over {' '.join(axes)}, {precision}"
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Keep the gradients of the backward passes within where they are: nothing is sent.
+
+    Of a model without `zero` nothing is sent before the step anyhow: there it does nothing.
+
+    The first backward pass outside, or else the optimizer's step, sends the sum of all. Meanwhile
+    each rank holds its shares whole, as many bytes as the model has; without `no_sync` stages 2 and
+    3 hold shards, and each micro-batch sends (n-1)/n of the model's bytes.
+
+        for k, (x, y) in enumerate(micro_batches):
+            with pt.no_sync(model) if k + 1 < len(micro_batches) else nullcontext():
+                loss_of(model(x), y).backward()
+    """
+    state: ShardedState | None = model.__dict__.get("_zero")
+    if state is None:  # partial gradients add up as they are, and settle in the step
+        yield
+        return
+    if HERE.capturing and isinstance(state, Zero):
+        refuse_no_sync()
+    with state.keeping_partial_gradients():
+        yield
+
+
+def _shard_spec(spec: Spec, axes: tuple[str, ...]) -> Spec:
+    layout = spec.layout
+    for a in axes:
+        if not (layout.placement(a).is_replicate() or layout.placement(a).is_invariant()):
+            raise LayoutError(
+                f"zero over {a}: a parameter is split over it already",
+                operands=(f"parameter  {layout.brief()} on {spec.wire.mesh}",),
+                reason="the ranks of a data axis hold equal parameters before they share them out",
+                fixes=(Fix("zero over another axis"), Fix("leave it out of parallelize's plan")),
+            )
+        layout = layout.put(a, Shard(0))
+    return spec_of(layout, spec.wire)
+
+
+def _shard_parameter(p: nn.Parameter, mesh: Any, axes: tuple[str, ...]) -> DTensor:
+    value: Any = p.detach() if isinstance(p, DTensor) else distribute_tensor(p.detach(), mesh)
+    spec = value._spec
+    after = _shard_spec(spec, axes)
+    local = moved(value, spec, after, "zero", "explicit")
+    return tagged(with_room(local, after), after)
+
+
+# -- the gradient reducer of stages 0 to 2 ---------------------------------------------------------
+
+_grad: Any = torch._C.TensorBase.grad.__get__  # type: ignore[union-attr]
+_data: Any = torch._C.TensorBase.data
+
+
+_BUCKET_BYTES = 25 << 20
+"""Where gradients stay whole, small blocks are joined up to about this size: DDP's default."""
+
+
+class _Bucket:
+    """Parameters of one dtype, of one block or of several small ones, and their gradients.
+
+    Attributes:
+        ready: the parameters whose gradients have come, in this step or, since a step need not use
+            all of them, in an earlier one.
+        sent: the gradients being reduced, with their versions.
+        wait: waits for the reduction, and returns the sums.
+    """
+
+    def __init__(self, name: str, params: list[DTensor], pieces: list[Spec], axes: tuple[str, ...]):
+        self.name, self.params, self.pieces, self.axes = name, params, pieces, axes
+        self._flat: FlatBuffer | None = None
+        self._of: torch.device | None = None
+        self.ready: set[int] = set()
+        self.sent: list[tuple[torch.Tensor, int]] = []
+        self.wait: Callable[[], list[torch.Tensor]] = list
+
+    @property
+    def flat(self) -> FlatBuffer:
+        """The flat buffer of these parameters, in the dtype that they have now."""
+        dtype, device = self.params[0].dtype, self.params[0].device
+        if self._flat is None or (self._flat.dtype, self._of) != (dtype, device):
+            specs = [p._spec for p in self.params]
+            names = [self.name] * len(specs)
+            self._flat = FlatBuffer(self.name, names, specs, self.pieces, self.axes, dtype, device)
+            self._of = device
+        return self._flat
+
+    def grads(self) -> list[torch.Tensor | None]:
+        return [_grad(p) for p in self.params]
+
+    def note_gradient(self, i: int) -> list[torch.Tensor] | None:
+        """Note that parameter `i` has its gradient. Returns all gradients if it was the last."""
+        self.ready.add(i)
+        if len(self.ready) < len(self.params):
+            return None
+        with Local():
+            grads = self.grads()
+            found = []
+            for k, (p, g) in enumerate(zip(self.params, grads, strict=True)):
+                # A gradient with a history, or reduced since it came, is left as it is.
+                is_pending = not isinstance(g, DTensor) or g._spec is p._spec.gradient
+                if g is not None and is_pending and not g.requires_grad:
+                    found.append(g)
+                else:
+                    self.ready.discard(k)
+        if len(found) < len(self.params):
+            return None
+        self.ready.clear()
+        return found
+
+
+class GradReducer(ShardedState):
+    """Reduces the gradients of blocks as their backward ends.
+
+    Args:
+        blocks: a name and the trained parameters of each.
+        axes: the mesh axes over which gradients are partial.
+        stage: 0, 1 (each rank updates its shard) or 2 (and holds its shard of a gradient only).
+        shard: gives the spec of the shard of a whole parameter.
+    """
+
+    def __init__(
+        self,
+        blocks: Iterable[tuple[str, list[DTensor]]],
+        axes: tuple[str, ...],
+        stage: int,
+        shard: Callable[[Spec], Spec],
+    ):
+        self.axes, self.stage = axes, stage
+        self.options = (axes, stage, MixedPrecision())
+        self._handles: list[Any] = []
+        self._blocks, self._shard = [(name, list(params)) for name, params in blocks], shard
+        self._buckets: list[_Bucket] = []
+        self._specs: dict[Spec, Spec] = {}
+        self._under_way: _Bucket | None = None
+        for name, params in self._blocks if stage == 2 else _join_small_blocks(self._blocks):
+            groups: dict[torch.dtype, list[DTensor]] = {}
+            for p in params:
+                groups.setdefault(p.dtype, []).append(p)
+            for group in groups.values():
+                pieces = [shard(p._spec) for p in group]
+                bucket = _Bucket(name, group, pieces, axes)
+                self._buckets.append(bucket)
+                for i, p in enumerate(group):
+                    rest = Rest(
+                        gradient=pieces[i] if stage == 2 else p._spec,
+                        update=pieces[i] if stage else p._spec,
+                        owner=self,
+                        name=name,
+                    )
+                    own_state(p).rest = rest
+                    hook = p.register_post_accumulate_grad_hook(self._make_ready_hook(bucket, i))
+                    self._handles.append(hook)
+
+    # A copy of the model has a state of its own, over its own parameters.
+
+    def __getstate__(self) -> Any:
+        self.finish()
+        return self._blocks, self.axes, self.stage, self._shard
+
+    def __setstate__(self, state: Any) -> None:
+        self.__init__(*state)  # type: ignore[misc]
+
+    def detach_from_model(self) -> None:
+        """Remove the hooks: the state of an enclosing model takes over."""
+        self.finish()
+        for handle in self._handles:
+            handle.remove()
+
+    def replaced(self, old: DTensor, new: DTensor) -> None:
+        """`new`, laid out as `old`, has taken its place in the model (see `materialize`)."""
+        for bucket in self._buckets:
+            for i, p in enumerate(bucket.params):
+                if p is old:
+                    bucket.params[i] = new
+                    for _, params in self._blocks:
+                        params[:] = [new if q is old else q for q in params]
+                    own_state(new).rest = state_of(old).rest
+                    hook = new.register_post_accumulate_grad_hook(self._make_ready_hook(bucket, i))
+                    self._handles.append(hook)
+
+    def _make_ready_hook(self, bucket: _Bucket, i: int) -> Any:
+        def ready(_: Any) -> None:
+            grads = bucket.note_gradient(i)
+            if grads is not None and not self.keeps_partial_gradients:
+                self._send_bucket(bucket, grads)
+
+        return ready
+
+    # -- reductions under way ----------------------------------------------------------------------
+
+    def _send_bucket(self, bucket: _Bucket, grads: list[torch.Tensor]) -> None:
+        with Local(), torch.no_grad():
+            self.finish()
+            bucket.sent = [(g, g._version) for g in grads]
+            if self.stage == 2:
+                shares = bucket.flat.pack_gradients(grads, bucket.flat.dtype)
+                bucket.wait = bucket.flat.start_reduce_scatter(shares.sums, bucket.flat.dtype)
+            else:
+                bucket.wait = bucket.flat.start_all_reduce(grads)
+            self._under_way = bucket
+
+    def finish(self) -> None:
+        """Wait for the reduction under way. Gradients that changed meanwhile stay partial."""
+        bucket, self._under_way = self._under_way, None
+        if bucket is None:
+            return
+        with Local(), torch.no_grad():
+            sums, grads = bucket.wait(), [sent for sent, _ in bucket.sent]
+            current = all(
+                g is sent and g._version == version
+                for g, (sent, version) in zip(bucket.grads(), bucket.sent, strict=True)
+            )
+            bucket.wait, bucket.sent = list, []
+            if not current:
+                return
+            if self.stage < 2:  # each keeps its identity, and its order in memory
+                for g, total in zip(grads, sums, strict=True):
+                    if g.is_contiguous():
+                        _data.__set__(g, total)
+                    else:
+                        g.copy_(total)
+                sums = grads
+            for p, g in zip(bucket.params, sums, strict=True):
+                after = self._spec_after_reduction(p)
+                if self.stage < 2:  # it is p's gradient
+                    tagged(g, after)
+                else:
+                    store_gradient(p, tagged(g, after))
+                mark_settled(p)
+
+    def _spec_after_reduction(self, p: DTensor) -> Spec:
+        """The spec of a gradient reduced over `axes`; it may be partial over others."""
+        known = self._specs.get(p._spec)
+        if known is None:
+            layout = p._spec.gradient.layout
+            for a in self.axes:
+                layout = layout.put(a, Shard(0) if self.stage == 2 else Replicate())
+            known = self._specs[p._spec] = spec_of(layout, p._spec.wire)
+        return known
+
+    # -- after an optimizer has updated shards -----------------------------------------------------
+
+    def updated(self) -> None:
+        """An optimizer has updated each rank's shards: gather them into the whole parameters."""
+        if self.stage == 0:
+            return
+        with Local(), torch.no_grad():
+            # While a bucket arrives, the one before it is written.
+            for before, bucket in pairwise([None, *self._buckets, None]):
+                if bucket is not None:
+                    rows = [p.detach().narrow(0, *_find_updated_rows(p)) for p in bucket.params]
+                    bucket.flat.start_gather(rows, "update")
+                if before is not None:
+                    before.flat.finish_gather_into([p.detach() for p in before.params])
+
+
+def _join_small_blocks(
+    blocks: Iterable[tuple[str, list[DTensor]]],
+) -> Iterator[tuple[str, list[DTensor]]]:
+    names: list[str] = []
+    together: list[DTensor] = []
+    size = 0
+    for name, params in blocks:
+        # The largest pieces: every rank joins the same blocks.
+        more = sum(p._spec.largest * p.element_size() for p in params)
+        if together and size + more > _BUCKET_BYTES:
+            yield " ".join(names), together
+            names, together, size = [], [], 0
+        names.append(name)
+        together = together + params
+        size += more
+    if together:
+        yield " ".join(names), together
+
+
+def _find_updated_rows(p: DTensor) -> tuple[int, int]:
+    """Which rows of its own piece of `p` this rank updates: (first, count)."""
+    mine, whole = update_spec(p).region[0], p._spec.region[0]
+    return mine[0] - whole[0], mine[1]

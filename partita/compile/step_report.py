@@ -33,6 +33,7 @@ _HELD = {
     "gradient": "gradients",
 }
 _HOLDERS = 12
+_SHOWN_OF_PASS = ("name", "promise", "did", "collectives", "sent")
 
 
 def facts_of_graph(step: Any) -> dict[str, Any]:
@@ -43,14 +44,7 @@ def facts_of_graph(step: Any) -> dict[str, Any]:
     """
     _, changes, peaks = _record_changes(step.program.captured)
     passes = [
-        {
-            "name": change.name,
-            "promise": change.promise,
-            "did": change.did,
-            "collectives": change.collectives,
-            "sent": change.sent,
-            "peak": peak,
-        }
+        {name: getattr(change, name) for name in _SHOWN_OF_PASS} | {"peak": peak}
         for change, peak in zip(changes, pairwise(peaks), strict=True)
     ]
     return {"memory": facts_of_memory(step.memory), "passes": passes}
@@ -65,10 +59,9 @@ def facts_of_memory(
         class_of: gives the class of a buffer; None for `_class_of`.
     """
     class_of = class_of or _class_of
-    held: dict[str, int] = {}
+    held = Counter[str]()
     for holding in memory.held:
-        kind = _HELD.get(holding.kind, "arguments")
-        held[kind] = held.get(kind, 0) + holding.nbytes
+        held[_HELD.get(holding.kind, "arguments")] += holding.nbytes
     classes = {id(buffer): class_of(buffer) for buffer in memory.buffers}
     live = {
         kind: memory.live_of(lambda buffer, kind=kind: classes[id(buffer)] == kind)  # type: ignore[misc]
@@ -78,7 +71,7 @@ def facts_of_memory(
         {"name": b.name, "kind": classes[id(b)], "source": b.source, "nbytes": b.nbytes}
         for b in memory.at(memory.peak_place)[:_HOLDERS]
     ]
-    return {"places": memory.places, "held": held, "live": live, "holders": holders}
+    return {"places": memory.places, "held": dict(held), "live": live, "holders": holders}
 
 
 def _class_of(buffer: Buffer) -> str:
@@ -98,17 +91,8 @@ def facts_of_moves(moves: list[Record]) -> list[dict[str, Any]]:
     found: dict[tuple[str, ...], dict[str, Any]] = {}
     for move in moves:
         name = (move.source, move.kind, " ".join(move.axes), move.reason)
-        row = found.setdefault(
-            name,
-            {
-                "source": move.source,
-                "kind": move.kind,
-                "axes": " ".join(move.axes),
-                "reason": move.reason,
-                "nbytes": 0,
-                "count": 0,
-            },
-        )
+        what: dict[str, Any] = dict(zip(("source", "kind", "axes", "reason"), name, strict=True))
+        row = found.setdefault(name, what | {"nbytes": 0, "count": 0})
         row["nbytes"] += move.nbytes
         row["count"] += 1
     return [*found.values()]
@@ -217,10 +201,8 @@ def _change_in_blocks(
 def _summarize_changes(first: Change, last: Change, peaks: list[int]) -> str:
     sent = [format_figure("sent", n) for n in (first.sent[0], last.sent[1])]
     time = [format_figure("seconds", n) for n in (first.seconds[0], last.seconds[1])]
-    said = [
-        f"{first.collectives[0]} -> {last.collectives[1]} collectives",
-        f"{' -> '.join(sent)} sent by a rank",
-        f"{' -> '.join(time)} predicted for them",
-        f"{human(peaks[0])} -> {human(peaks[-1])} predicted peak above the inputs",
-    ]
-    return "all together: " + ", ".join(said)
+    return (
+        f"all together: {first.collectives[0]} -> {last.collectives[1]} collectives, "
+        f"{' -> '.join(sent)} sent by a rank, {' -> '.join(time)} predicted for them, "
+        f"{human(peaks[0])} -> {human(peaks[-1])} predicted peak above the inputs"
+    )

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from partita.comm.collective import WAIT
 
 from ..capture.fakes import fake_mode_of
-from ..graph_nodes import Note, Section, lazy_graph_module, note_of
+from ..graph_nodes import Note, lazy_graph_module, note_of
 from ..memory import (
     Buffer,
     Memory,

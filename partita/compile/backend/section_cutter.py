@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -115,10 +115,9 @@ class _GraphCutter:
     ):
         self.program, self.least, self.late = program, least, late
         self.storages = storages_of(program)
-        self._packs: dict[fx.Node, int] = {}
-        for i, nodes in enumerate(packing):
-            for node in nodes:
-                self._packs.setdefault(node, i)  # where two gathers share it, before the first
+        # Where two gathers share a node, it comes before the first.
+        numbered = [*enumerate(packing)][::-1]
+        self._packs = {node: i for i, nodes in numbered for node in nodes}
         order = _with_early_writes(program.graph.graph, self.storages)
         order.sort(key=lambda node: node in late)  # stable
         order = [node for node in order if not self._is_remakeable_view(node)]
@@ -162,14 +161,8 @@ class _GraphCutter:
 
     def _split_into_parts(self) -> Iterator[list[fx.Node]]:
         """The stretches between collectives; long and unique ones are cut into their repeats."""
-        runs: list[list[fx.Node]] = [[]]
-        for node in self.order:
-            if _stands_between(node):
-                runs.append([])
-                continue
-            if runs[-1] and (runs[-1][-1] in self.late) != (node in self.late):
-                runs.append([])
-            runs[-1].append(node)
+        stretches = groupby(self.order, lambda n: (_stands_between(n), n in self.late))
+        runs = [[*nodes] for (stands_between, _), nodes in stretches if not stands_between]
         if self.is_of_block:
             for run in runs:
                 packing = [n for n in run if n in self._packs]
@@ -182,18 +175,15 @@ class _GraphCutter:
         for run, key in zip(runs, keys, strict=True):
             if times[key] == 1 or len(run) > _LONG:
                 yield from self._split_repeats(run)
-            elif run:
+            else:
                 yield run
 
     def _with_packing_first(self, order: Sequence[fx.Node]) -> list[fx.Node]:
         """The order in which what packs for gathers comes first between two collectives."""
         found: list[fx.Node] = []
-        for between, nodes in groupby(order, _stands_between):
-            if between:
-                found += nodes
-            else:
-                last = len(self._packs)
-                found += sorted(nodes, key=lambda n: (n in self.late, self._packs.get(n, last)))
+        last = len(self._packs)
+        for _, nodes in groupby(order, _stands_between):
+            found += sorted(nodes, key=lambda n: (n in self.late, self._packs.get(n, last)))
         return found
 
     def _split_unpacking(self, run: list[fx.Node]) -> Iterator[list[fx.Node]]:
@@ -261,22 +251,20 @@ class _GraphCutter:
 
     def _read_from_outside(self) -> dict[fx.Node, None]:
         """The values of parts that other parts read, or that the graph returns."""
-        found: dict[fx.Node, None] = {}
-        for node in self.program.graph.graph.nodes:
-            if self._is_remakeable_view(node):
-                continue
-            for read in node.all_input_nodes:
-                for owner in self._find_owners(read):
-                    if owner in self.of and self.of[owner] != self.of.get(node):
-                        found[owner] = None
-        return found
+        of = self.of
+        return {
+            owner: None
+            for node in self.program.graph.graph.nodes
+            if not self._is_remakeable_view(node)
+            for read in node.all_input_nodes
+            for owner in self._find_owners(read)
+            if owner in of and of[owner] != of.get(node)
+        }
 
     # -- the outer graph ---------------------------------------------------------------------------
 
     def _copy_to_outer(self, node: fx.Node) -> fx.Node:
-        copy = copy_node(self._outer, node, lambda n: self._values[n])
-        copy.meta = _meta_of(node)
-        return copy
+        return _copy_with_note(self._outer, node, self._values)
 
     def _have_operands(self, node: fx.Node) -> None:
         """Make the views in the outer graph that one of its own calls reads."""
@@ -292,10 +280,8 @@ class _GraphCutter:
     def _check_owned(self, outputs: Sequence[fx.Node]) -> None:
         """Raise UnsureOfSections where a part returns a view of an input or of another result."""
         shown = [s for node in outputs for s in self.storages.of[node]]
-        makers = {self.storages.maker[s] for s in shown}
-        if len(set(shown)) < len(shown) or any(
-            self.of.get(m) != self.of[outputs[0]] for m in makers
-        ):
+        parts = {self.of.get(self.storages.maker[s]) for s in shown}
+        if len(set(shown)) < len(shown) or not parts <= {self.of[n] for n in outputs}:
             raise UnsureOfSections
 
     def _call_section(self, part: Sequence[fx.Node]) -> None:
@@ -347,9 +333,7 @@ class _SectionGraph:
         self.graph.output([self._of[n] for n in self.outputs])
 
     def _add_call(self, node: fx.Node) -> fx.Node:
-        copy = copy_node(self.graph, node, lambda n: self._of[n])
-        copy.meta = _meta_of(node)
-        return copy
+        return _copy_with_note(self.graph, node, self._of)
 
     def _have_operands(self, node: fx.Node) -> None:
         for read in node.all_input_nodes:
@@ -376,24 +360,20 @@ class _SectionGraph:
             if node in seen or not self._cutting._is_remakeable_view(node):
                 continue
             seen.add(node)
-            owners = [*self._cutting._find_owners(node)]
-            if (
-                len(owners) == 1
-                and owners[0] not in inside
-                and _numel_of_node(node) < _numel_of_node(owners[0])
-            ):
-                source = node
-                while _numel_of_node(node := source.all_input_nodes[0]) < _numel_of_node(owners[0]):  # type: ignore[arg-type]
-                    source = node
-                pieces.setdefault(owners[0], set()).add(source)
-            else:
+            owner, *others = self._cutting._find_owners(node)
+            whole = _numel_of_node(owner)
+            if others or owner in inside or _numel_of_node(node) >= whole:
                 waiting += node.all_input_nodes
-        return {
-            piece
+                continue
+            while _numel_of_node(node.all_input_nodes[0]) < whole:
+                node = node.all_input_nodes[0]
+            pieces.setdefault(owner, set()).add(node)
+        few = (
+            found
             for owner, found in pieces.items()
             if sum(map(_numel_of_node, found)) <= _PIECES * _numel_of_node(owner)
-            for piece in found
-        }
+        )
+        return set().union(*few)
 
     def _add_placeholder(self, node: fx.Node) -> fx.Node:
         last = self._of[self.inputs[-1]] if self.inputs else None
@@ -431,17 +411,18 @@ def _stands_between(node: fx.Node) -> bool:
     of a section that is there already, or an item of what that gives?"""
     if node.target is operator.getitem:
         return node.args[0].target is call_section  # type: ignore[union-attr]
-    return (
-        node.target is WAIT
-        or node.target is call_section
-        or is_collective(node)
-        or checks_value(node)
-    )
+    return node.target in (WAIT, call_section) or is_collective(node) or checks_value(node)
 
 
 def _meta_of(node: fx.Node) -> dict[str, Any]:
     """The metadata of a node that holds for its copy in another graph."""
     return {k: node.meta[k] for k in ("val", NOTE) if k in node.meta}
+
+
+def _copy_with_note(graph: fx.Graph, node: fx.Node, of: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    copy = copy_node(graph, node, of.__getitem__)
+    copy.meta = _meta_of(node)
+    return copy
 
 
 def _numel_of_node(node: fx.Node) -> int:

@@ -18,7 +18,7 @@ change to make it, or a rank holds shares of it. Such a result is a *view copy*.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,17 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .autograd import moved
 from .dtensor import DTensor, tagged
 from .op_facts import Form, facts_of_function
-from .tensor_state import Origin, Spec, count_writes, own_state, spec_of, state_of
+from .tensor_state import (
+    Args,
+    Function,
+    Kwargs,
+    Origin,
+    Spec,
+    count_writes,
+    own_state,
+    spec_of,
+    state_of,
+)
 
 T = torch.Tensor
 
@@ -52,7 +62,7 @@ def gives_view(form: Form, args: Sequence[Any]) -> bool:
     return not (form.name.startswith("atleast") and len(args) > 1)
 
 
-def mark_copies(out: Any, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+def mark_copies(out: Any, func: Function, args: Any, kwargs: Kwargs) -> Any:
     """Make the results of a call that views `args[0]` on one device its view copies."""
     source = args[0]
     alias = _alias_of(source)
@@ -90,9 +100,7 @@ def _mark_copy_of_view(copy: DTensor, source: DTensor, origin: Origin) -> DTenso
     return copy
 
 
-def write_through_copy(
-    write: Callable[..., Any], copy: DTensor, *args: Any, **kwargs: Any
-) -> DTensor:
+def write_through_copy(write: Function, copy: DTensor, *args: Any, **kwargs: Any) -> DTensor:
     """Run `write(copy, ...)`, an op in place on a view copy, and write the result into the tensor
     that it is a copy of."""
     spec = copy._spec
@@ -136,7 +144,7 @@ def _before_expand(origin: Origin) -> Origin:
     return _before_expand(part)
 
 
-def reshape_copy(reshape: Callable[..., Any], copy: DTensor, *args: Any, **kwargs: Any) -> DTensor:
+def reshape_copy(reshape: Function, copy: DTensor, *args: Any, **kwargs: Any) -> DTensor:
     """Run `reshape(copy, ...)`, which changes the shape of a view copy in place: it becomes a view
     copy of what it was."""
     before, spec = _alias_of(copy), copy._spec
@@ -174,7 +182,7 @@ def may_be_denser_than_whole(spec: Spec) -> bool:
 
 
 def copy_as_on_one_device(
-    out: Any, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], moved: bool
+    out: Any, func: Function, args: Args, kwargs: Kwargs, moved: bool
 ) -> tuple[Any, bool]:
     """The result of an op that may copy, with memory of its own where one device copies; and
     whether it has such where one device views.
@@ -219,9 +227,7 @@ def _convert_options_to_meta(given: Any, out: torch.Tensor) -> Any:
     return _convert_to_meta(given)
 
 
-def wrap_copying_as_on_one_device(
-    run: Callable[..., Any], func: Callable[..., Any], spec: Spec
-) -> Callable[..., Any]:
+def wrap_copying_as_on_one_device(run: Function, func: Function, spec: Spec) -> Function:
     """`run`, an op that may copy, on a piece that `may_be_denser_than_whole`: with a copy of its
     result where one device copies."""
     dense = torch.empty(spec.local_shape, device="meta").stride()

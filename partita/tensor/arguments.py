@@ -14,7 +14,7 @@ import inspect
 import operator
 import re
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -25,23 +25,23 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
-from partita.comm import (
-    ON_CHECK,
-    TraceWire,
-    Wire,
-    agree,
-    call_site,
-    is_agreed,
-    remember_agreed,
-    user_line,
-)
+from partita.comm import ON_CHECK, TraceWire, Wire, agree, call_site, is_agreed, remember_agreed
 from partita.layout import Fix, Layout, LayoutError
 from partita.rules import parse
 
 from .autograd import in_backward, moved
 from .dtensor import PLAIN, DTensor, checksum, make_no_strides_error, tagged
 from .op_facts import Form, overloads_of, parameter_names
-from .tensor_state import HERE, Spec, make_two_meshes_error, spec_of
+from .tensor_state import (
+    HERE,
+    Args,
+    Function,
+    Kwargs,
+    Spec,
+    make_layout_error,
+    make_two_meshes_error,
+    spec_of,
+)
 
 Path = tuple[int | str, ...]
 """Where in a call a tensor stands: (1,) or ("bias",), or (0, 3) for the fourth of a list.
@@ -51,7 +51,7 @@ gave by place (`locate_in_call`)."""
 
 
 def normalize_call(
-    form: Form, args: Sequence[Any], kwargs: dict[str, Any]
+    form: Form, args: Args, kwargs: Kwargs
 ) -> tuple[Sequence[Any], dict[str, Any], torch.Tensor | None]:
     """The call with its rule's parameter names in place of torch's other names for them (`axis`,
     `input`, ...), without `out=`; and what was given as `out=`."""
@@ -82,9 +82,7 @@ def rule_parameters(form: Form) -> tuple[str, ...]:
     return parameter_names(form.func, len(parse(rule.text).terms))
 
 
-def operands_of_call(
-    form: Form, args: Sequence[Any], kwargs: dict[str, Any]
-) -> list[tuple[Path, Any]]:
+def operands_of_call(form: Form, args: Args, kwargs: Kwargs) -> list[tuple[Path, Any]]:
     """The value and the path of each term of a fixed sentence; None for one that is not given."""
     found: list[tuple[Path, Any]] = []
     for i, name in enumerate(rule_parameters(form)):
@@ -96,7 +94,7 @@ def operands_of_call(
 
 
 def bind_declared_arguments(
-    form: Form, args: Sequence[Any], kwargs: dict[str, Any]
+    form: Form, args: Args, kwargs: Kwargs
 ) -> tuple[list[Any], dict[str, Any], list[tuple[Path, Any]]]:
     """The arguments that a derived rule declares, by place and by name, and the tensors among them
     with their paths, in order."""
@@ -136,7 +134,7 @@ def _tensors_at(places: Sequence[Any], values: Sequence[Any]) -> list[tuple[Path
     return found
 
 
-def all_tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[Path, Any]]:
+def all_tensors(args: Args, kwargs: Kwargs) -> list[tuple[Path, Any]]:
     """The tensors of a call with their paths, those in lists and tuples too."""
     found = _tensors_at(tuple(range(len(args))), args)
     return found + _tensors_at(tuple(kwargs), tuple(kwargs.values()))
@@ -195,7 +193,7 @@ def writes_view_copy(form: Form, args: Sequence[Any]) -> bool:
     return form.inplace and isinstance(first, DTensor) and first._spec.is_copy
 
 
-def find_written_operands(form: Form, args: Sequence[Any], kwargs: dict[str, Any]) -> set[Path]:
+def find_written_operands(form: Form, args: Args, kwargs: Kwargs) -> set[Path]:
     """The paths of the tensors that this call writes."""
     places = {w.path(args, kwargs) for w in form.writes} | ({(0,)} if form.inplace else set())
     return {path for path, _ in all_tensors(args, kwargs) if path[:1] in places}
@@ -203,18 +201,15 @@ def find_written_operands(form: Form, args: Sequence[Any], kwargs: dict[str, Any
 
 def make_changed_layout_error(name: str, x: DTensor) -> LayoutError:
     """The error to raise where op `name` in place would need `x` in another layout."""
-    return LayoutError(
+    return make_layout_error(
         f"{name} in place: its operand would have to change its layout",
-        place=user_line(),
         operands=(f"x  {x._spec.layout.brief()} on {x._spec.wire.mesh}",),
         reason="a tensor that is written in place keeps its layout, since others may hold it too",
         fixes=(Fix(f"x = x.{name}(...)", "not in place"),),
     )
 
 
-def locate_in_call(
-    path: Path, names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]
-) -> Path:
+def locate_in_call(path: Path, names: Sequence[str], args: Args, kwargs: Kwargs) -> Path:
     """Where in this call stands what stood at `path` in another of the same key: one may give by
     place what the other gave by name. `names` are of the parameters, in order."""
     head = path[0]
@@ -223,14 +218,14 @@ def locate_in_call(
     return path if head < len(args) else (names[head], *path[1:])
 
 
-def get_at_path(args: Sequence[Any], kwargs: dict[str, Any], path: Path) -> Any:
+def get_at_path(args: Args, kwargs: Kwargs, path: Path) -> Any:
     """The value at `path` of a call."""
     value = kwargs[path[0]] if isinstance(path[0], str) else args[path[0]]
     return value if len(path) == 1 else value[path[1]]
 
 
 def replace_at_paths(
-    args: Sequence[Any], kwargs: dict[str, Any], new: dict[Path, Any]
+    args: Args, kwargs: Kwargs, new: dict[Path, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
     """The call with the values at the paths of `new` replaced; lists are copied, not changed."""
     args, kwargs = list(args), dict(kwargs)
@@ -276,7 +271,7 @@ _NUMBERS = _INTEGERS | frozenset(
 )
 
 
-def may_have_numbers(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+def may_have_numbers(args: Args, kwargs: Kwargs) -> bool:
     """Is an argument a DTensor of one element, or a slice or list with such?"""
     return any(map(_may_be_number, args)) or any(map(_may_be_number, kwargs.values()))
 
@@ -290,9 +285,7 @@ def _may_be_number(value: Any) -> bool:
     return (kind is tuple or kind is list) and any(map(_may_be_number, value))
 
 
-def read_numbers(
-    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
-) -> tuple[Sequence[Any], dict[str, Any]]:
+def read_numbers(func: Function, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """The arguments of a call of `func` with Python's numbers in place of the DTensors that torch
     would read as numbers, in slices too."""
     by_place, by_name = _numbers_of(func)
@@ -331,7 +324,7 @@ def _in_lists(kinds: frozenset[str]) -> frozenset[str]:
     return frozenset(kind for kind in kinds if "List" in kind)
 
 
-def takes_numbers(func: Callable[..., Any]) -> bool:
+def takes_numbers(func: Function) -> bool:
     """Has any argument of `func`, in any of its overloads, to be a number?"""
     return any(map(_are_numbers, _numbers_of(func)[1].values()))
 
@@ -346,7 +339,7 @@ Kinds = frozenset[str]
 
 
 @cache
-def _numbers_of(func: Callable[..., Any]) -> tuple[list[Kinds], dict[str, Kinds]]:
+def _numbers_of(func: Function) -> tuple[list[Kinds], dict[str, Kinds]]:
     """The types that an op's arguments may have in any of its overloads, by place and by name."""
     by_place: list[set[str]] = []
     by_name: dict[str, set[str]] = {}
@@ -364,7 +357,7 @@ Parameters = list[tuple[str, str, bool]]
 whether it may be given by place."""
 
 
-def _forms_of(func: Callable[..., Any]) -> list[Parameters]:
+def _forms_of(func: Function) -> list[Parameters]:
     """The parameters of an op's overloads, by their schemas; of one written in Python, by its
     hints."""
     forms = []
@@ -406,9 +399,8 @@ def _hint_of(parameter: inspect.Parameter) -> str:
 
 def make_transform_error(name: str) -> LayoutError:
     """What to raise where a function transform would get hold of a DTensor."""
-    return LayoutError(
+    return make_layout_error(
         f"torch.func: {name} cannot take a DTensor",
-        place=user_line(),
         reason="it would run the function on this rank's piece as if that were the whole tensor",
         fixes=(
             Fix("torch.autograd.grad(f(x), x)", "for gradients: it knows of layouts"),
@@ -445,9 +437,8 @@ def admit(
         raise make_transform_error("grad" if value.requires_grad else "vmap")
     graded = value.requires_grad and torch.is_grad_enabled()
     if graded and not (with_gradient and _is_made_of_leaves(value)):
-        raise LayoutError(
+        raise make_layout_error(
             f"{op}: a plain tensor that requires grad stands next to a DTensor",
-            place=user_line(),
             operands=(
                 f"plain tensor of shape {tuple(value.shape)}",
                 f"DTensor on mesh {wire.mesh}",
@@ -463,9 +454,8 @@ def admit(
         raise make_no_strides_error(op, value)
     scope = wire.scope
     if scope.strict:
-        raise LayoutError(
+        raise make_layout_error(
             f"{op}: a plain tensor stands next to a DTensor, which strict() refuses",
-            place=user_line(),
             operands=(
                 f"plain tensor of shape {tuple(value.shape)}",
                 f"DTensor on mesh {wire.mesh}",
@@ -487,9 +477,8 @@ def admit(
     checksums = wire.gather_ints(checksum(value))
     for rank, theirs in enumerate(checksums):
         if theirs != checksums[0]:
-            raise LayoutError(
+            raise make_layout_error(
                 f"{op}: a plain tensor next to a DTensor differs between ranks",
-                place=user_line(),
                 operands=(
                     f"rank 0  {checksums[0][0]} dimensions, checksum {checksums[0][-1]:x}",
                     f"rank {rank}  {theirs[0]} dimensions, checksum {theirs[-1]:x}",
@@ -565,7 +554,7 @@ def give_history(x: torch.Tensor, wire: Wire) -> None:
 
 
 def write_into_plain(
-    func: Callable[..., Any], op: str, paths: Sequence[Path], args: Any, kwargs: dict[str, Any]
+    func: Function, op: str, paths: Sequence[Path], args: Any, kwargs: dict[str, Any]
 ) -> Any:
     """Call `func`, which writes the plain tensors at `paths`.
 
@@ -599,7 +588,7 @@ class _NumberCheck(TorchFunctionMode):
     """
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+        self, func: Function, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         # What runs on pieces is ours, and may well be another number on each rank.

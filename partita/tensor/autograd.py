@@ -21,7 +21,7 @@ from partita.layout import Fix, LayoutError, Partial, Placement, Replicate, Shar
 from partita.redistribute import Plan, plan
 
 from .op_facts import without_autocast
-from .tensor_state import HERE, Spec, current, make_two_meshes_error
+from .tensor_state import HERE, Function, Spec, current, make_two_meshes_error
 
 
 def carry_all(moves: Plan, x: torch.Tensor, wire: Wire, op: str, reason: str) -> torch.Tensor:
@@ -124,7 +124,7 @@ class _OnGradient(torch.autograd.Function):
     """The identity, whose gradient is what `on_gradient(gradient, *args)` gives."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, on_gradient: Callable[..., Any], *args: Any) -> Any:
+    def forward(ctx: Any, x: torch.Tensor, on_gradient: Function, *args: Any) -> Any:
         ctx.on_gradient, ctx.args = on_gradient, args
         keep_missing_gradients(ctx)
         return x.view_as(x)

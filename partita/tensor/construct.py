@@ -28,10 +28,9 @@ from partita.comm import (
     make_torch_dtensor,
     read_torch_dtensor,
     torch_mesh,
-    user_line,
     wire_of,
 )
-from partita.layout import Fix, LayoutError, Partial, Placement, own_placement, split_factors
+from partita.layout import Fix, Partial, Placement, own_placement, split_factors
 from partita.rules.rule import narrow_piece
 
 from .aliasing import global_strides
@@ -40,7 +39,15 @@ from .autograd import moved
 from .dtensor import TYPED, DTensor, make_no_strides_error, shape_of_pieces, tagged
 from .dtensor_gradients import type_hook
 from .random import run_with_generator_check
-from .tensor_state import OURS, Spec, own_state, spec_on_mesh, spec_on_wire
+from .tensor_state import (
+    OURS,
+    Function,
+    Spec,
+    make_layout_error,
+    own_state,
+    spec_on_mesh,
+    spec_on_wire,
+)
 from .uneven_pieces import copy_with_room, tie_to_operands, with_room
 
 
@@ -94,16 +101,14 @@ def distribute_tensor(
     """
     if isinstance(tensor, DTensor):
         if device_mesh is not None and wire_of(device_mesh) is not tensor._spec.wire:
-            raise LayoutError(
+            raise make_layout_error(
                 "distribute_tensor of a DTensor that lives on another mesh",
-                place=user_line(),
                 fixes=(Fix("pt.distribute_tensor(x.full_tensor(), mesh, placements)"),),
             )
         return tensor.redistribute(placements=placements)
     if not tensor.is_leaf:
-        raise LayoutError(
+        raise make_layout_error(
             "distribute_tensor needs a leaf: the gradient of this tensor flows on",
-            place=user_line(),
             fixes=(
                 Fix("pt.distribute_tensor(t.detach(), ...)", "without a gradient"),
                 Fix("pt.DTensor.from_local(t, ...)", "differentiable"),
@@ -115,9 +120,8 @@ def distribute_tensor(
     if src_data_rank is not None:
         agree("distribute_tensor", f"{spec.layout} of {tensor.dtype}", spec.wire)
         if not 0 <= src_data_rank < spec.wire.mesh.size():
-            raise LayoutError(
+            raise make_layout_error(
                 f"distribute_tensor: src_data_rank={src_data_rank} is no rank of the mesh",
-                place=user_line(),
                 operands=(f"mesh {spec.wire.mesh} has ranks 0 to {spec.wire.mesh.size() - 1}",),
                 reason="ranks are counted along the mesh, row by row",
                 fixes=(Fix("src_data_rank=0"), Fix("src_data_rank=None", "each rank's own value")),
@@ -140,8 +144,8 @@ def distribute_module(
     module: torch.nn.Module,
     device_mesh: Any,
     partition_fn: Callable[[str, torch.nn.Module, Any], None] | None = None,
-    input_fn: Callable[..., Any] | None = None,
-    output_fn: Callable[..., Any] | None = None,
+    input_fn: Function | None = None,
+    output_fn: Function | None = None,
 ) -> torch.nn.Module:
     """Make each parameter and buffer of `module` a DTensor, as `partition_fn` says, else Replicate.
 
@@ -327,9 +331,8 @@ def refuse_lazy(model: nn.Module, by: str) -> None:
         own = *part.named_parameters(recurse=False), *part.named_buffers(recurse=False)
         for key, tensor in own:
             if nn.parameter.is_lazy(tensor):
-                raise LayoutError(
+                raise make_layout_error(
                     f"{by}: {name + '.' if name else ''}{key} has no shape yet",
-                    place=user_line(),
                     reason=f"{type(part).__name__} makes it when it meets its first batch",
                     fixes=(Fix("model(batch)", f"once, of plain tensors, before {by}"),),
                 )
@@ -392,14 +395,14 @@ Placements = Sequence[Placement] | None
 
 
 def local_map(
-    func: Callable[..., Any] | None = None,
+    func: Function | None = None,
     out_placements: Any = None,
     in_placements: tuple[Placements, ...] | None = None,
     in_grad_placements: tuple[Placements, ...] | None = None,
     device_mesh: Any = None,
     *,
     redistribute_inputs: bool = False,
-) -> Callable[..., Any]:
+) -> Function:
     """A function of DTensors that runs `func` on their local tensors. As torch's `local_map`.
 
     Arguments and results may be nested in lists, tuples and dicts; placements speak of the tensors
@@ -491,10 +494,9 @@ def _match_placements(given: Any, values: list[Any], what: str, name: str) -> Se
     if given is None:
         return [None] * len(values)
     if len(given) != len(values):
-        raise LayoutError(
+        raise make_layout_error(
             f"local_map: {what} has {len(given)} entries, and {name} {len(values)} "
             + ("results" if what == "out_placements" else "arguments"),
-            place=user_line(),
             reason="one entry for each tensor or value, also in lists and dicts; None for a value",
             fixes=(Fix(f"{what}=({', '.join(['[...]'] * len(values))},)"),),
         )
@@ -508,9 +510,8 @@ def _require_placements(x: DTensor, wanted: Placements, i: int, name: str, move:
     if wanted_spec.layout == x._spec.layout:
         return x
     if not move:
-        raise LayoutError(
+        raise make_layout_error(
             f"local_map: argument {i} of {name} has other placements than in_placements says",
-            place=user_line(),
             operands=(
                 f"has     {', '.join(map(str, x.placements))}",
                 f"wanted  {', '.join(map(str, wanted_spec.placements))}",
@@ -560,9 +561,8 @@ def to_torch(x: DTensor) -> Any:
     spec = x._spec
     mesh = torch_mesh(spec.wire.device_mesh)
     if mesh is None:
-        raise LayoutError(
+        raise make_layout_error(
             f"to_torch: the mesh {spec.wire.mesh} is not one of torch's",
-            place=user_line(),
             reason="torch's DTensor needs process groups, which these ranks have not",
             fixes=(
                 Fix("pt.init_device_mesh(...)", "under torchrun or partita train"),
@@ -587,9 +587,8 @@ def _torch_placements(spec: Spec) -> list[tuple[str, Any]]:
     for size, axes in zip(layout.shape, layout.shards, strict=True):
         pieces = math.prod(map(mesh.size, axes))
         if size % pieces and any(factors[a] > 1 for a in axes):
-            raise LayoutError(
+            raise make_layout_error(
                 f"to_torch: {size} elements in uneven pieces, over {' then '.join(axes)}",
-                place=user_line(),
                 operands=(f"x  {layout.brief()} on {mesh}",),
                 reason="torch cuts such a dimension in other places",
                 fixes=(Fix(f"x.redistribute(placements={list(spec.placements)})", "mesh order"),),
@@ -632,9 +631,8 @@ def from_torch(x: Any) -> DTensor:
 
     local = local_of_torch_dtensor(x, _torch_placements(given), gradient, divisor)
     if local.shape != spec.local_shape:
-        raise LayoutError(
+        raise make_layout_error(
             "from_torch: torch has cut this tensor in other places",
-            place=user_line(),
             operands=(
                 f"x  {x.placements} of {tuple(shape)}",
                 f"this rank's piece  {tuple(local.shape)}, here {tuple(spec.local_shape)}",

@@ -12,7 +12,7 @@ Frequent methods skip `handle`; `in_c` has both in C, and where it was built it 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import MethodType
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from torch._C import _is_torch_function_enabled, _len_torch_function_stack
 from torch.utils._pytree import tree_map_only
 
-from partita.comm import inspect_collectives, user_line
+from partita.comm import inspect_collectives
 from partita.layout import Fix, Layout, LayoutError
 from partita.rules import NUMBER
 from partita.rules.rule import ON_NEW_RULE
@@ -73,7 +73,7 @@ from .plan import (
 )
 from .plan_call import check_call_fits_rule, make_plan
 from .random import with_generator_check
-from .tensor_state import HERE, Spec, spec_of
+from .tensor_state import HERE, Args, Function, Kwargs, Spec, make_layout_error, spec_of
 
 _Tensor = torch.Tensor
 
@@ -95,20 +95,18 @@ def _choose_run(op: Op) -> Run | None:
     return run_foreach if op.form.foreach else None
 
 
-def _run_locally(func: Any, args: Any, kwargs: dict[str, Any], op: Op) -> Any:
+def _run_locally(func: Any, args: Any, kwargs: Kwargs, op: Op) -> Any:
     with Local():
         return func(*args, **kwargs)
 
 
-def _run_collective(func: Any, args: Any, kwargs: dict[str, Any], op: Op) -> Any:
+def _run_collective(func: Any, args: Any, kwargs: Kwargs, op: Op) -> Any:
     args, kwargs = _operands_of_collective(op.form.name, (args, kwargs))
     return _run_locally(func, args, kwargs, op)
 
 
-def _make_override_run(override: Callable[..., Any], takes_numbers: bool) -> Run:
-    def run_with_numbers(
-        func: Callable[..., Any], args: Any, kwargs: dict[str, Any], op: Op
-    ) -> Any:
+def _make_override_run(override: Function, takes_numbers: bool) -> Run:
+    def run_with_numbers(func: Function, args: Any, kwargs: Kwargs, op: Op) -> Any:
         if may_have_numbers(args[1:], kwargs):
             args, kwargs = read_numbers(func, args, kwargs)
             if not collect_dtensors((args, kwargs)):
@@ -120,14 +118,14 @@ def _make_override_run(override: Callable[..., Any], takes_numbers: bool) -> Run
     return lambda func, args, kwargs, op: override(*args, **kwargs)
 
 
-def _choose_run_without_rule(func: Callable[..., Any]) -> Run:
+def _choose_run_without_rule(func: Function) -> Run:
     body = enter_function(func)
     if body is not None:
         return lambda func, args, kwargs, op: body(*args, **kwargs)
     return _gather_and_run
 
 
-def _gather_and_run(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], op: Op) -> Any:
+def _gather_and_run(func: Function, args: Any, kwargs: Kwargs, op: Op) -> Any:
     if kwargs.get("out") is not None:
         return _into_out(op, args, kwargs, kwargs["out"])
     if may_have_numbers(args, kwargs):
@@ -139,7 +137,7 @@ def _gather_and_run(func: Callable[..., Any], args: Any, kwargs: dict[str, Any],
     return run_gathered(func, args, kwargs, op.form)
 
 
-def _run_operator(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], op: Op) -> Any:
+def _run_operator(func: Function, args: Any, kwargs: Kwargs, op: Op) -> Any:
     """Run one of torch's own operators.
 
     In backward, which is local, a TorchDispatchMode may call it with pieces of gradients beside
@@ -152,7 +150,7 @@ def _run_operator(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], o
     return _plan_and_run(func, args, kwargs, op)
 
 
-def _into_out(op: Op, args: Any, kwargs: dict[str, Any], out: Any) -> Any:
+def _into_out(op: Op, args: Any, kwargs: Kwargs, out: Any) -> Any:
     kwargs = {name: value for name, value in kwargs.items() if name != "out"}
     func = op.func if op.form.operator is None else op.form.operator.packet
     return _run_into_out(out, func, args, kwargs)
@@ -160,7 +158,7 @@ def _into_out(op: Op, args: Any, kwargs: dict[str, Any], out: Any) -> Any:
 
 def handle(
     cls: type,
-    func: Callable[..., Any],
+    func: Function,
     types: Any,
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
@@ -192,7 +190,7 @@ def handle(
     return plan.tag(out)
 
 
-def _run_unplanned(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_unplanned(func: Function, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
     """Run a call for which the hot path found no plan."""
     op = op_of(func)
     if op.run is not None:
@@ -200,7 +198,7 @@ def _run_unplanned(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     return _plan_and_run(func, args, kwargs, op)
 
 
-def _plan_and_run(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], op: Op) -> Any:
+def _plan_and_run(func: Function, args: Any, kwargs: Kwargs, op: Op) -> Any:
     """Put the arguments in order, find or make the call's plan, and run it."""
     if may_have_numbers(args, kwargs):
         args, kwargs = read_numbers(func, args, kwargs)
@@ -230,7 +228,7 @@ def _plan_and_run(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], o
     return result
 
 
-def op_of(func: Callable[..., Any]) -> Op:
+def op_of(func: Function) -> Op:
     """The Op of a function, made when the function is first called."""
     op = OPS.get(func)
     if op is None:
@@ -400,9 +398,8 @@ def _operands_of_collective(name: str, given: Any) -> Any:
     parted = [t for t in dtensors if not t._spec.is_whole]
     if not parted:
         return given if "object" in name else tree_map_only(DTensor, _alias_plainly, given)
-    raise LayoutError(
+    raise make_layout_error(
         f"torch.distributed: {name} cannot take a DTensor of which a rank holds a part",
-        place=user_line(),
         operands=tuple(f"DTensor  {t._spec.layout.brief()}" for t in parted)[:2],
         reason="it would exchange the ranks' pieces as if each were the whole value",
         fixes=(
@@ -425,9 +422,7 @@ inspect_collectives(_operands_of_collective)
 # right whatever the function does, and the ledger shows what it costs.
 
 
-def run_gathered(
-    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], form: Form
-) -> Any:
+def run_gathered(func: Function, args: Args, kwargs: Kwargs, form: Form) -> Any:
     """Run a call on whole operands; its result is whole.
 
     An operand that is written keeps its layout, since others may hold it too: it is written as a
@@ -503,9 +498,7 @@ def run_gathered(
 # -- out= ------------------------------------------------------------------------------------------
 
 
-def _run_into_out(
-    out: Any, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
-) -> Any:
+def _run_into_out(out: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     """`func(*args, **kwargs)` written into `out`, a tensor or a tuple of them, which is returned.
 
     The op runs without it, and its result is moved into the layout of `out` and copied. The
@@ -541,9 +534,8 @@ def _make_other_shape_error(name: str, into: torch.Tensor, value: torch.Tensor) 
     def describe_operand(t: torch.Tensor) -> str:
         return t._spec.layout.brief() if isinstance(t, DTensor) else f"plain {tuple(t.shape)}"
 
-    return LayoutError(
+    return make_layout_error(
         f"{name}: out= has another shape than the result",
-        place=user_line(),
         operands=(f"out     {describe_operand(into)}", f"result  {describe_operand(value)}"),
         reason="a DTensor is not resized: its layout says which part each rank holds",
         fixes=(Fix(f"y = torch.{name}(...)", "without out="),),

@@ -40,7 +40,7 @@ from partita.layout import Coordinate, Fix, Layout, LayoutError, Mesh, Partial, 
 from partita.layout.picture import draw, html_of
 
 from .autograd import ask_gradient, convert_gradient, make_other_cut_error, moved
-from .tensor_state import HERE, Label, Spec, current, spec_on_mesh, spec_on_wire
+from .tensor_state import HERE, Label, Spec, current, make_layout_error, spec_on_mesh, spec_on_wire
 
 _shape = torch._C.TensorBase.shape.__get__  # type: ignore[attr-defined]
 _size = torch._C.TensorBase.size
@@ -179,9 +179,8 @@ class DTensor(torch.Tensor):
     ) -> Spec:
         """Of what each rank's local tensor is a piece. Arguments and errors are `from_local`'s."""
         if isinstance(local_tensor, DTensor):
-            raise LayoutError(
+            raise make_layout_error(
                 "from_local of a DTensor: it has a layout already",
-                place=user_line(),
                 fixes=(Fix("x.redistribute(placements=...)"), Fix("from_local(x.to_local(), ...)")),
             )
         if local_tensor.layout is not torch.strided:
@@ -254,17 +253,15 @@ class DTensor(torch.Tensor):
         """
         spec = self._spec
         if device_mesh is not None and wire_of(device_mesh) is not spec.wire:
-            raise LayoutError(
+            raise make_layout_error(
                 "redistribute moves along the tensor's own mesh, not to another one",
-                place=user_line(),
                 fixes=(Fix("pt.distribute_tensor(x.full_tensor(), other_mesh, placements)"),),
             )
         if placements is None:
-            raise LayoutError("redistribute needs placements", place=user_line())
+            raise make_layout_error("redistribute needs placements")
         if backward_dtype is not None and backward_dtype != self.dtype:
-            raise LayoutError(
+            raise make_layout_error(
                 f"backward_dtype {backward_dtype}: the gradient travels in the value's dtype",
-                place=user_line(),
                 fixes=(Fix("x.to(dtype).redistribute(placements=...)"),),
             )
         x = self if forward_dtype is None else self.to(forward_dtype)
@@ -427,9 +424,8 @@ def piece_held(x: torch.Tensor) -> Piece:
     """
     spec = getattr(x, "_spec", None)
     if spec is not None and spec.is_pending:
-        raise LayoutError(
+        raise make_layout_error(
             "a checkpoint holds values, and this tensor is pending",
-            place=user_line(),
             operands=(spec.layout.brief(),),
             fixes=(Fix("x.redistribute(placements=...) first"), Fix("pt.save, which does so")),
         )
@@ -478,9 +474,8 @@ def _make_misfit_error(
     """The error to raise where the rank at `at` brings a piece of `shape`, which is not what
     `layout` has for it."""
     rank, due = wire.mesh.coordinates().index(at), layout.local_shape(wire.mesh, at)
-    return LayoutError(
+    return make_layout_error(
         f"from_local: the piece of rank {rank} does not fit the stated shape {layout.shape}",
-        place=user_line(),
         operands=(
             f"local_tensor  {tuple(shape)}",
             f"layout {layout.brief()} on {wire.mesh} gives rank {rank} {due}",
@@ -538,9 +533,8 @@ def _compare_pieces(local: torch.Tensor, spec: Spec) -> None:
             first = by_coordinate[c[:i] + (0,) + c[i + 1 :]]
             if summary != first:
                 shares = [Partial() if a == axis else layout.placement(a) for a in wire.mesh.names]
-                raise LayoutError(
+                raise make_layout_error(
                     f"from_local: the ranks along {axis} do not hold the same value",
-                    place=user_line(),
                     operands=(
                         f"layout {layout.brief()} on {wire.mesh}",
                         f"at {c} the checksum is {summary[-1]:x}, of the first along {axis} "
@@ -563,9 +557,8 @@ def _order_of_memory(local: torch.Tensor, spec: Spec) -> int:
 
 def _make_order_error(orders: Sequence[int]) -> LayoutError:
     ranks = (orders.index(1), orders.index(2))
-    return LayoutError(
+    return make_layout_error(
         "from_local: the ranks' pieces lie differently in memory",
-        place=user_line(),
         operands=tuple(
             f"rank {rank}  {'contiguous' if orders[rank] == 1 else 'with gaps, or transposed'}"
             for rank in sorted(ranks)
@@ -577,9 +570,8 @@ def _make_order_error(orders: Sequence[int]) -> LayoutError:
 
 def make_memory_error(name: str) -> LayoutError:
     """What to raise where method `name`, which works on memory, is called of a DTensor."""
-    return LayoutError(
+    return make_layout_error(
         f"{name} cannot take a DTensor",
-        place=user_line(),
         reason="it works on memory, of which each rank has another part",
         fixes=(Fix(f"x.to_local().{name}(...)", "on this rank's piece"),),
     )
@@ -591,9 +583,8 @@ def make_no_strides_error(what: str, t: torch.Tensor) -> LayoutError:
     Args:
         what: who takes it or makes it.
     """
-    return LayoutError(
+    return make_layout_error(
         f"{what}: a tensor of layout {t.layout} cannot be a DTensor",
-        place=user_line(),
         operands=(f"t  {tuple(t.shape)}",),
         reason="placements speak of dimensions that can be cut, and a sparse tensor's cannot",
         fixes=(

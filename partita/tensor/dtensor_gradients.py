@@ -25,7 +25,7 @@ from torch.autograd import Function
 from torch.autograd.function import BackwardCFunction, _is_setup_context_defined
 from torch.nn.modules._functions import BackwardHookFunction
 
-from partita.comm import Wire, agree, is_agreed, remember_agreed, user_line
+from partita.comm import Wire, agree, is_agreed, remember_agreed
 from partita.layout import Fix, Layout, LayoutError
 from partita.redistribute import plan
 
@@ -38,6 +38,7 @@ from .tensor_state import (
     ReopenHook,
     Spec,
     current,
+    make_layout_error,
     make_two_meshes_error,
     own_state,
     spec_of,
@@ -89,15 +90,13 @@ def _set_grad(x: torch.Tensor, grad: torch.Tensor | None) -> None:
         _unmark_settled(x)  # type: ignore[arg-type]
     else:
         if not isinstance(x, DTensor):
-            raise LayoutError(
+            raise make_layout_error(
                 "a plain tensor cannot have a DTensor as its gradient",
-                place=user_line(),
                 fixes=(Fix("t.grad = g.full_tensor()"),),
             )
         if not isinstance(grad, DTensor):
-            raise LayoutError(
+            raise make_layout_error(
                 "the gradient of a DTensor is a DTensor",
-                place=user_line(),
                 operands=(f"x  {x._spec.layout.brief()}", f"gradient  plain {tuple(grad.shape)}"),
                 fixes=(Fix("x.grad = pt.distribute_tensor(g, mesh, placements)"),),
             )
@@ -220,9 +219,8 @@ def _find_backward_seeds(outputs: Any, gradients: Any) -> tuple[list[Any], list[
         if isinstance(root, DTensor):
             roots[i], given[i] = _make_backward_seed(root, given[i])
         elif isinstance(given[i], DTensor):
-            raise LayoutError(
+            raise make_layout_error(
                 "backward of a plain tensor with a DTensor as its gradient",
-                place=user_line(),
                 fixes=(Fix("loss.backward(gradient.full_tensor())"),),
             )
     return roots, given
@@ -333,9 +331,8 @@ def _lay_out_gradient(x: DTensor, grad: DTensor) -> DTensor:
     if grad._spec.wire is not spec.wire:
         raise make_two_meshes_error("x.grad = g", spec.wire, grad._spec.wire)
     if grad._spec.shape != spec.shape:
-        raise LayoutError(
+        raise make_layout_error(
             f"a gradient of shape {tuple(grad._spec.shape)} for a tensor of {tuple(spec.shape)}",
-            place=user_line(),
             operands=(f"x  {spec.layout.brief()}", f"gradient  {grad._spec.layout.brief()}"),
             fixes=(Fix(f"g.reshape({tuple(spec.shape)})", "if it has as many elements"),),
         )
@@ -666,9 +663,8 @@ def _lay_out_returned_gradient(grad: Any, spec: Spec | None, name: str) -> Any:
         before = grad._spec
     else:
         if grad.shape != spec.shape:
-            raise LayoutError(
+            raise make_layout_error(
                 f"{name}.backward returned a plain tensor as the gradient of a DTensor",
-                place=user_line(),
                 operands=(
                     f"gradient  plain {tuple(grad.shape)}",
                     f"input     {spec.layout.brief()} on {spec.wire.mesh}",

@@ -9,7 +9,7 @@ Norms of all gradients, and a GradScaler's search for infinities, are one small 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache as once
 from typing import Any
 
@@ -30,7 +30,7 @@ from .dtensor_gradients import pending_gradients, reduce_pending_gradients
 from .op_facts import OVERRIDES, form_of
 from .plan import OPS, CallPlan, Op, note_miss, operand_kind
 from .plan_call import make_plan
-from .tensor_state import Spec, spec_of
+from .tensor_state import Args, Function, Kwargs, Spec, spec_of
 
 
 class _ListPlan:
@@ -57,9 +57,7 @@ def _is_clean(plan: CallPlan) -> bool:
     return not (plan.targets or plan.kernel or plan.rewrite or plan.view_copies)
 
 
-def run_foreach(
-    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], op: Op
-) -> Any:
+def run_foreach(func: Function, args: Args, kwargs: Kwargs, op: Op) -> Any:
     """Run a `torch._foreach_*` function."""
     key = (
         tuple(
@@ -95,9 +93,7 @@ def run_foreach(
     return out
 
 
-def _run_with_moves(
-    plan: _ListPlan, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], op: Op
-) -> Any:
+def _run_with_moves(plan: _ListPlan, func: Function, args: Args, kwargs: Kwargs, op: Op) -> Any:
     """Run a call in which something has to move, or whose places are not of one mesh."""
     if plan.wires:
         return _run_by_mesh(plan.wires, func, args, kwargs)
@@ -111,7 +107,7 @@ def _run_with_moves(
 
 
 def _run_by_mesh(
-    wires: Sequence[Wire | None], func: Callable[..., Any], args: Sequence[Any], kwargs: Any
+    wires: Sequence[Wire | None], func: Function, args: Sequence[Any], kwargs: Any
 ) -> Any:
     """Call `func` once for each mesh, and once for the plain tensors."""
     found: list[Any] = [None] * len(wires)
@@ -147,11 +143,11 @@ def _arguments_at_place(i: int, args: Sequence[Any]) -> list[Any]:
     return [a[i] if type(a) in (list, tuple) else a for a in args]
 
 
-def _function_named(name: str) -> Callable[..., Any] | None:
+def _function_named(name: str) -> Function | None:
     return getattr(torch.Tensor, name, None) or getattr(torch, name, None)
 
 
-def _find_single_op(op: Op) -> Callable[..., Any]:
+def _find_single_op(op: Op) -> Function:
     """The function that a foreach function is for one place. Of some (`maximum`) torch has a form
     in place for lists only."""
     name = op.form.name
@@ -162,9 +158,7 @@ def _find_single_op(op: Op) -> Callable[..., Any]:
     return _function_named(name + "_") or _make_inplace_op(function)
 
 
-def _make_op_or_clamp(
-    function: Callable[..., Any], clamp: Callable[..., Any]
-) -> Callable[..., Any]:
+def _make_op_or_clamp(function: Function, clamp: Function) -> Function:
     def call_or_clamp(x: torch.Tensor, other: Any) -> torch.Tensor:
         return (function if isinstance(other, torch.Tensor) else clamp)(x, other)
 
@@ -172,7 +166,7 @@ def _make_op_or_clamp(
 
 
 # What lists may be given numbers for, where the op itself takes none in that place.
-_NUMBERS_TOO: dict[str, Callable[..., Any]] = {
+_NUMBERS_TOO: dict[str, Function] = {
     "maximum": _make_op_or_clamp(torch.maximum, torch.clamp_min),
     "minimum": _make_op_or_clamp(torch.minimum, torch.clamp_max),
     "pow": torch.pow,
@@ -180,11 +174,11 @@ _NUMBERS_TOO: dict[str, Callable[..., Any]] = {
 
 
 @once
-def _make_inplace_op(function: Callable[..., Any]) -> Callable[..., Any]:
+def _make_inplace_op(function: Function) -> Function:
     return lambda x, *args, **kwargs: x.copy_(function(x, *args, **kwargs))
 
 
-def _plan_place(i: int, args: Sequence[Any], kwargs: dict[str, Any], op: Op) -> CallPlan | None:
+def _plan_place(i: int, args: Args, kwargs: Kwargs, op: Op) -> CallPlan | None:
     single, place = _find_single_op(op), _arguments_at_place(i, args)
     own = form_of(single)
     if own.rule is not None:
@@ -202,7 +196,7 @@ def _plan_place(i: int, args: Sequence[Any], kwargs: dict[str, Any], op: Op) -> 
     return plan if alike and _is_clean(plan) else None
 
 
-def _run_one_by_one(plan: _ListPlan, args: Sequence[Any], kwargs: dict[str, Any], op: Op) -> Any:
+def _run_one_by_one(plan: _ListPlan, args: Args, kwargs: Kwargs, op: Op) -> Any:
     single, outs = _find_single_op(op), []
     by_name = op.form.name in ("addcdiv", "addcmul")  # the op itself takes its number so only
     if by_name and len(args) == 4 and isinstance(args[3], torch.Tensor):  # one for each place
@@ -219,7 +213,7 @@ def _run_one_by_one(plan: _ListPlan, args: Sequence[Any], kwargs: dict[str, Any]
     return args[0] if op.form.inplace else outs
 
 
-def run_fused(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], op: Op) -> Any:
+def run_fused(func: Function, args: Args, kwargs: Kwargs, op: Op) -> Any:
     """Run a fused optimizer kernel: elementwise over lists, all in the parameters' layouts."""
     new: dict[tuple[int | str, ...], Any] = {}
     shares = []

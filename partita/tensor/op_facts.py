@@ -21,7 +21,7 @@ import functools
 import inspect
 import operator
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -40,7 +40,9 @@ from partita.comm import read_autocast_state
 from partita.comm.device import Device
 from partita.rules import RULES, Rule
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+from .tensor_state import Args, Function, Kwargs
+
+F = TypeVar("F", bound=Function)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,10 +159,10 @@ def facts_of(target: Any) -> OpFacts:
     )
 
 
-def declare_facts(facts: OpFacts) -> Callable[[Function], Function]:
+def declare_facts(facts: OpFacts) -> Callable[[F], F]:
     """A decorator: these are the facts of a Python function that calls of a graph call."""
 
-    def declare(function: Function) -> Function:
+    def declare(function: F) -> F:
         function.facts = facts  # type: ignore[attr-defined]
         return function
 
@@ -442,7 +444,7 @@ def without_any_autocast() -> AbstractContextManager[None]:
     return without_autocast(*[kind for kind, enabled, _ in read_autocast_state() if enabled])
 
 
-def as_autocast_casts(run: Callable[..., Any], op: str, inplace: bool) -> Callable[..., Any]:
+def as_autocast_casts(run: Function, op: str, inplace: bool) -> Function:
     """`run`, which stands for `op`, in the dtypes that `op` has under autocast.
 
     Torch casts the operands of the ops on its lists and runs what is inside without autocast. An op
@@ -474,7 +476,7 @@ def as_autocast_casts(run: Callable[..., Any], op: str, inplace: bool) -> Callab
 
 
 def _choose_cast_dtype(
-    cast: Cast, args: Any, kwargs: dict[str, Any], device_type: str
+    cast: Cast, args: Any, kwargs: Kwargs, device_type: str
 ) -> torch.dtype | None:
     """The dtype that floating operands are cast to; None to leave them."""
     if cast is Cast.FLOAT32:
@@ -530,7 +532,7 @@ _SYNONYMS = dict(
     """.split()
 )
 
-_BARE_CALLS: dict[Any, Callable[..., Any]] = {
+_BARE_CALLS: dict[Any, Function] = {
     getattr(torch.nn.functional, op): getattr(torch._C._nn, op, None) or getattr(torch, op)
     for op in OF_ONE_OPERAND
 } | {torch.nn.functional.embedding: lambda input, weight: torch.embedding(weight, input)}
@@ -554,20 +556,20 @@ class Form:
         writes: operands that are written besides the first of one in place.
     """
 
-    func: Callable[..., Any]
+    func: Function
     name: str
     rule: Rule | None
     inplace: bool = False
     reshapes: bool = False
     foreach: bool = False
-    local: Callable[..., Any] | None = None
-    bare: Callable[..., Any] | None = None
+    local: Function | None = None
+    bare: Function | None = None
     operator: Operator | None = None
     writes: tuple[Written, ...] = ()
 
 
 @cache
-def form_of(func: Callable[..., Any]) -> Form:
+def form_of(func: Function) -> Form:
     """The form that a function is. Its rule is its own if it has one, else its op's by name.
 
     A function written in Python has only a rule of its own; without one it is entered.
@@ -607,7 +609,7 @@ def form_of(func: Callable[..., Any]) -> Form:
     return Form(func, op, rule, inplace, reshapes, writes=writes)
 
 
-def _form_of_operator(func: Callable[..., Any], operator: Operator) -> Form:
+def _form_of_operator(func: Function, operator: Operator) -> Form:
     """One of torch's own is known as the torch function of its name; another by its own rule,
     which may have been given for its packet or for what `torch.library.custom_op` returned."""
     name = operator.name
@@ -624,7 +626,7 @@ def _form_of_operator(func: Callable[..., Any], operator: Operator) -> Form:
     return Form(func, name, rule, local=local, operator=operator, writes=writes)
 
 
-def _builtin_twin(func: Callable[..., Any]) -> Callable[..., Any] | None:
+def _builtin_twin(func: Function) -> Function | None:
     """The builtin that a function of torch.nn.functional passes its arguments on to, if it takes
     them as they are; else None."""
     bare = _BARE_CALLS.get(func)
@@ -644,7 +646,7 @@ def _find_rule_named(name: str) -> Rule | None:
 
 
 @cache
-def parameter_names(func: Callable[..., Any], count: int) -> tuple[str, ...]:
+def parameter_names(func: Function, count: int) -> tuple[str, ...]:
     """The names of a function's first `count` parameters, as torch's own table of overrides or an
     operator's schema has them; `operand0`, ... where neither does (then they can only be given by
     position)."""
@@ -663,22 +665,22 @@ def parameter_names(func: Callable[..., Any], count: int) -> tuple[str, ...]:
 
 # -- what is called in place of a function ---------------------------------------------------------
 
-OVERRIDES: dict[Callable[..., Any], Callable[..., Any]] = {}
+OVERRIDES: dict[Function, Function] = {}
 """What is called in place of a function of torch, with its arguments, if a DTensor is among
 them."""
 
 
-def runs_as_torch_has_it(func: Callable[..., Any]) -> bool:
+def runs_as_torch_has_it(func: Function) -> bool:
     """Is this function answered by the piece? Attributes are, unless `OVERRIDES` has them."""
     name = getattr(func, "__name__", "")
     attributes = ("__get__", "__set__", "__delete__")
     return name in attributes or facts_of_function(name).answered_by_piece
 
 
-def implements(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def implements(*functions: Any) -> Callable[[Function], Function]:
     """A decorator that puts a function into `OVERRIDES` for functions of torch."""
 
-    def register_override(f: Callable[..., Any]) -> Callable[..., Any]:
+    def register_override(f: Function) -> Function:
         for function in functions:
             OVERRIDES[function] = f
         return f
@@ -724,7 +726,7 @@ def is_collective(func: Any) -> bool:
     return any("c10d" in overload.namespace for overload in overloads_of(func))
 
 
-def _operator_of(func: Callable[..., Any]) -> Operator | None:
+def _operator_of(func: Function) -> Operator | None:
     """What `func` is as an operator; None if it is another function."""
     overloads = overloads_of(func)
     if not overloads:
@@ -756,7 +758,7 @@ def find_unknown_effect(target: Any) -> str:
     return ""
 
 
-def _wrap_with_plain_pieces(func: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_with_plain_pieces(func: Function) -> Function:
     """A function that calls `func` with plain aliases of its operands. It is itself called with
     torch-function disabled.
 
@@ -800,7 +802,7 @@ class Written:
     name: str
     flag: tuple[int, str] | None = None
 
-    def path(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int | str] | None:
+    def path(self, args: Args, kwargs: Kwargs) -> tuple[int | str] | None:
         """Its path in a call; None if this call does not write it."""
         if self.flag is not None:
             i, name = self.flag
@@ -809,7 +811,7 @@ class Written:
         return (self.place,) if self.place < len(args) else (self.name,)
 
 
-def written_by(func: Callable[..., Any]) -> tuple[Written, ...]:
+def written_by(func: Function) -> tuple[Written, ...]:
     """The operands that `func` writes, as far as can be known."""
     if isinstance(func, types.FunctionType):
         # As it is written: what it wraps, as Tensor.__pow__ does, may be a builtin without one.
@@ -935,7 +937,7 @@ def _globals_to_enter(func: types.FunctionType) -> dict[str, Any]:
 
 
 @cache
-def enter_function(func: Callable[..., Any]) -> Callable[..., Any] | None:
+def enter_function(func: Function) -> Function | None:
     """A copy of a Python function that runs its body on DTensors; None if it is not Python.
 
     `torch.nn.functional` is full of functions that ask `has_torch_function(...)` and, if so, hand

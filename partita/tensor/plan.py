@@ -39,7 +39,19 @@ from .autograd import alias_without_base, moved
 from .dtensor import PLAIN, DTensor, tagged
 from .dtensor_gradients import pending_gradients, reduce_pending_gradients
 from .op_facts import Form, form_of, parameter_names
-from .tensor_state import MovedValue, Spec, count_writes, current, own_state, spec_of, state_of
+from .tensor_state import (
+    Args,
+    Function,
+    Kwargs,
+    MovedValue,
+    Spec,
+    count_writes,
+    current,
+    make_layout_error,
+    own_state,
+    spec_of,
+    state_of,
+)
 
 
 @dataclass(frozen=True)
@@ -116,9 +128,9 @@ class CallPlan:
     local_shape: torch.Size | None = None
     outputs: tuple[tuple[Spec, torch.Size], ...] = ()
     targets: tuple[Target, ...] = ()
-    kernel: Callable[..., Any] | None = None
-    bare: tuple[Callable[..., Any], int] | None = None
-    rewrite: Callable[..., Any] | None = None
+    kernel: Function | None = None
+    bare: tuple[Function, int] | None = None
+    rewrite: Function | None = None
     bound: Bound | None = None
     choice: Choice | None = None
     retags_operand: bool = False
@@ -136,7 +148,7 @@ class CallPlan:
         assert self.work is not None
         self.kernel = self.work.run_noting_work if on else self.work.kernel
 
-    def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def run(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         """Run a call as planned: take view copies anew, move operands, run the kernel, tag its
         results."""
         if not args and self.names and self.names[0] in kwargs:
@@ -162,9 +174,7 @@ class CallPlan:
             )
         return mark_copies(out, func, given_args, given_kwargs) if copied else out
 
-    def _move_operands(
-        self, args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> tuple[Sequence[Any], dict[str, Any]]:
+    def _move_operands(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         new = {}
         for target in self.targets:
             path = locate_in_call(target.path, self.names, args, kwargs)
@@ -233,10 +243,9 @@ class CallPlan:
         those of this first result."""
         assert self.bound is not None and self.choice is not None
         if len(outs) != len(self.bound.outputs):
-            raise LayoutError(
+            raise make_layout_error(
                 f"{self.op} returned {len(outs)} tensors where its rule speaks of "
                 f"{len(self.bound.outputs)}",
-                place=user_line(),
                 reason=f'rule "{self.bound.sentence}"',
             )
         specs = []
@@ -268,9 +277,8 @@ class CallPlan:
             "" if spec is None else f", not {tuple(spec.local_shape)} as {spec.layout.brief()}"
         )
         by_rule = "" if self.bound is None else f' by rule "{self.bound.sentence}"'
-        return LayoutError(
+        return make_layout_error(
             f"the plan for {self.op} does not hold: it made {tuple(out.shape)}{promise}",
-            place=user_line(),
             reason=f"planned{by_rule}: the rule reads too little or says something wrong",
         )
 
@@ -319,8 +327,8 @@ class PlanWork:
     wire: Wire
     products: tuple[tuple[float, tuple[str, ...]], ...]
     is_even: bool
-    kernel: Callable[..., Any] | None
-    run: Callable[..., Any]
+    kernel: Function | None
+    run: Function
 
     def run_noting_work(self, *args: Any, **kwargs: Any) -> Any:
         """Run, and note the products in the ledgers that are open."""
@@ -333,7 +341,7 @@ class PlanWork:
         return self.run(*args, **kwargs)
 
 
-def work_of_plan(plan: CallPlan, work: Sequence[Work], run: Callable[..., Any]) -> PlanWork:
+def work_of_plan(plan: CallPlan, work: Sequence[Work], run: Function) -> PlanWork:
     """The work of a call by `plan`, which has its kernel; `run` runs where that is None."""
     assert plan.choice is not None and plan.bound is not None
     wire, splits, sizes = plan.wire, plan.choice.splits, plan.bound.sizes
@@ -370,7 +378,7 @@ class Op:
 
     __slots__ = ("base", "find", "form", "func", "key", "plans", "run")
 
-    def __init__(self, func: Callable[..., Any]):
+    def __init__(self, func: Function):
         self.func = func
         self.plans = Plans(getattr(func, "__name__", "?"))
         self.find = self.plans.get
@@ -394,10 +402,10 @@ class Op:
                 self.key = declared_key(rule.params, flagged)
 
 
-OPS: dict[Callable[..., Any], Op] = {}
+OPS: dict[Function, Op] = {}
 """The Op of each function that was called with a DTensor so far."""
 
-Run = Callable[[Callable[..., Any], Any, dict[str, Any], Op], Any]
+Run = Callable[[Function, Any, dict[str, Any], Op], Any]
 """`run(func, args, kwargs, op)`."""
 
 
@@ -412,7 +420,7 @@ def _no_key(*args: Any, **kwargs: Any) -> Any:
 # DTensor enters as its spec, a plain tensor as its shape, a float as nothing but its type, a number
 # in an operand's place not at all.
 
-KeyFunction = Callable[..., Any]
+KeyFunction = Function
 
 _PLAIN_VALUES = frozenset(
     (int, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -737,8 +745,8 @@ IN_C = load_extension()
 
 
 def _make_key_in_c(
-    key: Callable[..., Any], params: Sequence[tuple[str, int, Any]], flagged: bool
-) -> Callable[..., Any]:
+    key: Function, params: Sequence[tuple[str, int, Any]], flagged: bool
+) -> Function:
     """A key function in C that gives the same keys as `key`; `key` itself where there is no C.
 
     Args:

@@ -13,7 +13,7 @@ in the operand's layout (`LikeRule`). Where it has no answer, operands are gathe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -71,7 +71,7 @@ from .dtensor import DTensor
 from .op_facts import Form, as_autocast_casts, facts_of_function, parameter_names
 from .plan import CallPlan, Choice, Target, work_of_plan
 from .random import with_generator_check
-from .tensor_state import HERE, spec_of
+from .tensor_state import HERE, Args, Function, Kwargs, make_layout_error, spec_of
 from .uneven_pieces import wrap_filling_padding, wrap_for_empty_pieces
 
 _NUMBERS = (int, float, bool, complex)
@@ -89,14 +89,14 @@ class _UnplannedCall:
     """
 
     form: Form
-    func: Callable[..., Any]
+    func: Function
     args: Sequence[Any]
     kwargs: dict[str, Any]
     tensors: list[tuple[Path, Any]]
     wire: Wire
 
     @property
-    def run(self) -> Callable[..., Any]:
+    def run(self) -> Function:
         """What runs on the rank if nothing else is planned."""
         return self.form.local or self.func
 
@@ -129,9 +129,7 @@ class _UnplannedCall:
             pass
 
 
-def make_plan(
-    form: Form, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
-) -> CallPlan | None:
+def make_plan(form: Form, func: Function, args: Args, kwargs: Kwargs) -> CallPlan | None:
     """The plan of a call, or None if its operands have to be gathered.
 
     Raises:
@@ -158,13 +156,13 @@ def make_plan(
     return _plan_sentence(call, answer, operands)
 
 
-def _run_with_plain_numbers(func: Callable[..., Any], op: str, *args: Any, **kwargs: Any) -> Any:
+def _run_with_plain_numbers(func: Function, op: str, *args: Any, **kwargs: Any) -> Any:
     numbers = read_numbers_of_other_meshes(op, all_tensors(args, kwargs))
     given, named = replace_at_paths(args, kwargs, numbers)
     return func(*given, **named)
 
 
-def _write_plain_first(func: Callable[..., Any], op: str, *args: Any, **kwargs: Any) -> Any:
+def _write_plain_first(func: Function, op: str, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(args[0], torch.Tensor):
         raise TypeError(f"{op} in place of {type(args[0]).__name__}, which is no tensor")
     return write_into_plain(func, op, [(0,)], args, kwargs)
@@ -323,9 +321,7 @@ def _bind_sentence(call: _UnplannedCall, text: str, values: Sequence[Any]) -> Bo
         return None
 
 
-def check_call_fits_rule(
-    form: Form, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
-) -> None:
+def check_call_fits_rule(form: Form, func: Function, args: Args, kwargs: Kwargs) -> None:
     """Raise LayoutError if a call that a user's rule must fit has a tensor that it does not
     declare, or lacks an argument that it does."""
     rule, tensors = form.rule, all_tensors(args, kwargs)
@@ -362,9 +358,8 @@ def _make_misfit_error(call: _UnplannedCall, text: str, reason: str) -> LayoutEr
     for (at, *_), t in call.tensors:
         layout = t._spec.layout.brief() if isinstance(t, DTensor) else f"{tuple(t.shape)}, plain"
         shown.append(f"{_name_of_argument(call, at)}  {layout}")
-    return LayoutError(
+    return make_layout_error(
         f"{name}: its rule does not fit this call",
-        place=user_line(),
         operands=tuple(shown),
         reason=reason,
         fixes=(
@@ -428,7 +423,7 @@ def _find_targets(
 
 def _make_kernel(
     call: _UnplannedCall, answer: KernelRule, plan: CallPlan, paths: Sequence[Path]
-) -> Callable[..., Any] | None:
+) -> Function | None:
     """What runs on the rank in place of the function; None where the function itself does."""
     form, func, wire = call.form, call.func, call.wire
     assert plan.bound is not None and plan.choice is not None
@@ -451,9 +446,7 @@ def _make_kernel(
     return kernel
 
 
-def _find_bare_call(
-    call: _UnplannedCall, paths: Sequence[Path]
-) -> tuple[Callable[..., Any], int] | None:
+def _find_bare_call(call: _UnplannedCall, paths: Sequence[Path]) -> tuple[Function, int] | None:
     """`CallPlan.bare`. A flag is in the key, so that it is the same in all calls of a plan; a
     number may differ, and is one that counts only where a flag says so."""
     form, others = call.form, [*call.args[len(paths) :], *call.kwargs.values()]
@@ -463,7 +456,7 @@ def _find_bare_call(
     return (form.bare, len(paths)) if asks_nothing else None
 
 
-def _wrap_writing_into_first(run: Callable[..., Any], form: Form) -> Callable[..., Any]:
+def _wrap_writing_into_first(run: Function, form: Form) -> Function:
     """`run`, which may be an op's form that is not in place, writing into its first argument."""
 
     def write_into_first(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

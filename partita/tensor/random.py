@@ -36,6 +36,7 @@ from partita.rules.rule import table_rule as rule
 
 from .aliasing import strides_of_whole
 from .op_facts import FILLS, Form
+from .tensor_state import Function, Kwargs
 
 _MODE: ContextVar[str] = ContextVar("random_mode", default="one_device")
 
@@ -90,7 +91,7 @@ def _drawn_strides(x: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
     return torch.empty_like(lies).stride()
 
 
-def _on_pieces(x: Any, run: Callable[..., Any]) -> Callable[[KernelCall], Kernel | None]:
+def _on_pieces(x: Any, run: Function) -> Callable[[KernelCall], Kernel | None]:
     """What a rule has for a kernel where its operand `x` is split: `run(draw_piece, input, ...)`,
     with what draws this rank's piece of what a `Draw` fills."""
 
@@ -103,7 +104,7 @@ def _on_pieces(x: Any, run: Callable[..., Any]) -> Callable[[KernelCall], Kernel
     return make_kernel
 
 
-def _make_draw(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Draw:
+def _make_draw(function: Function, args: Any, kwargs: Kwargs) -> Draw:
     """`function(out, *args, **kwargs)`, with the generator."""
 
     def draw(out: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
@@ -154,7 +155,7 @@ def _derive_alpha_dropout(x: Any) -> KernelRule:
     return KernelRule(f"{x.names} -> {x.names}", _on_pieces(x, drop_elements))
 
 
-def _register_fill(function: Callable[..., Any]) -> None:
+def _register_fill(function: Function) -> None:
     def fill_piece(draw_piece: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return input.copy_(draw_piece(_make_draw(function, args, kwargs)))
 
@@ -168,7 +169,7 @@ for _name in FILLS:
     _register_fill(getattr(torch.Tensor, _name))
 
 
-def _register_like(function: Callable[..., Any]) -> None:
+def _register_like(function: Function) -> None:
     def make_like(
         run: Any, draw_piece: Any, input: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
@@ -193,9 +194,7 @@ for _function in (torch.rand_like, torch.randn_like, torch.randint_like):
 # -- ranks compare their generators ----------------------------------------------------------------
 
 
-def with_generator_check(
-    kernel: Callable[..., Any], form: Form, wire: Wire
-) -> Callable[..., Any] | None:
+def with_generator_check(kernel: Function, form: Form, wire: Wire) -> Function | None:
     """`kernel` of an op that draws, which compares the generators where a place first does so; None
     where there is nobody to compare with."""
     if is_alone(wire):
@@ -204,7 +203,7 @@ def with_generator_check(
 
 
 def run_with_generator_check(
-    run: Callable[..., Any], op: str, wire: Wire, /, *args: Any, **kwargs: Any
+    run: Function, op: str, wire: Wire, /, *args: Any, **kwargs: Any
 ) -> Any:
     """`run(*args, **kwargs)`; raise on all ranks if it has drawn from generators that differ."""
     # A dropout that is switched off draws nothing: its numbers tell calls of one line apart.

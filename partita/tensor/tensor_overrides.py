@@ -11,7 +11,7 @@ import copy
 import math
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch._C import DisableTorchFunction  # type: ignore[attr-defined]  # for m
 from torch._C import DisableTorchFunctionSubclass as Local
 from torch._C import _is_torch_function_enabled as _global_view
 
-from partita.comm import describe_saved_mesh, find_saved_wire, user_line
+from partita.comm import describe_saved_mesh, find_saved_wire
 from partita.comm.device import is_seen_by_processes, keys_of_kernels
 from partita.layout import Fix, Layout, LayoutError
 
@@ -30,7 +30,17 @@ from .dispatch import run_gathered
 from .dtensor import DTensor, make_memory_error, tagged
 from .dtensor_gradients import gradient_of
 from .op_facts import ADDRESSES, OVERRIDES, find_getter, form_of, implements
-from .tensor_state import ON_NEW_SPEC, OURS, Spec, current, own_state, spec_for_write_into, spec_of
+from .tensor_state import (
+    ON_NEW_SPEC,
+    OURS,
+    Function,
+    Spec,
+    current,
+    make_layout_error,
+    own_state,
+    spec_for_write_into,
+    spec_of,
+)
 from .uneven_pieces import copy_with_room, find_padded, with_room
 
 T: Any = torch.Tensor
@@ -61,9 +71,8 @@ def _set_data(x: torch.Tensor, value: torch.Tensor) -> None:
         own_state(x).moved = None  # torch does not count this as a write
         x._spec = value._spec
         return
-    raise LayoutError(
+    raise make_layout_error(
         "x.data = y needs two DTensors or two plain tensors",
-        place=user_line(),
         reason="a tensor cannot become a DTensor, or stop being one, by its data",
         fixes=(
             (
@@ -149,9 +158,8 @@ def _format_dtensor(x: DTensor, spec: str) -> str:
 
 @implements(T.__dlpack__)
 def _refuse_dlpack(x: DTensor, *args: Any, **kwargs: Any) -> Any:
-    raise LayoutError(
+    raise make_layout_error(
         "dlpack cannot take a DTensor",
-        place=user_line(),
         reason="the other side would take this rank's piece for the whole tensor",
         fixes=(
             Fix("x.to_local().__dlpack__()", "this rank's piece"),
@@ -421,9 +429,8 @@ def _as_strided(
         LayoutError: on one device this would reach into what `x` is a part of.
     """
     if not x._spec.is_whole and (not x.is_contiguous() or _is_part_of_another(x)):
-        raise LayoutError(
+        raise make_layout_error(
             "as_strided cannot take this DTensor",
-            place=user_line(),
             operands=(f"x  {x._spec.layout.brief()} on {x._spec.wire.mesh}",),
             reason="it goes by memory, and x is a part of another tensor's, or not in its order",
             fixes=(
@@ -445,7 +452,7 @@ def _is_part_of_another(x: DTensor) -> bool:
 # -- what has no global meaning --------------------------------------------------------------------
 
 
-def _refuse_for_pieces(name: str, fix: Fix, answer: Callable[..., Any]) -> Callable[..., Any]:
+def _refuse_for_pieces(name: str, fix: Fix, answer: Function) -> Function:
     """The override of `name`: `answer` where each rank has the whole value, else an error."""
 
     def answer_if_replicated(x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -462,9 +469,8 @@ def _refuse_for_pieces(name: str, fix: Fix, answer: Callable[..., Any]) -> Calla
 def _make_piece_error(name: str, x: DTensor, fix: Fix) -> LayoutError:
     spec = x._spec
     held = "share" if spec.is_pending else "piece"
-    return LayoutError(
+    return make_layout_error(
         f"{name} of a DTensor of which this rank holds a {held}",
-        place=user_line(),
         operands=(f"x  {spec.layout.brief()} on {spec.wire.mesh}",),
         reason=f"x's shape says more than the {held} has: a reader would run over its end",
         fixes=(
@@ -582,9 +588,8 @@ def _rebuild(
         and (spec.layout.placement(a).is_shard() or spec.layout.placement(a).is_partial())
     ]
     if elsewhere:
-        raise LayoutError(
+        raise make_layout_error(
             f"the piece of another rank of axis {elsewhere[0]} was loaded",
-            place=user_line(),
             operands=(
                 f"{spec.layout.brief()} on {where}, saved at {at}, loaded at {spec.wire.at}",
             ),

@@ -31,6 +31,16 @@ from torch._C import _EnableTorchFunction
 from partita.comm import Wire, user_line, wire_of
 from partita.layout import Fix, Layout, LayoutError, Placement, Replicate
 
+Function = Callable[..., Any]
+"""A function of torch, or what runs in its place."""
+Args = Sequence[Any]
+Kwargs = dict[str, Any]
+
+
+def make_layout_error(fact: str, **more: Any) -> LayoutError:
+    """A LayoutError that names the user's line."""
+    return LayoutError(fact, place=user_line(), **more)
+
 
 class Spec:
     """A layout and the wire of the rank that holds a piece: all that makes a local tensor global.
@@ -203,9 +213,8 @@ def make_two_meshes_error(op: str, one: Wire, other: Wire) -> LayoutError:
         shown = [f"mesh {one.mesh} {one.kind}", f"mesh {other.mesh} {other.kind}"]
         if one.kind == other.kind:
             shown[1] += ", made by another call"
-    return LayoutError(
+    return make_layout_error(
         f"{op}: two meshes in one operation",
-        place=user_line(),
         operands=tuple(shown),
         reason="moves are planned along the axes of one mesh",
         fixes=(
@@ -355,7 +364,7 @@ class Origin:
     """
 
     source: Any
-    view: Callable[..., Any]
+    view: Function
     args: Any
     kwargs: dict[str, Any]
     index: int | None
@@ -405,7 +414,7 @@ class Watcher(Protocol):
     """
 
     def run_function(
-        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]
+        self, function: Any, args: tuple[Any, ...], kwargs: Kwargs, run: Callable[[], Any]
     ) -> Any:
         """`function.apply(*args, **kwargs)`, or the call of a compiled region; `run()` does it."""
 
@@ -452,7 +461,7 @@ class _Here(threading.local):
     resized: Any = None
     rerunnable: int = 0
 
-    def unheard(self, function: Callable[..., Any], *args: Any) -> Any:
+    def unheard(self, function: Function, *args: Any) -> Any:
         """`function(*args)`, a function of partita's during which no code of the user's runs."""
         return function(*args) if self.call_own is None else self.call_own(function, *args)
 

@@ -37,7 +37,7 @@ from torch.utils._device import _device_constructors
 from torch.utils.checkpoint import _CheckpointFrame
 from torch.utils.hooks import BackwardHook
 
-from partita.comm import after_import, user_line
+from partita.comm import after_import
 from partita.layout import Fix, LayoutError, Partial, Replicate
 from partita.rules import Arg, Kernel, KernelCall, KernelRule
 from partita.rules.rule import own_op
@@ -51,7 +51,7 @@ from .dispatch import run_gathered
 from .dtensor import DTensor, tagged
 from .dtensor_gradients import specs_of_values, type_gradient
 from .op_facts import OVERRIDES, Form, form_of
-from .tensor_state import HERE, Spec
+from .tensor_state import HERE, Function, Spec, make_layout_error
 
 _TRANSFORMS = (
     "functionalize grad grad_and_value hessian jacfwd jacrev jvp linearize vjp vmap"
@@ -68,7 +68,7 @@ def _holds_dtensor(value: Any) -> bool:
     return isinstance(value, (tuple, list)) and any(map(_holds_dtensor, value))
 
 
-def _put_in_place_of(name: str, function: Callable[..., Any], *homes: Any) -> Any:
+def _put_in_place_of(name: str, function: Function, *homes: Any) -> Any:
     """Put `function` in the place of `name` for all who look it up: users, pickle, TorchScript.
 
     Returns:
@@ -92,7 +92,7 @@ def _put_in_place_of(name: str, function: Callable[..., Any], *homes: Any) -> An
 # -- what refuses ----------------------------------------------------------------------------------
 
 
-def _make_checked_transform(name: str, transform: Callable[..., Any]) -> Callable[..., Any]:
+def _make_checked_transform(name: str, transform: Function) -> Function:
     """A transform, and the function that it makes, which look at their arguments first."""
 
     def refuse_dtensors(args: Any, kwargs: Any) -> None:
@@ -136,9 +136,8 @@ OVERRIDES[torch.Tensor.__dlpack_device__] = lambda x: x.__dlpack__()
 def _refuse_piece(name: str, x: Any) -> None:
     """Raise if `x`, of whose memory `name` makes a plain tensor, is a DTensor that is more."""
     if isinstance(x, DTensor) and _global_view() and not x._spec.is_whole:
-        raise LayoutError(
+        raise make_layout_error(
             f"{name} of a DTensor of which this rank holds a piece",
-            place=user_line(),
             operands=(f"x  {x._spec.layout.brief()} on {x._spec.wire.mesh}",),
             reason="it makes a plain tensor of this rank's memory, and x is more than that",
             fixes=(
@@ -181,9 +180,8 @@ _let_script_run_whole(torch._C.ScriptMethod)
 
 
 def _refuse_script(what: str) -> LayoutError:
-    return LayoutError(
+    return make_layout_error(
         f"{what} cannot take a DTensor",
-        place=user_line(),
         reason="TorchScript would keep this rank's piece as if that were the whole tensor",
         fixes=(
             Fix("pt.compile(step)", "compiles a program of DTensors"),
@@ -409,7 +407,7 @@ class _TypedNode:
     def __init__(self, node: Any, specs: Sequence[Spec | None]):
         self.node, self.specs = node, specs
 
-    def register_hook(self, hook: Callable[..., Any]) -> Any:
+    def register_hook(self, hook: Function) -> Any:
         def call_typed_hook(*grads: tuple[Any, ...]) -> Any:  # of the inputs, and of the outputs
             out = hook(*[tuple(map(type_gradient, given, self.specs)) for given in grads])
             return None if out is None else tuple(map(_type_back, out, self.specs))
@@ -692,7 +690,7 @@ def _run_on_dtensors(
     return attended, flex_module.AuxOutput(lse=lse, max_scores=aux.pop(0) if aux else None)
 
 
-def _find_compiled_flex() -> Callable[..., Any]:
+def _find_compiled_flex() -> Function:
     """torch's function, compiled as the call of a compiled function asks that led here."""
     frame = sys._getframe(1)
     while frame is not None:
@@ -730,7 +728,7 @@ def _on_pieces(
     value: torch.Tensor,
     enable_gqa: bool,
     outputs: int,
-    run: Callable[..., Any],
+    run: Function,
     more: tuple[Any, ...],
 ) -> Any:
     raise NotImplementedError  # on plain tensors torch's own function runs
@@ -792,14 +790,14 @@ def _make_flex_kernel(rows: _Range, heads: _Range) -> Kernel:
     return run
 
 
-def _shifted_score(mod: Callable[..., Any], row: int, head: int) -> Callable[..., Any]:
+def _shifted_score(mod: Function, row: int, head: int) -> Function:
     def shifted(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         return mod(score, b + row, h + head, q, k)
 
     return shifted
 
 
-def _shifted_mask(mod: Callable[..., Any], row: int, head: int) -> Callable[..., Any]:
+def _shifted_mask(mod: Function, row: int, head: int) -> Function:
     def shifted(b: Any, h: Any, q: Any, k: Any) -> Any:
         return mod(b + row, h + head, q, k)
 

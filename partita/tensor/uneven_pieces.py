@@ -11,7 +11,7 @@ element here makes the autograd graph that the ranks with elements make.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -31,7 +31,7 @@ from .autograd import count_holders
 from .dtensor import DTensor
 from .op_facts import Form, facts_of_function
 from .plan import CallPlan, Choice
-from .tensor_state import HERE, Spec
+from .tensor_state import HERE, Function, Spec
 
 Shape = tuple[int, ...]
 
@@ -143,12 +143,8 @@ def give_room(x: torch.Tensor) -> None:
 
 
 def wrap_filling_padding(
-    kernel: Callable[..., Any] | None,
-    func: Callable[..., Any],
-    form: Form,
-    plan: CallPlan,
-    paths: Sequence[Path],
-) -> Callable[..., Any] | None:
+    kernel: Function | None, func: Function, form: Form, plan: CallPlan, paths: Sequence[Path]
+) -> Function | None:
     """What to run on a rank's padded shards: `kernel`, behind what fills the padding of its
     operands if the op reduces over it.
 
@@ -210,12 +206,8 @@ def _fill_operand_padding(
 
 
 def wrap_for_empty_pieces(
-    kernel: Callable[..., Any] | None,
-    func: Callable[..., Any],
-    form: Form,
-    plan: CallPlan,
-    paths: Sequence[Path],
-) -> Callable[..., Any]:
+    kernel: Function | None, func: Function, form: Form, plan: CallPlan, paths: Sequence[Path]
+) -> Function:
     """What to run where one of the pieces is empty on this rank.
 
     Which collectives backward makes must not depend on a rank's own autograd graph, and torch's
@@ -294,11 +286,7 @@ def wrap_for_empty_pieces(
 
 
 def _raise_as_with_elements(
-    run: Callable[..., Any],
-    args: Any,
-    kwargs: Any,
-    metas: dict[Path, torch.Tensor],
-    device: torch.device,
+    run: Function, args: Any, kwargs: Any, metas: dict[Path, torch.Tensor], device: torch.device
 ) -> None:
     """Raise what torch raises for operands of these shapes and dtypes, whatever their values are.
 
@@ -325,9 +313,7 @@ def _raise_as_with_elements(
         raise refused[0]
 
 
-def _takes_shapes(
-    run: Callable[..., Any], args: Any, kwargs: Any, metas: dict[Path, torch.Tensor]
-) -> bool:
+def _takes_shapes(run: Function, args: Any, kwargs: Any, metas: dict[Path, torch.Tensor]) -> bool:
     """Does torch take operands of these shapes, if they are of other dtypes?
 
     Then what it says of these operands is not said of their shapes: each rank hears the same.
@@ -342,7 +328,7 @@ def _takes_shapes(
 
 
 def _run_on_meta(
-    run: Callable[..., Any], args: Any, kwargs: Any, metas: dict[Path, torch.Tensor], is_users: bool
+    run: Function, args: Any, kwargs: Any, metas: dict[Path, torch.Tensor], is_users: bool
 ) -> tuple[list[torch.Tensor], list[Path]] | None:
     """The outputs for pieces with elements, and the paths of the operands that they are
     differentiable in; None where it takes values to tell."""

@@ -29,13 +29,12 @@ from partita.layout.text import (
 )
 from partita.redistribute import Move, plan
 from partita.redistribute.move import bytes_sent
-from partita.rules import Bound, Row, Work
-from partita.tensor.arguments import Path
+from partita.rules import Row, Work
+from partita.tensor.arguments import OpCall, Path
 from partita.tensor.dispatch import run_gathered
 from partita.tensor.dtensor import DTensor, short_dtype
-from partita.tensor.op_facts import Form
 from partita.tensor.plan import CallPlan
-from partita.tensor.plan_call import Considered, make_plan
+from partita.tensor.plan_call import Considered, RowChooser, make_plan
 from partita.tensor.tensor_state import HERE
 
 from .rehearsal import make_refusal, rehearse, runs_nothing
@@ -200,27 +199,19 @@ class Explainer:
 
     # -- what dispatch tells -----------------------------------------------------------------------
 
-    def explain_call(
-        self,
-        func: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        form: Form,
-        *,
-        has_rule: bool = True,
-    ) -> Any:
+    def explain_call(self, call: OpCall, has_rule: bool = True) -> Any:
         """Plan a call of an op, run it on fakes, and note both."""
-        name = form.name
-        operands = _layouts_of((args, kwargs))
-        call = _Call(name)
+        name = call.form.name
+        operands = _layouts_of((call.args, call.kwargs))
+        noted = _Call(name)
         source = user_line()
-        self.calls.append(call)
+        self.calls.append(noted)
         try:
-            made = make_plan(form, func, args, kwargs) if has_rule else None
+            made = make_plan(call) if has_rule else None
             if made is None:
-                out = run_gathered(func, args, kwargs, form)
+                out = run_gathered(call)
             else:
-                out = made.run(func, args, kwargs)
+                out = made.run(call.func, call.args, call.kwargs)
         finally:
             self.calls.pop()
         work = None if made is None else made.work
@@ -230,14 +221,14 @@ class Explainer:
                 name,
                 source,
                 self._current_module(),
-                call.rule or _rule_of(made),
+                noted.rule or _rule_of(made),
                 operands,
                 _layouts_of(out),
-                call.rows,
-                tuple(call.moves),
-                _share_that_is_done(name, args, out) * sum(n for n, _ in products),
+                noted.rows,
+                tuple(noted.moves),
+                _share_that_is_done(name, call.args, out) * sum(n for n, _ in products),
                 tuple(dict.fromkeys(a for _, axes in products for a in axes)),
-                inner=tuple(call.inner),
+                inner=tuple(noted.inner),
                 is_even=work is None or work.is_even,
             )
         )
@@ -249,12 +240,7 @@ class Explainer:
     def hear_rows(
         self,
         places: Sequence[tuple[Path, Sequence[str]]],
-        bound: Bound,
-        layouts: Sequence[Layout | None],
-        itemsizes: Sequence[int],
-        work: Sequence[Work],
-        considered: Sequence[Considered],
-        mesh: Mesh,
+        chooser: RowChooser,
     ) -> None:
         """The rows that were priced for the call that is under way.
 
@@ -262,9 +248,9 @@ class Explainer:
             places: where each operand stands in the call, and the names of its parameters.
         """
         names = [_name_of(path, parameters) for path, parameters in places]
-        needs = _RowNeeds(names, layouts, itemsizes, work, mesh)
-        self.calls[-1].rule = str(bound.sentence)
-        self.calls[-1].rows = tuple(needs.row(one) for one in considered)
+        needs = _RowNeeds(names, chooser.layouts, chooser.itemsizes, chooser.work, chooser.mesh)
+        self.calls[-1].rule = str(chooser.bound.sentence)
+        self.calls[-1].rows = tuple(needs.row(one) for one in chooser.considered or ())
 
     def hear_move(
         self, mesh: Mesh, move: Move, x: torch.Tensor, op: str, reason: str, graded: bool

@@ -29,7 +29,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .autograd import moved
 from .dtensor import DTensor, tagged
-from .op_facts import Form, facts_of_function
 from .tensor_state import (
     Args,
     Function,
@@ -43,23 +42,6 @@ from .tensor_state import (
 )
 
 T = torch.Tensor
-
-
-def gives_view(form: Form, args: Sequence[Any]) -> bool:
-    """Would the result of a call share the memory of its first operand on one device?"""
-    if (
-        form.inplace
-        or not facts_of_function(form.name).is_view
-        or not args
-        or not isinstance(args[0], DTensor)
-    ):
-        return False
-    if form.func is torch.nn.functional.unfold:  # Tensor.unfold is a view, this one copies
-        return False
-    if form.name == "getitem":  # a view if indexed by ints and slices only
-        entries = args[1] if isinstance(args[1], tuple) else (args[1],)
-        return not any(isinstance(e, (bool, list, torch.Tensor)) for e in entries)
-    return not (form.name.startswith("atleast") and len(args) > 1)
 
 
 def mark_copies(out: Any, func: Function, args: Any, kwargs: Kwargs) -> Any:

@@ -14,8 +14,10 @@ import inspect
 import operator
 import re
 import types
-from collections.abc import Sequence
-from functools import cache
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -27,11 +29,10 @@ from torch.overrides import TorchFunctionMode
 
 from partita.comm import ON_CHECK, TraceWire, Wire, agree, call_site, is_agreed, remember_agreed
 from partita.layout import Fix, Layout, LayoutError
-from partita.rules import parse
 
 from .autograd import in_backward, moved
 from .dtensor import PLAIN, DTensor, checksum, make_no_strides_error, tagged
-from .op_facts import Form, overloads_of, parameter_names
+from .op_facts import Form, facts_of_function, overloads_of
 from .tensor_state import (
     HERE,
     Args,
@@ -50,78 +51,166 @@ A plan has it from the call that it was made for; others of the same key may giv
 gave by place (`locate_in_call`)."""
 
 
+@dataclass(frozen=True)
+class OpCall:
+    """A call of an op that is planned, or that runs on whole operands.
+
+    Attributes:
+        form, func: the function, and the form of an op that it is.
+        args, kwargs: the arguments, under the names of the rule's parameters.
+    """
+
+    form: Form
+    func: Function
+    args: Args
+    kwargs: Kwargs
+
+    def run(self) -> Any:
+        """Make the call."""
+        return self.func(*self.args, **self.kwargs)
+
+    def with_values(self, new: dict[Path, Any]) -> OpCall:
+        """The call with the values at the paths of `new` replaced."""
+        return OpCall(self.form, self.func, *replace_at_paths(self.args, self.kwargs, new))
+
+    @cached_property
+    def tensors(self) -> dict[Path, Any]:
+        """The tensors by their paths, those in lists and tuples too."""
+        return _all_tensors(self.args, self.kwargs)
+
+    @cached_property
+    def wire(self) -> Wire:
+        """The wire of its DTensors. Raises LayoutError if they are on two meshes."""
+        return find_wire(self.form.name, self.tensors.values())
+
+    @cached_property
+    def written(self) -> set[Path]:
+        """The paths of the tensors that it writes."""
+        places = {w.path(self.args, self.kwargs) for w in self.form.writes}
+        places |= {(0,)} if self.form.inplace else set()
+        return {path for path in self.tensors if path[:1] in places}
+
+    @property
+    def view_copies(self) -> tuple[Path, ...]:
+        """The paths of the operands that are copies of what would be views on one device."""
+        found = self.tensors.items()
+        return tuple(path for path, t in found if isinstance(t, DTensor) and t._spec.is_copy)
+
+    @property
+    def writes_view_copy(self) -> bool:
+        """Is it in place on a copy of what would be a view on one device?"""
+        return self.form.inplace and (0,) in self.view_copies
+
+    @property
+    def gives_view(self) -> bool:
+        """Would the result share the memory of the first operand on one device?"""
+        form, args = self.form, self.args
+        is_view = facts_of_function(form.name).is_view and not form.inplace
+        if not is_view or not args or not isinstance(args[0], DTensor):
+            return False
+        if form.func is torch.nn.functional.unfold:  # Tensor.unfold is a view, this one copies
+            return False
+        if form.name == "getitem":  # a view if indexed by ints and slices only
+            entries = args[1] if isinstance(args[1], tuple) else (args[1],)
+            return not any(isinstance(e, (bool, list, torch.Tensor)) for e in entries)
+        return not (form.name.startswith("atleast") and len(args) > 1)
+
+    @property
+    def numbers_of_other_meshes(self) -> dict[Path, DTensor]:
+        """The 0-d DTensors that live on another mesh than the others.
+
+        A norm, a coefficient: a number that every rank holds is the same number on any mesh. Only
+        without a gradient, which would have to go back to its own mesh.
+        """
+        spread = {path: t for path, t in self.tensors.items() if isinstance(t, DTensor)}
+        if len({t._spec.wire for t in spread.values()}) < 2:
+            return {}
+        several = [t for t in spread.values() if not _is_number(t)]
+        home = (several or list(spread.values()))[0]._spec.wire
+        away = {path: t for path, t in spread.items() if t._spec.wire is not home}
+        return away if all(map(_is_number, away.values())) else {}
+
+    def read_numbers_of_other_meshes(self) -> OpCall:
+        """The call with those numbers as plain tensors. What is partial is reduced for it."""
+        with torch.no_grad():
+            plain: dict[Path, Any] = {
+                path: moved(t, t._spec, t._spec.reduced, self.form.name, "implicit")
+                for path, t in self.numbers_of_other_meshes.items()
+            }
+        return self.with_values(plain)
+
+    @cached_property
+    def operands(self) -> list[tuple[Path, Any]]:
+        """The value and the path of each term of the rule's sentence, in order. Of a fixed one None
+        stands for an operand that is not given."""
+        if self.form.rule is not None and self.form.rule.derive is not None:
+            return self.declared[2]
+        by_place: list[tuple[Path, Any]] = [((i,), value) for i, value in enumerate(self.args)]
+        names = self.form.parameters
+        by_place = by_place[: len(names)]
+        return by_place + [((n,), self.kwargs.get(n)) for n in names[len(by_place) :]]
+
+    @cached_property
+    def declared(self) -> tuple[list[Any], Kwargs, list[tuple[Path, Any]]]:
+        """The arguments that a derived rule declares, by place and by name, and the tensors among
+        them with their paths, in order."""
+        assert self.form.rule is not None
+        args, kwargs, i = self.args, self.kwargs, 0
+        positional: list[Any] = []
+        named: Kwargs = {}
+        tensors: list[tuple[Path, Any]] = []
+        for p in self.form.rule.params:
+            if p.kind is p.VAR_POSITIONAL:
+                rest = args[i:]
+                flat = rest[0] if len(rest) == 1 and isinstance(rest[0], (tuple, list)) else rest
+                # Variadic sizes may come by name: x.reshape(shape=(2, 3)).
+                positional += kwargs["shape"] if not rest and "shape" in kwargs else flat
+                tensors += _tensors_at(range(i, len(args)), rest)
+                i = len(args)
+            elif p.kind is not p.KEYWORD_ONLY and i < len(args):
+                positional.append(args[i])
+                tensors += _tensors_at((i,), (args[i],))
+                i += 1
+            elif p.name in kwargs:
+                named[p.name] = kwargs[p.name]
+                tensors += _tensors_at((p.name,), (kwargs[p.name],))
+        return positional, named, tensors
+
+    def make_changed_layout_error(self, x: DTensor) -> LayoutError:
+        """The error to raise where it writes `x`, which would need another layout for it."""
+        name = self.form.name
+        why = "a tensor that is written in place keeps its layout, since others may hold it too"
+        return make_layout_error(
+            f"{name} in place: its operand would have to change its layout",
+            operands=(f"x  {x._spec.layout.brief()} on {x._spec.wire.mesh}",),
+            reason=why,
+            fixes=(Fix(f"x = x.{name}(...)", "not in place"),),
+        )
+
+
 def normalize_call(
     form: Form, args: Args, kwargs: Kwargs
-) -> tuple[Sequence[Any], dict[str, Any], torch.Tensor | None]:
+) -> tuple[Args, Kwargs, torch.Tensor | None]:
     """The call with its rule's parameter names in place of torch's other names for them (`axis`,
     `input`, ...), without `out=`; and what was given as `out=`."""
     if not kwargs:
         return args, kwargs, None
     kwargs = dict(kwargs)
-    out = kwargs.pop("out", None)
-    names = rule_parameters(form)
+    out, names = kwargs.pop("out", None), form.parameters
     for numpy_name, name in (("axis", "dim"), ("keepdims", "keepdim")):
         if numpy_name in kwargs and numpy_name not in names and name in names:
             kwargs[name] = kwargs.pop(numpy_name)
     for first in ("input", "self", "x", "a", "x1"):
-        if first in kwargs and not args and names and first not in names:
+        if first in kwargs and not args and names and (first == names[0] or first not in names):
             args = (kwargs.pop(first),)
     if "x2" in kwargs and len(args) == 1:
         args = (*args, kwargs.pop("x2"))
-    if "input" in names and "input" in kwargs and not args and names[0] == "input":
-        args = (kwargs.pop("input"),)
     return args, kwargs, out
 
 
-def rule_parameters(form: Form) -> tuple[str, ...]:
-    """The names of the parameters that the rule of `form` speaks of, in order."""
-    rule = form.rule
-    assert rule is not None
-    if rule.derive is not None:
-        return tuple(p.name for p in rule.params)
-    return parameter_names(form.func, len(parse(rule.text).terms))
-
-
-def operands_of_call(form: Form, args: Args, kwargs: Kwargs) -> list[tuple[Path, Any]]:
-    """The value and the path of each term of a fixed sentence; None for one that is not given."""
-    found: list[tuple[Path, Any]] = []
-    for i, name in enumerate(rule_parameters(form)):
-        if i < len(args):
-            found.append(((i,), args[i]))
-        else:
-            found.append(((name,), kwargs.get(name)))
-    return found
-
-
-def bind_declared_arguments(
-    form: Form, args: Args, kwargs: Kwargs
-) -> tuple[list[Any], dict[str, Any], list[tuple[Path, Any]]]:
-    """The arguments that a derived rule declares, by place and by name, and the tensors among them
-    with their paths, in order."""
-    rule = form.rule
-    assert rule is not None
-    positional: list[Any] = []
-    named: dict[str, Any] = {}
-    tensors: list[tuple[Path, Any]] = []
-    i = 0
-    for p in rule.params:
-        if p.kind is p.VAR_POSITIONAL:
-            rest = args[i:]
-            flat = rest[0] if len(rest) == 1 and isinstance(rest[0], (tuple, list)) else rest
-            # Variadic sizes may come by name: x.reshape(shape=(2, 3)).
-            if not rest and "shape" in kwargs:
-                flat = kwargs["shape"]
-            positional += list(flat)
-            tensors += _tensors_at(tuple(range(i, len(args))), rest)
-            i = len(args)
-        elif p.kind is not p.KEYWORD_ONLY and i < len(args):
-            positional.append(args[i])
-            tensors += _tensors_at((i,), (args[i],))
-            i += 1
-        elif p.name in kwargs:
-            named[p.name] = kwargs[p.name]
-            tensors += _tensors_at((p.name,), (kwargs[p.name],))
-    return positional, named, tensors
+def _all_tensors(args: Args, kwargs: Kwargs) -> dict[Path, Any]:
+    named = _tensors_at(tuple(kwargs), tuple(kwargs.values()))
+    return dict(_tensors_at(range(len(args)), args) + named)
 
 
 def _tensors_at(places: Sequence[Any], values: Sequence[Any]) -> list[tuple[Path, Any]]:
@@ -134,79 +223,18 @@ def _tensors_at(places: Sequence[Any], values: Sequence[Any]) -> list[tuple[Path
     return found
 
 
-def all_tensors(args: Args, kwargs: Kwargs) -> list[tuple[Path, Any]]:
-    """The tensors of a call with their paths, those in lists and tuples too."""
-    found = _tensors_at(tuple(range(len(args))), args)
-    return found + _tensors_at(tuple(kwargs), tuple(kwargs.values()))
-
-
-def find_numbers_of_other_meshes(tensors: Sequence[tuple[Path, Any]]) -> list[tuple[Path, DTensor]]:
-    """The 0-d DTensors that live on another mesh than the others; by path.
-
-    A norm, a coefficient: a number that every rank holds is the same number on any mesh. Only
-    without a gradient, which would have to go back to its own mesh.
-    """
-    spread = [(path, t) for path, t in tensors if isinstance(t, DTensor)]
-    if len({t._spec.wire for _, t in spread}) < 2:
-        return []
-    home = next((t for _, t in spread if not _is_number(t)), spread[0][1])._spec.wire
-    away = [(path, t) for path, t in spread if t._spec.wire is not home]
-    return away if all(_is_number(t) for _, t in away) else []
-
-
-def read_numbers_of_other_meshes(
-    op: str, tensors: Sequence[tuple[Path, Any]]
-) -> dict[Path, torch.Tensor]:
-    """`find_numbers_of_other_meshes`, as plain tensors. What is partial is reduced for it."""
-    with torch.no_grad():
-        return {
-            path: moved(t, t._spec, t._spec.reduced, op, "implicit")
-            for path, t in find_numbers_of_other_meshes(tensors)
-        }
-
-
 def _is_number(t: DTensor) -> bool:
     return not (t._spec.shape or (t.requires_grad and torch.is_grad_enabled()))
 
 
-def find_wire(op: str, tensors: Sequence[Any]) -> Wire:
+def find_wire(op: str, tensors: Iterable[Any]) -> Wire:
     """The wire of all DTensors among `tensors`. Raises LayoutError if they are on two meshes."""
-    wire: Wire | None = None
-    for t in tensors:
-        if isinstance(t, DTensor):
-            if wire is not None and t._spec.wire is not wire:
-                raise make_two_meshes_error(op, wire, t._spec.wire)
-            wire = t._spec.wire
-    if wire is None:
+    wires = list(dict.fromkeys(t._spec.wire for t in tensors if isinstance(t, DTensor)))
+    if not wires:
         raise TypeError(f"{op}: no DTensor among the operands")
-    return wire
-
-
-def find_view_copies(tensors: Sequence[tuple[Path, Any]]) -> tuple[Path, ...]:
-    """The paths of the operands that are copies of what would be views on one device."""
-    return tuple(path for path, t in tensors if isinstance(t, DTensor) and t._spec.is_copy)
-
-
-def writes_view_copy(form: Form, args: Sequence[Any]) -> bool:
-    """Is this an op in place on a copy of what would be a view on one device?"""
-    first = args[0] if args else None
-    return form.inplace and isinstance(first, DTensor) and first._spec.is_copy
-
-
-def find_written_operands(form: Form, args: Args, kwargs: Kwargs) -> set[Path]:
-    """The paths of the tensors that this call writes."""
-    places = {w.path(args, kwargs) for w in form.writes} | ({(0,)} if form.inplace else set())
-    return {path for path, _ in all_tensors(args, kwargs) if path[:1] in places}
-
-
-def make_changed_layout_error(name: str, x: DTensor) -> LayoutError:
-    """The error to raise where op `name` in place would need `x` in another layout."""
-    return make_layout_error(
-        f"{name} in place: its operand would have to change its layout",
-        operands=(f"x  {x._spec.layout.brief()} on {x._spec.wire.mesh}",),
-        reason="a tensor that is written in place keeps its layout, since others may hold it too",
-        fixes=(Fix(f"x = x.{name}(...)", "not in place"),),
-    )
+    if len(wires) > 1:
+        raise make_two_meshes_error(op, wires[0], wires[1])
+    return wires[0]
 
 
 def locate_in_call(path: Path, names: Sequence[str], args: Args, kwargs: Kwargs) -> Path:
@@ -224,9 +252,7 @@ def get_at_path(args: Args, kwargs: Kwargs, path: Path) -> Any:
     return value if len(path) == 1 else value[path[1]]
 
 
-def replace_at_paths(
-    args: Args, kwargs: Kwargs, new: dict[Path, Any]
-) -> tuple[list[Any], dict[str, Any]]:
+def replace_at_paths(args: Args, kwargs: Kwargs, new: dict[Path, Any]) -> tuple[list[Any], Kwargs]:
     """The call with the values at the paths of `new` replaced; lists are copied, not changed."""
     args, kwargs = list(args), dict(kwargs)
     for path, value in new.items():
@@ -249,21 +275,13 @@ def collect_tensors(out: Any) -> list[torch.Tensor]:
     return []
 
 
-def collect_dtensors(value: Any) -> list[DTensor]:
-    """The DTensors of a value, through lists, tuples and dictionaries, in order."""
-    if isinstance(value, DTensor):
-        return [value]
-    parts = value.values() if isinstance(value, dict) else value
-    if not isinstance(value, (tuple, list, dict)):
-        return []
-    return [t for part in parts for t in collect_dtensors(part)]
-
-
 # -- numbers given as DTensors ---------------------------------------------------------------------
 # Torch takes a tensor of no dimensions for a number (`x.topk(k)`, `x[:n]`, `x.view(n, -1)`) and
 # reads it in C++, which finds this rank's share or piece. So it is read before a rule or a kernel
 # sees the call, as `int(k)` would read it. Torch's schemas say which arguments are numbers.
 
+Kinds = frozenset[str]
+"""Types of an argument, as schemas write them."""
 _INTEGERS = frozenset(("int", "List[int]", "Optional[int]", "Optional[List[int]]"))
 _NUMBERS = _INTEGERS | frozenset(
     ("float", "number", "bool", "List[float]", "Optional[float]", "Optional[number]")
@@ -288,20 +306,19 @@ def _may_be_number(value: Any) -> bool:
 def read_numbers(func: Function, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """The arguments of a call of `func` with Python's numbers in place of the DTensors that torch
     would read as numbers, in slices too."""
-    by_place, by_name = _numbers_of(func)
+    by_place, by_name = _kinds_of_arguments(func)
     new: list[Any] = []
-    sizes: frozenset[str] = frozenset()
+    sizes: Kinds = frozenset()
     for i, value in enumerate(args):
-        kinds = sizes or (by_place[i] if i < len(by_place) else frozenset())
+        kinds = sizes or by_place.get(i, sizes)
         if _in_lists(kinds) and _are_numbers(kinds) and not isinstance(value, (tuple, list)):
             sizes = kinds  # one by one, to the end
         new.append(_read_numbers_in(value, kinds))
-    return new, {
-        key: _read_numbers_in(v, by_name.get(key, frozenset())) for key, v in kwargs.items()
-    }
+    named = {key: _read_numbers_in(v, by_name.get(key, frozenset())) for key, v in kwargs.items()}
+    return new, named
 
 
-def _read_numbers_in(value: Any, kinds: frozenset[str]) -> Any:
+def _read_numbers_in(value: Any, kinds: Kinds) -> Any:
     """`value` read where a tensor in its place would be a number; `kinds` are what may stand there
     in one form of the op or another."""
     if type(value) is slice:
@@ -316,17 +333,17 @@ def _read_numbers_in(value: Any, kinds: frozenset[str]) -> Any:
     return read_number(value) if kinds & _INTEGERS or not value._spec.is_whole else value
 
 
-def _are_numbers(kinds: frozenset[str]) -> bool:
+def _are_numbers(kinds: Kinds) -> bool:
     return not kinds.isdisjoint(_NUMBERS) and not any("Tensor" in kind for kind in kinds)
 
 
-def _in_lists(kinds: frozenset[str]) -> frozenset[str]:
+def _in_lists(kinds: Kinds) -> frozenset[str]:
     return frozenset(kind for kind in kinds if "List" in kind)
 
 
 def takes_numbers(func: Function) -> bool:
     """Has any argument of `func`, in any of its overloads, to be a number?"""
-    return any(map(_are_numbers, _numbers_of(func)[1].values()))
+    return any(map(_are_numbers, _kinds_of_arguments(func)[1].values()))
 
 
 def read_number(x: DTensor) -> Any:
@@ -335,21 +352,17 @@ def read_number(x: DTensor) -> Any:
     return operator.index(x) if has_index else x.item()  # type: ignore[arg-type]
 
 
-Kinds = frozenset[str]
-
-
 @cache
-def _numbers_of(func: Function) -> tuple[list[Kinds], dict[str, Kinds]]:
+def _kinds_of_arguments(func: Function) -> tuple[dict[int, Kinds], dict[str, Kinds]]:
     """The types that an op's arguments may have in any of its overloads, by place and by name."""
-    by_place: list[set[str]] = []
-    by_name: dict[str, set[str]] = {}
+    by_place: dict[int, Kinds] = defaultdict(frozenset)
+    by_name: dict[str, Kinds] = defaultdict(frozenset)
     for arguments in _forms_of(func):
-        by_place += [set() for _ in arguments[len(by_place) :]]
         for place, (name, kind, has_place) in enumerate(arguments):
-            by_name.setdefault(name, set()).add(kind)
+            by_name[name] |= {kind}
             if has_place:
-                by_place[place].add(kind)
-    return list(map(frozenset, by_place)), {name: frozenset(k) for name, k in by_name.items()}
+                by_place[place] |= {kind}
+    return by_place, by_name
 
 
 Parameters = list[tuple[str, str, bool]]
@@ -436,13 +449,11 @@ def admit(
     if is_functorch_wrapped_tensor(value):
         raise make_transform_error("grad" if value.requires_grad else "vmap")
     graded = value.requires_grad and torch.is_grad_enabled()
+    shown = (f"plain tensor of shape {tuple(value.shape)}", f"DTensor on mesh {wire.mesh}")
     if graded and not (with_gradient and _is_made_of_leaves(value)):
         raise make_layout_error(
             f"{op}: a plain tensor that requires grad stands next to a DTensor",
-            operands=(
-                f"plain tensor of shape {tuple(value.shape)}",
-                f"DTensor on mesh {wire.mesh}",
-            ),
+            operands=shown,
             reason="its gradient would have no layout, and ranks would go apart unseen",
             fixes=(
                 Fix("pt.distribute_tensor(t, mesh, placements)", "one copy from rank 0"),
@@ -456,10 +467,7 @@ def admit(
     if scope.strict:
         raise make_layout_error(
             f"{op}: a plain tensor stands next to a DTensor, which strict() refuses",
-            operands=(
-                f"plain tensor of shape {tuple(value.shape)}",
-                f"DTensor on mesh {wire.mesh}",
-            ),
+            operands=shown,
             reason="under strict() nothing is taken for equal on all ranks unless it is said to be",
             fixes=(
                 Fix("pt.distribute_tensor(t, mesh, placements)"),
@@ -553,23 +561,19 @@ def give_history(x: torch.Tensor, wire: Wire) -> None:
             tagged(t, spec_of_plain(t, wire))
 
 
-def write_into_plain(
-    func: Function, op: str, paths: Sequence[Path], args: Any, kwargs: dict[str, Any]
-) -> Any:
-    """Call `func`, which writes the plain tensors at `paths`.
+def write_into_plain(call: OpCall, paths: Sequence[Path]) -> Any:
+    """Make a call that writes the plain tensors at `paths`.
 
     Raises:
         LayoutError: one of them is not a whole value (see `admit`).
     """
-    wire = find_wire(op, [t for _, t in all_tensors(args, kwargs)])
-    written = {path: get_at_path(args, kwargs, path) for path in paths}
+    written = {path: get_at_path(call.args, call.kwargs, path) for path in paths}
     for path, x in written.items():
-        admit(x, wire, op, path, with_gradient=True)
-    aliases = {path: alias_as_invariant(x, wire) for path, x in written.items()}
-    args, kwargs = replace_at_paths(args, kwargs, aliases)
-    out = func(*args, **kwargs)
+        admit(x, call.wire, call.form.name, path, with_gradient=True)
+    aliases = {path: alias_as_invariant(x, call.wire) for path, x in written.items()}
+    out = call.with_values(aliases).run()
     for path, x in written.items():
-        give_history(x, wire)
+        give_history(x, call.wire)
         if out is aliases[path]:
             out = x
     return out
@@ -593,7 +597,8 @@ class _NumberCheck(TorchFunctionMode):
         kwargs = kwargs or {}
         # What runs on pieces is ours, and may well be another number on each rank.
         if _global_view() and not in_backward() and not HERE.capturing:
-            wires = {t._spec.wire for _, t in all_tensors(args, kwargs) if isinstance(t, DTensor)}
+            given = _all_tensors(args, kwargs).values()
+            wires = {t._spec.wire for t in given if isinstance(t, DTensor)}
             numbers = _format_numbers((*args, *sorted(kwargs.items()))) if wires else ""
             for wire in wires:
                 _compare_numbers(getattr(func, "__name__", "?"), numbers, wire)

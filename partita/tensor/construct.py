@@ -161,9 +161,8 @@ def distribute_module(
             _put_on_mesh(part, key, before.get(key, p), device_mesh)
         for key, b in list(part.named_buffers(recurse=False, remove_duplicate=False)):
             if not isinstance(b, DTensor):
-                part._buffers[key] = place_buffer(
-                    b, wire, lambda b: distribute_tensor(b, device_mesh)
-                )
+                spread_buffer = partial(distribute_tensor, device_mesh=device_mesh)
+                part._buffers[key] = place_buffer(b, wire, spread_buffer)
     if input_fn is not None:
         module.register_forward_pre_hook(lambda m, args: input_fn(m, args, device_mesh))
     if output_fn is not None:
@@ -212,17 +211,10 @@ def _normalize_size(size: tuple[Any, ...]) -> tuple[int, ...]:
     return tuple(size)
 
 
-def _make_filled(
-    make: Callable[..., torch.Tensor],
-    size: tuple[Any, ...],
-    requires_grad: bool,
-    dtype: torch.dtype | None,
-    device_mesh: Any,
-    placements: Sequence[Placement] | None,
-    as_shares: bool = False,
+def _fill_pieces(
+    make: Function, spec: Spec, dtype: Any, requires_grad: bool, as_shares: bool = False
 ) -> DTensor:
     """What `make` makes on each rank; where it is pending, `as_shares` or on the first alone."""
-    spec = spec_on_mesh(device_mesh, _normalize_size(size), placements)
     local = with_room(make(spec.local_shape, dtype=dtype, device=spec.wire.device), spec)
     if not as_shares:
         _keep_on_first(local, spec)
@@ -237,7 +229,8 @@ def zeros(
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
     """As torch.zeros: global `size`, each rank making its own piece only."""
-    return _make_filled(torch.zeros, size, requires_grad, dtype, device_mesh, placements, True)
+    spec = spec_on_mesh(device_mesh, _normalize_size(size), placements)
+    return _fill_pieces(torch.zeros, spec, dtype, requires_grad, as_shares=True)
 
 
 def empty(
@@ -248,7 +241,8 @@ def empty(
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
     """As torch.empty: global `size`, each rank making its own piece only."""
-    return _make_filled(torch.empty, size, requires_grad, dtype, device_mesh, placements, True)
+    spec = spec_on_mesh(device_mesh, _normalize_size(size), placements)
+    return _fill_pieces(torch.empty, spec, dtype, requires_grad, as_shares=True)
 
 
 def ones(
@@ -259,7 +253,8 @@ def ones(
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
     """As torch.ones: global `size`, each rank making its own piece only."""
-    return _make_filled(torch.ones, size, requires_grad, dtype, device_mesh, placements)
+    spec = spec_on_mesh(device_mesh, _normalize_size(size), placements)
+    return _fill_pieces(torch.ones, spec, dtype, requires_grad)
 
 
 def full(
@@ -272,20 +267,12 @@ def full(
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
     """As torch.full: global `size`, each rank making its own piece only."""
-    make = partial(torch.full, fill_value=fill_value)
-    return _make_filled(make, (size,), requires_grad, dtype, device_mesh, placements)
+    spec = spec_on_mesh(device_mesh, _normalize_size((size,)), placements)
+    return _fill_pieces(partial(torch.full, fill_value=fill_value), spec, dtype, requires_grad)
 
 
-def _make_drawn(
-    make: Callable[..., torch.Tensor],
-    size: tuple[Any, ...],
-    requires_grad: bool,
-    dtype: torch.dtype | None,
-    device_mesh: Any,
-    placements: Sequence[Placement] | None,
-) -> DTensor:
+def _draw_pieces(make: Function, spec: Spec, dtype: Any, requires_grad: bool) -> DTensor:
     """A tensor of random numbers: every rank draws all of one device's, and keeps its piece."""
-    spec = spec_on_mesh(device_mesh, _normalize_size(size), placements)
     draw = partial(make, spec.shape, dtype=dtype, device=spec.wire.device)
     whole = run_with_generator_check(draw, make.__name__, spec.wire)
     return tagged(piece_of(whole, spec), spec).requires_grad_(requires_grad)
@@ -299,7 +286,8 @@ def randn(
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
     """As torch.randn, with the values that one device with the same seed has, in every layout."""
-    return _make_drawn(torch.randn, size, requires_grad, dtype, device_mesh, placements)
+    spec = spec_on_mesh(device_mesh, _normalize_size(size), placements)
+    return _draw_pieces(torch.randn, spec, dtype, requires_grad)
 
 
 def rand(
@@ -310,7 +298,8 @@ def rand(
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
     """As torch.rand, with the values that one device with the same seed has, in every layout."""
-    return _make_drawn(torch.rand, size, requires_grad, dtype, device_mesh, placements)
+    spec = spec_on_mesh(device_mesh, _normalize_size(size), placements)
+    return _draw_pieces(torch.rand, spec, dtype, requires_grad)
 
 
 # -- parameters get values -------------------------------------------------------------------------
@@ -435,35 +424,33 @@ def local_map(
 
     @wraps(func)
     def run_local_map(*args: Any, **kwargs: Any) -> Any:
-        flat, shape_of_args = pytree.tree_flatten(args)
-        flat_kwargs, shape_of_kwargs = pytree.tree_flatten(kwargs)
-        tensors = [t for t in (*flat, *flat_kwargs) if isinstance(t, DTensor)]
+        flat, shape_of_call = pytree.tree_flatten((args, kwargs))
+        tensors = [t for t in flat if isinstance(t, DTensor)]
         if device_mesh is not None:
             wire = wire_of(device_mesh)
         elif tensors:
             wire = find_wire("local_map", tensors)
         else:
             return func(*args, **kwargs)
-        wanted = _match_placements(in_placements, flat, "in_placements", name)
-        grads = _match_placements(in_grad_placements, flat, "in_grad_placements", name)
+        count = len(pytree.tree_leaves(args))
+        named: list[Placements] = [None] * (len(flat) - count)
+        wanted = _match_placements(in_placements, count, "in_placements", name) + named
+        grads = _match_placements(in_grad_placements, count, "in_grad_placements", name) + named
         for i, x in enumerate(flat):
             if isinstance(x, DTensor):
                 x = _require_placements(x, wanted[i], i, name, redistribute_inputs)
-                flat[i] = _convert_to_local(x, grads[i])
-        flat_kwargs = [
-            _convert_to_local(x, None) if isinstance(x, DTensor) else x for x in flat_kwargs
-        ]
+                # By default the dual: nothing is asked, since `func` is said to compute on pieces.
+                given = grads[i]
+                flat[i] = x._piece() if given is None else x.to_local(grad_placements=given)
         lacks_elements = torch.is_grad_enabled() and not all(t._piece().numel() for t in tensors)
-        out = func(
-            *pytree.tree_unflatten(flat, shape_of_args),
-            **pytree.tree_unflatten(flat_kwargs, shape_of_kwargs),
-        )
-        results, shape_of_results = pytree.tree_flatten(out)
+        args, kwargs = pytree.tree_unflatten(flat, shape_of_call)
+        results, shape_of_results = pytree.tree_flatten(func(*args, **kwargs))
         if lacks_elements:
-            results = _tie_lost_operands(results, [*flat, *flat_kwargs])
-        given = _match_placements(_list_per_result(out_placements), results, "out_placements", name)
+            results = _tie_lost_operands(results, flat)
+        listed = _list_per_result(out_placements)
+        placed = _match_placements(listed, len(results), "out_placements", name)
         even = not any(is_uneven(t._spec.layout, t._spec.wire.mesh) for t in tensors)
-        wrapped = [_wrap_result(o, p, wire, even) for o, p in zip(results, given, strict=True)]
+        wrapped = [_wrap_result(o, p, wire, even) for o, p in zip(results, placed, strict=True)]
         return pytree.tree_unflatten(wrapped, shape_of_results)
 
     return run_local_map
@@ -488,19 +475,19 @@ def _list_per_result(placements: Any) -> Any:
     return placements if several else (placements,)
 
 
-def _match_placements(given: Any, values: list[Any], what: str, name: str) -> Sequence[Placements]:
-    """The placements of each value: `given`, or None for each. Raises LayoutError if their number
-    is not that of the values."""
+def _match_placements(given: Any, count: int, what: str, name: str) -> list[Placements]:
+    """The placements of each of `count` values: `given`, or None for each. Raises LayoutError if
+    those are another number."""
     if given is None:
-        return [None] * len(values)
-    if len(given) != len(values):
+        return [None] * count
+    if len(given) != count:
         raise make_layout_error(
-            f"local_map: {what} has {len(given)} entries, and {name} {len(values)} "
+            f"local_map: {what} has {len(given)} entries, and {name} {count} "
             + ("results" if what == "out_placements" else "arguments"),
             reason="one entry for each tensor or value, also in lists and dicts; None for a value",
-            fixes=(Fix(f"{what}=({', '.join(['[...]'] * len(values))},)"),),
+            fixes=(Fix(f"{what}=({', '.join(['[...]'] * count)},)"),),
         )
-    return given
+    return list(given)
 
 
 def _require_placements(x: DTensor, wanted: Placements, i: int, name: str, move: bool) -> DTensor:
@@ -522,12 +509,6 @@ def _require_placements(x: DTensor, wanted: Placements, i: int, name: str, move:
             ),
         )
     return x.redistribute(placements=wanted)
-
-
-def _convert_to_local(x: DTensor, grads: Placements) -> torch.Tensor:
-    if grads is None:  # the dual: nothing is asked, since `func` is said to compute on pieces
-        return x._piece()
-    return x.to_local(grad_placements=grads)
 
 
 def _wrap_result(out: Any, placements: Placements, wire: Wire, even: bool) -> Any:

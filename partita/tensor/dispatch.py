@@ -19,39 +19,31 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 from torch._C import _is_torch_function_enabled, _len_torch_function_stack
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from partita.comm import inspect_collectives
 from partita.layout import Fix, Layout, LayoutError
 from partita.rules import NUMBER
 from partita.rules.rule import ON_NEW_RULE
 
-from .aliasing import gives_view, write_through_copy
+from .aliasing import write_through_copy
 from .arguments import (
-    all_tensors,
-    collect_dtensors,
+    OpCall,
     collect_tensors,
-    find_view_copies,
-    find_wire,
-    find_written_operands,
-    get_at_path,
-    make_changed_layout_error,
     may_have_numbers,
     normalize_call,
     read_numbers,
-    read_numbers_of_other_meshes,
-    replace_at_paths,
     takes_numbers,
     write_into_plain,
-    writes_view_copy,
 )
 from .autograd import in_backward, moved
 from .dtensor import DTensor, make_no_strides_error, tagged
 from .dtensor_gradients import pending_gradients, reduce_pending_gradients
 from .foreach import run_foreach, run_fused
 from .op_facts import (
+    FREQUENT_METHODS,
+    METHOD_OF_OPERATOR,
     OVERRIDES,
-    Form,
     enter_function,
     facts_of_function,
     form_of,
@@ -81,7 +73,8 @@ _Tensor = torch.Tensor
 def _choose_run(op: Op) -> Run | None:
     """What runs a function's calls in place of plans; None for an op with a rule."""
     if op.func in OVERRIDES:
-        return _make_override_run(OVERRIDES[op.func], takes_numbers(op.func))
+        run = _call_in_place(OVERRIDES[op.func])
+        return _reading_numbers(run) if takes_numbers(op.func) else run
     if runs_as_torch_has_it(op.func):
         return _run_locally
     if is_collective(op.func):
@@ -95,6 +88,24 @@ def _choose_run(op: Op) -> Run | None:
     return run_foreach if op.form.foreach else None
 
 
+def _call_in_place(function: Function) -> Run:
+    """The calls of `function` instead of those of the function that is called."""
+    return lambda func, args, kwargs, op: function(*args, **kwargs)
+
+
+def _reading_numbers(run: Run) -> Run:
+    """`run`, of a call whose numbers that are given as DTensors are read first."""
+
+    def read_and_run(func: Function, args: Any, kwargs: Kwargs, op: Op) -> Any:
+        if may_have_numbers(args, kwargs):
+            args, kwargs = read_numbers(func, args, kwargs)
+            if not _collect_dtensors((args, kwargs)):
+                return func(*args, **kwargs)
+        return run(func, args, kwargs, op)
+
+    return read_and_run
+
+
 def _run_locally(func: Any, args: Any, kwargs: Kwargs, op: Op) -> Any:
     with Local():
         return func(*args, **kwargs)
@@ -105,36 +116,20 @@ def _run_collective(func: Any, args: Any, kwargs: Kwargs, op: Op) -> Any:
     return _run_locally(func, args, kwargs, op)
 
 
-def _make_override_run(override: Function, takes_numbers: bool) -> Run:
-    def run_with_numbers(func: Function, args: Any, kwargs: Kwargs, op: Op) -> Any:
-        if may_have_numbers(args[1:], kwargs):
-            args, kwargs = read_numbers(func, args, kwargs)
-            if not collect_dtensors((args, kwargs)):
-                return func(*args, **kwargs)
-        return override(*args, **kwargs)
-
-    if takes_numbers:
-        return run_with_numbers
-    return lambda func, args, kwargs, op: override(*args, **kwargs)
-
-
 def _choose_run_without_rule(func: Function) -> Run:
     body = enter_function(func)
-    if body is not None:
-        return lambda func, args, kwargs, op: body(*args, **kwargs)
-    return _gather_and_run
+    return _gather_and_run if body is None else _call_in_place(body)
 
 
+@_reading_numbers
 def _gather_and_run(func: Function, args: Any, kwargs: Kwargs, op: Op) -> Any:
     if kwargs.get("out") is not None:
-        return _into_out(op, args, kwargs, kwargs["out"])
-    if may_have_numbers(args, kwargs):
-        args, kwargs = read_numbers(func, args, kwargs)
-        if not collect_dtensors((args, kwargs)):
-            return func(*args, **kwargs)
+        kwargs = dict(kwargs)
+        return _run_into_out(op, kwargs.pop("out"), args, kwargs)
+    call = OpCall(op.form, func, args, kwargs)
     if HERE.explainer is not None:
-        return HERE.explainer.explain_call(func, args, kwargs, op.form, has_rule=False)
-    return run_gathered(func, args, kwargs, op.form)
+        return HERE.explainer.explain_call(call, has_rule=False)
+    return run_gathered(call)
 
 
 def _run_operator(func: Function, args: Any, kwargs: Kwargs, op: Op) -> Any:
@@ -145,15 +140,8 @@ def _run_operator(func: Function, args: Any, kwargs: Kwargs, op: Op) -> Any:
     """
     if in_backward():
         return _run_locally(func, args, kwargs, op)
-    if op.form.rule is None:
-        return _gather_and_run(func, args, kwargs, op)
-    return _plan_and_run(func, args, kwargs, op)
-
-
-def _into_out(op: Op, args: Any, kwargs: Kwargs, out: Any) -> Any:
-    kwargs = {name: value for name, value in kwargs.items() if name != "out"}
-    func = op.func if op.form.operator is None else op.form.operator.packet
-    return _run_into_out(out, func, args, kwargs)
+    run = _gather_and_run if op.form.rule is None else _plan_and_run
+    return run(func, args, kwargs, op)
 
 
 def handle(
@@ -198,31 +186,29 @@ def _run_unplanned(func: Function, args: tuple[Any, ...], kwargs: Kwargs) -> Any
     return _plan_and_run(func, args, kwargs, op)
 
 
+@_reading_numbers
 def _plan_and_run(func: Function, args: Any, kwargs: Kwargs, op: Op) -> Any:
     """Put the arguments in order, find or make the call's plan, and run it."""
-    if may_have_numbers(args, kwargs):
-        args, kwargs = read_numbers(func, args, kwargs)
-        if not collect_dtensors((args, kwargs)):
-            return func(*args, **kwargs)
     args, kwargs, out = normalize_call(op.form, args, kwargs)
     if out is not None:
-        return _into_out(op, args, kwargs, out)
+        return _run_into_out(op, out, args, kwargs)
+    call = OpCall(op.form, func, args, kwargs)
     if HERE.explainer is not None:
-        return HERE.explainer.explain_call(func, args, kwargs, op.form)
+        return HERE.explainer.explain_call(call)
     try:
         key = op.key(*args, **kwargs)
     except TypeError:
         # The arguments do not fit the rule's parameters: the call is run as if there were no rule.
-        check_call_fits_rule(op.form, func, args, kwargs)
+        check_call_fits_rule(call)
         return _choose_run_without_rule(func)(func, args, kwargs, op)
     plan: CallPlan | None = op.plans.get(key) or op.plans.recall(key)
     if plan is not None:
         plan.hits += 1
         return plan.run(func, args, kwargs)
     note_miss()
-    plan = make_plan(op.form, func, args, kwargs)
+    plan = make_plan(call)
     if plan is None:
-        return run_gathered(func, args, kwargs, op.form)
+        return run_gathered(call)
     result = plan.run(func, args, kwargs)
     op.plans.remember(key, plan)
     return result
@@ -278,40 +264,25 @@ DTensor.__torch_function__ = MethodType(handle, DTensor) if IN_C is None else IN
 # `__torch_function__`, which costs more than the kernel. So these are methods of DTensor itself,
 # generated from one template that does what `handle` does.
 
-_FAST_METHODS = {
-    "self": """abs neg exp log sqrt rsqrt tanh sigmoid relu sin cos square reciprocal detach t erf
-        __neg__ __abs__ __invert__""",
-    "self, other": """add sub mul div matmul mm pow maximum minimum __add__ __radd__ __sub__
-        __mul__ __rmul__ __truediv__ __matmul__ __pow__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__
-        __and__ __or__ bmm""",
-    "self, other, inplace": """add_ mul_ sub_ div_ __iadd__ __isub__ __imul__ __itruediv__""",
-    "self, *args": """view reshape transpose permute sum mean unsqueeze squeeze flatten expand
-        softmax to type_as __getitem__ split chunk amax amin repeat clone contiguous float""",
-}
-"""Names of methods by their signature; `inplace` is none of it, but says that they write `self`."""
-
-_METHOD_OF_OPERATOR = {f"__{name}__": name for name in "pow eq ne lt le gt ge neg abs".split()}
-"""These operators of torch.Tensor are Python around a builtin method, which runs in their place."""
-
 # With torch-function disabled, or under a TorchFunctionMode, a method leaves the call to torch.
 _METHOD_TEMPLATE = """
-def {name}({parameters}):
-    if {aside}:
-        return base({parameters})
+def {name}({signature}, **kwargs):
+    if kwargs or not enabled() or stack_length():
+        return base({signature}, **kwargs)
     try:
         plan = find({key})
     except TypeError:
-        return _run_unplanned(base, ({call_tuple}), {{}})
-    if plan is not None and plan.direct:
-        plan.hits += 1
-        with Local():
-            out = (plan.kernel or base)({call_args})
-        if type(out) is Tensor and out.shape == plan.local_shape:
-            out.__class__ = DTensor
-            out._spec = plan.spec
-            return out
-        return {otherwise}
-    return _run_unplanned(base, ({call_tuple}), {{}})
+        plan = None
+    if plan is None or not plan.direct:
+        return _run_unplanned(base, ({signature},), {{}})
+    plan.hits += 1
+    with Local():
+        out = (plan.kernel or base)({signature})
+    if type(out) is Tensor and out.shape == plan.local_shape:
+        out.__class__ = DTensor
+        out._spec = plan.spec
+        return out
+    return out if type(out) is DTensor else plan.tag(out)
 """
 
 
@@ -321,45 +292,33 @@ _installed: dict[str, Any] = {}
 
 def _install_fast_methods() -> None:
     """Make the methods of DTensor whose key function is new."""
-    for kind, names in _FAST_METHODS.items():
+    for signature, names in FREQUENT_METHODS.items():
         for name in names.split():
-            base = getattr(torch.Tensor, _METHOD_OF_OPERATOR.get(name, name))
+            # Some operators of torch.Tensor are Python around a builtin method, which runs instead.
+            base = getattr(torch.Tensor, METHOD_OF_OPERATOR.get(name, name))
             op = op_of(base)
             # An op without a rule, or a function written in Python, has no plan to be found.
             if op.run is None and _installed.get(name) is not op.key:
-                setattr(DTensor, name, _make_method(name, kind, base, op))
+                setattr(DTensor, name, _make_method(name, signature, base, op))
                 _installed[name] = op.key
 
 
-def _make_method(name: str, kind: str, base: Any, op: Op) -> Any:
-    method = _make_method_in_python(name, kind, base, op) if IN_C is None else IN_C.Method(op, base)
+def _make_method(name: str, signature: str, base: Any, op: Op) -> Any:
+    if IN_C is None:
+        method = _make_method_in_python(name, signature, base, op)
+    else:
+        method = IN_C.Method(op, base)
     method.__name__ = name
     method.__doc__ = f"As torch.Tensor.{name}."
     method.__qualname__ = f"DTensor.{name}"
     return method
 
 
-def _make_method_in_python(name: str, kind: str, base: Any, op: Op) -> Any:
-    signature = kind.removesuffix(", inplace")
-    fixed = op.form.rule is not None and op.form.rule.derive is None
-    aside = "not enabled() or stack_length()"
-    if (name.startswith("__") or signature == "self") and fixed:
-        parameters, key = signature, "self._spec"
-        if signature == "self, other":
-            key = "(self._spec, other._spec if type(other) is DTensor else kind(other))"
-    else:
-        parameters, aside, key = f"{signature}, **kwargs", f"kwargs or {aside}", f"key({signature})"
-    source = _METHOD_TEMPLATE.format(
-        name=name,
-        parameters=parameters,
-        aside=aside,
-        call_args=signature,
-        call_tuple=signature + ("," if signature == "self" else ""),
-        key=key,
-        otherwise="self if out is self else plan.tag(out)"
-        if kind != signature
-        else "plan.tag(out)",
-    )
+def _make_method_in_python(name: str, signature: str, base: Any, op: Op) -> Any:
+    key = f"key({signature})"
+    if op.form.rule is not None and op.form.rule.derive is None:  # what `key` gives, without a call
+        other = "other._spec if type(other) is DTensor else kind(other)"
+        key = {"self": "self._spec", "self, other": f"(self._spec, {other})"}.get(signature, key)
     space: dict[str, Any] = {
         "DTensor": DTensor,
         "Tensor": torch.Tensor,
@@ -372,6 +331,7 @@ def _make_method_in_python(name: str, kind: str, base: Any, op: Op) -> Any:
         "_run_unplanned": _run_unplanned,
         "base": base,
     }
+    source = _METHOD_TEMPLATE.format(name=name, signature=signature, key=key)
     # Under this file's name, so that a user's line is not sought in generated code.
     exec(compile(source, __file__, "exec"), space)
     return space[name]
@@ -392,7 +352,7 @@ def _operands_of_collective(name: str, given: Any) -> Any:
     Raises:
         LayoutError: a rank holds a part of a DTensor, which would be taken for its value.
     """
-    dtensors = collect_dtensors(given)
+    dtensors = _collect_dtensors(given)
     if not dtensors:
         return given
     parted = [t for t in dtensors if not t._spec.is_whole]
@@ -410,6 +370,10 @@ def _operands_of_collective(name: str, given: Any) -> Any:
     )
 
 
+def _collect_dtensors(value: Any) -> list[DTensor]:
+    return [t for t in tree_leaves(value) if isinstance(t, DTensor)]
+
+
 def _alias_plainly(x: DTensor) -> torch.Tensor:
     with Local():
         return x.view_as(x)
@@ -422,7 +386,7 @@ inspect_collectives(_operands_of_collective)
 # right whatever the function does, and the ledger shows what it costs.
 
 
-def run_gathered(func: Function, args: Args, kwargs: Kwargs, form: Form) -> Any:
+def run_gathered(call: OpCall) -> Any:
     """Run a call on whole operands; its result is whole.
 
     An operand that is written keeps its layout, since others may hold it too: it is written as a
@@ -432,21 +396,18 @@ def run_gathered(func: Function, args: Args, kwargs: Kwargs, form: Form) -> Any:
     Raises:
         LayoutError: what is written would have another shape.
     """
-    tensors = all_tensors(args, kwargs)
-    numbers = read_numbers_of_other_meshes(form.name, tensors)
-    if numbers:
-        args, kwargs = replace_at_paths(args, kwargs, numbers)
-        return func(*args, **kwargs)
-    written = find_written_operands(form, args, kwargs)
-    plain = [path for path, t in tensors if path in written and not isinstance(t, DTensor)]
+    form, func, tensors, written = call.form, call.func, call.tensors, call.written
+    if call.numbers_of_other_meshes:
+        return call.read_numbers_of_other_meshes().run()
+    plain = [path for path in tensors if path in written and not isinstance(tensors[path], DTensor)]
     if plain:
-        return write_into_plain(func, form.name, plain, args, kwargs)
-    waiting = pending_gradients(t for _, t in tensors)
+        return write_into_plain(call, plain)
+    waiting = pending_gradients(tensors.values())
     if waiting:  # a pending gradient that is needed whole is reduced for good
         reduce_pending_gradients(waiting)
-        return func(*args, **kwargs)
-    wire = find_wire(form.name, [t for _, t in tensors])
-    layouts = [t._spec.layout for _, t in tensors if isinstance(t, DTensor)]
+        return call.run()
+    wire = call.wire
+    layouts = [t._spec.layout for t in tensors.values() if isinstance(t, DTensor)]
     invariant = tuple(
         a for a in wire.mesh.names if not all(x.placement(a).is_replicate() for x in layouts)
     )
@@ -459,47 +420,46 @@ def run_gathered(func: Function, args: Args, kwargs: Kwargs, form: Form) -> Any:
             raise make_no_strides_error(form.name, out)
         return make_replicated_spec(out.shape)
 
-    if writes_view_copy(form, args) and written == {(0,)}:
-        return write_through_copy(func, *args, **kwargs)
+    if call.writes_view_copy and written == {(0,)}:
+        return write_through_copy(func, *call.args, **call.kwargs)
     copies = {}
     targets = []
-    for path, t in tensors:
+    for path, t in tensors.items():
         after = make_replicated_spec(t.shape)
         if not isinstance(t, DTensor):
             targets.append(Target(path, after, spec_of(Layout(tuple(t.shape)), wire)))
+        elif t._spec is not after and path not in written:
+            targets.append(Target(path, after))
         elif t._spec is not after:
-            if path not in written:
-                targets.append(Target(path, after))
-            else:
-                with Local():
-                    copies[path] = moved(t, t._spec, after, form.name, "implicit").clone()
-    draws = facts_of_function(form.name).draws
+            with Local():
+                copies[path] = moved(t, t._spec, after, form.name, "implicit").clone()
+    kernel = form.local
+    if facts_of_function(form.name).draws:
+        kernel = with_generator_check(kernel or func, form, wire) or kernel
     plan = CallPlan(
         form.name,
         wire,
         targets=tuple(targets),
-        kernel=(with_generator_check(form.local or func, form, wire) if draws else None)
-        or form.local,
+        kernel=kernel,
         make_output_spec=make_output_spec,
-        result_is_view_copy=bool(targets) and gives_view(form, args),
-        view_copies=find_view_copies(tensors),
+        result_is_view_copy=bool(targets) and call.gives_view,
+        view_copies=call.view_copies,
     )
-    if not copies:
-        return plan.run(func, args, kwargs)
-    out = plan.run(func, *replace_at_paths(args, kwargs, copies))
+    given = call.with_values(copies) if copies else call
+    out = plan.run(func, given.args, given.kwargs)
     for path, copy in copies.items():
-        x = get_at_path(args, kwargs, path)
+        x = tensors[path]
         if copy.shape != x.shape:
-            raise make_changed_layout_error(form.name, x)
+            raise call.make_changed_layout_error(x)
         x.copy_(tagged(copy, make_replicated_spec(x.shape)))
-    return args[0] if form.inplace else out
+    return call.args[0] if copies and form.inplace else out
 
 
 # -- out= ------------------------------------------------------------------------------------------
 
 
-def _run_into_out(out: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """`func(*args, **kwargs)` written into `out`, a tensor or a tuple of them, which is returned.
+def _run_into_out(op: Op, out: Any, args: Args, kwargs: Kwargs) -> Any:
+    """The op's result written into `out`, a tensor or a tuple of them, which is returned.
 
     The op runs without it, and its result is moved into the layout of `out` and copied. The
     refusals are torch's own: no gradient goes through `out`, and its dtype must be able to take the
@@ -509,8 +469,9 @@ def _run_into_out(out: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
         RuntimeError: a gradient is wanted, or `out` cannot hold the result's dtype.
         LayoutError: `out` has another shape than the result.
     """
+    func = op.func if op.form.operator is None else op.form.operator.packet
     held = collect_tensors(out)
-    operands = [t for a in (*args, *kwargs.values()) for t in collect_tensors(a)]
+    operands = collect_tensors((*args, *kwargs.values()))
     if torch.is_grad_enabled() and any(t.requires_grad for t in (*held, *operands)):
         raise RuntimeError(
             f"{func.__name__}(): functions with out=... arguments don't support automatic "

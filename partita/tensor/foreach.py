@@ -23,7 +23,7 @@ from partita.comm import Wire
 from partita.layout import Layout
 from partita.redistribute import plan
 
-from .arguments import admit, replace_at_paths
+from .arguments import OpCall, admit, replace_at_paths
 from .autograd import moved
 from .dtensor import DTensor, tagged
 from .dtensor_gradients import pending_gradients, reduce_pending_gradients
@@ -182,12 +182,12 @@ def _plan_place(i: int, args: Args, kwargs: Kwargs, op: Op) -> CallPlan | None:
     single, place = _find_single_op(op), _arguments_at_place(i, args)
     own = form_of(single)
     if own.rule is not None:
-        return make_plan(own, single, place, kwargs)
+        return make_plan(OpCall(own, single, place, kwargs))
     function = _function_named(op.form.name)
     if not op.form.inplace or function is None:
         return None
     # The native kernel serves where nothing moves, and the result lies as what it is written into.
-    plan = make_plan(form_of(function), function, place, kwargs)
+    plan = make_plan(OpCall(form_of(function), function, place, kwargs))
     if plan is None or plan.choice is None or not isinstance(place[0], DTensor):
         return None
     choice, layout = plan.choice, place[0]._spec.layout

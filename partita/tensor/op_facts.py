@@ -21,10 +21,10 @@ import functools
 import inspect
 import operator
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property, partial
 from typing import Any, TypeVar
 
 import torch
@@ -35,10 +35,11 @@ from torch._library.custom_ops import OPDEFS
 
 # Not public, but where torch keeps the type of what `torch.ops.a.b` is.
 from torch._ops import OpOverload, OpOverloadPacket
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from partita.comm import read_autocast_state
 from partita.comm.device import Device
-from partita.rules import RULES, Rule
+from partita.rules import RULES, Rule, parse
 
 from .tensor_state import Args, Function, Kwargs
 
@@ -46,17 +47,31 @@ F = TypeVar("F", bound=Function)
 
 
 @dataclass(frozen=True, slots=True)
-class Operand:
-    """An operand of an operator.
+class Written:
+    """An operand that a call writes.
+
+    It must be the user's own tensor, not what that became when it was moved. Torch's schemas say it
+    of operators, except the running statistics of the older normalisations.
 
     Attributes:
         place, name: where it stands in a call.
         is_list: it is a list of tensors.
+        flag: place and name of the parameter that must be true for it to be written, if there is
+            one.
     """
 
     place: int
     name: str
-    is_list: bool
+    is_list: bool = False
+    flag: tuple[int, str] | None = None
+
+    def path(self, args: Args, kwargs: Kwargs) -> tuple[int | str] | None:
+        """Its path in a call; None if this call does not write it."""
+        if self.flag is not None:
+            i, name = self.flag
+            if not (args[i] if i < len(args) else kwargs.get(name, i and name != "training")):
+                return None
+        return (self.place,) if self.place < len(args) else (self.name,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +107,7 @@ class OpFacts:
     """
 
     is_view: bool = False
-    writes: tuple[Operand, ...] = ()
+    writes: tuple[Written, ...] = ()
     makes_new: bool = False
     moves: bool = False
     casts: bool = False
@@ -124,7 +139,7 @@ def facts_of(target: Any) -> OpFacts:
         found: OpFacts = getattr(target, "facts", OpFacts())
         return found
     writes = tuple(
-        Operand(i, a.name, "List" in str(a.type))
+        Written(i, a.name, "List" in str(a.type))
         for i, a in enumerate(schema.arguments)
         if a.alias_info is not None and a.alias_info.is_write
     )
@@ -134,6 +149,7 @@ def facts_of(target: Any) -> OpFacts:
     is_view = shows_unsaid or any(info is not None and not info.is_write for info in aliases)
     name, is_torchs = target._opname.removesuffix("_copy"), target.namespace == "aten"
     base = target._opname.removeprefix("_foreach_").removesuffix("_")
+    measured = "measured" if is_torchs and full_name in _MEASURED else ""
     return OpFacts(
         is_view=is_view,
         writes=writes,
@@ -152,7 +168,7 @@ def facts_of(target: Any) -> OpFacts:
         lifts=name in ("lift", "lift_fresh"),
         by_storage=is_torchs and name in _BY_STORAGE,
         changes_metadata=torch.Tag.inplace_view in target.tags or full_name in _RESIZES_UNSAID,
-        workspace=_find_workspace(target),
+        workspace="casts" if is_torchs and target._opname in _CASTING else measured,
         takes_number_as_tensor=is_torchs and base in _EXACT_IN_NUMBERS | _ROUNDED_IN_NUMBERS,
         exact_in_numbers=is_torchs and base in _EXACT_IN_NUMBERS,
         stands_alone=not is_torchs or target._opname in _STAND_ALONE,
@@ -172,14 +188,6 @@ def declare_facts(facts: OpFacts) -> Callable[[F], F]:
 def _is_overwriting(name: str) -> bool:
     made_like = name.startswith("new_") or name.endswith("_like")
     return made_like or name.removesuffix("_") in _OVERWRITING
-
-
-def _find_workspace(target: Any) -> str:
-    if target.namespace != "aten":
-        return ""
-    if target._opname in _CASTING:
-        return "casts"
-    return "measured" if f"{target._opname}.{target._overloadname}" in _MEASURED else ""
 
 
 # -- the table of corrections ----------------------------------------------------------------------
@@ -334,6 +342,18 @@ is_conj is_neg _backward_hooks retains_grad output_nr is_pinned""".split()
 """Attributes and methods of what a tensor is beside its values, the same in each call of a step."""
 FACTS_THAT_CHANGE = "_version data_ptr untyped_storage storage _typed_storage".split()
 """Those of which each call may have others."""
+FREQUENT_METHODS = {
+    "self": """abs neg exp log sqrt rsqrt tanh sigmoid relu sin cos square reciprocal detach t erf
+        __neg__ __abs__ __invert__""",
+    "self, other": """add sub mul div matmul mm pow maximum minimum bmm add_ mul_ sub_ div_ __add__
+        __radd__ __sub__ __mul__ __rmul__ __truediv__ __matmul__ __pow__ __eq__ __ne__ __lt__ __le__
+        __gt__ __ge__ __and__ __or__ __iadd__ __isub__ __imul__ __itruediv__""",
+    "self, *args": """view reshape transpose permute sum mean unsqueeze squeeze flatten expand
+        softmax to type_as __getitem__ split chunk amax amin repeat clone contiguous float""",
+}
+"""Names of methods that skip torch's argument parser, by their signature."""
+METHOD_OF_OPERATOR = {f"__{name}__": name for name in "pow eq ne lt le gt ge neg abs".split()}
+"""The builtin methods that operators of torch.Tensor written in Python end in."""
 OF_ONE_OPERAND = frozenset("relu silu mish selu relu6 hardswish hardsigmoid".split())
 """Of torch.nn.functional: the builtins of their names take the operand alone, and no `inplace`."""
 
@@ -460,55 +480,36 @@ def as_autocast_casts(run: Function, op: str, inplace: bool) -> Function:
         # Private, but one question for all devices: nothing is looked for where there is none.
         if not torch._C._is_any_autocast_enabled():
             return run(*args, **kwargs)
-        device = next(t.device.type for t in _collect_tensors((args, list(kwargs.values()))))
+        leaves = tree_leaves((args, kwargs))
+        device = next(v.device.type for v in leaves if isinstance(v, torch.Tensor))
         on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
         cast = cast_of(op, device) if on else None
         if cast is None:
             return run(*args, **kwargs)
-        dtype = None if inplace else _choose_cast_dtype(cast, args, kwargs, device)
+        dtype = None if inplace else _choose_cast_dtype(cast, leaves, device)
         if dtype is not None:
-            args = tuple(_cast_floating(a, dtype) for a in args)
-            kwargs = {name: _cast_floating(value, dtype) for name, value in kwargs.items()}
+            to_dtype = partial(_cast_floating, dtype)
+            args, kwargs = tree_map_only(torch.Tensor, to_dtype, (args, kwargs))
         with without_autocast(device):
             return run(*args, **kwargs)
 
     return cast_and_run if op in _list_aten_overloads() else run
 
 
-def _choose_cast_dtype(
-    cast: Cast, args: Any, kwargs: Kwargs, device_type: str
-) -> torch.dtype | None:
-    """The dtype that floating operands are cast to; None to leave them."""
-    if cast is Cast.FLOAT32:
-        return torch.float32
-    if cast is Cast.FLOAT32_UNLESS_TOLD:
-        has_dtype = any(isinstance(a, torch.dtype) for a in (*args, *kwargs.values()))
-        return None if has_dtype else torch.float32
+def _choose_cast_dtype(cast: Cast, leaves: Sequence[Any], device: str) -> torch.dtype | None:
+    """The dtype that floating ones of a call's arguments are cast to; None to leave them."""
     if cast is Cast.LOWER:
-        return torch.get_autocast_dtype(device_type)
+        return torch.get_autocast_dtype(device)
     if cast is Cast.WIDEST:
-        wide = any(
-            t.dtype == torch.float32 for t in _collect_tensors((args, list(kwargs.values())))
-        )
-        return torch.float32 if wide else None
-    return None
+        has_wide = any(isinstance(v, torch.Tensor) and v.dtype == torch.float32 for v in leaves)
+        return torch.float32 if has_wide else None
+    is_told = cast is Cast.FLOAT32_UNLESS_TOLD and any(isinstance(v, torch.dtype) for v in leaves)
+    return None if is_told or cast is Cast.NONE else torch.float32
 
 
-def _collect_tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return (
-        [t for v in value for t in _collect_tensors(v)] if isinstance(value, (list, tuple)) else []
-    )
-
-
-def _cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, torch.Tensor):
-        eligible = value.is_floating_point() and value.dtype is not torch.float64
-        return value.to(dtype) if eligible and value.dtype is not dtype else value
-    if isinstance(value, (list, tuple)) and any(isinstance(v, torch.Tensor) for v in value):
-        return type(value)(_cast_floating(v, dtype) for v in value)
-    return value
+def _cast_floating(dtype: torch.dtype, value: torch.Tensor) -> torch.Tensor:
+    is_wide = not value.is_floating_point() or value.dtype is torch.float64
+    return value if is_wide or value.dtype is dtype else value.to(dtype)
 
 
 # -- forms of ops ----------------------------------------------------------------------------------
@@ -566,6 +567,14 @@ class Form:
     bare: Function | None = None
     operator: Operator | None = None
     writes: tuple[Written, ...] = ()
+
+    @cached_property
+    def parameters(self) -> tuple[str, ...]:
+        """The names of the parameters that its rule speaks of, in order."""
+        assert self.rule is not None
+        if self.rule.derive is not None:
+            return tuple(p.name for p in self.rule.params)
+        return parameter_names(self.func, len(parse(self.rule.text).terms))
 
 
 @cache
@@ -785,32 +794,6 @@ _STATISTICS = ("running_mean", "running_var")
 _UPDATING = ("training", "use_input_stats")
 
 
-@dataclass(frozen=True)
-class Written:
-    """An operand that a function writes.
-
-    It must be the user's own tensor, not what that became when it was moved. Torch's schemas say it
-    of operators, except the running statistics of the older normalisations.
-
-    Attributes:
-        place, name: of its parameter.
-        flag: place and name of the parameter that must be true for it to be written, if there is
-            one.
-    """
-
-    place: int
-    name: str
-    flag: tuple[int, str] | None = None
-
-    def path(self, args: Args, kwargs: Kwargs) -> tuple[int | str] | None:
-        """Its path in a call; None if this call does not write it."""
-        if self.flag is not None:
-            i, name = self.flag
-            if not (args[i] if i < len(args) else kwargs.get(name, i and name != "training")):
-                return None
-        return (self.place,) if self.place < len(args) else (self.name,)
-
-
 def written_by(func: Function) -> tuple[Written, ...]:
     """The operands that `func` writes, as far as can be known."""
     if isinstance(func, types.FunctionType):
@@ -825,24 +808,21 @@ def written_by(func: Function) -> tuple[Written, ...]:
     found: dict[Written, None] = {}
     for overload in overloads:
         arguments = overload._schema.arguments
-        for i, a in enumerate(arguments):
-            if a.is_write and not a.is_out and _holds_tensors(overload, a.type):
-                found[Written(i, a.name)] = None
+        for one in facts_of(overload).writes:
+            # TorchScript has operators on Python's lists, `aten::sort` among them: no tensor is
+            # written.
+            is_python = one.is_list and not overload._opname.endswith("_")
+            kind = str(arguments[one.place].type)
+            if not arguments[one.place].is_out and not is_python and "Tensor" in kind:
+                found[Written(one.place, one.name)] = None
         if not found:
             found |= dict.fromkeys(_find_written_statistics([a.name for a in arguments]))
     return tuple(found)
 
 
-def _holds_tensors(overload: OpOverload, type: torch.JitType) -> bool:
-    # TorchScript has operators on Python's lists, `aten::sort` among them: no tensor is written.
-    if isinstance(type, torch.ListType):
-        return overload._opname.endswith("_")
-    return "Tensor" in str(type)
-
-
 def _find_written_statistics(names: list[str]) -> tuple[Written, ...]:
     flag = next(((i, n) for i, n in enumerate(names) if n in _UPDATING), None)
-    return tuple(Written(i, n, flag) for i, n in enumerate(names) if n in _STATISTICS)
+    return tuple(Written(i, n, flag=flag) for i, n in enumerate(names) if n in _STATISTICS)
 
 
 # -- Python functions that are entered -------------------------------------------------------------
@@ -895,7 +875,7 @@ def _make_globals_answering_no(space: dict[str, Any], through_torch: bool) -> di
         for name, helper in space.items():
             # A module's private helper asks on behalf of the public function that calls it.
             if name.startswith("_") and _has_questions(helper) and helper.__globals__ is space:
-                changed[name] = _copy_function(helper, changed)
+                changed[name] = copy_function(helper, changed)
     return _entered_globals[key]
 
 
@@ -905,7 +885,8 @@ def _has_questions(func: Any) -> bool:
     )
 
 
-def _copy_function(func: types.FunctionType, space: dict[str, Any], closure: Any = None) -> Any:
+def copy_function(func: types.FunctionType, space: dict[str, Any], closure: Any = None) -> Any:
+    """A function with the code of `func` and the globals of `space`."""
     copy = types.FunctionType(
         func.__code__, space, func.__name__, func.__defaults__, closure or func.__closure__
     )
@@ -926,7 +907,7 @@ def _entered_cell(cell: types.CellType, func: types.FunctionType) -> types.CellT
     if again and held is not func:
         return types.CellType(enter_function(held))
     return (
-        types.CellType(_copy_function(held, _globals_to_enter(held)))
+        types.CellType(copy_function(held, _globals_to_enter(held)))
         if _has_questions(held)
         else cell
     )
@@ -950,4 +931,4 @@ def enter_function(func: Function) -> Function | None:
     if func.__module__ != torch.nn.init.__name__:
         func = _INITS.get(func.__name__, func)
     closure = func.__closure__ and tuple(_entered_cell(c, func) for c in func.__closure__)
-    return _copy_function(func, _globals_to_enter(func), closure)
+    return copy_function(func, _globals_to_enter(func), closure)

@@ -23,7 +23,7 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from partita.comm import Wire, user_line
 from partita.layout import Layout, LayoutError
 from partita.redistribute.move import local_numel
-from partita.rules import NUMBER, Bound, Work, parse
+from partita.rules import NUMBER, Bound, Work
 
 from .aliasing import copy_as_on_one_device, mark_copies
 from .arguments import (
@@ -38,7 +38,7 @@ from .arguments import (
 from .autograd import alias_without_base, moved
 from .dtensor import PLAIN, DTensor, tagged
 from .dtensor_gradients import pending_gradients, reduce_pending_gradients
-from .op_facts import Form, form_of, parameter_names
+from .op_facts import Form, form_of
 from .tensor_state import (
     Args,
     Function,
@@ -396,8 +396,7 @@ class Op:
         if rule is not None and not form.foreach:
             flagged = "inplace" in getattr(getattr(self.func, "__code__", None), "co_varnames", ())
             if rule.derive is None:
-                names = parameter_names(self.func, len(parse(rule.text).terms))
-                self.key = operand_key(names, flagged)
+                self.key = operand_key(form.parameters, flagged)
             else:
                 self.key = declared_key(rule.params, flagged)
 

@@ -12,6 +12,7 @@ import math
 import threading
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from partita.comm.device import is_seen_by_processes, keys_of_kernels
 from partita.layout import Fix, Layout, LayoutError
 
 from .aliasing import global_strides, make_meta_twin, write_through_copy
-from .arguments import admit, alias_as_invariant, give_history, read_number
+from .arguments import OpCall, admit, alias_as_invariant, give_history, read_number
 from .autograd import moved
 from .dispatch import run_gathered
 from .dtensor import DTensor, make_memory_error, tagged
@@ -125,19 +126,14 @@ def _gather_full_value(x: Any, op: str) -> Any:
         return moved(x, spec, spec_of(Layout(spec.layout.shape), spec.wire), op, "explicit")
 
 
-def _by_value(name: str) -> None:
-    function = getattr(T, name)
-
-    def call_on_full_value(x: Any, *args: Any, **kwargs: Any) -> Any:
-        return function(_gather_full_value(x, name), *args, **kwargs)
-
-    OVERRIDES[function] = call_on_full_value
+def _call_on_full_value(name: str, x: Any, *args: Any, **kwargs: Any) -> Any:
+    return getattr(T, name)(_gather_full_value(x, name), *args, **kwargs)
 
 
 for _name in (
     "item tolist __bool__ __int__ __float__ __index__ __complex__ __contains__ is_nonzero"
 ).split():
-    _by_value(_name)
+    OVERRIDES[getattr(T, _name)] = partial(_call_on_full_value, _name)
 
 
 @implements(T.numpy, T.__array__)
@@ -168,14 +164,12 @@ def _refuse_dlpack(x: DTensor, *args: Any, **kwargs: Any) -> Any:
     )
 
 
-def _refuse_memory_method(name: str) -> None:
-    @implements(getattr(T, name))
-    def raise_memory_error(*args: Any, **kwargs: Any) -> Any:
-        raise make_memory_error(name)
+def _raise_memory_error(name: str, *args: Any, **kwargs: Any) -> Any:
+    raise make_memory_error(name)
 
 
 for _name in ("resize_", "resize_as_", "as_strided_", "apply_", "map_", "share_memory_"):
-    _refuse_memory_method(_name)
+    OVERRIDES[getattr(T, _name)] = partial(_raise_memory_error, _name)
 
 # -- assignment to an index ------------------------------------------------------------------------
 
@@ -224,12 +218,9 @@ def _write_plain(x: torch.Tensor, index: Any, value: Any) -> None:
 
 
 def _is_basic(entry: Any) -> bool:
+    is_index = isinstance(entry, int) and not isinstance(entry, bool)
     return (
-        entry is None
-        or entry is Ellipsis
-        or isinstance(entry, slice)
-        or (isinstance(entry, int) and not isinstance(entry, bool))
-        or _is_number(entry)
+        entry is None or entry is ... or isinstance(entry, slice) or is_index or _is_number(entry)
     )
 
 
@@ -395,14 +386,7 @@ def _write_whole(x: DTensor, spec: Spec, index: Any, value: Any) -> None:
 @implements(T.stride)
 def _global_stride(x: DTensor, dim: int | None = None) -> Any:
     strides = global_strides(current(x))
-    if dim is None:
-        return strides
-    if not -len(strides) <= dim < max(len(strides), 1):
-        raise IndexError(
-            f"Dimension out of range (expected to be in range of [{-len(strides)}, "
-            f"{len(strides) - 1}], but got {dim})"
-        )
-    return strides[dim]
+    return strides if dim is None else strides[dim]
 
 
 @implements(T.is_contiguous)
@@ -439,7 +423,7 @@ def _as_strided(
             ),
         )
     args = (x, size, stride) if storage_offset is None else (x, size, stride, storage_offset)
-    return run_gathered(torch.as_strided, args, {}, form_of(torch.as_strided))
+    return run_gathered(OpCall(form_of(torch.as_strided), torch.as_strided, args, {}))
 
 
 def _is_part_of_another(x: DTensor) -> bool:
@@ -452,18 +436,16 @@ def _is_part_of_another(x: DTensor) -> bool:
 # -- what has no global meaning --------------------------------------------------------------------
 
 
-def _refuse_for_pieces(name: str, fix: Fix, answer: Function) -> Function:
-    """The override of `name`: `answer` where each rank has the whole value, else an error."""
-
-    def answer_if_replicated(x: Any, *args: Any, **kwargs: Any) -> Any:
-        for t in (x, *args):
-            if isinstance(t, DTensor) and not t._spec.is_whole:
-                raise _make_piece_error(name, t, fix)
-        x = current(x) if isinstance(x, DTensor) else x
-        with Local():
-            return answer(x, *args, **kwargs)
-
-    return answer_if_replicated
+def _answer_if_replicated(
+    answer: Function, name: str, fix: Fix, x: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """`answer` where each rank has the whole value, else an error that names `name`."""
+    for t in (x, *args):
+        if isinstance(t, DTensor) and not t._spec.is_whole:
+            raise _make_piece_error(name, t, fix)
+    x = current(x) if isinstance(x, DTensor) else x
+    with Local():
+        return answer(x, *args, **kwargs)
 
 
 def _make_piece_error(name: str, x: DTensor, fix: Fix) -> LayoutError:
@@ -481,18 +463,12 @@ def _make_piece_error(name: str, x: DTensor, fix: Fix) -> LayoutError:
     )
 
 
-for _name in ADDRESSES:
-    _fix = Fix(f"x.to_local().{_name}()", "of this rank's piece")
-    implements(getattr(T, _name))(_refuse_for_pieces(_name, _fix, getattr(T, _name)))
-
-_interface = T.__cuda_array_interface__  # type: ignore[attr-defined]
-implements(_interface.__get__)(
-    _refuse_for_pieces(
-        "__cuda_array_interface__",
-        Fix("x.to_local().__cuda_array_interface__", "of this rank's piece"),
-        _interface.__get__,
-    )
-)
+_ADDRESSES: dict[str, Any] = {f"{name}()": getattr(T, name) for name in ADDRESSES}
+_ADDRESSES["__cuda_array_interface__"] = T.__cuda_array_interface__.__get__
+for _call, _method in _ADDRESSES.items():
+    _fix = Fix(f"x.to_local().{_call}", "of this rank's piece")
+    _answer = partial(_answer_if_replicated, _method, _call.removesuffix("()"), _fix)
+    OVERRIDES[_method] = _answer
 
 # -- copies and pickles ----------------------------------------------------------------------------
 

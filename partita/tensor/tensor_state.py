@@ -269,18 +269,6 @@ class MovedValue:
         return is_same and count_writes(self.value) == self.value_version
 
 
-@dataclass(frozen=True)
-class ReopenHook:
-    """A tensor's hook that is taken off and registered again in every step.
-
-    Private torch: it is put into the dictionary `_backward_hooks` itself. To register a hook costs
-    3 microseconds for each parameter and step, a hook that is called for nothing 6.
-    """
-
-    id: int
-    hook: Any
-
-
 @dataclass(slots=True)
 class TensorState:
     """What is known of one tensor; of most tensors nothing.
@@ -290,7 +278,8 @@ class TensorState:
         gradient_of: the tensor whose `.grad` this object is, or was.
         origin: of a view copy, what it was copied from (an `Origin`).
         moved: its value in the last other layout that an op needed.
-        reopens: the hook that makes a reduced gradient partial again, before backward adds to it.
+        reopens: the hook that makes a reduced gradient partial again, before backward adds to it,
+            and its number. It is taken off and registered again in every step.
         written_unseen: may it have been written through `.data`, which torch does not count?
         gathered_from: the parameter at rest that this is the gathered value of, and its version.
         was_plain: was it a plain parameter when an optimizer may have made its state for it?
@@ -301,7 +290,7 @@ class TensorState:
     gradient_of: weakref.ref[Any] | None = None
     origin: Any = None
     moved: MovedValue | None = None
-    reopens: ReopenHook | None = None
+    reopens: tuple[int, Any] | None = None
     written_unseen: bool = False
     gathered_from: tuple[torch.Tensor, int] | None = None
     was_plain: bool = False

@@ -45,13 +45,13 @@ from partita.rules.rule import table_rule as rule
 from partita.versions import frames_hold_inputs, name_of_checkpoint_generator
 
 from . import tensor_overrides  # noqa: F401  what users hear comes first
-from .arguments import make_transform_error, read_number
+from .arguments import OpCall, make_transform_error, read_number
 from .autograd import alias_without_base, moved
 from .dispatch import run_gathered
 from .dtensor import DTensor, tagged
 from .dtensor_gradients import specs_of_values, type_gradient
-from .op_facts import OVERRIDES, Form, form_of
-from .tensor_state import HERE, Function, Spec, make_layout_error
+from .op_facts import OVERRIDES, Form, copy_function, form_of
+from .tensor_state import HERE, Function, Kwargs, Spec, make_layout_error
 
 _TRANSFORMS = (
     "functionalize grad grad_and_value hessian jacfwd jacrev jvp linearize vjp vmap"
@@ -95,24 +95,19 @@ def _put_in_place_of(name: str, function: Function, *homes: Any) -> Any:
 def _make_checked_transform(name: str, transform: Function) -> Function:
     """A transform, and the function that it makes, which look at their arguments first."""
 
-    def refuse_dtensors(args: Any, kwargs: Any) -> None:
-        if _holds_dtensor(args) or _holds_dtensor(kwargs):
-            raise make_transform_error(name)
+    def check(function: Function) -> Function:
+        def call_checked(*args: Any, **kwargs: Any) -> Any:
+            if _holds_dtensor((args, kwargs)):
+                raise make_transform_error(name)
+            return function(*args, **kwargs)
 
-    def checked_transform(*args: Any, **kwargs: Any) -> Any:
-        refuse_dtensors(args, kwargs)
+        return call_checked
+
+    def make_checked_function(*args: Any, **kwargs: Any) -> Any:
         made = transform(*args, **kwargs)
-        if not callable(made):
-            return made
+        return functools.wraps(made)(check(made)) if callable(made) else made
 
-        @functools.wraps(made)
-        def checked_function(*args: Any, **kwargs: Any) -> Any:
-            refuse_dtensors(args, kwargs)
-            return made(*args, **kwargs)
-
-        return checked_function
-
-    return checked_transform
+    return check(make_checked_function)
 
 
 for _name in _TRANSFORMS:
@@ -166,10 +161,10 @@ def _let_script_run_whole(kind: type) -> None:
 
     @functools.wraps(base)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _global_view() and (_holds_dtensor(args) or _holds_dtensor(kwargs)):
+        if _global_view() and (_holds_dtensor((args, kwargs))):
             # Not by way of `dispatch`, which remembers each function: here they come and go.
             form = Form(self, f"TorchScript {self.name}", None)
-            return run_gathered(functools.partial(base, self), args, kwargs, form)
+            return run_gathered(OpCall(form, functools.partial(base, self), args, kwargs))
         return base(self, *args, **kwargs)
 
     kind.__call__ = __call__  # type: ignore[method-assign, operator]
@@ -195,7 +190,7 @@ def _has_dtensors(f: Any) -> bool:
 
 
 def _trace_or_refuse(func: Any, example_inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
-    if _holds_dtensor(example_inputs) or _holds_dtensor(kwargs) or _has_dtensors(func):
+    if _holds_dtensor((example_inputs, kwargs)) or _has_dtensors(func):
         raise _refuse_script("torch.jit.trace")
     return _plain_trace(func, example_inputs, *args, **kwargs)
 
@@ -374,7 +369,9 @@ def _look_at_arguments(
         return plain(self, *args, **options)
 
     setattr(torch.Tensor, name, method)
-    OVERRIDES[method] = lambda *args, **options: run_gathered(plain, args, options, form_of(plain))
+    OVERRIDES[method] = lambda *args, **options: run_gathered(
+        OpCall(form_of(plain), plain, args, options)
+    )
 
 
 _look_at_arguments("new", _legacy_arguments)
@@ -451,15 +448,13 @@ saved_tensors_hooks.__enter__ = _count_and_enter  # type: ignore[method-assign]
 _Frame: Any = _CheckpointFrame
 
 
-def _compare_pieces() -> None:
-    begin = _Frame.__init__
+_begin_frame = _Frame.__init__
 
-    def __init__(frame: Any, *args: Any, **kwargs: Any) -> None:
-        begin(frame, *args, **kwargs)
-        if frame.metadata_fn is not None:
-            frame.metadata_fn = partial(_describe_piece, frame.metadata_fn)
 
-    _Frame.__init__ = __init__
+def _begin_comparing_pieces(frame: Any, *args: Any, **kwargs: Any) -> None:
+    _begin_frame(frame, *args, **kwargs)
+    if frame.metadata_fn is not None:
+        frame.metadata_fn = partial(_describe_piece, frame.metadata_fn)
 
 
 def _keep_layouts() -> None:
@@ -484,7 +479,7 @@ def _describe_piece(describe: Any, x: torch.Tensor) -> Any:
         return describe(x)
 
 
-_compare_pieces()
+_Frame.__init__ = _begin_comparing_pieces
 if frames_hold_inputs(_Frame):
     _keep_layouts()
 
@@ -616,78 +611,36 @@ after_import("torch._dynamo.trace_rules", _skip_files)  # which takes seconds
 # these is shifted to the global place, and of a block mask a rank takes its part. Queries, keys and
 # values are not split along their sequence: pieces of it are exchanged for samples or heads.
 
-_found_flex = flex_module.flex_attention
-_plain_flex = types.FunctionType(
-    _found_flex.__code__,
-    _found_flex.__globals__,
-    _found_flex.__name__,
-    _found_flex.__defaults__,
-    _found_flex.__closure__,
-)
-_plain_flex.__kwdefaults__ = _found_flex.__kwdefaults__
+_found_flex: Any = flex_module.flex_attention
+_plain_flex = copy_function(_found_flex, _found_flex.__globals__)
+_PARAMETERS_OF_FLEX = inspect.signature(_plain_flex)
 
 
-def _call_plain_or_spread(
-    query: Any,
-    key: Any,
-    value: Any,
-    score_mod: Any = None,
-    block_mask: Any = None,
-    scale: Any = None,
-    enable_gqa: Any = False,
-    return_lse: Any = False,
-    kernel_options: Any = None,
-    *,
-    return_aux: Any = None,
-) -> Any:
+def _call_plain_or_spread(query: Any, key: Any, value: Any, *more: Any, **options: Any) -> Any:
     # Runs as torch's own function, with the globals of its module.
     which = _partita_plain  # type: ignore[name-defined]  # noqa: F821
     for x in (query, key, value):
         if isinstance(x, _partita_dtensor):  # type: ignore[name-defined]  # noqa: F821
             which = _partita_spread  # type: ignore[name-defined]  # noqa: F821
-    return which(
-        query,
-        key,
-        value,
-        score_mod,
-        block_mask,
-        scale,
-        enable_gqa,
-        return_lse,
-        kernel_options,
-        return_aux=return_aux,
-    )
+    return which(query, key, value, *more, **options)
 
 
-def _run_on_dtensors(
-    query: Any,
-    key: Any,
-    value: Any,
-    score_mod: Any,
-    block_mask: Any,
-    scale: Any,
-    enable_gqa: bool,
-    return_lse: bool,
-    kernel_options: Any,
-    return_aux: Any,
-) -> Any:
-    outputs = 1 + int(return_lse)
-    if return_aux is not None:
-        outputs += bool(return_aux.lse) + bool(return_aux.max_scores)
-    out = _on_pieces(
-        query,
-        key,
-        value,
-        enable_gqa,
-        outputs,
-        _find_compiled_flex(),
-        (_with_wholes(score_mod), block_mask, scale, return_lse, kernel_options, return_aux),
-    )
-    if return_aux is None:
+def _run_on_dtensors(*args: Any, **kwargs: Any) -> Any:
+    bound = _PARAMETERS_OF_FLEX.bind(*args, **kwargs)
+    bound.apply_defaults()
+    options = bound.arguments
+    query, key, value = (options.pop(name) for name in ("query", "key", "value"))
+    aux, outputs = options["return_aux"], 1 + int(options["return_lse"])
+    if aux is not None:
+        outputs += bool(aux.lse) + bool(aux.max_scores)
+    options["score_mod"] = _with_wholes(options["score_mod"])
+    grouped = options.pop("enable_gqa")
+    out = _on_pieces(query, key, value, grouped, outputs, _find_compiled_flex(), options)
+    if aux is None:
         return out
-    attended, *aux = out if outputs > 1 else (out,)
-    lse = aux.pop(0) if return_aux.lse else None
-    return attended, flex_module.AuxOutput(lse=lse, max_scores=aux.pop(0) if aux else None)
+    attended, *more = out if outputs > 1 else (out,)
+    lse = more.pop(0) if aux.lse else None
+    return attended, flex_module.AuxOutput(lse=lse, max_scores=more.pop(0) if more else None)
 
 
 def _find_compiled_flex() -> Function:
@@ -715,21 +668,14 @@ def _with_wholes(mod: Any) -> Any:
         value = value.redistribute(placements=[Replicate()] * axes)
         return value.to_local(grad_placements=[Partial()] * axes)
 
-    closure = tuple(types.CellType(whole(c.cell_contents)) for c in cells)
-    return types.FunctionType(
-        mod.__code__, mod.__globals__, mod.__name__, mod.__defaults__, closure
+    return copy_function(
+        mod, mod.__globals__, tuple(types.CellType(whole(c.cell_contents)) for c in cells)
     )
 
 
 @own_op
 def _on_pieces(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    enable_gqa: bool,
-    outputs: int,
-    run: Function,
-    more: tuple[Any, ...],
+    query: Any, key: Any, value: Any, enable_gqa: bool, outputs: int, run: Any, options: Kwargs
 ) -> Any:
     raise NotImplementedError  # on plain tensors torch's own function runs
 
@@ -761,33 +707,24 @@ _Range = tuple[int, ...]
 
 
 def _make_flex_kernel(rows: _Range, heads: _Range) -> Kernel:
-    def run(
-        query: Any, key: Any, value: Any, enable_gqa: bool, outputs: int, flex: Any, more: Any
+    def run_on_pieces(
+        query: Any, key: Any, value: Any, enable_gqa: bool, outputs: int, flex: Any, options: Kwargs
     ) -> Any:
-        score_mod, block_mask, scale, return_lse, options, aux = more
-        if score_mod is not None and (rows[0] or heads[0]):
-            score_mod = _shifted_score(score_mod, rows[0], heads[0])
-        if block_mask is not None:
-            block_mask = _slice_block_mask(block_mask, rows, heads)
+        mine = dict(options)
+        if mine["score_mod"] is not None and (rows[0] or heads[0]):
+            mine["score_mod"] = _shifted_score(mine["score_mod"], rows[0], heads[0])
+        if mine["block_mask"] is not None:
+            mine["block_mask"] = _slice_block_mask(mine["block_mask"], rows, heads)
         # Dynamo looks at what a tensor is a view of.
         pieces = [alias_without_base(x) for x in (query, key, value)]
         with _EnableTorchFunction():
-            out = flex(
-                *pieces,
-                score_mod,
-                block_mask,
-                scale,
-                enable_gqa,
-                return_lse,
-                options,
-                return_aux=aux,
-            )
-        if aux is None:
+            out = flex(*pieces, **mine, enable_gqa=enable_gqa)
+        if mine["return_aux"] is None:
             return out
         found = [out[0], *(t for t in (out[1].lse, out[1].max_scores) if t is not None)]
         return tuple(found) if len(found) > 1 else found[0]
 
-    return run
+    return run_on_pieces
 
 
 def _shifted_score(mod: Function, row: int, head: int) -> Function:
@@ -839,13 +776,16 @@ def _slice_block_mask(mask: BlockMask, rows: _Range, heads: _Range) -> BlockMask
 
 
 def _take_place() -> None:
-    """Give torch's function the code of `_call_plain_or_spread`, under its own name and file."""
+    """Give torch's function the code of `_call_plain_or_spread`, under its own name and file, which
+    passes on what it is given."""
     vars(flex_module).update(
         _partita_plain=_plain_flex, _partita_dtensor=DTensor, _partita_spread=_run_on_dtensors
     )
     _found_flex.__code__ = _call_plain_or_spread.__code__.replace(
-        co_name=_found_flex.__code__.co_name, co_filename=_plain_flex.__code__.co_filename
+        co_name=_plain_flex.__code__.co_name, co_filename=_plain_flex.__code__.co_filename
     )
+    _found_flex.__defaults__ = _found_flex.__kwdefaults__ = None
+    _found_flex.__signature__ = _PARAMETERS_OF_FLEX  # type: ignore[attr-defined]
 
 
 _take_place()

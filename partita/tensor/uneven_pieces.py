@@ -26,14 +26,12 @@ from partita.comm.move_steps import contiguous_strides
 from partita.layout import Layout
 from partita.rules import EXTREME, Bound, PaddingFill, find_padding_fills
 
-from .arguments import Path, collect_tensors, get_at_path, locate_in_call, replace_at_paths
+from .arguments import OpCall, Path, collect_tensors, get_at_path, locate_in_call, replace_at_paths
 from .autograd import count_holders
 from .dtensor import DTensor
 from .op_facts import Form, facts_of_function
 from .plan import CallPlan, Choice
 from .tensor_state import HERE, Function, Spec
-
-Shape = tuple[int, ...]
 
 # -- room for padding behind a piece ---------------------------------------------------------------
 # What stays between steps (parameters, their gradients, an optimizer's state) is as large as the
@@ -101,11 +99,8 @@ def find_padded(local: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | Non
     """
     storage = local.untyped_storage()
     whole: torch.Tensor | None = vars(storage).get("padded")
-    if (
-        whole is None
-        or not local.is_contiguous()
-        or local.numel() * local.itemsize != (storage.nbytes())
-    ):
+    fills = local.is_contiguous() and local.numel() * local.itemsize == storage.nbytes()
+    if whole is None or not fills:
         return None
     # Memory that was moved to where other processes see it (`share_memory_`) has no room there.
     if storage.nbytes() and storage.data_ptr() != whole.data_ptr():
@@ -142,9 +137,7 @@ def give_room(x: torch.Tensor) -> None:
 # -- padded pieces ---------------------------------------------------------------------------------
 
 
-def wrap_filling_padding(
-    kernel: Function | None, func: Function, form: Form, plan: CallPlan, paths: Sequence[Path]
-) -> Function | None:
+def wrap_filling_padding(kernel: Function | None, call: OpCall, plan: CallPlan) -> Function | None:
     """What to run on a rank's padded shards: `kernel`, behind what fills the padding of its
     operands if the op reduces over it.
 
@@ -154,15 +147,14 @@ def wrap_filling_padding(
     is 0 there.
 
     Args:
-        kernel, func: what runs on even ones; where there is no kernel, the function.
+        kernel: what runs on even ones; where there is none, the function.
         plan: of the call, whose kernel is yet to be set.
-        paths: where each term of the sentence stands in a call.
 
     Raises:
         LayoutError: the op reduces what is padded, and nothing is known of how to hide it.
     """
     bound, choice, wire, names = plan.bound, plan.choice, plan.wire, plan.names
-    assert bound is not None and choice is not None and form.rule is not None
+    assert bound is not None and choice is not None and call.form.rule is not None
     padded = [
         name
         for name, axes in choice.splits.items()
@@ -170,14 +162,16 @@ def wrap_filling_padding(
     ]
     if not padded:
         return kernel
-    found = find_padding_fills(form.rule, bound, padded)
+    found = find_padding_fills(call.form.rule, bound, padded)
     if found is None:
         given = [x for x in choice.inputs if x is not None]
-        raise uneven(f"{form.name} of {', '.join(x.brief() for x in given)} reduces uneven pieces")
+        raise uneven(
+            f"{call.form.name} of {', '.join(x.brief() for x in given)} reduces uneven pieces"
+        )
     if not found:
         return kernel
-    run = kernel or func
-    places = [(paths[fill.operand], fill, choice.inputs[fill.operand]) for fill in found]
+    run = kernel or call.func
+    places = [(call.operands[f.operand][0], f, choice.inputs[f.operand]) for f in found]
 
     def run_with_filled_padding(*args: Any, **kwargs: Any) -> Any:
         for path, fill, layout in places:
@@ -205,9 +199,7 @@ def _fill_operand_padding(
 # -- empty pieces ----------------------------------------------------------------------------------
 
 
-def wrap_for_empty_pieces(
-    kernel: Function | None, func: Function, form: Form, plan: CallPlan, paths: Sequence[Path]
-) -> Function:
+def wrap_for_empty_pieces(kernel: Function | None, call: OpCall, plan: CallPlan) -> Function:
     """What to run where one of the pieces is empty on this rank.
 
     Which collectives backward makes must not depend on a rank's own autograd graph, and torch's
@@ -219,37 +211,37 @@ def wrap_for_empty_pieces(
     of this.
 
     Args:
-        kernel, func: what runs on pieces with elements; where there is no kernel, the function.
+        kernel: what runs on pieces with elements; where there is none, the function.
         plan: of the call, whose kernel is yet to be set.
-        paths: where each term of the sentence stands in a call.
     """
-    bound, choice, wire, names = plan.bound, plan.choice, plan.wire, plan.names
+    bound, choice, wire, names, form = plan.bound, plan.choice, plan.wire, plan.names, call.form
     assert bound is not None and choice is not None
     mesh, first = wire.mesh, (0,) * wire.mesh.ndim
-    largest: dict[Path, Shape] = {}
-    wholes: list[Shape] = []
-    for path, layout in zip(paths, choice.inputs, strict=True):
-        if layout is not None:
-            largest[path] = layout.local_shape(mesh, first)
-            wholes.append(layout.shape)
-    whole = form.local or func
+    inputs = {
+        path: layout
+        for (path, _), layout in zip(call.operands, choice.inputs, strict=True)
+        if layout is not None
+    }
+    largest = [layout.local_shape(mesh, first) for layout in inputs.values()]
+    wholes = [layout.shape for layout in inputs.values()]
+    whole = form.local or call.func
     is_users = _is_of_users(form)
     asks = not (is_users or facts_of_function(form.name).draws)
     known: dict[tuple[Any, ...], tuple[list[torch.Tensor], list[Path]] | None] = {}
 
     def try_with_elements(args: Any, kwargs: Any) -> tuple[list[torch.Tensor], list[Path]] | None:
-        there = [locate_in_call(p, names, args, kwargs) for p in largest]
+        there = [locate_in_call(p, names, args, kwargs) for p in inputs]
         given = [get_at_path(args, kwargs, p) for p in there]
         graded = not (form.inplace or torch.is_inference_mode_enabled())
         kinds = (graded, *[(t.dtype, t.requires_grad) for t in given])
         if kinds not in known:
             found = None
             # An index of the whole may be beyond a piece: it is asked of pieces as large as that.
-            for shapes in ([*largest.values()], wholes):
+            for shapes in (largest, wholes):
                 given_metas = {}
                 for path, t, shape in zip(there, given, shapes, strict=True):
-                    options = {"dtype": t.dtype, "requires_grad": t.requires_grad and graded}
-                    given_metas[path] = torch.empty(shape, device="meta", **options)
+                    meta = torch.empty(shape, dtype=t.dtype, device="meta")
+                    given_metas[path] = meta.requires_grad_(t.requires_grad and graded)
                 try:
                     found = _run_on_meta(whole, args, kwargs, given_metas, is_users)
                 except IndexError:

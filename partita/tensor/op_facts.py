@@ -21,7 +21,7 @@ import functools
 import inspect
 import operator
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
@@ -72,6 +72,10 @@ class Written:
             if not (args[i] if i < len(args) else kwargs.get(name, i and name != "training")):
                 return None
         return (self.place,) if self.place < len(args) else (self.name,)
+
+    def find(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What a call gives for it; None where that is nothing."""
+        return args[self.place] if self.place < len(args) else kwargs.get(self.name)
 
 
 @dataclass(frozen=True, slots=True)

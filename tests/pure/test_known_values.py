@@ -146,6 +146,13 @@ def test_a_known_value_is_what_torch_computes(data):
         assert what_is_hidden(found, rows, columns) == hides(whole)
 
 
+def test_single_numbers_are_computed_as_all_else_is():
+    made = known(lambda: torch.arange(4) < torch.full((), 3).mul_(2).sub(3))
+    assert made.tolist() == [True, True, True, False]
+    made = known(lambda: torch.arange(4) + torch.ones(4, dtype=torch.int64)[1] * 2)
+    assert made.tolist() == [2, 3, 4, 5]
+
+
 def causal(size):
     return torch.arange(size)[:, None] >= torch.arange(size)
 

@@ -5,10 +5,10 @@ graph (`CapturedNumbers`). What the step branches on becomes a condition, under 
 may be used for other values.
 
 Where torch's own code branches on a tensor's value (GradScaler skips an update where gradients
-overflow), each question gets a guess: the answer of an earlier run, or what `predict_answer`
-computes from the call's small inputs. The graph computes the true answers as one more output. Where
-one differs, `gate_writes` has kept the graph from writing anything, and the call runs the program
-of the other answers (`OtherAnswers`).
+overflow), each question gets a guess: the answer of an earlier run, or what follows from the
+values of the call's small inputs (`known_values`). The graph computes the true answers as one more
+output. Where one differs, `gate_writes` has kept the graph from writing anything, and the call runs
+the program of the other answers (`OtherAnswers`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._C import DisableTorchFunctionSubclass as Local
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, track_tensor_tree
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._sympy.printers import PythonPrinter
 
 from partita.comm import user_line
@@ -38,8 +36,7 @@ from ..graph_nodes import has_effect, note_of
 from ..passes.rewrite import Making
 from ..program import Input
 from .capture_context import ParamGroup
-from .fakes import local_of
-from .symbolic import NumberEnv, is_symbolic
+from .symbolic import NumberEnv
 
 # -- floats as inputs ------------------------------------------------------------------------------
 
@@ -356,71 +353,6 @@ class AskedQuestions:
     def answers(self) -> Answers:
         """The answers with which capture went on."""
         return Answers(tuple(self._answers), tuple(self._lines))
-
-
-# -- predicted answers -----------------------------------------------------------------------------
-
-
-_SMALL = 64  # elements
-_DEEP = 32  # calls
-
-
-def predict_answer(
-    question: fx.Node, value_of: Callable[[fx.Node], torch.Tensor | None]
-) -> bool | None:
-    """Compute the likely answer from inputs of the graph.
-
-    Only where all that the question depends on is small, and no input that the step has written.
-    It is a guess, which spares a run and a capture where it is right.
-
-    Args:
-        value_of: gives the value of an input in this call, or None where it may not be read.
-
-    Returns:
-        None where it cannot be computed.
-    """
-    known: dict[fx.Node, Any] = {}
-    try:
-        with _disable_current_modes(), Local(), torch.no_grad():
-            return bool(_predict_value(question, value_of, known))
-    except Exception:  # a guess raises nothing
-        return None
-
-
-class _Unknown(Exception):
-    """A value cannot be predicted."""
-
-
-def _predict_value(
-    node: fx.Node, value_of: Callable[[fx.Node], torch.Tensor | None], known: dict[fx.Node, Any]
-) -> Any:
-    if node not in known:
-        if len(known) > _DEEP or any(facts_of(u.target).writes for u in node.users):
-            raise _Unknown
-        known[node] = found = _compute_node(node, value_of, known)
-        if found is None or (isinstance(found, torch.Tensor) and found.numel() > _SMALL):
-            raise _Unknown
-    return known[node]
-
-
-def _compute_node(
-    node: fx.Node, value_of: Callable[[fx.Node], torch.Tensor | None], known: dict[fx.Node, Any]
-) -> Any:
-    if node.op == "placeholder":
-        stands_in: Any = node.meta.get("val")
-        if is_symbolic(stands_in):
-            return stands_in.node.hint
-        value = value_of(node)
-        return None if value is None else local_of(value)
-    target: Any = node.target
-    facts = facts_of(target)
-    sent = getattr(target, "namespace", "aten") not in ("aten", "prims")
-    if node.op != "call_function" or facts.draws or facts.writes or sent:
-        raise _Unknown
-    args, kwargs = fx.node.map_arg(
-        (node.args, node.kwargs), lambda n: _predict_value(n, value_of, known)
-    )
-    return target(*args, **kwargs)
 
 
 # -- gated writes ----------------------------------------------------------------------------------

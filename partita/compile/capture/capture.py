@@ -43,7 +43,6 @@ from .answers import (
     PlainNumbers,
     StepRaises,
     gate_writes,
-    predict_answer,
 )
 from .block_calls import BlockCalls, BlockChoice, BlocksTraced, BlockUpdates
 from .block_programs import (
@@ -69,6 +68,7 @@ from .capture_context import (
 from .differentiate import make_seeds_inputs
 from .functionalize import UnsureOfWrites, functionalize_graph
 from .inputs import WITHOUT_GRADIENT, GraphInputs, TensorFacts
+from .known_values import KnownNode
 from .optimizers import CapturedOptimizers, find_equal_counts, places_of_equal
 from .outputs import (
     GraphOutputs,
@@ -230,6 +230,10 @@ def _attach_guards(run: CaptureRun, program: CapturedProgram) -> None:
 
 
 # -- one run ---------------------------------------------------------------------------------------
+
+
+_FEW = 64
+"""Elements of an input whose value may be read to guess an answer."""
 
 
 class CaptureRun:
@@ -455,11 +459,25 @@ class CaptureRun:
         return self.questions.answer(question, self._predict_answer)
 
     def _predict_answer(self, question: torch.SymBool) -> bool:
-        """The likely answer to what torch asks of a value: False where nothing predicts it."""
+        """The likely answer to what torch asks of a value: False where nothing predicts it.
+
+        It is a guess, which spares a run and a capture where it is right.
+        """
         mode = get_proxy_mode()
         assert mode is not None
         node = get_proxy_slot(question, mode.tracer).force().node
-        return bool(predict_answer(node, self._readable_inputs.get))
+        try:
+            return bool(KnownNode(node, {}, self._read_small_input).find_value())
+        except Exception:  # a guess raises nothing
+            return False
+
+    def _read_small_input(self, node: fx.Node) -> Any:
+        """The value in this call of an input of few elements; None of another."""
+        stands_in: Any = node.meta.get("val")
+        if is_symbolic(stands_in):
+            return stands_in.node.hint
+        few = isinstance(stands_in, torch.Tensor) and stands_in.numel() <= _FEW
+        return self._readable_inputs.get(node) if few else None
 
     def _make_symbolic_number(
         self, name: str, value: float, home: Any = None, path: Any = (), index: int = -1

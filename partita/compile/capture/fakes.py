@@ -242,8 +242,7 @@ def tensors_written(
     """The tensors that a call of an op writes; with `lists` only those within list operands."""
     found: list[torch.Tensor] = []
     for operand in facts_of(func).writes:
-        place = operand.place
-        given = args[place] if place < len(args) else kwargs.get(operand.name)
+        given = operand.find(args, kwargs)
         if operand.is_list:
             found += [t for t in given or () if t is not None]
         elif given is not None and not lists:

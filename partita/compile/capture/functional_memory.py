@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from partita.comm.collective import WAIT
@@ -50,10 +51,10 @@ def memory_that_is_written(graph: fx.Graph) -> dict[fx.Node, int]:
     for node in graph.nodes:
         if node.op == "output":
             break
-        if node.op == "call_function":
-            shown[node] = _shown_by_call(node, shown, numbers)
-        else:
-            shown[node] = [next(numbers) for _ in tensors_in(_value_of(node))]
+        shown[node] = [
+            next(numbers) if source is None else shown[source[0]][source[1]]
+            for source in _find_sources(node)
+        ]
         for operand in operands_written(node):
             written.update(shown[operand])
     tensors = ((n, m) for n, m in shown.items() if isinstance(n.meta.get("val"), torch.Tensor))
@@ -70,36 +71,35 @@ def makers_of_shared(graph: fx.Graph, memory: Mapping[fx.Node, int]) -> list[fx.
     return [n for m, n in first.items() if counts[m] > 1 and n.op == "call_function"]
 
 
-def _shown_by_call(
-    node: fx.Node, shown: dict[fx.Node, list[int]], numbers: Iterator[int]
-) -> list[int]:
-    """For each tensor of a call's value the number of its memory."""
-    made = tensors_in(node.meta.get("val"))
-    if not made:
-        return []
+def _find_sources(node: fx.Node) -> list[tuple[fx.Node, int] | None]:
+    """For each tensor of a node's value the operand whose memory it shows, and which of the tensors
+    of that; None of a tensor in memory of its own."""
+    made = tensors_in(_value_of(node))
+    facts, schema = facts_of(node.target), getattr(node.target, "_schema", None)
+    if node.op != "call_function" or not made or facts.makes_new:
+        return [None for _ in made]
     if node.target is operator.getitem:
         whole, place = node.args
         assert isinstance(whole, fx.Node) and isinstance(place, int)
         first = len(tensors_in(_value_of(whole)[:place]))
-        return shown[whole][first : first + len(made)]
-    if facts_of(node.target).makes_new:
-        return [next(numbers) for _ in made]
-    if facts_of(node.target).shows_unsaid:
-        (operand,) = node.all_input_nodes
-        return shown[operand] * len(made)
-    schema = getattr(node.target, "_schema", None)
+        return [(whole, first + i) for i, _ in enumerate(made)]
+    if facts.shows_unsaid:
+        return [(node.all_input_nodes[0], 0) for _ in made]
     if schema is None:
-        return _shown_by_memory(node, shown, numbers)
-    found: list[int] = []
+        known = {  # private: a number for each storage
+            t.untyped_storage()._cdata: (read, i)
+            for read in node.all_input_nodes
+            for i, t in enumerate(tensors_in(_value_of(read)))
+        }
+        return [known.get(t.untyped_storage()._cdata) for t in made]
+    found: list[tuple[fx.Node, int] | None] = []
     values = node.meta["val"] if len(schema.returns) > 1 else (node.meta["val"],)
     for value, returned in zip(values, schema.returns, strict=False):
         source = _shown_operand(node, schema, returned)
-        of_operand = shown[source] if source is not None else []
+        # Chunks of one tensor, or of a list each the one at its place.
+        is_list = source is not None and len(tensors_in(_value_of(source))) > 1
         for i, _ in enumerate(tensors_in(value)):
-            if of_operand:  # chunks of one tensor, or of a list each the one at its place
-                found.append(of_operand[i] if len(of_operand) > 1 else of_operand[0])
-            else:
-                found.append(next(numbers))
+            found.append(None if source is None else (source, i if is_list else 0))
     return found
 
 
@@ -140,18 +140,6 @@ def _shown_operand(node: fx.Node, schema: Any, returned: Any) -> fx.Node | None:
     return None
 
 
-def _shown_by_memory(
-    node: fx.Node, shown: dict[fx.Node, list[int]], numbers: Iterator[int]
-) -> list[int]:
-    """The same for a call without a schema: by storage."""
-    known: dict[int, int] = {}
-    for read in node.all_input_nodes:
-        for t, memory in zip(tensors_in(_value_of(read)), shown[read], strict=True):
-            known[t.untyped_storage()._cdata] = memory  # private: a number for each storage
-    storages = [t.untyped_storage()._cdata for t in tensors_in(node.meta["val"])]
-    return [known[s] if s in known else next(numbers) for s in storages]
-
-
 def _value_of(node: fx.Node) -> Any:
     if node.op == "get_attr" and "val" not in node.meta:
         return getattr(node.graph.owning_module, str(node.target))
@@ -168,12 +156,8 @@ def operands_written(node: fx.Node) -> list[fx.Node]:
     if facts_of(target).statistics:
         statistics = node.args[3:5] if node.args[5] else ()
         return [t for t in statistics if isinstance(t, fx.Node)]
-    args, kwargs, found = node.args, node.kwargs, list[fx.Node]()
-    for written in facts_of(target).writes:
-        place = written.place
-        value = args[place] if place < len(args) else kwargs.get(written.name)
-        fx.node.map_arg(value, found.append)
-    return found
+    written = [operand.find(node.args, node.kwargs) for operand in facts_of(target).writes]
+    return [n for n in pytree.tree_leaves(written) if isinstance(n, fx.Node)]
 
 
 def view_of(node: fx.Node) -> fx.Node | None:

@@ -425,7 +425,8 @@ class _Rewrite:
             self._record_write(olds[number], of[value])
 
         def resolve_value(value: Any) -> Any:
-            return Scalar(of[value.tensor]) if isinstance(value, Scalar) else of.get(value)
+            new: Any = of.get(unwrap_scalar(value))
+            return Scalar(new) if isinstance(value, Scalar) else new
 
         return pytree.tree_map(resolve_value, pattern.gives)
 

@@ -3,7 +3,7 @@
 A value depends on constants alone where factories (`arange`, `full`), metadata and arithmetic make
 it, and no input of the graph, no number that may change, no generator and no operator of others has
 a part in it: it is then the same in every call of the program. `KnownNode.find_value` computes it
-on the CPU, whatever the device of the step.
+on the CPU, whatever the device of the step. (For a guess, small inputs may count as constants.)
 
     places = arange(8)                                            a tensor
     mask = places <= unsqueeze(places, 1)                         a tensor, or if large a LargeValue
@@ -36,7 +36,9 @@ from partita.comm import read_autocast_state, switch_off, use_autocast_state
 from partita.comm.device import HOST
 from partita.tensor.op_facts import facts_of
 
+from .fakes import local_of
 from .functional_memory import operands_written, shown_operand
+from .symbolic import is_symbolic
 
 _aten = torch.ops.aten
 
@@ -98,7 +100,7 @@ class LargeValue:
         if found.dtype is not self.dtype:
             raise NotKnown
         kept = [dim for dim in dims if dim is not None]
-        found = found.permute(*kept, *(i for i in range(found.ndim) if i not in kept))
+        found = found.permute([*kept, *(i for i in range(found.ndim) if i not in kept)])
         sizes = iter(found.shape)
         return found.reshape([1 if dim is None else next(sizes) for dim in dims])
 
@@ -215,13 +217,19 @@ class KnownNode:
         node: of the graph that is being traced.
         entered: by the node that stands in a traced block for a tensor from outside, the node of
             that tensor in the block that follows the trace.
+        read_input: gives the value of an input that counts as a constant; None of another.
 
     Raises:
         NotKnown: something else has a part in it, or it is written in a way that is not followed.
     """
 
-    def __init__(self, node: fx.Node, entered: Mapping[fx.Node, fx.Node]):
-        self._entered = entered
+    def __init__(
+        self,
+        node: fx.Node,
+        entered: Mapping[fx.Node, fx.Node],
+        read_input: Callable[[fx.Node], Any] = lambda node: None,
+    ):
+        self._entered, self._read_input = entered, read_input
         self._end = self._resolve(node)
         self._order: list[fx.Node] = []
         self._collect()
@@ -231,18 +239,19 @@ class KnownNode:
         """Equal for nodes of one value."""
         return (*self._order,)
 
-    def find_value(self) -> KnownValue:
-        """The value. Raises NotKnown where it cannot be computed."""
+    def find_value(self) -> Any:
+        """The value: a `KnownValue`, or a number. Raises NotKnown where it cannot be computed."""
         mode = get_proxy_mode()
         root = getattr(mode and mode.tracer, "root", None)
         known: dict[fx.Node, Any] = {}
         with computing():
             for node in self._order:
-                known[node] = _compute_node(node, lambda n: known.get(self._resolve(n)), root)
-        found = known[self._end]
-        if not _is_value(found):
-            raise NotKnown
-        return found  # type: ignore[no-any-return]
+                if node.op == "placeholder":
+                    value = self._read_input(node)
+                    known[node] = local_of(value).to(HOST) if _is_value(value) else value
+                else:
+                    known[node] = _compute_node(node, lambda n: known.get(self._resolve(n)), root)
+        return known[self._end]
 
     def _resolve(self, node: fx.Node) -> fx.Node:
         return self._entered.get(node, node)
@@ -262,7 +271,8 @@ class KnownNode:
                 if len(done) > _MOST_NODES:
                     raise NotKnown
                 ahead.append((node, True))
-                for operand in _operands_of(node):
+                is_read = node.op == "placeholder" and self._read_input(node) is not None
+                for operand in () if is_read else _operands_of(node):
                     read = self._resolve(operand)
                     self._refuse_later_writes(read, node if read is operand else None, writes)
                     ahead.append((read, False))
@@ -304,11 +314,13 @@ def _operands_of(node: fx.Node) -> list[fx.Node]:
     """The nodes whose values that of `node` depends on. Raises NotKnown for a node that is no call
     whose result its operands decide."""
     target: Any = node.target
-    if node.op == "get_attr" or target is operator.getitem:
+    is_python = not isinstance(target, torch._ops.OpOverload) and node.op == "call_function"
+    reckons = is_python and is_symbolic(node.meta.get("val"))
+    if node.op == "get_attr" or target is operator.getitem or reckons:
         return node.all_input_nodes
-    facts, writes = facts_of(target), facts_of(target).writes
     if node.op != "call_function" or getattr(target, "namespace", "") != "aten":
         raise NotKnown
+    facts, writes = facts_of(target), facts_of(target).writes
     if facts.draws or facts.changes_metadata or facts.by_storage or "empty" in target._opname:
         raise NotKnown
     if writes and not _writes_first(target):
@@ -341,6 +353,8 @@ def _compute_node(node: fx.Node, value_of: Callable[[fx.Node], Any], root: Any) 
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), value_of)
     kwargs = {k: HOST if k == "device" else v for k, v in kwargs.items()}
     like = node.meta.get("val")
+    if is_symbolic(like):
+        return node.target(*args, **kwargs)  # type: ignore[operator]
     found = _call(_without_writing(node.target), node, args, kwargs, like)
     if isinstance(found, (list, tuple)):
         return found

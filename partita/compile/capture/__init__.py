@@ -9,7 +9,7 @@ In reading order:
 - What the step reads: `state` (what it reaches by name), `inputs` (of the graph, and facts that are
   asked of them), `optimizers`. Python numbers: `symbolic` (what stands for them, and scalars in the
   graph), `answers` (floats as inputs; what torch asks of tensors' values). Constants:
-  `known_values` (of what is computed from them alone) and `known_masks` (of attention).
+  `known_masks` (what is computed from them alone; of attention, masks).
 - What it leaves: `outputs` (results, slots, attributes; which of them the program keeps),
   `differentiate` (gradients of a region).
 - Writes become values: `functionalize`, `functional_calls` (what one call becomes),

@@ -6,7 +6,7 @@ may be used for other values.
 
 Where torch's own code branches on a tensor's value (GradScaler skips an update where gradients
 overflow), each question gets a guess: the answer of an earlier run, or what follows from the
-values of the call's small inputs (`known_values`). The graph computes the true answers as one more
+values of the call's small inputs (`known_masks`). The graph computes the true answers as one more
 output. Where one differs, `gate_writes` has kept the graph from writing anything, and the call runs
 the program of the other answers (`OtherAnswers`).
 """

@@ -68,7 +68,7 @@ from .capture_context import (
 from .differentiate import make_seeds_inputs
 from .functionalize import UnsureOfWrites, functionalize_graph
 from .inputs import WITHOUT_GRADIENT, GraphInputs, TensorFacts
-from .known_values import KnownNode
+from .known_masks import KnownNode
 from .optimizers import CapturedOptimizers, find_equal_counts, places_of_equal
 from .outputs import (
     GraphOutputs,

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from partita.compile.capture import known_masks, known_values
-from partita.compile.capture.known_masks import what_is_hidden
-from partita.compile.capture.known_values import KnownNode, NotKnown
+from partita.compile.capture import known_masks
+from partita.compile.capture.known_masks import KnownNode, NotKnown, what_is_hidden
 
 ORDER = [torch.ge, torch.gt, torch.le, torch.lt, torch.eq, torch.ne]
 
@@ -124,12 +123,12 @@ def test_a_known_value_is_what_torch_computes(data):
     whole = recipe()
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of torch, about expanded memory
-        patch.setattr(known_values, "LARGE", data.draw(st.sampled_from([7, 14, 2**20])))
+        patch.setattr(known_masks, "LARGE", data.draw(st.sampled_from([7, 14, 2**20])))
         patch.setattr(known_masks, "ROWS", data.draw(st.integers(1, 4)))
         try:
             found = known(recipe)
         except NotKnown:
-            assert known_values.LARGE < 64  # what is small is computed, whatever computes it
+            assert known_masks.LARGE < 64  # what is small is computed, whatever computes it
             return
         assert found.shape == whole.shape and found.dtype is whole.dtype
         for _ in range(3):
@@ -139,8 +138,8 @@ def test_a_known_value_is_what_torch_computes(data):
                 at.append(slice(first, data.draw(st.integers(first + 1, size))))
             part = whole[..., *at]
             box = [*(slice(0, n) for n in whole.shape[:-2]), *at]
-            assert torch.equal(known_values.compute_part(found, box).expand(part.shape), part)
-            bounds = known_values.find_bounds(found, box)
+            assert torch.equal(known_masks.compute_part(found, box).expand(part.shape), part)
+            bounds = known_masks.find_bounds(found, box)
             if bounds is not None:
                 assert bounds[0] <= part.min().item() and part.max().item() <= bounds[1]
         assert what_is_hidden(found, rows, columns) == hides(whole)
@@ -175,14 +174,14 @@ def test_a_long_mask_is_looked_at_without_being_computed(name, monkeypatch):
     made, wanted = LONG[name]
     size = 2**16  # 4 GiB, if it was
     largest = []
-    part = known_values.LargeValue.compute_part
+    part = known_masks.LargeValue.compute_part
 
     def watched(self, box):
         found = part(self, box)
         largest.append(found.numel())
         return found
 
-    monkeypatch.setattr(known_values.LargeValue, "compute_part", watched)
+    monkeypatch.setattr(known_masks.LargeValue, "compute_part", watched)
     assert what_is_hidden(known(lambda: made(size)), size, size) == wanted
     assert max(largest, default=0) <= 2**22
     assert sum(largest) <= known_masks.MOST

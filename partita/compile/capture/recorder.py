@@ -110,10 +110,8 @@ class Recorder(TorchDispatchMode):
         self.exact: set[int] | None = None
         self.is_behind_forward = False
         self.regions_begun = 0
-        self._region, self._kept = 0, False
-        self._budget: tuple[int, int] | None = None
         self._budgets: list[Any] = []
-        self._move = NO_NOTE
+        self._within = NO_NOTE  # the move, region, policy and budget that nodes belong to now
         self._noted: tuple[Any, ...] = ()  # of what the last note was made
         self._note = NO_NOTE
         self._moves = 0
@@ -208,7 +206,7 @@ class Recorder(TorchDispatchMode):
     ) -> AbstractContextManager[None]:
         """Within, nodes belong to `move`, with bytes as a ledger counts them."""
         self._moves += 1
-        note = Note(
+        return self._noting(
             kind=move.kind,
             axes=move.axes,
             nbytes=bytes_sent(move, wire.mesh, itemsize),
@@ -218,26 +216,29 @@ class Recorder(TorchDispatchMode):
             after=move.after.brief(),
             move=self._moves,
         )
-        return attribute_set(self, "_move", note)
+
+    def _noting(self, **fields: Any) -> AbstractContextManager[None]:
+        """Within, the notes of nodes have these fields."""
+        return attribute_set(self, "_within", replace(self._within, **fields))
 
     def region(self) -> AbstractContextManager[None]:
         """Within, nodes belong to a remat region; to the outermost where regions are nested."""
-        if not self._region:
+        if not self._within.region:
             self.regions_begun += 1
-        return attribute_set(self, "_region", self._region or self.regions_begun)
+        return self._noting(region=self._within.region or self.regions_begun)
 
     def sharing(self, budget: Any) -> AbstractContextManager[None]:
         """Within, regions share a budget of `budget.nbytes`; the outermost budget applies."""
-        if self._budget is not None:
+        if self._within.budget is not None:
             return nullcontext()
         if not any(b is budget for b in self._budgets):
             self._budgets.append(budget)
         number = next(i for i, b in enumerate(self._budgets) if b is budget)
-        return attribute_set(self, "_budget", (number, budget.nbytes))
+        return self._noting(budget=(number, budget.nbytes))
 
     def keeping(self, keep: bool) -> AbstractContextManager[None]:
         """Within, values are kept for backward if `keep`."""
-        return attribute_set(self, "_kept", self._kept or keep)
+        return self._noting(kept=self._within.kept or keep)
 
     def keep(self, x: torch.Tensor) -> None:
         """Have the nodes that made the memory of `x` kept for backward."""
@@ -280,37 +281,30 @@ class Recorder(TorchDispatchMode):
             if known:
                 return known
         line = user_line(here=self._here)
-        if torch.is_grad_enabled() or self._move is not NO_NOTE:
+        if torch.is_grad_enabled() or self._within.kind:
             # The autograd node of this call has the number before the next one.
             self._lines[torch.autograd._get_sequence_nr() - 1] = line
         return line
 
     def _make_note(self) -> Note:
         phase = "forward"
-        if self._move.reason == "settle":  # the reduction of a pending gradient
+        if self._within.reason == "settle":  # the reduction of a pending gradient
             phase = "backward"
         elif self.updating:
             phase = "update"
         elif self.is_behind_forward or torch._C._current_graph_task_id() != -1:
             phase = "backward"
         line = self.line()
-        made = self._move, line, phase, self._region, self._kept, self._budget
+        made = self._within, line, phase
         if made != self._noted:
-            self._note = replace(
-                self._move,
-                source=line,
-                phase=phase,
-                region=self._region,
-                kept=self._kept,
-                budget=self._budget,
-            )
+            self._note = replace(self._within, source=line, phase=phase)
             self._noted = made
         return self._note
 
     @property
     def marks(self) -> tuple[int, bool, Any]:
         """(region, kept, budget) of the nodes that are made now."""
-        return self._region, self._kept, self._budget
+        return self._within.region, self._within.kept, self._within.budget
 
     def note_made(self, *nodes: fx.Node) -> None:
         """Give a note to nodes that were added without a call."""

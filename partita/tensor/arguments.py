@@ -600,22 +600,20 @@ class _NumberCheck(TorchFunctionMode):
             given = _all_tensors(args, kwargs).values()
             wires = {t._spec.wire for t in given if isinstance(t, DTensor)}
             numbers = _format_numbers((*args, *sorted(kwargs.items()))) if wires else ""
-            for wire in wires:
-                _compare_numbers(getattr(func, "__name__", "?"), numbers, wire)
+            name = getattr(func, "__name__", "?")
+            for wire in wires if numbers else ():
+                agree(
+                    name,
+                    f"{name}({numbers})",
+                    wire,
+                    fact="the ranks give it other numbers",
+                    reason="each rank computes its part of one value, or its copy of it",
+                    fixes=(
+                        Fix("the same number on every rank"),
+                        Fix("a DTensor of Shard", "if it is data"),
+                    ),
+                )
         return func(*args, **kwargs)
-
-
-def _compare_numbers(name: str, numbers: str, wire: Wire) -> None:
-    if not numbers:
-        return
-    agree(
-        name,
-        f"{name}({numbers})",
-        wire,
-        fact="the ranks give it other numbers",
-        reason="each rank computes its part of one value, or its copy of it",
-        fixes=(Fix("the same number on every rank"), Fix("a DTensor of Shard", "if it is data")),
-    )
 
 
 def _format_numbers(values: Any) -> str:

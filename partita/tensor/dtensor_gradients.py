@@ -151,10 +151,8 @@ def _make_backward_seed(
         before = spec.whole
         with Local():
             seed = plain.new_ones(spec.shape)
-    elif isinstance(gradient, DTensor):
-        before, seed = gradient._spec, gradient
     else:
-        before, seed = _spec_of_plain_gradient(gradient, spec, "backward"), gradient
+        before, seed = _spec_of_gradient(gradient, spec, "backward"), gradient
     if before.shape != spec.shape:
         raise RuntimeError(
             f"Mismatch in shape: the gradient has a shape of {before.shape} and the output "
@@ -164,11 +162,21 @@ def _make_backward_seed(
     return plain, spec.wire.fill_padding(seed, spec.gradient.layout, 0)
 
 
-def _spec_of_plain_gradient(gradient: torch.Tensor, spec: Spec, op: str) -> Spec:
-    """The spec of a plain gradient that a user gives: a whole value, the same on every rank."""
+def _spec_of_gradient(gradient: torch.Tensor, spec: Spec, op: str) -> Spec:
+    """The spec of a gradient that a user gives for a value of `spec`. A plain one is a whole value,
+    the same on every rank."""
+    if isinstance(gradient, DTensor):
+        return gradient._spec
     if not gradient.requires_grad:
         admit(gradient, spec.wire, op)
     return spec_of(Layout(tuple(gradient.shape)), spec.wire)
+
+
+def _lay_out_as_dual(gradient: torch.Tensor, spec: Spec, op: str) -> torch.Tensor:
+    """The local gradient of a value of `spec`, of one that a user gives."""
+    before, wanted = _spec_of_gradient(gradient, spec, op), spec.gradient
+    local = moved(gradient, before, wanted, op, "gradient")
+    return spec.wire.fill_padding(local, wanted.layout, 0)
 
 
 @implements(T.backward)
@@ -249,13 +257,8 @@ def type_hook(x: torch.Tensor, hook: Callable[..., Any]) -> Callable[[torch.Tens
     def call_typed_hook(grad: torch.Tensor) -> Any:
         leaf = None if known is None else known()
         now: Spec = spec if leaf is None else leaf._spec  # type: ignore[attr-defined, assignment]
-        wanted = now.gradient
-        out = hook(tagged(grad.view_as(grad), wanted))
-        if not isinstance(out, torch.Tensor):
-            return out
-        before = getattr(out, "_spec", None) or _spec_of_plain_gradient(out, wanted, "hook")
-        grad = moved(out, before, wanted, "hook", "gradient")
-        return now.wire.fill_padding(grad, wanted.layout, 0)
+        out = hook(tagged(grad.view_as(grad), now.gradient))
+        return _lay_out_as_dual(out, now, "hook") if isinstance(out, torch.Tensor) else out
 
     call_typed_hook.hook = hook  # type: ignore[attr-defined]  # capture hangs it on what stands for x
     return call_typed_hook
@@ -651,26 +654,22 @@ def _lay_out_returned_gradient(grad: Any, spec: Spec | None, name: str) -> Any:
                 fixes=(Fix("return g.full_tensor()"),),
             )
         return grad
-    if isinstance(grad, DTensor):
-        before = grad._spec
-    else:
-        if grad.shape != spec.shape:
-            raise make_layout_error(
-                f"{name}.backward returned a plain tensor as the gradient of a DTensor",
-                operands=(
-                    f"gradient  plain {tuple(grad.shape)}",
-                    f"input     {spec.layout.brief()} on {spec.wire.mesh}",
-                ),
-                reason="a plain tensor is taken as one whole value, and this is not its shape",
-                fixes=(
-                    Fix("pt.DTensor.from_local(g, mesh, placements)", "if it is a piece"),
-                    Fix(f"pt.local_map({name}.apply, ...)", "to work on pieces altogether"),
-                ),
-            )
-        admit(grad.detach(), spec.wire, f"{name}.backward")
-        before = spec_of(Layout(tuple(grad.shape)), spec.wire)
-    grad = moved(grad, before, spec.gradient, name, "gradient")
-    return spec.wire.fill_padding(grad, spec.gradient.layout, 0)
+    if not isinstance(grad, DTensor) and grad.shape != spec.shape:
+        raise make_layout_error(
+            f"{name}.backward returned a plain tensor as the gradient of a DTensor",
+            operands=(
+                f"gradient  plain {tuple(grad.shape)}",
+                f"input     {spec.layout.brief()} on {spec.wire.mesh}",
+            ),
+            reason="a plain tensor is taken as one whole value, and this is not its shape",
+            fixes=(
+                Fix("pt.DTensor.from_local(g, mesh, placements)", "if it is a piece"),
+                Fix(f"pt.local_map({name}.apply, ...)", "to work on pieces altogether"),
+            ),
+        )
+    if not isinstance(grad, DTensor) and grad.requires_grad:
+        admit(grad.detach(), spec.wire, name)
+    return _lay_out_as_dual(grad, spec, name)
 
 
 # A Function is applied by a class method of its base; torch asks no override about it. Dynamo knows

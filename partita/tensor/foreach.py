@@ -59,15 +59,8 @@ def _is_clean(plan: CallPlan) -> bool:
 
 def run_foreach(func: Function, args: Args, kwargs: Kwargs, op: Op) -> Any:
     """Run a `torch._foreach_*` function."""
-    key = (
-        tuple(
-            [
-                _kinds_of_values(a) if type(a) is list or type(a) is tuple else _kind_of_value(a)
-                for a in args
-            ]
-        ),
-        tuple([(k, _kind_of_value(v)) for k, v in kwargs.items() if isinstance(v, torch.Tensor)]),
-    )
+    named = [(k, _kind_of_value(v)) for k, v in kwargs.items() if isinstance(v, torch.Tensor)]
+    key = (tuple(map(_kind_of_argument, args)), tuple(named))
     plan = op.plans.get(key) or op.plans.recall(key)
     if plan is None:
         note_miss()
@@ -130,8 +123,10 @@ def _wire_of_place(i: int, args: Sequence[Any]) -> Wire | None:
     return None
 
 
-def _kinds_of_values(values: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple([v._spec if type(v) is DTensor else operand_kind(v) for v in values])
+def _kind_of_argument(value: Any) -> Any:
+    if type(value) is list or type(value) is tuple:
+        return tuple([v._spec if type(v) is DTensor else operand_kind(v) for v in value])
+    return _kind_of_value(value)
 
 
 def _kind_of_value(value: Any) -> Any:

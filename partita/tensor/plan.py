@@ -199,14 +199,6 @@ class CallPlan:
         Raises:
             LayoutError: the results are not of the shapes, or as many, as the rule says.
         """
-        if type(out) in PLAIN:
-            if self.make_output_spec is not None:
-                return tagged(out, self.make_output_spec(out))
-            if self.spec is None:
-                self._learn_output_specs((out,))
-            if out.shape != self.local_shape:
-                raise self._make_broken_plan_error(out, self.spec)
-            return tagged(out, self.spec)  # type: ignore[arg-type]
         if isinstance(out, DTensor):
             self.direct = self._is_direct()  # in place: nothing is new
             if self.retags_operand:
@@ -215,24 +207,14 @@ class CallPlan:
                         self._learn_output_specs((out,))
                 out._spec = self.spec  # type: ignore[assignment]
             return out
-        if self.outputs and (type(out) is tuple or type(out) is list):
-            for t, (_, shape) in zip(out, self.outputs, strict=False):
-                if type(t) not in PLAIN or t.shape != shape:
-                    break
-            else:
-                for t, (spec, _) in zip(out, self.outputs, strict=False):
-                    tagged(t, spec)
-                return out
-        news = [t for t in collect_tensors(out) if type(t) in PLAIN]
-        if not news:
-            return out
+        news = (out,) if type(out) in PLAIN else _collect_plain_tensors(out)
         if self.make_output_spec is not None:
             for t in news:
                 tagged(t, self.make_output_spec(t))
             return out
-        if not self.outputs:
+        if news and not self.outputs:
             self._learn_output_specs(news)
-        for t, (spec, shape) in zip(news, self.outputs, strict=True):
+        for t, (spec, shape) in zip(news, self.outputs if news else (), strict=True):
             if t.shape != shape:
                 raise self._make_broken_plan_error(t, spec)
             tagged(t, spec)
@@ -281,6 +263,10 @@ class CallPlan:
             f"the plan for {self.op} does not hold: it made {tuple(out.shape)}{promise}",
             reason=f"planned{by_rule}: the rule reads too little or says something wrong",
         )
+
+
+def _collect_plain_tensors(out: Any) -> Sequence[torch.Tensor]:
+    return [t for t in collect_tensors(out) if type(t) in PLAIN]
 
 
 def _move_once(x: DTensor, after: Spec, op: str) -> torch.Tensor:
@@ -503,48 +489,29 @@ def _has_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
+OPERAND, DECLARED, FLAG, UNREAD, REST = range(5)
+"""What a parameter is to the key: an operand of a fixed sentence; read by the rule; read, and a
+bool; not read; all arguments that are left."""
+
+KEYWORD = 8
+"""Added to a parameter that can be given by name only."""
+
+KeyParameters = Sequence[tuple[str, int, Any]]
+"""Of each parameter its name, what it is to the key, and its default."""
+
+
 def operand_key(names: Sequence[str], flagged: bool = False) -> KeyFunction:
     """The key of a fixed sentence: the kinds of its operands, whose arguments are called `names`.
 
     `flagged` functions have an argument `inplace`; a call that sets it has no key.
     """
-    params = ", ".join(n if i == 0 else f"{n}=None" for i, n in enumerate(names))
-    parts = [f"{n}._spec if type({n}) is D else kind({n})" for n in names]
-    key = _compile_key_function(params, parts, False, flagged)
-    described = [(n, OPERAND, None if i else inspect.Parameter.empty) for i, n in enumerate(names)]
-    return _make_key_in_c(key, described, flagged)
+    empty = inspect.Parameter.empty
+    return _make_key([(n, OPERAND, None if i else empty) for i, n in enumerate(names)], flagged)
 
 
 def declared_key(params: Sequence[inspect.Parameter], flagged: bool = False) -> KeyFunction:
     """The key of a rule that derives its sentence: the arguments that it declares."""
-    signature, parts, unread, variadic = [], [], [], False
-    defaults: dict[str, Any] = {}
-    described: list[tuple[str, int, Any]] = []
-    for p in params:
-        described.append((p.name, _classify_parameter(p), p.default))
-        if p.kind is inspect.Parameter.VAR_POSITIONAL:
-            signature.append(f"*{p.name}")
-            variadic = True
-            parts.append(f"freeze({p.name})")
-            continue
-        if p.default is inspect.Parameter.empty:
-            signature.append(p.name)
-        else:
-            defaults[f"default_{p.name}"] = p.default
-            if p.kind is inspect.Parameter.KEYWORD_ONLY and not variadic:
-                variadic = True
-                signature.append("*more")
-            signature.append(f"{p.name}=default_{p.name}")
-        if not p.name.startswith("_"):
-            n = p.name
-            # Where a bool is expected, an int given in its stead means the same.
-            plain = "V" if type(p.default) is bool else "H"
-            kept = f"{n} if type({n}) in {plain} else freeze({n})"
-            parts.append(f"{n}._spec if type({n}) is D else {kept}")
-        else:
-            unread.append(f"    if type({p.name}) not in N: check(({p.name},), {{}}, (), False)\n")
-    generated = ", ".join(signature), parts, variadic, flagged, defaults, "".join(unread)
-    return _make_key_in_c(_compile_key_function(*generated), described, flagged)
+    return _make_key([(p.name, _classify_parameter(p), p.default) for p in params], flagged)
 
 
 def _classify_parameter(p: inspect.Parameter) -> int:
@@ -556,24 +523,45 @@ def _classify_parameter(p: inspect.Parameter) -> int:
     return by_name | (UNREAD if p.name.startswith("_") else read)
 
 
-def _compile_key_function(
-    params: str,
-    parts: list[str],
-    variadic: bool,
-    flagged: bool,
-    defaults: dict[str, Any] | None = None,
-    unread: str = "",
-) -> KeyFunction:
-    more = "" if variadic else ", *more"
-    rest = "()" if "*more" not in params + more else "more"
+_PARTS = {
+    OPERAND: "{n}._spec if type({n}) is D else kind({n})",
+    DECLARED: "{n}._spec if type({n}) is D else {n} if type({n}) in H else freeze({n})",
+    # Where a bool is expected, an int given in its stead means the same.
+    FLAG: "{n}._spec if type({n}) is D else {n} if type({n}) in V else freeze({n})",
+    REST: "freeze({n})",
+}
+"""The part of a key for parameter `n`, as a key function computes it."""
+
+
+def _make_key(params: KeyParameters, flagged: bool) -> KeyFunction:
+    """The key function of these parameters: in C, with one in Python that gives the same keys and
+    serves where there is no C."""
+    signature, parts, unread, more = [], [], [], ""
+    for n, kind, default in params:
+        what = kind & ~KEYWORD
+        if not more and (what == REST or kind & KEYWORD):
+            more = f"*{n}" if what == REST else "*more"
+            signature.append(more)
+        if what != REST:
+            has_default = default is not inspect.Parameter.empty
+            signature.append(f"{n}=default_{n}" if has_default else n)
+        if what == UNREAD:
+            unread.append(f"    if type({n}) not in N: check(({n},), {{}}, (), False)\n")
+        else:
+            parts.append(_PARTS[what].format(n=n))
+    if not more:
+        more = "*more"
+        signature.append(more)
+    rest = "more" if more == "*more" else "()"
     body = parts[0] if len(parts) == 1 else f"({', '.join(parts)})"
     source = (
-        f"def key({params}{more}, **named):\n"
+        f"def key({', '.join(signature)}, **named):\n"
         f"    if named or {rest}: check({rest}, named, harmless, flagged)\n"
-        f"{unread}"
+        f"{''.join(unread)}"
         f"    return {body}\n"
     )
-    space = {
+    harmless: set[str] = set()
+    space: dict[str, Any] = {
         "D": DTensor,
         "V": _PLAIN_VALUES,
         "H": HASHABLE,
@@ -581,12 +569,16 @@ def _compile_key_function(
         "kind": operand_kind,
         "freeze": freeze_value,
         "check": _check_rest,
-        "harmless": set(),
+        "harmless": harmless,
         "flagged": flagged,
-        **(defaults or {}),
+        **{f"default_{n}": default for n, _, default in params},
     }
     exec(compile(source, __file__, "exec"), space)  # in a file of ours: it is no user's code
-    return space["key"]  # type: ignore[return-value]
+    key: KeyFunction = space["key"]
+    if IN_C is None:
+        return key
+    names, kinds, defaults = zip(*params, strict=True)
+    return IN_C.Key(key, names, bytes(kinds), defaults, harmless, flagged)
 
 
 # -- the memory of plans ---------------------------------------------------------------------------
@@ -715,14 +707,6 @@ def set_cache_limit(n: int) -> None:
 # Without a C compiler the package installs without them, and `PARTITA_HOT_PATH=python` leaves them
 # aside.
 
-OPERAND, DECLARED, FLAG, UNREAD, REST = range(5)
-"""What a parameter is to the key: an operand of a fixed sentence; read by the rule; read, and a
-bool; not read; all arguments that are left."""
-
-KEYWORD = 8
-"""Added to a parameter that can be given by name only."""
-
-
 FORM = 1
 """The version of the interface between this package and the C. A module that was built of sources
 of another version is left aside."""
@@ -741,20 +725,3 @@ def load_extension() -> Any:
 
 IN_C = load_extension()
 """The extension module, or None."""
-
-
-def _make_key_in_c(
-    key: Function, params: Sequence[tuple[str, int, Any]], flagged: bool
-) -> Function:
-    """A key function in C that gives the same keys as `key`; `key` itself where there is no C.
-
-    Args:
-        key: a key function in Python, with its set of `harmless` names among its globals.
-        params: of each parameter its name, what it is to the key, and its default.
-        flagged: an argument `inplace=True` has no key.
-    """
-    if IN_C is None:
-        return key
-    names, kinds, defaults = zip(*params, strict=True)
-    harmless = key.__globals__["harmless"]
-    return IN_C.Key(key, names, bytes(kinds), defaults, harmless, flagged)

@@ -188,9 +188,9 @@ def _plan_like_call(call: OpCall, answer: LikeRule) -> CallPlan:
         )
     if facts_of_function(form.name).draws:
         kernel = with_generator_check(kernel or call.func, form, wire) or kernel
-    return CallPlan(
-        form.name, wire, direct=True, spec=out, local_shape=out.local_shape, kernel=kernel
-    )
+    plan = CallPlan(form.name, wire, direct=True, spec=out, kernel=kernel)
+    plan.local_shape, plan.outputs = out.local_shape, ((out, out.local_shape),)
+    return plan
 
 
 # -- a sentence ------------------------------------------------------------------------------------

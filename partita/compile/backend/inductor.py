@@ -367,8 +367,7 @@ def compile_program(program: Program | Section) -> tuple[Call, bytes | None, lis
             # Inductor knows of torch's own that its operand is read until it is waited for.
             x, n, name = node.args
             even = [node.meta["val"].shape[0] // n] * n
-            node.target = ALL_TO_ALL
-            node.args = (x, even, even, name)
+            node.target, node.args = ALL_TO_ALL, (x, even, even, name)
         if node.target is _aten.bernoulli.p and not node.users:
             warnings.warn(
                 "Inductor does not draw a dropout that nobody reads: what is drawn behind it is "
@@ -404,14 +403,13 @@ def compile_program(program: Program | Section) -> tuple[Call, bytes | None, lis
     return artifact, zlib.compress(pickle.dumps(parts), 1), code
 
 
-# Kinds of inputs whose shapes and strides guards and signature check before a call.
-_CHECKED_KINDS = frozenset(
-    "parameter buffer optimizer value argument gradient number coordinate".split()
-)
+_UNCHECKED_KINDS = ("cotangent", "saved", "kept")
+"""Kinds of inputs whose shapes and strides neither guards nor the signature check before a call."""
 
 
 def _has_checked_inputs(program: Program | Section) -> bool:
-    return isinstance(program, Program) and all(i.kind in _CHECKED_KINDS for i in program.inputs)
+    has_kinds = isinstance(program, Program)
+    return has_kinds and all(i.kind not in _UNCHECKED_KINDS for i in program.inputs)
 
 
 def load(payload: bytes, is_boxed: bool = False) -> Call:
@@ -592,12 +590,11 @@ def _name_of_library(argtypes: Sequence[str], source: str) -> str:
 # -- what is saved of a result ---------------------------------------------------------------------
 
 _LINES = {
-    "from torch._inductor.select_algorithm import extern_kernels\n": (
-        "from partita.compile.backend.inductor import extern_kernels\n"
-    ),
-    "from torch._inductor.codegen.memory_planning import _align as align\n": (
-        "from partita.compile.backend.inductor import align\n"
-    ),
+    f"from torch._inductor.{theirs}\n": f"from partita.compile.backend.inductor import {ours}\n"
+    for theirs, ours in (
+        ("select_algorithm import extern_kernels", "extern_kernels"),
+        ("codegen.memory_planning import _align as align", "align"),
+    )
 }
 _TEXTS = ("runnable_graph_str", "inductor_post_grad_graph_str")
 
@@ -764,11 +761,9 @@ def _is_complete(library: Path) -> bool:
     """Is a library complete? The table of sections, which its header locates, is written last."""
     with library.open("rb") as file:
         header = file.read(64)
-    if header[:4] != b"\x7fELF" or len(header) < 64:
-        return header[:4] == b"\xcf\xfa\xed\xfe"  # on macOS libraries are of another kind
-    bits, order = header[4], "<" if header[5] == 1 else ">"
+    if len(header) < 64 or not header.startswith(b"\x7fELF\x02\x01"):
+        return len(header) == 64  # of another kind than ELF of 64 bits, little-endian
     # e_shoff, and e_shentsize and e_shnum: https://refspecs.linuxfoundation.org/elf/gabi4+
-    at, sizes = (40, 58) if bits == 2 else (32, 46)
-    (start,) = struct.unpack_from(order + ("Q" if bits == 2 else "I"), header, at)
-    size, count = struct.unpack_from(order + "HH", header, sizes)
+    (start,) = struct.unpack_from("<Q", header, 40)
+    size, count = struct.unpack_from("<HH", header, 58)
     return bool(start) and start + size * count <= library.stat().st_size

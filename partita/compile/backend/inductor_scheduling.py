@@ -14,11 +14,13 @@ Kernels are put back into the order of the passes, and each write to where its o
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import fx
 from torch._inductor import custom_graph_pass as torchs
 from torch._inductor.choices import InductorChoices
+from torch._inductor.virtualized import V
 
 from partita.versions import base_of_scheduler_passes
 
@@ -64,10 +66,8 @@ class Choices(InductorChoices):
     def can_fuse_vertical(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
         """May the second node, which needs the first, be one kernel with it?"""
         if node1.is_reduction():
-            read, written = (
-                _count_bytes_read(scheduler, node1),
-                _count_written_bytes(scheduler, node1),
-            )
+            read = _count_bytes(scheduler, node1.read_writes.reads)
+            written = _count_bytes(scheduler, node1.read_writes.writes)
             if read > _SMALL and _SHARED * max(written, shared_data_score) < read:
                 return False  # it frees more than it makes, and should run when it can
         return InductorChoices.can_fuse_vertical(scheduler, node1, node2, shared_data_score)
@@ -75,30 +75,26 @@ class Choices(InductorChoices):
     @staticmethod
     def can_fuse_horizontal(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
         """May two nodes that do not need each other be one kernel?"""
-        least = min(_count_moved_bytes(scheduler, node1), _count_moved_bytes(scheduler, node2))
+        both = (node.read_writes for node in (node1, node2))
+        least = min(_count_bytes(scheduler, (*one.reads, *one.writes)) for one in both)
         if least > _SMALL and _SHARED * shared_data_score < least:
             return False
         return InductorChoices.can_fuse_horizontal(scheduler, node1, node2, shared_data_score)
 
 
-def _count_moved_bytes(scheduler: Any, node: Any) -> int:
-    return _count_bytes_read(scheduler, node) + _count_written_bytes(scheduler, node)
-
-
-def _count_bytes_read(scheduler: Any, node: Any) -> int:
-    return sum(scheduler.dep_size_hint(dep) for dep in node.read_writes.reads)
-
-
-def _count_written_bytes(scheduler: Any, node: Any) -> int:
-    return sum(scheduler.dep_size_hint(dep) for dep in node.read_writes.writes)
+def _count_bytes(scheduler: Any, dependencies: Iterable[Any]) -> int:
+    return sum(map(scheduler.dep_size_hint, dependencies))
 
 
 def _marks_of_kernel(node: Any) -> set[str]:
     """The marks of the graph's nodes that a kernel computes."""
-    origins = (
-        o for part in node.get_nodes() if part.node is not None for o in part.node.get_origins()
-    )
-    return {o.meta.get("custom", {}).get(_OURS, "") for o in origins}
+    return {o.meta.get("custom", {}).get(_OURS, "") for o in _list_origins(node)}
+
+
+def _list_origins(node: Any) -> list[fx.Node]:
+    """The graph's nodes that a kernel computes."""
+    parts = [part.node for part in node.get_nodes() if part.node is not None]
+    return [origin for part in parts for origin in part.get_origins()]
 
 
 # -- the order of fused kernels --------------------------------------------------------------------
@@ -118,9 +114,9 @@ class InOrder(_Pass):  # type: ignore[misc]
         return "partita.compile.backend.inductor_scheduling order 1"
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
-        nodes = _as_in_graph(nodes)
         makers = {name: node for node in nodes for name in node.get_buffer_names()}
         needs = {node: _find_dependencies(node, makers) for node in nodes}
+        nodes = _as_in_graph(nodes, needs)
         late = _find_late_kernels(nodes, needs)
         place = {node: i for i, node in enumerate(nodes)}
         ready: dict[Any, int] = {}
@@ -143,21 +139,13 @@ class InOrder(_Pass):  # type: ignore[misc]
         return order
 
 
-def _as_in_graph(nodes: list[Any]) -> list[Any]:
-    """The kernels in the graph's order, as far as their dependencies allow."""
-    from torch._inductor.virtualized import V
-
+def _as_in_graph(nodes: list[Any], needs: dict[Any, list[Any]]) -> list[Any]:
+    """The kernels in the order of the last of the graph's nodes that each computes, as far as their
+    dependencies allow."""
     graph: Any = V.graph.module.graph
     index = {node: i for i, node in enumerate(graph.nodes)}
-
-    def place_in_graph(node: Any) -> int:
-        """The place of the last node of the graph that a kernel computes."""
-        parts = [part.node for part in node.get_nodes() if part.node is not None]
-        return max((index.get(o, -1) for p in parts for o in p.get_origins()), default=-1)
-
-    makers = {name: node for node in nodes for name in node.get_buffer_names()}
-    needs = {node: _find_dependencies(node, makers) for node in nodes}
-    return list(order_by_needs(sorted(nodes, key=place_in_graph), needs, set()))
+    place = {n: max((index.get(o, -1) for o in _list_origins(n)), default=-1) for n in nodes}
+    return list(order_by_needs(sorted(nodes, key=place.__getitem__), needs, set()))
 
 
 def _find_dependencies(node: Any, makers: dict[str, Any]) -> list[Any]:
@@ -166,8 +154,6 @@ def _find_dependencies(node: Any, makers: dict[str, Any]) -> list[Any]:
 
 
 def _writes_input(node: Any) -> bool:
-    from torch._inductor.virtualized import V
-
     inputs = V.graph.graph_inputs
     return any(name in inputs for b in node.get_outputs() for name in b.get_mutations())
 

@@ -44,7 +44,7 @@ from .arguments import LEAVES, flatten_call
 from .backend.executor import function_of
 from .capture.answers import Guesses, OtherAnswers, StepRaises
 from .capture.block_calls import BlockChoice
-from .capture.capture_context import Slot
+from .capture.capture_context import Slot, attribute_set
 from .capture.fakes import local_of
 from .capture.optimizers import MadeState, drop_unused_state, make_optimizer_state
 from .capture.state import ReachedMore, State, names_of_call, state_of, tensors_of_call
@@ -243,12 +243,8 @@ class CompiledStep:
         watcher = HERE.watcher
         if watcher is None:
             return self._run_program(self._find_program(args, kwargs), args, kwargs)
-        HERE.watcher = None  # finding or making a program is not the user's code
-        try:
-            found = self._find_program(args, kwargs)
-        finally:
-            HERE.watcher = watcher
-        program, tensors, why_eager = found
+        with attribute_set(HERE, "watcher", None):  # to find or make a program is not user code
+            program, tensors, why_eager = found = self._find_program(args, kwargs)
         if program is None:
             return self._run_eagerly(args, kwargs, why_eager)
 
@@ -271,12 +267,9 @@ class CompiledStep:
         Raises:
             CaptureError: such a call cannot be captured.
         """
-        watcher, HERE.watcher = HERE.watcher, None
-        count, self._is_running = self._made, False
-        try:
+        count = self._made
+        with attribute_set(HERE, "watcher", None), attribute_set(self, "_is_running", False):
             program, _, why = self._find_program(args, kwargs)
-        finally:
-            HERE.watcher, self._is_running = watcher, True
         if program is None:
             error = CaptureError(f"{self.title} runs eagerly when it is called like this")
             raise error from (why.error if isinstance(why, StepRaises) else None)
@@ -388,12 +381,9 @@ class CompiledStep:
                 result = self._run_graph(program, tensors)
             if type(result) is not OtherAnswers:
                 return result
-            current, HERE.watcher = HERE.watcher, None
-            try:
-                self.call_guard = None
+            self.call_guard = None
+            with attribute_set(HERE, "watcher", None):
                 found = self._find_program(args, kwargs, result)
-            finally:
-                HERE.watcher = current
         # A value is so near to where an answer changes that programs round to either side.
         said = f"{self.title} finds other answers in each program ({result.reason})"
         warnings.warn(f"runs eagerly: {said}", stacklevel=4)
@@ -667,9 +657,9 @@ class CallGuard:
                 and self._ids.isdisjoint(new)
                 and all(t.is_leaf for t in self._held)
             )
-            if not self.usable:
-                self._held = []
-                return
+        if not self.usable:
+            self._held = []
+            return
         self._tensors = TensorGuard(slots, self._held)
         self._arguments = [_kind_of(a) for a in arguments]
         self._modes = active_modes()
@@ -681,9 +671,7 @@ class CallGuard:
             for o in state.optimizers.values()
         ]
         self._inputs = [self._find_fixed_input(i.kind, i.index, count) for i in program.taken]
-        unfixed = [
-            (at, program.taken[at]) for at, found in enumerate(self._inputs) if found is None
-        ]
+        unfixed = [(at, i) for at, i in enumerate(program.taken) if self._inputs[at] is None]
         kept = program.numbers_to_keep
         self._new = [(at, given) for at, given in unfixed if given not in kept]
         self._numbers = [(at, given) for at, given in unfixed if given in kept]

@@ -403,13 +403,12 @@ def compile_program(program: Program | Section) -> tuple[Call, bytes | None, lis
     return artifact, zlib.compress(pickle.dumps(parts), 1), code
 
 
-_UNCHECKED_KINDS = ("cotangent", "saved", "kept")
+_UNCHECKED = ("cotangent", "saved", "kept")
 """Kinds of inputs whose shapes and strides neither guards nor the signature check before a call."""
 
 
 def _has_checked_inputs(program: Program | Section) -> bool:
-    has_kinds = isinstance(program, Program)
-    return has_kinds and all(i.kind not in _UNCHECKED_KINDS for i in program.inputs)
+    return isinstance(program, Program) and all(i.kind not in _UNCHECKED for i in program.inputs)
 
 
 def load(payload: bytes, is_boxed: bool = False) -> Call:

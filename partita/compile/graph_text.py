@@ -23,8 +23,8 @@ from torch import fx
 
 from partita.comm import Wire, gather_texts, user_line
 from partita.comm.device import HOST, view_bytes
-from partita.comm.ledger import human
 from partita.layout import Fix, LayoutError
+from partita.layout.text import format_table, human
 from partita.tensor.dtensor import short_dtype
 from partita.tensor.tensor_state import Spec
 from partita.versions import __version__
@@ -80,9 +80,7 @@ def _write_rows(
     """The cells of each node's line, and the lines; `roles` are what is said of the inputs."""
     said = iter(roles)
     rows = [_row_of_node(n, next(said, "") if n.op == "placeholder" else "") for n in nodes]
-    widths = [min(max((len(r[i]) for r in rows), default=0), 60) for i in range(5)]
-    cells = ([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[5]] for row in rows)
-    return rows, ["  ".join(row).rstrip() for row in cells]
+    return rows, format_table(rows, widest=60).split("\n")
 
 
 def _row_of_node(node: fx.Node, role: str) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from textwrap import indent
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from partita.comm.collective import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, all_gather
 from partita.comm.device import Device, state_of_host_profiler
-from partita.comm.ledger import human
+from partita.layout.text import format_table, human
 from partita.tensor.op_facts import facts_of
 
 from .capture.equal_calls import call_without_memory, tensors_in
@@ -152,13 +153,9 @@ class Memory:
             f"({place + 1} of {len(self.places)})"
         ]
         here = self.at(place)
-        rows = [_make_row(buffer) for buffer in here[:_SHOWN]]
-        if rows:
-            widths = [max(len(row[i]) for row in rows) for i in range(5)]
-            for row in rows:
-                cells = [row[0].rjust(widths[0])]
-                cells += [c.ljust(w) for c, w in zip(row[1:5], widths[1:], strict=True)]
-                lines.append("  " + "  ".join([*cells, row[5]]).rstrip())
+        if here:
+            table = format_table([_make_row(buffer) for buffer in here[:_SHOWN]], right=(0,))
+            lines.append(indent(table, "  "))
         if len(here) > _SHOWN:
             rest = sum(b.nbytes for b in here[_SHOWN:])
             lines.append(f"  {human(rest)} in {len(here) - _SHOWN} smaller ones")

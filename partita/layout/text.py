@@ -130,13 +130,16 @@ def format_count(number: float, unit: str = "") -> str:
     return f"{number:.3g} {unit}".rstrip()
 
 
-def format_table(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> str:
+def format_table(
+    rows: Sequence[Sequence[str]], right: Container[int] = (), widest: int = 1 << 20
+) -> str:
     """Rows of equally many cells as lines; the columns of the numbers in `right` end in line.
 
-    What is no printable character in a cell is escaped.
+    No column is made wider than `widest`: a longer cell stands out of it. What is no printable
+    character in a cell is escaped.
     """
     rows = [[escape_controls(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    widths = [min(widest, max(map(len, column))) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
         cells = enumerate(zip(row, widths, strict=True))

@@ -79,13 +79,11 @@ class HeldInput:
         name: of the input, in messages.
         kind: of the input, as in `program.Input`.
         nbytes: of its storage, on a rank; 0 where another input has the same.
-        written: whether the step writes it in place.
     """
 
     name: str
     kind: str
     nbytes: int
-    written: bool = False
 
 
 @dataclass(frozen=True)
@@ -369,15 +367,13 @@ def _peak_of_call(call: fx.Node, section: Section, storages: Storages, freed: Se
 
 def held_by(program: Program) -> Iterator[HeldInput]:
     """The inputs of a program that are there between calls, each storage once."""
-    written = set(program.written)
     seen: set[int] = set()
-    for i, (given, fake) in enumerate(zip(program.inputs, program.example(), strict=True)):
-        if given.kind == "number":  # it is made into a tensor when the step is called
-            continue
-        storage = fake.untyped_storage()
-        nbytes = 0 if storage._cdata in seen else storage.nbytes()
-        seen.add(storage._cdata)
-        yield HeldInput(given.name, given.kind, nbytes, i in written)
+    for given, fake in zip(program.inputs, program.example(), strict=True):
+        if given.kind != "number":  # which is made into a tensor when the step is called
+            storage = fake.untyped_storage()
+            nbytes = 0 if storage._cdata in seen else storage.nbytes()
+            seen.add(storage._cdata)
+            yield HeldInput(given.name, given.kind, nbytes)
 
 
 def made_at_entry(program: Program, places: int) -> Iterator[Buffer]:

@@ -415,7 +415,7 @@ class CompiledStep:
         program = self._last = self._programs[key]
         self._programs.move_to_end(key)
         program.prepare_memory(tensors)
-        guard = CallGuard(call.slots, tensors, (args, kwargs), program, state)
+        guard = CallGuard(call, tensors, program)
         self.call_guard = guard if guard.usable else None
         return self._admit_program(program, tensors)
 
@@ -621,11 +621,8 @@ class CallGuard:
     """One call, with which later ones are compared.
 
     Args:
-        slots: of the state, those of optimizers too.
         tensors: the leaves of the call, as `tensors_of_call` gives them.
-        call: its (args, kwargs).
         program: that it runs.
-        state: what the step reaches.
 
     Attributes:
         usable: can calls be compared with this one? Not where one tensor is two arguments, nor
@@ -633,18 +630,10 @@ class CallGuard:
             must not keep alive.
     """
 
-    def __init__(
-        self,
-        slots: Sequence[Slot],
-        tensors: Sequence[Any],
-        call: Any,
-        program: CapturedProgram,
-        state: State,
-    ):
-        self.program = program
-        arguments, self._structure = flatten_call(call)
-        args, kwargs = call
-        self._flat = not kwargs and LEAVES.issuperset(map(type, args))
+    def __init__(self, call: _StepCall, tensors: Sequence[Any], program: CapturedProgram):
+        self.program, self._state, slots = program, call.state, call.slots
+        arguments, self._structure = flatten_call((call.args, call.kwargs))
+        self._flat = not call.kwargs and LEAVES.issuperset(map(type, call.args))
         count = len(tensors) - len(arguments)
         self._held = list(tensors[:count])
         new = [id(a) for a in arguments if isinstance(a, torch.Tensor)]
@@ -663,12 +652,11 @@ class CallGuard:
         self._tensors = TensorGuard(slots, self._held)
         self._arguments = [_kind_of(a) for a in arguments]
         self._modes = active_modes()
-        self._modules = [vars(m) for m, _ in state.parts]
+        self._modules = [vars(m) for m, _ in call.state.parts]
         self._training = [held.get("training") for held in self._modules]
-        self._state = state
         self._optimizers = [
             (o, o.state, [*o.state], [*o.state.values()], [*map(len, o.state.values())])
-            for o in state.optimizers.values()
+            for o in call.state.optimizers.values()
         ]
         self._inputs = [self._find_fixed_input(i.kind, i.index, count) for i in program.taken]
         unfixed = [(at, i) for at, i in enumerate(program.taken) if self._inputs[at] is None]

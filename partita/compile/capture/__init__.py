@@ -4,16 +4,15 @@ In reading order:
 
 - The run: `capture` (runs until one gives a complete graph), `capture_context` (what is exchanged
   and set otherwise meanwhile), `recorder` (the dispatch mode: a call becomes nodes),
-  `step_function_mode` (what the step calls of tensors by name), `fakes` (what stands for a tensor)
-  and `equal_calls` (computed once, traced once).
+  `step_function_mode` (what the step calls of tensors by name), `fakes` (what stands for tensors
+  and Python numbers) and `equal_calls` (computed once, traced once).
 - What the step reads: `state` (what it reaches by name), `inputs` (of the graph, and facts that are
-  asked of them), `optimizers`. Python numbers: `symbolic` (what stands for them, and scalars in the
-  graph), `answers` (floats as inputs; what torch asks of tensors' values). Constants:
-  `known_masks` (what is computed from them alone; of attention, masks).
+  asked of them), `optimizers`, `answers` (floats as inputs; what torch asks of tensors' values).
+  Constants: `known_masks` (what is computed from them alone; of attention, masks).
 - What it leaves: `outputs` (results, slots, attributes; which of them the program keeps),
   `differentiate` (gradients of a region).
-- Writes become values: `functionalize`, `functional_calls` (what one call becomes),
-  `functional_memory` (which nodes show the same memory).
+- Writes become values: `functionalize`, `functional_calls` (what one call becomes, and
+  numbers as tensors), `functional_memory` (which nodes show the same memory).
 - Blocks traced once: `block_calls` (which modules, and what becomes of their calls; of the updates
   of optimizers), `block_follower` (a block along the tape of another, or recorded as a new one),
   `block_traces` (blocks in the graph), `block_programs` (each structure as a graph of its own).

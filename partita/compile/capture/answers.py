@@ -36,7 +36,7 @@ from ..graph_nodes import has_effect, note_of
 from ..passes.rewrite import Making
 from ..program import Input
 from .capture_context import ParamGroup
-from .symbolic import NumberEnv
+from .fakes import NumberEnv
 
 # -- floats as inputs ------------------------------------------------------------------------------
 

@@ -69,9 +69,9 @@ from .block_traces import (
 from .capture_context import attribute_set, dispatch_listeners, profiled_again, unprofiled
 from .differentiate import differentiate
 from .equal_calls import known_node_of, replace_tensor, tensors_of
+from .fakes import BlockNumberRead, is_symbolic
 from .recorder import Recorder
 from .step_function_mode import StepFunctionMode
-from .symbolic import BlockNumberRead, is_symbolic
 
 # -- which modules are blocks ----------------------------------------------------------------------
 

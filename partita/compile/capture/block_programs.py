@@ -56,11 +56,10 @@ from .block_traces import (
     is_block_node,
 )
 from .equal_calls import tensors_in
-from .fakes import make_distinct
-from .functional_calls import value_of_input
+from .fakes import is_symbolic, make_distinct
+from .functional_calls import takes_number_exactly, value_of_input
 from .functional_memory import memory_that_is_written, operands_written, overlapping_results
 from .functionalize import UnsureOfWrites, functionalize_graph
-from .symbolic import is_symbolic, takes_number_exactly
 
 Structures = tuple[tuple[str, int], ...]
 

@@ -40,9 +40,9 @@ from ..graph_nodes import (
     note_of,
 )
 from .equal_calls import node_of
+from .fakes import is_symbolic
 from .functional_memory import lie_alike
 from .recorder import Recorder
-from .symbolic import is_symbolic
 
 
 class NotABlock(BaseException):

@@ -66,6 +66,7 @@ from .capture_context import (
     without_dispatch_modes,
 )
 from .differentiate import make_seeds_inputs
+from .fakes import is_symbolic
 from .functionalize import UnsureOfWrites, functionalize_graph
 from .inputs import WITHOUT_GRADIENT, GraphInputs, TensorFacts
 from .known_masks import KnownNode
@@ -89,7 +90,6 @@ from .step_function_mode import (
     check_operators,
     check_truth,
 )
-from .symbolic import is_symbolic
 
 # -- runs until one is complete --------------------------------------------------------------------
 

@@ -38,8 +38,7 @@ from partita.comm.collective import WAIT
 from partita.tensor.op_facts import facts_of
 
 from ..graph_nodes import add_call
-from .fakes import fake_mode_in, make_empty_fake, make_fake
-from .symbolic import is_symbolic
+from .fakes import fake_mode_in, is_symbolic, make_empty_fake, make_fake
 
 
 @dataclass(frozen=True, slots=True, eq=False)

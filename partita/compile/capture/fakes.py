@@ -1,31 +1,396 @@
-"""Fake tensors: what stands for a tensor, or a DTensor, while a step is captured.
+"""Fakes: what stands for tensors, DTensors and Python numbers while a step is captured.
 
 A FakeTensor has metadata, a device and no memory. For a DTensor's local tensor it is re-tagged as
 `FakeDTensor`, like any other shard. That class is both: a DTensor to Python, so that rules and
 moves run as ever, and a FakeTensor to the dispatcher, which aborts where a tensor with a fake's
 dispatch keys has a class that cannot take its calls.
+
+For a float, int or bool that is known when the graph runs stand torch's `SymFloat` and its kin,
+subclassed so that the user's code takes them for numbers: `isinstance(x, float)` holds, a
+comparison with a known hint gives True or False (and becomes a condition), and arithmetic follows
+Python's where algebra would not (signed zeros, division by zero, powers of negative numbers).
+`Substitutes` has `type`, `id` and `hash` see what they stand for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import operator
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch._C import DisableTorchFunction as Unheard
 from torch._C import DisableTorchFunctionSubclass as Local
+from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_impls import fast_detach
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConfig, FakeTensorMode
 from torch.autograd.graph import increment_version
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
+from partita.comm import user_line
 from partita.comm.device import HOST
 from partita.tensor.dtensor import PLAIN, TYPED, DTensor
 from partita.tensor.op_facts import facts_of
 
-from .symbolic import NumberEnv
+# -- numbers ---------------------------------------------------------------------------------------
+
+
+def is_symbolic(value: Any) -> bool:
+    """Does it stand for a Python number that is known when the graph runs?"""
+    return isinstance(value, (torch.SymFloat, torch.SymInt, torch.SymBool))
+
+
+class BlockNumberRead(Exception):
+    """Torch reads a float that differs between the blocks of one structure."""
+
+
+class NumberEnv(ShapeEnv):
+    """A shape environment that notes what a step asks of its numbers, and at which user's line.
+
+    Attributes:
+        lines: by the index of a guard, the user's line.
+        asked: the symbols of numbers that were compared or read, and the first line that did.
+        of_blocks: the symbols of floats that differ between blocks, which must not be read.
+        answer: gives an answer to a bool without a hint, by its node; None if there is none.
+
+    Private torch: `ShapeEnv`, which is what can trace a Python number.
+    """
+
+    def __init__(self) -> None:
+        # `.item()` gives one more number that is known when the graph runs.
+        super().__init__(
+            allow_scalar_outputs=True,
+            allow_dynamic_output_shape_ops=False,
+            specialize_zero_one=False,
+        )
+        self.lines: dict[int, str] = {}
+        self.asked: dict[str, str] = {}
+        self.of_blocks: set[str] = set()
+        self.answer: Callable[[Any], bool | None] = lambda question: None
+        self._made: list[Any] = []
+
+    def evaluate_expr(self, *args: Any, **kwargs: Any) -> Any:
+        if self.of_blocks and not self.of_blocks.isdisjoint(map(str, args[0].free_symbols)):
+            raise BlockNumberRead
+        before = len(self.guards)
+        found = super().evaluate_expr(*args, **kwargs)
+        for i in range(before, len(self.guards)):
+            self.lines[i] = user_line()
+        return found
+
+    def evaluate_sym_node(self, sym_node: Any, *args: Any, **kwargs: Any) -> Any:
+        if sym_node.pytype is bool and not sym_node.has_hint():
+            found = self.answer(sym_node)
+            if found is not None:
+                return found
+        return super().evaluate_sym_node(sym_node, *args, **kwargs)
+
+    def forget(self) -> None:
+        """Drop the symbols: the graph has tensors instead, and Inductor must not find any."""
+        for symbol in self._made:
+            self.backed_var_to_val.pop(symbol, None)
+        self.pending_fresh_unbacked_symbols.clear()
+
+    def stop_asking(self) -> None:
+        """Drop the reference to what answers."""
+        self.answer = lambda question: None
+
+    def symbolic(self, name: str, value: float) -> SymbolicFloat:
+        """A symbolic float with the hint `value`."""
+        source = ConstantSource(name)
+        symbol = self.create_unspecified_symbol(value, source, dynamic_dim=DimDynamic.DYNAMIC)
+        self._made.append(symbol)
+        made: Any = self.create_symfloatnode(symbol, hint=value, source=source)
+        return SymbolicFloat(made.node)
+
+
+_class = property(lambda self: self.kind)
+
+
+class SymbolicFloat(torch.SymFloat):
+    """A float whose value is not in the graph; `isinstance(x, float)` holds, as of the float.
+
+    Attributes:
+        kind: the type of the number that it stands for: float, or NumPy's.
+    """
+
+    kind: type = float
+    __class__ = _class  # type: ignore[assignment]
+
+
+class SymbolicInt(torch.SymInt):
+    """An int that is known when the graph runs."""
+
+    kind: type = int
+    __class__ = _class  # type: ignore[assignment]
+
+
+class SymbolicBool(torch.SymBool):
+    """A bool that is known when the graph runs."""
+
+    kind: type = bool
+    __class__ = _class  # type: ignore[assignment]
+
+
+_OF_TORCH = {SymbolicFloat: torch.SymFloat, SymbolicInt: torch.SymInt, SymbolicBool: torch.SymBool}
+_OURS = {torchs: ours for ours, torchs in _OF_TORCH.items()}
+
+
+def as_number(value: Any) -> Any:
+    """A symbolic number of torch's as one of these classes; other values as they are."""
+    ours = _OURS.get(type(value))
+    return value if ours is None else ours(value.node)
+
+
+def _class_of(fake: FakeTensor) -> type:
+    """The class of the tensor for which a fake stands."""
+    if isinstance(fake, DTensor):
+        return DTensor
+    return torch.nn.Parameter if getattr(fake, "_is_param", False) else torch.Tensor
+
+
+class _Type(type):
+    """A stand-in for `type` whose `type(x)` is that of what x stands for."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if len(args) != 1 or kwargs:
+            return type(*args, **kwargs)
+        found = type(args[0])
+        if found in _OF_TORCH:
+            return args[0].kind
+        if issubclass(found, FakeTensor):
+            return _class_of(args[0])
+        return cls if found is type else found  # so that `type(x) is type` holds
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        return isinstance(value, type)
+
+    def __subclasscheck__(cls, kind: Any) -> bool:
+        return issubclass(kind, type)
+
+    def __getitem__(cls, item: Any) -> Any:
+        return type[item]
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or other is type
+
+    def __hash__(cls) -> int:
+        return hash(type)
+
+
+def identity_of(x: Any) -> int:
+    """`id(x)` while a step is captured; for the fake of an input the id of that input.
+
+    The capture's torch-function mode answers, as for other facts of inputs (`inputs.TensorFacts`).
+    """
+    if isinstance(x, FakeTensor) and has_torch_function_unary(x):
+        return int(handle_torch_function(identity_of, (x,), x))
+    return id(x)
+
+
+def _hash_of_tensor(x: Any, /) -> int:
+    return identity_of(x) if isinstance(x, FakeTensor) else hash(x)
+
+
+class Substitutes:
+    """Replacements of `type`, `id` and `hash` in the globals of the user's code.
+
+    An object cannot decide what `type`, `id` and `hash` say of it. So that the user's code sees the
+    type of a float and the identity of a tensor, not those of stand-ins, its globals get functions
+    of ours under these names, for as long as captures need them.
+    """
+
+    of_builtins: ClassVar[dict[str, Any]] = {
+        "type": _Type("type", (type,), {}),
+        "id": identity_of,
+        "hash": _hash_of_tensor,
+    }
+    _lock = threading.Lock()
+    _put: ClassVar[dict[tuple[int, str], list[Any]]] = {}
+    """By id of globals and name, the globals and how many captures use the replacement."""
+
+    def __init__(self) -> None:
+        self._mine: dict[tuple[int, str], dict[str, Any]] = {}
+
+    @classmethod
+    def has(cls, value: Any) -> bool:
+        """Is `value` one of them?"""
+        return any(value is ours for ours in cls.of_builtins.values())
+
+    def put(self, variables: dict[str, Any], name: str) -> None:
+        """Put our `name` into the globals `variables`, unless these have a `name` of their own."""
+        key = id(variables), name
+        with self._lock:
+            found = self._put.get(key)
+            if key in self._mine or (found is None and name in variables):
+                return
+            self._mine[key] = variables
+            if found is None:
+                found = self._put[key] = [variables, 0]
+                variables[name] = self.of_builtins[name]
+            found[1] += 1
+
+    def take_away(self) -> None:
+        """Take back all that was put."""
+        with self._lock:
+            for key, variables in self._mine.items():
+                found, name = self._put[key], key[1]
+                found[1] -= 1
+                if not found[1]:
+                    del self._put[key]
+                    if variables.get(name) is self.of_builtins[name]:
+                        del variables[name]
+            self._mine.clear()
+
+
+def _to_torch_symbol(value: Any) -> Any:
+    """The plain torch number: torch's methods take what is a `float` for a constant."""
+    torchs = _OF_TORCH.get(type(value))
+    return value if torchs is None else torchs(value.node)
+
+
+_ASKS = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__bool__", "__float__")
+_DIVIDE = ("__truediv__", "__floordiv__", "__mod__")
+_DIVIDE_BY_SELF = ("__rtruediv__", "__rfloordiv__", "__rmod__")
+_ZERO_WITH_ZERO = ("__mul__", "__rmul__", "__rtruediv__")
+
+RECKONED: dict[str, Callable[..., Any]] = {
+    **{name: getattr(operator, name) for name in ("add", "sub", "mul", "truediv", "neg", "pos")},
+    **{name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge", "abs")},
+    "pow": torch.pow,
+    "sym_sqrt": torch.sqrt,
+    "sym_float": lambda one: one,
+    "sym_not": torch.logical_not,
+    "sym_max": torch.maximum,
+    "sym_min": torch.minimum,
+}
+"""By the name of an operation on Python numbers, the same on zero-dimensional tensors."""
+
+
+def _is_read_first(name: str) -> bool:
+    """Is it a method of floats that is called of the value, since tensors do not compute it as
+    Python does: rounding, remainders, `int(x)`?"""
+    reckoned = {f"__{r}{done}__" for done in RECKONED for r in ("", "r")}
+    return name in vars(float) and name not in (*_ASKS, *reckoned)
+
+
+def _has_value(number: Any) -> bool:
+    """Is it a number whose value is known during capture, as `.item()` is not?"""
+    return number.node.has_hint() if is_symbolic(number) else isinstance(number, (int, float))
+
+
+def _raise_where_divided_by_zero(name: str, self: Any, others: tuple[Any, ...]) -> None:
+    for divisor in (self,) if name in _DIVIDE_BY_SELF else others if name in _DIVIDE else ():
+        if (
+            is_symbolic(divisor)
+            and _has_value(divisor)
+            and not bool(_to_torch_symbol(divisor) != 0)
+        ):
+            raise ZeroDivisionError("float division by zero")
+
+
+def _number_of(value: Any) -> Any:
+    """The value of a symbolic float that is known, which becomes a condition."""
+    return float(value) if type(value) is SymbolicFloat and _has_value(value) else value
+
+
+def _signed_zero(name: str, self: Any, others: tuple[Any, ...]) -> Any:
+    """The signed zero of `x * 0` or `0 / x`, by the sign of x; None for other operations."""
+    if name not in _ZERO_WITH_ZERO or type(self) is not SymbolicFloat or not _has_value(self):
+        return None
+    if type(others[0]) not in (int, float) or others[0] != 0:
+        return None
+    return others[0] * (1.0 if self > 0 else -1.0 if self < 0 else float(self))
+
+
+def _value_at_capture(number: Any) -> Any:
+    """The value at capture, without a condition on it."""
+    return number.node.hint if is_symbolic(number) else number
+
+
+def _odd_power(name: str, self: Any, others: tuple[Any, ...]) -> Any:
+    """The value of a power whose base is not positive, which may be complex; None of others."""
+    if name not in ("__pow__", "__rpow__") or len(others) != 1:
+        return None
+    base, exponent = (self, others[0]) if name == "__pow__" else (others[0], self)
+    if not (_has_value(base) and _has_value(exponent)):
+        return None
+    if not is_symbolic(exponent) and exponent >= 0 and exponent == int(exponent):
+        return None
+    if not bool(base > 0):
+        return float(base) ** float(exponent)
+    # Raises OverflowError as Python does.
+    float(_value_at_capture(base)) ** float(_value_at_capture(exponent))
+    return None
+
+
+def _make_symbolic_method(name: str) -> Callable[..., Any]:
+    is_read_first = _is_read_first(name)
+
+    def method(self: Any, *others: Any) -> Any:
+        if name in _ASKS:
+            for symbol in self.node.expr.free_symbols:
+                self.node.shape_env.asked.setdefault(str(symbol), user_line())
+        _raise_where_divided_by_zero(name, self, others)
+        of_float = is_read_first and type(self) is SymbolicFloat
+        if of_float and all(map(_has_value, (self, *others))):
+            return getattr(float(self), name)(*(_number_of(other) for other in others))
+        for found in (_signed_zero(name, self, others), _odd_power(name, self, others)):
+            if found is not None:
+                return found
+        found = getattr(_to_torch_symbol(self), name)(*map(_to_torch_symbol, others))
+        # A comparison of known numbers is True or False itself, for `is` and for text.
+        if type(found) is torch.SymBool and found.node.has_hint():
+            return bool(found)
+        return as_number(found)
+
+    return method
+
+
+def _return_self(self: Any, *_: Any) -> Any:
+    return self  # a copied node would be of another graph
+
+
+_UNKNOWN = "<known when the graph has run>"
+
+
+def is_text_of_unknown(value: Any) -> bool:
+    """Is it text into which a fake tensor, or an unknown number, was formatted?"""
+    return isinstance(value, str) and ("FakeTensor(" in value or _UNKNOWN in value)
+
+
+def _make_text_method(name: str) -> Callable[..., Any]:
+    def method(self: Any, *spec: str) -> Any:
+        if any(spec) or self.node.has_hint():  # its value becomes a condition
+            return getattr(_BUILTIN[type(self)](_to_torch_symbol(self)), name)(*spec)
+        return _UNKNOWN
+
+    return method
+
+
+def _is_true(self: Any) -> bool:
+    """`bool(x)`; torch's own would read a float's value."""
+    return bool(_to_torch_symbol(self) if type(self) is SymbolicBool else self != 0)
+
+
+_BUILTIN = {SymbolicFloat: float, SymbolicInt: int, SymbolicBool: bool}
+_OWN = ("__init__", "__new__", "__hash__", "__class__")
+for _ours, _torchs in _OF_TORCH.items():
+    for _name, _found in list(vars(_torchs).items()):
+        if _name.startswith("__") and callable(_found) and _name not in _OWN:
+            setattr(_ours, _name, _make_symbolic_method(_name))
+    for _name in ("__str__", "__repr__", "__format__"):
+        setattr(_ours, _name, _make_text_method(_name))
+    _ours.__bool__ = _is_true  # type: ignore[attr-defined]
+    _ours.__copy__ = _ours.__deepcopy__ = _return_self  # type: ignore[attr-defined]
+
+
+# -- tensors ---------------------------------------------------------------------------------------
 
 _META = torch.device("meta")
 

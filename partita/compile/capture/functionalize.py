@@ -41,14 +41,16 @@ from ..graph_nodes import (
 )
 from .block_traces import is_block_node
 from .equal_calls import call_without_memory
-from .fakes import fake_mode_in
+from .fakes import fake_mode_in, is_symbolic
 from .functional_calls import (
+    Scalar,
     UnsureOfWrites,
     call_in_list,
     call_without_writes,
     calls_of_list,
     changes_without_writes,
     pattern_of,
+    unwrap_scalar,
     value_of_input,
 )
 from .functional_memory import (
@@ -65,7 +67,6 @@ from .functional_memory import (
     view_of,
 )
 from .optimizers import share_equal_counts
-from .symbolic import Scalar, is_symbolic, unwrap_scalar
 
 __all__ = [
     "UnsureOfWrites",

@@ -37,9 +37,8 @@ from ..guards.places import hang_hooks
 from ..program import Input
 from .capture_context import Slot
 from .equal_calls import set_node_of
-from .fakes import FakeMaker, fake_mode, local_of
+from .fakes import FakeMaker, fake_mode, identity_of, local_of
 from .state import names_of_call, tensors_of_call
-from .symbolic import identity_of
 
 WITHOUT_GRADIENT = ("gradient", "mark", "number", "cotangent")
 """Kinds of inputs that have no gradient themselves."""

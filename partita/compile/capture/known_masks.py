@@ -50,9 +50,8 @@ from partita.comm import read_autocast_state, switch_off, use_autocast_state
 from partita.comm.device import HOST
 from partita.tensor.op_facts import facts_of
 
-from .fakes import local_of
+from .fakes import is_symbolic, local_of
 from .functional_memory import operands_written, shown_operand
-from .symbolic import is_symbolic
 
 ATTENTION: Any = F.scaled_dot_product_attention
 """The function whose masks are left out."""

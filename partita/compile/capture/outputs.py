@@ -53,11 +53,11 @@ from .differentiate import (
     part_results,
     requires_grad,
 )
+from .fakes import is_symbolic, is_text_of_unknown
 from .functional_memory import refuse_cut_views
 from .inputs import GraphInputs
 from .recorder import Recorder
 from .state import State
-from .symbolic import is_symbolic, is_text_of_unknown
 
 _NO_RESULTS = ("mark", "gradient")  # inputs of which no gradient is left or asked for
 

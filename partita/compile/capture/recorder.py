@@ -48,9 +48,8 @@ from .equal_calls import (
     tensors_of,
 )
 from .fakes import count_writes_of_lists, has_memory, tensors_written
-from .functional_calls import REPLACED
+from .functional_calls import REPLACED, taken_as_numbers, with_exact_numbers
 from .known_masks import KnownMasks
-from .symbolic import taken_as_numbers, with_exact_numbers
 
 _aten = torch.ops.aten
 _ONEDNN_LSTM = _aten.mkldnn_rnn_layer.default

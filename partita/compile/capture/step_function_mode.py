@@ -3,7 +3,7 @@
 - `x.data = y` exchanges what node makes x. Reads of x from then on are reads of y; at the step's
   end y's value is copied into the memory of x. Other views of that keep their values until then, as
   in eager.
-- `.item()`, `bool(x)`: numbers that are known when the graph runs (`symbolic`).
+- `.item()`, `bool(x)`: numbers that are known when the graph runs (`fakes`).
 - Metadata of inputs, as `is_leaf`: conditions of the program (`inputs.TensorFacts`).
 - Checks of values that torch makes in eager and leaves out when it traces: nodes of the graph.
 - Attention's masks, where they need not be there (`known_masks`).
@@ -59,10 +59,9 @@ from ..guards.places import Place
 from ..verify import SPACES
 from .capture_context import dispatch_listeners, profiled_again, unprofiled
 from .equal_calls import node_of
-from .fakes import FakeDTensor, has_memory
+from .fakes import FakeDTensor, as_number, has_memory
 from .inputs import GraphInputs, TensorFacts, is_fact
 from .known_masks import ATTENTION
-from .symbolic import as_number
 
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _OF_LEAVES = {inspect.getattr_static(torch.Tensor, name) for name in STATE_OF_LEAVES}

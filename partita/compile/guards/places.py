@@ -32,7 +32,7 @@ from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.tensor.tensor_state import OURS
 
-from ..capture.symbolic import Substitutes
+from ..capture.fakes import Substitutes
 from .codes import is_user_module
 from .values import MISSING, PLAIN
 

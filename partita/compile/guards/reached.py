@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..capture.symbolic import Substitutes
+from ..capture.fakes import Substitutes
 from .calls import Calls, read_ambient, read_environment_of, refuse_if_random
 from .codes import (
     dotted_names,

@@ -16,136 +16,72 @@ In reading order:
   (checkpoints)
 """
 
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh as DeviceMesh
 
-from .agreement import (
-    BackgroundResult,
-    ControlPlane,
-    Decide,
-    agree,
-    agree_first,
-    control_plane,
-    digest_of_text,
-    gather_texts,
-    is_agreed,
-    is_alone,
-    make_disagreement_error,
-    message,
-    pack,
-    remember_agreed,
-    unpack,
-)
-from .collective import PendingWork, Request
-from .device import (
-    enabled_autocast_dtypes,
-    read_autocast_state,
-    switch_off,
-    use_autocast_state,
-)
-from .dry import DryWire, dry_mesh
-from .groups import GroupWire, explain_failed_collective, wait_for_all_ranks
-from .ledger import ON_CHECK, Record, check_ranks, ledger, recomputing, strict
-from .meshes import (
-    LOOPBACK,
-    MEETING,
-    describe_saved_mesh,
-    find_saved_wire,
-    init_device_mesh,
-    is_part_of_mesh,
-    join,
-    sizes_of_mesh,
-    wire_of,
-)
-from .move_steps import identity_of_reduction
-from .ranks import ranks
-from .source import (
-    call_site,
-    first_instruction,
-    own_lines_shown,
-    user_line,
-    user_line_of_error,
-)
-from .torch_distributed import (
-    Piece,
-    after_import,
-    inspect_collectives,
-    local_of_torch_dtensor,
-    make_torch_dtensor,
-    patch_state_dicts,
-    read_torch_dtensor,
-    torch_mesh,
-)
-from .trace import TraceWire, Uneven, is_uneven, substitute_wires, uneven
-from .waiting import RankGoneError, begin_graph, end_graph, find_ended, is_lost
-from .wire import Wire
-
-__all__ = [
-    "LOOPBACK",
-    "MEETING",
-    "ON_CHECK",
-    "BackgroundResult",
-    "ControlPlane",
-    "Decide",
-    "DeviceMesh",
-    "DryWire",
-    "GroupWire",
-    "PendingWork",
-    "Piece",
-    "RankGoneError",
-    "Record",
-    "Request",
-    "TraceWire",
-    "Uneven",
-    "Wire",
-    "after_import",
-    "agree",
-    "agree_first",
-    "begin_graph",
-    "call_site",
-    "check_ranks",
-    "control_plane",
-    "describe_saved_mesh",
-    "digest_of_text",
-    "dry_mesh",
-    "enabled_autocast_dtypes",
-    "end_graph",
-    "explain_failed_collective",
-    "find_ended",
-    "find_saved_wire",
-    "first_instruction",
-    "gather_texts",
-    "identity_of_reduction",
-    "init_device_mesh",
-    "inspect_collectives",
-    "is_agreed",
-    "is_alone",
-    "is_lost",
-    "is_part_of_mesh",
-    "is_uneven",
-    "join",
-    "ledger",
-    "local_of_torch_dtensor",
-    "make_disagreement_error",
-    "make_torch_dtensor",
-    "message",
-    "own_lines_shown",
-    "pack",
-    "patch_state_dicts",
-    "ranks",
-    "read_autocast_state",
-    "read_torch_dtensor",
-    "recomputing",
-    "remember_agreed",
-    "sizes_of_mesh",
-    "strict",
-    "substitute_wires",
-    "switch_off",
-    "torch_mesh",
-    "uneven",
-    "unpack",
-    "use_autocast_state",
-    "user_line",
-    "user_line_of_error",
-    "wait_for_all_ranks",
-    "wire_of",
-]
+from .agreement import BackgroundResult as BackgroundResult
+from .agreement import ControlPlane as ControlPlane
+from .agreement import Decide as Decide
+from .agreement import agree as agree
+from .agreement import agree_first as agree_first
+from .agreement import control_plane as control_plane
+from .agreement import digest_of_text as digest_of_text
+from .agreement import gather_texts as gather_texts
+from .agreement import is_agreed as is_agreed
+from .agreement import is_alone as is_alone
+from .agreement import make_disagreement_error as make_disagreement_error
+from .agreement import message as message
+from .agreement import pack as pack
+from .agreement import remember_agreed as remember_agreed
+from .agreement import unpack as unpack
+from .collective import PendingWork as PendingWork
+from .collective import Request as Request
+from .device import enabled_autocast_dtypes as enabled_autocast_dtypes
+from .device import read_autocast_state as read_autocast_state
+from .device import switch_off as switch_off
+from .device import use_autocast_state as use_autocast_state
+from .dry import DryWire as DryWire
+from .dry import dry_mesh as dry_mesh
+from .groups import GroupWire as GroupWire
+from .groups import explain_failed_collective as explain_failed_collective
+from .groups import wait_for_all_ranks as wait_for_all_ranks
+from .ledger import ON_CHECK as ON_CHECK
+from .ledger import Record as Record
+from .ledger import check_ranks as check_ranks
+from .ledger import ledger as ledger
+from .ledger import recomputing as recomputing
+from .ledger import strict as strict
+from .meshes import LOOPBACK as LOOPBACK
+from .meshes import MEETING as MEETING
+from .meshes import describe_saved_mesh as describe_saved_mesh
+from .meshes import find_saved_wire as find_saved_wire
+from .meshes import init_device_mesh as init_device_mesh
+from .meshes import is_part_of_mesh as is_part_of_mesh
+from .meshes import join as join
+from .meshes import sizes_of_mesh as sizes_of_mesh
+from .meshes import wire_of as wire_of
+from .move_steps import identity_of_reduction as identity_of_reduction
+from .ranks import ranks as ranks
+from .source import call_site as call_site
+from .source import first_instruction as first_instruction
+from .source import own_lines_shown as own_lines_shown
+from .source import user_line as user_line
+from .source import user_line_of_error as user_line_of_error
+from .torch_distributed import Piece as Piece
+from .torch_distributed import after_import as after_import
+from .torch_distributed import inspect_collectives as inspect_collectives
+from .torch_distributed import local_of_torch_dtensor as local_of_torch_dtensor
+from .torch_distributed import make_torch_dtensor as make_torch_dtensor
+from .torch_distributed import patch_state_dicts as patch_state_dicts
+from .torch_distributed import read_torch_dtensor as read_torch_dtensor
+from .torch_distributed import torch_mesh as torch_mesh
+from .trace import TraceWire as TraceWire
+from .trace import Uneven as Uneven
+from .trace import is_uneven as is_uneven
+from .trace import substitute_wires as substitute_wires
+from .trace import uneven as uneven
+from .waiting import RankGoneError as RankGoneError
+from .waiting import begin_graph as begin_graph
+from .waiting import end_graph as end_graph
+from .waiting import find_ended as find_ended
+from .waiting import is_lost as is_lost
+from .wire import Wire as Wire

@@ -16,30 +16,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakValueDictionary
 
 from partita.layout import Fix, LayoutError
-from partita.layout.text import format_table, human
+from partita.layout.text import format_table
+from partita.layout.text import human as human
 
 from .source import user_line
 
 if TYPE_CHECKING:
     from partita.redistribute import Move
-
-__all__ = [
-    "ON_CHECK",
-    "Check",
-    "Ledger",
-    "Record",
-    "RepeatedWork",
-    "Scope",
-    "check_ranks",
-    "enter_check_hooks",
-    "human",
-    "ledger",
-    "noting_work_in",
-    "recomputing",
-    "refuse_implicit",
-    "scope",
-    "strict",
-]
 
 _WORTH_SAYING = 0.01
 """The share of a rank's operations from which on repeated work is reported."""
@@ -184,6 +167,8 @@ def _describe_repeated_work(work: RepeatedWork) -> str:
 
 
 class Listener(Protocol):
+    """What is told whether ledgers are open."""
+
     def listen(self, on: bool) -> None:
         """Called when the first ledger is opened (`on`), and when the last is closed."""
 

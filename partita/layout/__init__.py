@@ -5,32 +5,16 @@ and torch's words for it), `layout` (all axes together, as text too), `text` (wh
 errors, amounts and tables), `picture` (which rank holds what, drawn).
 """
 
-from .layout import Layout, chunk
-from .placement import (
-    Coordinate,
-    Invariant,
-    Mesh,
-    Partial,
-    Placement,
-    Replicate,
-    Shard,
-    own_placement,
-    split_factors,
-)
-from .text import Fix, LayoutError
-
-__all__ = [
-    "Coordinate",
-    "Fix",
-    "Invariant",
-    "Layout",
-    "LayoutError",
-    "Mesh",
-    "Partial",
-    "Placement",
-    "Replicate",
-    "Shard",
-    "chunk",
-    "own_placement",
-    "split_factors",
-]
+from .layout import Layout as Layout
+from .layout import chunk as chunk
+from .placement import Coordinate as Coordinate
+from .placement import Invariant as Invariant
+from .placement import Mesh as Mesh
+from .placement import Partial as Partial
+from .placement import Placement as Placement
+from .placement import Replicate as Replicate
+from .placement import Shard as Shard
+from .placement import own_placement as own_placement
+from .placement import split_factors as split_factors
+from .text import Fix as Fix
+from .text import LayoutError as LayoutError

@@ -4,7 +4,8 @@ In reading order: `move` (what one collective does, its transpose, and what they
 seconds), `plan` (the cheapest moves from one layout to another).
 """
 
-from .move import Move, estimate_price, seconds_of_work
-from .plan import Plan, plan
-
-__all__ = ["Move", "Plan", "estimate_price", "plan", "seconds_of_work"]
+from .move import Move as Move
+from .move import estimate_price as estimate_price
+from .move import seconds_of_work as seconds_of_work
+from .plan import Plan as Plan
+from .plan import plan as plan

@@ -36,6 +36,7 @@ from .waiting import (
     describe_process,
     find_ended,
     format_ranks,
+    make_deadlock_error,
     make_lost_rank_error,
     make_rank_gone_error,
     remember_processes,
@@ -253,12 +254,10 @@ class ControlGroup:
         if any(digest != heads[0][0] for digest, _ in heads):
             raise self._make_divergence_error(why, deadline)
         longest = max(length for _, length in heads)
-        if longest <= _PAYLOAD_INLINE:
-            return [
-                row[_MESSAGE_HEAD.size : _MESSAGE_HEAD.size + n]
-                for row, (_, n) in zip(rows, heads, strict=True)
-            ]
-        rows = self._gather(mine.ljust(longest), why, deadline)
+        if longest > _PAYLOAD_INLINE:
+            rows = self._gather(mine.ljust(longest), why, deadline)
+        else:
+            rows = [row[_MESSAGE_HEAD.size :] for row in rows]
         return [row[:n] for row, (_, n) in zip(rows, heads, strict=True)]
 
     def _gather(self, mine: bytes, why: str, deadline: float | None) -> list[bytes]:
@@ -277,21 +276,11 @@ class ControlGroup:
     def _make_divergence_error(self, why: str, deadline: float | None) -> LayoutError:
         """The error where ranks come for different reasons; all ranks make this call."""
         mine = _append_user_line(why).encode()
-        lengths = self._gather(struct.pack("<q", len(mine)), why, deadline)
-        longest = max(struct.unpack("<q", n)[0] for n in lengths)
-        rows = self._gather(mine.ljust(longest), why, deadline)
-        texts = [row.decode(errors="replace").rstrip() for row in rows]
+        rows = self.exchange("says why it came", mine, deadline)
+        texts = [row.decode(errors="replace") for row in rows]
         other = next(i for i, text in enumerate(texts) if text != texts[0])
-        return LayoutError(
-            "ranks ask for different things",
-            place=user_line(),
-            operands=(f"rank 0     {texts[0]}", f"rank {other:<5} {texts[other]}"),
-            reason="every rank of a mesh must make the same moves, and read the same values, in "
-            "the same order",
-            fixes=(
-                Fix("value = x.item()", "on every rank, and then `if rank == 0: print(value)`"),
-            ),
-        )
+        lines = [f"rank 0     {texts[0]}", f"rank {other:<5} {texts[other]}"]
+        return make_deadlock_error("ranks ask for different things", lines)
 
 
 def hash_text(text: str, nbytes: int = 16) -> bytes:

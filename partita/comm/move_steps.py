@@ -16,7 +16,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -56,45 +56,33 @@ def prepare(move: Move, transport: Transport) -> Step:
 
 
 def _all_gather(move: Move, transport: Transport) -> Step:
-    axes, order = transport.group_order(move.axes)
+    axes, _ = transport.group_order(move.axes)
     joined, _ = find_cuts(move, transport.mesh)
-    shape = move.after.local_shape(transport.mesh, transport.at)
-    side = Side(joined, shape, transport, axes)
-    n, pad, run = transport.mesh_size(axes), side.pad, transport.run_collective
+    side = Side(joined, move.after, transport, axes)
+    shape, run = side.shape, transport.run_collective
+    if side.rows_in_memory:
+        mine, gathered = side.piece, side.padded_shape
+    else:
+        mine, gathered = (side.pad,), (side.ranks * side.pad,)
+    unpack, whole = side.make_unpacker(side.pad), side.rows_in_memory and gathered == shape
 
-    if order is None and side.rows_in_memory:
-        mine, padded = side.piece, side.padded_shape
-        whole = padded == shape
-
-        def run_all_gather(x: torch.Tensor, op: str) -> torch.Tensor:
-            out = x.new_empty(padded)
-            run(out, _pad_to_shape(x, mine), axes, Request("all_gather", move, op))
-            return out if whole else out.resize_(shape)
-
-        return run_all_gather
-
-    put = side.from_rows(pad)
-
-    def run_all_gather(x: torch.Tensor, op: str) -> torch.Tensor:  # type: ignore[no-redef]
-        flat = x.new_empty(n * pad)
-        run(flat, _pad_to_shape(x, (pad,)), axes, Request("all_gather", move, op))
-        out = x.new_empty(shape)
-        put(out, flat if order is None else _in_mesh_order(flat, order))
-        return out
+    def run_all_gather(x: torch.Tensor, op: str) -> torch.Tensor:
+        out = x.new_empty(gathered)
+        run(out, _pad_to_shape(x, mine), axes, Request("all_gather", move, op))
+        if whole:
+            return out
+        return out.resize_(shape) if side.rows_in_memory else unpack(out)
 
     return run_all_gather
 
 
 def _reduce_scatter(move: Move, transport: Transport) -> Step:
-    axes, order = transport.group_order(move.axes)
+    axes, _ = transport.group_order(move.axes)
     _, divided = find_cuts(move, transport.mesh)
     mine = move.after.local_shape(transport.mesh, transport.at)
-    side = Side(divided, move.before.local_shape(transport.mesh, transport.at), transport, axes)
-    n, pad = transport.mesh_size(axes), side.pad
-    in_memory = order is None and side.rows_in_memory
-    as_it_is = in_memory and side.even
-    take = side.to_rows(pad)
-    run = transport.run_collective
+    side = Side(divided, move.before, transport, axes)
+    as_it_is, rows_shape = side.rows_in_memory and side.even, (side.ranks * side.pad,)
+    pack, run = side.make_packer(side.pad), transport.run_collective
 
     def run_reduce_scatter(x: torch.Tensor, op: str) -> torch.Tensor:
         request = Request("reduce_scatter", move, op, move.op)
@@ -102,11 +90,8 @@ def _reduce_scatter(move: Move, transport: Transport) -> Step:
             out = x.new_empty(mine)
             run(out, x.contiguous(), axes, request)
             return out
-        rows = _pad_to_shape(x, (n * pad,)) if in_memory else take(x)
-        out = x.new_empty(pad)
-        if order is not None:
-            rows = _in_group_order(rows, order)
-        run(out, rows, axes, request)
+        out = x.new_empty(side.pad)
+        run(out, _pad_to_shape(x, rows_shape) if side.rows_in_memory else pack(x), axes, request)
         return out.resize_(mine)
 
     return run_reduce_scatter
@@ -125,37 +110,26 @@ def _all_reduce(move: Move, transport: Transport) -> Step:
 
 
 def _all_to_all(move: Move, transport: Transport) -> Step:
-    axes, order = transport.group_order(move.axes)
+    axes, _ = transport.group_order(move.axes)
     joined, divided = find_cuts(move, transport.mesh)
     if is_restack(joined, divided, axes, transport.mesh):
         return _make_restack_step(move, transport)
-    shape = move.after.local_shape(transport.mesh, transport.at)
-    sent = Side(divided, move.before.local_shape(transport.mesh, transport.at), transport, axes)
-    got = Side(joined, shape, transport, axes)
-    run = transport.run_collective
-    if order is None and sent.in_order and got.in_order:
-        send, get = sent.splits(), got.splits()
-        take = None if sent.in_memory else sent.to_segments()
-        put = None if got.in_memory else got.from_segments()
+    sent = Side(divided, move.before, transport, axes)
+    got = Side(joined, move.after, transport, axes)
+    shape, run = got.shape, transport.run_collective
+    if sent.in_order and got.in_order:
+        pad, send, get = None, sent.splits(), got.splits()
     else:  # each message as large as the largest
         pad = math.prod(map(max, sent.piece, got.piece))
-        send = get = Splits.evenly(transport.mesh_size(axes), pad)
-        take, put = sent.to_rows(pad), got.from_rows(pad)
+        send = get = Splits.evenly(sent.ranks, pad)
+    pack = None if pad is None and sent.in_memory else sent.make_packer(pad)
+    unpack = None if pad is None and got.in_memory else got.make_unpacker(pad)
 
     def run_all_to_all(x: torch.Tensor, op: str) -> torch.Tensor:
-        source = x.contiguous() if take is None else take(x)
-        request = Request("all_to_all", move, op, get=get, send=send)
-        if order is not None:
-            source = _in_group_order(source, order)
-        if put is None:
-            out = x.new_empty(shape)
-            run(out, source, axes, request)
-            return out
-        flat = x.new_empty(get.total)
-        run(flat, source, axes, request)
-        out = x.new_empty(shape)
-        put(out, flat if order is None else _in_mesh_order(flat, order))
-        return out
+        source = x.contiguous() if pack is None else pack(x)
+        out = x.new_empty(shape if unpack is None else get.total)
+        run(out, source, axes, Request("all_to_all", move, op, get=get, send=send))
+        return out if unpack is None else unpack(out)
 
     return run_all_to_all
 
@@ -219,18 +193,6 @@ def _reckon_overlaps(
     ends: Any = [torch.stack(x, -1)[some].tolist() for x in (firsts, lasts)]
     slices = [tuple(map(slice, first, last)) for first, last in zip(*ends, strict=True)]
     return Splits.of(sizes.tolist()), slices
-
-
-def _in_group_order(rows: torch.Tensor, order: list[int]) -> torch.Tensor:
-    """A buffer of pieces in mesh order, rearranged into group order."""
-    return rows.view(len(order), -1)[order].view(-1)
-
-
-def _in_mesh_order(rows: torch.Tensor, order: list[int]) -> torch.Tensor:
-    """A buffer of pieces in group order, rearranged into mesh order."""
-    out = torch.empty_like(rows)
-    out.view(len(order), -1)[order] = rows.view(len(order), -1)
-    return out
 
 
 def _copy_alone(x: torch.Tensor, op: str) -> torch.Tensor:
@@ -331,215 +293,179 @@ def _pad_to_shape(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 # All pieces of one shape are one strided view of a tensor, however many ranks there are.
 
 
-@dataclass(frozen=True)
-class _PieceRun:
-    """Pieces of one length at equal distances: `counts` of them along each axis, from `first`."""
-
-    start: int
-    length: int
-    first: tuple[int, ...] = ()
-    counts: tuple[int, ...] = ()
-    steps: tuple[int, ...] = ()
+_Run = tuple[int, int, tuple[tuple[int, int, int], ...]]
+"""`(start, length, axes)` of the first of some pieces of one length at equal distances; for each
+axis the first rank, how many ranks, and the distance."""
 
 
-def _find_piece_runs(length: int, parts: tuple[int, ...]) -> Iterator[_PieceRun]:
+def _find_piece_runs(length: int, parts: tuple[int, ...]) -> Iterator[_Run]:
     """All pieces that are not empty, as at most two runs for each axis."""
     if not length:
         return
     if not parts:
-        yield _PieceRun(0, length)
+        yield 0, length, ()
         return
     step = -(-length // parts[0])
     full, rest = divmod(length, step)
     for first, count, each in ((0, full, step), (full, 1, rest)):
-        for run in _find_piece_runs(each, parts[1:]):
-            yield _PieceRun(
-                first * step + run.start,
-                run.length,
-                (first, *run.first),
-                (count, *run.counts),
-                (step, *run.steps),
-            )
+        for start, size, axes in _find_piece_runs(each, parts[1:]):
+            yield first * step + start, size, ((first, count, step), *axes)
 
 
-@dataclass(frozen=True)
-class _PieceBlock:
+class _PieceBlock(NamedTuple):
     """The pieces, all of one shape, that some ranks hold of what one rank holds.
 
     Attributes:
-        first, counts: for each axis of the grid of ranks: the first rank, and how many ranks.
-        dims, steps: for each axis: the dimension that it cuts, and the distance of two pieces.
+        axes: for each axis of the grid of ranks the first rank, how many ranks, the distance of two
+            pieces, and the dimension that it cuts.
         start: for each dimension, where the first piece begins.
         piece: the shape of each piece.
     """
 
-    first: tuple[int, ...]
-    counts: tuple[int, ...]
-    dims: tuple[int, ...]
-    steps: tuple[int, ...]
+    axes: tuple[tuple[int, int, int, int], ...]
     start: tuple[int, ...]
     piece: tuple[int, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (*self.counts, *self.piece)
+        return (*(count for _, count, _, _ in self.axes), *self.piece)
 
-    def strided(self, strides: Sequence[int]) -> tuple[tuple[int, ...], int]:
-        """Strides and offset of the pieces, (*counts, *piece), in a tensor of `strides`."""
-        outer = [step * strides[d] for d, step in zip(self.dims, self.steps, strict=True)]
-        return (*outer, *strides), sum(map(int.__mul__, self.start, strides))
-
-
-def _find_piece_blocks(
-    cuts: Sequence[Cut], lengths: Sequence[int], shape: Sequence[int], grid: Sequence[str]
-) -> list[_PieceBlock]:
-    """The pieces of a tensor of `shape` for each rank of `grid`, but for empty ones.
-
-    Args:
-        lengths: how long each cut dimension is here.
-    """
-    if math.prod(shape) == 0:
-        return []
-    found = []
-    runs = [list(_find_piece_runs(n, cut.parts)) for n, cut in zip(lengths, cuts, strict=True)]
-    for chosen in itertools.product(*runs):
-        along: dict[str, tuple[int, int, int, int]] = {}
-        start, piece = [0] * len(shape), list(shape)
-        for cut, run in zip(cuts, chosen, strict=True):
-            start[cut.dim], piece[cut.dim] = run.start, run.length
-            for axis, *one in zip(cut.inner, run.first, run.counts, run.steps, strict=True):
-                along[axis] = (one[0], one[1], cut.dim, one[2])
-        first, counts, dims, steps = zip(*(along[a] for a in grid), strict=True)
-        found.append(_PieceBlock(first, counts, dims, steps, tuple(start), tuple(piece)))
-    return found
+    def find_in(self, strides: Sequence[int]) -> _View:
+        """The pieces in a tensor of these strides."""
+        outer = [step * strides[dim] for _, _, step, dim in self.axes]
+        return self.shape, (*outer, *strides), sum(map(int.__mul__, self.start, strides))
 
 
-_Placing = Callable[[_PieceBlock], tuple[tuple[int, ...], int]]
+_View = tuple[tuple[int, ...], tuple[int, ...], int]
+"""Sizes, strides and offset."""
 
 
 class Side:
     """A rank's local tensor, cut into a piece for each rank of a group.
 
+    Where the group's order is not that of its members along the axes, pieces are in the mesh's
+    order in the tensor and in the group's in a buffer, and no tensor is a buffer as it is.
+
     Attributes:
         shape: of the local tensor.
-        piece: the shape of the largest piece.
+        piece, pad: the shape of the largest piece, and its elements.
+        ranks: of the group.
         even: all pieces are of one shape.
         in_order: the pieces follow each other along one dimension, in the order of the ranks.
         in_memory: so they do in memory.
         rows_in_memory: so they do where each is padded to the largest: all padding is last.
     """
 
-    def __init__(
-        self, cuts: Sequence[Cut], shape: tuple[int, ...], transport: Transport, axes: Axes
-    ):
-        self.shape, self._cuts = shape, cuts
+    def __init__(self, cuts: Sequence[Cut], layout: Layout, transport: Transport, axes: Axes):
+        self._cuts, (_, self._order) = cuts, transport.group_order(axes)
+        self.shape = layout.local_shape(transport.mesh, transport.at)
         self._grid = [a for a in axes if transport.mesh.size(a) > 1]
         self._sizes = [transport.mesh.size(a) for a in self._grid]
         self._lengths = [
             span(cut.size, cut.outer_parts, [transport.index(a) for a in cut.outer])[1]
             for cut in cuts
         ]
-        piece = list(shape)
+        piece = list(self.shape)
         for cut, length in zip(cuts, self._lengths, strict=True):
             piece[cut.dim] = padded_length(length, cut.parts)
-        self.piece = tuple(piece)
-        self.even = math.prod(self._sizes) * math.prod(piece) == math.prod(shape)
-        self.in_order = len(cuts) == 1 and list(cuts[0].inner) == self._grid
-        self.in_memory = self.in_order and math.prod(shape[: cuts[0].dim]) == 1
+        self.piece, self.pad, self.ranks = tuple(piece), math.prod(piece), math.prod(self._sizes)
+        self.even = self.ranks * self.pad == math.prod(self.shape)
+        in_order = len(cuts) == 1 and list(cuts[0].inner) == self._grid
+        self.in_order = in_order and self._order is None
+        self.in_memory = self.in_order and math.prod(self.shape[: cuts[0].dim]) == 1
         self.rows_in_memory = self.in_memory and ends_last(self._lengths[0], cuts[0].parts)
-
-    @property
-    def pad(self) -> int:
-        """Elements of the largest piece."""
-        return math.prod(self.piece)
 
     @property
     def padded_shape(self) -> tuple[int, ...]:
         """Of all pieces in order, each as large as the largest."""
-        (cut,), n = self._cuts, math.prod(self._sizes)
-        return (*self.shape[: cut.dim], n * self.piece[cut.dim], *self.shape[cut.dim + 1 :])
+        (cut,) = self._cuts
+        length = self.ranks * self.piece[cut.dim]
+        return (*self.shape[: cut.dim], length, *self.shape[cut.dim + 1 :])
 
     def splits(self) -> Splits:
         """The pieces, in order, end to end and without padding."""
-        n, (length,), (cut,) = math.prod(self._sizes), self._lengths, self._cuts
+        (length,), (cut,) = self._lengths, self._cuts
         if self.even:
-            return Splits.evenly(n, self.pad)
+            return Splits.evenly(self.ranks, self.pad)
         rest = math.prod(self.shape) // length if length else 0
 
         def place_of_part(i: int) -> tuple[int, int]:
             start, size = span(length, cut.parts, unravel(i, cut.parts))
             return rest * start, rest * size
 
-        return Splits(n, math.prod(self.shape), False, place_of_part)
+        return Splits(self.ranks, math.prod(self.shape), False, place_of_part)
 
     # -- copies to and from a collective's buffer --------------------------------------------------
 
-    def to_rows(self, pad: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    def make_packer(self, pad: int | None) -> Callable[[torch.Tensor], torch.Tensor]:
         """A function that packs the pieces into a flat buffer, each padded with zeros to `pad`
-        elements."""
-        return self._to_flat(math.prod(self._sizes) * pad, self._in_rows(pad))
-
-    def from_rows(self, pad: int) -> Callable[[torch.Tensor, torch.Tensor], None]:
-        """What copies the pieces from such a buffer, the second argument, to where they belong."""
-        return self._from_flat(self._in_rows(pad))
-
-    def to_segments(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """A function that packs the pieces, which are in order, end to end as in `splits`."""
-        return self._to_flat(math.prod(self.shape), self._end_to_end)
-
-    def from_segments(self) -> Callable[[torch.Tensor, torch.Tensor], None]:
-        """What copies the pieces from such a buffer, the second argument, to where they belong."""
-        return self._from_flat(self._end_to_end)
-
-    def _in_rows(self, pad: int) -> _Placing:
-        strides = [pad * math.prod(self._sizes[i + 1 :]) for i in range(len(self._sizes))]
-
-        def strides_and_offset(block: _PieceBlock) -> tuple[tuple[int, ...], int]:
-            offset = sum(map(int.__mul__, block.first, strides))
-            return (*strides, *contiguous_strides(block.piece)), offset
-
-        return strides_and_offset
-
-    def _end_to_end(self, block: _PieceBlock) -> tuple[tuple[int, ...], int]:
-        (cut,), (length,) = self._cuts, self._lengths
-        rest = math.prod(self.shape) // length
-        strides = (*(rest * step for step in block.steps), *contiguous_strides(block.piece))
-        return strides, rest * block.start[cut.dim]
-
-    def _to_flat(self, total: int, placed: _Placing) -> Callable[[torch.Tensor], torch.Tensor]:
-        filled = total == math.prod(self.shape)
-        blocks = _find_piece_blocks(self._cuts, self._lengths, self.shape, self._grid)
+        elements; None: those that are in order, end to end as in `splits`."""
+        numel, blocks, order = math.prod(self.shape), self._find_blocks(), self._order
+        total = numel if pad is None else self.ranks * pad
         own = contiguous_strides(self.shape)
-        sources = [(block.shape, *block.strided(own)) for block in blocks]
-        places = [placed(block) for block in blocks]
-        alone = len(blocks) == 1 and filled
+        sources = [block.find_in(own) for block in blocks]
+        places = [self._find_in_buffer(block, pad) for block in blocks]
+        alone = len(blocks) == 1 and total == numel
 
-        def pack_into_flat(x: torch.Tensor) -> torch.Tensor:
+        def pack_pieces(x: torch.Tensor) -> torch.Tensor:
             views, first = sources, x.storage_offset()
             if not x.is_contiguous():
-                views = [(block.shape, *block.strided(x.stride())) for block in blocks]
+                views = [block.find_in(x.stride()) for block in blocks]
             if alone:
                 ((size, strides, offset),) = views
-                return x.as_strided(size, strides, first + offset).contiguous().view(-1)
-            flat = x.new_empty(total) if filled else x.new_zeros(total)
-            for (size, strides, offset), place in zip(views, places, strict=True):
-                flat.as_strided(size, *place).copy_(x.as_strided(size, strides, first + offset))
-            return flat
+                flat = x.as_strided(size, strides, first + offset).contiguous().view(-1)
+            else:
+                flat = x.new_empty(total) if total == numel else x.new_zeros(total)
+                for (size, strides, offset), place in zip(views, places, strict=True):
+                    flat.as_strided(*place).copy_(x.as_strided(size, strides, first + offset))
+            return flat if order is None else flat.view(len(order), -1)[order].view(-1)
 
-        return pack_into_flat
+        return pack_pieces
 
-    def _from_flat(self, placed: _Placing) -> Callable[[torch.Tensor, torch.Tensor], None]:
-        own = contiguous_strides(self.shape)
-        views = [
-            (block.shape, block.strided(own), placed(block))
-            for block in _find_piece_blocks(self._cuts, self._lengths, self.shape, self._grid)
-        ]
+    def make_unpacker(self, pad: int | None) -> Callable[[torch.Tensor], torch.Tensor]:
+        """A function that takes such a buffer, and returns the tensor of the pieces in it."""
+        own, order = contiguous_strides(self.shape), self._order
+        views = [(b.find_in(own), self._find_in_buffer(b, pad)) for b in self._find_blocks()]
 
-        def unpack_from_flat(out: torch.Tensor, flat: torch.Tensor) -> None:
-            for size, there, here in views:
-                out.as_strided(size, *there).copy_(flat.as_strided(size, *here))
+        def unpack_pieces(flat: torch.Tensor) -> torch.Tensor:
+            if order is not None:
+                rows = torch.empty_like(flat)
+                rows.view(len(order), -1)[order] = flat.view(len(order), -1)
+                flat = rows
+            out = flat.new_empty(self.shape)
+            for there, here in views:
+                out.as_strided(*there).copy_(flat.as_strided(*here))
+            return out
 
-        return unpack_from_flat
+        return unpack_pieces
+
+    def _find_blocks(self) -> list[_PieceBlock]:
+        """The pieces for each rank of the grid, but for empty ones."""
+        if math.prod(self.shape) == 0:
+            return []
+        found = []
+        pairs = zip(self._lengths, self._cuts, strict=True)
+        for chosen in itertools.product(*(list(_find_piece_runs(n, c.parts)) for n, c in pairs)):
+            along: dict[str, tuple[int, int, int, int]] = {}
+            start, piece = [0] * len(self.shape), list(self.shape)
+            for cut, (first_start, length, axes) in zip(self._cuts, chosen, strict=True):
+                start[cut.dim], piece[cut.dim] = first_start, length
+                for axis, one in zip(cut.inner, axes, strict=True):
+                    along[axis] = (*one, cut.dim)
+            axes_of_grid = tuple(along[a] for a in self._grid)
+            found.append(_PieceBlock(axes_of_grid, tuple(start), tuple(piece)))
+        return found
+
+    def _find_in_buffer(self, block: _PieceBlock, pad: int | None) -> _View:
+        if pad is None:
+            (cut,), (length,) = self._cuts, self._lengths
+            rest = math.prod(self.shape) // length
+            outer = [rest * step for _, _, step, _ in block.axes]
+            offset = rest * block.start[cut.dim]
+        else:
+            outer = [pad * math.prod(self._sizes[i + 1 :]) for i in range(len(self._sizes))]
+            offset = sum(first * one for (first, *_), one in zip(block.axes, outer, strict=True))
+        return block.shape, (*outer, *contiguous_strides(block.piece)), offset
 
 
 # -- cuts: which dimensions a move divides into pieces or joins ------------------------------------

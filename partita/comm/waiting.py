@@ -427,7 +427,8 @@ def _agree_on_error(store: Any, fact: str, posts: dict[int, Post | None], me: in
     # The rank that holds the store must not end before the others have read the verdict.
     while time.monotonic() < until and not all(store.check([f"{_VERDICT}/{r}"]) for r in others):
         time.sleep(0.05)
-    return _make_deadlock_error(json.loads(said))
+    verdict = json.loads(said)
+    return make_deadlock_error(verdict["fact"], verdict["lines"])
 
 
 def _group_equal_lines(lines: list[str], posts: dict[int, Any]) -> list[str]:
@@ -446,14 +447,15 @@ def _read_verdict(store: Any, me: int) -> LayoutError | None:
     if me not in said["ranks"]:
         return None
     store.set(f"{_VERDICT}/{me}", "heard")
-    return _make_deadlock_error(said)
+    return make_deadlock_error(said["fact"], said["lines"])
 
 
-def _make_deadlock_error(said: dict[str, Any]) -> LayoutError:
+def make_deadlock_error(fact: str, lines: Sequence[str]) -> LayoutError:
+    """The error of ranks that do what `lines` say, each something else."""
     return LayoutError(
-        said["fact"],
+        fact,
         place=user_line(),
-        operands=tuple(said["lines"]),
+        operands=tuple(lines),
         reason="every rank of a mesh must make the same moves, and read the same values, in the "
         "same order",
         fixes=_FIXES_OF_DEADLOCK,

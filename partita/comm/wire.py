@@ -150,24 +150,15 @@ class Wire(Transport):
         if self.scope.check is not None and move.sends:
             request = Request(move.kind, move, op).describe()
             self.check(f"{request} ({x.dtype}) at {line or 'no line'}")
-        record = Record(
-            move.kind,
-            move.axes,
-            nbytes,
-            op,
-            line,
-            reason,
-            self.rank,
-            move.before.brief(),
-            move.after.brief(),
-        )
-        for log in self.scope.ledgers:
-            log.moves.append(record)
+        layouts = move.before.brief(), move.after.brief()
+        self._record(Record(move.kind, move.axes, nbytes, op, line, reason, self.rank, *layouts))
 
     def record_kept_view(self, op: str, nbytes: int) -> None:
         """Note in the ledgers that a view of the user's keeps memory which `op` would free."""
         what = f"{op}: {human(nbytes)} of a view"
-        record = Record("kept", (), 0, what, user_line(), "a view is kept", self.rank)
+        self._record(Record("kept", (), 0, what, user_line(), "a view is kept", self.rank))
+
+    def _record(self, record: Record) -> None:
         for log in self.scope.ledgers:
             log.moves.append(record)
 
@@ -344,11 +335,9 @@ class MeshHandle:
 
     def size(self, mesh_dim: int | str | None = None) -> int:
         """The number of ranks along one axis, by number or by name; of all ranks where None."""
-        return (
-            self._layout.size()
-            if mesh_dim is None
-            else self.shape[self._resolve_mesh_dim(mesh_dim)]
-        )
+        if mesh_dim is None:
+            return self._layout.size()
+        return self.shape[self._resolve_mesh_dim(mesh_dim)]
 
     def get_coordinate(self) -> list[int]:
         return list(self._at)

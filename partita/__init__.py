@@ -1,145 +1,84 @@
 """partita: a distributed tensor for PyTorch, and the training runtime around it."""
 
-from .anomaly import NanError, detect_nan
-from .checkpoint import (
-    RandomState,
-    async_save,
-    full_state_dict,
-    is_checkpoint,
-    load,
-    load_full_state_dict,
-    load_safetensors,
-    save,
-    save_safetensors,
-)
-from .comm import DeviceMesh, check_ranks, dry_mesh, init_device_mesh, ledger, ranks, strict
-from .compile import CaptureError, CompiledStep, compile, pad_to_bucket
-from .layout import Invariant, Layout, LayoutError, Partial, Placement, Replicate, Shard
+from types import ModuleType as _Module
+
+from .anomaly import NanError as NanError
+from .anomaly import detect_nan as detect_nan
+from .checkpoint import RandomState as RandomState
+from .checkpoint import async_save as async_save
+from .checkpoint import full_state_dict as full_state_dict
+from .checkpoint import is_checkpoint as is_checkpoint
+from .checkpoint import load as load
+from .checkpoint import load_full_state_dict as load_full_state_dict
+from .checkpoint import load_safetensors as load_safetensors
+from .checkpoint import save as save
+from .checkpoint import save_safetensors as save_safetensors
+from .comm import DeviceMesh as DeviceMesh
+from .comm import check_ranks as check_ranks
+from .comm import dry_mesh as dry_mesh
+from .comm import init_device_mesh as init_device_mesh
+from .comm import ledger as ledger
+from .comm import ranks as ranks
+from .comm import strict as strict
+from .compile import CaptureError as CaptureError
+from .compile import CompiledStep as CompiledStep
+from .compile import compile as compile
+from .compile import pad_to_bucket as pad_to_bucket
+from .layout import Invariant as Invariant
+from .layout import Layout as Layout
+from .layout import LayoutError as LayoutError
+from .layout import Partial as Partial
+from .layout import Placement as Placement
+from .layout import Replicate as Replicate
+from .layout import Shard as Shard
 from .parallel import optimizer as _optimizer  # noqa: F401  optimizers reduce gradients first
-from .parallel import plans
-from .parallel.batch import distribute_batch
-from .parallel.fsdp_group import MixedPrecision
-from .parallel.optimizer import clip_grad_norm_, reduce_gradients
-from .parallel.parallelize import Inputs, Outputs, parallelize
-from .parallel.parameters import materialize
-from .parallel.zero import no_sync, zero
-from .predict import (
-    Explanation,
-    ModelPlan,
-    Simulation,
-    Strategy,
-    autoplan,
-    eager_memory,
-    explain,
-    load_machine,
-    show,
-    simulate,
-)
-from .remat import (
-    RematError,
-    checkpoint_name,
-    keep_collectives,
-    one_call,
-    remat,
-    remat_report,
-)
-from .remat.counters import count_memory
-from .rules import rule
-from .tensor import (
-    CacheInfo,
-    DTensor,
-    cache_clear,
-    cache_info,
-    distribute_module,
-    distribute_tensor,
-    empty,
-    from_torch,
-    full,
-    local_map,
-    ones,
-    rand,
-    randn,
-    random_mode,
-    set_cache_limit,
-    to_torch,
-    zeros,
-)
+from .parallel import plans as plans
+from .parallel.batch import distribute_batch as distribute_batch
+from .parallel.fsdp_group import MixedPrecision as MixedPrecision
+from .parallel.optimizer import clip_grad_norm_ as clip_grad_norm_
+from .parallel.optimizer import reduce_gradients as reduce_gradients
+from .parallel.parallelize import Inputs as Inputs
+from .parallel.parallelize import Outputs as Outputs
+from .parallel.parallelize import parallelize as parallelize
+from .parallel.parameters import materialize as materialize
+from .parallel.zero import no_sync as no_sync
+from .parallel.zero import zero as zero
+from .predict import Explanation as Explanation
+from .predict import ModelPlan as ModelPlan
+from .predict import Simulation as Simulation
+from .predict import Strategy as Strategy
+from .predict import autoplan as autoplan
+from .predict import eager_memory as eager_memory
+from .predict import explain as explain
+from .predict import load_machine as load_machine
+from .predict import show as show
+from .predict import simulate as simulate
+from .remat import RematError as RematError
+from .remat import checkpoint_name as checkpoint_name
+from .remat import keep_collectives as keep_collectives
+from .remat import one_call as one_call
+from .remat import remat as remat
+from .remat import remat_report as remat_report
+from .remat.counters import count_memory as count_memory
+from .rules import rule as rule
+from .tensor import CacheInfo as CacheInfo
+from .tensor import DTensor as DTensor
+from .tensor import cache_clear as cache_clear
+from .tensor import cache_info as cache_info
+from .tensor import distribute_module as distribute_module
+from .tensor import distribute_tensor as distribute_tensor
+from .tensor import empty as empty
+from .tensor import from_torch as from_torch
+from .tensor import full as full
+from .tensor import local_map as local_map
+from .tensor import ones as ones
+from .tensor import rand as rand
+from .tensor import randn as randn
+from .tensor import random_mode as random_mode
+from .tensor import set_cache_limit as set_cache_limit
+from .tensor import to_torch as to_torch
+from .tensor import zeros as zeros
 from .versions import __version__ as __version__
 
-__all__ = [
-    "CacheInfo",
-    "CaptureError",
-    "CompiledStep",
-    "DTensor",
-    "DeviceMesh",
-    "Explanation",
-    "Inputs",
-    "Invariant",
-    "Layout",
-    "LayoutError",
-    "MixedPrecision",
-    "ModelPlan",
-    "NanError",
-    "Outputs",
-    "Partial",
-    "Placement",
-    "RandomState",
-    "RematError",
-    "Replicate",
-    "Shard",
-    "Simulation",
-    "Strategy",
-    "async_save",
-    "autoplan",
-    "cache_clear",
-    "cache_info",
-    "check_ranks",
-    "checkpoint_name",
-    "clip_grad_norm_",
-    "compile",
-    "count_memory",
-    "detect_nan",
-    "distribute_batch",
-    "distribute_module",
-    "distribute_tensor",
-    "dry_mesh",
-    "eager_memory",
-    "empty",
-    "explain",
-    "from_torch",
-    "full",
-    "full_state_dict",
-    "init_device_mesh",
-    "is_checkpoint",
-    "keep_collectives",
-    "ledger",
-    "load",
-    "load_full_state_dict",
-    "load_machine",
-    "load_safetensors",
-    "local_map",
-    "materialize",
-    "no_sync",
-    "one_call",
-    "ones",
-    "pad_to_bucket",
-    "parallelize",
-    "plans",
-    "rand",
-    "randn",
-    "random_mode",
-    "ranks",
-    "reduce_gradients",
-    "remat",
-    "remat_report",
-    "rule",
-    "save",
-    "save_safetensors",
-    "set_cache_limit",
-    "show",
-    "simulate",
-    "strict",
-    "to_torch",
-    "zero",
-    "zeros",
-]
+# Each name above that is not a module's, and the one module that is part of the interface.
+__all__ = ["plans", *(n for n, x in vars().items() if n[0] != "_" and not isinstance(x, _Module))]

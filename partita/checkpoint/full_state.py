@@ -367,7 +367,7 @@ def allocate_meta_tensors(model: nn.Module, names: Container[str] | None = None)
 
 
 class _SpreadTensors:
-    """Implements `comm.torch_distributed.SpreadTensors`."""
+    """What `patch_state_dicts` asks about DTensors."""
 
     def is_spread(self, x: Any) -> bool:
         return isinstance(x, DTensor)

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -185,23 +185,12 @@ def _to_json(x: Any) -> Any:
         return x
     if kind is list:
         return [_to_json(y) for y in x]
-    if kind is tuple:
-        return {"tuple": [_to_json(y) for y in x]}
-    if isinstance(x, Mapping):
-        return {"dict": [[_to_json(k), _to_json(v)] for k, v in x.items()]}
-    if kind is bytes:
-        return {"bytes": base64.b64encode(x).decode()}
-    if kind is torch.Size:
-        return {"size": list(x)}
-    if kind is torch.dtype:
-        return {"dtype": str(x).removeprefix("torch.")}
-    if isinstance(x, Path):
-        return {"path": str(x)}
-    if isinstance(x, BaseException):
-        return {"error": _error_to_json(x)}
     if _declared.get(kind.__name__) is kind:
         parts = {one.name: _to_json(getattr(x, one.name)) for one in fields(x)}
         return {"message": [kind.__name__, parts]}
+    for name, form in _FORMS.items():
+        if kind is form.kind or (form.takes_subclasses and isinstance(x, form.kind)):
+            return {name: form.write(x)}
     raise TypeError(f"a {kind.__qualname__} has no place in a message between ranks")
 
 
@@ -210,13 +199,11 @@ def _from_json(x: Any) -> Any:
         return [_from_json(y) for y in x]
     if type(x) is not dict:
         return x
-    ((kind, inside),) = x.items()
-    return _READ[kind](inside)
-
-
-def _message_from_json(inside: Any) -> Any:
-    name, parts = inside
-    return _declared[name](**{part: _from_json(value) for part, value in parts.items()})
+    ((name, inside),) = x.items()
+    if name == "message":
+        kind, parts = inside
+        return _declared[kind](**{part: _from_json(value) for part, value in parts.items()})
+    return _FORMS[name].read(inside)
 
 
 def _dtype_from_json(name: str) -> torch.dtype:
@@ -237,10 +224,7 @@ def _error_to_json(error: BaseException) -> dict[str, Any]:
     if name != type(error).__name__:
         parts["text"] = f"{type(error).__name__}: {error}"
     if isinstance(error, LayoutError):
-        parts["said"] = {
-            key: _to_json(getattr(error, key))
-            for key in ("fact", "place", "operands", "reason", "fixes")
-        }
+        parts["said"] = {key: _to_json(value) for key, value in error.said.items()}
     elif isinstance(error, OSError) and error.errno is not None:
         file = None if error.filename is None else str(error.filename)
         parts["args"] = [error.errno, error.strerror, file]
@@ -287,15 +271,28 @@ def _layout_errors() -> dict[str, type[LayoutError]]:
     return found
 
 
-_READ: dict[str, Callable[[Any], Any]] = {
-    "tuple": lambda x: tuple(map(_from_json, x)),
-    "dict": lambda x: {_from_json(k): _from_json(v) for k, v in x},
-    "bytes": base64.b64decode,
-    "size": torch.Size,
-    "dtype": _dtype_from_json,
-    "path": Path,
-    "error": _error_from_json,
-    "message": _message_from_json,
+class _Form(NamedTuple):
+    """How values of one type are written as JSON, and read."""
+
+    kind: type
+    write: Callable[[Any], Any]
+    read: Callable[[Any], Any]
+    takes_subclasses: bool = False
+
+
+_FORMS = {
+    "tuple": _Form(tuple, lambda x: [*map(_to_json, x)], lambda x: tuple(map(_from_json, x))),
+    "dict": _Form(
+        Mapping,
+        lambda x: [[_to_json(k), _to_json(v)] for k, v in x.items()],
+        lambda x: {_from_json(k): _from_json(v) for k, v in x},
+        takes_subclasses=True,
+    ),
+    "bytes": _Form(bytes, lambda x: base64.b64encode(x).decode(), base64.b64decode),
+    "size": _Form(torch.Size, list, torch.Size),
+    "dtype": _Form(torch.dtype, lambda x: str(x).removeprefix("torch."), _dtype_from_json),
+    "path": _Form(Path, str, Path, takes_subclasses=True),
+    "error": _Form(BaseException, _error_to_json, _error_from_json, takes_subclasses=True),
 }
 
 
@@ -303,9 +300,8 @@ _READ: dict[str, Callable[[Any], Any]] = {
 
 Answer = Callable[[list[Any]], Sequence[Any]]
 Decide = Callable[[Any, Answer], Any]
-_PATIENCE_WITH_THREADS = (
-    1800.0  # seconds that a rank's thread waits for those of other ranks of one process
-)
+_PATIENCE_WITH_THREADS = 1800.0
+"""Seconds that a rank's thread waits for those of other ranks of one process."""
 
 
 class BackgroundResult(Future[Any]):

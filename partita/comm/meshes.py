@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh as _init_device_mesh
@@ -196,7 +197,7 @@ def find_saved_wire(saved: tuple[Any, ...]) -> Wire:
     for mesh, wire in _wires.items():
         if (mesh.device_type, mesh.mesh.tolist(), mesh.mesh_dim_names) == (kind, ranks, names):
             return wire
-    sizes = _shape_of_ranks(ranks)
+    sizes = tuple(torch.tensor(ranks).shape)
     raise LayoutError(
         f"a tensor was saved on a mesh that this rank is not on: {names or 'no names'} {sizes}",
         place=user_line(),
@@ -207,10 +208,6 @@ def find_saved_wire(saved: tuple[Any, ...]) -> Wire:
             Fix("pt.load(state, path)", "to load on another mesh what pt.save has saved"),
         ),
     )
-
-
-def _shape_of_ranks(ranks: Any) -> tuple[int, ...]:
-    return (len(ranks), *_shape_of_ranks(ranks[0])) if isinstance(ranks, list) else ()
 
 
 # -- how ranks find each other ---------------------------------------------------------------------

@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -73,36 +73,27 @@ class World:
         """
         if self._active or getattr(_running, "world", None) is not None:
             raise LayoutError("world.run was called by a rank; a rank cannot start ranks")
-        n = self.mesh.size()
-        self._active = True
-        self._state = [READY] * n
-        self._calls: list[MeetingCall | None] = [None] * n
-        self._verdict: list[_Verdict | None] = [None] * n
-        self._failures: dict[int, BaseException] = {}
-        self._stopped: _Verdict | None = None
-        self._go = [threading.Lock() for _ in range(n)]
-        for lock in self._go:
-            lock.acquire()
-        self._over = threading.Event()
-        self._generator = [torch.get_rng_state()] * n
-        results: list[Any] = [None] * n
-        outer = scope()
+        outer, generator = scope(), torch.get_rng_state()
         for own in self._scopes:
             own.copy_from(outer)
+        self._turns = [_Turn(generator) for _ in self._handles]
+        self._stopped: _Verdict | None = None
+        self._over = threading.Event()
         modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled(), read_autocast_state()
         threads = [
             threading.Thread(
                 target=contextvars.copy_context().run,
-                args=(self._run_rank, r, partial(fn, **kwargs), args, results, *modes),
+                args=(self._run_rank, r, lambda mesh: fn(mesh, *args, **kwargs), *modes),
                 name=f"rank {r}",
                 daemon=True,
             )
-            for r in range(n)
+            for r in range(len(self._turns))
         ]
+        self._active = True
         try:
             for thread in threads:
                 thread.start()
-            self._go[0].release()
+            self._turns[0].go.release()
             try:
                 self._over.wait()
             except KeyboardInterrupt:
@@ -112,27 +103,26 @@ class World:
                 thread.join()
         finally:
             self._active = False
-        torch.set_rng_state(self._generator[0])
-        if self._failures:
-            self._raise_original()
-        return results
+        turns, self._turns = self._turns, []  # a world keeps no results
+        torch.set_rng_state(turns[0].generator)
+        self._raise_original([turn.failure for turn in turns])
+        return [turn.result for turn in turns]
 
     # -- one rank's thread -----------------------------------------------------------------------
 
     def _run_rank(
         self,
         r: int,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        results: list[Any],
+        call: Callable[[MeshHandle], Any],
         inference: bool,
         grad: bool,
         casting: AutocastState,
     ) -> None:
-        self._go[r].acquire()
+        turn = self._turns[r]
+        turn.go.acquire()
         _running.world, _running.rank = self, r
         enter_rank_thread(self._scopes[r])
-        torch.set_rng_state(self._generator[r])
+        torch.set_rng_state(turn.generator)
         try:
             with (  # modes that a thread does not inherit
                 torch.inference_mode(inference),
@@ -140,29 +130,28 @@ class World:
                 torch.set_grad_enabled(grad),
                 nullcontext() if self._scopes[r].check is None else enter_check_hooks(),
             ):
-                results[r] = fn(self._handles[r], *args)
+                turn.result = call(self._handles[r])
         except BaseException as error:
-            self._failures[r] = error
+            turn.failure = error
             if self._stopped is None and not _is_from_verdict(error):
                 self._stopped = _Verdict(
                     f"rank {r} raised {_describe_error(error)}, so the other ranks stop", (), error
                 )
-        self._generator[r] = torch.get_rng_state()
-        self._state[r] = ENDED
+        turn.generator = torch.get_rng_state()
+        turn.state = ENDED
         self._resume_next_rank(r)
 
     def _resume_next_rank(self, r: int) -> None:
         """Hand the baton to the next rank that can run. Called by the rank that has it."""
-        n = self.mesh.size()
-        order = [(r + i) % n for i in range(1, n + 1)]
-        waiting = [i for i in range(n) if self._state[i] == WAITING]
-        if waiting and (self._stopped or not any(self._state[i] == READY for i in order)):
+        waiting = [i for i, turn in enumerate(self._turns) if turn.state == WAITING]
+        ready = any(turn.state == READY for turn in self._turns)
+        if waiting and (self._stopped or not ready):
             verdict = self._stopped or self._nobody_can_go_on(waiting)
             for i in waiting:
-                self._state[i], self._verdict[i] = READY, self._verdict[i] or verdict
-        for i in order:
-            if self._state[i] == READY:
-                self._go[i].release()
+                self._turns[i].stop(verdict)
+        for turn in self._turns[r + 1 :] + self._turns[: r + 1]:
+            if turn.state == READY:
+                turn.go.release()
                 return
         self._over.set()
 
@@ -177,26 +166,27 @@ class World:
                 place=user_line(),
                 reason="its tensors can meet the other ranks' only inside world.run, on its rank",
             )
-        self._raise_verdict(r)
+        turn = self._turns[r]
+        turn.raise_verdict()
         if self._stopped is not None:
             raise self._stopped.error()
-        self._state[r], self._calls[r] = WAITING, call
+        turn.state, turn.call = WAITING, call
         arrived = [
             c
             for m in call.mesh_ranks
-            if self._state[m] == WAITING
-            and (c := self._calls[m]) is not None
+            if self._turns[m].state == WAITING
+            and (c := self._turns[m].call) is not None
             and c.mesh_ranks == call.mesh_ranks
         ]
         if len(arrived) == len(call.mesh_ranks):
             self._perform_meeting(arrived, action)
         else:
-            self._generator[r] = torch.get_rng_state()
+            turn.generator = torch.get_rng_state()
             self._resume_next_rank(r)
-            self._go[r].acquire()
-            torch.set_rng_state(self._generator[r])
-        self._calls[r] = call.frame = None
-        self._raise_verdict(r)
+            turn.go.acquire()
+            torch.set_rng_state(turn.generator)
+        turn.call = call.frame = None
+        turn.raise_verdict()
 
     def _perform_meeting(self, calls: list[MeetingCall], action: Action) -> None:
         differing = _find_differing(calls)
@@ -220,51 +210,77 @@ class World:
             by_rank.clear()
         for c in calls:
             c.payload = ()  # its rank may stay here for long while the others go on
-            self._state[c.rank], self._verdict[c.rank] = READY, verdict
+            self._turns[c.rank].state = READY
         if verdict is not None:  # ranks that have not come would wait in vain later
-            for i, state in enumerate(self._state):
-                if state != ENDED:
-                    self._verdict[i], self._state[i] = verdict, READY
-
-    def _raise_verdict(self, r: int) -> None:
-        verdict, self._verdict[r] = self._verdict[r], None
-        if verdict is not None:
-            raise verdict.error()
+            for turn in self._turns:
+                if turn.state != ENDED:
+                    turn.stop(verdict)
 
     def _nobody_can_go_on(self, waiting: list[int]) -> _Verdict:
         """Each rank waits for one that waits elsewhere or has ended: name such a pair."""
         for r in waiting:
-            call = self._calls[r]
+            call = self._turns[r].call
             assert call is not None
             for m in call.mesh_ranks:
-                other = self._calls[m]
-                if self._state[m] == ENDED:
-                    error = self._failures.get(m)
-                    how = (
-                        f"raised {_describe_error(error)}"
-                        if error
-                        else "returned from its function"
-                    )
+                other = self._turns[m]
+                if other.state == ENDED:
+                    how = "returned from its function"
+                    if other.failure is not None:
+                        how = f"raised {_describe_error(other.failure)}"
                     return _Verdict(
                         f"rank {r} waits for rank {m}, which has ended",
                         (call.describe(), f"rank {m}  {how}"),
                     )
-                if other is not None and other.mesh_ranks != call.mesh_ranks:
+                if other.call is not None and other.call.mesh_ranks != call.mesh_ranks:
                     return _Verdict(
                         "ranks wait for each other on different meshes",
-                        (call.describe(), other.describe()),
+                        (call.describe(), other.call.describe()),
                     )
         raise AssertionError("a complete group was left waiting")
 
-    def _raise_original(self) -> None:
-        ours = {r: e for r, e in self._failures.items() if not _is_from_verdict(e)}
-        rank = min(ours or self._failures)
-        error = self._failures[rank]
+    def _raise_original(self, failures: Sequence[BaseException | None]) -> None:
+        """Raise the error of the first rank that failed by itself, if any has failed."""
+        failed = {r: e for r, e in enumerate(failures) if e is not None}
+        if not failed:
+            return
+        rank = min([r for r, e in failed.items() if not _is_from_verdict(e)] or failed)
         note = f"on rank {rank} of ranks({self.mesh})"
-        if note not in getattr(error, "__notes__", ()):
-            error.add_note(note)
-        self._failures = {}
-        raise error
+        if note not in getattr(failed[rank], "__notes__", ()):
+            failed[rank].add_note(note)
+        raise failed[rank]
+
+
+@dataclass(eq=False)
+class _Turn:
+    """Where a rank stands in a run.
+
+    Attributes:
+        generator: the state of the CPU's generator, as the rank left it.
+        go: held until the rank gets the baton.
+        call: that it waits in.
+        verdict: why it must stop.
+        failure, result: what its function has raised, or returned.
+    """
+
+    generator: torch.Tensor
+    state: str = READY
+    go: Any = field(default_factory=threading.Lock)
+    call: MeetingCall | None = None
+    verdict: _Verdict | None = None
+    failure: BaseException | None = None
+    result: Any = None
+
+    def __post_init__(self) -> None:
+        self.go.acquire()
+
+    def stop(self, verdict: _Verdict) -> None:
+        """Have the rank raise `verdict`, or an earlier one, when it goes on."""
+        self.state, self.verdict = READY, self.verdict or verdict
+
+    def raise_verdict(self) -> None:
+        verdict, self.verdict = self.verdict, None
+        if verdict is not None:
+            raise verdict.error()
 
 
 # -- what ranks bring to a meeting, and why they must stop -----------------------------------------

@@ -17,7 +17,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -226,36 +226,23 @@ _STATE_DICT = "torch.distributed.checkpoint.state_dict"
 _STAGER = "torch.distributed.checkpoint._state_dict_stager"
 
 
-class SpreadTensors(Protocol):
-    """What these patches ask of DTensors, which this room does not know."""
+def patch_state_dicts(tensors: Any) -> None:
+    """Patch torch's functions of state dicts, now or when they are imported.
 
-    def is_spread(self, x: Any) -> bool:
-        """Is `x` a DTensor of partita?"""
-
-    def whole(self, x: Any) -> torch.Tensor:
-        """Its whole value, on every rank. All ranks call this."""
-
-    def piece_like(self, x: Any, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a `whole` value that all ranks have, laid out as `x`."""
-
-    def empty_like(self, x: Any) -> torch.Tensor:
-        """Memory on the CPU for a copy of `x`."""
-
-    def copy_on_cpu(self, x: Any) -> torch.Tensor:
-        """A copy of this rank's piece of it, laid out alike."""
-
-    def give_memory(self, model: torch.nn.Module) -> None:
-        """Memory for what of `model` is spread and on the meta device."""
-
-
-def patch_state_dicts(tensors: SpreadTensors) -> None:
-    """Patch torch's functions of state dicts to ask `tensors`, now or when they are imported."""
+    Args:
+        tensors: is asked about DTensors, which this room does not know: `is_spread(x)`, is `x` one;
+            `whole(x)`, its whole value on every rank, which all ranks ask for;
+            `piece_like(x, whole)`, this rank's part of a whole value that all ranks have, laid out
+            as `x`; `empty_like(x)`, memory on the CPU for a copy; `copy_on_cpu(x)`, a copy of this
+            rank's piece, laid out alike; `give_memory(model)`, memory for what of a model is spread
+            and on the meta device.
+    """
     after_import(_STATE_DICT_UTILS, lambda module: _patch_state_dict_utils(module, tensors))
     after_import(_STATE_DICT, lambda module: _patch_state_dict_module(module, tensors))
     after_import(_STAGER, lambda module: _patch_stager(module.StateDictStager, tensors))
 
 
-def _patch_state_dict_utils(module: Any, tensors: SpreadTensors) -> None:
+def _patch_state_dict_utils(module: Any, tensors: Any) -> None:
     iterate, broadcast = module._iterate_state_dict, module._broadcast_tensors
 
     @functools.wraps(iterate)
@@ -284,7 +271,7 @@ def _patch_state_dict_utils(module: Any, tensors: SpreadTensors) -> None:
     module._broadcast_tensors = _broadcast_tensors
 
 
-def _patch_state_dict_module(module: Any, tensors: SpreadTensors) -> None:
+def _patch_state_dict_module(module: Any, tensors: Any) -> None:
     distribute, load = module._distribute_state_dict, module._load_model_state_dict
 
     @functools.wraps(distribute)
@@ -309,7 +296,7 @@ def _patch_state_dict_module(module: Any, tensors: SpreadTensors) -> None:
     module._load_model_state_dict = _load_model_state_dict
 
 
-def _patch_stager(stager: Any, tensors: SpreadTensors) -> None:
+def _patch_stager(stager: Any, tensors: Any) -> None:
     """Patch the stager, which `torch.distributed.checkpoint.async_save` copies storages with."""
     offload = stager._offload_tensor
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from numbers import Number
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -49,27 +50,27 @@ class LayoutError(ValueError):
         lines += [f"  {'either' if i == 0 else 'or    '}  {fix}" for i, fix in enumerate(fixes)]
         super().__init__("\n".join(lines))
 
+    @property
+    def said(self) -> dict[str, Any]:
+        """What it was made of."""
+        return {name: getattr(self, name) for name in _PARTS}
+
     def located(self, place: str) -> LayoutError:
         """This error with a `place`, for one who knows it; itself where it has one already."""
         if self.place or not place:
             return self
-        return _rebuild_error(type(self), self.fact, place, self.operands, self.reason, self.fixes)
+        return _rebuild_error(type(self), self.said | {"place": place})
 
     # An error crosses process boundaries whole.
     def __reduce__(self) -> tuple[object, ...]:
-        kind = type(self)
-        return _rebuild_error, (kind, self.fact, self.place, self.operands, self.reason, self.fixes)
+        return _rebuild_error, (type(self), self.said)
 
 
-def _rebuild_error(
-    kind: type[LayoutError],
-    fact: str,
-    place: str,
-    operands: tuple[str, ...],
-    reason: str,
-    fixes: tuple[Fix, ...],
-) -> LayoutError:
-    return kind(fact, place=place, operands=operands, reason=reason, fixes=fixes)
+_PARTS = "fact", "place", "operands", "reason", "fixes"
+
+
+def _rebuild_error(kind: type[LayoutError], said: dict[str, Any]) -> LayoutError:
+    return kind(**said)
 
 
 # -- amounts, names, values and tables -------------------------------------------------------------

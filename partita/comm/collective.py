@@ -264,9 +264,10 @@ class Transport:
                 out, x = out.view(-1), x.view(-1)
             self._perform(out, x, axes, request)
         else:
-            n = x.element_size()
-            if request.get is not None and request.send is not None:
-                request = request._replace(get=request.get.times(n), send=request.send.times(n))
+            kind, move, op, _, get, send, _ = request
+            if get is not None and send is not None:
+                get, send = (splits.times(x.element_size()) for splits in (get, send))
+                request = Request(kind, move, op, get=get, send=send)
             self._perform(_view_as_bytes(out), _view_as_bytes(x), axes, request)
 
     def _widen_for_reduction(self, x: torch.Tensor, reduce_op: str) -> torch.Tensor:

@@ -4,8 +4,7 @@ that would take.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -54,7 +53,7 @@ class DryWire(Wire):
         backend: str = "",
     ):
         super().__init__(mesh, at, scope_of_rank)
-        self.backend = backend_named(backend, device.type)
+        self.backend = backend_named(backend, device.type, _begin_alone)
         self.device_mesh, self.device = device_mesh, device
         self.latency, self.bandwidth = latency, bandwidth
         self.nbytes, self.seconds = 0, 0.0
@@ -76,32 +75,21 @@ class DryWire(Wire):
     ) -> PendingWork:
         kind, n, own = request.kind, self.mesh_size(axes), self.index(axes)
         nbytes = x.nbytes if kind == "broadcast" else bytes_of(kind, n, x.nbytes)
-        group = _DryGroup(n, own)
-        work: PendingWork = PendingList()
-        if kind == "all_gather":
-            mine, rows = x.reshape(1, -1), out.view(n, -1)
-            for to in (rows[:own], rows[own + shares_memory(x, out) :]):
-                to.copy_(mine.expand(to.shape[0], -1))
-        elif request.get is not None and request.send is not None:
-            sent, kept = request.send.place(own), request.get.place(own)
-            nbytes = (request.send.total - sent[1]) * x.element_size()
-            out.zero_().narrow(0, *kept).copy_(x.narrow(0, *sent))
-        else:
-            work = self.backend.begin(group, out, x, request)  # type: ignore[arg-type]
+        if request.send is not None:
+            nbytes = (request.send.total - request.send.place(own)[1]) * x.element_size()
         self.nbytes += nbytes
         self.seconds += self.latency + nbytes / self.bandwidth
-        return work
+        if kind != "all_gather":
+            return self.backend.begin(_DryGroup(n, own), out, x, request)  # type: ignore[arg-type]
+        mine, rows = x.reshape(1, -1), out.view(n, -1)
+        for to in (rows[:own], rows[own + shares_memory(x, out) :]):
+            to.copy_(mine.expand(to.shape[0], -1))
+        return PendingList()
 
 
-@dataclass(frozen=True)
-class _DryGroup:
+class _DryGroup(NamedTuple):
     """Stands for the process group in what a backend does by several steps, or with memory of its
-    own: of what others would send, which are zeros, only this rank's share arrives.
-
-    Attributes:
-        members: how many there are.
-        number: of this rank among them.
-    """
+    own."""
 
     members: int
     number: int
@@ -112,29 +100,20 @@ class _DryGroup:
     def rank(self) -> int:
         return self.number
 
-    def allreduce(self, tensors: list[torch.Tensor], op: object) -> PendingWork:
-        return PendingList()
 
-    def broadcast(self, x: torch.Tensor, root: int) -> PendingWork:
-        return PendingList()
-
-    def _reduce_scatter_base(
-        self, out: torch.Tensor, x: torch.Tensor, options: object
-    ) -> PendingWork:
-        out.view(-1).copy_(x.reshape(self.members, -1)[self.number])
-        return PendingList()
-
-    def _allgather_base(self, out: torch.Tensor, x: torch.Tensor) -> PendingWork:
-        out.zero_().view(self.members, -1)[self.number].copy_(x)
-        return PendingList()
-
-    def alltoall_base(
-        self, out: torch.Tensor, x: torch.Tensor, get: list[int], send: list[int]
-    ) -> PendingWork:
-        out.zero_()
-        if not get:  # of two ranks, what the other sends alone
-            out.view(self.members, -1)[self.number].copy_(x.view(self.members, -1)[self.number])
-        return PendingList()
+def _begin_alone(
+    group: _DryGroup, out: torch.Tensor, x: torch.Tensor, request: Request
+) -> PendingWork:
+    """Put this rank's share where it belongs; what others would send is zeros."""
+    n, own, kind = group.members, group.number, request.kind
+    if kind == "reduce_scatter":
+        out.view(-1).copy_(x.reshape(n, -1)[own])
+    elif kind == "all_gather":
+        out.zero_().view(n, -1)[own].copy_(x)
+    elif request.get is not None and request.send is not None:
+        sent, kept = request.send.place(own), request.get.place(own)
+        out.zero_().narrow(0, *kept).copy_(x.narrow(0, *sent))
+    return PendingList()
 
 
 def _allocate(nbytes: int, like: torch.Tensor) -> None:

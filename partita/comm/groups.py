@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from partita.layout import Coordinate, Fix, LayoutError, Mesh
 
 from .backends import backend_of, rendezvous_group
+from .backends.backend import begin_in_group
 from .collective import Axes, PendingWork, Request, reduce_in_rank_order
 from .device import HOST, Device, copy_bytes
 from .source import place_of_user, user_line
@@ -86,7 +87,7 @@ class GroupWire(Wire):
         self._rank_at = dict(zip(self.mesh.coordinates(), ranks, strict=True))
         self._at_rank = {rank: at for at, rank in self._rank_at.items()}
         self._process_groups: dict[Axes, dist.ProcessGroup] = {}
-        self.backend = backend_of(kind, WatchedWork)
+        self.backend = backend_of(kind, _begin_watched)
         self.runs_in_streams = self.backend.runs_in_streams
         self._control: ControlGroup | None = None
 
@@ -209,6 +210,12 @@ class GroupWire(Wire):
             torch.frombuffer(bytearray(by_place[at]), dtype=x.dtype).view(x.shape).to(x.device)
             for at in self.group(axes)[1]
         ]
+
+
+def _begin_watched(
+    group: dist.ProcessGroup, out: torch.Tensor, x: torch.Tensor, request: Request
+) -> WatchedWork:
+    return WatchedWork(begin_in_group(group, out, x, request), group, request)
 
 
 # -- the control group -----------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from ..device import HOST
-from .backend import Backend, Watch, leave_unwatched
+from .backend import Backend, Native, begin_in_group
 from .gloo import LOST as LOST
 from .gloo import TIMED_OUT as TIMED_OUT
 from .gloo import Gloo, GlooOnDevice
@@ -22,18 +22,18 @@ from .gloo import timeouts_of_job as timeouts_of_job
 from .gloo import world_group as world_group
 
 
-def backend_of(device_type: str, watch: Watch = leave_unwatched) -> Backend:
+def backend_of(device_type: str, native: Native = begin_in_group) -> Backend:
     """The backend of meshes of this device type ("cpu", "cuda") in this job.
 
     Args:
-        watch: as of `Backend`.
+        native: as of a `Backend` whose waits block the processor.
     """
     if f"{device_type}:gloo" not in dist.get_backend_config():
         return Backend()
-    return Gloo(watch) if device_type == "cpu" else GlooOnDevice()
+    return Gloo(native) if device_type == "cpu" else GlooOnDevice()
 
 
-def backend_named(name: str, device_type: str) -> Backend:
+def backend_named(name: str, device_type: str, native: Native = begin_in_group) -> Backend:
     """What is known of a backend by its name, as torch has it: "gloo", "cpu:gloo,cuda:nccl"; "" for
     one that holds nothing beside its operands.
 
@@ -46,8 +46,8 @@ def backend_named(name: str, device_type: str) -> Backend:
         raise ValueError(f"backend={name!r}: torch knows {', '.join(sorted(known - {''}))}")
     for device, _, kind in parts:
         if device in ("", device_type):
-            return Gloo() if kind == "gloo" and device_type == HOST.type else Backend()
-    return Backend()
+            return (Gloo if kind == "gloo" and device_type == HOST.type else Backend)(native)
+    return Backend(native)
 
 
 def installed_backends() -> list[str]:

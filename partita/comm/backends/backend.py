@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from ..collective import PendingSum, PendingWork, Request
+from ..collective import PendingSum, PendingWork, Request, Splits
 
 WayOfSum = Literal["own", "gather", "exchange"]
 """How an all-reduce sums: "own", by the backend's own; "gather", every rank gathers all shares and
@@ -21,11 +21,31 @@ the pieces are gathered."""
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
-Watch = Callable[[Any, dist.ProcessGroup, Request], PendingWork]
-"""Makes pending work of a process group's; the request is shown to others where a rank waits."""
+Native = Callable[[Any, torch.Tensor, torch.Tensor, Request], PendingWork]
+"""`(group, out, x, request)`: begins a collective as the group has it."""
 
 
-def leave_unwatched(work: Any, group: dist.ProcessGroup, request: Request) -> PendingWork:
+def begin_in_group(
+    group: dist.ProcessGroup, out: torch.Tensor, x: torch.Tensor, request: Request
+) -> PendingWork:
+    """Begin a process group's own collective."""
+    kind, op = request.kind, _OPS[request.reduce_op]
+    work: Any
+    if kind == "all_gather":
+        work = group._allgather_base(out, x)
+    elif kind == "all_reduce":
+        work = group.allreduce([x], op)
+    elif kind == "broadcast":
+        work = group.broadcast(x, request.root)
+    elif kind == "reduce_scatter":
+        options = dist.ReduceScatterOptions()
+        options.reduceOp = op  # type: ignore[assignment]
+        work = group._reduce_scatter_base(out, x, options)
+    else:
+        get, send = request.get, request.send
+        assert get is not None and send is not None
+        sizes = ([], []) if get.even and send.even else (get.sizes, send.sizes)
+        work = group.alltoall_base(out, x, *sizes)
     return work  # type: ignore[no-any-return]
 
 
@@ -40,7 +60,7 @@ class Backend:
         sums_in_rank_order: a reduce-scatter exchanges shares, and adds them in rank order.
         waits_on_host: a wait blocks the processor, so that the rank can look why it lasts.
         runs_in_streams: a collective is a kernel of the device's, which can be recorded.
-        watch: given to the work of process groups whose waits block the processor.
+        native: what its own collectives begin by.
     """
 
     gathers_by_broadcast = False
@@ -48,8 +68,8 @@ class Backend:
     waits_on_host = False
     runs_in_streams = True
 
-    def __init__(self, watch: Watch = leave_unwatched):
-        self.watch = watch
+    def __init__(self, native: Native = begin_in_group):
+        self.native = native
 
     def way_of_sum(self, x: torch.Tensor, n: int) -> WayOfSum:
         """How an all-reduce sums `x` over `n` ranks."""
@@ -82,38 +102,22 @@ class Backend:
     ) -> PendingWork:
         """Begin it, and go on while the program computes. `x` of an all_gather may lie in `out`; a
         sum is made in the dtype of `out`."""
-        kind = request.kind
-        if kind == "all_gather":
-            work = group._allgather_base(out, x)
-        elif kind == "all_reduce":
-            work = group.allreduce([x], _OPS[request.reduce_op])
-        elif kind == "reduce_scatter":
-            if out.dtype != x.dtype:
-                return self.exchange_and_sum(group, out, x, request)
-            options = dist.ReduceScatterOptions()
-            options.reduceOp = _OPS[request.reduce_op]  # type: ignore[assignment]
-            work = group._reduce_scatter_base(out, x, options)
-        elif kind == "broadcast":
-            work = group.broadcast(x, request.root)
-        else:
-            get, send = request.get, request.send
-            assert get is not None and send is not None
-            sizes = ([], []) if get.even and send.even else (get.sizes, send.sizes)
-            work = group.alltoall_base(out, x, *sizes)
-        return self.watch(work, group, request)
+        if request.kind == "reduce_scatter" and out.dtype != x.dtype:
+            return self.exchange_and_sum(group, out, x, request)
+        return self.native(group, out, x, request)
 
     def exchange_and_sum(
         self, group: dist.ProcessGroup, out: torch.Tensor, x: torch.Tensor, request: Request
     ) -> PendingSum:
         """A reduce_scatter of a sum: shares are exchanged, and added in rank order."""
-        if group.size() == 2:  # one message each, and no copy
-            mine, other = x.view(2, -1).unbind()[:: 1 - 2 * group.rank()]
-            share = torch.empty_like(mine)
-            sizes = [mine.numel(), 0] if group.rank() else [0, mine.numel()]
-            work = group.alltoall_base(share, other, sizes, sizes)
-            shares: Sequence[torch.Tensor] = (mine, share)  # a + b is b + a, whichever is whose
+        n, rank, each = group.size(), group.rank(), x.numel() // group.size()
+        shares: Sequence[torch.Tensor]
+        if n == 2:  # one message each, and no copy
+            mine, x = x.view(2, -1).unbind()[:: 1 - 2 * rank]
+            came, splits = torch.empty_like(mine), Splits.of([each, 0] if rank else [0, each])
+            shares = mine, came  # a + b is b + a: in rank order whichever is whose
         else:
-            came = torch.empty_like(x)
-            work = group.alltoall_base(came.view(-1), x.view(-1), [], [])
-            shares = came.view(group.size(), -1).unbind()
-        return PendingSum(self.watch(work, group, request), shares, out.view(-1))
+            came, splits = torch.empty_like(x), Splits.evenly(n, each)
+            shares = came.view(n, -1).unbind()
+        ask = Request("all_to_all", request.move, request.op, get=splits, send=splits)
+        return PendingSum(self.native(group, came.view(-1), x.view(-1), ask), shares, out.view(-1))

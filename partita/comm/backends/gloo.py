@@ -87,12 +87,12 @@ class Gloo(Backend):
     ) -> PendingList:
         """An all-gather. Also for two ranks no pair exchange: a rank in a reduce-scatter would take
         this for its own."""
-        pieces, rank = out.view(group.size(), -1), group.rank()
+        pieces, rank, why = out.view(group.size(), -1), group.rank(), request[1:3]
         if not shares_memory(x, out):  # else it lies there
             pieces[rank].copy_(x.view(-1))
         return PendingList(
             [
-                self.watch(group.broadcast(piece, i), group, request)
+                self.native(group, piece, piece, Request("broadcast", *why, root=i))
                 for i, piece in enumerate(pieces.unbind())
             ]
         )
@@ -106,7 +106,8 @@ class Gloo(Backend):
             return super().begin(group, x, x, request)
         if way == "gather":
             shares = x.new_empty(n * size)
-            exchange = self.watch(group._allgather_base(shares, flat), group, request)
+            ask = Request("all_gather", request.move, request.op)
+            exchange = self.native(group, shares, flat, ask)
             return PendingSum(exchange, shares.view(n, size).unbind(), flat)
         whole = flat if size % n == 0 else torch.nn.functional.pad(flat, (0, -size % n))
         piece = x.new_empty(whole.numel() // n)

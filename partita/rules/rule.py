@@ -246,14 +246,15 @@ def table_rule(*what: Any) -> Any:
 
 
 def read_signature(takes: str) -> inspect.Signature:
-    """The signature that a text says: `"input dim=-1 keepdim=False"`."""
-    parameters = []
+    """The signature that a text says, `"input dim=-1"` or `"*tensors indexing=None"`."""
+    kind, parameters = inspect.Parameter.POSITIONAL_OR_KEYWORD, []
     for word in takes.split():
         name, given, default = word.partition("=")
         value = ast.literal_eval(default) if given else inspect.Parameter.empty
-        parameters.append(
-            inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=value)
-        )
+        own = inspect.Parameter.VAR_POSITIONAL if name.startswith("*") else kind
+        parameters.append(inspect.Parameter(name.lstrip("*"), own, default=value))
+        if name.startswith("*"):
+            kind = inspect.Parameter.KEYWORD_ONLY
     return inspect.Signature(parameters)
 
 
@@ -272,6 +273,17 @@ def rule_by_name(takes: str, *functions: Any) -> Callable[[Callable[..., Any]], 
         table_rule(*functions)(derive_by_name)
 
     return register_derivation
+
+
+def decomposed(takes: str, *functions: Any) -> Callable[[Kernel], Kernel]:
+    """Decorates what functions are written as, in other ops; of what they take, `takes` tells calls
+    apart."""
+
+    def register_decomposition(run: Kernel) -> Kernel:
+        rule_by_name(takes, *functions)(lambda given: Decomposition(run))
+        return run
+
+    return register_decomposition
 
 
 def dim_rule(takes: str, text: str, *functions: Any, split: Kernel | None = None) -> None:

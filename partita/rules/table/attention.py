@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from ..rule import Arg, Decomposition, Kernel, KernelCall, KernelRule, own_op
+from ..rule import Arg, Kernel, KernelCall, KernelRule, decomposed, own_op
 from ..rule import table_rule as rule
 
 
@@ -115,15 +115,9 @@ def _product_by_rows(left: Arg, right: Arg) -> KernelRule:
     return KernelRule("... m k * ... k n -> ... m n", keeps="m")
 
 
-@rule(F.scaled_dot_product_attention)
+# Whether there is dropout is told by a float, which no key may hold: it is asked at each call.
+@decomposed("query key value attn_mask=None", F.scaled_dot_product_attention)
 def scaled_dot_product_attention(
-    query: Arg, key: Arg, value: Arg, attn_mask: Any = None
-) -> Decomposition:
-    # Whether there is dropout is told by a float, which no key may hold: it is asked at each call.
-    return Decomposition(_run_attention)
-
-
-def _run_attention(
     query: Any,
     key: Any,
     value: Any,

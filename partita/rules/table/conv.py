@@ -11,10 +11,10 @@ from torch.nn import functional as F
 
 from ..rule import (
     Arg,
-    Decomposition,
     Kernel,
     KernelCall,
     KernelRule,
+    decomposed,
     empty_piece_kernel,
     own_op,
     rule_by_name,
@@ -118,22 +118,19 @@ for _n in (1, 2, 3):
 # -- resampling ------------------------------------------------------------------------------------
 
 
-@rule(F.interpolate)
-def interpolate(input: Arg) -> Decomposition:
-    # The size of the result may be told by a float, which no key holds: it is worked out each time.
-    def interpolate_to_size(
-        input: Any, size: Any = None, scale_factor: Any = None, *args: Any, **more: Any
-    ) -> Any:
-        spatial = tuple(input.shape[2:])
-        if size is not None:
-            after = (size,) * len(spatial) if isinstance(size, int) else tuple(size)
-        else:
-            one = not isinstance(scale_factor, list | tuple)
-            scales = [scale_factor] * len(spatial) if one else scale_factor
-            after = tuple(math.floor(n * k) for n, k in zip(spatial, scales, strict=True))
-        return resized(input, after, (size, scale_factor, *args), more)
-
-    return Decomposition(interpolate_to_size)
+# The size of the result may be told by a float, which no key holds: it is worked out each time.
+@decomposed("input", F.interpolate)
+def interpolate(
+    input: Any, size: Any = None, scale_factor: Any = None, *args: Any, **more: Any
+) -> Any:
+    spatial = tuple(input.shape[2:])
+    if size is not None:
+        after = (size,) * len(spatial) if isinstance(size, int) else tuple(size)
+    else:
+        one = not isinstance(scale_factor, list | tuple)
+        scales = [scale_factor] * len(spatial) if one else scale_factor
+        after = tuple(math.floor(n * k) for n, k in zip(spatial, scales, strict=True))
+    return resized(input, after, (size, scale_factor, *args), more)
 
 
 @own_op

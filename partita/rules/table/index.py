@@ -23,6 +23,7 @@ from ..rule import (
     KernelCall,
     KernelRule,
     connected_zeros,
+    decomposed,
     index_in_piece,
     own_op,
 )
@@ -519,19 +520,16 @@ def embedding(
     return KernelRule("[...] * v d -> ... d", make_embedding_kernel)
 
 
-@rule(torch.embedding)
-def embedding_builtin(weight: Arg, indices: Arg) -> Decomposition:
-    def look_up(
-        weight: Any,
-        indices: Any,
-        padding_idx: int = -1,
-        scale_grad_by_freq: bool = False,
-        sparse: bool = False,
-    ) -> Any:
-        padding = None if padding_idx < 0 else padding_idx
-        return F.embedding(indices, weight, padding, None, 2.0, scale_grad_by_freq, sparse)
-
-    return Decomposition(look_up)
+@decomposed("weight indices", torch.embedding)
+def embedding_builtin(
+    weight: Any,
+    indices: Any,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    padding = None if padding_idx < 0 else padding_idx
+    return F.embedding(indices, weight, padding, None, 2.0, scale_grad_by_freq, sparse)
 
 
 @rule(F.embedding_bag)

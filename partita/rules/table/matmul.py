@@ -15,10 +15,10 @@ from torch.nn import functional as F
 
 from ..rule import (
     Arg,
-    Decomposition,
     Kernel,
     KernelCall,
     KernelRule,
+    decomposed,
     dim_rule,
     narrow_piece,
     rule_by_name,
@@ -166,9 +166,9 @@ def cdist(x1: Arg, x2: Arg) -> str:
     return "... p d!, ... r d! -> ... p r"
 
 
-@rule(torch.linalg.vecdot)
-def vecdot(x: Arg, y: Arg) -> Decomposition:
-    return Decomposition(lambda x, y, *, dim=-1: (x.conj() * y).sum(dim))
+@decomposed("x y", torch.linalg.vecdot)
+def vecdot(x: Any, y: Any, *, dim: int = -1) -> Any:
+    return (x.conj() * y).sum(dim)
 
 
 # -- linear algebra of each matrix -----------------------------------------------------------------

@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional as F
 
 from .. import decompositions
-from ..rule import Arg, Decomposition, Kernel, KernelCall, KernelRule, rule_by_name
+from ..rule import Arg, Decomposition, Kernel, KernelCall, KernelRule, decomposed, rule_by_name
 from ..rule import table_rule as rule
 from ..sentence import SentenceError, bind, parse
 
@@ -94,13 +94,9 @@ def batch_norm(
     return f"{x}{f', {c}' * len(stats)}{_format_affine_terms(weight, bias, c)} -> {x}"
 
 
-@rule(torch.batch_norm)
-def batch_norm_builtin(input: Arg, weight: Any, bias: Any, *rest: Any) -> Decomposition:
-    return Decomposition(
-        lambda x, w, b, mean, var, training, momentum, eps, *_: F.batch_norm(
-            x, mean, var, w, b, training, momentum, eps
-        )
-    )
+@decomposed("input weight bias *rest", torch.batch_norm)
+def batch_norm_builtin(x: Any, w: Any, b: Any, mean: Any, var: Any, *rest: Any) -> Any:
+    return F.batch_norm(x, mean, var, w, b, *rest[:3])  # training, momentum, eps
 
 
 @rule(F.instance_norm)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from ..rule import Arg, Decomposition, Kernel, KernelCall, LikeRule
+from ..rule import Arg, Decomposition, Kernel, KernelCall, LikeRule, decomposed
 from ..rule import table_rule as rule
 
 LINEAR_UNARY = """neg positive clone detach contiguous alias conj conj_physical resolve_conj
@@ -106,16 +106,14 @@ def prelu(input: Arg, weight: Arg) -> str:
     return f"{input.names}, {input.names[1]} -> {input.names}"
 
 
-@rule(torch.equal)
-def equal(input: Arg, other: Arg) -> Decomposition:
-    return Decomposition(lambda x, y: x.shape == y.shape and bool((x == y).all()))
+@decomposed("input other", torch.equal)
+def equal(x: Any, y: Any) -> bool:
+    return x.shape == y.shape and bool((x == y).all())
 
 
-@rule(torch.allclose)
-def allclose(input: Arg, other: Arg) -> Decomposition:
-    return Decomposition(
-        lambda x, y, *args, **kwargs: bool(torch.isclose(x, y, *args, **kwargs).all())
-    )
+@decomposed("input other", torch.allclose)
+def allclose(x: Any, y: Any, *args: Any, **kwargs: Any) -> bool:
+    return bool(torch.isclose(x, y, *args, **kwargs).all())
 
 
 # -- casts -----------------------------------------------------------------------------------------
@@ -139,9 +137,9 @@ def _to_other(input: Any, other: Any, *args: Any, **kwargs: Any) -> Any:
     return input.to(other.dtype, *args, **kwargs)
 
 
-@rule(torch.Tensor.type_as)
-def type_as(input: Any, other: Any) -> Decomposition:
-    return Decomposition(lambda input, other: input.to(other.dtype))
+@decomposed("input other", torch.Tensor.type_as)
+def type_as(input: Any, other: Any) -> Any:
+    return input.to(other.dtype)
 
 
 @rule(torch.Tensor.type)

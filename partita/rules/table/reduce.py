@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from .. import decompositions
-from ..rule import Arg, Decomposition, Kernel, KernelCall, KernelRule, dim_rule
+from ..rule import Arg, Decomposition, Kernel, KernelCall, KernelRule, decomposed, dim_rule
 from ..rule import table_rule as rule
 from .pointwise import is_linear_cast
 
@@ -182,9 +182,9 @@ def norm(
 # -- distances -------------------------------------------------------------------------------------
 
 
-@rule(torch.dist)
-def dist(input: Arg, other: Arg) -> Decomposition:
-    return Decomposition(lambda x, y, p=2: torch.linalg.vector_norm(x - y, p))
+@decomposed("input other", torch.dist)
+def dist(x: Any, y: Any, p: Any = 2) -> Any:
+    return torch.linalg.vector_norm(x - y, p)
 
 
 @rule(F.cosine_similarity)

@@ -9,7 +9,16 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from ..rule import Arg, Decomposition, Kernel, KernelCall, KernelRule, dim_rule, rule_by_name
+from ..rule import (
+    Arg,
+    Decomposition,
+    Kernel,
+    KernelCall,
+    KernelRule,
+    decomposed,
+    dim_rule,
+    rule_by_name,
+)
 from ..rule import table_rule as rule
 from ..sentence import Names, resolve_shape, view_sentence
 from .index import make_pick_kernel
@@ -61,17 +70,19 @@ def reshape(input: Arg, *sizes: Any, shape: Any = None) -> KernelRule:
     return KernelRule(_derive_view(input, _flatten_sizes(sizes, shape)), _reshape)
 
 
-def _decompose_as(method: str) -> None:
-    """Have `x.view_as(y)` and the like be `x.view(y.shape)`."""
-
-    @rule(getattr(torch.Tensor, f"{method}_as"))
-    def derive_as(input: Arg, other: Arg) -> Decomposition:
-        return Decomposition(lambda input, other: getattr(input, method)(other.shape))
+@decomposed("input other", torch.Tensor.view_as)
+def view_as(input: Any, other: Any) -> Any:
+    return input.view(other.shape)
 
 
-_decompose_as("view")
-_decompose_as("reshape")
-_decompose_as("expand")
+@decomposed("input other", torch.Tensor.reshape_as)
+def reshape_as(input: Any, other: Any) -> Any:
+    return input.reshape(other.shape)
+
+
+@decomposed("input other", torch.Tensor.expand_as)
+def expand_as(input: Any, other: Any) -> Any:
+    return input.expand(other.shape)
 
 
 @rule(torch.flatten)
@@ -197,14 +208,11 @@ def expand(input: Arg, *sizes: Any, size: Any = None) -> KernelRule:
     return KernelRule(f"+ {' '.join(left)} -> {' '.join(right)}", _expand)
 
 
-@rule(torch.broadcast_tensors)
-def broadcast_tensors(*tensors: Any) -> Decomposition:
-    def broadcast_all(*tensors: Any) -> Any:
-        tensors = _flatten_sizes(tensors)
-        shape = torch.broadcast_shapes(*(t.shape for t in tensors))
-        return tuple(t.expand(shape) for t in tensors)
-
-    return Decomposition(broadcast_all)
+@decomposed("*tensors", torch.broadcast_tensors)
+def broadcast_tensors(*tensors: Any) -> Any:
+    tensors = _flatten_sizes(tensors)
+    shape = torch.broadcast_shapes(*(t.shape for t in tensors))
+    return tuple(t.expand(shape) for t in tensors)
 
 
 @rule(torch.tile, torch.Tensor.repeat)
@@ -229,20 +237,15 @@ def repeat_interleave(input: Arg, repeats: Any = None, dim: int | None = None) -
     return f"+ {input.names} -> {input.names.put(i, f'({input.names[i]} z={repeats})')}"
 
 
-@rule(torch.meshgrid)
-def meshgrid(*tensors: Any, indexing: str | None = None) -> Decomposition:
-    def expand_to_grids(*tensors: Any, indexing: str | None = None) -> Any:
-        tensors = _flatten_sizes(tensors)
-        shape = [t.numel() for t in tensors]
-        n = len(shape)
-        grids = [
-            t.reshape([-1 if i == j else 1 for j in range(n)]).expand(shape)
-            for i, t in enumerate(tensors)
-        ]
-        swap = indexing == "xy" and n > 1
-        return tuple(g.transpose(0, 1) if swap else g for g in grids)
-
-    return Decomposition(expand_to_grids)
+@decomposed("*tensors indexing=None", torch.meshgrid)
+def meshgrid(*tensors: Any, indexing: str | None = None) -> Any:
+    tensors = _flatten_sizes(tensors)
+    shape, n = [t.numel() for t in tensors], len(tensors)
+    grids = []
+    for i, t in enumerate(tensors):
+        grids.append(t.reshape([-1 if i == j else 1 for j in range(n)]).expand(shape))
+    swap = indexing == "xy" and n > 1
+    return tuple(g.transpose(0, 1) if swap else g for g in grids)
 
 
 # -- pixels ----------------------------------------------------------------------------------------
@@ -449,29 +452,24 @@ def stack(tensors: Sequence[Any], dim: int = 0) -> str | None:
     return f"+ {terms} -> {names.insert(i, f'z={len(tensors)}!')}"
 
 
-def _derive_stack_along(dim: int, ndim: int) -> Any:
+def _stack_along(dim: int, ndim: int) -> Kernel:
     """A stack in one direction, as `cat` of tensors of at least `ndim` dimensions."""
 
-    def derive_stack(tensors: Sequence[Any]) -> Decomposition:
-        def run(tensors: Sequence[Any]) -> Any:
-            wide = [getattr(torch, f"atleast_{ndim}d")(t) for t in tensors]
-            return torch.cat(wide, 0 if dim == 1 and wide[0].ndim == 1 else dim)
+    def run(tensors: Sequence[Any]) -> Any:
+        wide = [getattr(torch, f"atleast_{ndim}d")(t) for t in tensors]
+        return torch.cat(wide, 0 if dim == 1 and wide[0].ndim == 1 else dim)
 
-        return Decomposition(run)
-
-    return derive_stack
+    return run
 
 
-rule(torch.hstack)(_derive_stack_along(1, 1))
-rule(torch.vstack, torch.row_stack)(_derive_stack_along(0, 2))
-rule(torch.dstack)(_derive_stack_along(2, 3))
+decomposed("tensors", torch.hstack)(_stack_along(1, 1))
+decomposed("tensors", torch.vstack, torch.row_stack)(_stack_along(0, 2))
+decomposed("tensors", torch.dstack)(_stack_along(2, 3))
 
 
-@rule(torch.column_stack)
-def column_stack(tensors: Sequence[Any]) -> Decomposition:
-    return Decomposition(
-        lambda tensors: torch.cat([t.reshape(-1, 1) if t.ndim < 2 else t for t in tensors], 1)
-    )
+@decomposed("tensors", torch.column_stack)
+def column_stack(tensors: Sequence[Any]) -> Any:
+    return torch.cat([t.reshape(-1, 1) if t.ndim < 2 else t for t in tensors], 1)
 
 
 # -- apart -----------------------------------------------------------------------------------------
@@ -533,13 +531,11 @@ def unbind(input: Arg, dim: int = 0) -> str | None:
     return f"+ {input.names.whole(i)} -> {', '.join([str(left)] * count)}"
 
 
-def _derive_split_along(dim: int, ndim: int) -> Any:
-    def derive_split(input: Arg, _indices_or_sections: Any = None) -> Decomposition:
-        return Decomposition(lambda x, n: torch.tensor_split(x, n, 0 if x.ndim < ndim else dim))
-
-    return derive_split
+def _split_along(dim: int, ndim: int) -> Kernel:
+    return lambda x, n: torch.tensor_split(x, n, 0 if x.ndim < ndim else dim)
 
 
-rule(torch.hsplit)(_derive_split_along(1, 2))
-rule(torch.vsplit)(_derive_split_along(0, 2))
-rule(torch.dsplit)(_derive_split_along(2, 3))
+_takes = "input _indices_or_sections=None"
+decomposed(_takes, torch.hsplit)(_split_along(1, 2))
+decomposed(_takes, torch.vsplit)(_split_along(0, 2))
+decomposed(_takes, torch.dsplit)(_split_along(2, 3))

@@ -182,17 +182,8 @@ def autoplan(
     choices = search.run(ways, most)
     if not choices:
         raise StrategyError(_say_what_is_nearest(search, ways))
-    return ModelPlan(
-        shape.name,
-        ranks,
-        limit,
-        count,
-        choices,
-        len(ways),
-        search.outcomes,
-        shape,
-        len(search.found),
-    )
+    ended = (len(ways), search.outcomes)
+    return ModelPlan(shape.name, ranks, limit, count, choices, *ended, shape, len(search.found))
 
 
 def _check_base(strategy: Any) -> Strategy:
@@ -420,9 +411,8 @@ class WaySearch:
         if count <= known or self._layers_of(way) * count <= blocks:
             whole = self._simulate_once(way)
             return whole.seconds, whole.peak, whole
-        before, last = (
-            self._simulate_once(_replace_strategy(way, micro_batches=n)) for n in (known - 1, known)
-        )
+        few = (_replace_strategy(way, micro_batches=n) for n in (known - 1, known))
+        before, last = map(self._simulate_once, few)
         seconds = last.seconds + (count - known) * max(last.seconds - before.seconds, 0.0)
         return seconds, last.peak + (count - known) * max(last.peak - before.peak, 0), last
 

@@ -255,15 +255,11 @@ def _measure(ranks: int) -> dict[str, Any]:
     for _ in range(passes):
         _run_pass(deck, collectives, draw, found, met)
     reading = _time_clock()
-    kernels = [
-        {
-            "rate": call.rate,
-            "amount": call.amount,
-            "worked": [max(worked - reading, 1e-9) for worked, _ in pairs],
-            "passed": [passed for _, passed in pairs],
-        }
-        for call, pairs in zip(deck, found, strict=True)
-    ]
+    kernels = []
+    for call, pairs in zip(deck, found, strict=True):
+        worked = [max(seconds - reading, 1e-9) for seconds, _ in pairs]
+        told = {"rate": call.rate, "amount": call.amount, "worked": worked}
+        kernels.append({**told, "passed": [passed for _, passed in pairs]})
     return {"kernels": kernels, "collectives": met}
 
 
@@ -325,9 +321,8 @@ def _make_collectives(ranks: int) -> list[_TimedCollective]:
     """Collectives of all ranks, and of as many as each smaller axis of a mesh may have."""
     found = []
     for size in (n for n in range(2, ranks + 1) if ranks % n == 0):
-        mesh = init_device_mesh(
-            HOST.type, (ranks // size, size), mesh_dim_names=("others", "group")
-        )
+        sizes, names = (ranks // size, size), ("others", "group")
+        mesh = init_device_mesh(HOST.type, sizes, mesh_dim_names=names)
         wire = cast(GroupWire, wire_of(mesh))
         wire.process_group(("group",))
         for elements in _ELEMENTS:
@@ -360,10 +355,8 @@ def _collectives_of(
 
     calls = {"all_gather": gather, "all_to_all": exchange, "all_reduce": reduce}
     whole = 4.0 * part.numel() * ranks
-    return [
-        _TimedCollective(kind, ranks, collective_bytes(kind, ranks, whole), run)
-        for kind, run in calls.items()
-    ]
+    sent = {kind: collective_bytes(kind, ranks, whole) for kind in calls}
+    return [_TimedCollective(kind, ranks, sent[kind], run) for kind, run in calls.items()]
 
 
 # -- the deck of kernels ---------------------------------------------------------------------------
@@ -473,27 +466,17 @@ def _make_heavy_calls(
     yield DeckCall("unvectorized", 2.25 * nbytes, lambda: _aten.native_dropout(one(), 0.1, True))
     side = 16 if elements >= 1 << 12 else 4
     images = [elements // (16 * side * side), 16, side, side]
-    yield DeckCall(
-        "unvectorized",
-        1.75 * nbytes,
-        lambda: _aten.max_pool2d_with_indices.default(one().view(images), [2, 2], [2, 2]),
-    )
+    pool, norm = _aten.max_pool2d_with_indices.default, _aten.native_layer_norm.default
+    yield DeckCall("unvectorized", 1.75 * nbytes, lambda: pool(one().view(images), [2, 2], [2, 2]))
     yield DeckCall("softmax", 2 * nbytes, lambda: _aten._log_softmax.default(table(), 1, False))
-    yield DeckCall(
-        "norm",
-        2 * nbytes,
-        lambda: _aten.native_layer_norm.default(table(), [_WIDTH], weight, bias, 1e-5),
-    )
+    yield DeckCall("norm", 2 * nbytes, lambda: norm(table(), [_WIDTH], weight, bias, 1e-5))
     yield DeckCall("reduction", nbytes, lambda: _aten.sum.dim_IntList(table(), [0]))
     yield DeckCall("reduction", nbytes, lambda: _aten.mean.dim(table(), [1]))
     dense = {"memory_format": torch.contiguous_format}
     yield DeckCall("permute", 2 * nbytes, lambda: _aten.clone.default(heads(), **dense))
     yield DeckCall("gather", 2 * nbytes, lambda: _aten.embedding.default(table(), rows))
-    yield DeckCall(
-        "scatter",
-        2 * nbytes,
-        lambda: _aten.embedding_dense_backward.default(table(), rows, shape[0], -1, False),
-    )
+    scatter = _aten.embedding_dense_backward.default
+    yield DeckCall("scatter", 2 * nbytes, lambda: scatter(table(), rows, shape[0], -1, False))
 
 
 def _make_work_calls() -> Iterator[DeckCall]:
@@ -532,11 +515,8 @@ def _make_attention(length: int, width: int) -> Iterator[DeckCall]:
     out, logsumexp = forward(q, k, v, 0.0, True)
     flops = 0.5 * 4 * 2 * 4 * length**2 * width
     yield DeckCall("attention", flops, lambda: forward(q, k, v, 0.0, True))
-    yield DeckCall(
-        "attention_backward",
-        2.5 * flops,
-        lambda: backward(gradient, q, k, v, out, logsumexp, 0.0, True),
-    )
+    given = (gradient, q, k, v, out, logsumexp, 0.0, True)
+    yield DeckCall("attention_backward", 2.5 * flops, lambda: backward(*given))
 
 
 def _make_convolutions(
@@ -550,11 +530,8 @@ def _make_convolutions(
     # The gradient of the images themselves is asked for by nobody.
     wanted, times = ([False, True, False], 1) if thin else ([True, True, False], 2)
     yield DeckCall(f"{thin}convolution", flops, lambda: forward(x, weight, None, *how))
-    yield DeckCall(
-        f"{thin}convolution_backward",
-        times * flops,
-        lambda: backward(gradient, x, weight, None, *how, wanted),
-    )
+    given = (gradient, x, weight, None, *how, wanted)
+    yield DeckCall(f"{thin}convolution_backward", times * flops, lambda: backward(*given))
 
 
 if __name__ == "__main__":

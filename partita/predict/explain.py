@@ -216,22 +216,19 @@ class Explainer:
             self.calls.pop()
         work = None if made is None else made.work
         products = () if work is None else work.products
-        self.calls[-1].inner.append(
-            ExplainedOp(
-                name,
-                source,
-                self._current_module(),
-                noted.rule or _rule_of(made),
-                operands,
-                _layouts_of(out),
-                noted.rows,
-                tuple(noted.moves),
-                _share_that_is_done(name, call.args, out) * sum(n for n, _ in products),
-                tuple(dict.fromkeys(a for _, axes in products for a in axes)),
-                inner=tuple(noted.inner),
-                is_even=work is None or work.is_even,
-            )
+        where = (name, source, self._current_module(), noted.rule or _rule_of(made))
+        op = ExplainedOp(
+            *where,
+            operands,
+            _layouts_of(out),
+            noted.rows,
+            tuple(noted.moves),
+            _share_that_is_done(name, call.args, out) * sum(n for n, _ in products),
+            tuple(dict.fromkeys(a for _, axes in products for a in axes)),
+            tuple(noted.inner),
+            work is None or work.is_even,
         )
+        self.calls[-1].inner.append(op)
         return out
 
     def _current_module(self) -> str:
@@ -265,17 +262,8 @@ class Explainer:
             return
         name = op if reason in ("explicit", "implicit") else f"{reason} {op}"
         rule = f"({move.kind} over {' '.join(move.axes)})"
-        call.inner.append(
-            ExplainedOp(
-                name,
-                user_line(),
-                self._current_module(),
-                rule,
-                (told.before,),
-                (told.after,),
-                moves=(told,),
-            )
-        )
+        where = (name, user_line(), self._current_module(), rule)
+        call.inner.append(ExplainedOp(*where, (told.before,), (told.after,), moves=(told,)))
 
 
 def _share_that_is_done(name: str, args: Sequence[Any], out: Any) -> float:
@@ -329,14 +317,8 @@ class _RowNeeds:
         repeats = any(one.row.split not in work.names for work in self.work)
         if repeats and self._is_spread(one.axis):
             needs.append(f"work repeated along {one.axis}")
-        return ConsideredRow(
-            one.axis,
-            str(one.row),
-            one.price,
-            one.taken,
-            tuple(needs),
-            sum(nbytes for _, nbytes in moved),
-        )
+        sent = sum(nbytes for _, nbytes in moved)
+        return ConsideredRow(one.axis, str(one.row), one.price, one.taken, tuple(needs), sent)
 
     def _is_spread(self, axis: str) -> bool:
         """Does the axis split an operand, so that its ranks need not all do the same?"""
@@ -460,19 +442,22 @@ class ExplainedOp:
     @property
     def nbytes(self) -> int:
         """Bytes that a rank sends in its moves, with those of the calls inside."""
-        return sum(m.nbytes for m in self.moves) + sum(one.nbytes for one in self.inner)
+        return sum(move.nbytes for move in self.all_moves)
 
     @property
     def backward_nbytes(self) -> int:
         """Bytes that a rank sends in their transposes, where gradients come back."""
-        return sum(m.backward_nbytes for m in self.moves) + sum(
-            one.backward_nbytes for one in self.inner
-        )
+        return sum(move.backward_nbytes for move in self.all_moves)
+
+    @property
+    def all_moves(self) -> list[ExplainedMove]:
+        """`moves`, with those of the calls inside."""
+        return [move for op, _ in _with_depth([self]) for move in op.moves]
 
     @property
     def all_work(self) -> float:
         """`work`, with that of the calls inside."""
-        return self.work + sum(one.all_work for one in self.inner)
+        return sum(op.work for op, _ in _with_depth([self]))
 
     def chosen(self, axis: str) -> ConsideredRow | None:
         """The row that is taken on an axis; None where the op has no rule."""
@@ -540,7 +525,7 @@ class Explanation:
     @property
     def moves(self) -> tuple[ExplainedMove, ...]:
         """All moves, in order; their transposes are no moves of their own here."""
-        return tuple(move for op in _flatten_ops(self.ops) for move in op.moves)
+        return tuple(move for op in self.ops for move in op.all_moves)
 
     @property
     def nbytes(self) -> int:
@@ -579,7 +564,7 @@ class Explanation:
             said += f"; {human(self.backward_nbytes)} more in a backward"
         if not self.work:
             return said
-        is_even = all(op.is_even for op in _flatten_ops(self.ops))
+        is_even = all(op.is_even for op, _ in _with_depth(self.ops))
         return f"{said}; {_say_work(self.work, is_even)}"
 
 
@@ -588,21 +573,11 @@ def _say_work(operations: float, is_even: bool) -> str:
     return f"{format_count(operations)} operations on {where}"
 
 
-def _flatten_ops(ops: Iterable[ExplainedOp]) -> Iterable[ExplainedOp]:
-    for op in ops:
-        yield op
-        yield from _flatten_ops(op.inner)
-
-
 def _rows_of(axis: str, rows: Sequence[ConsideredRow]) -> list[str]:
-    cells = [
-        (
-            f"    {'->' if row.chosen else '  '} {row.row}",
-            format_seconds(row.seconds),
-            ", ".join(row.needs),
-        )
-        for row in sorted(rows, key=lambda row: (not row.chosen, row.seconds))
-    ]
+    cells = []
+    for row in sorted(rows, key=lambda row: (not row.chosen, row.seconds)):
+        mark = "->" if row.chosen else "  "
+        cells.append((f"    {mark} {row.row}", format_seconds(row.seconds), ", ".join(row.needs)))
     return [f"  axis {axis}", *format_table(cells, {1}).splitlines()]
 
 
@@ -620,15 +595,9 @@ def _format_cells(op: ExplainedOp, depth: int) -> tuple[str, ...]:
     chosen = [(axis, op.chosen(axis)) for axis in op.axes]
     rows = "; ".join(f"{axis}: {row.row}" for axis, row in chosen if row is not None)
     sent, backward = (sum(getattr(m, n) for m in op.moves) for n in ("nbytes", "backward_nbytes"))
-    return (
-        "  " * depth + op.op,
-        rows or op.rule,
-        _format_layouts(op.results),
-        human(sent),
-        human(backward),
-        format_count(op.work) if op.work else "-",
-        op._format_place(),
-    )
+    work = format_count(op.work) if op.work else "-"
+    what = ("  " * depth + op.op, rows or op.rule, _format_layouts(op.results))
+    return (*what, human(sent), human(backward), work, op._format_place())
 
 
 def _format_layouts(layouts: Sequence[Layout]) -> str:

@@ -625,26 +625,12 @@ _RATES = {
     "thin_convolution_backward": "",
 }
 _RATE_OF = {name: rate for rate, names in _RATES.items() for name in names.split()}
-BY_FLOPS = (
-    "matmul",
-    "batched_matmul",
-    "convolution",
-    "convolution_backward",
-    "thin_convolution",
-    "thin_convolution_backward",
-    "attention",
-    "attention_backward",
-)
+_CONVOLUTIONS = tuple(name for name in _RATES if "convolution" in name)
+BY_FLOPS = ("matmul", "batched_matmul", *_CONVOLUTIONS, "attention", "attention_backward")
 """Rates whose amounts are operations; those of the others are bytes, read and written."""
 RATES = (
-    *_RATES,
-    "matmul",
-    "attention",
-    "attention_backward",
-    "permute",
-    "arithmetic",
-    "view",
-    "number",
+    *(*_RATES, "matmul", "attention", "attention_backward"),
+    *("permute", "arithmetic", "view", "number"),
 )
 """All that a machine may have a curve of."""
 _HOST_ONLY = ("getitem", "wait_tensor")

@@ -466,13 +466,10 @@ class _Schedule(MemoryCount):
         self._buffers.append(replace(self._make_buffer(nbytes, at), death=at + 1, passing=True))
 
     def _make_buffer(self, nbytes: int, at: int) -> Buffer:
-        phase = (
-            "update" if self.stepping is not None else "backward" if in_backward() else "forward"
-        )
-        name = f"{self._made_by}_{at}"
-        return Buffer(
-            name, nbytes, at, _NEVER, made_by=self._made_by, source=self._source, phase=phase
-        )
+        phase = "backward" if in_backward() else "forward"
+        phase = phase if self.stepping is None else "update"
+        about: dict[str, Any] = {"made_by": self._made_by, "source": self._source, "phase": phase}
+        return Buffer(f"{self._made_by}_{at}", nbytes, at, _NEVER, **about)
 
     def memory_with(self, held: tuple[HeldInput, ...]) -> Memory:
         """The schedule as it is now."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
 from partita.comm import Wire, is_part_of_mesh, own_lines_shown, sizes_of_mesh
@@ -630,14 +631,8 @@ def kernels_of(graph: fx.Graph, fuses: bool) -> dict[fx.Node, Kernel]:
             if (group, source) not in seen:
                 seen.add((group, source))
                 nbytes += min(_nbytes_of_node(operand), _read_at_most(node, operand))
-        found[node] = Kernel(
-            kind,
-            count_flops(node),
-            nbytes,
-            _dtype_of_operands(node),
-            group is node,
-            rate_of(node, _name_of_op(node), kind),
-        )
+        dtype, rate = _dtype_of_operands(node), rate_of(node, _name_of_op(node), kind)
+        found[node] = Kernel(kind, count_flops(node), nbytes, dtype, group is node, rate)
     return found
 
 
@@ -650,11 +645,8 @@ def count_flops(node: fx.Node) -> float:
     if "scaled_dot_product" in name and "attention" in name:
         backward = "backward" in name
         # A backward's first operand is the gradient of the result.
-        q, k = (
-            (_shape_of_node(a) for a in node.args[1:3])
-            if backward
-            else map(_shape_of_node, node.args[:2])
-        )
+        first = 1 if backward else 0
+        q, k = map(_shape_of_node, node.args[first : first + 2])
         if len(q) != 4 or len(k) != 4:
             return 0.0
         b, h, t, d = q
@@ -779,18 +771,13 @@ def _name_of_op(node: fx.Node) -> str:
     return str(schema.name if schema is not None else getattr(node.target, "__name__", node.target))
 
 
-def _collect_tensors(value: Any) -> Iterable[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _collect_tensors(one)
+def _collect_tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _nbytes_of_node(node: fx.Node) -> int:
-    return sum(
-        math.prod(t.shape) * t.element_size() for t in _collect_tensors(node.meta.get("val"))
-    )
+    tensors = _collect_tensors(node.meta.get("val"))
+    return sum(math.prod(t.shape) * t.element_size() for t in tensors)
 
 
 def _shape_of_node(node: Any) -> tuple[int, ...]:
@@ -898,9 +885,8 @@ class Simulation:
             OSError: the file cannot be written.
         """
         for one in others:
-            check_argument(
-                "what stands beside it", one, isinstance(one, Simulation), "a Simulation"
-            )
+            is_right = isinstance(one, Simulation)
+            check_argument("what stands beside it", one, is_right, "a Simulation")
         write_report(path, *(one.make_run_facts() for one in (self, *others)))
 
     def make_run_facts(self) -> RunFacts:

@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import product
 from numbers import Integral
 from typing import Any
 
@@ -127,17 +128,8 @@ def _shape_of_class(
 
     code = f"{kind}(layers={{layers}}, width={width}, heads={heads}, context={{context}}, "
     code += ", ".join(f"{name}={size}" for name, size in {"vocab": vocab, **more}.items()) + ")"
-    return ModelShape(
-        make,
-        layers,
-        width,
-        heads,
-        more.get("groups", heads),
-        context,
-        vocab,
-        plans.gpt if kind == "GPT" else plans.llama,
-        code=code,
-    )
+    groups, plan = more.get("groups", heads), plans.gpt if kind == "GPT" else plans.llama
+    return ModelShape(make, layers, width, heads, groups, context, vocab, plan, code=code)
 
 
 MODELS: dict[str, ModelShape] = {
@@ -369,20 +361,14 @@ def ways_of(
             continue
         mine = batch // dp
         counts = [m for m in (2**k for k in range(mine.bit_length())) if mine % m == 0]
-        for sequence in (False, True)[: 1 + (shape.has_sequence and tp > 1 and context % tp == 0)]:
-            for stage in (0, 1, 2, 3) if dp > 1 else (0,):
-                for recomputes in (False, True)[: 1 + shape.has_blocks]:
-                    for count in counts:
-                        strategy = dataclasses.replace(
-                            base,
-                            zero=stage,
-                            remat=recomputes,
-                            remat_every=base.remat_every if recomputes else 1,
-                            sequence=sequence,
-                            batch=mine // count,
-                            micro_batches=count,
-                        )
-                        yield Way(dp, tp, strategy)
+        sequences = (False, True)[: 1 + (shape.has_sequence and tp > 1 and context % tp == 0)]
+        stages = (0, 1, 2, 3) if dp > 1 else (0,)
+        remats = (False, True)[: 1 + shape.has_blocks]
+        for sequence, stage, remats_blocks, count in product(sequences, stages, remats, counts):
+            every = base.remat_every if remats_blocks else 1
+            spread: dict[str, Any] = {"zero": stage, "sequence": sequence, "remat": remats_blocks}
+            batches = {"remat_every": every, "batch": mine // count, "micro_batches": count}
+            yield Way(dp, tp, dataclasses.replace(base, **spread, **batches))
 
 
 # -- the program of a way --------------------------------------------------------------------------

@@ -247,7 +247,8 @@ def table_rule(*what: Any) -> Any:
 
 def read_signature(takes: str) -> inspect.Signature:
     """The signature that a text says, `"input dim=-1"` or `"*tensors indexing=None"`."""
-    kind, parameters = inspect.Parameter.POSITIONAL_OR_KEYWORD, []
+    kind: Any = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = []
     for word in takes.split():
         name, given, default = word.partition("=")
         value = ast.literal_eval(default) if given else inspect.Parameter.empty

@@ -66,6 +66,7 @@ from .strategy import (
     check_argument,
     check_counts,
     make_step,
+    refuse_if,
     shape_of,
 )
 from .strategy import __file__ as strategy_file
@@ -144,28 +145,17 @@ def _check_arguments(
     if tokens is not None:
         check_counts(tokens=tokens)
     if is_named:
-        where = "on a model that is simulated by its name or shape"
-        if args:
-            raise StrategyError(
-                f"args have no effect {where}: its batch is the strategy's, "
-                "strategy=pt.Strategy(batch=..., context=...)"
-            )
-        if tokens is not None:
-            raise StrategyError(
-                f"tokens has no effect {where}: they are counted, of "
-                "strategy=pt.Strategy(batch=..., micro_batches=..., context=...)"
-            )
+        where = "no effect on a model that is simulated by its name or shape"
+        its_own = "strategy=pt.Strategy(batch=..., micro_batches=..., context=...)"
+        refuse_if(args, f"args have {where}: its batch is the strategy's, {its_own}")
+        refuse_if(tokens is not None, f"tokens has {where}: they are counted, of {its_own}")
         return
-    if strategy is not None:
-        raise StrategyError(
-            f"strategy has no effect on {_name_of_step(what)}, which is spread already: call "
-            "pt.zero, pt.parallelize and pt.remat before, or simulate a name or a ModelShape"
-        )
-    if runs_nothing(what):
-        raise StrategyError(
-            f"{_name_of_step(what)} is a generator or a coroutine function: a call of it runs "
-            "nothing, and a step is a function that runs"
-        )
+    name = _name_of_step(what)
+    instead = "pt.zero, pt.parallelize and pt.remat before, or simulate a name or a ModelShape"
+    said = f"strategy has no effect on {name}, which is spread already: call {instead}"
+    refuse_if(strategy is not None, said)
+    said = f"{name} is a generator or a coroutine function: a call of it runs nothing"
+    refuse_if(runs_nothing(what), f"{said}, and a step is a function that runs")
     _check_call(what, args)
 
 
@@ -342,18 +332,13 @@ def _check_mesh(
             raise StrategyError(f"the mesh is said to be {said}, and the step's is {is_so}")
     if sizes.keys() <= held.keys():
         return
-    if not held:
-        raise StrategyError(
-            f"the mesh is said to be {_format_mesh(sizes)}, and no tensor of the step lies on a "
-            "mesh: spread them (pt.parallelize, pt.zero), or simulate one rank with mesh=None"
-        )
-    if not all(is_part_of_mesh(wire.device_mesh, mesh) for wire in program.wires):
-        more = " ".join(axis for axis in sizes if axis not in held)
-        raise StrategyError(
-            f"the mesh is said to be {_format_mesh(sizes)}, and no tensor of the step lies along "
-            f"{more}: the step's mesh is {_format_mesh(held)}. Say that one, or give the mesh "
-            "itself of which it is a part, not its sizes"
-        )
+    said = f"the mesh is said to be {_format_mesh(sizes)}, and no tensor of the step lies"
+    how = "spread them (pt.parallelize, pt.zero), or simulate one rank with mesh=None"
+    refuse_if(not held, f"{said} on a mesh: {how}")
+    more = " ".join(axis for axis in sizes if axis not in held)
+    is_part = all(is_part_of_mesh(wire.device_mesh, mesh) for wire in program.wires)
+    how = "Say that one, or give the mesh itself of which it is a part, not its sizes"
+    refuse_if(not is_part, f"{said} along {more}: the step's mesh is {_format_mesh(held)}. {how}")
 
 
 def _format_mesh(sizes: Mapping[str, int]) -> str:
@@ -374,10 +359,8 @@ def _step_of(model: nn.Module) -> Callable[..., torch.Tensor]:
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             is_tensor = isinstance(loss, torch.Tensor)
             given = f"a tensor of shape {tuple(loss.shape)}" if is_tensor else describe_value(loss)
-            raise StrategyError(
-                f"the model gives {given}, not its loss: simulate a step of your own, "
-                "def step(x): ..."
-            )
+            how = "simulate a step of your own, def step(x): ..."
+            raise StrategyError(f"the model gives {given}, not its loss: {how}")
         loss.backward()
         optimizer.step()
         return loss

@@ -37,6 +37,12 @@ class StrategyError(ValueError):
     or a mesh or a batch that does not divide."""
 
 
+def refuse_if(is_wrong: object, said: str) -> None:
+    """Raise StrategyError that says what is wrong, if it is."""
+    if is_wrong:
+        raise StrategyError(said)
+
+
 def check_counts(**counts: Any) -> None:
     """Raise StrategyError for what is no whole number of at least 1, by its name."""
     for name, count in counts.items():
@@ -45,8 +51,7 @@ def check_counts(**counts: Any) -> None:
 
 def check_argument(name: str, value: Any, is_right: bool, allowed: str) -> None:
     """Raise StrategyError for an argument that is not as it should be, with what is allowed."""
-    if not is_right:
-        raise StrategyError(f"{name} is {describe_value(value)}: {allowed}")
+    refuse_if(not is_right, f"{name} is {describe_value(value)}: {allowed}")
 
 
 def _make_text(sequences: int, context: int) -> tuple[Tensor, Tensor]:
@@ -183,10 +188,10 @@ class Strategy:
         is_stage = isinstance(self.zero, Integral) and not isinstance(self.zero, bool)
         check_argument("zero", self.zero, is_stage, "a stage, 0 to 3")
         check_fields(self, StrategyError, {"remat sequence": CHOICE})
-        if not isinstance(self.precision, str):
-            said = self.precision if isinstance(self.precision, torch.dtype) else None
-            given = str(said) if said else describe_value(self.precision)
-            raise StrategyError(f"precision is {given}: {_PRECISIONS}, as text")
+        given = describe_value(self.precision)
+        given = str(self.precision) if isinstance(self.precision, torch.dtype) else given
+        is_text = isinstance(self.precision, str)
+        refuse_if(not is_text, f"precision is {given}: {_PRECISIONS}, as text")
 
 
 _MOST_ELEMENTS = 2**59
@@ -229,11 +234,8 @@ def make_step(
         precision = dtype if in_zero and dtype is not torch.float32 else None
         zero(module, on, "dp", stage=strategy.zero, precision=precision)
     if strategy.remat and shape.has_blocks:
-        if not hasattr(module, "blocks"):
-            raise StrategyError(
-                f"{shape.name} has no `blocks` to be recomputed: "
-                "its ModelShape says has_blocks=True"
-            )
+        said = f"{shape.name} has no `blocks` to be recomputed: its ModelShape says has_blocks=True"
+        refuse_if(not hasattr(module, "blocks"), said)
         remat(module, blocks=list(module.blocks)[:: strategy.remat_every])  # type: ignore[arg-type]
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, foreach=True)
     placements = [Shard(0) if name == "dp" else Replicate() for name in mesh]
@@ -263,56 +265,46 @@ def shape_of(model: str | ModelShape) -> ModelShape:
         return model
     allowed = "a name of partita.predict.MODELS, or a ModelShape of your own"
     check_argument("model", model, isinstance(model, str), allowed)
-    if model not in MODELS:
-        known = ", ".join(MODELS)
-        raise StrategyError(f"no model {describe_value(model)}: {known} are known by name")
+    known = ", ".join(MODELS)
+    is_known = model in MODELS
+    refuse_if(not is_known, f"no model {describe_value(model)}: {known} are known by name")
     return dataclasses.replace(MODELS[model], name=model)
 
 
-def _check_strategy(shape: ModelShape, mesh: Mapping[str, int], strategy: Strategy) -> None:
+def _check_strategy(shape: ModelShape, mesh: Mapping[str, int], of: Strategy) -> None:
+    """Raise StrategyError for what does not divide, and for what changes nothing on this mesh."""
     for name, size in mesh.items():
-        if name not in ("dp", "tp"):
-            raise StrategyError(f"{name}={size} is no axis of a named model: dp=N, tp=N")
-        if size < 1:
-            raise StrategyError(f"{name}={size}: an axis has at least one rank")
-    if not mesh:
-        raise StrategyError("a mesh has at least one axis: dp=N, tp=N")
-    tp = mesh.get("tp", 1)
+        is_known = name in ("dp", "tp")
+        refuse_if(not is_known, f"{name}={size} is no axis of a named model: dp=N, tp=N")
+        refuse_if(size < 1, f"{name}={size}: an axis has at least one rank")
+    refuse_if(not mesh, "a mesh has at least one axis: dp=N, tp=N")
+    tp, context = mesh.get("tp", 1), of.context or shape.context
     for what, size in (("heads", shape.heads), ("key and value heads", shape.groups)):
-        if size % tp:
-            raise StrategyError(f"tp={tp} does not divide the {size} {what} of {shape.name}")
-    context = strategy.context or shape.context
-    _check_effects(shape, mesh, strategy)
-    if strategy.batch * context * max(shape.vocab, shape.width) > _MOST_ELEMENTS:
-        raise StrategyError(
-            f"batch={strategy.batch} sequences of context={context} tokens are more than a tensor "
-            "can hold"
-        )
-    if strategy.sequence and context % tp:
-        raise StrategyError(f"tp={tp} does not divide sequences of {context} tokens")
-    if strategy.zero not in (0, 1, 2, 3):
-        raise StrategyError(f"ZeRO has stages 0 to 3, not {strategy.zero}")
-    if strategy.precision not in ("bfloat16", "float32"):
-        raise StrategyError(f"precision is {describe_value(strategy.precision)}: {_PRECISIONS}")
+        refuse_if(size % tp, f"tp={tp} does not divide the {size} {what} of {shape.name}")
+    _check_effects(shape, mesh, of)
+    elements = of.batch * context * max(shape.vocab, shape.width)
+    said = f"batch={of.batch} sequences of context={context} tokens are more than a tensor can hold"
+    refuse_if(elements > _MOST_ELEMENTS, said)
+    is_cut = of.sequence and context % tp
+    refuse_if(is_cut, f"tp={tp} does not divide sequences of {context} tokens")
+    refuse_if(of.zero not in (0, 1, 2, 3), f"ZeRO has stages 0 to 3, not {of.zero}")
+    is_known = of.precision in ("bfloat16", "float32")
+    refuse_if(not is_known, f"precision is {describe_value(of.precision)}: {_PRECISIONS}")
 
 
-def _check_effects(shape: ModelShape, mesh: Mapping[str, int], strategy: Strategy) -> None:
+def _check_effects(shape: ModelShape, mesh: Mapping[str, int], of: Strategy) -> None:
     """Raise StrategyError for what is asked of a strategy, and changes nothing on this mesh."""
     axes = ",".join(f"{name}={size}" for name, size in mesh.items())
-    if strategy.zero in (1, 2) and "dp" not in mesh:
-        raise StrategyError(
-            f"zero={strategy.zero} has no effect: ZeRO spreads over dp, and the mesh is {axes}"
-        )
-    if strategy.sequence and mesh.get("tp", 1) == 1:
-        raise StrategyError(
-            f"sequence=True has no effect: sequences are split over tp, and the mesh is {axes}"
-        )
-    if strategy.sequence and not shape.has_sequence:
-        raise StrategyError(f"sequence=True has no effect: {shape.name} says has_sequence=False")
-    every = strategy.remat_every
-    if every > 1 and not (strategy.remat and shape.has_blocks):
-        why = "remat is False" if shape.has_blocks else f"{shape.name} says has_blocks=False"
-        raise StrategyError(f"remat_every={every} has no effect: {why}")
+    said = f"zero={of.zero} has no effect: ZeRO spreads over dp, and the mesh is {axes}"
+    refuse_if(of.zero in (1, 2) and "dp" not in mesh, said)
+    said = f"sequence=True has no effect: sequences are split over tp, and the mesh is {axes}"
+    refuse_if(of.sequence and mesh.get("tp", 1) == 1, said)
+    said = f"sequence=True has no effect: {shape.name} says has_sequence=False"
+    refuse_if(of.sequence and not shape.has_sequence, said)
+    why = "remat is False" if shape.has_blocks else f"{shape.name} says has_blocks=False"
+    is_all_kept = not (of.remat and shape.has_blocks)
+    every = of.remat_every
+    refuse_if(every > 1 and is_all_kept, f"remat_every={every} has no effect: {why}")
 
 
 # -- ways to spread --------------------------------------------------------------------------------

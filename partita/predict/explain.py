@@ -29,7 +29,6 @@ from partita.layout.text import (
 )
 from partita.redistribute import Move, plan
 from partita.redistribute.move import bytes_sent
-from partita.rules import Row, Work
 from partita.tensor.arguments import OpCall, Path
 from partita.tensor.dispatch import run_gathered
 from partita.tensor.dtensor import DTensor, short_dtype
@@ -234,20 +233,16 @@ class Explainer:
     def _current_module(self) -> str:
         return self._modules[-1] if self._modules else ""
 
-    def hear_rows(
-        self,
-        places: Sequence[tuple[Path, Sequence[str]]],
-        chooser: RowChooser,
-    ) -> None:
+    def hear_rows(self, places: Sequence[tuple[Path, Sequence[str]]], chooser: RowChooser) -> None:
         """The rows that were priced for the call that is under way.
 
         Args:
             places: where each operand stands in the call, and the names of its parameters.
         """
         names = [_name_of(path, parameters) for path, parameters in places]
-        needs = _RowNeeds(names, chooser.layouts, chooser.itemsizes, chooser.work, chooser.mesh)
+        rows = (_describe_row(names, chooser, one) for one in chooser.considered or ())
         self.calls[-1].rule = str(chooser.bound.sentence)
-        self.calls[-1].rows = tuple(needs.row(one) for one in chooser.considered or ())
+        self.calls[-1].rows = tuple(rows)
 
     def hear_move(
         self, mesh: Mesh, move: Move, x: torch.Tensor, op: str, reason: str, graded: bool
@@ -301,42 +296,34 @@ def _layouts_of(values: Any) -> tuple[Layout, ...]:
 # -- what a row asks for ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _RowNeeds:
-    """What the rows of a call ask for, on `mesh`."""
+def _describe_row(names: Sequence[str], chooser: RowChooser, one: Considered) -> ConsideredRow:
+    """A row that was priced, and what it asks for of the operands, which have these names."""
+    moved = [*_find_moves(names, chooser, one)]
+    needs = [text for text, _ in moved]
+    held = [layout.placement(one.axis) for layout in chooser.layouts if layout is not None]
+    # Where the axis splits no operand its ranks all do the same, whatever is chosen.
+    is_spread = chooser.mesh.size(one.axis) > 1 and any(p.is_shard() for p in held)
+    if is_spread and any(one.row.split not in work.names for work in chooser.work):
+        needs.append(f"work repeated along {one.axis}")
+    sent = sum(nbytes for _, nbytes in moved)
+    return ConsideredRow(one.axis, str(one.row), one.price, one.taken, tuple(needs), sent)
 
-    names: Sequence[str]
-    layouts: Sequence[Layout | None]
-    itemsizes: Sequence[int]
-    work: Sequence[Work]
-    mesh: Mesh
 
-    def row(self, one: Considered) -> ConsideredRow:
-        moved = [*self._find_moves(one.axis, one.row)]
-        needs = [text for text, _ in moved]
-        repeats = any(one.row.split not in work.names for work in self.work)
-        if repeats and self._is_spread(one.axis):
-            needs.append(f"work repeated along {one.axis}")
-        sent = sum(nbytes for _, nbytes in moved)
-        return ConsideredRow(one.axis, str(one.row), one.price, one.taken, tuple(needs), sent)
-
-    def _is_spread(self, axis: str) -> bool:
-        """Does the axis split an operand, so that its ranks need not all do the same?"""
-        held = [layout.placement(axis) for layout in self.layouts if layout is not None]
-        return self.mesh.size(axis) > 1 and any(p.is_shard() for p in held)
-
-    def _find_moves(self, axis: str, row: Row) -> Iterator[tuple[str, int]]:
-        """What moves each operand to where the row wants it, and the bytes of that."""
-        for i, (layout, wanted) in enumerate(zip(self.layouts, row.inputs, strict=False)):
-            if layout is None or wanted is None or wanted == layout.placement(axis):
-                continue
-            try:
-                path = plan(layout, layout.put(axis, wanted), self.mesh, self.itemsizes[i])
-            except LayoutError:
-                continue
-            sent = path.nbytes(self.mesh, self.itemsizes[i])
-            kinds = " then ".join(move.kind for move in path.moves)
-            yield f"{self.names[i]} {kinds}" + (f" {human(sent)}" if sent else ""), sent
+def _find_moves(
+    names: Sequence[str], chooser: RowChooser, one: Considered
+) -> Iterator[tuple[str, int]]:
+    """What moves each operand to where a row wants it, and the bytes of that."""
+    mesh, operands = chooser.mesh, zip(names, chooser.layouts, chooser.itemsizes, strict=True)
+    for (name, layout, itemsize), wanted in zip(operands, one.row.inputs, strict=False):
+        if layout is None or wanted is None or wanted == layout.placement(one.axis):
+            continue
+        try:
+            path = plan(layout, layout.put(one.axis, wanted), mesh, itemsize)
+        except LayoutError:
+            continue
+        sent = path.nbytes(mesh, itemsize)
+        kinds = " then ".join(move.kind for move in path.moves)
+        yield f"{name} {kinds}" + (f" {human(sent)}" if sent else ""), sent
 
 
 def _name_of(path: Path, parameters: Sequence[str]) -> str:

@@ -17,7 +17,7 @@ from .capture.answers import Guesses
 from .capture.block_calls import BlockChoice
 from .capture.block_programs import inline_block_programs
 from .capture.capture import capture
-from .capture.state import State, tensors_of_call
+from .capture.inputs import State, tensors_of_call
 from .captured_program import CapturedProgram
 from .conditions import Sharing
 from .errors import CaptureError, cannot_be_kept

@@ -46,8 +46,8 @@ from .capture.answers import Guesses, OtherAnswers, StepRaises
 from .capture.block_calls import BlockChoice
 from .capture.capture_context import Slot, attribute_set
 from .capture.fakes import local_of
+from .capture.inputs import ReachedMore, State, find_state, names_of_call, tensors_of_call
 from .capture.optimizers import MadeState, drop_unused_state, make_optimizer_state
-from .capture.state import ReachedMore, State, names_of_call, state_of, tensors_of_call
 from .captured_program import CapturedProgram, announce_run, list_sent_moves
 from .conditions import Condition, Conditions
 from .errors import CaptureError, RefusedCall
@@ -421,7 +421,7 @@ class CompiledStep:
 
     def _search_state(self, args: Any, kwargs: Any) -> State:
         """What the step reaches now."""
-        self._state = state_of(self.step, self._given, args, kwargs, self._reached)
+        self._state = find_state(self.step, self._given, args, kwargs, self._reached)
         return self._state
 
     def _find_kept_program(

@@ -44,8 +44,8 @@ from partita.compile import CompiledStep
 from partita.compile.capture.capture import taking_turns
 from partita.compile.capture.capture_context import compiling, hidden_from_watchers, slots_swapped
 from partita.compile.capture.fakes import local_of
+from partita.compile.capture.inputs import State, find_state, names_of_call, tensors_of_call
 from partita.compile.capture.outputs import ModuleAttributes
-from partita.compile.capture.state import State, names_of_call, state_of, tensors_of_call
 from partita.compile.errors import user_line_of
 from partita.compile.memory import Buffer, HeldInput, Memory, workspace
 from partita.layout import Fix, Layout, LayoutError
@@ -77,7 +77,7 @@ def rehearse(
     Raises:
         LayoutError: `fn` asks for a value of a tensor, or steps an optimizer.
     """
-    state = state_of(fn, (), args, kwargs)
+    state = find_state(fn, (), args, kwargs)
     fakes = _Fakes(make_wire)
     leaves = tensors_of_call(state.slots, args, kwargs)
     with ExitStack() as stack:
@@ -414,7 +414,7 @@ def eager_memory(make: Callable[[], tuple[Callable[..., Any], Sequence[Any]]]) -
         step, args = make()
         step(*args)
         with _disable_current_modes():
-            held = tuple(_list_held(state_of(step, (), args, {}), args))
+            held = tuple(_list_held(find_state(step, (), args, {}), args))
         with _ScheduleMode(schedule), told_of_resizes(schedule.note_resized):
             result = step(*args)
         found = schedule.memory_with(held)

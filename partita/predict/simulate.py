@@ -30,7 +30,7 @@ from partita.comm.device import HOST
 from partita.compile import CompiledStep
 from partita.compile import compile as compile_step
 from partita.compile.capture.fakes import captured_for, local_of
-from partita.compile.capture.state import state_of, tensors_of_call
+from partita.compile.capture.inputs import find_state, tensors_of_call
 from partita.compile.captured_program import list_sent_moves
 from partita.compile.graph_nodes import is_collective, note_of
 from partita.compile.memory import Buffer, HeldInput, Memory, held_by, scheduled
@@ -295,7 +295,7 @@ def _capture_step(step: Any, args: Sequence[Any]) -> Program:
 def _count_unread_bytes(step: Callable[..., Any], args: Sequence[Any], program: Program) -> int:
     """Bytes on a rank of the parameters and buffers of modules that a step reaches and does not
     read: they are none of its program's inputs."""
-    modules = state_of(_function_of_step(step), (), args, {}).modules.values()
+    modules = find_state(_function_of_step(step), (), args, {}).modules.values()
     held: dict[int, int] = {}
     for tensor in (t for m in modules for t in (*m.parameters(), *m.buffers())):
         storage = local_of(tensor).untyped_storage()
@@ -306,7 +306,7 @@ def _count_unread_bytes(step: Callable[..., Any], args: Sequence[Any], program: 
 
 def _find_wires(step: Callable[..., Any], args: Sequence[Any]) -> list[Wire]:
     """The wires of the tensors that a step reaches, of those that it does not read, too."""
-    state = state_of(_function_of_step(step), (), args, {})
+    state = find_state(_function_of_step(step), (), args, {})
     leaves = tensors_of_call(state.slots, tuple(args), {})
     return list(dict.fromkeys(t._spec.wire for t in leaves if isinstance(t, DTensor)))
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import partita as pt
-from partita.compile.capture.state import state_of
+from partita.compile.capture.inputs import find_state
 from tests.programs.captured_steps import (
     adamw,
     data_parallel,
@@ -438,8 +438,8 @@ def test_a_global_is_part_of_a_step_where_it_is_named_and_not_where_a_method_is(
     def by_the_global(x):
         return x * amax
 
-    assert not [slot.name for slot in state_of(by_the_method, (), (), {}).values]
-    assert [slot.name for slot in state_of(by_the_global, (), (), {}).values] == ["amax"]
+    assert not [slot.name for slot in find_state(by_the_method, (), (), {}).values]
+    assert [slot.name for slot in find_state(by_the_global, (), (), {}).values] == ["amax"]
 
 
 def rematerialised(model, mesh):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import partita as pt
-from partita.compile.capture.state import state_of
+from partita.compile.capture.inputs import find_state
 
 X = torch.arange(12.0).view(4, 3) + 1
 
@@ -294,5 +294,5 @@ def test_what_is_left_in_a_list_is_said_at_the_line_of_the_call():
 
 def test_each_tensor_of_a_module_stands_at_one_place():
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    slots = state_of(lambda x: model(x), (), (), {}).slots
+    slots = find_state(lambda x: model(x), (), (), {}).slots
     assert len(slots) == len(model.state_dict())

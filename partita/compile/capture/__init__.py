@@ -3,10 +3,10 @@
 In reading order:
 
 - The run: `capture` (runs until one gives a complete graph), `capture_context` (what is exchanged
-  and set otherwise meanwhile), `recorder` (the dispatch mode: a call becomes nodes),
-  `step_function_mode` (what the step calls of tensors by name), `fakes` (what stands for tensors
-  and Python numbers) and `equal_calls` (computed once, traced once).
-- What the step reads: `state` (what it reaches by name), `inputs` (of the graph, and facts that are
+  and set otherwise meanwhile), `recorder` (the modes: a call becomes nodes, and what the step calls
+  of tensors by name), `fakes` (what stands for tensors and Python numbers) and `equal_calls`
+  (computed once, traced once).
+- What the step reads: `inputs` (the state that it reaches, inputs of the graph, and facts that are
   asked of them), `optimizers`, `answers` (floats as inputs; what torch asks of tensors' values).
   Constants: `known_masks` (what is computed from them alone; of attention, masks).
 - What it leaves: `outputs` (results, slots, attributes; which of them the program keeps),

@@ -70,8 +70,7 @@ from .capture_context import attribute_set, dispatch_listeners, profiled_again, 
 from .differentiate import differentiate
 from .equal_calls import known_node_of, replace_tensor, tensors_of
 from .fakes import BlockNumberRead, is_symbolic
-from .recorder import Recorder
-from .step_function_mode import StepFunctionMode
+from .recorder import Recorder, StepFunctionMode
 
 # -- which modules are blocks ----------------------------------------------------------------------
 

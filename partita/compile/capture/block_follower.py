@@ -58,7 +58,7 @@ from .capture_context import attribute_set, dispatch_listeners, unprofiled
 from .equal_calls import node_of
 from .fakes import BlockNumberRead, is_symbolic
 from .known_masks import ATTENTION
-from .step_function_mode import LibraryCalls
+from .recorder import LibraryCalls
 
 # -- tapes -----------------------------------------------------------------------------------------
 

@@ -11,9 +11,10 @@ inputs and outputs. `capture` repeats this where a run shows that another is nee
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from types import CodeType
 from typing import Any
 
 import torch
@@ -22,19 +23,23 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, m
 from torch.utils import _pytree as pytree
 
 from partita.comm import TraceWire, Wire, substitute_wires
-from partita.layout import LayoutError
+from partita.layout import Fix, LayoutError
+from partita.tensor.op_facts import facts_of, find_unknown_effect
 from partita.tensor.tensor_state import HERE
 
-from ..arguments import classes_of_call, flatten_call, refuse_closed, unflatten_call
+from ..arguments import classes_of_call, flatten_call, is_taken_apart, refuse_closed, unflatten_call
 from ..captured_program import CapturedProgram
 from ..conditions import Conditions, EqualInputs, GradientCondition, kind_of_gradient
-from ..errors import CaptureError, explain_error, not_captured, user_line_of
-from ..graph_nodes import drop_unused, lazy_graph_modules
+from ..errors import CaptureError, explain_error, not_an_input, not_captured, user_line_of
+from ..graph_nodes import drop_unused, lazy_graph_modules, note_of
 from ..guards import Guards, ReadRecord, Write
+from ..guards.codes import asks_whether_true, asks_which_object
 from ..guards.guards import without_function_modes
+from ..guards.places import Place
 from ..guards.record import exclusive_access
 from ..guards.values import MISSING
 from ..program import Input
+from ..verify import SPACES
 from .answers import (
     NUMBER,
     AskedQuestions,
@@ -68,7 +73,7 @@ from .capture_context import (
 from .differentiate import make_seeds_inputs
 from .fakes import is_symbolic
 from .functionalize import UnsureOfWrites, functionalize_graph
-from .inputs import WITHOUT_GRADIENT, GraphInputs, TensorFacts
+from .inputs import WITHOUT_GRADIENT, GraphInputs, State, TensorFacts
 from .known_masks import KnownNode
 from .optimizers import CapturedOptimizers, find_equal_counts, places_of_equal
 from .outputs import (
@@ -81,14 +86,10 @@ from .outputs import (
     program_of_trace,
     unrepeated_write_error,
 )
-from .recorder import Recorder, RepeatedMoves
-from .state import State
-from .step_function_mode import (
+from .recorder import (
+    Recorder,
+    RepeatedMoves,
     StepFunctionMode,
-    check_arguments,
-    check_constants,
-    check_operators,
-    check_truth,
 )
 
 # -- runs until one is complete --------------------------------------------------------------------
@@ -667,3 +668,93 @@ def _is_whole(given: Input) -> bool:
     """Is what this rank holds of an input its whole value?"""
     whole = given.spec is None or not (given.spec.layout.shards or given.spec.is_pending)
     return whole and given.kind not in ("mark", "number")
+
+
+# -- checks of a run -------------------------------------------------------------------------------
+
+
+def check_constants(graph: fx.Graph) -> None:
+    """Raise CaptureError if a tensor that is no input is a constant of the graph.
+
+    Tensors that a step makes of numbers are copied first (`lift_fresh_copy`). Fake modes refuse any
+    other tensor, but a proxy mode handles some calls of one-element tensors itself.
+    """
+    for node in graph.find_nodes(op="get_attr"):
+        for user in node.users:
+            if user.op == "call_function" and not facts_of(user.target).lifts:
+                raise not_an_input(note_of(user).source)
+
+
+def check_operators(graph: fx.Graph) -> None:
+    """Raise CaptureError if the step calls an operator that is not torch's own, and of which it is
+    not known that it only makes tensors of its arguments."""
+    for node in graph.nodes:
+        space = getattr(node.target, "namespace", "aten")
+        if node.op != "call_function" or space in (*SPACES, "profiler"):
+            continue
+        if effect := find_unknown_effect(node.target):
+            raise not_captured(
+                f"the step calls {node.target}, an operator of a library of its own",
+                effect,
+                Fix(
+                    "torch.library.custom_op(..., mutates_args=())",
+                    "for what only gives new tensors",
+                ),
+                Fix("call it outside the step", "before or after, or between compiled regions"),
+                place=note_of(node).source,
+            )
+
+
+def check_truth(codes: Iterable[CodeType], line: str) -> None:
+    """Raise CaptureError if a function asks `is True` in a step that calls `.item()` at `line`."""
+    for asking in filter(asks_whether_true, codes if line else ()):
+        raise not_captured(
+            f"{asking.co_name} asks whether something `is True`, in a step that reads a value",
+            "what .item() gives has no value while a step is captured, and is not True itself",
+            Fix("return x.item()", "and ask outside of the step"),
+            place=line,
+        )
+
+
+def check_arguments(call: Any, places: Iterable[Place], codes: Iterable[CodeType]) -> None:
+    """Raise CaptureError if the step may ask whether an argument is an object known by name.
+
+    Containers and objects of tensors are made anew for the step, which would find two.
+
+    Args:
+        call: the arguments and keyword arguments.
+        places: what the step reads.
+        codes: of the functions that ran.
+    """
+    asking = next(filter(asks_which_object, codes), None)
+    if asking is None:
+        return
+    made_anew = _made_anew(call)
+    for place in places if made_anew else ():
+        if any(place.value is v or type(place.value) is _own_class(v) for v in made_anew):
+            raise not_captured(
+                f"{asking.co_name} asks whether something is another object, an argument is a "
+                f"{type(place.value).__name__}, and so is {place.name}",
+                "a step is given its arguments made anew: `is` would find two objects for one",
+                Fix("pass it, or read it by its name", "not both"),
+                place=f"{asking.co_filename}:{asking.co_firstlineno}",
+            )
+
+
+def _own_class(value: Any) -> type | None:
+    """The class of an object of the user's; None of a list or dictionary."""
+    return None if type(value).__module__ == "builtins" else type(value)
+
+
+def _made_anew(call: Any) -> list[Any]:
+    """The containers and objects among the arguments that `flatten_call` takes apart."""
+    found: list[Any] = []
+
+    def look(value: Any) -> bool:
+        apart = not pytree.tree_is_leaf(value) or is_taken_apart(value)
+        if apart and not isinstance(value, tuple):
+            found.append(value)
+        return False
+
+    pytree.tree_leaves(call, is_leaf=look)
+    return found

@@ -1,4 +1,11 @@
-"""Inputs of a captured graph, the fakes that stand for them, and what the step asks of them.
+"""What a step reads: the state that it reaches, the inputs of its graph, and what it asks of them.
+
+The state of a step is what it reads and writes that is not one of its arguments: modules,
+optimizers, tensors, and lists and dictionaries of them. `find_state` searches for them: it follows
+closures, defaults, globals that the code uses, and the object of a method; functions of the user
+that are reached so, likewise; places that functions were seen to read in a run; and what is given
+as `state=`. Each tensor stands in a slot. The leaves of a call are those of all slots, then those
+of the arguments (`tensors_of_call`); inputs of a graph refer to them by index.
 
 Inputs are the rank's coordinate on each mesh axis, the tensors of the step's slots and arguments,
 and their gradients. A leaf without a gradient gets a "mark" instead: a fake gradient that shows
@@ -12,15 +19,24 @@ Whether an input is a leaf, a view, shared or conjugated becomes a condition of 
 
 from __future__ import annotations
 
+import argparse
+import collections
+import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+import operator
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._C import DisableTorchFunctionSubclass as Local
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 
 from partita.comm import TraceWire, Wire, is_uneven, user_line
 from partita.layout import Fix
@@ -29,16 +45,455 @@ from partita.tensor.dtensor_gradients import update_spec
 from partita.tensor.op_facts import FACTS_THAT_CHANGE, FACTS_THAT_STAY
 from partita.tensor.tensor_state import Spec, count_writes, own_state, spec_of, state_of
 
+from ..arguments import flatten_call
 from ..conditions import FACTS_OF_OBJECTS, FactCondition, read_fact
 from ..errors import not_captured
 from ..graph_nodes import add_input
-from ..guards.codes import is_recorded, is_user_module
-from ..guards.places import hang_hooks
+from ..guards.codes import codes_within, global_names, is_recorded, is_user_module
+from ..guards.places import Place, hang_hooks, places_of_attributes_and_hooks
 from ..program import Input
-from .capture_context import Slot
+from .capture_context import Cell, Defaults, Members, Slot
 from .equal_calls import set_node_of
 from .fakes import FakeMaker, fake_mode, identity_of, local_of
-from .state import names_of_call, tensors_of_call
+
+_SEARCHES = 4  # how often runs of a step may find more state, before a failing run is final
+
+
+@dataclass
+class State:
+    """What a step can reach.
+
+    Attributes:
+        modules, optimizers: by the name under which each was found first.
+        slots: of the tensors of modules, and of tensors by themselves or in lists and dictionaries.
+            Not of optimizers, whose state comes and goes: see `optimizer_slots`.
+        values: the slots of plain Python values: another value is another program.
+        found: for modules and optimizers, the slot and what was there.
+        parts: each module, with all within it, and its `_contents_of_module`.
+        given: the modules and optimizers among the arguments of the call.
+        lists: lists and dictionaries that were searched, and the length of each.
+        groups: each optimizer, and its `_group_lists_of`.
+        reached: places with state that only a run of the step has shown.
+        search: searches again, with more such places.
+        searches: how often that was done for one call.
+    """
+
+    modules: dict[str, nn.Module] = field(default_factory=dict)
+    optimizers: dict[str, Optimizer] = field(default_factory=dict)
+    slots: list[Slot] = field(default_factory=list)
+    values: list[Slot] = field(default_factory=list)
+    found: list[tuple[Slot, Any]] = field(default_factory=list)
+    parts: list[tuple[nn.Module, tuple[Any, ...]]] = field(default_factory=list)
+    given: list[Any] = field(default_factory=list)
+    lists: list[tuple[Any, int]] = field(default_factory=list)
+    groups: list[tuple[Optimizer, list[Any]]] = field(default_factory=list)
+    reached: list[Place] = field(default_factory=list)
+    search: Callable[[Sequence[Place]], State] | None = None
+    searches: int = 0
+
+    def find_more(self, places: Iterable[Place]) -> ReachedMore | None:
+        """The exception to raise where new state is at places that a run has read; else None."""
+        if self.search is None or self.searches >= _SEARCHES:
+            return None
+        found = self.search([*self.reached, *places])
+        if not found.identities_found() - self.identities_found():
+            return None
+        found.searches = self.searches + 1
+        return ReachedMore(found)
+
+    def names_by_id(self) -> dict[int, str]:
+        """By id, the names of modules, of the modules within them, and of optimizers."""
+        names = {id(o): name for name, o in self.optimizers.items()}
+        for name, module in self.modules.items():
+            for prefix, part in module.named_modules():
+                names.setdefault(id(part), f"{name}.{prefix}" if prefix else name)
+        return names
+
+    def identities_found(self) -> set[Any]:
+        """The identities of the slots, modules and optimizers that were found."""
+        objects = (*self.modules.values(), *self.optimizers.values())
+        return {slot.identity for slot in self.slots} | {id(o) for o in objects}
+
+    def is_of(self, args: Any, kwargs: Any) -> bool:
+        """Are the modules and optimizers among these arguments those of the search?"""
+        given = _modules_among(args, kwargs)
+        return len(given) == len(self.given) and all(map(operator.is_, given, self.given))
+
+    def has_changed(self) -> bool:
+        """Has a module or optimizer been exchanged, or the contents of a module or list changed?"""
+        try:
+            if any(slot.value is not value for slot, value in self.found):
+                return True
+        except LookupError:  # a list or a dictionary that has become shorter
+            return True
+        if self.has_other_groups():
+            return True
+        if any(len(held) != count for held, count in self.lists):
+            return True
+        return any(_contents_of_module(module) != inside for module, inside in self.parts)
+
+    def has_other_groups(self) -> bool:
+        """Has an optimizer got other group dictionaries, as by `load_state_dict`?"""
+        return any(
+            len(now := _group_lists_of(o)) != len(parts) or not all(map(operator.is_, now, parts))
+            for o, parts in self.groups
+        )
+
+    def optimizer_slots(self) -> list[Slot]:
+        """The slots of the tensors in optimizers' state now."""
+        names: dict[int, str] = {}  # the first is a module's, where one has it
+        for slot in self.slots:
+            if slot.kind == "parameter":
+                names.setdefault(id(slot.value), slot.name)
+        found = []
+        for name, optimizer in self.optimizers.items():
+            for i, (p, state) in enumerate(optimizer.state.items()):
+                of = names.get(id(p), str(i))
+                for key, value in state.items():
+                    if isinstance(value, torch.Tensor):
+                        found.append(Slot(f"{name}[{of}].{key}", "optimizer", state, key))
+        return found
+
+    def settings(self) -> Iterator[tuple[str, Any]]:
+        """(name, value) of what else decides the program and is not among the guards."""
+        for name, module in self.modules.items():
+            yield f"{name}.training", tuple([m.training for m in module.modules()])
+        for name, optimizer in self.optimizers.items():
+            for i, group in enumerate(optimizer.param_groups):
+                yield f"{name}.params[{i}]", len(group["params"])
+            yield f"{name}.state", tuple([len(s) for s in optimizer.state.values()])
+
+    def guarded_places(self) -> Iterator[Place]:
+        """Places that are guarded even if no read of them was seen: groups, marks of tensors."""
+        for name, optimizer in self.optimizers.items():
+            groups = functools.partial(getattr, optimizer, "param_groups")
+            yield Place(f"{name}.param_groups", optimizer, "param_groups", groups)
+        seen: set[int] = set()
+        for slot in self.slots:
+            t = slot.value
+            if isinstance(t, torch.Tensor):
+                if (rest := state_of(t).gathered_from) is not None:
+                    t, _ = rest  # a gathered tensor is another object in each step
+                if id(t) not in seen:
+                    seen.add(id(t))
+                    yield from places_of_attributes_and_hooks(slot.name, t)
+
+
+class ReachedMore(Exception):
+    """A run has read tensors, modules or optimizers that were not found before.
+
+    Attributes:
+        state: with these.
+    """
+
+    def __init__(self, state: State):
+        super().__init__(", ".join(place.name for place in state.reached))
+        self.state = state
+
+
+def _group_lists_of(optimizer: Optimizer) -> list[Any]:
+    """An optimizer's list of groups, the groups, and their lists of parameters."""
+    groups = optimizer.param_groups
+    return [groups, *groups, *[group["params"] for group in groups]]
+
+
+def _modules_among(args: Any, kwargs: Any) -> list[Any]:
+    """The modules and optimizers that a call is given."""
+    return [v for v in (*args, *kwargs.values()) if isinstance(v, (nn.Module, Optimizer))]
+
+
+def _contents_of_module(module: nn.Module) -> tuple[Any, ...]:
+    """A module's children, and how many parameters and buffers it has, which slots locate."""
+    tensors = (*module._parameters.values(), *module._buffers.values())
+    return (*module._modules.values(), sum(t is not None for t in tensors))
+
+
+def tensors_of_call(slots: Sequence[Slot], args: Any, kwargs: Any) -> list[Any]:
+    """The leaves of all slots and arguments, in order: among them all tensors of a call."""
+    found: list[Any] = []
+    for slot in slots:
+        value = slot.value
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        else:
+            found += pytree.tree_leaves(value)
+    return found + flatten_call((args, kwargs))[0]
+
+
+def names_of_call(slots: Sequence[Slot], args: Any, kwargs: Any) -> list[tuple[str, str]]:
+    """Name and kind of each that `tensors_of_call` finds."""
+    found = []
+    for slot in slots:
+        count = 1 if isinstance(slot.value, torch.Tensor) else len(pytree.tree_leaves(slot.value))
+        names = [slot.name] if count == 1 else [f"{slot.name}[{i}]" for i in range(count)]
+        found += [(name, slot.kind) for name in names]
+    count = len(flatten_call((args, kwargs))[0])
+    return found + [(f"argument[{i}]", "argument") for i in range(count)]
+
+
+# -- the search ------------------------------------------------------------------------------------
+
+_SIMPLE = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
+_NOT_USERS = ("torch", "partita", "builtins")
+_NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
+_SEARCHED = 10_000  # entries of a container that an object holds
+
+
+def find_state(
+    step: Callable[..., Any],
+    given: Iterable[Any],
+    args: Any,
+    kwargs: Any,
+    reached: Sequence[Place] = (),
+) -> State:
+    """All that `step` can reach, in an order that is the same on every rank.
+
+    Args:
+        given: the objects of `state=`.
+        reached: places that runs of it were seen to read.
+    """
+    return _search_state(step, list(given), _modules_among(args, kwargs), reached)
+
+
+def _search_state(
+    step: Callable[..., Any], named: list[Any], given: list[Any], reached: Sequence[Place]
+) -> State:
+    """The state of a step for calls with these modules and optimizers among the arguments."""
+    search = _Search(step, named)
+    search.state.search = functools.partial(_search_state, step, named, given)
+    search.function(step)
+    search.search_places(reached)
+    for i, value in enumerate(named):
+        search.given(f"state[{i}]", value)
+    search.state.given = given
+    for value in given:  # tensors among the arguments are inputs anyway
+        search.value(type(value).__name__.lower(), value, None)
+    search.name_parameters_of_optimizers()
+    return search.state
+
+
+class _Search:
+    """One search; what it finds is added to `state`."""
+
+    def __init__(self, step: Callable[..., Any], named: Sequence[Any]) -> None:
+        self.state = State()
+        self._named = {id(value) for value in named}  # `given` searches all that they hold
+        self._step = step
+        self._seen: set[int] = set()
+        self._kept: list[Any] = []
+        self._of_optimizers: list[Slot] = []
+
+    def _first_time(self, value: Any) -> bool:
+        if id(value) in self._seen:
+            return False
+        self._seen.add(id(value))
+        self._kept.append(value)  # an id is one object's as long as that lives
+        return True
+
+    def function(self, f: Any) -> None:
+        if isinstance(f, functools.partial):
+            for i, value in enumerate((*f.args, *f.keywords.values())):
+                self.value(f"partial[{i}]", value, None)
+            return self.function(f.func)
+        if isinstance(f, types.MethodType):
+            self._search_object(f.__self__)
+            return self.function(f.__func__)
+        if not isinstance(f, types.FunctionType):
+            if callable(f) and not isinstance(f, type) and hasattr(type(f).__call__, "__code__"):
+                self._search_object(f)
+                return self.function(type(f).__call__)
+            return None
+        library = (f.__module__ or "").split(".")[0] in _NOT_USERS
+        if not self._first_time(f) or (library and f is not self._step):
+            return None
+        if hasattr(f, "__wrapped__"):
+            self.function(f.__wrapped__)
+        for name, cell in zip(f.__code__.co_freevars, f.__closure__ or (), strict=True):
+            try:
+                value = cell.cell_contents
+            except ValueError:  # not assigned yet
+                continue
+            self.value(name, value, Slot(name, "value", Cell(cell), 0))
+        for name in (n for code in codes_within(f.__code__) for n in global_names(code)):
+            if name in f.__globals__:
+                self.value(name, f.__globals__[name], Slot(name, "value", f.__globals__, name))
+        for i, value in enumerate(f.__defaults__ or ()):
+            at = Slot(f"default[{i}]", "value", Defaults(f), i)
+            self.value(at.name, value, at if isinstance(value, torch.Tensor) else None)
+        self._search_attributes(
+            f"{f.__name__}.",
+            f,
+            lambda key, v: isinstance(v, (torch.Tensor, list, dict)) and key != "__wrapped__",
+        )
+        for name, value in (f.__kwdefaults__ or {}).items():
+            self.value(name, value, Slot(name, "value", f.__kwdefaults__, name))
+        return None
+
+    def search_places(self, places: Iterable[Place]) -> None:
+        """Search the cells, globals and class attributes that functions were seen to read."""
+        known = {slot.identity for slot in self.state.slots}
+        for place in places:
+            home, value = place.home, place.value
+            if place.identity in known or not _may_hold_tensors(value) or _is_of_run(value):
+                continue
+            if isinstance(home, types.CellType):
+                home = Cell(home)
+            elif isinstance(home, type):
+                home = Members(home)
+            elif not isinstance(home, dict) or "__builtins__" not in home:
+                continue
+            known.add(place.identity)
+            before, slots = self.count_found(), len(self.state.slots)
+            self.value(place.name, value, Slot(place.name, "value", home, place.key))
+            if any(isinstance(slot.value, FakeTensor) for slot in self.state.slots[slots:]):
+                del self.state.slots[slots:]  # an object that the run has made
+            if self.count_found() > before:
+                self.state.reached.append(place)
+
+    def name_parameters_of_optimizers(self) -> None:
+        """Have the places in optimizers' lists come last: a parameter has its module's name."""
+        slots = self._of_optimizers
+        self.state.slots += [s for s in slots if not isinstance(s.value, FakeTensor)]
+
+    def count_found(self) -> int:
+        """How many slots, modules and optimizers were found."""
+        return len(self.state.slots) + len(self.state.modules) + len(self.state.optimizers)
+
+    def _search_object(self, owner: Any) -> None:
+        if isinstance(owner, (nn.Module, Optimizer)):
+            self.value(type(owner).__name__.lower(), owner, None)
+        elif hasattr(owner, "__dict__") and self._first_time(owner):
+            self._search_attributes("", owner, lambda key, v: True)
+
+    def _search_attributes(
+        self, prefix: str, owner: Any, wanted: Callable[[str, Any], bool]
+    ) -> None:
+        """Search the attributes of an object that are `wanted`, by name and value."""
+        for key, v in list(vars(owner).items()):
+            if wanted(key, v):
+                self.value(prefix + key, v, Slot(prefix + key, "value", vars(owner), key))
+
+    def given(self, name: str, value: Any) -> None:
+        """Search an object that the user gives as `state=`.
+
+        Raises:
+            ValueError: it is a tensor, whose place is not known.
+        """
+        if isinstance(value, torch.Tensor):
+            raise ValueError(f"{name} is a tensor: give the object, list or dictionary it is in")
+        if isinstance(value, (nn.Module, Optimizer, list, dict)):
+            self.value(name, value, None)
+        else:
+            self._search_object(value)
+
+    def value(self, name: str, value: Any, slot: Slot | None) -> None:
+        """Search a value; `slot` is its place, None where it cannot be exchanged there."""
+        if slot is not None and isinstance(value, (nn.Module, Optimizer)):
+            self.state.found.append((slot, value))
+        if isinstance(value, nn.Module):
+            if self._first_time(value):
+                self.state.modules[name] = value
+                self._module(name, value)
+        elif isinstance(value, Optimizer):
+            if self._first_time(value):
+                self.state.optimizers[name] = value
+                self.state.lists.append((value.param_groups, len(value.param_groups)))
+                self.state.groups.append((value, _group_lists_of(value)))
+                for i, group in enumerate(value.param_groups):
+                    self.state.lists.append((group["params"], len(group["params"])))
+                    for key, v in group.items():  # a rate that is a tensor
+                        if isinstance(v, torch.Tensor):
+                            at = Slot(f"{name}.param_groups[{i}][{key!r}]", "value", group, key)
+                            self.value(at.name, v, at)
+                    for j in range(len(group["params"])):
+                        at = Slot(f"{name}.params[{i}][{j}]", "parameter", group["params"], j)
+                        self._of_optimizers.append(at)
+        elif isinstance(value, torch.Tensor):
+            if slot is not None:
+                self.state.slots.append(slot)
+        elif isinstance(value, (list, dict, collections.deque)):
+            if self._first_time(value):
+                self.state.lists.append((value, len(value)))
+                entries: Any = value.items() if isinstance(value, dict) else enumerate(value)
+                for key, v in entries:
+                    at = Slot(f"{name}[{key!r}]", "value", value, key)
+                    if not isinstance(v, _SIMPLE):
+                        self.value(at.name, v, at)
+        elif isinstance(value, tuple) and any(isinstance(v, torch.Tensor) for v in value):
+            if slot is not None:
+                self.state.slots.append(slot)
+        elif isinstance(value, _SIMPLE):
+            if slot is not None and not name.startswith("__"):
+                self.state.values.append(slot)
+        elif callable(value) and not isinstance(value, type):
+            self.function(value)
+        else:
+            self._search_holder(name, value)
+
+    def _search_holder(self, name: str, value: Any) -> None:
+        """Search the attributes of an object of the user's, for tensors, modules and floats."""
+        package = type(value).__module__.split(".")[0]
+        if isinstance(value, (type, types.ModuleType)) or not hasattr(value, "__dict__"):
+            return
+        library = package in _NOT_USERS or package in sys.stdlib_module_names - {"__main__"}
+        if library and not isinstance(value, _NAMESPACES):
+            keeps_state = package == "torch" and hasattr(value, "load_state_dict")  # a GradScaler
+            if keeps_state and self._first_time(value):
+                self._search_attributes(f"{name}.", value, lambda _, v: isinstance(v, torch.Tensor))
+            return
+        if id(value) in self._named or not self._first_time(value):
+            return
+
+        def is_wanted(_: str, v: Any) -> bool:
+            many = isinstance(v, (list, dict)) and len(v) > _SEARCHED
+            return isinstance(v, float) or not (many or isinstance(v, _SIMPLE))
+
+        self._search_attributes(f"{name}.", value, is_wanted)
+
+    def _module(self, name: str, module: nn.Module) -> None:
+        for prefix, part in module.named_modules():
+            self._first_time(part)
+            self.state.parts.append((part, _contents_of_module(part)))
+            where = f"{name}.{prefix}." if prefix else f"{name}."
+            for kind, home in (("parameter", part._parameters), ("buffer", part._buffers)):
+                for key, t in home.items():
+                    if t is not None:
+                        self.state.slots.append(Slot(where + key, kind, home, key))
+            for key, held in list(vars(part).items()):
+                if key in ("_parameters", "_buffers"):  # whose entries are slots already
+                    continue
+                # Recurrent layers put their parameters into a list of theirs again and again.
+                flat = isinstance(part, nn.RNNBase) and key == "_flat_weights"
+                if isinstance(held, torch.Tensor) or _holds_tensor(held, flat):
+                    self.value(where + key, held, Slot(where + key, "value", vars(part), key))
+
+
+def _holds_tensor(value: Any, but_parameters: bool) -> bool:
+    """Is it a list or dictionary with a tensor, other than parameters if `but_parameters`?"""
+    if not isinstance(value, (list, dict)) or len(value) > _SEARCHED:
+        return False
+    held = value.values() if isinstance(value, dict) else value
+    others = nn.Parameter if but_parameters else ()
+    return any(isinstance(v, torch.Tensor) and not isinstance(v, others) for v in held)
+
+
+def _may_hold_tensors(value: Any) -> bool:
+    """Is it worth searching? Not functions and classes: what they read is seen when they run."""
+    if isinstance(value, (*_SIMPLE, type, types.ModuleType)):
+        return False
+    return isinstance(value, nn.Module) or not callable(value)
+
+
+def _is_of_run(value: Any) -> bool:
+    """Was it made in a capture run, so that it holds fakes?"""
+    if isinstance(value, nn.Module):
+        value = [*value.parameters(), *value.buffers()]
+    elif isinstance(value, Optimizer):
+        value = [group["params"] for group in value.param_groups]
+    return any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves(value))
+
+
+# -- inputs of a graph -----------------------------------------------------------------------------
 
 WITHOUT_GRADIENT = ("gradient", "mark", "number", "cotangent")
 """Kinds of inputs that have no gradient themselves."""

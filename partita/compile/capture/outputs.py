@@ -55,9 +55,8 @@ from .differentiate import (
 )
 from .fakes import is_symbolic, is_text_of_unknown
 from .functional_memory import refuse_cut_views
-from .inputs import GraphInputs
+from .inputs import GraphInputs, State
 from .recorder import Recorder
-from .state import State
 
 _NO_RESULTS = ("mark", "gradient")  # inputs of which no gradient is left or asked for
 

@@ -56,7 +56,7 @@ from .values import (
 
 if TYPE_CHECKING:
     from ..capture.capture_context import Slot
-    from ..capture.state import State
+    from ..capture.inputs import State
 
 # -- guards of what was read -----------------------------------------------------------------------
 

@@ -10,17 +10,15 @@ in each file, and of itself.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
 import uuid
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 # -- locks between jobs ----------------------------------------------------------------------------
@@ -91,12 +89,7 @@ class Lock:
         self.acquire()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
     def _is_current(self, handle: int) -> bool:
@@ -157,10 +150,9 @@ class Checksums:
             ValueError: the file is damaged.
         """
         path = folder / NAME
-        try:
-            content = path.read_bytes()
-        except FileNotFoundError:
+        if not path.exists():
             return None
+        content = path.read_bytes()
         text = content[9:-1]
         if content != b"%08x\n" % zlib.crc32(text) + text + b"\n":
             raise ValueError(f"{path} is damaged: its own checksum is wrong")
@@ -248,7 +240,7 @@ class Replacement:
     def publish(self) -> None:
         """Rename what was written, and flushed to the disk, to `home`."""
         written, home = self.written, self.home
-        with _without_readers(home):
+        with lock_for_reading(home, shared=False):
             if written.is_dir():
                 _sync_folder(written)
                 if home.exists():
@@ -280,7 +272,7 @@ def begin_replacement(home: Path) -> Replacement:
             if home.exists():
                 shutil.rmtree(_path_of_previous(home))
             else:
-                with _without_readers(home):
+                with lock_for_reading(home, shared=False):
                     os.rename(_path_of_previous(home), home)
         new.written.mkdir()
     except BaseException:
@@ -289,11 +281,9 @@ def begin_replacement(home: Path) -> Replacement:
     return new
 
 
-@contextlib.contextmanager
-def lock_for_reading(home: Path) -> Iterator[None]:
-    """Within, what has the name `home` is not replaced."""
-    with Lock(_make_sibling_path(home, "reading"), shared=True):
-        yield
+def lock_for_reading(home: Path, *, shared: bool = True) -> Lock:
+    """A lock within which what has the name `home` is not replaced; or, not shared, not read."""
+    return Lock(_make_sibling_path(home, "reading"), shared=shared)
 
 
 def find_checkpoint(home: Path) -> Path:
@@ -326,10 +316,6 @@ def _path_of_previous(home: Path) -> Path:
     return _make_sibling_path(home, "previous")
 
 
-def _without_readers(home: Path) -> Lock:
-    return Lock(_make_sibling_path(home, "reading"))
-
-
 def _remove_path(place: Path) -> None:
     if place.is_dir():
         shutil.rmtree(place, ignore_errors=True)
@@ -339,7 +325,7 @@ def _remove_path(place: Path) -> None:
 
 def _sync_folder(folder: Path) -> None:
     """Flush the names in `folder` to the disk, where the system can."""
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(handle)

@@ -249,23 +249,19 @@ def _flatten_states(state: Any, optimizer: torch.optim.Optimizer | None) -> dict
     Raises:
         ValueError: `state` is no state dict, or with an optimizer no pair of them.
     """
-    if optimizer is None:
-        return open_state({"model": _check_state_dict(state)}).leaves
-    if not isinstance(state, tuple) or len(state) != 2:
+    pair = (state, None) if optimizer is None else state
+    if not isinstance(pair, tuple) or len(pair) != 2:
         raise ValueError(
             "with an optimizer, load_full_state_dict takes a pair, as full_state_dict returns it: "
             f"the model's state dict and the optimizer's. This is a {type(state).__name__}"
         )
-    return open_state(_join_states(*map(_check_state_dict, state))).leaves
-
-
-def _check_state_dict(state: Any) -> Mapping[str, Any]:
-    if not isinstance(state, Mapping):
-        raise ValueError(f"a state dict is a dict, and this is a {type(state).__name__}")
-    for name, x in state.items():
-        if isinstance(x, DTensor):
-            raise ValueError(f"{name} is a DTensor: load it with model.load_state_dict")
-    return dict(state)
+    for one in pair if optimizer is not None else pair[:1]:
+        if not isinstance(one, Mapping):
+            raise ValueError(f"a state dict is a dict, and this is a {type(one).__name__}")
+        for name, x in one.items():
+            if isinstance(x, DTensor):
+                raise ValueError(f"{name} is a DTensor: load it with model.load_state_dict")
+    return open_state(_join_states(*pair)).leaves
 
 
 def remove_tied_names(
@@ -414,20 +410,20 @@ def _patch_save_pretrained(kind: type) -> None:
     """Patch `kind.save_pretrained` to write whole values of a model on a mesh, on one rank."""
     plain: Callable[..., Any] = kind.save_pretrained  # type: ignore[attr-defined]
     signature = inspect.signature(plain)
+    var_keyword = inspect.Parameter.VAR_KEYWORD
+    rest = [p.name for p in signature.parameters.values() if p.kind is var_keyword]
 
     @functools.wraps(plain)
     def save_pretrained(*args: Any, **kwargs: Any) -> Any:
-        call = signature.bind(*args, **kwargs)
-        spread = _spread_tensors(args[0], _argument_of_call(call, "state_dict"))
+        given = dict(signature.bind(*args, **kwargs).arguments)
+        for name in rest:
+            given |= given.pop(name, {})
+        spread = _spread_tensors(args[0], given.get("state_dict"))
         if not spread:
             return plain(*args, **kwargs)
-        return _save_once(plain, call, args[0], spread)
+        return _save_once(plain, args[0], given, spread)
 
     kind.save_pretrained = save_pretrained  # type: ignore[attr-defined]
-
-
-def _argument_of_call(call: inspect.BoundArguments, name: str, default: Any = None) -> Any:
-    return call.arguments.get(name, call.kwargs.get(name, default))
 
 
 def _spread_tensors(model: Any, state: Mapping[str, Any] | None) -> dict[int, DTensor]:
@@ -437,23 +433,28 @@ def _spread_tensors(model: Any, state: Mapping[str, Any] | None) -> dict[int, DT
     if state is None:
         found = {id(held.tensor): held.tensor for held in find_parameters_and_buffers(model)}
     else:
-        known = collect_model_tensors(model)
-        found = {_find_tensor_id(name, x, known): x for name, x in state.items()}
+        ids = _find_tensor_ids(model, state)
+        found = {ids[name]: x for name, x in state.items()}
     return {key: x for key, x in found.items() if isinstance(x, DTensor)}
 
 
-def _find_tensor_id(name: str, x: Any, known: Mapping[str, Any]) -> int:
-    """The id of the model's own tensor of that name, which is one for tied names, or of `x`."""
-    return id(known.get(name, x))
+def _find_tensor_ids(model: nn.Module, state: Mapping[str, Any]) -> dict[str, int]:
+    """The id of the model's own tensor of each name, which is one for tied names, or else of what
+    `state` has."""
+    known = collect_model_tensors(model)
+    return {name: id(known.get(name, x)) for name, x in state.items()}
 
 
 def _save_once(
     plain: Callable[..., Any],
-    call: inspect.BoundArguments,
     model: nn.Module,
+    given: dict[str, Any],
     spread: Mapping[int, DTensor],
 ) -> Any:
     """Gather what is `spread`, and call `plain` on the rank that writes.
+
+    Args:
+        given: the arguments of the call, by name.
 
     Raises:
         LayoutError: other ranks do not call it; a tensor has no value.
@@ -461,17 +462,19 @@ def _save_once(
     """
     wires: list[Wire] = [x._spec.wire for x in spread.values()]
     wire = max(wires, key=lambda one: one.mesh.size())
-    is_main = bool(_argument_of_call(call, "is_main_process", True))
+    is_main = bool(given.get("is_main_process", True))
     told = wire.meet_readers(_NAME, b"\1" if is_main else b"\0")
     # The first rank writes, where all say that they are the main process.
     writes = wire.rank == 0 if set(told) == {b"\1"} else is_main
     copies = _FullCopies(writes, HOST)
     whole = {key: copies.of(x, f"{_NAME}: a tensor") for key, x in spread.items()}
+    if (state := given.get("state_dict")) is not None:
+        ids = _find_tensor_ids(model, state)
+        given["state_dict"] = {name: whole.get(ids[name], x) for name, x in state.items()}
 
     def write_whole() -> Any:
-        _put_whole_state(call, model, whole)
         with _held_whole(model, whole):
-            return plain(*call.args, **call.kwargs)
+            return plain(**given)
 
     result = attempt(write_whole) if writes else None
     failed = result if isinstance(result, Exception) else None
@@ -482,23 +485,6 @@ def _save_once(
     for raised in filter(None, map(unpack, told)):
         raise raised
     return result
-
-
-def _put_whole_state(
-    call: inspect.BoundArguments, model: nn.Module, whole: Mapping[int, torch.Tensor]
-) -> None:
-    """Put whole values into the state dict of a call, if it has one."""
-    state = _argument_of_call(call, "state_dict")
-    if state is None:
-        return
-    known = collect_model_tensors(model)
-    new = {name: whole.get(_find_tensor_id(name, x, known), x) for name, x in state.items()}
-    if "state_dict" in call.arguments:
-        call.arguments["state_dict"] = new
-    else:
-        named = inspect.Parameter.VAR_KEYWORD
-        (rest,) = [p.name for p in call.signature.parameters.values() if p.kind is named]
-        call.arguments[rest] = {**call.arguments[rest], "state_dict": new}
 
 
 @contextmanager

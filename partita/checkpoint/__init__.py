@@ -8,12 +8,7 @@ to read. Whole values, also for models that save themselves and for safetensors 
 """
 
 from .folder import is_checkpoint
-from .full_state import (
-    full_state_dict,
-    load_full_state_dict,
-    load_safetensors,
-    save_safetensors,
-)
+from .full_state import full_state_dict, load_full_state_dict, load_safetensors, save_safetensors
 from .save_and_load import Loaded, async_save, load, save
 from .state import RandomState
 

@@ -58,14 +58,7 @@ from partita.tensor.dtensor import checksum, destination, piece_held, tagged
 
 from .folder import Replacement, compute_crcs, lock_for_reading
 from .save_and_load import Loaded, Mismatches, agree_on_mismatches, attempt, find_mismatches
-from .state import (
-    Leaf,
-    Stored,
-    name_parameters,
-    open_optimizer,
-    open_state,
-    strip_wrapper_names,
-)
+from .state import Leaf, Stored, name_parameters, open_optimizer, open_state, strip_wrapper_names
 
 
 def full_state_dict(

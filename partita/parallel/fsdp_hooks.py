@@ -37,24 +37,11 @@ from partita.tensor.autograd import (
 )
 from partita.tensor.construct import keep_attributes
 from partita.tensor.dtensor import DTensor, tagged
-from partita.tensor.tensor_state import (
-    HERE,
-    Label,
-    Spec,
-    own_state,
-    was_written_since,
-)
+from partita.tensor.tensor_state import HERE, Label, Spec, own_state, was_written_since
 
 from .batch import replace_instances, tensors_in
 from .flat_buffer import FlatBuffer
-from .fsdp_group import (
-    DIGITS_LOST,
-    WRITE_AFTER,
-    WRITTEN_AS,
-    FsdpGroup,
-    Zero,
-    modified_error,
-)
+from .fsdp_group import DIGITS_LOST, WRITE_AFTER, WRITTEN_AS, FsdpGroup, Zero, modified_error
 
 # Attributes as C has them: those of a DTensor are Python, which asks these.
 _dtype = torch._C.TensorBase.dtype.__get__  # type: ignore[attr-defined]

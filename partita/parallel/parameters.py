@@ -25,13 +25,7 @@ from partita.layout import Fix, LayoutError
 from partita.tensor.construct import can_hold, hold_value, spread
 from partita.tensor.dtensor import DTensor, tagged
 from partita.tensor.dtensor_gradients import is_watched
-from partita.tensor.tensor_state import (
-    OURS,
-    count_writes,
-    own_state,
-    state_of,
-    was_written_since,
-)
+from partita.tensor.tensor_state import OURS, count_writes, own_state, state_of, was_written_since
 from partita.tensor.uneven_pieces import empty_with_room
 
 _WRAPPERS = frozenset(("_orig_mod", "_checkpoint_wrapped_module"))

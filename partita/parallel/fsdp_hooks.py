@@ -109,15 +109,15 @@ class _BlockHooks:
         precision = self.group.zero.precision
         dtype = precision.param_dtype
         cast = dtype is not None and precision.cast_inputs
-        marks = call is not None and call.watches_inputs
-        if not cast and not marks:
+        watcher = call if call is not None and call.watches_inputs else None
+        if not cast and watcher is None:
             return None
 
         def prepared(t: torch.Tensor) -> torch.Tensor:
             if cast and t.is_floating_point():
                 t = t.to(dtype)
-            if marks and t.requires_grad:
-                t = _watch_input_gradient(t, call)
+            if watcher is not None and t.requires_grad:
+                t = _watch_input_gradient(t, watcher)
             return t
 
         return replace_instances((args, kwargs), torch.Tensor, prepared)
@@ -327,24 +327,11 @@ class _GatherBlock(torch.autograd.Function):
         return torch.empty(0), None
 
 
-class _WatchInputGradient(torch.autograd.Function):
-    """The identity on an input of a block, whose backward notes the input's gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, call: _ForwardCall) -> torch.Tensor:
-        ctx.call = call
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        ctx.call.note_gradients("inputs")
-        return grad, None
-
-
-def _watch_input_gradient(t: torch.Tensor, call: _ForwardCall | None) -> torch.Tensor:
+def _watch_input_gradient(t: torch.Tensor, call: _ForwardCall) -> torch.Tensor:
     """An alias of the input `t` of a block; `call` is notified when its gradient is complete."""
     with Local():
-        out = _WatchInputGradient.apply(t, call)
+        out = t.view_as(t)
+        out.register_hook(lambda _: call.note_gradients("inputs"))
     return tagged(out, t._spec) if isinstance(t, DTensor) else out
 
 

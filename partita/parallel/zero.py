@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -122,7 +121,7 @@ def zero(
         for block in found:
             params: list[Any] = [s[0].owner._parameters[s[0].attr] for s in block.slots]
             parts.append((block.name, [p for p in params if p.requires_grad and p.ndim]))
-        state = GradReducer(parts, axes, stage, partial(_shard_spec, axes=axes))
+        state = GradReducer(parts, axes, stage)
     model.__dict__["_zero"] = state
     state.options, state.applied = (axes, stage, precision or MixedPrecision()), applied
     for p, grad in grads.items():
@@ -221,7 +220,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _shard_spec(spec: Spec, axes: tuple[str, ...]) -> Spec:
+def shard_spec(spec: Spec, axes: tuple[str, ...]) -> Spec:
     layout = spec.layout
     for a in axes:
         if not (layout.placement(a).is_replicate() or layout.placement(a).is_invariant()):
@@ -238,7 +237,7 @@ def _shard_spec(spec: Spec, axes: tuple[str, ...]) -> Spec:
 def _shard_parameter(p: nn.Parameter, mesh: Any, axes: tuple[str, ...]) -> DTensor:
     value: Any = p.detach() if isinstance(p, DTensor) else distribute_tensor(p.detach(), mesh)
     spec = value._spec
-    after = _shard_spec(spec, axes)
+    after = shard_spec(spec, axes)
     local = moved(value, spec, after, "zero", "explicit")
     return tagged(with_room(local, after), after)
 
@@ -261,6 +260,7 @@ class _Bucket:
             all of them, in an earlier one.
         sent: the gradients being reduced, with their versions.
         wait: waits for the reduction, and returns the sums.
+        reduced: the specs of the gradients then.
     """
 
     def __init__(self, name: str, params: list[DTensor], pieces: list[Spec], axes: tuple[str, ...]):
@@ -270,6 +270,7 @@ class _Bucket:
         self.ready: set[int] = set()
         self.sent: list[tuple[torch.Tensor, int]] = []
         self.wait: Callable[[], list[torch.Tensor]] = list
+        self.reduced: list[Spec] = []
 
     @property
     def flat(self) -> FlatBuffer:
@@ -313,47 +314,36 @@ class GradReducer(ShardedState):
         blocks: a name and the trained parameters of each.
         axes: the mesh axes over which gradients are partial.
         stage: 0, 1 (each rank updates its shard) or 2 (and holds its shard of a gradient only).
-        shard: gives the spec of the shard of a whole parameter.
     """
 
     def __init__(
-        self,
-        blocks: Iterable[tuple[str, list[DTensor]]],
-        axes: tuple[str, ...],
-        stage: int,
-        shard: Callable[[Spec], Spec],
+        self, blocks: Iterable[tuple[str, list[DTensor]]], axes: tuple[str, ...], stage: int
     ):
         self.axes, self.stage = axes, stage
         self.options = (axes, stage, MixedPrecision())
         self._handles: list[Any] = []
-        self._blocks, self._shard = [(name, list(params)) for name, params in blocks], shard
+        self._blocks = [(name, list(params)) for name, params in blocks]
         self._buckets: list[_Bucket] = []
-        self._specs: dict[Spec, Spec] = {}
         self._under_way: _Bucket | None = None
         for name, params in self._blocks if stage == 2 else _join_small_blocks(self._blocks):
             groups: dict[torch.dtype, list[DTensor]] = {}
             for p in params:
                 groups.setdefault(p.dtype, []).append(p)
             for group in groups.values():
-                pieces = [shard(p._spec) for p in group]
+                pieces = [shard_spec(p._spec, axes) for p in group]
                 bucket = _Bucket(name, group, pieces, axes)
+                bucket.reduced = [_spec_after_reduction(p._spec, axes, stage) for p in group]
                 self._buckets.append(bucket)
-                for i, p in enumerate(group):
-                    rest = Rest(
-                        gradient=pieces[i] if stage == 2 else p._spec,
-                        update=pieces[i] if stage else p._spec,
-                        owner=self,
-                        name=name,
-                    )
-                    own_state(p).rest = rest
-                    hook = p.register_post_accumulate_grad_hook(self._make_ready_hook(bucket, i))
-                    self._handles.append(hook)
+                for i, (p, piece) in enumerate(zip(group, pieces, strict=True)):
+                    gradient = piece if stage == 2 else p._spec
+                    update = piece if stage else p._spec
+                    self._adopt_parameter(bucket, i, p, Rest(gradient, update, self, name))
 
     # A copy of the model has a state of its own, over its own parameters.
 
     def __getstate__(self) -> Any:
         self.finish()
-        return self._blocks, self.axes, self.stage, self._shard
+        return self._blocks, self.axes, self.stage
 
     def __setstate__(self, state: Any) -> None:
         self.__init__(*state)  # type: ignore[misc]
@@ -366,23 +356,23 @@ class GradReducer(ShardedState):
 
     def replaced(self, old: DTensor, new: DTensor) -> None:
         """`new`, laid out as `old`, has taken its place in the model (see `materialize`)."""
+        for _, params in self._blocks:
+            params[:] = [new if p is old else p for p in params]
         for bucket in self._buckets:
             for i, p in enumerate(bucket.params):
                 if p is old:
                     bucket.params[i] = new
-                    for _, params in self._blocks:
-                        params[:] = [new if q is old else q for q in params]
-                    own_state(new).rest = state_of(old).rest
-                    hook = new.register_post_accumulate_grad_hook(self._make_ready_hook(bucket, i))
-                    self._handles.append(hook)
+                    self._adopt_parameter(bucket, i, new, state_of(old).rest)
 
-    def _make_ready_hook(self, bucket: _Bucket, i: int) -> Any:
-        def ready(_: Any) -> None:
+    def _adopt_parameter(self, bucket: _Bucket, i: int, p: DTensor, rest: Rest | None) -> None:
+        own_state(p).rest = rest
+
+        def note_gradient(_: Any) -> None:
             grads = bucket.note_gradient(i)
             if grads is not None and not self.keeps_partial_gradients:
                 self._send_bucket(bucket, grads)
 
-        return ready
+        self._handles.append(p.register_post_accumulate_grad_hook(note_gradient))
 
     # -- reductions under way ----------------------------------------------------------------------
 
@@ -418,23 +408,12 @@ class GradReducer(ShardedState):
                     else:
                         g.copy_(total)
                 sums = grads
-            for p, g in zip(bucket.params, sums, strict=True):
-                after = self._spec_after_reduction(p)
+            for p, g, after in zip(bucket.params, sums, bucket.reduced, strict=True):
                 if self.stage < 2:  # it is p's gradient
                     tagged(g, after)
                 else:
                     store_gradient(p, tagged(g, after))
                 mark_settled(p)
-
-    def _spec_after_reduction(self, p: DTensor) -> Spec:
-        """The spec of a gradient reduced over `axes`; it may be partial over others."""
-        known = self._specs.get(p._spec)
-        if known is None:
-            layout = p._spec.gradient.layout
-            for a in self.axes:
-                layout = layout.put(a, Shard(0) if self.stage == 2 else Replicate())
-            known = self._specs[p._spec] = spec_of(layout, p._spec.wire)
-        return known
 
     # -- after an optimizer has updated shards -----------------------------------------------------
 
@@ -469,6 +448,14 @@ def _join_small_blocks(
         size += more
     if together:
         yield " ".join(names), together
+
+
+def _spec_after_reduction(spec: Spec, axes: tuple[str, ...], stage: int) -> Spec:
+    """The spec of a gradient reduced over `axes`; it may be partial over others."""
+    layout = spec.gradient.layout
+    for a in axes:
+        layout = layout.put(a, Shard(0) if stage == 2 else Replicate())
+    return spec_of(layout, spec.wire)
 
 
 def _find_updated_rows(p: DTensor) -> tuple[int, int]:

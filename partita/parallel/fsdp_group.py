@@ -93,18 +93,6 @@ class ShardedState:
         finally:
             self.keeps_partial_gradients = before
 
-    def detach_from_model(self) -> None:
-        """Remove the hooks: the state of an enclosing model takes over."""
-        raise NotImplementedError
-
-    def replaced(self, old: DTensor, new: DTensor) -> None:
-        """`new`, laid out as `old`, has taken its place in the model (see `materialize`)."""
-        raise NotImplementedError
-
-    def finish(self) -> None:
-        """Wait for reductions, and write what they give into the parameters' gradients."""
-        raise NotImplementedError
-
     def updated(self) -> None:
         """An optimizer has updated the shards."""
 
@@ -480,6 +468,7 @@ class Zero(ShardedState):
         persistent: what was gathered once stays, until a parameter is changed.
         holds_partial_gradients: there may be unsharded gradients of this or an earlier pass.
         peak: the most bytes that were gathered at once.
+        with_history: gradients that are a part of the graph of `create_graph=True`.
     """
 
     def __init__(
@@ -515,7 +504,7 @@ class Zero(ShardedState):
         self._before: dict[FsdpGroup, FsdpGroup] = {}
         self._under_way: list[_Reducing] = []
         self._passes: dict[int, list[FsdpGroup]] = {}
-        self._with_history: dict[DTensor, torch.Tensor] = {}
+        self.with_history: dict[DTensor, torch.Tensor] = {}
         BROKEN_OFF.watchers.add(self)
 
     def detach_from_model(self) -> None:
@@ -545,18 +534,12 @@ class Zero(ShardedState):
                 group.put_shards_back()
         else:
             self.reset_after_abort()
-        return (
-            self.model,
-            self.axes,
-            self.precision,
-            self.persistent,
-            self.groups,
-            self.parameters,
-        )
+        begun = self.model, self.axes, self.precision
+        return begun, self.persistent, self.groups, self.parameters
 
     def __setstate__(self, state: Any) -> None:
-        model, axes, precision, persistent, self.groups, parameters = state
-        self._begin_with(model, axes, precision)
+        begun, persistent, self.groups, parameters = state
+        self._begin_with(*begun)
         self.persistent = persistent
         self.adopt_parameters(parameters)
 
@@ -715,13 +698,8 @@ class Zero(ShardedState):
 
     def add_with_history(self, p: DTensor, grad: torch.Tensor) -> None:
         """Add to the gradient of `p`, which is a part of the graph of `create_graph=True`."""
-        before = self._with_history.get(p)
-        self._with_history[p] = grad if before is None else before + grad
-
-    def take_with_history(self, groups: Sequence[FsdpGroup]) -> dict[DTensor, torch.Tensor]:
-        """Remove and return the gradients that `add_with_history` added for `groups`."""
-        mine = [p for p in _find_trained(groups) if p in self._with_history]
-        return {p: self._with_history.pop(p) for p in mine}
+        before = self.with_history.get(p)
+        self.with_history[p] = grad if before is None else before + grad
 
     def replaced(self, old: DTensor, new: DTensor) -> None:
         """`new`, laid out as `old`, has taken its place in the model (see `materialize`)."""
@@ -762,7 +740,7 @@ class Zero(ShardedState):
     def reset_after_abort(self) -> None:
         """Drop all of an earlier step, however it ended: release blocks, wait for reductions."""
         self._passes.clear()
-        self._with_history.clear()
+        self.with_history.clear()
         under_way, self._under_way = self._under_way, []
         for one in under_way:
             one.finish()
@@ -800,6 +778,7 @@ class _ShardsToToken(torch.autograd.Function):
             with torch.no_grad():
                 found = ctx.zero.collect(ctx.groups)
                 ctx.zero.release()
-            for p, g in ctx.zero.take_with_history(ctx.groups).items():
-                found[p] = found[p] + g if p in found else g
+            for p in ctx.shards:
+                if (g := ctx.zero.with_history.pop(p, None)) is not None:
+                    found[p] = found[p] + g if p in found else g
         return None, None, *[found.pop(p, None) for p in ctx.shards]

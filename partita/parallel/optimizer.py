@@ -101,19 +101,8 @@ def clip_grad_norm_(
 # -- the step --------------------------------------------------------------------------------------
 
 _ELEMENTWISE = frozenset(
-    (
-        torch.optim.ASGD,
-        torch.optim.Adadelta,
-        torch.optim.Adagrad,
-        torch.optim.Adam,
-        torch.optim.AdamW,
-        torch.optim.Adamax,
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-        torch.optim.RMSprop,
-        torch.optim.Rprop,
-        torch.optim.SGD,
-    )
+    getattr(torch.optim, name)
+    for name in "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()
 )
 """Optimizers whose update of an element reads nothing but that element's own history. Subclasses
 may do more and are not in it."""

@@ -110,31 +110,26 @@ def transformer(
     return plan
 
 
+_OURS: dict[str, Any] = {
+    "inners": ["blocks.*.attention", "blocks.*.mlp"],
+    "norms": ["*norm*"],
+    "embed": "embed",
+    "head": "head",
+}
+"""The names that `partita.app.models` have in common."""
+
+
 def gpt(axis: str = "tp", *, sequence: bool = False, split_words: bool = True) -> dict[str, Any]:
     """The plan of `partita.app.models.GPT`."""
-    return transformer(
-        columns=["blocks.*.attention.qkv", "blocks.*.mlp.up"],
-        rows=["blocks.*.attention.out", "blocks.*.mlp.down"],
-        inners=["blocks.*.attention", "blocks.*.mlp"],
-        norms=["*norm*"],
-        embed="embed",
-        head="head",
-        axis=axis,
-        sequence=sequence,
-        split_words=split_words,
-    )
+    columns = ["blocks.*.attention.qkv", "blocks.*.mlp.up"]
+    rows = ["blocks.*.attention.out", "blocks.*.mlp.down"]
+    how: dict[str, Any] = {"axis": axis, "sequence": sequence, "split_words": split_words}
+    return transformer(columns=columns, rows=rows, **_OURS, **how)
 
 
 def llama(axis: str = "tp", *, sequence: bool = False, split_words: bool = True) -> dict[str, Any]:
     """The plan of `partita.app.models.Llama`."""
-    return transformer(
-        columns=["blocks.*.attention.[qkv]", "blocks.*.mlp.gate", "blocks.*.mlp.up"],
-        rows=["blocks.*.attention.o", "blocks.*.mlp.down"],
-        inners=["blocks.*.attention", "blocks.*.mlp"],
-        norms=["*norm*"],
-        embed="embed",
-        head="head",
-        axis=axis,
-        sequence=sequence,
-        split_words=split_words,
-    )
+    columns = ["blocks.*.attention.[qkv]", "blocks.*.mlp.gate", "blocks.*.mlp.up"]
+    rows = ["blocks.*.attention.o", "blocks.*.mlp.down"]
+    how: dict[str, Any] = {"axis": axis, "sequence": sequence, "split_words": split_words}
+    return transformer(columns=columns, rows=rows, **_OURS, **how)

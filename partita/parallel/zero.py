@@ -115,7 +115,7 @@ def zero(
         whole = Zero(model, axes, precision or MixedPrecision(), found)
         whole.persistent = persistent
         register_hooks(whole)
-        state: ShardedState = whole
+        state: Zero | GradReducer = whole
     else:
         parts = []
         for block in found:
@@ -159,7 +159,7 @@ def _take_over(
     Raises:
         LayoutError: they were sharded otherwise, or `model` lies within a sharded model.
     """
-    states: dict[nn.Module, ShardedState] = {}
+    states: dict[nn.Module, Zero | GradReducer] = {}
     for module in model.modules():
         if "_zero" in module.__dict__:
             states[module] = module.__dict__["_zero"]
@@ -210,7 +210,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
             with pt.no_sync(model) if k + 1 < len(micro_batches) else nullcontext():
                 loss_of(model(x), y).backward()
     """
-    state: ShardedState | None = model.__dict__.get("_zero")
+    state: Zero | GradReducer | None = model.__dict__.get("_zero")
     if state is None:  # partial gradients add up as they are, and settle in the step
         yield
         return

@@ -27,9 +27,8 @@ from partita.comm import Record, Request, TraceWire, Wire, is_uneven
 from partita.comm.device import Device
 from partita.comm.move_steps import has_empty, places_of, span
 from partita.redistribute.move import bytes_of
-from partita.tensor.autograd import count_holders
 from partita.tensor.op_facts import facts_of, without_any_autocast
-from partita.tensor.tensor_state import Spec, spec_of, state_of
+from partita.tensor.tensor_state import Spec, count_holders, spec_of, state_of
 from partita.tensor.uneven_pieces import find_padded, show_front
 
 from .capture.capture_context import Slot

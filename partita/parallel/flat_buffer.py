@@ -28,9 +28,8 @@ from partita.comm.device import Device
 from partita.comm.move_steps import contiguous_strides
 from partita.layout import Fix, Layout, LayoutError
 from partita.redistribute import Move
-from partita.tensor.autograd import count_holders
 from partita.tensor.dtensor import DTensor
-from partita.tensor.tensor_state import HERE, Spec
+from partita.tensor.tensor_state import HERE, Spec, count_holders
 from partita.tensor.uneven_pieces import find_padded
 
 

@@ -25,15 +25,17 @@ from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.comm import user_line
 from partita.layout import Fix, LayoutError, Replicate, Shard
-from partita.tensor.autograd import after_backward, backward_pass, in_backward
 from partita.tensor.construct import keep_attributes, stand_for
 from partita.tensor.dtensor import DTensor, tagged
 from partita.tensor.dtensor_gradients import BROKEN_OFF
 from partita.tensor.tensor_state import (
     Rest,
     Spec,
+    after_backward,
+    backward_pass,
     count_writes,
     count_writes_of,
+    in_backward,
     own_state,
     spec_of,
     state_of,

@@ -27,17 +27,18 @@ from partita.comm import user_line
 from partita.compile.errors import not_captured
 from partita.layout import Fix, LayoutError
 from partita.redistribute import Plan, plan
-from partita.tensor.autograd import (
-    carry_all,
-    in_backward,
-    keep_missing_gradients,
-    moved,
-    next_node,
-    saving_hooks,
-)
 from partita.tensor.construct import keep_attributes
-from partita.tensor.dtensor import DTensor, tagged
-from partita.tensor.tensor_state import HERE, Label, Spec, own_state, was_written_since
+from partita.tensor.dtensor import DTensor, carry_all, keep_missing_gradients, moved, tagged
+from partita.tensor.tensor_state import (
+    HERE,
+    Label,
+    Spec,
+    in_backward,
+    next_node,
+    own_state,
+    saving_hooks,
+    was_written_since,
+)
 
 from .batch import replace_instances, tensors_in
 from .flat_buffer import FlatBuffer

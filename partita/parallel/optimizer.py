@@ -27,9 +27,8 @@ from torch.optim.optimizer import (
 
 from partita.comm import agree
 from partita.layout import Fix
-from partita.tensor.autograd import moved
 from partita.tensor.construct import piece_of
-from partita.tensor.dtensor import TYPED, DTensor, tagged
+from partita.tensor.dtensor import TYPED, DTensor, moved, tagged
 from partita.tensor.dtensor_gradients import (
     lay_out_state,
     reduce_pending_gradients,

@@ -24,9 +24,8 @@ from torch import nn
 from partita.comm import Wire, user_line, wire_of
 from partita.layout import Fix, Layout, LayoutError, Partial, Placement, own_placement
 from partita.tensor.arguments import admit
-from partita.tensor.autograd import moved
 from partita.tensor.construct import place_buffer, spread
-from partita.tensor.dtensor import DTensor, laid_out_as, tagged
+from partita.tensor.dtensor import DTensor, laid_out_as, moved, tagged
 from partita.tensor.tensor_state import Spec, spec_of, state_of
 from partita.tensor.uneven_pieces import with_room
 

@@ -23,9 +23,8 @@ from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.comm import user_line, wire_of
 from partita.layout import Fix, LayoutError, Replicate, Shard
-from partita.tensor.autograd import moved
 from partita.tensor.construct import distribute_tensor, hold_value, place_buffer, refuse_lazy
-from partita.tensor.dtensor import DTensor, tagged
+from partita.tensor.dtensor import DTensor, moved, tagged
 from partita.tensor.dtensor_gradients import mark_settled, store_gradient, update_spec
 from partita.tensor.tensor_state import HERE, Rest, Spec, own_state, spec_of, state_of
 from partita.tensor.uneven_pieces import with_room

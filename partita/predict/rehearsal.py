@@ -51,9 +51,8 @@ from partita.compile.memory import Buffer, HeldInput, Memory, workspace
 from partita.layout import Fix, Layout, LayoutError
 from partita.remat.counters import HeldStorage, MemoryCount, told_of_resizes
 from partita.remat.watched_calls import KernelMode
-from partita.tensor.autograd import in_backward
 from partita.tensor.dtensor import DTYPES, DTensor, tagged
-from partita.tensor.tensor_state import HERE, spec_of
+from partita.tensor.tensor_state import HERE, in_backward, spec_of
 
 VALUE_ASKED = (DataDependentOutputException, DynamicOutputShapeException)
 _RUNS_NOTHING = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR

@@ -19,8 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from partita.comm import recomputing
 from partita.layout import Fix
-from partita.tensor.autograd import frees_graph, without_history
-from partita.tensor.tensor_state import HERE
+from partita.tensor.tensor_state import HERE, frees_graph, without_history
 
 from .counters import FlopMode, Recomputed, open_reports
 from .policy import OneCall

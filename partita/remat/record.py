@@ -23,8 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from partita.layout import Fix
 from partita.parallel.batch import find_instances, replace_instances, tensors_in
-from partita.tensor.autograd import saving_hooks
-from partita.tensor.tensor_state import HERE, state_of
+from partita.tensor.tensor_state import HERE, saving_hooks, state_of
 
 from .counters import open_reports
 from .policy import OneCall, Wrapped

@@ -27,8 +27,7 @@ from torch._C import DisableTorchFunctionSubclass as Local
 # Not public: what is asked of tensors without memory is no part of a step that is captured.
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .autograd import moved
-from .dtensor import DTensor, tagged
+from .dtensor import DTensor, moved, tagged
 from .tensor_state import (
     Args,
     Function,

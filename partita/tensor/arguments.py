@@ -30,8 +30,7 @@ from torch.overrides import TorchFunctionMode
 from partita.comm import ON_CHECK, TraceWire, Wire, agree, call_site, is_agreed, remember_agreed
 from partita.layout import Fix, Layout, LayoutError
 
-from .autograd import in_backward, moved
-from .dtensor import PLAIN, DTensor, checksum, make_no_strides_error, tagged
+from .dtensor import PLAIN, DTensor, checksum, make_no_strides_error, moved, tagged
 from .op_facts import Form, facts_of_function, overloads_of
 from .tensor_state import (
     HERE,
@@ -39,6 +38,7 @@ from .tensor_state import (
     Function,
     Kwargs,
     Spec,
+    in_backward,
     make_layout_error,
     make_two_meshes_error,
     spec_of,

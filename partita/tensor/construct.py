@@ -35,8 +35,7 @@ from partita.rules.rule import narrow_piece
 
 from .aliasing import global_strides
 from .arguments import find_wire
-from .autograd import moved
-from .dtensor import TYPED, DTensor, make_no_strides_error, shape_of_pieces, tagged
+from .dtensor import TYPED, DTensor, make_no_strides_error, moved, shape_of_pieces, tagged
 from .dtensor_gradients import type_hook
 from .random import run_with_generator_check
 from .tensor_state import (

@@ -36,8 +36,7 @@ from .arguments import (
     takes_numbers,
     write_into_plain,
 )
-from .autograd import in_backward, moved
-from .dtensor import DTensor, make_no_strides_error, tagged
+from .dtensor import DTensor, make_no_strides_error, moved, tagged
 from .dtensor_gradients import pending_gradients, reduce_pending_gradients
 from .foreach import run_foreach, run_fused
 from .op_facts import (
@@ -65,7 +64,16 @@ from .plan import (
 )
 from .plan_call import check_call_fits_rule, make_plan
 from .random import with_generator_check
-from .tensor_state import HERE, Args, Function, Kwargs, Spec, make_layout_error, spec_of
+from .tensor_state import (
+    HERE,
+    Args,
+    Function,
+    Kwargs,
+    Spec,
+    in_backward,
+    make_layout_error,
+    spec_of,
+)
 
 _Tensor = torch.Tensor
 

@@ -30,8 +30,7 @@ from partita.layout import Fix, Layout, LayoutError
 from partita.redistribute import plan
 
 from .arguments import admit
-from .autograd import carry_all, moved
-from .dtensor import DTensor, tagged
+from .dtensor import DTensor, carry_all, moved, tagged
 from .op_facts import enter_function, find_getter, implements
 from .tensor_state import (
     HERE,

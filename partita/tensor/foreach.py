@@ -24,8 +24,7 @@ from partita.layout import Layout
 from partita.redistribute import plan
 
 from .arguments import OpCall, admit, replace_at_paths
-from .autograd import moved
-from .dtensor import DTensor, tagged
+from .dtensor import DTensor, moved, tagged
 from .dtensor_gradients import pending_gradients, reduce_pending_gradients
 from .op_facts import OVERRIDES, form_of
 from .plan import OPS, CallPlan, Op, note_miss, operand_kind

@@ -35,8 +35,7 @@ from .arguments import (
     replace_at_paths,
     spec_of_plain,
 )
-from .autograd import alias_without_base, moved
-from .dtensor import PLAIN, DTensor, tagged
+from .dtensor import PLAIN, DTensor, alias_without_base, moved, tagged
 from .dtensor_gradients import pending_gradients, reduce_pending_gradients
 from .op_facts import Form, form_of
 from .tensor_state import (

@@ -26,9 +26,8 @@ from partita.layout import Fix, Layout, LayoutError
 
 from .aliasing import global_strides, make_meta_twin, write_through_copy
 from .arguments import OpCall, admit, alias_as_invariant, give_history, read_number
-from .autograd import moved
 from .dispatch import run_gathered
-from .dtensor import DTensor, make_memory_error, tagged
+from .dtensor import DTensor, make_memory_error, moved, tagged
 from .dtensor_gradients import gradient_of
 from .op_facts import ADDRESSES, OVERRIDES, find_getter, form_of, implements
 from .tensor_state import (

@@ -46,9 +46,8 @@ from partita.versions import frames_hold_inputs, name_of_checkpoint_generator
 
 from . import tensor_overrides  # noqa: F401  what users hear comes first
 from .arguments import OpCall, make_transform_error, read_number
-from .autograd import alias_without_base, moved
 from .dispatch import run_gathered
-from .dtensor import DTensor, tagged
+from .dtensor import DTensor, alias_without_base, moved, tagged
 from .dtensor_gradients import specs_of_values, type_gradient
 from .op_facts import OVERRIDES, Form, copy_function, form_of
 from .tensor_state import HERE, Function, Kwargs, Spec, make_layout_error

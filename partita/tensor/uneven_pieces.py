@@ -27,11 +27,10 @@ from partita.layout import Layout
 from partita.rules import EXTREME, Bound, PaddingFill, find_padding_fills
 
 from .arguments import OpCall, Path, collect_tensors, get_at_path, locate_in_call, replace_at_paths
-from .autograd import count_holders
 from .dtensor import DTensor
 from .op_facts import Form, facts_of_function
 from .plan import CallPlan, Choice
-from .tensor_state import HERE, Function, Spec
+from .tensor_state import HERE, Function, Spec, count_holders
 
 # -- room for padding behind a piece ---------------------------------------------------------------
 # What stays between steps (parameters, their gradients, an optimizer's state) is as large as the

@@ -50,7 +50,7 @@ from torch.utils.dlpack import to_dlpack
 import partita as pt
 from partita.compile.backend.inductor import CONFIG, remove_compiler_data, remove_input_checks
 from partita.compile.memory import workspace
-from partita.tensor.autograd import (
+from partita.tensor.tensor_state import (
     after_backward,
     backward_pass,
     count_holders,

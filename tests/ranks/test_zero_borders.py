@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import partita as pt
 from partita.parallel.fsdp_group import Zero
-from partita.tensor.autograd import saving_hooks
+from partita.tensor.tensor_state import saving_hooks
 from tests.programs.zero_states import zero_state
 
 STAGES = (0, 1, 2, 3)

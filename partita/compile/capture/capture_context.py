@@ -24,8 +24,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
-from partita.tensor.autograd import saving_hooks, without_history
-from partita.tensor.tensor_state import HERE
+from partita.tensor.tensor_state import HERE, saving_hooks, without_history
 
 
 @contextmanager

@@ -57,8 +57,7 @@ from partita.layout import Fix
 from partita.redistribute import Move
 from partita.redistribute.move import bytes_sent
 from partita.tensor.arguments import read_number
-from partita.tensor.autograd import moved
-from partita.tensor.dtensor import DTensor, tagged
+from partita.tensor.dtensor import DTensor, moved, tagged
 from partita.tensor.op_facts import (
     STATE_OF_LEAVES,
     facts_of,

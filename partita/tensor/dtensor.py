@@ -415,8 +415,8 @@ def tagged(local: torch.Tensor, spec: Spec) -> DTensor:
     return local  # type: ignore[return-value]
 
 
-_NAMES_OF_DTYPES = """f64=float64 f32=float32 f16=float16 bf16=bfloat16 i64=int64 i32=int32 i16=int16
-    i8=int8 u8=uint8 bool=bool c64=complex64 c128=complex128""".split()
+_NAMES_OF_DTYPES = """f64=float64 f32=float32 f16=float16 bf16=bfloat16 i64=int64 i32=int32
+    i16=int16 i8=int8 u8=uint8 bool=bool c64=complex64 c128=complex128""".split()
 DTYPES: dict[str, torch.dtype] = {
     short: getattr(torch, name) for short, name in (pair.split("=") for pair in _NAMES_OF_DTYPES)
 }

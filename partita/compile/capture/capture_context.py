@@ -47,28 +47,29 @@ class _InThisThread:
     def __bool__(self) -> bool:
         return HERE.capturing or bool(self.otherwise)
 
-    def __eq__(self, other: object) -> bool:
-        return bool(self) == other
 
-    def __hash__(self) -> int:
-        return hash(bool(self))
+def _make_bool_method(name: str) -> Callable[..., Any]:
+    def method(self: Any, *others: Any) -> Any:
+        return getattr(bool(self), name)(*others)
 
-    def __int__(self) -> int:
-        return int(bool(self))
+    return method
 
-    def __repr__(self) -> str:
-        return repr(bool(self))
 
-    def __or__(self, other: Any) -> Any:
-        return bool(self) | other
-
-    def __and__(self, other: Any) -> Any:
-        return bool(self) & other
-
-    def __xor__(self, other: Any) -> Any:
-        return bool(self) ^ other
-
-    __index__, __ror__, __rand__, __rxor__ = __int__, __or__, __and__, __xor__
+for _name in (
+    "eq",
+    "ne",
+    "hash",
+    "int",
+    "index",
+    "repr",
+    "or",
+    "ror",
+    "and",
+    "rand",
+    "xor",
+    "rxor",
+):
+    setattr(_InThisThread, f"__{_name}__", _make_bool_method(f"__{_name}__"))
 
 
 _LOCK = threading.Lock()

@@ -369,8 +369,7 @@ def pattern_of(
     Raises:
         UnsureOfWrites: it traces to what a pattern cannot express.
     """
-    shapes = what, _key_of_operand((args, kwargs, like), _exact_tensor_key)
-    kinds = what, _key_of_operand((args, kwargs, like), _rough_tensor_key)
+    shapes, kinds = ((what, key) for key in _keys_of_call((args, kwargs, like)))
     found = _patterns.get(kinds) or _patterns.get(shapes)
     if found is None:
         found = _trace_pattern(call, args, kwargs, like, mode)
@@ -464,26 +463,22 @@ def _without_memory(t: torch.Tensor) -> torch.Tensor:
 # -- keys of patterns -----------------------------------------------------------------------------
 
 
-def _exact_tensor_key(t: torch.Tensor) -> Any:
-    return tuple(t.shape), t.stride(), t.dtype, t.device
-
-
-def _rough_tensor_key(t: torch.Tensor) -> Any:
-    return t.dim(), t.dtype, t.device
-
-
-def _key_of_operand(value: Any, of_tensor: Callable[[torch.Tensor], Any]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return of_tensor(value)
-    if type(value) is Scalar:
-        return Scalar, of_tensor(value.tensor)
-    if isinstance(value, (list, tuple)):
-        return tuple(_key_of_operand(v, of_tensor) for v in value)
-    if isinstance(value, dict):
-        return tuple((k, _key_of_operand(v, of_tensor)) for k, v in value.items())
-    if is_symbolic(value):
-        return type(value)
-    return type(value), value.hex() if isinstance(value, float) else value  # 0.0 is not -0.0
+def _keys_of_call(values: Any) -> tuple[Any, Any]:
+    """The keys of a call's arguments and value: with the shapes of tensors, and without."""
+    leaves, structure = pytree.tree_flatten(values, is_leaf=_is_scalar)
+    exact, rough = [], []
+    for leaf in leaves:
+        value = unwrap_scalar(leaf)
+        if isinstance(value, torch.Tensor):
+            kind = type(leaf) is Scalar, value.dtype, value.device
+            exact.append((kind, tuple(value.shape), value.stride()))
+            rough.append((kind, value.dim()))
+        else:  # 0.0 is not -0.0; a number that is traced has no value
+            value = value.hex() if isinstance(value, float) and not is_symbolic(value) else value
+            key = type(value), type(leaf), None if is_symbolic(leaf) else value
+            exact.append(key)
+            rough.append(key)
+    return (structure, *exact), (structure, *rough)
 
 
 # -- single calls ----------------------------------------------------------------------------------

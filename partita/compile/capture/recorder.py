@@ -25,20 +25,12 @@ from __future__ import annotations
 import inspect
 import os
 import sys
+import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from types import (
-    BuiltinFunctionType,
-    FrameType,
-    FunctionType,
-    MethodDescriptorType,
-    MethodWrapperType,
-    NoneType,
-    WrapperDescriptorType,
-)
 from typing import Any
 
 import torch
@@ -486,7 +478,7 @@ class StepFunctionMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return unprofiled(self._follow_call, func, args, kwargs or {}, sys._getframe(1))
 
-    def _follow_call(self, func: Any, args: Any, kwargs: Any, caller: FrameType) -> Any:
+    def _follow_call(self, func: Any, args: Any, kwargs: Any, caller: types.FrameType) -> Any:
         if args and has_memory(args[0]):
             self.meets_unknown_tensors = True
             if getattr(func, "__self__", func) in _OF_LEAVES:
@@ -588,7 +580,7 @@ def _check_function(func: Any) -> None:
     Torch announces the call of its own function under the replacement's name, so that the
     replacement would run twice.
     """
-    if isinstance(func, FunctionType) and is_recorded(func.__code__.co_filename):
+    if isinstance(func, types.FunctionType) and is_recorded(func.__code__.co_filename):
         raise not_captured(
             f"the step calls a function of torch's through {func.__qualname__}, which stands in "
             "its place",
@@ -655,16 +647,27 @@ _CHECKS: dict[Any, Callable[..., _Checks]] = {F.one_hot: _check_classes} | {
 # -- library calls ---------------------------------------------------------------------------------
 
 _C_FUNCTION_TYPES = (
-    BuiltinFunctionType,
-    MethodDescriptorType,
-    MethodWrapperType,
-    WrapperDescriptorType,
+    types.BuiltinFunctionType,
+    types.MethodDescriptorType,
+    types.MethodWrapperType,
+    types.WrapperDescriptorType,
 )
 """Types of functions and methods of C."""
 
 _CALLING_BACK = frozenset(("apply_", "map_", "map2_"))
 _PLAIN = frozenset(
-    (bool, int, float, complex, str, NoneType, type(...), torch.dtype, torch.device, torch.layout)
+    (
+        bool,
+        int,
+        float,
+        complex,
+        str,
+        types.NoneType,
+        type(...),
+        torch.dtype,
+        torch.device,
+        torch.layout,
+    )
     + (torch.memory_format, torch.Size, torch.Tensor, torch.nn.Parameter, FakeTensor, FakeDTensor)
 )
 """Types of operands that have no method of the user's."""
@@ -711,11 +714,11 @@ def _calls_nothing_back(func: Any) -> bool:
     """Is it a function of torch that calls at most its operands' methods?"""
     if type(func) in _C_FUNCTION_TYPES:
         return func.__name__ not in _CALLING_BACK
-    return type(func) is FunctionType and _is_functional(func)
+    return type(func) is types.FunctionType and _is_functional(func)
 
 
 @lru_cache(maxsize=1024)
-def _is_functional(func: FunctionType) -> bool:
+def _is_functional(func: types.FunctionType) -> bool:
     """Is it a Python function of torch.nn.functional itself?"""
     return vars(F).get(func.__name__) is func and func.__module__ == F.__name__
 

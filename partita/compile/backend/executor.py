@@ -13,6 +13,7 @@ were compiled, the code calls these, and constants are inputs of theirs.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -181,15 +182,21 @@ class GraphWriter:
                 is_begun = node.args[0] in self._under_way
                 wait = self.bind(_wait_for_collective) if is_begun else ""
                 return f"{name} = {wait}({args[0]})"
-            carry: Any = _COLLECTIVES.get(target)
-            if carry is not None:
-                wire, axes = self.groups[str(node.args[-1])]
-                if _may_be_under_way(node, wire, axes):
-                    carry = _begin_all_reduce
-                    self._under_way.add(node)
-                target, args = partial(carry, wire, axes, *node.args[1:]), args[:1]
+            if target in _KINDS:
+                target, args = self._make_collective(node), args[:1]
         args += [f"{k}={self.text(v)}" for k, v in node.kwargs.items()]
         return f"{name} = {self.bind(target)}({', '.join(args)})"
+
+    def _make_collective(self, node: fx.Node) -> Callable[[torch.Tensor], Any]:
+        """What runs a collective, of its operand."""
+        wire, axes = self.groups[str(node.args[-1])]  # type: ignore[index]
+        request = _request_of(node)
+        if request.kind in _IN_PLACE:
+            if _may_be_under_way(node, wire, axes):
+                self._under_way.add(node)
+                return partial(_begin_in_copy, wire, axes, request)
+            return partial(_run_in_copy, wire, axes, request)
+        return partial(_run_into_new, wire, axes, request, node.meta["val"].shape)
 
     def _find_last_reads(self, nodes: fx.graph._node_list) -> dict[fx.Node, list[fx.Node]]:
         """For each node the values it reads last: itself where unused, but no inputs."""
@@ -231,23 +238,51 @@ class GraphWriter:
 # -- collectives -----------------------------------------------------------------------------------
 
 
-def _all_gather(wire: Wire, axes: Axes, size: int, name: str, x: torch.Tensor) -> torch.Tensor:
-    out = x.new_empty((size * x.shape[0], *x.shape[1:]))
-    wire.run_collective(out, x.contiguous(), axes, Request("all_gather", None, name))
-    return out
+_KINDS: dict[Any, str] = {
+    ALL_GATHER: "all_gather",
+    all_gather: "all_gather",
+    all_to_all: "all_to_all",
+    REDUCE_SCATTER: "reduce_scatter",
+    ALL_REDUCE: "all_reduce",
+    ALL_TO_ALL: "all_to_all",
+    BROADCAST: "broadcast",
+}
+"""The collectives of a graph."""
+
+_IN_PLACE = ("all_reduce", "broadcast")
+"""Those that a wire runs in the memory of their operand."""
 
 
-def _reduce_scatter(
-    wire: Wire, axes: Axes, op: str, size: int, name: str, x: torch.Tensor
+def _request_of(node: fx.Node) -> Request:
+    """What a collective asks of a wire."""
+    args: Any = node.args
+    operand, *given, name = args
+    x, kind, more = operand.meta["val"], _KINDS[node.target], dict[str, Any]()
+    if node.target is all_to_all:
+        even = Splits.evenly(given[0], x.numel() // given[0])
+        more = {"get": even, "send": even}
+    elif kind == "all_to_all":
+        each = math.prod(x.shape[1:])
+        got, sent = (Splits.of(sizes).times(each) for sizes in given)
+        more = {"get": got, "send": sent}
+    elif kind == "broadcast":
+        more = {"root": given[0]}
+    elif kind != "all_gather":
+        more = {"reduce_op": given[0]}
+    return Request(kind, None, name, **more)
+
+
+def _run_into_new(
+    wire: Wire, axes: Axes, request: Request, shape: torch.Size, x: torch.Tensor
 ) -> torch.Tensor:
-    out = x.new_empty((x.shape[0] // size, *x.shape[1:]))
-    wire.run_collective(out, x.contiguous(), axes, Request("reduce_scatter", None, name, op))
+    out = x.new_empty(shape)
+    wire.run_collective(out, x.contiguous(), axes, request)
     return out
 
 
-def _all_reduce(wire: Wire, axes: Axes, op: str, name: str, x: torch.Tensor) -> torch.Tensor:
+def _run_in_copy(wire: Wire, axes: Axes, request: Request, x: torch.Tensor) -> torch.Tensor:
     copy = x.clone(memory_format=torch.contiguous_format)
-    wire.run_collective(copy, copy, axes, Request("all_reduce", None, name, op))
+    wire.run_collective(copy, copy, axes, request)
     return copy
 
 
@@ -263,11 +298,11 @@ def _may_be_under_way(node: fx.Node, wire: Wire, axes: Axes) -> bool:
     )
 
 
-def _begin_all_reduce(
-    wire: Wire, axes: Axes, op: str, name: str, x: torch.Tensor
+def _begin_in_copy(
+    wire: Wire, axes: Axes, request: Request, x: torch.Tensor
 ) -> tuple[torch.Tensor, PendingWork]:
     copy = x.clone(memory_format=torch.contiguous_format)
-    return copy, wire.begin_collective(copy, copy, axes, Request("all_reduce", None, name, op))
+    return copy, wire.begin_collective(copy, copy, axes, request)
 
 
 def _wait_for_collective(begun: tuple[torch.Tensor, PendingWork]) -> torch.Tensor:
@@ -275,42 +310,6 @@ def _wait_for_collective(begun: tuple[torch.Tensor, PendingWork]) -> torch.Tenso
     under_way.wait()
     return out
 
-
-def _all_to_all(
-    wire: Wire, axes: Axes, get: list[int], send: list[int], name: str, x: torch.Tensor
-) -> torch.Tensor:
-    rest = x[0].numel() if x.shape[0] else 1
-    out = x.new_empty((sum(get), *x.shape[1:]))
-    got, sent = [Splits.of(sizes).times(rest) for sizes in (get, send)]
-    request = Request("all_to_all", None, name, get=got, send=sent)
-    wire.run_collective(out, x.contiguous(), axes, request)
-    return out
-
-
-def _even_all_to_all(wire: Wire, axes: Axes, size: int, name: str, x: torch.Tensor) -> torch.Tensor:
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    each = Splits.evenly(size, x.numel() // size)
-    request = Request("all_to_all", None, name, get=each, send=each)
-    wire.run_collective(out, x.contiguous(), axes, request)
-    return out
-
-
-def _broadcast_copy(wire: Wire, axes: Axes, src: int, name: str, x: torch.Tensor) -> torch.Tensor:
-    out = x.clone(memory_format=torch.contiguous_format)
-    wire.run_collective(out, out, axes, Request("broadcast", None, name, root=src))
-    return out
-
-
-_COLLECTIVES: dict[Any, Callable[..., torch.Tensor]] = {
-    ALL_GATHER: _all_gather,
-    all_gather: _all_gather,
-    all_to_all: _even_all_to_all,
-    REDUCE_SCATTER: _reduce_scatter,
-    ALL_REDUCE: _all_reduce,
-    ALL_TO_ALL: _all_to_all,
-    BROADCAST: _broadcast_copy,
-}
-"""For each collective of a graph the function that runs it; `partial` binds all but the tensor."""
 
 # -- graphs that call compiled sections ------------------------------------------------------------
 

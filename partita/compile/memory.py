@@ -15,7 +15,6 @@ and frees while it runs (`workspace`) is computed or measured for the operators 
 
 from __future__ import annotations
 
-import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -430,7 +429,7 @@ def workspace(target: Any, args: Sequence[Any], made: Any) -> int:
         return _cast_operands(target.overloadpacket, args, made)
     if sum(t.nbytes for t in tensors) > _LARGEST:
         return 0
-    return _measure_workspace(target, tuple(map(_signature_of_argument, args)))
+    return _measure_workspace(target, args)
 
 
 _LARGEST = 1 << 29
@@ -445,12 +444,13 @@ def _cast_operands(packet: Any, args: Sequence[Any], made: Any) -> int:
         common = made.dtype
     extra = 0
     for operand in args[:2]:
-        is_tensor = isinstance(operand, torch.Tensor)
-        dtype, count = (
-            (operand.dtype, operand.numel()) if is_tensor else (_DTYPES[type(operand)], 1)
-        )
-        extra += 0 if is_tensor else dtype.itemsize
-        extra += 0 if dtype is common else count * common.itemsize
+        if isinstance(operand, torch.Tensor):
+            dtype, count = operand.dtype, operand.numel()
+        else:
+            dtype, count = _DTYPES[type(operand)], 1
+            extra += dtype.itemsize
+        if dtype is not common:
+            extra += count * common.itemsize
     return extra
 
 
@@ -467,17 +467,30 @@ def _find_common_dtype(one: Any, other: Any) -> torch.dtype:
 _DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 
 
-@functools.lru_cache(maxsize=1024)
-def _measure_workspace(target: Any, signature: tuple[Any, ...]) -> int:
+_MEASURED_KEPT = 1024
+_MEASURED: dict[Any, int] = {}
+"""By operator, and what its operands are, the workspace that was measured."""
+
+
+def _measure_workspace(target: Any, args: Sequence[Any]) -> int:
     """The workspace of a call with such arguments, measured by making one."""
-    # Private torch: the caller's modes make fake tensors, and these here must be real.
-    with _disable_current_modes(), torch.no_grad():
-        args = [_make_real_argument(s) for s in signature]
-        try:
-            target(*args)
-        except RuntimeError:
-            return 0  # fake tensors do not always have the strides of real ones
-        return _measure_peak(lambda: target(*args))
+    key = target, tuple(map(_signature_of_argument, args))
+    if len(_MEASURED) > _MEASURED_KEPT:
+        _MEASURED.clear()
+    if key not in _MEASURED:
+        # Private torch: the caller's modes make fake tensors, and these here must be real.
+        with _disable_current_modes(), torch.no_grad():
+            real = [_make_real(x) if isinstance(x, torch.Tensor) else x for x in args]
+            try:
+                target(*real)
+                _MEASURED[key] = _measure_peak(lambda: target(*real))
+            except RuntimeError:
+                _MEASURED[key] = 0  # fake tensors do not always have the strides of real ones
+    return _MEASURED[key]
+
+
+def _make_real(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).fill_(0.5)
 
 
 def _measure_peak(call: Callable[[], Any]) -> int:
@@ -511,23 +524,8 @@ def _legacy_config() -> Any:
 
 def _signature_of_argument(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return _TensorSignature(tuple(value.shape), value.stride(), value.dtype)
+        return tuple(value.shape), value.stride(), value.dtype
     return tuple(value) if isinstance(value, list) else value
-
-
-@dataclass(frozen=True)
-class _TensorSignature:
-    """Shape, strides and dtype of a tensor."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-
-
-def _make_real_argument(value: Any) -> Any:
-    if isinstance(value, _TensorSignature):
-        return torch.empty_strided(value.shape, value.strides, dtype=value.dtype).fill_(0.5)
-    return list(value) if isinstance(value, tuple) else value
 
 
 # -- collectives -----------------------------------------------------------------------------------

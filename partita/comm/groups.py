@@ -274,10 +274,10 @@ class ControlGroup:
         BEGUN[self._name] += 1
         try:
             work.wait(TIME_SLICE)
-        except RuntimeError as error:
+        except RuntimeError:
             count = self._name, BEGUN[self._name]
             need = Need(_append_user_line(why), self._ranks, meets=True, count=count)
-            wait_longer(work, need, error, deadline)
+            wait_longer(work, need, deadline)
         return [copy_bytes(row) for row in out.unbind()]
 
     def _make_divergence_error(self, why: str, deadline: float | None) -> LayoutError:

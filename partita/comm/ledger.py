@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from partita.layout import Fix, LayoutError
@@ -166,13 +166,6 @@ def _describe_repeated_work(work: RepeatedWork) -> str:
 # -- the scope of a rank: which ledgers and checks its moves are told to ---------------------------
 
 
-class Listener(Protocol):
-    """What is told whether ledgers are open."""
-
-    def listen(self, on: bool) -> None:
-        """Called when the first ledger is opened (`on`), and when the last is closed."""
-
-
 class Scope:
     """The ledgers that note one rank's moves, and the checks that these must pass.
 
@@ -185,7 +178,7 @@ class Scope:
     def __init__(self) -> None:
         self.ledgers: tuple[Ledger, ...] = ()
         self.captured: Ledger | None = None
-        self.listeners: WeakValueDictionary[int, Listener] = WeakValueDictionary()
+        self.listeners: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self.strict = False
         self.recomputing = False
         self.check: Any = None
@@ -208,9 +201,9 @@ class Scope:
         one that its calls are noted from later."""
         return self.ledgers if self.captured is None else (self.captured,)
 
-    def add_listener(self, listener: Listener) -> None:
-        """Call `listener.listen` when ledgers are opened and closed, as long as it lives; and
-        now."""
+    def add_listener(self, listener: Any) -> None:
+        """Call `listener.listen(on)` when the first ledger is opened and when the last is closed,
+        as long as it lives; and now where one is open."""
         self.listeners[id(listener)] = listener
         if self.work_ledgers:
             listener.listen(True)
@@ -229,15 +222,20 @@ def scope() -> Scope:
 
 
 @contextmanager
-def noting_work_in(log: Ledger) -> Iterator[None]:
-    """Within, repeated work of a step that is captured is noted in `log`."""
-    own = scope()
-    before = own.captured
-    own.set(captured=log)
+def _set_within(**changes: Any) -> Iterator[None]:
+    """Within, the scope of the rank that runs here has these attributes."""
+    here = scope()
+    before = {name: getattr(here, name) for name in changes}
+    here.set(**changes)
     try:
         yield
     finally:
-        own.set(captured=before)
+        here.set(**before)
+
+
+def noting_work_in(log: Ledger) -> AbstractContextManager[None]:
+    """Within, repeated work of a step that is captured is noted in `log`."""
+    return _set_within(captured=log)
 
 
 def enter_rank_thread(own: Scope) -> None:
@@ -245,15 +243,9 @@ def enter_rank_thread(own: Scope) -> None:
     _thread.scope = own
 
 
-@contextmanager
-def recomputing() -> Iterator[None]:
+def recomputing() -> AbstractContextManager[None]:
     """Within, moves are noted as "recompute": they were carried before."""
-    here = scope()
-    before, here.recomputing = here.recomputing, True
-    try:
-        yield
-    finally:
-        here.recomputing = before
+    return _set_within(recomputing=True)
 
 
 @contextmanager
@@ -283,13 +275,8 @@ def strict(on: bool = True) -> Iterator[None]:
     Args:
         on: False allows implicit moves again, inside a strict region.
     """
-    here = scope()
-    before = here.strict
-    here.set(strict=on)
-    try:
+    with _set_within(strict=on):
         yield
-    finally:
-        here.set(strict=before)
 
 
 def refuse_implicit(move: Move, op: str, nbytes: int) -> None:
@@ -334,6 +321,12 @@ class Check:
             self.broken = True
             raise
 
+    def announce_exit(self, text: str) -> None:
+        """Tell the ranks that may wait inside the region that this one has left it."""
+        for wire in self.wires.values():
+            if not self.broken:
+                self.compare(wire, text)
+
 
 ON_CHECK: list[Callable[[], AbstractContextManager[Any]]] = []
 """Context managers that `check_ranks()` enters too. `tensor/arguments` adds the comparison of
@@ -363,29 +356,12 @@ def check_ranks(timeout: float = 60.0) -> Iterator[None]:
     Args:
         timeout: seconds to wait for the other ranks.
     """
-    here = scope()
-    before, check = here.check, Check(timeout)
-    here.set(check=check)
+    check = Check(timeout)
     try:
-        with enter_check_hooks():
+        with _set_within(check=check), enter_check_hooks():
             yield
     except BaseException as error:
-        here.set(check=before)
-        _announce_region_exit(
-            check, f"left check_ranks() with {type(error).__name__}: {error}", quiet=True
-        )
+        with suppress(Exception):
+            check.announce_exit(f"left check_ranks() with {type(error).__name__}: {error}")
         raise
-    here.set(check=before)
-    _announce_region_exit(check, "left check_ranks() in order", quiet=False)
-
-
-def _announce_region_exit(check: Check, text: str, quiet: bool) -> None:
-    """Tell the ranks that may wait inside the region that this one has left it."""
-    for wire in check.wires.values():
-        if check.broken:
-            return
-        try:
-            check.compare(wire, text)
-        except Exception:
-            if not quiet:
-                raise
+    check.announce_exit("left check_ranks() in order")

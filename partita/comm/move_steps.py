@@ -167,32 +167,26 @@ def _find_overlaps(
     made of them.
     """
     with _disable_current_modes():
-        return _reckon_overlaps(here, there, transport, axes)
-
-
-def _reckon_overlaps(
-    here: Layout, there: Layout, transport: Transport, axes: Axes
-) -> tuple[Splits, list[tuple[slice, ...]]]:
-    mesh, n = transport.mesh, transport.mesh_size(axes)
-    _, order = transport.group_order(axes)
-    members = torch.arange(n) if order is None else torch.tensor(order)
-    places: dict[str, Any] = dict(zip(mesh.names, transport.at, strict=True))
-    for axis in reversed(axes):
-        places[axis] = members % mesh.size(axis)
-        members = members // mesh.size(axis)
-    firsts, lasts, sizes = [], [], torch.ones(n, dtype=torch.int64)
-    region = here.local_region(mesh, transport.at)
-    for size, stack, (start, length) in zip(there.shape, there.shards, region, strict=True):
-        begin, many = span(size, [mesh.size(a) for a in stack], [places[a] for a in stack])
-        bounds = [torch.as_tensor(x).expand(n) - start for x in (begin, begin + many)]
-        first, last = (x.clamp(0, length) for x in bounds)
-        firsts.append(first)
-        lasts.append(last)
-        sizes = sizes * (last - first)
-    (some,) = sizes.nonzero(as_tuple=True)
-    ends: Any = [torch.stack(x, -1)[some].tolist() for x in (firsts, lasts)]
-    slices = [tuple(map(slice, first, last)) for first, last in zip(*ends, strict=True)]
-    return Splits.of(sizes.tolist()), slices
+        mesh, n = transport.mesh, transport.mesh_size(axes)
+        _, order = transport.group_order(axes)
+        members = torch.arange(n) if order is None else torch.tensor(order)
+        places: dict[str, Any] = dict(zip(mesh.names, transport.at, strict=True))
+        for axis in reversed(axes):
+            places[axis] = members % mesh.size(axis)
+            members = members // mesh.size(axis)
+        firsts, lasts, sizes = [], [], torch.ones(n, dtype=torch.int64)
+        region = here.local_region(mesh, transport.at)
+        for size, stack, (start, length) in zip(there.shape, there.shards, region, strict=True):
+            begin, many = span(size, [mesh.size(a) for a in stack], [places[a] for a in stack])
+            bounds = [torch.as_tensor(x).expand(n) - start for x in (begin, begin + many)]
+            first, last = (x.clamp(0, length) for x in bounds)
+            firsts.append(first)
+            lasts.append(last)
+            sizes = sizes * (last - first)
+        (some,) = sizes.nonzero(as_tuple=True)
+        ends: Any = [torch.stack(x, -1)[some].tolist() for x in (firsts, lasts)]
+        slices = [tuple(map(slice, first, last)) for first, last in zip(*ends, strict=True)]
+        return Splits.of(sizes.tolist()), slices
 
 
 def _copy_alone(x: torch.Tensor, op: str) -> torch.Tensor:

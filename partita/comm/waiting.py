@@ -90,16 +90,16 @@ class WatchedWork:
     def wait(self) -> None:
         try:
             self._work.wait(TIME_SLICE)
-        except RuntimeError as error:
+        except RuntimeError:
             ranks = dist.get_process_group_ranks(self._group)
             line = user_line() or "no line"
             text = f"waits in {self._request.describe()}, at {line}"
             need = Need(text, ranks, self._group, number=self._number)
-            wait_longer(self._work, need, error)
+            wait_longer(self._work, need)
 
 
-def wait_longer(work: Any, need: Need, error: RuntimeError, deadline: float | None = None) -> None:
-    """Go on waiting for `work`, whose wait of `SLICE` seconds raised `error`.
+def wait_longer(work: Any, need: Need, deadline: float | None = None) -> None:
+    """Go on waiting for `work`, whose wait of `SLICE` seconds has raised a RuntimeError.
 
     Raises:
         LayoutError: as `wait_with_others`.

@@ -4,11 +4,11 @@ In reading order:
 
 - a move: `collective` (what is asked for, what is under way, and the transports that do it),
   `move_steps` (which elements go where, and each kind of move as a function), `wire` (`carry`: a
-  move on a transport; mesh handles)
-- the record: `ledger` (moves, `strict`, `check_ranks`), `source` (the user's line)
+  move on a transport; mesh handles, and the wire of one without peers)
+- the record: `ledger` (moves, the user's lines that they come from, `strict`, `check_ranks`)
 - transports: `groups` (process groups, and what their ranks compare over) with `backends/`,
-  `ranks` (ranks that are threads of one process), `dry` (no peers), `trace` (nodes of a captured
-  graph, between padded pieces)
+  `ranks` (ranks that are threads of one process), `trace` (nodes of a captured graph, between
+  padded pieces)
 - what ranks agree on: `agreement` (texts on a mesh; messages; values on all ranks of the job)
 - ranks that wait or are gone: `waiting`
 - how a job begins: `meshes`; where it computes: `device`
@@ -39,17 +39,20 @@ from .device import enabled_autocast_dtypes as enabled_autocast_dtypes
 from .device import read_autocast_state as read_autocast_state
 from .device import switch_off as switch_off
 from .device import use_autocast_state as use_autocast_state
-from .dry import DryWire as DryWire
-from .dry import dry_mesh as dry_mesh
 from .groups import GroupWire as GroupWire
 from .groups import explain_failed_collective as explain_failed_collective
 from .groups import wait_for_all_ranks as wait_for_all_ranks
 from .ledger import ON_CHECK as ON_CHECK
 from .ledger import Record as Record
+from .ledger import call_site as call_site
 from .ledger import check_ranks as check_ranks
+from .ledger import first_instruction as first_instruction
 from .ledger import ledger as ledger
+from .ledger import own_lines_shown as own_lines_shown
 from .ledger import recomputing as recomputing
 from .ledger import strict as strict
+from .ledger import user_line as user_line
+from .ledger import user_line_of_error as user_line_of_error
 from .meshes import LOOPBACK as LOOPBACK
 from .meshes import MEETING as MEETING
 from .meshes import describe_saved_mesh as describe_saved_mesh
@@ -61,11 +64,6 @@ from .meshes import sizes_of_mesh as sizes_of_mesh
 from .meshes import wire_of as wire_of
 from .move_steps import identity_of_reduction as identity_of_reduction
 from .ranks import ranks as ranks
-from .source import call_site as call_site
-from .source import first_instruction as first_instruction
-from .source import own_lines_shown as own_lines_shown
-from .source import user_line as user_line
-from .source import user_line_of_error as user_line_of_error
 from .torch_distributed import Piece as Piece
 from .torch_distributed import after_import as after_import
 from .torch_distributed import inspect_collectives as inspect_collectives
@@ -84,4 +82,6 @@ from .waiting import begin_graph as begin_graph
 from .waiting import end_graph as end_graph
 from .waiting import find_ended as find_ended
 from .waiting import is_lost as is_lost
+from .wire import DryWire as DryWire
 from .wire import Wire as Wire
+from .wire import dry_mesh as dry_mesh

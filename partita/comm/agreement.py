@@ -34,8 +34,8 @@ from partita.layout import Fix, LayoutError
 from .backends import world_group
 from .device import copy_bytes
 from .groups import hash_text
+from .ledger import call_site, user_line
 from .ranks import RankWire, running_wire
-from .source import call_site, user_line
 from .trace import TraceWire
 from .waiting import make_lost_rank_error
 from .wire import Wire

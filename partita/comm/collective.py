@@ -3,7 +3,7 @@ waited for while it is under way, how a rank's transport does it in any dtype, a
 in a captured graph.
 
 A transport is a rank's place in a mesh, and performs collectives with the ranks that differ from it
-along some axes (process groups in `groups`, ranks of one process in `ranks`, none at all in `dry`).
+along some axes (process groups in `groups`, ranks of one process in `ranks`, none in `wire`).
 It does not know what one is for: moves are built on it in `move_steps`, and run by `Wire.carry`.
 
 Shares that ranks exchange are added in the order of the ranks (`reduce_in_rank_order`; in graphs

@@ -28,7 +28,7 @@ from .backends import backend_of, rendezvous_group
 from .backends.backend import begin_in_group
 from .collective import Axes, PendingWork, Request, reduce_in_rank_order
 from .device import HOST, Device, copy_bytes
-from .source import place_of_user, user_line
+from .ledger import place_of_user, user_line
 from .waiting import (
     BEGUN,
     TIME_SLICE,

@@ -24,8 +24,8 @@ from partita.layout import Fix, LayoutError
 
 from .backends import prepare_control
 from .groups import GroupWire
+from .ledger import user_line
 from .ranks import RankWire, running_wire
-from .source import user_line
 from .trace import active_wire
 from .wire import MeshHandle, Wire, find_handle
 

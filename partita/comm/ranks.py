@@ -26,8 +26,7 @@ from partita.layout import LayoutError, Mesh
 
 from .collective import ALL_DTYPES, Axes, Request, reduce_in_rank_order
 from .device import AutocastState, read_autocast_state, use_autocast_state
-from .ledger import Scope, enter_check_hooks, enter_rank_thread, scope
-from .source import user_line
+from .ledger import Scope, enter_check_hooks, enter_rank_thread, scope, user_line
 from .wire import MeshHandle, Wire
 
 Payload = tuple[Any, ...]

@@ -37,7 +37,7 @@ from .collective import (
     all_to_all,
 )
 from .groups import GroupWire
-from .ledger import Ledger, Scope
+from .ledger import Ledger, Scope, user_line
 from .move_steps import (
     Cut,
     Number,
@@ -52,7 +52,6 @@ from .move_steps import (
     prepare,
     span,
 )
-from .source import user_line
 from .wire import Wire
 
 _Noting = Callable[[Move, int, str, str], AbstractContextManager[None]]

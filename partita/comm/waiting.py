@@ -35,7 +35,7 @@ import torch.distributed as dist
 from partita.layout import Fix, LayoutError
 
 from .backends import LOST, TIMED_OUT, timeouts_of_job
-from .source import user_line
+from .ledger import user_line
 
 if TYPE_CHECKING:
     from .collective import Request

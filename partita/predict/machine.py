@@ -318,10 +318,8 @@ def load_machine(name: str | Path | Machine) -> Machine:
         return name
     known = ", ".join(shipped_machines())
     if not isinstance(name, str | Path):
-        raise MachineError(
-            f"machine is {describe_value(name)}: the name of a shipped one ({known}), the path of "
-            "a TOML file or a Machine"
-        )
+        said = f"machine is {describe_value(name)}: the name of a shipped one ({known})"
+        raise MachineError(f"{said}, the path of a TOML file or a Machine")
     path = Path(name)
     if str(name) in shipped_machines():
         path = _FOLDER / f"{name}.toml"
@@ -370,7 +368,7 @@ def _read_machine(found: Mapping[str, Any]) -> Machine:
             "memory_bytes": read_amount("bytes"),
             "memory_bandwidth": read_amount("bytes per second"),
             "kernel_seconds": read_amount("seconds"),
-            "flops": _read_flops,
+            "flops": _rows_of(read_amount("operations per second"), _check_dtype),
             "efficiency": _table_of(dict.fromkeys(_EFFICIENCIES, _read_share)),
             "host": _read_link,
             "network": _read_link,
@@ -380,8 +378,8 @@ def _read_machine(found: Mapping[str, Any]) -> Machine:
             "straggling": read_amount("parts"),
             "step_seconds": read_amount("seconds"),
             "kernels": _table_of({}, dict.fromkeys(RATES, _read_curve)),
-            "collectives": _read_collectives,
-            "links": _read_links,
+            "collectives": _rows_of(_read_curve, _check_collective),
+            "links": _rows_of(_read_link, _allow_any),
         },
     )
     return Machine(**read("", found))
@@ -409,37 +407,36 @@ def _check_table(key: str, found: Any) -> None:
         raise MachineError(f"{key} is a table: write [{key}]")
 
 
+def _rows_of(read: _Read, check_name: Callable[[str, str], None]) -> _Read:
+    """What reads a table of the names that `check_name` lets pass."""
+
+    def read_rows(key: str, found: Any) -> dict[str, Any]:
+        _check_table(key, found)
+        for name in found:
+            check_name(f"{key}.{name}", name)
+        return {name: read(f"{key}.{name}", value) for name, value in found.items()}
+
+    return read_rows
+
+
 def _read_link(key: str, found: Any) -> Link:
-    read = _table_of(
-        {"latency": read_amount("seconds"), "bandwidth": read_amount("bytes per second")}
-    )
-    return Link(**read(key, found))
+    amounts = {"latency": read_amount("seconds"), "bandwidth": read_amount("bytes per second")}
+    return Link(**_table_of(amounts)(key, found))
 
 
-def _read_links(key: str, found: Any) -> dict[str, Link]:
-    _check_table(key, found)
-    return {" ".join(n.split()): _read_link(f"{key}.{n}", link) for n, link in found.items()}
+def _allow_any(key: str, name: str) -> None: ...
 
 
-def _read_flops(key: str, found: Any) -> dict[str, float]:
-    _check_table(key, found)
-    for dtype in found:
-        if str(getattr(torch, dtype, None)) != f"torch.{dtype}":  # torch.half says float16
-            raise MachineError(f"{key}.{dtype} is no dtype of torch: bfloat16, float32")
-    read = read_amount("operations per second")
-    return {dtype: read(f"{key}.{dtype}", value) for dtype, value in found.items()}
+def _check_dtype(key: str, name: str) -> None:
+    if str(getattr(torch, name, None)) != f"torch.{name}":  # torch.half says float16
+        raise MachineError(f"{key} is no dtype of torch: bfloat16, float32")
 
 
-def _read_collectives(key: str, found: Any) -> dict[str, MeasuredCurve]:
-    _check_table(key, found)
-    for name in found:
-        kind, _, ranks = name.rpartition("-")
-        if kind not in COLLECTIVES or not re.fullmatch("[1-9][0-9]*", ranks):
-            raise MachineError(
-                f"{key}.{name} is not known: it is one of {', '.join(COLLECTIVES)}, and the number "
-                "of ranks: all_gather-4"
-            )
-    return {name: _read_curve(f"{key}.{name}", curve) for name, curve in found.items()}
+def _check_collective(key: str, name: str) -> None:
+    kind, _, ranks = name.rpartition("-")
+    if kind not in COLLECTIVES or not re.fullmatch("[1-9][0-9]*", ranks):
+        known = f"it is one of {', '.join(COLLECTIVES)}, and the number of ranks: all_gather-4"
+        raise MachineError(f"{key} is not known: {known}")
 
 
 def _read_curve(key: str, found: Any) -> MeasuredCurve:

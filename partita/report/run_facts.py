@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -225,13 +226,18 @@ def _whole(at: str, value: Any) -> None:
         _refuse(at, value, "a whole number")
 
 
-def _list_of(check: Check) -> Check:
-    def check_list(at: str, value: Any) -> None:
-        _list(at, value)
-        for i, one in enumerate(value):
-            check(f"{at}[{i}]", one)
+def _all_of(kind: Check, check: Check) -> Check:
+    """A list or an object whose values are alike."""
 
-    return check_list
+    def check_all(at: str, value: Any) -> None:
+        kind(at, value)
+        for name, one in value.items() if isinstance(value, dict) else enumerate(value):
+            check(f"{at}[{json.dumps(name)}]", one)
+
+    return check_all
+
+
+_list_of, _table_of = partial(_all_of, _list), partial(_all_of, _dict)
 
 
 def _row_of(*checks: Check, least: int | None = None) -> Check:
@@ -245,17 +251,6 @@ def _row_of(*checks: Check, least: int | None = None) -> Check:
             check(f"{at}[{i}]", one)
 
     return check_row
-
-
-def _table_of(check: Check) -> Check:
-    """An object whose values are alike."""
-
-    def check_table(at: str, value: Any) -> None:
-        _dict(at, value)
-        for name, one in value.items():
-            check(f"{at}[{json.dumps(name)}]", one)
-
-    return check_table
 
 
 def _object(also: dict[str, Check] | None = None, **checks: Check) -> Check:
@@ -299,13 +294,9 @@ def _parameter(at: str, value: Any) -> None:
 
 _PAIR = _row_of(_finite, _finite)
 _PARAMETER = _row_of(_text, _text, _text, _finite)
-_HOLDER = _object(name=_text, kind=_text, source=_text, nbytes=_finite)
-_MEMORY = _object(
-    places=_list_of(_text),
-    held=_table_of(_finite),
-    live=_table_of(_list_of(_finite)),
-    holders=_list_of(_HOLDER),
-)
+_HOLDERS = _list_of(_object(name=_text, kind=_text, source=_text, nbytes=_finite))
+_HELD, _LIVE = _table_of(_finite), _table_of(_list_of(_finite))
+_MEMORY = _object(places=_list_of(_text), held=_HELD, live=_LIVE, holders=_HOLDERS)
 _MOVE = _object(source=_text, kind=_text, axes=_text, reason=_text, nbytes=_finite, count=_finite)
 _PASS = _object(name=_text, promise=_text, did=_text, collectives=_PAIR, sent=_PAIR, peak=_PAIR)
 _WORK = _row_of(_text, _text, _finite, _finite, _text, _text, _text, _finite, least=5)

@@ -9,12 +9,12 @@ without memory, of one block and of two.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -308,7 +308,7 @@ class WaySearch:
 
     def run(self, ways: list[Way], most: int) -> tuple[PlannedWay, ...]:
         """The best that fit, fastest first, of which at most `most` ways were simulated."""
-        left = self._leave_out_by_bytes(ways)
+        left = self._leave_out(ways, BOUND, self._is_too_big_at_least)
         while left and len(self.found) < most:
             way = self._choose_next(left)
             left.remove(way)
@@ -319,25 +319,21 @@ class WaySearch:
             self.found[way] = self._estimate_cost(way)
             peak = self.found[way][1]
             self.ended[way] = FITS if peak <= self.memory else TOO_BIG
-            if self.prune and peak > _MARGIN * self.memory:
-                left = self._leave_out_bigger(left, way)
+            if peak > _MARGIN * self.memory:
+                left = self._leave_out(left, RULED_OUT, partial(_keeps_more, way))
         self.ended.update(dict.fromkeys(left, LEFT))
         return self._confirm_choices()
 
     # -- which is next -----------------------------------------------------------------------------
 
-    def _leave_out_by_bytes(self, ways: list[Way]) -> list[Way]:
-        if not self.prune:
-            return [*ways]
-        big = [way for way in ways if least_bytes(self.model, way) > self.memory]
-        self.ended.update(dict.fromkeys(big, BOUND))
+    def _leave_out(self, ways: list[Way], outcome: str, is_out: Callable[[Way], bool]) -> list[Way]:
+        """What is left of ways, without those that a bound leaves out: they end so."""
+        gone = [way for way in ways if self.prune and is_out(way)]
+        self.ended.update(dict.fromkeys(gone, outcome))
         return [way for way in ways if way not in self.ended]
 
-    def _leave_out_bigger(self, left: list[Way], way: Way) -> list[Way]:
-        """What is left without the ways that keep all that `way` keeps, and more."""
-        bigger = [one for one in left if _keeps_more(one, way)]
-        self.ended.update(dict.fromkeys(bigger, RULED_OUT))
-        return [one for one in left if one not in self.ended]
+    def _is_too_big_at_least(self, way: Way) -> bool:
+        return least_bytes(self.model, way) > self.memory
 
     def _choose_next(self, left: list[Way]) -> Way:
         """The one that is thought to be fastest of those that are thought to fit.
@@ -362,13 +358,12 @@ class WaySearch:
         seconds, size = self._guess_cost(way)
         if not self.found:
             return seconds, size
-        nearest = max(map(_make_likeness(way), self.found))
-        alike = [one for one in self.found if _make_likeness(way)(one) == nearest]
+        likeness = {one: _count_alike(way, one) for one in self.found}
+        nearest = max(likeness.values())
+        alike = [one for one, count in likeness.items() if count == nearest]
         pairs = [(self.found[one], self._guess_cost(one)) for one in alike]
-        ratios = [
-            math.exp(sum(math.log(real[i] / said[i]) for real, said in pairs) / len(pairs))
-            for i in (0, 1)
-        ]
+        logs = [[math.log(real[i] / said[i]) for real, said in pairs] for i in (0, 1)]
+        ratios = [math.exp(sum(each) / len(each)) for each in logs]
         return seconds * ratios[0], size * ratios[1]
 
     def _guess_cost(self, way: Way) -> tuple[float, float]:
@@ -445,24 +440,22 @@ class WaySearch:
         return self._known[way]
 
 
-def _keeps_more(one: Way, other: Way) -> bool:
-    """Does `one` keep all that `other` keeps, on the same mesh and of the same micro-batches?"""
-    of, than = one.strategy, other.strategy
-    same = dataclasses.replace(of, zero=than.zero, remat=than.remat) == than
-    return (one.dp, one.tp) == (other.dp, other.tp) and same and (
-        of.zero <= than.zero and of.remat <= than.remat
-    )  # fmt: skip
+def _keeps_more(than: Way, way: Way) -> bool:
+    """Does `way` keep all that `than` keeps, on the same mesh and of the same micro-batches?"""
+    more, less = way.strategy, than.strategy
+    same = dataclasses.replace(more, zero=less.zero, remat=less.remat) == less
+    is_more = more.zero <= less.zero and more.remat <= less.remat
+    return (way.dp, way.tp) == (than.dp, than.tp) and same and is_more
 
 
-def _make_likeness(way: Way) -> Callable[[Way], int]:
-    """In how much another way is like this one."""
+def _count_alike(one: Way, other: Way) -> int:
+    """In how much one way is like another."""
+    a, b = one.strategy, other.strategy
+    same = [getattr(a, name) == getattr(b, name) for name in _ALIKE]
+    return sum([*same, one.tp == other.tp, (a.zero == 3) == (b.zero == 3)])
 
-    def facts_of(way: Way) -> tuple[Any, ...]:
-        of = way.strategy
-        return way.tp, of.sequence, of.zero, of.zero == 3, of.remat, of.micro_batches
 
-    own = facts_of(way)
-    return lambda other: sum(a == b for a, b in zip(own, facts_of(other), strict=True))
+_ALIKE = ("sequence", "zero", "remat", "micro_batches")
 
 
 def _replace_strategy(way: Way, **changes: Any) -> Way:
@@ -619,7 +612,7 @@ def _needs_of(shape: ModelShape, way: Way) -> _ModelNeeds:
     return one.extend_to_layers(two, layers)
 
 
-@functools.lru_cache(maxsize=256)
+@lru_cache(maxsize=256)
 def _measure_needs(shape: ModelShape, layers: int, batch: int, context: int) -> _ModelNeeds:
     """Of a model that cannot be run over tensors without memory no more than its weights."""
     with torch.device("meta"):

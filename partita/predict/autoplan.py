@@ -12,7 +12,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from numbers import Real
@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -655,17 +656,13 @@ def _counting_needs(module: nn.Module, needs: _ModelNeeds) -> Iterator[None]:
             needs.results += result.numel() * _least_size(result)
 
     blocks: Any = getattr(module, "blocks", ())
-    hooks = [block.register_forward_hook(count) for block in blocks]
-    try:
-        with (
-            torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved),
-            _WithoutAttention(),
-            _ProductCounter(needs),
-        ):
-            yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as stack:
+        for block in blocks:
+            stack.enter_context(block.register_forward_hook(count))
+        stack.enter_context(saved_tensors_hooks(keep, lambda saved: saved))
+        stack.enter_context(_WithoutAttention())
+        stack.enter_context(_ProductCounter(needs))
+        yield
 
 
 def _least_size(x: Tensor) -> int:

@@ -176,16 +176,13 @@ class Explainer:
     def listening(self) -> Iterator[None]:
         """Within, this thread's calls on DTensors are told to this one."""
         before, HERE.explainer = HERE.explainer, self
-        hooks = (
-            register_module_forward_pre_hook(self._enter_module),
-            register_module_forward_hook(self._leave_module, always_call=True),
-        )
+        entered = register_module_forward_pre_hook(self._enter_module)
+        left = register_module_forward_hook(self._leave_module, always_call=True)
         try:
-            yield
+            with entered, left:
+                yield
         finally:
             HERE.explainer = before
-            for hook in hooks:
-                hook.remove()
 
     def _enter_module(self, module: nn.Module, args: Any) -> None:
         if HERE.explainer is self and id(module) in self._names:

@@ -88,7 +88,8 @@ def rehearse(
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(hidden_from_watchers())
         stack.enter_context(_without_nodes())
-        stack.enter_context(_refusing_steps(state))
+        for optimizer in state.optimizers.values():  # whose state has no fakes
+            stack.enter_context(optimizer.register_step_pre_hook(_refuse_step))
         stack.enter_context(ModuleAttributes(state).restored())
         stack.enter_context(slots_swapped(state.slots, fakes.stand_in))
         given, named = pytree.tree_map(fakes.stand_in, (args, kwargs))
@@ -182,17 +183,6 @@ def _without_nodes() -> Iterator[None]:
         yield
     finally:
         HERE.recorder = before
-
-
-@contextmanager
-def _refusing_steps(state: State) -> Iterator[None]:
-    """Within, no optimizer that the function reaches steps: its state has no fakes."""
-    hooks = [o.register_step_pre_hook(_refuse_step) for o in state.optimizers.values()]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _refuse_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -491,12 +481,8 @@ class _Schedule(MemoryCount):
                 # What is written through `detach()` of a fake is not counted as a write of it.
                 increment_version([p for group in optimizer.param_groups for p in group["params"]])
 
-        handles = [register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end)]
-        try:
+        with register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 _NEVER = 1 << 60

@@ -41,11 +41,11 @@ class Shown:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return "".join(
-            (f"<div><b>{escape(escape_controls(name))}</b></div>" if name else "")
-            + html_of(picture)
-            for name, picture in self.pictures
-        )
+        parts = []
+        for name, picture in self.pictures:
+            head = f"<div><b>{escape(escape_controls(name))}</b></div>" if name else ""
+            parts.append(head + html_of(picture))
+        return "".join(parts)
 
     def __rich__(self) -> Any:
         """The same in colours, for rich."""
@@ -123,7 +123,7 @@ def _draw_pictures(x: Any, mesh: Any) -> list[tuple[str, Picture]]:
                 found = draw(p.layout_over_mesh, p._spec.wire.mesh)
                 alike.setdefault(found, []).append(name)
         if alike:
-            return [(_format_names(names), picture) for picture, names in alike.items()]
+            return [(f"{names[0]}{_count_more(names)}", one) for one, names in alike.items()]
     raise make_refusal(
         f"show draws a DTensor, not {type(x).__name__}",
         "pt.distribute_tensor(x, mesh, placements)",
@@ -132,9 +132,8 @@ def _draw_pictures(x: Any, mesh: Any) -> list[tuple[str, Picture]]:
     )
 
 
-def _format_names(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return f"{names[0]}{more}"
+def _count_more(names: Sequence[str]) -> str:
+    return f" and {len(names) - 1} more" if len(names) > 1 else ""
 
 
 def _in_notebook() -> bool:
@@ -172,14 +171,12 @@ _ASCII = str.maketrans("┌┬┐├┼┤└┴┘─│…↓→", "+++++++++-
 
 
 def _format_panel(panel: Panel, picture: Picture) -> list[tuple[str, str]]:
-    head = [_format_ruler(piece, picture.across) for piece in panel.columns]
-    side = [_format_ruler(piece, picture.down) for piece in panel.rows]
+    head = ["" if picture.across is None else str(piece) for piece in panel.columns]
+    side = ["" if picture.down is None else str(piece) for piece in panel.rows]
     corner = picture.corner
     left = max(map(len, [corner, *side]))
-    widths = [
-        max([len(head[i]), *(len(row[i].ranks) for row in panel.cells)]) + 2
-        for i in range(len(head))
-    ]
+    columns = zip(head, *([cell.ranks for cell in row] for row in panel.cells), strict=True)
+    widths = [max(map(len, texts)) + 2 for texts in columns]
     parts = [(f"{panel.where}\n", "bold")] if panel.where else []
     top = " ".join(text.center(w) for text, w in zip(head, widths, strict=True))
     parts.append((f"{corner.rjust(left)}  {top.rstrip()}\n" if corner else "", "dim"))
@@ -194,10 +191,6 @@ def _format_panel(panel: Panel, picture: Picture) -> list[tuple[str, str]]:
         parts.append(("\n", ""))
     parts.append((f"{' ' * left} {_format_line('└┴┘', widths)}\n", "dim"))
     return parts
-
-
-def _format_ruler(piece: Any, dim: int | None) -> str:
-    return "" if dim is None else str(piece)
 
 
 def _format_line(corners: str, widths: Sequence[int]) -> str:

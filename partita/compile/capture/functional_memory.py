@@ -273,7 +273,7 @@ def share_memory_of_results(
                 _make_views(results, inputs[number], values)
             elif len(results) > 1:
                 makers = {o: n for o, n in made.items() if memory[o] == number}
-                _make_views_of_each_other(results, makers, values)
+                _make_views(results, makers, values)
     new_end.args = (values,)
 
 
@@ -303,28 +303,6 @@ def refuse_cut_views(graph: fx.Graph, cut: Collection[int]) -> None:
             )
 
 
-def _make_views_of_each_other(
-    results: Results, makers: Mapping[fx.Node, fx.Node], values: list[Any]
-) -> None:
-    """Make results in one memory views of those among them that they were views of.
-
-    Where two overlap and neither is a view of the other, all become views of the memory's maker.
-    """
-    bases: dict[fx.Node, fx.Node] = {}
-    kept: list[fx.Node] = []
-    views = {node: len(views_of(node)[1]) for _, node in results}
-    for i, node in sorted(results, key=lambda r: (views[r[1]], -r[1].meta["val"].numel())):
-        base, calls = views_of(node, bases)
-        if base in bases:
-            values[i] = _call_again(calls, bases[base])
-        elif any(_nodes_overlap(node, other) for other in kept):
-            _make_views(results, makers, values)
-            return
-        else:
-            bases[_find_written_operand(node)] = values[i]
-            kept.append(node)
-
-
 def _make_views(results: Results, bases: Mapping[fx.Node, fx.Node], values: list[Any]) -> None:
     """Make results in one memory views of `bases`: nodes of the graph before, by their new value.
 
@@ -336,14 +314,6 @@ def _make_views(results: Results, bases: Mapping[fx.Node, fx.Node], values: list
         if base not in bases:
             raise _make_view_error(node)
         values[i] = _call_again(calls, bases[base])
-
-
-def _find_written_operand(node: fx.Node) -> fx.Node:
-    """The operand that a node returns after writing it, however often; else the node itself."""
-    while (found := shown_operand(node))[1]:
-        assert found[0] is not None
-        node = found[0]
-    return node
 
 
 def _call_again(calls: list[fx.Node], value: fx.Node) -> fx.Node:
@@ -445,12 +415,6 @@ def keep_apart(graph: fx.Graph, before: Pairs) -> None:
         if NOTE in shown.meta:
             copy.meta[NOTE] = shown.meta[NOTE]
     end.args = (values,)
-
-
-def _nodes_overlap(one: fx.Node, other: fx.Node) -> bool:
-    """Do two nodes show an element of the same memory?"""
-    first = views_of(one)[0]
-    return first is views_of(other)[0] and _has_common_elements(*_replay_views([one, other], first))
 
 
 def _replay_views(nodes: list[fx.Node], first: fx.Node) -> list[torch.Tensor]:

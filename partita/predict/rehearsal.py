@@ -41,8 +41,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from partita.comm import DryWire, Wire, substitute_wires, user_line, user_line_of_error, wire_of
 from partita.compile import CompiledStep
-from partita.compile.capture.capture import taking_turns
-from partita.compile.capture.capture_context import compiling, hidden_from_watchers, slots_swapped
+from partita.compile.capture.capture_context import (
+    compiling,
+    hidden_from_watchers,
+    slots_swapped,
+    taking_turns,
+)
 from partita.compile.capture.fakes import local_of
 from partita.compile.capture.inputs import State, find_state, names_of_call, tensors_of_call
 from partita.compile.capture.outputs import ModuleAttributes

@@ -10,7 +10,6 @@ inputs and outputs. `capture` repeats this where a run shows that another is nee
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -63,12 +62,9 @@ from .capture_context import (
     ParamGroup,
     Slot,
     attribute_set,
-    compiling,
-    errors_not_logged,
-    hidden_from_watchers,
-    lstm_as_calls,
+    set_for_capture,
     slots_swapped,
-    without_dispatch_modes,
+    taking_turns,
 )
 from .differentiate import make_seeds_inputs
 from .fakes import is_symbolic
@@ -93,16 +89,6 @@ from .recorder import (
 )
 
 # -- runs until one is complete --------------------------------------------------------------------
-
-# A tracer of torch.fx replaces nn.Module.__call__, which all threads see.
-_ONE_AT_A_TIME = threading.RLock()
-
-
-@contextmanager
-def taking_turns() -> Iterator[None]:
-    """Within, no other thread captures, and no dispatch mode of the user's follows the calls."""
-    with _ONE_AT_A_TIME, without_dispatch_modes(), errors_not_logged():
-        yield
 
 
 @taking_turns()
@@ -400,15 +386,10 @@ class CaptureRun:
             self._readable_inputs = {n: i.tensor for n, i in pairs if _is_whole(i)}
             self._hooks = self.inputs.tag_fakes(self.wires, self._input_attributes.copy)
             stack.enter_context(substitute_wires(dict(self.wires)))
-            stack.enter_context(compiling())
-            # A function that is wrapped by `torch.compile` is captured as the function itself.
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-            stack.enter_context(lstm_as_calls(self.modules))
-            stack.enter_context(hidden_from_watchers())
+            stack.enter_context(set_for_capture(self.modules))
             calls = BlockCalls(recorder, self.inputs.mode, self.wires, self._blocks, self.modules)
             stack.enter_context(calls.intercepting(mode.tracer))
             self.record.before_backward = calls.check_results
-            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             parts = [part for module in self.modules for part in module.modules()]
             stack.enter_context(exclusive_access(parts))  # whose tensors are exchanged meanwhile
             stack.enter_context(self.attributes.restored())

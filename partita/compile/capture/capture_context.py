@@ -155,6 +155,31 @@ def lstm_as_calls(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
         yield
 
 
+# A tracer of torch.fx replaces nn.Module.__call__, which all threads see.
+_ONE_AT_A_TIME = threading.RLock()
+
+
+@contextmanager
+def taking_turns() -> Iterator[None]:
+    """Within, no other thread captures, and no dispatch mode of the user's follows the calls."""
+    with _ONE_AT_A_TIME, without_dispatch_modes(), errors_not_logged():
+        yield
+
+
+@contextmanager
+def set_for_capture(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Within, torch and partita are set as a capture of a step of `modules` needs them."""
+    with (
+        compiling(),
+        # A function that is wrapped by `torch.compile` is captured as the function itself.
+        torch.compiler.set_stance("force_eager"),
+        lstm_as_calls(modules),
+        hidden_from_watchers(),
+        torch.autograd.set_multithreading_enabled(False),
+    ):
+        yield
+
+
 @contextmanager
 def slots_swapped(slots: Sequence[Slot], stand_in: Callable[[Any], Any]) -> Iterator[list[Any]]:
     """Within, every slot holds `stand_in` of its value; gives what each holds."""

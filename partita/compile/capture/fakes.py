@@ -478,17 +478,12 @@ class FakeMaker:
 
     def _make_meta(self, local: torch.Tensor) -> torch.Tensor:
         """A meta tensor like `local`, in the memory of those that share its."""
-        memory, offset = _storage_id(local), local.storage_offset()
-        if memory not in self._memory:
-            size = local.untyped_storage().nbytes()
-            if not offset:
-                meta = _make_empty_meta(local)
-                if meta.untyped_storage().nbytes() == size:
-                    self._memory[memory] = meta.untyped_storage()
-                    return meta
-            self._memory[memory] = torch.UntypedStorage(size, device="meta")
+        memory = self._memory.get(_storage_id(local))
+        if memory is None:
+            memory = torch.UntypedStorage(local.untyped_storage().nbytes(), device="meta")
+            self._memory[_storage_id(local)] = memory
         meta = torch.empty(0, dtype=local.dtype, device="meta")
-        return meta.set_(self._memory[memory], offset, local.shape, local.stride())
+        return meta.set_(memory, local.storage_offset(), local.shape, local.stride())
 
 
 def make_fake(mode: FakeTensorMode, meta: torch.Tensor, device: torch.device) -> FakeTensor:

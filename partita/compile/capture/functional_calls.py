@@ -466,7 +466,7 @@ def _without_memory(t: torch.Tensor) -> torch.Tensor:
 def _keys_of_call(values: Any) -> tuple[Any, Any]:
     """The keys of a call's arguments and value: with the shapes of tensors, and without."""
     leaves, structure = pytree.tree_flatten(values, is_leaf=_is_scalar)
-    exact, rough = [], []
+    exact, rough = list[Any](), list[Any]()
     for leaf in leaves:
         value = unwrap_scalar(leaf)
         if isinstance(value, torch.Tensor):

@@ -68,9 +68,12 @@ class _Entrance:
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
 
 
-@dataclass(eq=False)
 class _BackwardPart:
     """The backward of results that go backward together.
+
+    Args:
+        given: the outputs of the region.
+        results: as the attribute.
 
     Attributes:
         backward: its program.
@@ -84,33 +87,21 @@ class _BackwardPart:
             computed. Without any of them it is None, as in eager.
     """
 
-    backward: Program
-    results: list[int]
-    numbers: list[int]
-    ancestors: list[int]
-    graded: list[int]
-    saved: list[int]
-    entrances: list[_Entrance]
-    reached: list[frozenset[int]]
-
-    @staticmethod
-    def make(region: Region, backward: Program, results: list[int]) -> _BackwardPart:
-        numbers = [o.number for o in region.given]
-        ancestors = [numbers.index(o.number) for o in backward.outputs if o.number >= 0]
-        return _BackwardPart(
-            backward,
-            results,
-            [numbers[i] for i in results],
-            ancestors,
-            [o.index for o in backward.outputs[len(ancestors) :]],
-            sorted({i.index for i in backward.inputs if i.kind in ("saved", "kept")}),
+    def __init__(self, backward: Program, given: Sequence[Output], results: list[int]):
+        numbers = [o.number for o in given]
+        self.backward, self.results = backward, results
+        self.numbers = [numbers[i] for i in results]
+        self.ancestors = [numbers.index(o.number) for o in backward.outputs if o.number >= 0]
+        self.graded = [o.index for o in backward.outputs[len(self.ancestors) :]]
+        self.saved = sorted({i.index for i in backward.inputs if i.kind in ("saved", "kept")})
+        self.entrances = [
             # A fake has the device of the tensor that it stands for.
-            [
-                _Entrance(x.size(), x.stride(), x.dtype, x.device, backward.entering.get(i))
-                for i, x in enumerate(backward.example())
-            ],
-            _find_reached_cotangents(backward),
-        )
+            _Entrance(x.size(), x.stride(), x.dtype, x.device, backward.entering.get(i))
+            for i, x in enumerate(backward.example())
+        ]
+        cotangents = find_cotangents(backward)
+        (end,) = backward.graph.graph.find_nodes(op="output")
+        self.reached = [cotangents.get(n, frozenset()) for n in end.args[0]]
 
     def compute_gradients(
         self, cotangents: dict[int, torch.Tensor | None], saved: dict[int, torch.Tensor]
@@ -162,7 +153,7 @@ class Region(CapturedProgram):
         for place, output in enumerate(self.given):
             if output.number >= 0:
                 results.get(output.part, results[min(results)]).append(place)
-        self.parts = [_BackwardPart.make(self, b, results[n]) for n, b in backwards.items()]
+        self.parts = [_BackwardPart(b, self.given, results[n]) for n, b in backwards.items()]
 
     @cached_property
     def unshared(self) -> list[int]:
@@ -233,12 +224,6 @@ def region_of(program: CapturedProgram) -> CapturedProgram:
     for backward in region.halves.backwards.values():
         verify(backward, "split, backward")
     return region
-
-
-def _find_reached_cotangents(backward: Program) -> list[frozenset[int]]:
-    found = find_cotangents(backward)
-    (end,) = backward.graph.graph.find_nodes(op="output")
-    return [found.get(n, frozenset()) for n in end.args[0]]
 
 
 def _check_unheard(ctx: Any) -> None:
@@ -387,9 +372,7 @@ def _make_views_again(graph: fx.Graph, late: set[fx.Node]) -> None:
 
 
 def _is_cheap(node: fx.Node) -> bool:
-    if node.target is _CAST:
-        return _from_input(node)
-    return _is_whole_view(node)
+    return _from_input(node) if node.target is _CAST else _is_whole_view(node)
 
 
 def _is_whole_view(node: fx.Node) -> bool:
@@ -416,9 +399,8 @@ def _read_by(program: Program, late: set[fx.Node], given: dict[fx.Node, Input]) 
 
 
 def _is_kept(node: fx.Node, given: dict[fx.Node, Input]) -> bool:
-    if node.op == "get_attr":
-        return False
-    return node not in given or given[node].kind not in ("cotangent", "coordinate")
+    kind = given[node].kind if node in given else node.op
+    return kind not in ("get_attr", "cotangent", "coordinate")
 
 
 def _is_written(node: fx.Node) -> bool:
@@ -432,20 +414,13 @@ def _make_forward(
     program: Program, given: dict[fx.Node, Input], late: set[fx.Node], saved: list[fx.Node]
 ) -> Program:
     new = _NewGraph(program)
-    clones: list[fx.Node] = []
-
-    def save() -> None:
-        """Copy inputs that are saved and that forward writes, before it does."""
-        for node in saved:
-            if node in given and not clones.count(node):
-                clones.append(node)
-                copy = add_call(new.graph, _aten.clone.default, (new.of[node],))
-                copy.meta = {"val": node.meta["val"].clone(), NOTE: note_of(node)}
-                new.of[node, "before"] = copy
-
+    copies: dict[fx.Node, fx.Node] = {}
     for node in program.graph.graph.nodes:
-        if node.target is _aten.copy_.default:
-            save()
+        if node.target is _aten.copy_.default and not copies:  # before anything is written
+            for taken in filter(given.__contains__, saved):
+                copy = add_call(new.graph, _aten.clone.default, (new.of[taken],))
+                copy.meta = {"val": taken.meta["val"].clone(), NOTE: note_of(taken)}
+                copies[taken] = copy
         if node in given:
             if given[node].kind != "cotangent":
                 new.take(node, given[node])
@@ -453,7 +428,7 @@ def _make_forward(
             new.copy(node)
     kept = [(o, n) for o, n in _results_of_program(program) if o.kind != "cotangent"]
     values = [new.of[n] for _, n in kept]
-    values += [new.of.get((n, "before"), new.of[n]) for n in saved]
+    values += [copies.get(n, new.of[n]) for n in saved]
     outputs = [o for o, _ in kept] + [Output("saved", None) for _ in saved]
     return new.program(values, outputs, program)
 
@@ -474,18 +449,16 @@ def _make_backward(
         else:
             what = Input(node.name, "saved", own.get(node, node.meta["val"]), number)
         new.take(node, what)
-        if node in own:
-            new.of[node].meta["val"] = own[node]
+        new.of[node].meta["val"] = own.get(node, node.meta["val"])
     for node, what in given.items():
         if what.kind in ("cotangent", "coordinate"):
             new.take(node, what)
     for node in program.graph.graph.nodes:
         if node in late or node.op == "get_attr":
             new.copy(node)
-    kept = [
-        (o, n) for o, n in _results_of_program(program) if o.kind == "cotangent" and o.part == part
-    ]
-    return new.program([new.of[n] for _, n in kept], [o for o, _ in kept], None)
+    found = [(o, n) for o, n in _results_of_program(program) if o.kind == "cotangent"]
+    own_part = [(o, n) for o, n in found if o.part == part]
+    return new.program([new.of[n] for _, n in own_part], [o for o, _ in own_part], None)
 
 
 def _with_memory_of_their_own(
@@ -514,7 +487,7 @@ class _NewGraph:
 
     def __init__(self, program: Program):
         self.graph, self._from = fx.Graph(), program
-        self.of: dict[Any, fx.Node] = {}
+        self.of: dict[fx.Node, fx.Node] = {}
         self._inputs: list[tuple[fx.Node, Input]] = []
 
     def take(self, node: fx.Node, what: Input) -> None:

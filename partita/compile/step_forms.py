@@ -25,7 +25,6 @@ from torch.utils import _pytree as pytree
 from .backend.section_cutter import UnsureOfSections, sections_of_blocks
 from .capture.block_programs import BlockProgram, find_late, inline_block_programs
 from .capture.block_traces import (
-    BackwardBody,
     BlockBody,
     block_backward,
     block_forward,
@@ -232,23 +231,20 @@ class _Lowering:
         self._calls: defaultdict[Any, list[fx.Node]] = defaultdict(list)
         for node in program.graph.graph.find_nodes(op="call_function", target=block_forward):
             self._calls[node.args[0]].append(node)
-        self._bodies: dict[BlockProgram, tuple[BlockBody, BackwardBody]] = {}
+        self._bodies: dict[BlockProgram, tuple[BlockBody, BlockBody]] = {}
 
-    def body_of(self, node: fx.Node) -> BlockBody | BackwardBody:
+    def body_of(self, node: fx.Node) -> BlockBody:
         """What a block node stands for."""
         block: Any = node.args[0]
         if block not in self._bodies:
             self._bodies[block] = self._lower(block)
         return self._bodies[block][node.target is block_backward]
 
-    def _lower(self, block: BlockProgram) -> tuple[BlockBody, BackwardBody]:
+    def _lower(self, block: BlockProgram) -> tuple[BlockBody, BlockBody]:
         if any(note_of(n).budget is not None for n in block.graph.graph.nodes):
             return block.bodies(block.graph.graph)  # what is kept is chosen over all that share it
         calls = self._calls[block]
-        equal = [*_find_equal_operands(block, calls)]
-        block = block.without_unread(*self._read[block])
-        if equal:
-            block = block.with_shared_operands(equal)
+        block = block.narrowed(*self._read[block], _find_equal_operands(block, calls))
         part = _program_of_block(block, self.program)
         left_out = _OF_STEP if block.written else (*_OF_STEP, *_OF_STEP_AND_UPDATES)
         without = (*self.program.options.without, *left_out)

@@ -24,11 +24,13 @@ exact as eager's Python floats.
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from types import NoneType
 from typing import Any
 
@@ -56,7 +58,7 @@ from .block_follower import (
 )
 from .block_traces import (
     LABELS,
-    BackwardBody,
+    BlockBody,
     BlockTrace,
     BlockTracing,
     NotABlock,
@@ -156,70 +158,44 @@ class BlockChoice:
 
     def find(self, models: Iterable[nn.Module]) -> set[nn.Module]:
         """The blocks of these models."""
-        found: set[nn.Module] = set()
-        for model in models:
-            found.update(
-                self._find_named_blocks(model)
-                if self.named is not None
-                else self._find_repeated_blocks(model)
-            )
-        return found
+        search = self._find_repeated if self.named is None else self._find_named
+        return {block for model in models for block in search(model)}
 
     def find_updated(self, models: Iterable[nn.Module]) -> set[nn.Module]:
         """The blocks whose parameters are updated together: also those that cannot be traced once
         in forward."""
         return replace(self, apart=()).find(models)
 
-    def _find_named_blocks(self, model: nn.Module) -> Iterator[nn.Module]:
-        assert self.named is not None
-        kinds = tuple(k for k in self.named if isinstance(k, type))
-        those = {id(m) for m in self.named if isinstance(m, nn.Module)}
+    def _find_named(self, model: nn.Module) -> Iterator[nn.Module]:
+        named = self.named or ()
+        kinds = tuple(k for k in named if isinstance(k, type))
         for module in model.modules():
-            if (isinstance(module, kinds) or id(module) in those) and self._can_be_block(module):
+            is_named = isinstance(module, kinds) or any(module is m for m in named)
+            if is_named and self._can_be_block(module):
                 yield module
 
-    def _find_repeated_blocks(self, model: nn.Module) -> Iterator[nn.Module]:
-        kinds: dict[nn.Module, Any] = {}
-        _describe_modules(model, kinds)
-        return self._find_outermost_repeats(model, kinds, Counter(kinds.values()))
-
-    def _find_outermost_repeats(
-        self, module: nn.Module, kinds: Mapping[nn.Module, Any], counts: Mapping[Any, int]
-    ) -> Iterator[nn.Module]:
-        for child in module.children():
-            kind = kinds[child]
-            if (
-                counts[kind] >= self.least
-                and kind[1] > _LAYER_PARAMETERS
-                and self._can_be_block(child)
-            ):
-                yield child
-            else:
-                yield from self._find_outermost_repeats(child, kinds, counts)
+    def _find_repeated(self, model: nn.Module) -> Iterator[nn.Module]:
+        structures = {m: _describe_structure(m) for m in model.modules()}
+        counts = Counter(structures.values())
+        around = [model]
+        for module in around:
+            for child in module.children():
+                structure = structures[child]
+                is_block = counts[structure] >= self.least and len(structure[1]) > _LAYER_PARAMETERS
+                if is_block and self._can_be_block(child):
+                    yield child
+                else:
+                    around.append(child)
 
     def _can_be_block(self, module: nn.Module) -> bool:
         kind = type(module)
         return not isinstance(module, _LISTS) and all(kind is not k for k, _ in self.apart)
 
 
-def _describe_modules(module: nn.Module, kinds: dict[nn.Module, Any]) -> Any:
-    """Note the structure of a module, and of all within: its class, how many parameters it has, and
-    their names and shapes.
-
-    Returns:
-        The latter two.
-    """
-    if module in kinds:
-        return kinds[module][1:]
-    own = tuple((name, p.shape) for name, p in module._parameters.items() if p is not None)
-    count, within = len(own), []
-    for name, child in module.named_children():
-        more, parameters = _describe_modules(child, kinds)
-        if more:
-            count += more
-            within.append((name, parameters))
-    kinds[module] = type(module), count, (own, *within)
-    return kinds[module][1:]
+def _describe_structure(module: nn.Module) -> tuple[type, tuple[tuple[str, torch.Size], ...]]:
+    """The class of a module, and the names and shapes of its parameters."""
+    parameters = module.named_parameters(remove_duplicate=False)
+    return type(module), tuple((name, p.shape) for name, p in parameters)
 
 
 # -- their calls -----------------------------------------------------------------------------------
@@ -372,16 +348,6 @@ class BlockCalls:
             if is_shown or is_unsure or id(result) in wanted:
                 raise NotABlock(kind, "the gradient of one of several results is looked at")
 
-    def trace_backward(
-        self, trace: BlockTrace, given: Mapping[int, torch.Tensor], trains: Sequence[bool]
-    ) -> BackwardBody:
-        """Trace the backward of a block: see `differentiate_block`."""
-        try:
-            tracing = BlockTracing(self.recorder, self.mode.shape_env)
-            return differentiate_block(trace, given, trains, tracing)
-        except BlockNumberRead as error:
-            raise VaryingFloatRead(trace.kind) from error
-
 
 @dataclass(eq=False)
 class _BlockCall:
@@ -448,14 +414,46 @@ class _BlockCall:
         back = trace.backwards.get(key)
         if back is None:
             # A custom function of the user's may go backward in it.
-            back = profiled_again(self.calls.trace_backward, trace, given, trains)
-            trace.backwards[key] = back
+            back = trace.backwards[key] = profiled_again(self._trace_backward, given, trains)
         cotangents = [traced_node(g, trace.kind) for g in given.values()]
         args = back, self.node, *cotangents
-        _, nodes = add_block_node(self.calls.recorder, block_backward, args, back.gradients)
-        likes = [g.meta["val"] for g in back.gradients.values()]
-        made = dict(zip(back.gradients, tensors_of(nodes, likes, self.calls.mode), strict=True))
+        _, nodes = add_block_node(self.calls.recorder, block_backward, args, back.made)
+        likes = [g.meta["val"] for g in back.made.values()]
+        made = dict(zip(back.made, tensors_of(nodes, likes, self.calls.mode), strict=True))
         return [made.get(i) for i in trace.takes]
+
+    def _trace_backward(
+        self, given: Mapping[int, torch.Tensor], trains: Sequence[bool]
+    ) -> BlockBody:
+        """Trace the backward of a block.
+
+        Args:
+            given: by the number of a result, a gradient of the strides and dtype that it will have.
+            trains: for each of `trace.takes`, is its gradient needed?
+        """
+        trace, recorder = self.trace, self.calls.recorder
+        results = [trace.results[n] for n in given]
+        wanted = [*compress(trace.takes, trains)]
+        tracing = BlockTracing(recorder, self.calls.mode.shape_env)
+        with tracing.tracing():
+            try:
+                traced = differentiate(results, [trace.takes[i] for i in wanted], recorder, given)
+            except BlockNumberRead as error:
+                raise VaryingFloatRead(trace.kind) from error
+            assert traced is not None
+            seeds, gradients = traced
+            found = {i: g for i, g in zip(wanted, gradients, strict=True) if g is not None}
+            for g in found.values():
+                if g.layout is not torch.strided:
+                    raise NotABlock(trace.kind, "a gradient of what it takes is sparse")
+                traced_node(g, trace.kind)  # which may be no node of the block
+                recorder.add_alias(g)
+        names = {node.name: node for node in tracing.nodes}
+        return BlockBody(
+            [names[seed.node] for seed in seeds],
+            {i: traced_node(g, trace.kind) for i, g in found.items()},
+            tracing.nodes,
+        )
 
 
 class _BlockFunction(torch.autograd.Function):
@@ -505,42 +503,6 @@ def _own_paddings(wires: Iterable[TraceWire]) -> Iterator[None]:
     finally:
         for wire, kept in zip(wires, before, strict=True):
             wire.swap_paddings(kept)
-
-
-def differentiate_block(
-    trace: BlockTrace,
-    given: Mapping[int, torch.Tensor],
-    trains: Sequence[bool],
-    tracing: BlockTracing,
-) -> BackwardBody:
-    """Trace the backward of a block.
-
-    Args:
-        given: by the number of a result, a gradient of the strides and dtype that it will have.
-        trains: for each of `trace.takes`, is its gradient needed?
-    """
-    wanted = [i for i, trains_too in zip(trace.takes, trains, strict=True) if trains_too]
-    with tracing.tracing():
-        traced = differentiate(
-            [trace.results[n] for n in given],
-            [trace.takes[i] for i in wanted],
-            tracing.recorder,
-            given,
-        )
-        assert traced is not None
-        seeds, gradients = traced
-        found = {i: g for i, g in zip(wanted, gradients, strict=True) if g is not None}
-        if any(g.layout is not torch.strided for g in found.values()):
-            raise NotABlock(trace.kind, "a gradient of what it takes is sparse")
-        for g in found.values():
-            traced_node(g, trace.kind)  # which may be no node of the block
-            tracing.recorder.add_alias(g)
-    names = {node.name: node for node in tracing.nodes}
-    return BackwardBody(
-        [names[seed.node] for seed in seeds],
-        {i: traced_node(g, trace.kind) for i, g in found.items()},
-        tracing.nodes,
-    )
 
 
 # -- updates of optimizers -------------------------------------------------------------------------
@@ -619,16 +581,16 @@ class BlockUpdates:
     ) -> None:
         updates = self._find_updates(optimizer, originals)
         held = [*optimizer.state]
-        shared = _SharedMemory()
-        self._step_rest(optimizer, run, updates, shared)
+        uses = [self._step_rest(optimizer, run, updates)]
         for update in updates:
             trace = self._traces.get(update.key)
             follows = trace is not None
             if trace is None:
                 trace = self._traces[update.key] = self._trace_update(optimizer, run, update)
             self._add_update_node(optimizer, update, trace, follows)
-            shared.add(update.taken, [update.taken[i] for i in trace.block.written])
-        if shared.has_shared_writes:
+            written = (update.taken[i] for i in trace.block.written)
+            uses.append((_memory_of(update.taken), _memory_of(written)))
+        if _share_writes(uses):
             raise NotABlock(type(optimizer), "what two blocks update lies in one memory")
         _order_state(optimizer, held)
 
@@ -638,9 +600,8 @@ class BlockUpdates:
         self, optimizer: Optimizer, originals: Mapping[torch.Tensor, torch.Tensor]
     ) -> list[_Update]:
         """The updates of blocks that have an equal."""
-        groups = _UpdateWriter(type(optimizer))
         try:
-            settings = [groups.write_settings(group) for group in optimizer.param_groups]
+            writer = _UpdateWriter(optimizer)
         except NotABlock:
             return []
         members: defaultdict[int, list[tuple[int, torch.Tensor]]] = defaultdict(list)
@@ -649,14 +610,12 @@ class BlockUpdates:
                 block = self._block_of.get(originals.get(p, p))
                 if block is not None:
                     members[block].append((i, p))
-        updates = []
-        modes = current_modes()
         with Unheard():
-            for block, params in sorted(members.items()):
-                kind = type(self._blocks[block])
-                update = _describe_update(optimizer, kind, params, groups, settings, modes)
-                if update is not None:
-                    updates.append(update)
+            described = (
+                writer.describe_update(type(self._blocks[block]), params)
+                for block, params in sorted(members.items())
+            )
+            updates = [u for u in described if u is not None]
         counts = Counter(u.key for u in updates)
         return [u for u in updates if counts[u.key] > 1 or u.key in self._traces]
 
@@ -683,30 +642,30 @@ class BlockUpdates:
         narrow_counts(counts)
 
     def _step_rest(
-        self, optimizer: Optimizer, run: Run, updates: Sequence[_Update], shared: _SharedMemory
-    ) -> None:
-        """Trace the update of all parameters that are not in `updates`."""
+        self, optimizer: Optimizer, run: Run, updates: Sequence[_Update]
+    ) -> tuple[set[int], set[int]]:
+        """Trace the update of all parameters that are not in `updates`; the memory that it takes,
+        and what of it it writes."""
         if not updates:
             self._step_whole(optimizer, run)
-            return
-        groups, state = optimizer.param_groups, optimizer.state
-        ours = {p for u in updates for p in u.params}
-        rest = [p for group in groups for p in group["params"] if p not in ours]
+            return set(), set()
+        state, ours = optimizer.state, {p for u in updates for p in u.params}
+        groups = [
+            dict(group, params=[p for p in group["params"] if p not in ours])
+            for group in optimizer.param_groups
+        ]
+        rest = [p for group in groups for p in group["params"]]
         counts = widen_counts(
             [entries for p, entries in state.items() if p not in ours], self._recorder.exact
         )
         taken = list(_strided_tensors(rest, state))
         versions = count_writes_of(taken)
         if rest:
-            others = [
-                dict(group, params=[p for p in group["params"] if p not in ours])
-                for group in groups
-            ]
-            with attribute_set(optimizer, "param_groups", others):
+            with attribute_set(optimizer, "param_groups", groups):
                 run()
         narrow_counts(counts)
         pairs = zip(taken, versions, count_writes_of(taken), strict=True)
-        shared.add(taken, [t for t, before, after in pairs if before != after])
+        return _memory_of(taken), _memory_of(t for t, was, now in pairs if was != now)
 
     def _trace_update(self, optimizer: Optimizer, run: Run, update: _Update) -> _UpdateTrace:
         """Trace the update of one block, over aliases of what it takes.
@@ -716,10 +675,8 @@ class BlockUpdates:
         """
         kind = type(optimizer)
         tracing = BlockTracing(self._recorder, self._mode.shape_env)
-        with Unheard(), torch.no_grad():
-            inner = [_alias_of(t) for t in update.taken]
-        versions = count_writes_of(inner)
-        entered = [self._recorder.add_alias(t) for t in inner]
+        with Unheard():
+            inner = [tracing.enter_tensor(t) for t in update.taken]
         groups, state = update.bind_tensors(inner)
         before = {p: dict(entries) for p, entries in state.items()}
         with (
@@ -732,15 +689,12 @@ class BlockUpdates:
             run()
             narrow_counts(counts)
         results = _results_of(kind, update, inner, before, state)
-        pairs = enumerate(zip(versions, count_writes_of(inner), strict=True))
-        written = tuple(i for i, (was, now) in pairs if was != now)
-        with Unheard():
-            memory = {t.untyped_storage()._cdata for t in inner}
-            if any(t.untyped_storage()._cdata in memory for t in results.values()):
-                raise NotABlock(kind, "its state becomes a view of what it updates")
+        if not _memory_of(inner).isdisjoint(_memory_of(results.values())):
+            raise NotABlock(kind, "its state becomes a view of what it updates")
+        entered = tracing.entered
         forward = _without_numbers(tracing.nodes, entered, kind)
         made = {i: traced_node(t, kind) for i, t in enumerate(results.values())}
-        trace = BlockTrace(kind, entered, made, forward, written=written)
+        trace = BlockTrace(entered, made, forward, kind=kind, written=tracing.written_places(inner))
         name = f"{kind.__name__} of {update.kind.__name__}"
         return _UpdateTrace(name, trace, [*results])
 
@@ -792,7 +746,7 @@ class _Update:
         """
 
         def bind(value: Any) -> Any:
-            return bind_recorded(value, inner.__getitem__, inner.__getitem__)
+            return bind_recorded(value, lambda part: inner[part.number])
 
         _, _, recorded, _ = self.key
         groups = []
@@ -808,21 +762,25 @@ class _Update:
 
 
 class _UpdateWriter(OperandWriter):
-    """Records what an update is given. A number that is an input is compared by identity."""
+    """Records what an optimizer's updates are given. A number that is an input is compared by
+    identity.
+
+    Raises:
+        NotABlock: the settings of its groups cannot be compared.
+    """
+
+    def __init__(self, optimizer: Optimizer):
+        super().__init__(type(optimizer))
+        self._state, self._modes = optimizer.state, current_modes()
+        self._settings = [
+            self.write_operand(
+                {k: v for k, v in group.items() if k not in ("params", "param_names")}
+            )
+            for group in optimizer.param_groups
+        ]
 
     def write_operand(self, value: Any) -> Any:
         return ByIdentity(value) if is_symbolic(value) else super().write_operand(value)
-
-    def write_settings(self, group: dict[str, Any]) -> Any:
-        """A parameter group as recorded, without its parameters."""
-        settings = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-        return self.write_operand(settings)
-
-    def copy_writer(self) -> _UpdateWriter:
-        """A writer that knows the same tensors."""
-        made = _UpdateWriter(self.kind)
-        made.taken, made.numbers = list(self.taken), dict(self.numbers)
-        return made
 
     def _number_tensor(self, t: torch.Tensor) -> Any:
         found = super()._number_tensor(t)
@@ -831,42 +789,35 @@ class _UpdateWriter(OperandWriter):
             raise NotABlock(self.kind, "it takes a tensor that is no plain value of the graph")
         return found
 
+    def describe_update(
+        self, kind: type, params: Sequence[tuple[int, torch.Tensor]]
+    ) -> _Update | None:
+        """The update of parameters of one block of class `kind`; None if it cannot be compared with
+        others, or is of no parameter.
 
-def _describe_update(
-    optimizer: Optimizer,
-    kind: type,
-    params: Sequence[tuple[int, torch.Tensor]],
-    groups: _UpdateWriter,
-    settings: Sequence[Any],
-    modes: Any,
-) -> _Update | None:
-    """The update of one block's parameters; None if it cannot be compared with others, or is of
-    no parameter.
-
-    Args:
-        params: with the number of the group of each.
-        groups, settings: what has recorded the groups' settings, and these.
-    """
-    writer = groups.copy_writer()
-    recorded: dict[int, list[Any]] = {}
-    updated = []
-    state = optimizer.state
-    try:
-        for i, p in params:
-            grad = _grad.__get__(p)
-            if grad is None:
-                continue
-            updated.append(p)
-            number, of_grad = writer.write_operand(p), writer.write_operand(grad)
-            entries = writer.write_operand(dict(state[p])) if p in state else None
-            recorded.setdefault(i, []).append((number, of_grad, entries))
-    except NotABlock:
-        return None
-    if not updated or len(set(map(id, updated))) != len(updated):
-        return None
-    parts = tuple((settings[i], tuple(recorded[i])) for i in sorted(recorded))
-    key = type(optimizer), modes, parts, tuple(writer.describe_taken())
-    return _Update(kind, updated, writer.taken, key)
+        Args:
+            params: with the number of the group of each.
+        """
+        own = copy.copy(self)  # knows the tensors of the settings
+        own.taken, own.numbers, own._described = [*self.taken], dict(self.numbers), []
+        recorded: defaultdict[int, list[Any]] = defaultdict(list)
+        updated = []
+        try:
+            for i, p in params:
+                grad = _grad.__get__(p)
+                if grad is None:
+                    continue
+                updated.append(p)
+                number, of_grad = own.write_operand(p), own.write_operand(grad)
+                state = own.write_operand(dict(self._state[p])) if p in self._state else None
+                recorded[i].append((number, of_grad, state))
+        except NotABlock:
+            return None
+        if not updated or len(set(map(id, updated))) != len(updated):
+            return None
+        parts = tuple((self._settings[i], tuple(recorded[i])) for i in sorted(recorded))
+        key = self.kind, self._modes, parts, tuple(own.describe_taken())
+        return _Update(kind, updated, own.taken, key)
 
 
 @dataclass(eq=False)
@@ -926,14 +877,6 @@ def _order_state(optimizer: Optimizer, held: Sequence[torch.Tensor]) -> None:
             optimizer.state[p] = optimizer.state.pop(p)
 
 
-def _alias_of(t: torch.Tensor) -> torch.Tensor:
-    """The tensor over which an update is traced in place of `t`."""
-    inner = t.detach()
-    inner.requires_grad_(t.requires_grad)
-    inner._is_param = isinstance(t, nn.Parameter)  # type: ignore[attr-defined]
-    return inner
-
-
 def _without_numbers(nodes: Sequence[Any], entered: Sequence[Any], kind: type) -> list[Any]:
     """The nodes of a trace but for those that compute numbers from the step's numbers alone.
 
@@ -954,32 +897,22 @@ def _without_numbers(nodes: Sequence[Any], entered: Sequence[Any], kind: type) -
 # -- memory ----------------------------------------------------------------------------------------
 
 
-class _SharedMemory:
-    """Which memory several updates of one step take.
+def _share_writes(uses: Sequence[tuple[set[int], set[int]]]) -> bool:
+    """Does one of several updates write memory that another one takes?
 
-    One after the other they would not compute what they compute together, if one writes there.
+    One after the other they would not compute what they compute together.
+
+    Args:
+        uses: for each update the memory that it takes, and what of it it writes.
     """
+    takers = Counter(memory for taken, _ in uses for memory in taken)
+    return any(takers[memory] > 1 for _, written in uses for memory in written)
 
-    def __init__(self) -> None:
-        self._taken: dict[int, int] = {}
-        self._shared: set[int] = set()
-        self._written: set[int] = set()
-        self._updates = 0
 
-    def add(self, taken: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> None:
-        """Note what one more update takes, and what of it it writes."""
-        self._updates += 1
-        with Unheard():
-            for t in taken:
-                memory = t.untyped_storage()._cdata
-                if self._taken.setdefault(memory, self._updates) != self._updates:
-                    self._shared.add(memory)
-            self._written.update(t.untyped_storage()._cdata for t in written)
-
-    @property
-    def has_shared_writes(self) -> bool:
-        """Is memory written that several updates take?"""
-        return not self._shared.isdisjoint(self._written)
+def _memory_of(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """The storages of tensors. Private torch: one number for one, as long as it lives."""
+    with Unheard():
+        return {t.untyped_storage()._cdata for t in tensors}
 
 
 def _strided_tensors(

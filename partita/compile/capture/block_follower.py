@@ -31,6 +31,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cache
+from itertools import count
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
@@ -43,8 +44,9 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_
 
 from partita.comm import read_autocast_state, switch_off, use_autocast_state
 from partita.comm.ledger import Ledger, noting_work_in
+from partita.tensor.dtensor import tagged
 from partita.tensor.op_facts import VIEW_ATTRIBUTES, facts_of_function
-from partita.tensor.tensor_state import HERE, Label, Spec, count_writes, state_of
+from partita.tensor.tensor_state import HERE, Label, Spec, count_writes, own_state, state_of
 
 from ..guards.values import ByIdentity
 from .block_traces import (
@@ -115,16 +117,16 @@ def _float_of(written: tuple[type, Any]) -> float:
 
 def _mark_ints_as_floats(operands: Any, places: frozenset[int | str]) -> Any:
     """Recorded operands in which the ints at these positions and keywords are `_IntAsFloat`."""
+
+    def mark(written: Any, place: int | str) -> Any:
+        is_number = place in places and type(written) is tuple and written[0] is int
+        return (_IntAsFloat, written[1]) if is_number and abs(written[1]) < _EXACT_INTS else written
+
     (_, *args), (_, *kwargs) = operands
     return (
-        (tuple, *(_mark_int_as_float(v) if i in places else v for i, v in enumerate(args))),
-        (dict, *((k, _mark_int_as_float(v) if k in places else v) for k, v in kwargs)),
+        (tuple, *(mark(v, i) for i, v in enumerate(args))),
+        (dict, *((k, mark(v, k)) for k, v in kwargs)),
     )
-
-
-def _mark_int_as_float(written: Any) -> Any:
-    is_int = type(written) is tuple and len(written) == 2 and written[0] is int
-    return (_IntAsFloat, written[1]) if is_int and abs(written[1]) < _EXACT_INTS else written
 
 
 _EXACT_INTS = 2**53
@@ -228,26 +230,15 @@ def varying_values_in(operands: Any, written: Any) -> Iterator[tuple[int, float]
             yield from varying_values_in(part, written_part)
 
 
-def bind_recorded(
-    value: Any,
-    made: Callable[[int], Any],
-    taken: Callable[[int], Any],
-    number: Callable[[int], Any] | None = None,
-) -> Any:
+def bind_recorded(value: Any, bind: Callable[[Any], Any]) -> Any:
     """The value of recorded operands.
 
     Args:
-        made, taken, number: give, by number, the values of made tensors, of tensors from outside
-            and of varying floats.
+        bind: gives the values of `MadeTensor`s, `TakenTensor`s and `VaryingFloat`s.
     """
     kind = type(value)
-    if kind is VaryingFloat:
-        assert number is not None
-        return number(value.number)
-    if kind is MadeTensor:
-        return made(value.number)
-    if kind is TakenTensor:
-        return taken(value.number)
+    if kind is MadeTensor or kind is TakenTensor or kind is VaryingFloat:
+        return bind(value)
     if kind is ByIdentity or kind is _CallLabel:
         return value.value
     if kind is not tuple:
@@ -258,8 +249,8 @@ def bind_recorded(
     if of is float:
         return float.fromhex(rest[0])
     if of is dict:
-        return {k: bind_recorded(v, made, taken, number) for k, v in rest}
-    parts = [bind_recorded(v, made, taken, number) for v in rest]
+        return {k: bind_recorded(v, bind) for k, v in rest}
+    parts = [bind_recorded(v, bind) for v in rest]
     if of is slice:
         return slice(*parts)
     if of is tuple or of is list or of is torch.Size:
@@ -461,26 +452,25 @@ def current_modes() -> tuple[Any, ...]:
         torch.is_inference_mode_enabled(),
         torch._C._is_torch_function_enabled(),
         torch.get_default_dtype(),
-        _attention_kernels(),
+        tuple(is_enabled() for is_enabled in _ATTENTION_KERNELS),
         casts,
     )
 
 
-def _attention_kernels() -> tuple[bool, ...]:
-    """The kernels that attention may take. Private torch: as it asks while it is traced."""
-    return (
-        torch._C._get_flash_sdp_enabled(),
-        torch._C._get_mem_efficient_sdp_enabled(),
-        torch._C._get_math_sdp_enabled(),
-        torch._C._get_cudnn_sdp_enabled(),
-    )
+_ATTENTION_KERNELS = (
+    torch._C._get_flash_sdp_enabled,
+    torch._C._get_mem_efficient_sdp_enabled,
+    torch._C._get_math_sdp_enabled,
+    torch._C._get_cudnn_sdp_enabled,
+)
+"""Which kernels attention may take. Private torch: as it asks while it is traced."""
 
 
 @contextmanager
 def within_modes(modes: tuple[Any, ...], kind: type) -> Iterator[None]:
     """Within, torch is set to the recorded modes of a call. Raises NotABlock where it cannot be."""
     grad, inference, torch_function, dtype, kernels, casts, *marks = modes
-    set_alike = dtype is torch.get_default_dtype() and kernels == _attention_kernels()
+    set_alike = (dtype, kernels) == current_modes()[3:5]
     if inference or not set_alike or any(marks):
         raise NotABlock(kind, "two of its blocks begin alike, in modes of their own")
     with ExitStack() as stack:
@@ -556,15 +546,16 @@ class BlockFollower(TorchFunctionMode):
 
     def _follow_attention(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Follow a call of attention, of which the tape has no mask that need not be there."""
-        masks: list[torch.Tensor] = []
+        mask = None
 
-        def find_node(mask: torch.Tensor) -> tuple[fx.Node, Mapping[fx.Node, fx.Node]] | None:
-            masks.append(mask)
-            return self._find_node(mask)
+        def find_node(t: torch.Tensor) -> tuple[fx.Node, Mapping[fx.Node, fx.Node]] | None:
+            nonlocal mask
+            mask = t
+            return self._find_node(t)
 
         args, kwargs = HERE.recorder.masks.leave_out(args, kwargs, find_node)
         out = self._follow_call(func, args, kwargs)
-        recorded = self._writer.numbers.get(id(masks[0])) if masks else None
+        recorded = self._writer.numbers.get(id(mask))
         if self.tape is not None and type(recorded) is MadeTensor:
             # Later calls may write it, so that another node makes it.
             node = traced_node(self.traced_made[recorded.number], self.kind)
@@ -600,22 +591,21 @@ class BlockFollower(TorchFunctionMode):
             # A tensor from outside may be an input of the step, so it answers for itself.
             answer = self._ask_outside(func, args, kwargs)
             call = TapedCall(func, modes, operands, self._writer.write_operand(answer))
-            if self._match_call(call, call.result) is None:
+            if self._match_call(call) is None:
                 self._begin_tape(call)
                 self._append_call(call, call.operands)
             return answer
         self._refuse_write(func, operands)
         call = TapedCall(func, modes, operands, None)
-        taped = self._match_call(call, None)
-        if taped is not None and not _is_of_tensors(taped):
-            self._apply_setting(taped, args, kwargs)
+        taped = self._match_call(call)
         if taped is None:
             self._begin_tape(call)
             taped = self._trace_call(call)
-        made = self._metadata_of_made()
-        return bind_recorded(
-            taped.result, lambda n: self._stand_for(n, made[n]), self.taken.__getitem__
-        )
+        elif not _is_of_tensors(taped):  # as one that changes a setting of torch
+            answer = self._writer.write_operand(self._ask_outside(func, args, kwargs))
+            if answer != taped.result:
+                raise NotABlock(self.kind, f"{func} says something else")
+        return bind_recorded(taped.result, self._stand_for)
 
     def call_ours(self, func: Callable[..., Any], *args: Any) -> Any:
         """Follow a call of a function of partita's as if it were one of torch's."""
@@ -659,15 +649,9 @@ class BlockFollower(TorchFunctionMode):
 
     # -- a known tape ------------------------------------------------------------------------------
 
-    def _match_call(self, call: TapedCall, result: Any) -> TapedCall | None:
-        """The call of the known tapes that `call` equals; tapes that differ are dropped.
-
-        Args:
-            result: that it must have, where not None.
-
-        Returns:
-            None if no tape has it.
-        """
+    def _match_call(self, call: TapedCall) -> TapedCall | None:
+        """The call of the known tapes that `call` equals, in its result too where that is known;
+        None if no tape has it. Tapes that differ are dropped."""
         if self.tape is not None:
             return None
         compared, described = self._compared, self._writer.describe_taken()
@@ -681,7 +665,7 @@ class BlockFollower(TorchFunctionMode):
                 taped.func == call.func
                 and taped.modes == call.modes
                 and taped.operands == call.operands
-                and (result is None or taped.result == result)
+                and (call.result is None or taped.result == call.result)
                 and (matched is None or taped.result == matched.result)
                 and tape.taken[compared : len(described)] == described[compared:]
             ):
@@ -693,19 +677,16 @@ class BlockFollower(TorchFunctionMode):
             self.operands.append(call.operands)
         return matched
 
-    def _metadata_of_made(self) -> dict[int, FakeTensor]:
-        return (self.tape or self._candidates[0]).made
-
-    def _stand_for(self, number: int, like: FakeTensor) -> torch.Tensor:
+    def _stand_for(self, tensor: MadeTensor | TakenTensor) -> torch.Tensor:
+        """What the user holds of a tensor that is recorded."""
+        number = tensor.number
+        if type(tensor) is TakenTensor:
+            return self.taken[number]
         if number not in self._stand_ins:
-            self._stand_ins[number] = stand = stand_in(like)
-            self._writer.numbers[id(stand)] = MadeTensor(number)
+            tape = self.tape or self._candidates[0]
+            self._stand_ins[number] = stand = stand_in(tape.made[number])
+            self._writer.numbers[id(stand)] = tensor
         return self._stand_ins[number]
-
-    def _apply_setting(self, taped: TapedCall, args: Any, kwargs: Any) -> None:
-        """Make a call without tensors, as one that changes a setting of torch."""
-        if self._writer.write_operand(self._ask_outside(taped.func, args, kwargs)) != taped.result:
-            raise NotABlock(self.kind, f"{taped.func} says something else")
 
     def _ask_outside(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call `func`, which reads tensors from outside. Raises NotABlock if it adds a node."""
@@ -728,8 +709,9 @@ class BlockFollower(TorchFunctionMode):
         """
         if self.tape is not None:
             return
-        alike = (t for t in self._candidates if call is not None and self._varies_from(t, call))
-        self._sibling = next(alike, None)
+        if call is not None:
+            alike = (t for t in self._candidates if self._mark_floats(t, call, int) is not None)
+            self._sibling = next(alike, None)
         known = self._sibling or (self._candidates[0] if self._position else None)
         prefix = zip(known.calls[: self._position] if known else (), self.operands, strict=True)
         self.tape, self.operands = BlockTape(), []
@@ -742,17 +724,14 @@ class BlockFollower(TorchFunctionMode):
             with within_modes(taped.modes, self.kind):
                 self._trace_call(replace(taped, operands=operands))
 
-    def _varies_from(self, tape: BlockTape, call: TapedCall) -> bool:
-        """Does the tape's call at this place differ from `call` by floats at most?"""
+    def _mark_floats(self, tape: BlockTape, call: TapedCall, number: Callable[[], int]) -> Any:
+        """The operands of `call`, with a `VaryingFloat` where the tape's call at this place has
+        another float; None where they differ in more."""
         at = len(self.operands)
-        if not self._floats_may_vary or at >= len(tape.calls):
-            return False
-        taped = tape.calls[at]
-        return (
-            taped.func == call.func
-            and taped.modes == call.modes
-            and mark_varying_floats(call.operands, taped.operands, int) is not None
-        )
+        taped = tape.calls[at] if self._floats_may_vary and at < len(tape.calls) else None
+        if taped is None or taped.func != call.func or taped.modes != call.modes:
+            return None
+        return mark_varying_floats(call.operands, taped.operands, number)
 
     def _append_call(self, call: TapedCall, operands: Any) -> None:
         assert self.tape is not None
@@ -775,36 +754,38 @@ class BlockFollower(TorchFunctionMode):
 
     def _number_floats(self, call: TapedCall) -> tuple[TapedCall, dict[int, float]]:
         """`call` with `VaryingFloat`s where floats differ from the sibling's, and their values."""
-        tape, at = self.tape, len(self.operands)
-        assert tape is not None
-        if self._sibling is None or not self._varies_from(self._sibling, call):
+        operands = None
+        if self._sibling is not None:
+            number = count(len(self._tracing.numbers)).__next__
+            operands = self._mark_floats(self._sibling, call, number)
+        if operands is None:
             self._sibling = None
             return call, {}
-        numbers = range(len(self._tracing.numbers), sys.maxsize)
-        operands = mark_varying_floats(
-            call.operands, self._sibling.calls[at].operands, iter(numbers).__next__
-        )
         values = dict(varying_values_in(operands, call.operands))
         if values:
-            tape.calls_with_varying.append(at)
+            assert self.tape is not None
+            self.tape.calls_with_varying.append(len(self.operands))
         return replace(call, operands=operands), values
 
     def _run_traced(self, call: TapedCall, values: dict[int, float]) -> Any:
         """Run a call over traced tensors, with symbolic floats for the varying `values`."""
 
-        def bind_operands(number: Callable[[int], Any]) -> Any:
-            made, taken = self.traced_made.__getitem__, self.traced_taken.__getitem__
-            return (bind_recorded(o, made, taken, number) for o in call.operands)
+        def bind_operands(floats: Any) -> Any:
+            known = {MadeTensor: self.traced_made, TakenTensor: self.traced_taken}
+            return (
+                bind_recorded(o, lambda part: known.get(type(part), floats)[part.number])
+                for o in call.operands
+            )
 
         for value in values.values():
             self._tracing.enter_number(value)
-        args, kwargs = bind_operands(self._tracing.symbols.__getitem__)
+        args, kwargs = bind_operands(self._tracing.symbols)
         try:
             with self._tracing.tracing():
                 return self._run(call.func, args, kwargs)
         except BlockNumberRead:
             self._tracing.discard_last_call(self.kind)
-        args, kwargs = bind_operands(values.__getitem__)
+        args, kwargs = bind_operands(values)
         with self._tracing.tracing():
             out = self._run(call.func, args, kwargs)
         self._tracing.pass_numbers(self.kind, call.func, out, values)
@@ -828,6 +809,10 @@ class BlockFollower(TorchFunctionMode):
         with attribute_set(self, "is_tracing", True):
             for t in self.taken[len(self.traced_taken) :]:
                 inner = self._tracing.enter_tensor(t)
+                if (spec := getattr(t, "_spec", None)) is not None:
+                    tagged(inner, spec)
+                if (shard := state_of(t).gathered_from) is not None:
+                    own_state(inner).gathered_from = shard
                 self._recorded[id(inner)] = TakenTensor(len(self.traced_taken))
                 self.traced_taken.append(inner)
         self.tape.taken = list(self._writer.describe_taken())
@@ -918,7 +903,7 @@ class BlockFollower(TorchFunctionMode):
         """
         taken, made, tracing = self.traced_taken, self.traced_made, self._tracing
         with Local():
-            if any(t._version != v for t, v in zip(taken, tracing.versions, strict=True)):
+            if tracing.written_places(taken):
                 raise NotABlock(self.kind, "it writes into what it takes from outside")
             if any(t._version != v for t, v in self.gathered):
                 raise NotABlock(self.kind, "it writes into a gathered parameter")
@@ -931,13 +916,13 @@ class BlockFollower(TorchFunctionMode):
             takes = {i: t for i, t in enumerate(taken) if t.requires_grad}
         tape.made = {n: stand_in(t) for n, t in enumerate(made)}  # type: ignore[arg-type]
         tape.trace = BlockTrace(
-            self.kind,
             tracing.entered,
             {n: traced_node(t, self.kind) for n, t in enumerate(made)},
             tracing.nodes,
             tracing.region,
             tuple(self.labels),
             tracing.numbers,
+            kind=self.kind,
             results=results,
             takes=takes,
         )

@@ -45,7 +45,6 @@ from ..graph_nodes import (
     written_operands,
 )
 from .block_traces import (
-    BackwardBody,
     BlockBody,
     BlockTrace,
     block_backward,
@@ -88,16 +87,10 @@ def inline_blocks(graph: fx.Graph, only: Collection[BlockTrace] | None = None) -
     inline_bodies(graph, lambda n: n.args[0] if n.args[0] in counts or n.args[0] in backs else None)
     traced = []
     for trace in counts:
-        traced += [*trace.entered, *trace.numbers, *_body_of_trace(trace)]
+        traced += [*trace.entered, *trace.numbers, *trace.all_nodes()]
     for node in reversed(traced):
         if not node.users:  # else it is of no block: a rank's coordinate, computed once for all
             graph.erase_node(node)
-
-
-def _body_of_trace(trace: BlockTrace) -> Iterator[fx.Node]:
-    yield from trace.forward
-    for back in trace.backwards.values():
-        yield from back.nodes
 
 
 # -- a structure as a graph ------------------------------------------------------------------------
@@ -146,14 +139,19 @@ class BlockProgram(GraphPart):
         for node in outputs[: len(self.results)]:
             _find_base_of_alias(node).meta[BLOCK_RESULT] = True
 
-    def without_unread(self, results: Collection[int], gradients: Collection[int]) -> BlockProgram:
-        """The program that gives of its results and gradients those with these numbers; itself
-        where that is all."""
-        kept = [*(n in results for n in self.results), *(n in gradients for n in self.gradients)]
-        if all(kept):
-            return self
+    def narrowed(
+        self,
+        results: Collection[int],
+        gradients: Collection[int],
+        equal: Iterable[tuple[int, int]],
+    ) -> BlockProgram:
+        """The program that gives of its results and gradients those with these numbers, and of
+        operands that are `equal`, by pairs of places, reads only the first."""
         graph = copy_graph(self.graph.graph)
-        (end,) = graph.find_nodes(op="output")
+        inputs, (end,) = graph.find_nodes(op="placeholder"), graph.find_nodes(op="output")
+        for first, other in equal:
+            inputs[other].replace_all_uses_with(inputs[first])
+        kept = [*(n in results for n in self.results), *(n in gradients for n in self.gradients)]
         end.args = ([*compress(end.args[0], kept)],)  # type: ignore[arg-type]
         drop_unused(graph)
         return replace(
@@ -163,15 +161,7 @@ class BlockProgram(GraphPart):
             gradients=[n for n in self.gradients if n in gradients],
         )
 
-    def with_shared_operands(self, places: Iterable[tuple[int, int]]) -> BlockProgram:
-        """The program that reads, for each pair of places, only the first of two equal operands."""
-        graph = copy_graph(self.graph.graph)
-        inputs = graph.find_nodes(op="placeholder")
-        for first, other in places:
-            inputs[other].replace_all_uses_with(inputs[first])
-        return replace(self, graph=lazy_graph_module(self.graph, graph))
-
-    def bodies(self, graph: fx.Graph) -> tuple[BlockBody, BackwardBody]:
+    def bodies(self, graph: fx.Graph) -> tuple[BlockBody, BlockBody]:
         """The forward and backward of `graph`, which is its own, or was made of it.
 
         Raises:
@@ -185,16 +175,10 @@ class BlockProgram(GraphPart):
         if not late.isdisjoint(made.values()):
             raise UnsureOfWrites
         gradients = dict(zip(self.gradients, outputs[len(made) :], strict=True))
-        forward = BlockBody(
-            self.kind,
-            inputs[: self.taken],
-            made,
-            [n for n in calls if n not in late],
-            self.region,
-            self.labels,
-        )
-        late_calls = [n for n in calls if n in late]
-        return forward, BackwardBody(inputs[self.taken :], gradients, late_calls)
+        early_calls, late_calls = ([n for n in calls if (n in late) is of] for of in (False, True))
+        entered = inputs[: self.taken]
+        forward = BlockBody(entered, made, early_calls, self.region, self.labels)
+        return forward, BlockBody(inputs[self.taken :], gradients, late_calls)
 
 
 def find_late(graph: fx.Graph, operands: int) -> set[fx.Node]:
@@ -228,11 +212,8 @@ def outline_blocks(step: fx.GraphModule, least: int, equal: Sequence[Sequence[in
     graph = step.graph
     calls = calls_of_blocks(graph)
     traces: dict[Any, None] = {n.args[0]: None for n in calls if n.target is block_forward}
-    size = len(graph.nodes)
-    for node in calls:
-        body: Any = node.args[0]
-        size += len(body.forward if node.target is block_forward else body.nodes)
-    if size < least:
+    bodies: list[Any] = [n.args[0] for n in calls]
+    if len(graph.nodes) + sum(len(body.nodes) for body in bodies) < least:
         return False
     outlining = _Outlining(step, equal)
     outlined = [t for t in traces if outlining.can_outline(t)]
@@ -270,7 +251,7 @@ class _Outlining:
                 self._calls[node.args[0]].append(node)  # type: ignore[index]
         self._programs: dict[Any, tuple[BlockProgram, list[fx.Node], list[fx.Node]]] = {}
         # By each node of a trace, the trace.
-        self._traced = {n: t for t in self._calls for n in (*t.entered, *_body_of_trace(t))}
+        self._traced = {n: t for t in self._calls for n in (*t.entered, *t.all_nodes())}
         self._sharing = self._find_sharing_neighbours()
         self._regions = self._find_regions_of_several()
 
@@ -287,7 +268,7 @@ class _Outlining:
             return False
         if trace.written and not self._updates.can_outline(calls):
             return False
-        return not trace.numbers or all(map(_can_take_tensors, _body_of_trace(trace)))
+        return not trace.numbers or all(map(_can_take_tensors, trace.all_nodes()))
 
     @cached_property
     def _updates(self) -> _OutlinedUpdates:
@@ -311,7 +292,7 @@ class _Outlining:
         """What a block gathers in forward, and whether it then stays."""
         trace: Any = call.args[0]
         of = dict(zip(trace.entered, call.args[2:], strict=True))
-        for node in trace.forward:
+        for node in trace.nodes:
             reason = note_of(node).reason
             if is_collective(node) and reason in ("gather", "persistent"):
                 while node.op == "call_function" and node not in of and node.all_input_nodes:
@@ -368,7 +349,7 @@ class _Outlining:
                 outer |= self._updates.find_shared_numbers(trace, self._calls[trace])
         waiting = [r for n in outer for r in n.all_input_nodes if r in self._traced]
         for trace in self._traces:
-            for node in _body_of_trace(trace):
+            for node in trace.all_nodes():
                 waiting += [r for r in node.all_input_nodes if self._traced.get(r) is not trace]
         while waiting:
             node = waiting.pop()
@@ -396,7 +377,7 @@ class _Outlining:
         the block's operands and cotangents."""
         trace: Any = forward.args[0]
         backs = [n for n in self._backs[forward] if n in self._live]
-        back: BackwardBody | None = backs[0].args[0] if backs else None  # type: ignore[assignment]
+        back: BlockBody | None = backs[0].args[0] if backs else None  # type: ignore[assignment]
         results = self._read_of(forward)
         wanted = self._read_of(backs[0]) if backs else ()
         key = trace, back, results, wanted
@@ -414,13 +395,13 @@ class _Outlining:
     def _make_program(
         self,
         trace: BlockTrace,
-        back: BackwardBody | None,
+        back: BlockBody | None,
         results: tuple[int, ...],
         wanted: tuple[int, ...],
     ) -> tuple[BlockProgram, list[fx.Node], list[fx.Node]]:
         graph, of = fx.Graph(), dict[fx.Node, fx.Node]()
-        early = [n for n in trace.forward if n not in self._outer]
-        seeds = [] if back is None else back.seeds
+        early = [n for n in trace.nodes if n not in self._outer]
+        seeds = [] if back is None else back.entered
         late = [n for n in back.nodes if n not in self._outer and n not in seeds] if back else []
         taken = [*trace.entered, *trace.numbers]
         taken += self._find_free(early, {*taken, *early})
@@ -433,7 +414,7 @@ class _Outlining:
             given.meta = {**node.meta, "val": make_distinct(node.meta["val"], known)}
         for node in (*early, *late):
             of[node] = copy_node(graph, node, of.__getitem__)
-        gradients = {} if back is None else {i: back.gradients[i] for i in wanted}
+        gradients = {} if back is None else {i: back.made[i] for i in wanted}
         graph.output([*(of[trace.made[n]] for n in results), *(of[g] for g in gradients.values())])
         made = functionalize_graph(lazy_graph_module(self.step, graph))
         drop_unused(made.graph)
@@ -483,9 +464,9 @@ def _add_numbers(graph: fx.Graph, call: fx.Node) -> list[fx.Node]:
 
 def inline_block_programs(graph: fx.Graph) -> None:
     """Replace the block nodes of a graph without writes by copies of their programs' nodes."""
-    bodies: dict[Any, tuple[BlockBody, BackwardBody]] = {}
+    bodies: dict[Any, tuple[BlockBody, BlockBody]] = {}
 
-    def body_of(node: fx.Node) -> BlockBody | BackwardBody:
+    def body_of(node: fx.Node) -> BlockBody:
         program: Any = node.args[0]
         if program not in bodies:
             bodies[program] = program.bodies(program.graph.graph)
@@ -548,10 +529,10 @@ class _OutlinedUpdates:
         what is one number for all of them."""
         counts = {n for i, n in enumerate(trace.entered) if self._is_one_count(i, calls)}
         held = {self._memory.get(n) for n in counts}
-        own, shared = {*trace.entered, *trace.forward}, set(counts)
+        own, shared = {*trace.entered, *trace.nodes}, set(counts)
         written: set[int | None] = set()  # memory that the block itself writes,
         read: set[int | None] = set()  # and reads
-        for node in trace.forward:
+        for node in trace.nodes:
             reads = [n for n in node.all_input_nodes if n in own]
             into = operands_written(node)
             memory = {self._memory[n] for n in into}

@@ -3,8 +3,8 @@
     f = block_forward(block, floats, *operands)    block_output(f, number), for each result
     b = block_backward(back, f, *cotangents)       block_output(b, number), for each gradient
 
-These targets are never called. `block` is a `BlockBody`, `back` a `BackwardBody`; where each has
-become a graph of its own both are a `BlockProgram`. `inline_bodies` replaces the block nodes of a
+These targets are never called. `block` and `back` are each a `BlockBody`; where they have
+become a graph of its own both are one `BlockProgram`. `inline_bodies` replaces the block nodes of a
 graph by copies of the nodes for which they stand. While a step is traced `BlockTracing` marks the
 nodes that a block adds, and a `BlockTrace` keeps them, with those of backward.
 """
@@ -25,9 +25,8 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, track_tensor_tree
 
-from partita.tensor.dtensor import tagged
 from partita.tensor.op_facts import OpFacts, declare_facts, facts_of
-from partita.tensor.tensor_state import own_state, state_of
+from partita.tensor.tensor_state import count_writes, count_writes_of
 
 from ..graph_nodes import (
     NOTE,
@@ -69,22 +68,22 @@ LABELS = "labels"
 
 @dataclass(eq=False)
 class BlockBody(GraphPart):
-    """The nodes of a block's forward, for one block or for all of one structure.
+    """The nodes of a block's forward or backward, for one block or for all of one structure.
 
     Attributes:
-        kind: the class of the blocks.
-        entered: for each operand the node that stands for it.
-        made: by number, the node of each tensor that the block makes.
-        forward: its nodes, in order.
-        region: the number of the remat region in which these lie.
-        labels: of the calls that have one, in order, as the notes of the nodes have them.
+        entered: for each operand the node that stands for it; of backward, for each gradient of a
+            result, and for what else backward is given.
+        made: by number, the node of each tensor that it makes; of backward, by the number of an
+            operand, that of its gradient.
+        nodes: its nodes, in order.
+        region: the number of the remat region in which those of forward lie.
+        labels: of the calls of forward that have one, in order, as the notes have them.
         numbers: the nodes of floats that differ between blocks.
     """
 
-    kind: type
     entered: list[fx.Node]
     made: dict[int, fx.Node]
-    forward: list[fx.Node]
+    nodes: list[fx.Node]
     region: int = 0
     labels: tuple[str, ...] = ()
     numbers: list[fx.Node] = field(default_factory=list)
@@ -92,30 +91,10 @@ class BlockBody(GraphPart):
     @cached_property
     def has_effect(self) -> bool:  # type: ignore[override]
         """Does a call of it write, draw or check?"""
-        return any(map(has_effect, self.forward))
-
-
-@dataclass(eq=False)
-class BackwardBody(GraphPart):
-    """The nodes of a block's backward, for gradients of some of its results.
-
-    Attributes:
-        seeds: the nodes that stand for these gradients, and for what else backward is given.
-        gradients: by the number of an operand, the node of its gradient.
-        nodes: of backward, in order.
-    """
-
-    seeds: list[fx.Node]
-    gradients: dict[int, fx.Node]
-    nodes: list[fx.Node]
-
-    @cached_property
-    def has_effect(self) -> bool:  # type: ignore[override]
-        """Does a call of it write, draw or check?"""
         return any(map(has_effect, self.nodes))
 
     def __repr__(self) -> str:
-        return "'a block, backward'"  # as code: it stands among the operands of a node
+        return "'a block'"  # as code: it stands among the operands of a node
 
 
 # -- targets ---------------------------------------------------------------------------------------
@@ -173,36 +152,33 @@ def inline_bodies(graph: fx.Graph, body_of: Callable[[fx.Node], Any]) -> None:
     """Replace block nodes by copies of what they stand for.
 
     Args:
-        body_of: gives the `BlockBody` of a `block_forward` node, the `BackwardBody` of a
-            `block_backward` node; None for those that stay.
+        body_of: gives the `BlockBody` of a block node; None for those that stay.
     """
     calls = [(node, body) for node in calls_of_blocks(graph) if (body := body_of(node)) is not None]
     if not calls:
         return
     moves = max((note_of(n).move for n in graph.nodes), default=0)
     regions = max((note_of(n).region for n in graph.nodes), default=0)
-    copying = _Copying(graph, count(moves + 1), count(regions + 1))
+    free = count(moves + 1), count(regions + 1)
     copies: dict[fx.Node, _Copy] = {}
     for node, body in calls:
         given: Any = node.args
         _, floats_or_forward, *operands = given
-        if isinstance(body, BlockBody):
-            of: dict[fx.Node, Any] = dict(zip(body.entered, operands, strict=True))
-            of.update(zip(body.numbers, floats_or_forward, strict=True))
+        if node.target is block_forward:
             labels = dict(zip(body.labels, node.meta[LABELS], strict=True))
-            copies[node] = copy = _Copy(of, labels, note_of(node).region, body.region)
-            copying.copy(body.forward, copy, node)
-            made: Mapping[int, fx.Node] = body.made
+            numbers = dict(zip(body.numbers, floats_or_forward, strict=True))
+            copy = _Copy(numbers, labels, note_of(node).region, body.region, *free)
+            copies[node] = copy
         else:
             # A copy for each backward: there may be several of one forward.
             forward_copy = copies[floats_or_forward]
             copy = replace(forward_copy, of=dict(forward_copy.of))
-            copy.of.update(zip(body.seeds, operands, strict=True))
-            copying.copy(body.nodes, copy, node)
-            made = body.gradients
+        copy.of.update(zip(body.entered, operands, strict=True))
+        with graph.inserting_before(node):
+            copy.add_nodes(graph, body.nodes)
         for user in list(node.users):
             if user.target is block_output:
-                inner = made[user.args[1]]  # type: ignore[index]
+                inner = body.made[user.args[1]]
                 user.replace_all_uses_with(copy.of.get(inner, inner))
                 graph.erase_node(user)
     for node, _ in reversed(calls):
@@ -217,6 +193,7 @@ class _Copy:
         of: by the body's node, the copied node, operand or number.
         labels: by the label in the body's notes, the label in the copies.
         region, body_region: the remat regions in which this block and the body lie; 0 for none.
+        free_moves, free_regions: give the next numbers that are free in the graph.
         moves, regions: by the number in the body's notes, the number in the copies.
         notes: by the id of a note of the body that of the copies.
     """
@@ -225,52 +202,43 @@ class _Copy:
     labels: dict[str, str]
     region: int
     body_region: int
+    free_moves: Iterator[int]
+    free_regions: Iterator[int]
     moves: dict[int, int] = field(default_factory=dict)
     regions: dict[int, int] = field(default_factory=dict)
     notes: dict[int, Note] = field(default_factory=dict)
 
-
-@dataclass
-class _Copying:
-    """Copies bodies into a graph; `moves` and `regions` give the next free numbers."""
-
-    graph: fx.Graph
-    moves: Iterator[int]
-    regions: Iterator[int]
-
-    def copy(self, nodes: Sequence[fx.Node], copy: _Copy, before: fx.Node) -> None:
-        """Insert copies of a body's nodes before the node `before`."""
-        with self.graph.inserting_before(before):
-            for node in nodes:
-                if node in copy.of:
-                    continue
-                if _is_alias(node):
-                    shown: Any = node.args[0]
-                    copy.of[node] = copy.of.get(shown, shown)
-                    continue
-                if is_symbolic(node.meta.get("val")):  # reckoned with varying floats, known here
-                    operands = fx.node.map_arg(node.args, lambda n: copy.of.get(n, n))
-                    copy.of[node] = node.target(*operands)  # type: ignore[operator]
-                    continue
-                copied = copy_node(self.graph, node, lambda n: copy.of.get(n, n))
-                copy.of[node] = copied
+    def add_nodes(self, graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
+        """Add copies of a body's nodes at the insertion point of a graph."""
+        of = self.of
+        for node in nodes:
+            if node in of:
+                continue
+            if _is_alias(node):
+                shown: Any = node.args[0]
+                of[node] = of.get(shown, shown)
+            elif is_symbolic(node.meta.get("val")):  # reckoned with varying floats, known here
+                operands = fx.node.map_arg(node.args, lambda n: of.get(n, n))
+                of[node] = node.target(*operands)  # type: ignore[operator]
+            else:
+                of[node] = copied = copy_node(graph, node, lambda n: of.get(n, n))
                 note = note_of(node)
-                if id(note) not in copy.notes:
-                    copy.notes[id(note)] = self._renumber_note(note, copy)
-                copied.meta[NOTE] = copy.notes[id(note)]
+                if id(note) not in self.notes:
+                    self.notes[id(note)] = self._renumber_note(note)
+                copied.meta[NOTE] = self.notes[id(note)]
 
-    def _renumber_note(self, note: Note, copy: _Copy) -> Note:
+    def _renumber_note(self, note: Note) -> Note:
         """The note with numbers of this copy, so that its moves and regions are its own."""
-        region = copy.region
-        if not region and note.region != copy.body_region:  # a region within the block
-            region = copy.regions.get(note.region) or next(self.regions)
-            copy.regions[note.region] = region
+        region = self.region
+        if not region and note.region != self.body_region:  # a region within the block
+            region = self.regions.get(note.region) or next(self.free_regions)
+            self.regions[note.region] = region
         if not note.move:
             return note if region == note.region else replace(note, region=region)
-        if note.move not in copy.moves:
-            copy.moves[note.move] = next(self.moves)
-        op = copy.labels.get(note.op, note.op)
-        return replace(note, move=copy.moves[note.move], region=region, op=op)
+        if note.move not in self.moves:
+            self.moves[note.move] = next(self.free_moves)
+        op = self.labels.get(note.op, note.op)
+        return replace(note, move=self.moves[note.move], region=region, op=op)
 
 
 def _is_alias(node: fx.Node) -> bool:
@@ -290,19 +258,24 @@ class BlockTrace(BlockBody):
     """The traced forward of a block structure, and what is needed to differentiate it.
 
     Attributes:
+        kind: the class of the blocks.
         results, takes: by number, the traced results and outer tensors that require a gradient.
         backwards: by the gradients' strides and dtypes, which inputs train, and torch's modes.
         written: the numbers of the tensors from outside that it writes in place. Not empty for the
             update of an optimizer, and for no other block.
     """
 
+    kind: type = field(kw_only=True)
     results: dict[int, torch.Tensor] = field(default_factory=dict)
     takes: dict[int, torch.Tensor] = field(default_factory=dict)
-    backwards: dict[Any, BackwardBody] = field(default_factory=dict)
+    backwards: dict[Any, BlockBody] = field(default_factory=dict)
     written: tuple[int, ...] = ()
 
-    def __repr__(self) -> str:
-        return "'a block'"  # as code: it stands among the operands of a node
+    def all_nodes(self) -> Iterator[fx.Node]:
+        """The nodes of forward and of all backwards."""
+        yield from self.nodes
+        for back in self.backwards.values():
+            yield from back.nodes
 
 
 # -- tracing ---------------------------------------------------------------------------------------
@@ -321,8 +294,7 @@ class BlockTracing:
 
     Attributes:
         nodes: of the block, in order.
-        entered, versions: the node of each tensor that is traced in place of one from outside, and
-            how often that was written when it was made.
+        entered: the node of each tensor that is traced in place of one from outside.
         region: the remat region in which the block lies; 0 for none.
         symbols: the symbolic floats that stand for varying floats.
         numbers: their nodes.
@@ -336,7 +308,7 @@ class BlockTracing:
         self.numbers: list[fx.Node] = []
         self._new: list[fx.Node] = []
         self.entered: list[fx.Node] = []
-        self.versions: list[int] = []
+        self._writes: list[int] = []
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
@@ -396,21 +368,22 @@ class BlockTracing:
         node.args = tuple(args)
 
     def enter_tensor(self, t: torch.Tensor) -> torch.Tensor:
-        """The tensor that is traced in place of `t`: an alias of it at which history begins."""
+        """The tensor that is traced in place of `t`: an alias of it at which history begins, of no
+        layout."""
         with Local(), torch.no_grad():
             inner = t.detach()
         self.entered.append(self.recorder.add_alias(inner))
-        spec = getattr(t, "_spec", None)
         with Local(), torch.enable_grad():
             inner.requires_grad_(t.requires_grad)
             if isinstance(t, nn.Parameter):
                 inner._is_param = True  # type: ignore[attr-defined]
-            self.versions.append(inner._version)
-        if spec is not None:
-            tagged(inner, spec)
-        if state_of(t).gathered_from is not None:
-            own_state(inner).gathered_from = state_of(t).gathered_from
+            self._writes.append(count_writes(inner))
         return inner
+
+    def written_places(self, entered: Sequence[torch.Tensor]) -> tuple[int, ...]:
+        """The places of those of the tensors entered that were written since."""
+        counts = enumerate(zip(self._writes, count_writes_of(entered), strict=True))
+        return tuple(i for i, (before, now) in counts if before != now)
 
 
 def stand_in(like: FakeTensor) -> FakeTensor:

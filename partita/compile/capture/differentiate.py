@@ -103,7 +103,12 @@ def differentiate(
         for number, (result, as_given) in enumerate(pairs):
             spec = getattr(result, "_spec", None)
             with Local(), torch.no_grad():
-                value = _make_seed_gradient(as_given.detach(), like is not None)
+                x = as_given.detach()
+                value = (
+                    torch.empty_like(x)
+                    if like is None
+                    else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+                )
             seeds.append(Seed(recorder.newest().name, spec and spec.gradient, number))
             values.append(value if spec is None else tagged(value, spec.gradient))
         try:
@@ -116,12 +121,6 @@ def differentiate(
             raise
         with Local():
             return seeds, [None if g is None else g.detach() for g in found]
-
-
-def _make_seed_gradient(like: torch.Tensor, exactly: bool) -> torch.Tensor:
-    if not exactly:
-        return torch.empty_like(like)
-    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
 
 
 def make_seeds_inputs(graph: fx.Graph, seeds: Sequence[Seed], inputs: GraphInputs) -> None:
@@ -174,12 +173,13 @@ def part_results(results: Sequence[torch.Tensor]) -> list[ResultPart]:
     """
     edges = [_edge_of(t) for t in results]
     at = {edge: number for number, edge in reversed([*enumerate(edges)])}
-    histories = [_find_history(edge, at) for edge in edges]
-    levels = _compute_levels(histories)
+    found = [_find_history(edge, at) for edge in edges]
+    histories, ancestors_of = [nodes for nodes, _ in found], [ends for _, ends in found]
+    levels = _compute_levels(ancestors_of)
     parts: list[tuple[set[Any], ResultPart]] = []
     for number in sorted(range(len(results)), key=lambda n: (levels[n], n)):
-        whole, part = set(histories[number].nodes), ResultPart([number], [])
-        ancestors = set(histories[number].ancestors)
+        whole, part = set(histories[number]), ResultPart([number], [])
+        ancestors = set(ancestors_of[number])
         for other in [*parts]:  # what two results of one level share is gone through once
             if levels[other[1].results[0]] == levels[number] and not whole.isdisjoint(other[0]):
                 parts.remove(other)
@@ -189,7 +189,7 @@ def part_results(results: Sequence[torch.Tensor]) -> list[ResultPart]:
         part.ancestors = sorted(ancestors)
         parts.append((whole, part))
     if sum(len(nodes) for nodes, _ in parts) > len(set().union(*(nodes for nodes, _ in parts))):
-        made_of = set().union(*(history.ancestors for history in histories))
+        made_of = set().union(*ancestors_of)
         return [ResultPart([*range(len(results))], [], sorted(made_of))]
     return [part for _, part in parts]
 
@@ -224,40 +224,28 @@ def _drop_gradient(grads: tuple[Any, ...], place: int) -> tuple[Any, ...]:
     return (*grads[:place], None, *grads[place + 1 :])
 
 
-@dataclass
-class _History:
-    """The autograd graph behind a result, up to other results.
-
-    Attributes:
-        nodes: of it, without those of leaves.
-        ancestors: the numbers of the results where it ends.
-    """
-
-    nodes: set[Any]
-    ancestors: set[int] = field(default_factory=set)
-
-
-def _find_history(edge: _Edge, results: dict[_Edge, int]) -> _History:
-    found = _History({edge[0]})  # two results of one call share it
+def _find_history(edge: _Edge, results: dict[_Edge, int]) -> tuple[set[Any], set[int]]:
+    """The nodes of the autograd graph behind a result, up to other results and without those of
+    leaves; and the numbers of the results where it ends."""
+    nodes, ancestors = {edge[0]}, set[int]()  # two results of one call share it
     ahead = [edge[0]]
     while ahead:
-        node = ahead.pop()
-        for below in node.next_functions:
+        for below in ahead.pop().next_functions:
             if below in results:
-                found.ancestors.add(results[below])
-            elif below[0] is not None and below[0] not in found.nodes and below[0].next_functions:
-                found.nodes.add(below[0])
+                ancestors.add(results[below])
+            elif below[0] is not None and below[0] not in nodes and below[0].next_functions:
+                nodes.add(below[0])
                 ahead.append(below[0])
-    return found
+    return nodes, ancestors
 
 
-def _compute_levels(histories: Sequence[_History]) -> list[int]:
+def _compute_levels(ancestors: Sequence[set[int]]) -> list[int]:
     """For each result the length of the longest chain of results computed from it."""
-    levels = [0] * len(histories)
-    ahead = [*range(len(histories))]
+    levels = [0] * len(ancestors)
+    ahead = [*range(len(ancestors))]
     while ahead:
         number = ahead.pop()
-        for ancestor in histories[number].ancestors:
+        for ancestor in ancestors[number]:
             if levels[ancestor] <= levels[number]:
                 levels[ancestor] = levels[number] + 1
                 ahead.append(ancestor)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,11 +69,10 @@ def call_without_memory(target: Any, args: Any, kwargs: Any, like: Any = None) -
         nbytes = tuple(t.untyped_storage().nbytes() for t in tensors_in(like))
         return MadeByCall(like, tuple(-1 - i for i in range(len(nbytes))), nbytes)
     mode = fake_mode_in((args, kwargs, like))
-    if mode is None:
-        return _call_and_describe(target, args, kwargs, None)
     # The key has the shapes and strides of operands, and not their storages.
-    key = None if facts_of(target).by_storage else key_of_call(target, args, kwargs)
-    if key is None:
+    by_key = mode is not None and not facts_of(target).by_storage
+    key = key_of_call(target, args, kwargs) if by_key else None
+    if mode is None or key is None:
         return _call_and_describe(target, args, kwargs, mode)
     known: dict[Any, MadeByCall] | None = getattr(mode, "_partita_equal_calls", None)
     if known is None:
@@ -102,12 +102,8 @@ def tensors_in(value: Any) -> Sequence[torch.Tensor]:
 def _call_and_describe(
     target: Any, args: Any, kwargs: Any, mode: FakeTensorMode | None
 ) -> MadeByCall:
-    with torch.no_grad():
-        if mode is None:
-            value = target(*args, **kwargs)
-        else:
-            with mode:
-                value = target(*args, **kwargs)
+    with torch.no_grad(), mode or nullcontext():
+        value = target(*args, **kwargs)
     if target is WAIT:  # it returns its operand, though its fake value is a new tensor
         return MadeByCall(value, (0,), ())
     # Private: one number for one storage, as long as it lives.
@@ -131,8 +127,7 @@ def _without_bases(value: Any) -> Any:
     A view holds its base, which holds the mode, which holds the known calls: a cycle that Python's
     collector does not see.
     """
-    views = any(t._is_view() for t in tensors_in(value))
-    if not views:
+    if not any(t._is_view() for t in tensors_in(value)):
         return value
     with torch.no_grad():
         return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, value)
@@ -312,19 +307,20 @@ class RepeatedCalls:
         Its fake value is computed for one place of each kind of operands, however long the lists.
         """
         with Local():
-            places = _PlacesOfLists(args)
-            if places.differ or kwargs:
+            places = _group_places(args)
+            if places is None or kwargs:
                 return NotImplemented
+            groups, first = places
             try:
                 operands = _nodes_of(args)
                 with disable_proxy_modes_tracing():
-                    made = call_without_memory(func, places.shorten(args), {}).value
+                    made = call_without_memory(func, _shorten_lists(args, first), {}).value
             except Exception:  # tracing raises it again, with its place
                 return NotImplemented
         node = add_call(self._graph, func, operands)
         if made is None:  # it has written the first list
             return None
-        node.meta["val"] = likes = [made[kind] for kind in places.kinds]
+        node.meta["val"] = likes = [made[kind] for kind in groups]
         parts = [add_call(self._graph, operator.getitem, (node, i)) for i in range(len(likes))]
         return tensors_of(parts, likes, self._mode)
 
@@ -337,43 +333,28 @@ class RepeatedCalls:
             self._known[key] = node.meta["val"]
 
 
-class _PlacesOfLists:
-    """The places of the lists that a call is over, grouped by the key of the operands there.
+def _group_places(args: Sequence[Any]) -> tuple[list[int], list[int]] | None:
+    """The places of the lists that a call is over, in groups by the key of the operands there.
 
-    Attributes:
-        kinds: for each place the number of its group.
-        differ: is nothing gained: as many groups as places, or lists of several lengths?
+    Returns:
+        For each place the number of its group, and the first place of each group. None where
+        nothing is gained: where there are as many groups as places, or lists of several lengths.
     """
+    lists = [a for a in args if isinstance(a, (list, tuple))]
+    if len({len(a) for a in lists}) != 1:
+        return None
+    keys = [key_of_call(None, operands, {}) for operands in zip(*lists, strict=True)]
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+    if None in numbers or len(numbers) == len(keys):
+        return None
+    return [numbers[key] for key in keys], [keys.index(key) for key in numbers]
 
-    def __init__(self, args: Sequence[Any]):
-        lists = [a for a in args if isinstance(a, (list, tuple))]
-        self._first: list[int] = []
-        self.kinds: list[int] = []
-        self.differ = len({len(a) for a in lists}) != 1
-        numbers: dict[Any, int] = {}
-        for i, operands in enumerate(zip(*lists, strict=True) if not self.differ else ()):
-            key = key_of_call(None, operands, {})
-            if key is None:
-                self.differ = True
-                return
-            number = numbers.setdefault(key, len(numbers))
-            if number == len(self._first):
-                self._first.append(i)
-            self.kinds.append(number)
-        self.differ |= len(self._first) == len(self.kinds)
 
-    def shorten(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        """The arguments with one place of each kind in the lists, and 0.5 for symbolic floats.
-
-        Metadata does not depend on which float it is.
-        """
-
-        def shorten_argument(value: Any) -> Any:
-            if isinstance(value, (list, tuple)):
-                return [value[i] for i in self._first]
-            return 0.5 if isinstance(value, torch.SymFloat) else value
-
-        return tuple(map(shorten_argument, args))
+def _shorten_lists(args: Sequence[Any], places: Sequence[int]) -> list[Any]:
+    """The arguments with these places of the lists alone, and 0.5 for symbolic floats: metadata
+    does not depend on which float it is."""
+    whole = [0.5 if isinstance(a, torch.SymFloat) else a for a in args]
+    return [[a[i] for i in places] if isinstance(a, (list, tuple)) else a for a in whole]
 
 
 def _nodes_of(value: Any) -> Any:

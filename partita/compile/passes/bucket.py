@@ -8,7 +8,7 @@ result of another.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import fx
 from partita.comm.collective import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT
 from partita.tensor.op_facts import facts_of
 
-from ..graph_nodes import NOTE, Note, is_collective, note_of
+from ..graph_nodes import NOTE, Note, is_collective, nbytes_of, note_of
 from ..program import Program, find_cotangents
 from .regather import Runs, packing_of
 from .rewrite import Making
@@ -49,22 +49,16 @@ def bucket(program: Program) -> str:
     runs = Runs(graph)
     cotangents = find_cotangents(program)
     run_of_gather = {found.gather: runs.of(found) for found in runs.found}
-    key: tuple[Any, ...]
     for node in graph.nodes:
         note = note_of(node)
+        key: tuple[Any, ...] = ()
         if node.target in (ALL_GATHER, REDUCE_SCATTER) and note.reason in _REASONS_OF_ZERO:
-            dtype = node.args[0].meta["val"].dtype
-            rest = node.args[1:]
-            run = run_of_gather.get(node, -1)
-            if note.reason == "gradient":
-                run = runs.at(node)
-            key = (node.target, rest, dtype, note.op, note.phase, note.reason, note.axes, run)
-            key += (cotangents.get(node),)
-            groups.setdefault(key, []).append(node)
-        elif node.target is ALL_REDUCE and note.reason == "settle":
-            key = (node.target, node.args[1:], node.meta["val"].dtype, note.axes)
-            key += (cotangents.get(node),)
-            groups.setdefault(key, []).append(node)
+            run = runs.at(node) if note.reason == "gradient" else run_of_gather.get(node, -1)
+            key = (note.op, note.phase, note.reason, run)
+        elif node.target is not ALL_REDUCE or note.reason != "settle":
+            continue
+        key += (node.target, node.args[1:], node.meta["val"].dtype, note.axes, cotangents.get(node))
+        groups.setdefault(key, []).append(node)
     least = _least_bytes(groups.values())
     joined = buckets = 0
     for members in groups.values():
@@ -96,7 +90,7 @@ def _reduce_where_ready(graph: fx.Graph) -> None:
 def _least_bytes(groups: Iterable[list[fx.Node]]) -> int:
     """The bytes of a bucket of an optimizer's step: an eighth of all, within bounds."""
     settled = [m for members in groups for m in members if note_of(m).reason == "settle"]
-    total = sum(_operand_of_collective(m).meta["val"].nbytes for m in settled)
+    total = sum(nbytes_of(_operand_of_collective(m)) for m in settled)
     return min(max(total // _BUCKETS_OF_STEP, _LEAST_BYTES), _MOST_BYTES)
 
 
@@ -106,51 +100,44 @@ def _split_joinable(members: list[fx.Node], least: int) -> list[list[fx.Node]]:
     A part of gathers runs where its first does, a part of reductions where its last does. What an
     optimizer's step reduces and gathers is cut into parts of `least` bytes.
     """
+    parts = [members]
     if note_of(members[0]).reason in ("settle", "update"):
-        parts = _split_by_size(members, least)
-    else:
-        parts = [members]
-    split_ready = _split_by_readiness if members[0].target is ALL_GATHER else _split_independent
-    return [found for part in parts for found in split_ready(part)]
+        parts = _split_where(members, lambda node, part: sum(map(_size_of, part)) < least)
+    if members[0].target is ALL_GATHER:
+        return [found for part in parts for found in _split_where(part, _is_ready_before_part)]
+    split = (_split_where(reversed(part), _is_independent_of) for part in parts)
+    return [found[::-1] for behind in split for found in behind]
 
 
-def _split_by_size(members: list[fx.Node], least: int) -> list[list[fx.Node]]:
-    """Split members, in order, into parts of at least `least` bytes each, but for the last."""
-    parts: list[list[fx.Node]] = [[]]
-    size = 0
-    for node in members:
-        if size >= least:
-            parts.append([])
-            size = 0
-        parts[-1].append(node)
-        size += max(node.meta["val"].nbytes, _operand_of_collective(node).meta["val"].nbytes)
-    return parts
-
-
-def _split_by_readiness(members: list[fx.Node]) -> list[list[fx.Node]]:
-    """Split gathers, in order, into parts whose operands are there before their first."""
+def _split_where(
+    members: Iterable[fx.Node], joins: Callable[[fx.Node, list[fx.Node]], bool]
+) -> list[list[fx.Node]]:
+    """Split members, in their order, into parts: each is in the part before it if it `joins` it."""
     parts: list[list[fx.Node]] = []
     for node in members:
-        if parts and _is_ready_before(_operand_of_collective(node), parts[-1][0]):
+        if parts and joins(node, parts[-1]):
             parts[-1].append(node)
         else:
             parts.append([node])
     return parts
 
 
-def _split_independent(members: list[fx.Node]) -> list[list[fx.Node]]:
-    """Split members, from the end, into parts of which none depends on another.
+def _size_of(node: fx.Node) -> int:
+    return max(nbytes_of(node), nbytes_of(_operand_of_collective(node)))
 
-    Nor does backward work wait for one of them: joined, it would wait for the last.
+
+def _is_ready_before_part(gather: fx.Node, part: list[fx.Node]) -> bool:
+    """Is the operand of a gather there before the first one of a part?"""
+    return _is_ready_before(_operand_of_collective(gather), part[0])
+
+
+def _is_independent_of(node: fx.Node, part: list[fx.Node]) -> bool:
+    """Does no member of a part, the last first, depend on an earlier one?
+
+    Nor does backward work wait for it: joined, it would wait for the last.
     """
-    parts: list[list[fx.Node]] = []
-    for node in reversed(members):
-        waiting = _find_dependents([node], parts[-1][-1]) if parts else set()
-        if parts and waiting.isdisjoint(parts[-1]) and not any(map(_is_backward_work, waiting)):
-            parts[-1].insert(0, node)
-        else:
-            parts.append([node])
-    return parts
+    waiting = _find_dependents([node], part[0])
+    return waiting.isdisjoint(part) and not any(map(_is_backward_work, waiting))
 
 
 def _is_backward_work(node: fx.Node) -> bool:

@@ -5,6 +5,7 @@ and views of views.
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from partita.tensor.op_facts import facts_of
 from ..capture.functional_memory import lie_alike
 from ..graph_nodes import NOTE, is_collective, key_of_operands, note_of
 from ..program import Program
+from .regather import find_moved
 from .rewrite import fake_value_of, put, replace
 
 _aten = torch.ops.aten
@@ -108,7 +110,9 @@ def cast(program: Program) -> str:
     done = 0
     order = {node: i for i, node in enumerate(program.graph.graph.nodes)}
     for gather in [n for n in order if is_collective(n) and note_of(n).kind == "all_gather"]:
-        chain = _moved_from(gather, order)
+        moved_by = partial(_operands_moved_by, dtype=gather.meta["val"].dtype)
+        # A cast commutes with what only moves elements.
+        chain = find_moved(gather, order, lambda n: facts_of(n.target).moves, moved_by)
         readers = {user for node in chain for user in node.users if user not in chain}
         dtype = _find_narrower_dtype(gather, readers)
         if dtype is not None:
@@ -117,28 +121,10 @@ def cast(program: Program) -> str:
     return f"{done} values are cast before they are gathered"
 
 
-def _moved_from(gather: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:
-    """The gather and what is made of its result alone by moving elements, in order."""
-    found = {gather}
-    waiting = [gather]
-    while waiting:
-        for user in sorted(waiting.pop().users, key=order.__getitem__):
-            # A cast commutes with what only moves elements.
-            moves = facts_of(user.target).moves
-            if user not in found and moves and _tensors_read_by(user, gather) <= found:
-                found.add(user)
-                waiting.append(user)
-    return sorted(found, key=order.__getitem__)
-
-
-def _tensors_read_by(node: fx.Node, gather: fx.Node) -> set[fx.Node]:
+def _operands_moved_by(node: fx.Node, dtype: torch.dtype) -> set[fx.Node]:
     """The operands of a node, without tensors of indices."""
-    dtype = gather.meta["val"].dtype
-    return {
-        n
-        for n in node.all_input_nodes
-        if not isinstance(n.meta.get("val"), torch.Tensor) or n.meta["val"].dtype == dtype
-    }
+    values = {n: n.meta.get("val") for n in node.all_input_nodes}
+    return {n for n, x in values.items() if not isinstance(x, torch.Tensor) or x.dtype == dtype}
 
 
 def _find_narrower_dtype(gather: fx.Node, readers: set[fx.Node]) -> torch.dtype | None:

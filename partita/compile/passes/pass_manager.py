@@ -9,6 +9,7 @@ is what `step.explain()` prints of a pass.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -375,26 +376,20 @@ def _saved_bytes_of_gathers(nodes: list[fx.Node]) -> int:
 
 def _diff_calls(before: list[str], after: list[str]) -> tuple[str, ...]:
     """The calls that there are more or fewer of, collectives first."""
+    counts: Counter[str] = Counter()
+    counts.subtract(map(_describe_call, before))
+    counts.update(map(_describe_call, after))
+    return tuple(
+        f"{'+' if change > 0 else '-'} {abs(change)} x {call}"
+        for call, change in sorted(counts.items(), key=lambda of: "_c10d_functional" not in of[0])
+        if change and not call.startswith("output [")  # it lists numbers only
+    )
 
-    def count_calls(lines: list[str]) -> dict[str, int]:
-        found: dict[str, int] = {}
-        for line in lines:
-            if line.startswith("output ["):  # it lists numbers only
-                continue
-            called, typed, value = line.rpartition(" :")
-            # A call of a section has no one type, but says which section it is.
-            name = (
-                called.split("(", 1)[0] + typed + value if typed else line.split(", [", 1)[0] + ")"
-            )
-            found[name] = found.get(name, 0) + 1
-        return found
 
-    counts_before, counts_after = count_calls(before), count_calls(after)
-    out = []
-    for name in sorted(
-        {**counts_before, **counts_after}, key=lambda name: "_c10d_functional" not in name
-    ):
-        change = counts_after.get(name, 0) - counts_before.get(name, 0)
-        if change:
-            out.append(f"{'+' if change > 0 else '-'} {abs(change)} x {name}")
-    return tuple(out)
+def _describe_call(line: str) -> str:
+    """A line of a graph without its operands."""
+    called, typed, value = line.rpartition(" :")
+    if typed:
+        return called.split("(", 1)[0] + typed + value
+    # A call of a section has no one type, but says which section it is.
+    return line.split(", [", 1)[0] + ")"

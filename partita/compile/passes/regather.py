@@ -14,7 +14,9 @@ pack its operand (`packing_of`), and the views of its result (`GatheredParameter
 from __future__ import annotations
 
 import bisect
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 import torch
 from torch import fx
@@ -180,13 +182,8 @@ class Runs:
         return self._first[number]
 
     def _make_gathered_parameter(self, gather: fx.Node) -> GatheredParameter:
-        chain = [gather]
-        reached = {gather}
-        for node in sorted(_find_moved_views(gather), key=self.place.__getitem__):
-            if only_moves(node) and reached.issuperset(node.all_input_nodes):
-                chain.append(node)
-                reached.add(node)
-        users = {u for n in chain for u in n.users if u not in reached and u.op != "output"}
+        chain = find_moved(gather, self.place)
+        users = {u for n in chain for u in n.users if u not in chain and u.op != "output"}
         return GatheredParameter(gather, chain, sorted(users, key=self.place.__getitem__))
 
 
@@ -211,16 +208,27 @@ def is_gather(node: fx.Node) -> bool:
     )
 
 
-def _find_moved_views(node: fx.Node) -> set[fx.Node]:
-    """The nodes that are made of `node` by moving alone."""
-    found: set[fx.Node] = set()
-    waiting = [node]
+def find_moved(
+    start: fx.Node,
+    place: Mapping[fx.Node, int],
+    moves: Callable[[fx.Node], bool] = only_moves,
+    operands: Callable[[fx.Node], Collection[fx.Node]] = attrgetter("all_input_nodes"),
+) -> list[fx.Node]:
+    """A node and what is made of it alone by moving elements, in order.
+
+    Args:
+        place: for each node its index in the graph.
+        moves: does a call only move?
+        operands: those whose elements it moves.
+    """
+    found = {start}
+    waiting = [start]
     while waiting:
         for user in waiting.pop().users:
-            if user not in found and only_moves(user):
+            if user not in found and moves(user) and found.issuperset(operands(user)):
                 found.add(user)
                 waiting.append(user)
-    return found
+    return sorted(found, key=place.__getitem__)
 
 
 def packing_of(collective: fx.Node) -> tuple[set[fx.Node], set[fx.Node]]:

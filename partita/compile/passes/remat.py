@@ -245,13 +245,14 @@ def _choose_kept_storages(
         raise make_budget_error(CaptureError, nbytes, "the model", peak)
     recomputed = {n.name for n in copies}
     nodes = [n for n in program.graph.graph.nodes if n.name in recomputed and n in again]
-    found, candidates = [], []
-    for node in nodes:
-        for s in storages.made_by(node) if _is_activation(note_of(node), budget) else ():
-            size = storages.nbytes[s]
-            found.append(s)
-            candidates.append(Candidate(size, flops_of(node), size))
-    return {found[i] for i in choose_kept(candidates, nbytes - peak)}
+    candidates = {
+        s: Candidate(storages.nbytes[s], flops_of(node), storages.nbytes[s])
+        for node in nodes
+        if _is_activation(note_of(node), budget)
+        for s in storages.made_by(node)
+    }
+    found = [*candidates]
+    return {found[i] for i in choose_kept([*candidates.values()], nbytes - peak)}
 
 
 def _is_activation(note: Note, budget: _RegionsBudget) -> bool:
@@ -401,15 +402,12 @@ def choose_kept(candidates: Sequence[Candidate], room: int) -> list[int]:
     heavy = [i for i, c in enumerate(candidates) if c.flops]
     light = [i for i, c in enumerate(candidates) if not c.flops and c.written]
     step = max(1, -(-sum(c.nbytes for c in candidates) // _STEPS))
-    taken = _solve_knapsack(
-        [(candidates[i].nbytes, candidates[i].flops) for i in heavy], room, step
-    )
-    kept = [heavy[i] for i in taken]
-    room -= sum(candidates[i].nbytes for i in kept)
-    taken = _solve_knapsack(
-        [(candidates[i].nbytes, candidates[i].written) for i in light], room, step
-    )
-    return sorted(kept + [light[i] for i in taken])
+    kept: list[int] = []
+    for some, worth in ((heavy, "flops"), (light, "written")):
+        items = [(candidates[i].nbytes, getattr(candidates[i], worth)) for i in some]
+        room_left = room - sum(candidates[i].nbytes for i in kept)
+        kept += [some[i] for i in _solve_knapsack(items, room_left, step)]
+    return sorted(kept)
 
 
 def make_budget_error(error: type[LayoutError], budget: int, title: str, peak: int) -> LayoutError:

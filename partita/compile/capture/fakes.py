@@ -31,6 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConfig, FakeTens
 from torch.autograd.graph import increment_version
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.overrides import handle_torch_function, has_torch_function_unary
+from torch.utils import _pytree as pytree
 
 from partita.comm import user_line
 from partita.comm.device import HOST
@@ -421,17 +422,10 @@ def fake_mode_of(inputs: Iterable[Any]) -> FakeTensorMode:
 
 def fake_mode_in(values: Iterable[Any]) -> FakeTensorMode | None:
     """The mode of the first fake tensor among values, in lists and dictionaries too."""
-    for v in values:
-        if isinstance(v, FakeTensor):
-            return v.fake_mode  # type: ignore[no-any-return]
-        if isinstance(v, (list, tuple)):
-            found = fake_mode_in(v)
-        elif isinstance(v, dict):
-            found = fake_mode_in(v.values())
-        else:
-            continue
-        if found is not None:
-            return found
+    for value in values:
+        for leaf in pytree.tree_leaves(value):
+            if isinstance(leaf, FakeTensor):
+                return leaf.fake_mode  # type: ignore[no-any-return]
     return None
 
 

@@ -125,7 +125,7 @@ def compute_scalar(target: Any, args: Sequence[Any], like: Any) -> Scalar:
     whole = all(isinstance(v, (int, torch.Tensor)) for v in values)
     exact = isinstance(like, (int, torch.SymInt)) or (whole and not any(map(_is_float, values)))
     dtype = torch.int64 if exact and _name_of(target) != "truediv" else torch.float64
-    given = [_cast_to_tensor(a, dtype) for a in args]
+    given = [_make_scalar_tensor(a, dtype) for a in args]
     return Scalar(RECKONED[_name_of(target)](*given))
 
 
@@ -138,10 +138,13 @@ def _is_float(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype.is_floating_point
 
 
-def _cast_to_tensor(value: Any, dtype: torch.dtype) -> torch.Tensor:
+def _make_scalar_tensor(
+    value: Any, dtype: torch.dtype, device: torch.device | None = None
+) -> torch.Tensor:
+    """A number, or a `Scalar`, as a tensor of no dimensions; of that on its own device if None."""
     if isinstance(value, Scalar):
-        return value.tensor.to(dtype)
-    return torch.full((), value, dtype=dtype)
+        return value.tensor.to(device=device, dtype=dtype)
+    return torch.full((), value, dtype=dtype, device=device)
 
 
 def has_scalars(args: Any, kwargs: Any) -> bool:
@@ -276,21 +279,15 @@ def _run_where(base: str, args: Sequence[Any], kwargs: dict[str, Any], like: Any
     return _aten.where(condition, *made)
 
 
-def _make_scalar_tensor(value: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    if isinstance(value, Scalar):
-        return value.tensor.to(device, dtype)
-    return torch.full((), value, dtype=dtype, device=device)
-
-
 def _run_fill(base: str, args: Sequence[Any], kwargs: dict[str, Any], like: Any) -> Any:
     *given, value = args
     return getattr(_aten, base)(*given, value.tensor.to(given[0].device, given[0].dtype))
 
 
 def _run_full_like(base: str, args: Sequence[Any], kwargs: dict[str, Any], like: Any) -> Any:
-    values = [a for a in (*args, *kwargs.values()) if isinstance(a, Scalar)]
-    value = values[0].tensor.to(like.device, like.dtype)
-    return value.expand(like.shape).clone(memory_format=torch.contiguous_format)
+    value = next(a for a in (*args, *kwargs.values()) if isinstance(a, Scalar))
+    made = _make_scalar_tensor(value, like.dtype, like.device)
+    return made.expand(like.shape).clone(memory_format=torch.contiguous_format)
 
 
 def _read_scalar(base: str, args: Sequence[Any], kwargs: dict[str, Any], like: Any) -> Scalar:

@@ -19,39 +19,20 @@ In reading order:
 
 # Imported for what they put in place: methods of DTensor, overrides, patches of torch.
 from . import tensor_overrides, torch_patches  # noqa: F401
-from .construct import (
-    distribute_module,
-    distribute_tensor,
-    empty,
-    from_torch,
-    full,
-    local_map,
-    ones,
-    rand,
-    randn,
-    to_torch,
-    zeros,
-)
-from .dtensor import DTensor
-from .plan import CacheInfo, cache_clear, cache_info, set_cache_limit
-from .random import random_mode
-
-__all__ = [
-    "CacheInfo",
-    "DTensor",
-    "cache_clear",
-    "cache_info",
-    "distribute_module",
-    "distribute_tensor",
-    "empty",
-    "from_torch",
-    "full",
-    "local_map",
-    "ones",
-    "rand",
-    "randn",
-    "random_mode",
-    "set_cache_limit",
-    "to_torch",
-    "zeros",
-]
+from .construct import distribute_module as distribute_module
+from .construct import distribute_tensor as distribute_tensor
+from .construct import empty as empty
+from .construct import from_torch as from_torch
+from .construct import full as full
+from .construct import local_map as local_map
+from .construct import ones as ones
+from .construct import rand as rand
+from .construct import randn as randn
+from .construct import to_torch as to_torch
+from .construct import zeros as zeros
+from .dtensor import DTensor as DTensor
+from .plan import CacheInfo as CacheInfo
+from .plan import cache_clear as cache_clear
+from .plan import cache_info as cache_info
+from .plan import set_cache_limit as set_cache_limit
+from .random import random_mode as random_mode

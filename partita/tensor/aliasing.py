@@ -26,6 +26,7 @@ from torch._C import DisableTorchFunctionSubclass as Local
 
 # Not public: what is asked of tensors without memory is no part of a step that is captured.
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map, tree_map_only
 
 from .dtensor import DTensor, moved, tagged
 from .tensor_state import (
@@ -197,15 +198,16 @@ def copy_as_on_one_device(
 def _convert_options_to_meta(given: Any, out: torch.Tensor) -> Any:
     """The arguments of a call of `to` or `type` whose result was `out`, for a tensor on "meta",
     which stays there."""
-    if isinstance(given, dict):
-        return {key: _convert_options_to_meta(v, out) for key, v in given.items()}
-    if type(given) is tuple:
-        return tuple(_convert_options_to_meta(v, out) for v in given)
-    if isinstance(given, torch.device) or type(given) is int:
-        return torch.device("meta")
-    if isinstance(given, str):  # a device, or a type of tensors
-        return out.dtype if given.startswith("torch.") else torch.device("meta")
-    return _convert_to_meta(given)
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return _make_meta_of_shape(value)
+        if isinstance(value, str) and value.startswith("torch."):  # a type of tensors
+            return out.dtype
+        is_device = isinstance(value, (torch.device, str)) or type(value) is int
+        return torch.device("meta") if is_device else value
+
+    return tree_map(convert, given)
 
 
 def wrap_copying_as_on_one_device(run: Function, func: Function, spec: Spec) -> Function:
@@ -291,10 +293,10 @@ def make_meta_twin(x: DTensor) -> torch.Tensor:
 
 def _convert_to_meta(value: Any) -> Any:
     """The arguments of a call, with tensors on "meta" of the global shapes in place of tensors."""
-    if isinstance(value, torch.Tensor):
-        with Local():
-            shape = value._spec.shape if isinstance(value, DTensor) else value.shape
-            return torch.empty(shape, dtype=value.dtype, device="meta")
-    if isinstance(value, dict):
-        return {key: _convert_to_meta(v) for key, v in value.items()}
-    return type(value)(map(_convert_to_meta, value)) if type(value) in (tuple, list) else value
+    return tree_map_only(torch.Tensor, _make_meta_of_shape, value)
+
+
+def _make_meta_of_shape(x: torch.Tensor) -> torch.Tensor:
+    with Local():
+        shape = x._spec.shape if isinstance(x, DTensor) else x.shape
+        return torch.empty(shape, dtype=x.dtype, device="meta")

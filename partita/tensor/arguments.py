@@ -182,9 +182,9 @@ class OpCall:
         why = "a tensor that is written in place keeps its layout, since others may hold it too"
         return make_layout_error(
             f"{name} in place: its operand would have to change its layout",
+            Fix(f"x = x.{name}(...)", "not in place"),
             operands=(f"x  {x._spec.layout.brief()} on {x._spec.wire.mesh}",),
             reason=why,
-            fixes=(Fix(f"x = x.{name}(...)", "not in place"),),
         )
 
 
@@ -414,12 +414,10 @@ def make_transform_error(name: str) -> LayoutError:
     """What to raise where a function transform would get hold of a DTensor."""
     return make_layout_error(
         f"torch.func: {name} cannot take a DTensor",
+        Fix("torch.autograd.grad(f(x), x)", "for gradients: it knows of layouts"),
+        Fix("x.full_tensor()", "to transform a function of the whole value"),
+        Fix(f"pt.local_map(torch.func.{name}(f), placements)", "if f is meant for the pieces"),
         reason="it would run the function on this rank's piece as if that were the whole tensor",
-        fixes=(
-            Fix("torch.autograd.grad(f(x), x)", "for gradients: it knows of layouts"),
-            Fix("x.full_tensor()", "to transform a function of the whole value"),
-            Fix(f"pt.local_map(torch.func.{name}(f), placements)", "if f is meant for the pieces"),
-        ),
     )
 
 
@@ -453,13 +451,11 @@ def admit(
     if graded and not (with_gradient and _is_made_of_leaves(value)):
         raise make_layout_error(
             f"{op}: a plain tensor that requires grad stands next to a DTensor",
+            Fix("pt.distribute_tensor(t, mesh, placements)", "one copy from rank 0"),
+            Fix("pt.DTensor.from_local(t, mesh, placements)", "each rank's own piece"),
+            Fix("t.detach()", "if no gradient is wanted"),
             operands=shown,
             reason="its gradient would have no layout, and ranks would go apart unseen",
-            fixes=(
-                Fix("pt.distribute_tensor(t, mesh, placements)", "one copy from rank 0"),
-                Fix("pt.DTensor.from_local(t, mesh, placements)", "each rank's own piece"),
-                Fix("t.detach()", "if no gradient is wanted"),
-            ),
         )
     if value.layout is not torch.strided:
         raise make_no_strides_error(op, value)
@@ -467,12 +463,10 @@ def admit(
     if scope.strict:
         raise make_layout_error(
             f"{op}: a plain tensor stands next to a DTensor, which strict() refuses",
+            Fix("pt.distribute_tensor(t, mesh, placements)"),
+            Fix("with pt.strict(False): ...", "around this line"),
             operands=shown,
             reason="under strict() nothing is taken for equal on all ranks unless it is said to be",
-            fixes=(
-                Fix("pt.distribute_tensor(t, mesh, placements)"),
-                Fix("with pt.strict(False): ...", "around this line"),
-            ),
         )
     if wire.mesh.size() == 1:
         return
@@ -487,16 +481,14 @@ def admit(
         if theirs != checksums[0]:
             raise make_layout_error(
                 f"{op}: a plain tensor next to a DTensor differs between ranks",
+                Fix("pt.DTensor.from_local(t, mesh, placements)", "if it is this rank's piece"),
+                Fix('pt.distribute_batch(..., each_rank_has="piece")', "its rows of a batch"),
+                Fix("pt.distribute_tensor(t, mesh, placements)", "to take rank 0's"),
                 operands=(
                     f"rank 0  {checksums[0][0]} dimensions, checksum {checksums[0][-1]:x}",
                     f"rank {rank}  {theirs[0]} dimensions, checksum {theirs[-1]:x}",
                 ),
                 reason="a plain tensor is taken as one whole value, the same on every rank",
-                fixes=(
-                    Fix("pt.DTensor.from_local(t, mesh, placements)", "if it is this rank's piece"),
-                    Fix('pt.distribute_batch(..., each_rank_has="piece")', "its rows of a batch"),
-                    Fix("pt.distribute_tensor(t, mesh, placements)", "to take rank 0's"),
-                ),
             )
     remember_agreed(wire, site)
 

@@ -102,16 +102,14 @@ def distribute_tensor(
         if device_mesh is not None and wire_of(device_mesh) is not tensor._spec.wire:
             raise make_layout_error(
                 "distribute_tensor of a DTensor that lives on another mesh",
-                fixes=(Fix("pt.distribute_tensor(x.full_tensor(), mesh, placements)"),),
+                Fix("pt.distribute_tensor(x.full_tensor(), mesh, placements)"),
             )
         return tensor.redistribute(placements=placements)
     if not tensor.is_leaf:
         raise make_layout_error(
             "distribute_tensor needs a leaf: the gradient of this tensor flows on",
-            fixes=(
-                Fix("pt.distribute_tensor(t.detach(), ...)", "without a gradient"),
-                Fix("pt.DTensor.from_local(t, ...)", "differentiable"),
-            ),
+            Fix("pt.distribute_tensor(t.detach(), ...)", "without a gradient"),
+            Fix("pt.DTensor.from_local(t, ...)", "differentiable"),
         )
     if tensor.layout is not torch.strided:
         raise make_no_strides_error("distribute_tensor", tensor)
@@ -121,9 +119,10 @@ def distribute_tensor(
         if not 0 <= src_data_rank < spec.wire.mesh.size():
             raise make_layout_error(
                 f"distribute_tensor: src_data_rank={src_data_rank} is no rank of the mesh",
+                Fix("src_data_rank=0"),
+                Fix("src_data_rank=None", "each rank's own value"),
                 operands=(f"mesh {spec.wire.mesh} has ranks 0 to {spec.wire.mesh.size() - 1}",),
                 reason="ranks are counted along the mesh, row by row",
-                fixes=(Fix("src_data_rank=0"), Fix("src_data_rank=None", "each rank's own value")),
             )
     return spread(tensor, spec, src_data_rank).requires_grad_(tensor.requires_grad)
 
@@ -321,8 +320,8 @@ def refuse_lazy(model: nn.Module, by: str) -> None:
             if nn.parameter.is_lazy(tensor):
                 raise make_layout_error(
                     f"{by}: {name + '.' if name else ''}{key} has no shape yet",
+                    Fix("model(batch)", f"once, of plain tensors, before {by}"),
                     reason=f"{type(part).__name__} makes it when it meets its first batch",
-                    fixes=(Fix("model(batch)", f"once, of plain tensors, before {by}"),),
                 )
 
 
@@ -483,8 +482,8 @@ def _match_placements(given: Any, count: int, what: str, name: str) -> list[Plac
         raise make_layout_error(
             f"local_map: {what} has {len(given)} entries, and {name} {count} "
             + ("results" if what == "out_placements" else "arguments"),
+            Fix(f"{what}=({', '.join(['[...]'] * count)},)"),
             reason="one entry for each tensor or value, also in lists and dicts; None for a value",
-            fixes=(Fix(f"{what}=({', '.join(['[...]'] * count)},)"),),
         )
     return list(given)
 
@@ -498,13 +497,11 @@ def _require_placements(x: DTensor, wanted: Placements, i: int, name: str, move:
     if not move:
         raise make_layout_error(
             f"local_map: argument {i} of {name} has other placements than in_placements says",
+            Fix("local_map(..., redistribute_inputs=True)"),
+            Fix(f"x.redistribute(placements={list(wanted_spec.placements)})"),
             operands=(
                 f"has     {', '.join(map(str, x.placements))}",
                 f"wanted  {', '.join(map(str, wanted_spec.placements))}",
-            ),
-            fixes=(
-                Fix("local_map(..., redistribute_inputs=True)"),
-                Fix(f"x.redistribute(placements={list(wanted_spec.placements)})"),
             ),
         )
     return x.redistribute(placements=wanted)
@@ -543,11 +540,9 @@ def to_torch(x: DTensor) -> Any:
     if mesh is None:
         raise make_layout_error(
             f"to_torch: the mesh {spec.wire.mesh} is not one of torch's",
+            Fix("pt.init_device_mesh(...)", "under torchrun or partita train"),
+            Fix("x.full_tensor()", "the whole value, plain"),
             reason="torch's DTensor needs process groups, which these ranks have not",
-            fixes=(
-                Fix("pt.init_device_mesh(...)", "under torchrun or partita train"),
-                Fix("x.full_tensor()", "the whole value, plain"),
-            ),
         )
 
     def gradient(local: torch.Tensor, placements: Any) -> torch.Tensor:
@@ -569,9 +564,9 @@ def _torch_placements(spec: Spec) -> list[tuple[str, Any]]:
         if size % pieces and any(factors[a] > 1 for a in axes):
             raise make_layout_error(
                 f"to_torch: {size} elements in uneven pieces, over {' then '.join(axes)}",
+                Fix(f"x.redistribute(placements={list(spec.placements)})", "mesh order"),
                 operands=(f"x  {layout.brief()} on {mesh}",),
                 reason="torch cuts such a dimension in other places",
-                fixes=(Fix(f"x.redistribute(placements={list(spec.placements)})", "mesh order"),),
             )
     placements_of_axes: list[tuple[str, Any]] = []
     for axis, p in spec.by_axis():
@@ -613,11 +608,11 @@ def from_torch(x: Any) -> DTensor:
     if local.shape != spec.local_shape:
         raise make_layout_error(
             "from_torch: torch has cut this tensor in other places",
+            Fix("from_torch(x.redistribute(placements=[Shard(0), Shard(0)]))"),
             operands=(
                 f"x  {x.placements} of {tuple(shape)}",
                 f"this rank's piece  {tuple(local.shape)}, here {tuple(spec.local_shape)}",
             ),
             reason="a strided shard of uneven pieces is cut by another rule",
-            fixes=(Fix("from_torch(x.redistribute(placements=[Shard(0), Shard(0)]))"),),
         )
     return tagged(local, spec)

@@ -12,7 +12,6 @@ Frequent methods skip `handle`; `in_c` has both in C, and where it was built it 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 from types import MethodType
 from typing import Any
 
@@ -368,13 +367,11 @@ def _operands_of_collective(name: str, given: Any) -> Any:
         return given if "object" in name else tree_map_only(DTensor, _alias_plainly, given)
     raise make_layout_error(
         f"torch.distributed: {name} cannot take a DTensor of which a rank holds a part",
+        Fix("x.redistribute(placements=[...])", "reduces or gathers as the layouts say"),
+        Fix("x.full_tensor()", "the whole value, on every rank"),
+        Fix(f"{name}(x.to_local(), ...)", "if it is meant for the pieces"),
         operands=tuple(f"DTensor  {t._spec.layout.brief()}" for t in parted)[:2],
         reason="it would exchange the ranks' pieces as if each were the whole value",
-        fixes=(
-            Fix("x.redistribute(placements=[...])", "reduces or gathers as the layouts say"),
-            Fix("x.full_tensor()", "the whole value, on every rank"),
-            Fix(f"{name}(x.to_local(), ...)", "if it is meant for the pieces"),
-        ),
     )
 
 
@@ -420,8 +417,7 @@ def run_gathered(call: OpCall) -> Any:
         a for a in wire.mesh.names if not all(x.placement(a).is_replicate() for x in layouts)
     )
 
-    def make_replicated_spec(shape: Sequence[int]) -> Spec:
-        return spec_of(Layout(tuple(shape), invariant=invariant), wire)
+    make_replicated_spec = spec_of(Layout((), invariant=invariant), wire).invariant_of
 
     def make_output_spec(out: torch.Tensor) -> Spec:
         if out.layout is not torch.strided:
@@ -430,8 +426,7 @@ def run_gathered(call: OpCall) -> Any:
 
     if call.writes_view_copy and written == {(0,)}:
         return write_through_copy(func, *call.args, **call.kwargs)
-    copies = {}
-    targets = []
+    copies, targets = {}, []
     for path, t in tensors.items():
         after = make_replicated_spec(t.shape)
         if not isinstance(t, DTensor):
@@ -505,7 +500,7 @@ def _make_other_shape_error(name: str, into: torch.Tensor, value: torch.Tensor) 
 
     return make_layout_error(
         f"{name}: out= has another shape than the result",
+        Fix(f"y = torch.{name}(...)", "without out="),
         operands=(f"out     {describe_operand(into)}", f"result  {describe_operand(value)}"),
         reason="a DTensor is not resized: its layout says which part each rank holds",
-        fixes=(Fix(f"y = torch.{name}(...)", "without out="),),
     )

@@ -202,7 +202,8 @@ class DTensor(torch.Tensor):
         if isinstance(local_tensor, DTensor):
             raise make_layout_error(
                 "from_local of a DTensor: it has a layout already",
-                fixes=(Fix("x.redistribute(placements=...)"), Fix("from_local(x.to_local(), ...)")),
+                Fix("x.redistribute(placements=...)"),
+                Fix("from_local(x.to_local(), ...)"),
             )
         if local_tensor.layout is not torch.strided:
             raise make_no_strides_error("from_local", local_tensor)
@@ -276,14 +277,14 @@ class DTensor(torch.Tensor):
         if device_mesh is not None and wire_of(device_mesh) is not spec.wire:
             raise make_layout_error(
                 "redistribute moves along the tensor's own mesh, not to another one",
-                fixes=(Fix("pt.distribute_tensor(x.full_tensor(), other_mesh, placements)"),),
+                Fix("pt.distribute_tensor(x.full_tensor(), other_mesh, placements)"),
             )
         if placements is None:
             raise make_layout_error("redistribute needs placements")
         if backward_dtype is not None and backward_dtype != self.dtype:
             raise make_layout_error(
                 f"backward_dtype {backward_dtype}: the gradient travels in the value's dtype",
-                fixes=(Fix("x.to(dtype).redistribute(placements=...)"),),
+                Fix("x.to(dtype).redistribute(placements=...)"),
             )
         x = self if forward_dtype is None else self.to(forward_dtype)
         after = spec_on_wire(spec.wire, spec.layout.shape, placements)
@@ -646,8 +647,9 @@ def piece_held(x: torch.Tensor) -> Piece:
     if spec is not None and spec.is_pending:
         raise make_layout_error(
             "a checkpoint holds values, and this tensor is pending",
+            Fix("x.redistribute(placements=...) first"),
+            Fix("pt.save, which does so"),
             operands=(spec.layout.brief(),),
-            fixes=(Fix("x.redistribute(placements=...) first"), Fix("pt.save, which does so")),
         )
     return _read_piece(x, spec)
 
@@ -696,12 +698,12 @@ def _make_misfit_error(
     rank, due = wire.mesh.coordinates().index(at), layout.local_shape(wire.mesh, at)
     return make_layout_error(
         f"from_local: the piece of rank {rank} does not fit the stated shape {layout.shape}",
+        fix or Fix(f"a piece of shape {due}", f"on rank {rank}"),
         operands=(
             f"local_tensor  {tuple(shape)}",
             f"layout {layout.brief()} on {wire.mesh} gives rank {rank} {due}",
         ),
         reason="pieces are cut as torch.chunk cuts: equal ones first, then the rest",
-        fixes=(fix or Fix(f"a piece of shape {due}", f"on rank {rank}"),),
     )
 
 
@@ -755,16 +757,14 @@ def _compare_pieces(local: torch.Tensor, spec: Spec) -> None:
                 shares = [Partial() if a == axis else layout.placement(a) for a in wire.mesh.names]
                 raise make_layout_error(
                     f"from_local: the ranks along {axis} do not hold the same value",
+                    Fix("pt.distribute_tensor(t, mesh, placements)", "to take rank 0's"),
+                    Fix(f"placements={shares}", "if they are shares of a sum"),
                     operands=(
                         f"layout {layout.brief()} on {wire.mesh}",
                         f"at {c} the checksum is {summary[-1]:x}, of the first along {axis} "
                         f"{first[-1]:x}",
                     ),
                     reason=f"{placement} on {axis} says that they do; nothing was changed",
-                    fixes=(
-                        Fix("pt.distribute_tensor(t, mesh, placements)", "to take rank 0's"),
-                        Fix(f"placements={shares}", "if they are shares of a sum"),
-                    ),
                 )
 
 
@@ -779,12 +779,12 @@ def _make_order_error(orders: Sequence[int]) -> LayoutError:
     ranks = (orders.index(1), orders.index(2))
     return make_layout_error(
         "from_local: the ranks' pieces lie differently in memory",
+        Fix("pt.DTensor.from_local(t.contiguous(), ...)", "on every rank"),
         operands=tuple(
             f"rank {rank}  {'contiguous' if orders[rank] == 1 else 'with gaps, or transposed'}"
             for rank in sorted(ranks)
         ),
         reason="strides, and what is a view or a copy of it, would be another on each rank",
-        fixes=(Fix("pt.DTensor.from_local(t.contiguous(), ...)", "on every rank"),),
     )
 
 
@@ -792,8 +792,8 @@ def make_memory_error(name: str) -> LayoutError:
     """What to raise where method `name`, which works on memory, is called of a DTensor."""
     return make_layout_error(
         f"{name} cannot take a DTensor",
+        Fix(f"x.to_local().{name}(...)", "on this rank's piece"),
         reason="it works on memory, of which each rank has another part",
-        fixes=(Fix(f"x.to_local().{name}(...)", "on this rank's piece"),),
     )
 
 
@@ -805,12 +805,10 @@ def make_no_strides_error(what: str, t: torch.Tensor) -> LayoutError:
     """
     return make_layout_error(
         f"{what}: a tensor of layout {t.layout} cannot be a DTensor",
+        Fix("t.to_dense()"),
+        Fix("pt.local_map(f, out_placements)", "where f takes or makes a sparse tensor inside"),
         operands=(f"t  {tuple(t.shape)}",),
         reason="placements speak of dimensions that can be cut, and a sparse tensor's cannot",
-        fixes=(
-            Fix("t.to_dense()"),
-            Fix("pt.local_map(f, out_placements)", "where f takes or makes a sparse tensor inside"),
-        ),
     )
 
 

@@ -87,14 +87,13 @@ def _set_grad(x: torch.Tensor, grad: torch.Tensor | None) -> None:
         _unmark_settled(x)  # type: ignore[arg-type]
     elif not isinstance(x, DTensor):
         raise make_layout_error(
-            "a plain tensor cannot have a DTensor as its gradient",
-            fixes=(Fix("t.grad = g.full_tensor()"),),
+            "a plain tensor cannot have a DTensor as its gradient", Fix("t.grad = g.full_tensor()")
         )
     elif not isinstance(grad, DTensor):
         raise make_layout_error(
             "the gradient of a DTensor is a DTensor",
+            Fix("x.grad = pt.distribute_tensor(g, mesh, placements)"),
             operands=(f"x  {x._spec.layout.brief()}", f"gradient  plain {tuple(grad.shape)}"),
-            fixes=(Fix("x.grad = pt.distribute_tensor(g, mesh, placements)"),),
         )
     else:
         grad = _lay_out_gradient(x, grad)
@@ -226,7 +225,7 @@ def _find_backward_seeds(outputs: Any, gradients: Any) -> tuple[list[Any], list[
         elif isinstance(given[i], DTensor):
             raise make_layout_error(
                 "backward of a plain tensor with a DTensor as its gradient",
-                fixes=(Fix("loss.backward(gradient.full_tensor())"),),
+                Fix("loss.backward(gradient.full_tensor())"),
             )
     return roots, given
 
@@ -329,8 +328,8 @@ def _lay_out_gradient(x: DTensor, grad: DTensor) -> DTensor:
     if grad._spec.shape != spec.shape:
         raise make_layout_error(
             f"a gradient of shape {tuple(grad._spec.shape)} for a tensor of {tuple(spec.shape)}",
+            Fix(f"g.reshape({tuple(spec.shape)})", "if it has as many elements"),
             operands=(f"x  {spec.layout.brief()}", f"gradient  {grad._spec.layout.brief()}"),
-            fixes=(Fix(f"g.reshape({tuple(spec.shape)})", "if it has as many elements"),),
         )
     if grad._spec is spec.gradient:
         return grad
@@ -609,7 +608,9 @@ def _make_typed_function(cls: type[Function]) -> type[Function]:
 
     body[name] = staticmethod(backward)
     typed = type(cls.__name__, (cls,), body)
-    typed._backward_cls.saved_tensors = property(_get_saved_tensors)  # type: ignore[attr-defined]
+    typed._backward_cls.saved_tensors = property(  # type: ignore[attr-defined]
+        lambda ctx: type_pieces(_saved(ctx), ctx._saved_specs)
+    )
     return typed
 
 
@@ -631,12 +632,12 @@ def type_gradient(grad: torch.Tensor | None, spec: Spec | None) -> torch.Tensor 
     return tagged(grad.view_as(grad), spec.gradient)
 
 
-def _get_saved_tensors(ctx: Any) -> tuple[Any, ...]:
-    """`ctx.saved_tensors` with DTensors: autograd gives a saved input back as it was, and a saved
-    output as a plain piece."""
+def type_pieces(values: Iterable[Any], specs: Iterable[Spec | None]) -> tuple[Any, ...]:
+    """Values as autograd gives them back that it has saved, with DTensors where there were: a saved
+    input is one still, and a saved output a plain piece."""
     return tuple(
         t if t is None or spec is None or isinstance(t, DTensor) else tagged(t.view_as(t), spec)
-        for t, spec in zip(_saved(ctx), ctx._saved_specs, strict=True)
+        for t, spec in zip(values, specs, strict=True)
     )
 
 
@@ -656,15 +657,13 @@ def _lay_out_returned_gradient(grad: Any, spec: Spec | None, name: str) -> Any:
     if not isinstance(grad, DTensor) and grad.shape != spec.shape:
         raise make_layout_error(
             f"{name}.backward returned a plain tensor as the gradient of a DTensor",
+            Fix("pt.DTensor.from_local(g, mesh, placements)", "if it is a piece"),
+            Fix(f"pt.local_map({name}.apply, ...)", "to work on pieces altogether"),
             operands=(
                 f"gradient  plain {tuple(grad.shape)}",
                 f"input     {spec.layout.brief()} on {spec.wire.mesh}",
             ),
             reason="a plain tensor is taken as one whole value, and this is not its shape",
-            fixes=(
-                Fix("pt.DTensor.from_local(g, mesh, placements)", "if it is a piece"),
-                Fix(f"pt.local_map({name}.apply, ...)", "to work on pieces altogether"),
-            ),
         )
     if not isinstance(grad, DTensor) and grad.requires_grad:
         admit(grad.detach(), spec.wire, name)

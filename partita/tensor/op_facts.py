@@ -21,6 +21,7 @@ import functools
 import inspect
 import operator
 import types
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -419,14 +420,14 @@ _INSIDE = {"cross_entropy_loss": "nll_loss", "nll_loss_nd": "nll_loss"}
 @cache
 def _list_aten_overloads() -> dict[str, list[str]]:
     """The overloads of each of torch's own operators; not those that name dimensions."""
-    found: dict[str, list[str]] = {}
+    found: dict[str, list[str]] = defaultdict(list)
     # Private: torch says nowhere else which ops its lists hold for a device.
     for name in torch._C._dispatch_get_all_op_names():
         space, _, op = name.partition("::")
         base, _, overload = op.partition(".")
         if space == "aten" and "name" not in overload:
-            found.setdefault(base, []).append(name)
-    return found
+            found[base].append(name)
+    return dict(found)
 
 
 @cache

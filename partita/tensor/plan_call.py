@@ -289,12 +289,10 @@ def _make_misfit_error(call: OpCall, text: str, reason: str) -> LayoutError:
         shown.append(f"{_name_of_argument(call, path)}  {layout}")
     return make_layout_error(
         f"{name}: its rule does not fit this call",
+        Fix(f'pt.rule("...", {name})', "a sentence that fits: a term for each tensor"),
+        Fix(f"@pt.rule({name})", "that returns None for such calls: they are gathered"),
         operands=tuple(shown),
         reason=reason,
-        fixes=(
-            Fix(f'pt.rule("...", {name})', "a sentence that fits: a term for each tensor"),
-            Fix(f"@pt.rule({name})", "that returns None for such calls: they are gathered"),
-        ),
     )
 
 

@@ -71,20 +71,16 @@ def _set_data(x: torch.Tensor, value: torch.Tensor) -> None:
         own_state(x).moved = None  # torch does not count this as a write
         x._spec = value._spec
         return
+    fixes = (
+        Fix("x.data.copy_(y)", "of a y that every rank has whole: x stays what it is"),
+        Fix("y = pt.distribute_tensor(y, mesh, placements)", "one copy from rank 0"),
+        Fix("y = y.full_tensor()", "the whole value, plain"),
+        Fix("y = y.to_local()", "this rank's piece"),
+    )
     raise make_layout_error(
         "x.data = y needs two DTensors or two plain tensors",
+        *(fixes[:2] if isinstance(x, DTensor) else fixes[2:]),
         reason="a tensor cannot become a DTensor, or stop being one, by its data",
-        fixes=(
-            (
-                Fix("x.data.copy_(y)", "of a y that every rank has whole: x stays what it is"),
-                Fix("y = pt.distribute_tensor(y, mesh, placements)", "one copy from rank 0"),
-            )
-            if isinstance(x, DTensor)
-            else (
-                Fix("y = y.full_tensor()", "the whole value, plain"),
-                Fix("y = y.to_local()", "this rank's piece"),
-            )
-        ),
     )
 
 
@@ -155,11 +151,9 @@ def _format_dtensor(x: DTensor, spec: str) -> str:
 def _refuse_dlpack(x: DTensor, *args: Any, **kwargs: Any) -> Any:
     raise make_layout_error(
         "dlpack cannot take a DTensor",
+        Fix("x.to_local().__dlpack__()", "this rank's piece"),
+        Fix("x.full_tensor().__dlpack__()", "the whole value"),
         reason="the other side would take this rank's piece for the whole tensor",
-        fixes=(
-            Fix("x.to_local().__dlpack__()", "this rank's piece"),
-            Fix("x.full_tensor().__dlpack__()", "the whole value"),
-        ),
     )
 
 
@@ -414,12 +408,10 @@ def _as_strided(
     if not x._spec.is_whole and (not x.is_contiguous() or _is_part_of_another(x)):
         raise make_layout_error(
             "as_strided cannot take this DTensor",
+            Fix("x.contiguous().as_strided(...)", "counts in x's own elements"),
+            Fix("x.full_tensor().as_strided(...)", "the whole value"),
             operands=(f"x  {x._spec.layout.brief()} on {x._spec.wire.mesh}",),
             reason="it goes by memory, and x is a part of another tensor's, or not in its order",
-            fixes=(
-                Fix("x.contiguous().as_strided(...)", "counts in x's own elements"),
-                Fix("x.full_tensor().as_strided(...)", "the whole value"),
-            ),
         )
     args = (x, size, stride) if storage_offset is None else (x, size, stride, storage_offset)
     return run_gathered(OpCall(form_of(torch.as_strided), torch.as_strided, args, {}))
@@ -452,13 +444,11 @@ def _make_piece_error(name: str, x: DTensor, fix: Fix) -> LayoutError:
     held = "share" if spec.is_pending else "piece"
     return make_layout_error(
         f"{name} of a DTensor of which this rank holds a {held}",
+        Fix("pt.full_state_dict(model)", "a model's whole values, for files of others"),
+        Fix("x.full_tensor()", "one whole value"),
+        fix,
         operands=(f"x  {spec.layout.brief()} on {spec.wire.mesh}",),
         reason=f"x's shape says more than the {held} has: a reader would run over its end",
-        fixes=(
-            Fix("pt.full_state_dict(model)", "a model's whole values, for files of others"),
-            Fix("x.full_tensor()", "one whole value"),
-            fix,
-        ),
     )
 
 
@@ -558,22 +548,19 @@ def _rebuild(
     where = spec.wire.mesh
     elsewhere = [
         a
-        for a in where.names
-        if at[where.index(a)] != spec.wire.at[where.index(a)]
-        and (spec.layout.placement(a).is_shard() or spec.layout.placement(a).is_partial())
+        for i, (a, p) in enumerate(spec.by_axis())
+        if at[i] != spec.wire.at[i] and (p.is_shard() or p.is_partial())
     ]
     if elsewhere:
         raise make_layout_error(
             f"the piece of another rank of axis {elsewhere[0]} was loaded",
+            Fix("torch.save(..., f'{rank}.pt')", "a file for each rank"),
+            Fix("pt.save(state, path)", "one folder for all, on any mesh"),
+            Fix("torch.save(x.full_tensor(), path)", "the whole value"),
             operands=(
                 f"{spec.layout.brief()} on {where}, saved at {at}, loaded at {spec.wire.at}",
             ),
             reason="torch.save writes the piece of one rank, and only that rank can take it back",
-            fixes=(
-                Fix("torch.save(..., f'{rank}.pt')", "a file for each rank"),
-                Fix("pt.save(state, path)", "one folder for all, on any mesh"),
-                Fix("torch.save(x.full_tensor(), path)", "the whole value"),
-            ),
         )
     mine = local.detach()
     if not is_seen_by_processes(mine.untyped_storage()):

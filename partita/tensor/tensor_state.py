@@ -38,9 +38,9 @@ Args = Sequence[Any]
 Kwargs = dict[str, Any]
 
 
-def make_layout_error(fact: str, **more: Any) -> LayoutError:
+def make_layout_error(fact: str, *fixes: Fix, **more: Any) -> LayoutError:
     """A LayoutError that names the user's line."""
-    return LayoutError(fact, place=user_line(), **more)
+    return LayoutError(fact, place=user_line(), fixes=fixes, **more)
 
 
 class Spec:
@@ -216,12 +216,10 @@ def make_two_meshes_error(op: str, one: Wire, other: Wire) -> LayoutError:
             shown[1] += ", made by another call"
     return make_layout_error(
         f"{op}: two meshes in one operation",
+        Fix("pt.distribute_tensor(x.full_tensor(), mesh, placements)"),
+        Fix("build both tensors on one mesh with all the axes"),
         operands=tuple(shown),
         reason="moves are planned along the axes of one mesh",
-        fixes=(
-            Fix("pt.distribute_tensor(x.full_tensor(), mesh, placements)"),
-            Fix("build both tensors on one mesh with all the axes"),
-        ),
     )
 
 

@@ -47,8 +47,8 @@ from partita.versions import frames_hold_inputs, name_of_checkpoint_generator
 from . import tensor_overrides  # noqa: F401  what users hear comes first
 from .arguments import OpCall, make_transform_error, read_number
 from .dispatch import run_gathered
-from .dtensor import DTensor, alias_without_base, moved, tagged
-from .dtensor_gradients import specs_of_values, type_gradient
+from .dtensor import DTensor, alias_without_base, moved
+from .dtensor_gradients import specs_of_values, type_gradient, type_pieces
 from .op_facts import OVERRIDES, Form, copy_function, form_of
 from .tensor_state import HERE, Function, Kwargs, Spec, make_layout_error
 
@@ -132,13 +132,11 @@ def _refuse_piece(name: str, x: Any) -> None:
     if isinstance(x, DTensor) and _global_view() and not x._spec.is_whole:
         raise make_layout_error(
             f"{name} of a DTensor of which this rank holds a piece",
+            Fix("x.detach()", "another tensor of the same values"),
+            Fix("x.full_tensor()", "the whole value, plain"),
+            Fix("x.to_local()", "this rank's piece, plain"),
             operands=(f"x  {x._spec.layout.brief()} on {x._spec.wire.mesh}",),
             reason="it makes a plain tensor of this rank's memory, and x is more than that",
-            fixes=(
-                Fix("x.detach()", "another tensor of the same values"),
-                Fix("x.full_tensor()", "the whole value, plain"),
-                Fix("x.to_local()", "this rank's piece, plain"),
-            ),
         )
 
 
@@ -176,11 +174,9 @@ _let_script_run_whole(torch._C.ScriptMethod)
 def _refuse_script(what: str) -> LayoutError:
     return make_layout_error(
         f"{what} cannot take a DTensor",
+        Fix("pt.compile(step)", "compiles a program of DTensors"),
+        Fix("x.full_tensor()", "the whole value, for TorchScript"),
         reason="TorchScript would keep this rank's piece as if that were the whole tensor",
-        fixes=(
-            Fix("pt.compile(step)", "compiles a program of DTensors"),
-            Fix("x.full_tensor()", "the whole value, for TorchScript"),
-        ),
     )
 
 
@@ -465,10 +461,7 @@ def _keep_layouts() -> None:
 
     def get_inputs(frame: Any) -> list[Any]:
         with torch.enable_grad():  # as the region itself is run again: an alias has its history
-            return [
-                tagged(a.view_as(a), spec) if spec is not None and type(a) is torch.Tensor else a
-                for a, spec in zip(get(frame), frame._layouts, strict=True)
-            ]
+            return list(type_pieces(get(frame), frame._layouts))
 
     _Frame.save_inputs, _Frame.get_inputs = save_inputs, get_inputs
 

@@ -447,25 +447,26 @@ def admit(
     if is_functorch_wrapped_tensor(value):
         raise make_transform_error("grad" if value.requires_grad else "vmap")
     graded = value.requires_grad and torch.is_grad_enabled()
-    shown = (f"plain tensor of shape {tuple(value.shape)}", f"DTensor on mesh {wire.mesh}")
     if graded and not (with_gradient and _is_made_of_leaves(value)):
-        raise make_layout_error(
+        raise _make_plain_error(
             f"{op}: a plain tensor that requires grad stands next to a DTensor",
+            value,
+            wire,
             Fix("pt.distribute_tensor(t, mesh, placements)", "one copy from rank 0"),
             Fix("pt.DTensor.from_local(t, mesh, placements)", "each rank's own piece"),
             Fix("t.detach()", "if no gradient is wanted"),
-            operands=shown,
             reason="its gradient would have no layout, and ranks would go apart unseen",
         )
     if value.layout is not torch.strided:
         raise make_no_strides_error(op, value)
     scope = wire.scope
     if scope.strict:
-        raise make_layout_error(
+        raise _make_plain_error(
             f"{op}: a plain tensor stands next to a DTensor, which strict() refuses",
+            value,
+            wire,
             Fix("pt.distribute_tensor(t, mesh, placements)"),
             Fix("with pt.strict(False): ...", "around this line"),
-            operands=shown,
             reason="under strict() nothing is taken for equal on all ranks unless it is said to be",
         )
     if wire.mesh.size() == 1:
@@ -491,6 +492,13 @@ def admit(
                 reason="a plain tensor is taken as one whole value, the same on every rank",
             )
     remember_agreed(wire, site)
+
+
+def _make_plain_error(
+    fact: str, value: torch.Tensor, wire: Wire, *fixes: Fix, reason: str
+) -> LayoutError:
+    shown = (f"plain tensor of shape {tuple(value.shape)}", f"DTensor on mesh {wire.mesh}")
+    return make_layout_error(fact, *fixes, operands=shown, reason=reason)
 
 
 _MOST_NODES = 1000

@@ -265,6 +265,10 @@ class CallPlan:
 
 
 def _collect_plain_tensors(out: Any) -> Sequence[torch.Tensor]:
+    if type(out) is tuple or type(out) is list:
+        found = [t for t in out if type(t) in PLAIN]
+        if len(found) == len(out):  # as it mostly is
+            return found
     return [t for t in collect_tensors(out) if type(t) in PLAIN]
 
 

@@ -304,9 +304,7 @@ def _made_of(shape: tuple[int, ...], factors: list[tuple[str, int]], given: bool
             name, n = next(rest)
             held *= n
             mine.append((name, n))
-        words = (
-            [f"{name}={n}" for name, n in mine[:-1]] if given else [name for name, _ in mine[:-1]]
-        )
+        words = [f"{name}={n}" if given else name for name, n in mine[:-1]]
         words += [name for name, _ in mine[-1:]]
         dims.append("1" if not words else words[0] if len(words) == 1 else f"({' '.join(words)})")
     return dims
@@ -316,6 +314,7 @@ def _made_of(shape: tuple[int, ...], factors: list[tuple[str, int]], given: bool
 
 REPLICATE, INVARIANT, SHARES = Replicate(), Invariant(), Partial()
 SHARD = tuple(Shard(d) for d in range(64))
+_REDUCED = {"sum": SHARES, "max": Partial("max"), "min": Partial("min")}
 """Made once: rows are made often."""
 
 _Dims = tuple[Dim, ...]
@@ -358,11 +357,8 @@ def _derive_rows(
     """
     missing = frozenset(absent)
     groups = [_drop_absent_operands(group, missing) for group in sentence.groups]
-    able = frozenset(
-        i
-        for i, (dims, term) in enumerate(zip(inputs, sentence.terms, strict=True))
-        if dims is not None and not term.index
-    )
+    there = [i for i, dims in enumerate(inputs) if dims is not None]
+    able = frozenset(i for i in there if not sentence.terms[i].index)
 
     def make_row(placed: Sequence[Placement], results: Sequence[Placement], name: str = "") -> Row:
         each = (None if d is None else p for d, p in zip(inputs, placed, strict=True))
@@ -374,21 +370,13 @@ def _derive_rows(
         into = [_find_sharded_dim(name, dims, sizes) for dims in outputs]
         if WHOLE in where or WHOLE in into:
             continue
-        results = [
-            SHARD[d] if d is not None else SHARES if out.reduce == "sum" else Partial(out.reduce)
-            for d, out in zip(into, sentence.outputs, strict=True)
-        ]
-        contracted = any(
-            d is None and out.reduce == "sum" and not out.said
-            for d, out in zip(into, sentence.outputs, strict=True)
-        )
-        for shares in (
-            _find_partial_addends(groups, where, able) if contracted else [frozenset[int]()]
-        ):
-            placed = [
-                SHARD[d] if d is not None else SHARES if i in shares else REPLICATE
-                for i, d in enumerate(where)
-            ]
+        outs = [*zip(into, sentence.outputs, strict=True)]
+        results = [_REDUCED[out.reduce] if d is None else SHARD[d] for d, out in outs]
+        contracted = any(d is None and out.reduce == "sum" and not out.said for d, out in outs)
+        ways = _find_partial_addends(groups, where, able) if contracted else [frozenset[int]()]
+        for shares in ways:
+            whole = [SHARES if i in shares else REPLICATE for i in range(len(where))]
+            placed = [p if d is None else SHARD[d] for d, p in zip(where, whole, strict=True)]
             yield make_row(placed, results, name)
     if all(out.reduce == "sum" for out in sentence.outputs):
         for group in groups:
@@ -486,12 +474,11 @@ class Bound:
 
     def output_shape(self, i: int, local: tuple[int, ...]) -> tuple[int, ...]:
         """Output i's global shape; sizes that no name tells come from the `local` result."""
-        return tuple(
-            math.prod([self.sizes[n] for n in dim.names])
-            if all(n in self.sizes for n in dim.names)
-            else local[d]
-            for d, dim in enumerate(self.outputs[i])
-        )
+        shape = []
+        for d, dim in enumerate(self.outputs[i]):
+            known = all(n in self.sizes for n in dim.names)
+            shape.append(math.prod([self.sizes[n] for n in dim.names]) if known else local[d])
+        return tuple(shape)
 
 
 def bind(sentence: Sentence, operands: Sequence[Operand]) -> Bound:
@@ -552,28 +539,29 @@ def _bind_operands(sentence: Sentence, operands: tuple[Operand, ...]) -> Bound:
     return Bound(sentence, operands, tuple(inputs), outputs, sizes, rows, frozenset(even))
 
 
+def _find_ellipsis(term: Term) -> int | None:
+    return next((i for i, dim in enumerate(term.dims) if dim.names == ("...",)), None)
+
+
 def _find_broadcast_sizes(sentence: Sentence, operands: tuple[Operand, ...]) -> tuple[int, ...]:
     """The broadcast sizes that `...` stands for."""
     longest: tuple[int, ...] = ()
     for term, operand in zip(sentence.terms, operands, strict=True):
         if operand is None or isinstance(operand, _Number):
             continue
-        if not any(d.names == ("...",) for d in term.dims):
+        at = _find_ellipsis(term)
+        if at is None:
             continue
-        at = next(i for i, d in enumerate(term.dims) if d.names == ("...",))
         count = len(operand) - len(term.dims) + 1
         if count < 0:
-            raise SentenceError(
-                f"shape {operand} has too few dimensions for the rule {sentence.text!r}"
-            )
+            said = f"shape {operand} has too few dimensions"
+            raise SentenceError(f"{said} for the rule {sentence.text!r}")
         own = operand[at : at + count]
         wide = []
         for a, b in zip_longest(reversed(own), reversed(longest), fillvalue=1):
             if a != b and 1 not in (a, b):
-                raise SentenceError(
-                    f"sizes {a} and {b} do not broadcast in the rule {sentence.text!r} "
-                    f"for shapes {_format_shapes(operands)}"
-                )
+                said = f"sizes {a} and {b} do not broadcast in the rule {sentence.text!r}"
+                raise SentenceError(f"{said} for shapes {_format_shapes(operands)}")
             wide.append(b if a == 1 else a)
         longest = tuple(reversed(wide))
     return longest
@@ -583,12 +571,12 @@ def _expand_ellipsis(
     term: Term, shape: tuple[int, ...], leading: tuple[int, ...], sentence: Sentence
 ) -> tuple[Dim, ...]:
     """A term's dimensions with `...` written out; a dimension that is stretched counts as a 1."""
-    at = next((i for i, d in enumerate(term.dims) if d.names == ("...",)), None)
+    at = _find_ellipsis(term)
     if at is None:
         if len(shape) != len(term.dims):
+            wanted = " ".join(map(str, term.dims))
             raise SentenceError(
-                f"shape {shape} does not fit {' '.join(map(str, term.dims))!r} "
-                f"in the rule {sentence.text!r}"
+                f"shape {shape} does not fit {wanted!r} in the rule {sentence.text!r}"
             )
         return term.dims
     dots = term.dims[at]
@@ -603,14 +591,12 @@ def _expand_ellipsis(
 
 
 def _spread_output(term: Term, leading: tuple[int, ...]) -> tuple[Dim, ...]:
-    out: list[Dim] = []
-    for dim in term.dims:
-        if dim.names == ("...",):
-            n = len(leading)
-            out += [Dim((f".{n - i}",), dim.whole, dim.even) for i in range(n)]
-        else:
-            out.append(dim)
-    return tuple(out)
+    at, n = _find_ellipsis(term), len(leading)
+    if at is None:
+        return term.dims
+    dots = term.dims[at]
+    spread = tuple(Dim((f".{n - i}",), dots.whole, dots.even) for i in range(n))
+    return term.dims[:at] + spread + term.dims[at + 1 :]
 
 
 def _format_shapes(operands: tuple[Operand, ...]) -> str:

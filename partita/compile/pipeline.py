@@ -84,18 +84,12 @@ def _collector_paused() -> Iterator[None]:
         yield
     finally:
         if was:
-            _age_all_objects()
+            # To the oldest generation, in which all objects belong now: else the next allocations
+            # would have the collector visit each node once for each younger generation.
+            if not gc.get_freeze_count():  # else unfreeze would undo a freeze of the user's
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()
-
-
-def _age_all_objects() -> None:
-    """Move all objects to the collector's oldest generation, in which they belong.
-
-    Else the next allocations would have it visit each node once for each younger generation.
-    """
-    if not gc.get_freeze_count():  # else unfreeze would undo a freeze of the user's
-        gc.freeze()
-        gc.unfreeze()
 
 
 def kept_within(

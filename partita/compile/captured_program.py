@@ -22,8 +22,8 @@ from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.comm import Record, Wire, agree, is_alone, user_line
 from partita.comm.device import accelerator_indices, default_generator
-from partita.comm.ledger import human
 from partita.layout import Fix, LayoutError
+from partita.layout.text import human
 from partita.tensor.dtensor import checksum, tagged
 from partita.tensor.dtensor_gradients import clear_gradients
 from partita.tensor.uneven_pieces import give_room

@@ -15,8 +15,8 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from partita.comm import Uneven, user_line
-from partita.comm.ledger import human
 from partita.layout import Fix, LayoutError
+from partita.layout.text import human
 
 _EAGER = Fix('pt.compile(step, fallback="eager")', "runs a step that cannot be captured eagerly")
 

@@ -15,7 +15,8 @@ from itertools import pairwise
 from textwrap import indent
 from typing import Any
 
-from partita.comm.ledger import Record, human
+from partita.comm.ledger import Record
+from partita.layout.text import human
 from partita.tensor.dtensor import DTensor
 
 from .graph_nodes import call_section, section_of

@@ -76,7 +76,7 @@ def distribute_batch(
             raise _make_error(f"{placement} on {axis!r}: a batch is values, not shares")
     if each_rank_has not in ("whole", "piece"):
         raise ValueError(f'each_rank_has is "whole" or "piece", not {each_rank_has!r}')
-    tensors = list(tensors_in(batch))
+    tensors = list(find_instances(batch, torch.Tensor, Mapping))
     if any(isinstance(t, DTensor) for t in tensors):
         raise _make_error("a DTensor in a batch has a layout already")
     if each_rank_has == "whole":
@@ -94,9 +94,11 @@ def distribute_batch(
         _agree_pieces(tensors, specs, wire)
         pieces = [t.detach() for t in tensors]
     spread = iter(zip(pieces, specs, strict=True))
-    return replace_instances(
-        batch, torch.Tensor, lambda t: tagged(*next(spread)).requires_grad_(t.requires_grad)
-    )
+
+    def spread_tensor(t: torch.Tensor) -> torch.Tensor:
+        return tagged(*next(spread)).requires_grad_(t.requires_grad)
+
+    return replace_instances(batch, torch.Tensor, spread_tensor, Mapping)
 
 
 def _make_error(fact: str, **parts: Any) -> LayoutError:
@@ -106,7 +108,7 @@ def _make_error(fact: str, **parts: Any) -> LayoutError:
 def _describe_batch(batch: Any, shape: Callable[[torch.Tensor], str]) -> str:
     if isinstance(batch, torch.Tensor):
         return str(batch.dtype).removeprefix("torch.") + shape(batch)
-    parts = [(key, _describe_batch(part, shape)) for key, part in _parts_of(batch)]
+    parts = [(key, _describe_batch(part, shape)) for key, part in _parts_of(batch, Mapping)]
     if isinstance(batch, (tuple, list)):
         return ", ".join(text for _, text in parts if text)
     return ", ".join(f"{key}: {text}" for key, text in parts)
@@ -218,12 +220,12 @@ def place_on_axis(layout: Layout, axis: str, placement: Placement) -> Layout:
 # -- tensors in nested values ----------------------------------------------------------------------
 
 
-def _parts_of(value: Any) -> Iterable[tuple[Any, Any]]:
-    """`(key, part)` of a tuple, list, dict or dataclass; nothing of any other value."""
+def _parts_of(value: Any, mapping: type = dict) -> Iterable[tuple[Any, Any]]:
+    """`(key, part)` of a tuple, list, `mapping` or dataclass; nothing of any other value."""
     if isinstance(value, (tuple, list)):
         return enumerate(value)
-    if isinstance(value, (dict, Mapping)):
-        return value.items()
+    if isinstance(value, mapping):
+        return value.items()  # type: ignore[attr-defined, no-any-return]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
     return ()
@@ -234,33 +236,49 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     return find_instances(value, torch.Tensor)
 
 
-def find_instances(value: Any, kind: type) -> Iterator[Any]:
-    """The instances of `kind` in tuples, lists, dicts and dataclasses, in order."""
+def find_instances(value: Any, kind: type, mapping: type = dict) -> Iterator[Any]:
+    """The instances of `kind` in tuples, lists, dicts and dataclasses, in order.
+
+    Args:
+        mapping: what counts as a dict.
+    """
     if isinstance(value, kind):
         yield value
         return
-    for _, part in _parts_of(value):
-        yield from find_instances(part, kind)
+    for _, part in _parts_of(value, mapping):
+        yield from find_instances(part, kind, mapping)
 
 
-def replace_instances(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+def replace_instances(
+    value: Any, kind: type, change: Callable[[Any], Any], mapping: type = dict
+) -> Any:
     """A copy of `value` in which each instance of `kind` is changed, in order.
 
     Dataclasses are not called, so that what they check of a tensor need not hold.
+
+    Args:
+        mapping: what counts as a dict; one that is none is made of its items.
     """
     if isinstance(value, kind):
         return change(value)
-    parts = {key: replace_instances(part, kind, change) for key, part in _parts_of(value)}
+    parts = {
+        key: replace_instances(part, kind, change, mapping)
+        for key, part in _parts_of(value, mapping)
+    }
     if isinstance(value, (tuple, list)):
         return remake_sequence(value, list(parts.values()))
-    if not parts and not isinstance(value, dict):
-        return value
-    new = copy.copy(value)  # what makes a dictionary of its class may ask for more than items
-    for key, part in parts.items():
-        if isinstance(value, Mapping):
+    if isinstance(value, dict):
+        new = copy.copy(value)  # what makes a dictionary of its class may ask for more than items
+        for key, part in parts.items():
             new[key] = part
-        else:
-            object.__setattr__(new, key, part)
+        return new
+    if isinstance(value, mapping):
+        return type(value)(parts)  # type: ignore[call-arg]
+    if not parts:
+        return value
+    new = copy.copy(value)
+    for key, part in parts.items():
+        object.__setattr__(new, key, part)
     return new
 
 

@@ -15,7 +15,7 @@ import gc
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import Any, NoReturn
 
@@ -51,19 +51,15 @@ class _Run:
     """Shards of consecutive ranks, equally long and one after the other in the parameter.
 
     Attributes:
-        at: the first element in the gathered parameter.
+        at: the first element in the gathered parameter; `end`: the one after the last.
         ranks: the first of these ranks, and the one after the last.
         length: elements of each shard.
     """
 
     at: int
+    end: int
     ranks: tuple[int, int]
     length: int
-
-    @property
-    def count(self) -> int:
-        """Elements of all these shards."""
-        return (self.ranks[1] - self.ranks[0]) * self.length
 
 
 @dataclass(frozen=True)
@@ -105,7 +101,7 @@ class _FlatPiece:
         pairs = []
         for run in self.runs:
             if run.length:
-                part = flat[run.at : run.at + run.count].view(-1, run.length)
+                part = flat[run.at : run.end].view(-1, run.length)
                 pairs.append((part, rows[slice(*run.ranks), : run.length]))
         return pairs
 
@@ -131,10 +127,11 @@ def _find_runs(whole: Spec, shard: Spec, axes: tuple[str, ...], length: int) -> 
     runs: list[_Run] = []
     for rank, (start, count) in enumerate(_find_rank_spans(whole, shard, axes, length)):
         last = runs[-1] if runs else None
-        if last and count == last.length and (not count or start == last.at + last.count):
-            runs[-1] = replace(last, ranks=(last.ranks[0], rank + 1))
+        if last and count == last.length and (not count or start == last.end):
+            ranks = (last.ranks[0], rank + 1)
+            runs[-1] = _Run(last.at, last.end + count, ranks, count)
         else:
-            runs.append(_Run(start, (rank, rank + 1), count))
+            runs.append(_Run(start, start + count, (rank, rank + 1), count))
     return runs
 
 

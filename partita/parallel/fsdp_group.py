@@ -202,7 +202,10 @@ class FsdpGroup:
     def shards(self) -> list[DTensor]:
         """The parameters at rest, as the modules hold them now."""
         if not self.installed:
-            self._shards = [places[0].parameter for places in self.slots]
+            self._shards = [
+                p if (p := s[0].owner._parameters.get(s[0].attr)) is not None else s[0].parameter  # type: ignore[misc]
+                for s in self.slots
+            ]
         return self._shards
 
     @property

@@ -418,7 +418,7 @@ class _SavedNote:
         if group.versions != self.versions or (written and self.version is not None):
             number = self.find_parameter()
             group.check_unwritten(number, self.versions, written, self.version or 0)
-        with Local(), torch.no_grad():
+        with Local():
             return self.make_again()
 
     def find_parameter(self) -> int:
@@ -476,6 +476,7 @@ class _SavedCast(_SavedNote):
     def find_parameter(self) -> int:
         return self.group.order[self.place]
 
+    @torch.no_grad()
     def make_again(self) -> torch.Tensor:
         cast = self.group.views()[self.place].to(self.dtype)
         return cast.as_strided(self.size, self.stride, self.offset)

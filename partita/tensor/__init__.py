@@ -8,7 +8,7 @@ In reading order:
 - a call: `dispatch` (its twin in C is in `in_c/`), `arguments` (where its tensors stand), `plan`
   (how its plan is found, and run); the first of its kind: `plan_call` (its rule, and the cheapest
   row for each axis), with `op_facts` (which op a function is, and what an op does). `x + y` runs
-  through these five files of the room, and that of `tensor_state`
+  through these five files of the room, and those of `dtensor` and `tensor_state`
 - calls that need more: `foreach` (lists of tensors), `aliasing` (shared memory), `uneven_pieces`
   (padded or empty ones), `random` (one device's numbers on all ranks)
 - what is no op: `tensor_overrides` (attributes, ways out to Python, `x[...] = y`, strides,

@@ -415,7 +415,7 @@ def _make_kernel_call(run: Kernel, plan: CallPlan, beyond: bool) -> KernelCall:
 
 
 # -- the cheapest row for each axis ----------------------------------------------------------------
-# A pure function of layouts, which gives layouts; the plan cache stands around it.
+# Layouts go in and layouts come out; the plan cache stands around it.
 #
 # A row's price is in seconds: of its moves, forward and backward, and of the work that a rank then
 # does. Work counts only where an operand is sharded, for then somebody wanted it spread: a row

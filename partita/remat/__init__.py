@@ -9,7 +9,7 @@ second run), `counters` (live bytes, and operations that are made again).
 
 from .counters import Report, remat_report
 from .policy import Call, keep_collectives, one_call
-from .recompute import is_recomputing
+from .record import is_recomputing
 from .region import checkpoint_name, remat
 from .watched_calls import RematError
 

@@ -15,7 +15,7 @@ from torch import nn
 from partita.compile import CompiledStep
 from partita.tensor.op_facts import form_of
 
-from .watched_calls import Key, current_watcher, line_of_site
+from .watched_calls import Key, current_watcher, key_of_shape, line_of_site
 
 
 class Wrapped:
@@ -222,6 +222,16 @@ class Policy:
         if moves and self.collectives:
             return True
         return op in self.ops or function in self.functions or name in self.names
+
+    def keeps_redistribution(self, plan: Any, x: torch.Tensor, site: tuple[int, ...]) -> bool:
+        """Is what this plan makes of local `x` kept? Asked of the global shape, so that the answer
+        is alike on every rank."""
+        moves = [move for move in plan.moves if move.sends]
+        if not moves:
+            return False
+        kinds = " ".join(move.kind for move in moves)
+        key = key_of_shape(kinds, moves[0].before.shape, x.dtype, site)
+        return self.keeps(kinds, plan, key, None, True)
 
 
 def _make_call(op: str, function: Any, key: Key, name: str | None, moves: bool) -> Call:

@@ -1,19 +1,25 @@
-"""Records of a region's first run, from which it can be run again in backward.
+"""The two runs of a region: the first is recorded, the second brings back what that did not keep.
 
 Each call gets an entry under its key, and each tensor that autograd would save a slot in its call's
 entry. Autograd saves the slot in place of the tensor, which is freed. A call also notes which
 versions it read of tensors from outside of the region: the second run reads them anew. A name that
 the program gives to a result comes after the call that made it, so that results are described,
 without their memory, until it is known which calls make named ones.
+
+Each call of the second run is looked up by its key among the calls of the first. Where its result
+was kept it is not computed; what autograd saves in it fills the slots of the first run; and once
+all slots have been met the run ends. A call that is not found shows that the program took another
+way, which is an error.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,20 +27,30 @@ from torch import nn
 from torch._C import DisableTorchFunctionSubclass as Local
 from torch.autograd.graph import saved_tensors_hooks
 
+from partita.comm import recomputing
 from partita.layout import Fix
-from partita.parallel.batch import find_instances, replace_instances, tensors_in
-from partita.tensor.tensor_state import HERE, saving_hooks, state_of
+from partita.parallel.batch import tensors_in
+from partita.tensor.tensor_state import (
+    HERE,
+    frees_graph,
+    saving_hooks,
+    state_of,
+    without_history,
+)
 
-from .counters import open_reports
-from .policy import OneCall, Wrapped
+from .counters import FlopMode, Recomputed, open_reports
+from .policy import OneCall, Policy
 from .saved_state import (
     AmbientState,
     KeepMode,
     KeptCall,
     KeptKernels,
+    KernelsOfCall,
     OpaqueSaves,
     RandomStates,
     RegionInputs,
+    ReplayMode,
+    ResultsToName,
     SavedInOpaque,
     is_random,
     storage_id,
@@ -47,8 +63,11 @@ from .watched_calls import (
     describe_call,
     find_call_site,
     is_internal,
+    key_of_shape,
+    make_call_mode,
     make_inputs_key,
     make_local_alias,
+    run_from_here,
     watching,
 )
 
@@ -56,6 +75,7 @@ Read = tuple[int, "weakref.ref[torch.Tensor]", int]
 """(index among the call's tensors, the tensor that holds the values at rest, its version)."""
 
 
+@dataclass(eq=False, slots=True)
 class RecordedCall:
     """One call of the first run.
 
@@ -70,30 +90,20 @@ class RecordedCall:
             size, stride, offset).
     """
 
-    __slots__ = ("borrowed", "draws", "kept", "key", "number", "ordinal", "reads", "slots")
-
-    def __init__(self, key: Key, ordinal: int, number: int):
-        self.key, self.ordinal, self.number = key, ordinal, number
-        self.slots: list[weakref.ref[SavedSlot]] = []
-        self.draws: RandomStates | None = None
-        self.kept: KeptKernels | KeptCall | None = None
-        self.reads: tuple[Read, ...] = ()
-        self.borrowed: list[tuple[Any, ...]] = []
+    key: Key
+    ordinal: int
+    number: int
+    slots: list[weakref.ref[SavedSlot]] = field(default_factory=list)
+    draws: RandomStates | None = None
+    kept: KeptKernels | KeptCall | None = None
+    reads: tuple[Read, ...] = ()
+    borrowed: list[tuple[Any, ...]] = field(default_factory=list)
 
     def __str__(self) -> str:
         return describe_call(self.key)
 
 
-def redistribution_key(
-    counts: dict[Any, int], event: RecordedCall | None, op: str, what: Any, x: torch.Tensor
-) -> Any:
-    """The key of a redistribution: its call site, or the call that it is in, and what it does."""
-    where: Any = find_call_site() if event is None else (event.key, event.ordinal)
-    key = ("carried", op, str(what), where, x.shape, x.dtype)
-    n = counts[key] = counts.get(key, -1) + 1
-    return (*key, n)
-
-
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class SavedSlot:
     """Stands for a tensor that autograd saved. Only autograd holds it.
 
@@ -102,28 +112,13 @@ class SavedSlot:
         inside: the tensor was made within an opaque call, unseen.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "dtype",
-        "event",
-        "inside",
-        "recompute",
-        "shape",
-        "value",
-        "version",
-    )
-
-    def __init__(
-        self,
-        recompute: Callable[[SavedSlot], None],
-        event: RecordedCall,
-        shape: torch.Size,
-        dtype: torch.dtype,
-    ):
-        self.recompute, self.event, self.shape, self.dtype = recompute, event, shape, dtype
-        self.value: torch.Tensor | None = None
-        self.version = 0
-        self.inside = False
+    recompute: Callable[[SavedSlot], None]
+    event: RecordedCall
+    shape: torch.Size
+    dtype: torch.dtype
+    inside: bool
+    value: torch.Tensor | None = None
+    version: int = 0
 
     def fill(self, t: torch.Tensor) -> None:
         self.value = make_local_alias(t)
@@ -143,54 +138,6 @@ class SavedSlot:
         return value
 
 
-# -- tensors from outside of a region ---------------------------------------------------
-
-
-def _find_reads(tensors: list[torch.Tensor], origins: TensorOrigins) -> tuple[Read, ...]:
-    """The `tensors` of a call that are from outside of its region, with their versions."""
-    found: tuple[Read, ...] = ()
-    for i, t in enumerate(tensors):
-        if origins.of(t) is None:
-            held, version = _find_source(t)
-            found += ((i, weakref.ref(held), version),)
-    return found
-
-
-def check_unwritten(
-    event: RecordedCall, tensors: list[torch.Tensor], region: Wrapped, ambient: AmbientState
-) -> None:
-    """Raise unless the second run's call that is `event` reads what the first one read.
-
-    A parameter that was stepped in between would give other values. Inputs are checked by autograd,
-    and what the region itself writes is restored for the second run.
-
-    Args:
-        region: that is run again, in these surroundings.
-
-    Raises:
-        RematError: a tensor was written in place in between. Names it, the call and both versions.
-    """
-    for i, ref, before in event.reads:
-        if i >= len(tensors):
-            continue
-        held, now = _find_source(tensors[i])
-        if now == before or ref() is not held or ambient.writes.has(held):
-            continue
-        name = _name_of(tensors[i], region.module)
-        raise RematError(
-            f"the recompute of {region.title} reads a tensor that was written in place "
-            "since its forward read it",
-            operands=(
-                f"{name or f'tensor {i}'} of {event}",
-                f"forward    read version {before}",
-                f"recompute  reads version {now}",
-            ),
-            reason="gradients would be of values that forward did not have; without remat autograd "
-            "says as much",
-            fixes=(Fix("go backward first, and write it then", "an optimizer's step, say"),),
-        )
-
-
 def _find_source(t: torch.Tensor) -> tuple[torch.Tensor, int]:
     """The tensor that holds the values of `t` at rest, and the version that was read.
 
@@ -203,55 +150,141 @@ def _find_source(t: torch.Tensor) -> tuple[torch.Tensor, int]:
         return t, 0 if t.is_inference() else t._version
 
 
-def _name_of(t: torch.Tensor, module: nn.Module | None) -> str | None:
-    if module is None:
-        return None
-    named: Iterable[tuple[str, torch.Tensor]]
-    for named in (module.named_parameters(), module.named_buffers()):
-        for name, one in named:
-            if one is t:
-                return name
-    return None
+class _Run:
+    """What the two runs of a region have in common: each is a `Watcher` while it lasts.
+
+    Attributes:
+        policy: of the region.
+        origins: which call made which tensor.
+    """
+
+    def __init__(self, policy: Policy, origins: TensorOrigins):
+        self.policy, self.origins = policy, origins
+        self._counts: dict[Any, int] = {}
+        self._event: RecordedCall | None = None  # the call that runs now
+        self._kernels: KernelsOfCall | None = None  # sees those of the call that runs now
+
+    def _count_key(self, key: Any) -> int:
+        """The number of this occurrence of a key in the run."""
+        n = self._counts[key] = self._counts.get(key, -1) + 1
+        return n
+
+    def _make_key(self, what: Any, args: Any, kwargs: Any) -> tuple[Key, list[torch.Tensor]]:
+        """The key of a call, and its tensors."""
+        tensors: list[torch.Tensor] = []
+        inputs = make_inputs_key(args, kwargs, self.origins, tensors)
+        return (what, find_call_site(), inputs), tensors
+
+    def run_call(self, kind: FunctionKind, args: Any, kwargs: Any) -> Any:
+        """A function of torch, announced by the mode."""
+        if self._event is not None:
+            return self._run_within(kind, args, kwargs)
+        key, tensors = self._make_key(kind.op, args, kwargs)
+        event = self._enter_call(key, tensors)
+        out = self._run_kernels(event, kind, args, kwargs, tensors)
+        return self._learn_outputs(event, out, tensors)
+
+    def run_function(self, function: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
+        """An `autograd.Function` (torch's compiled regions are such), a compiled step, or a region
+        within this one."""
+        if self._event is not None or is_internal(function):
+            return run()
+        key, tensors = self._make_key(function, args, kwargs)
+        event = self._enter_call(key, tensors)
+        return self._learn_outputs(event, self._run_opaque(event, tensors, run), tensors)
+
+    def run_one_call(self, function: OneCall, args: Any, kwargs: Any) -> Any:
+        """A function that `one_call` marked: one call if it is kept, else the calls inside."""
+        run = partial(function.__wrapped__, *args, **kwargs)
+        if self._event is not None:
+            return run()
+        key, tensors = self._make_key(function, args, kwargs)
+        if not self._is_one_call(key):
+            return run()
+        event = self._enter_call(key, tensors)
+        return self._learn_outputs(event, self._run_opaque(event, tensors, run), tensors)
+
+    def _learn_outputs(self, event: RecordedCall, out: Any, tensors: list[torch.Tensor]) -> Any:
+        self.origins.learn_outputs(out, event.number, tensors)
+        return out
+
+    def _count_redistribution(self, op: str, what: Any, x: torch.Tensor) -> Any:
+        """The key of a redistribution: its call site, or the call that it is in, and what it does,
+        with the number of its occurrence."""
+        event = self._event
+        where: Any = find_call_site() if event is None else (event.key, event.ordinal)
+        key = ("carried", op, str(what), where, x.shape, x.dtype)
+        return (*key, self._count_key(key))
+
+    def _run_unwatched(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Carry a redistribution, which is no part of the call that it is in."""
+        kernels = self._kernels
+        with watching(None), nullcontext() if kernels is None else kernels.pausing():
+            return run()
+
+    def _run_within(self, kind: FunctionKind, args: Any, kwargs: Any) -> Any:
+        """Run a function of torch that is called within a call."""
+        return kind.func(*args, **kwargs)
+
+    def _enter_call(self, key: Key, tensors: list[torch.Tensor]) -> RecordedCall:
+        """The entry of a call that is going to run."""
+        raise NotImplementedError
+
+    def _run_kernels(
+        self, event: RecordedCall, kind: FunctionKind, args: Any, kwargs: Any, tensors: Any
+    ) -> Any:
+        raise NotImplementedError
+
+    def _run_opaque(self, event: RecordedCall, tensors: list[torch.Tensor], run: Any) -> Any:
+        raise NotImplementedError
+
+    def _is_one_call(self, key: Key) -> bool:
+        raise NotImplementedError
 
 
 # -- the first run ---------------------------------------------------------------------------------
 
 
-class ForwardRecord:
+class ForwardRecord(_Run):
     """The first run of a region: a `Watcher` while it lasts, a record afterwards.
 
     Attributes:
         region: the `region.RematRegion`.
         budget_step: as that has it.
-        events: the calls by key and ordinal.
-        order: the calls in order.
+        events: the calls by key and ordinal, in order.
         redistributed_results: kept results of redistributions, by key.
         saved: the number of slots.
         complete: the run is over.
     """
 
     def __init__(self, region: Any, args: tuple[Any, ...], kwargs: dict[str, Any]):
-        self.region, self.policy, self.budget_step = region, region.policy, region.budget_step
+        super().__init__(region.policy, TensorOrigins())
+        self.region, self.budget_step = region, region.budget_step
         self.reports = open_reports()
-        self.origins = TensorOrigins()
         self.events: dict[tuple[Key, int], RecordedCall] = {}
-        self.order: list[RecordedCall] = []
         self.redistributed_results: dict[Any, KeptKernels] = {}
         self.saved = 0
         self.complete = False
-        self._counts: dict[Any, int] = {}
-        self._event: RecordedCall | None = None
         self._opened: list[torch.Tensor] = []  # the inputs of an opaque call
         self._around = HERE.watcher
-        self._keeping: KeepMode | None = None
         self._inside: OpaqueSaves | None = None
         self._kept: dict[int, KeptKernels | KeptCall] = {}
         self._outer = saving_hooks()
         self.ambient = AmbientState(t.device for t in tensors_in((args, kwargs)))
         self.inputs = RegionInputs(args, kwargs, self.origins)
-        self.names = region.names.start(self) if self.policy.wants_names else None
-        if self.budget_step is not None and self.budget_step.measures:
+        self._names = ResultsToName(region.names) if self.policy.wants_names else None
+        if self.measures:
             self.budget_step.began(self)
+
+    @property
+    def measures(self) -> bool:
+        """Is it a step that a budget measures?"""
+        return self.budget_step is not None and self.budget_step.measures
+
+    @property
+    def order(self) -> list[RecordedCall]:
+        """The calls in order."""
+        return [*self.events.values()]
 
     def saving_slots(self) -> AbstractContextManager[None]:
         """Within, autograd saves slots instead of tensors.
@@ -261,131 +294,54 @@ class ForwardRecord:
         """
         return saved_tensors_hooks(self._pack, _unpack_slot)
 
-    # -- records of calls --------------------------------------------------------------------------
-
-    def _record_call(
-        self, what: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]
-    ) -> RecordedCall:
-        inputs = make_inputs_key(args, kwargs, self.origins, tensors)
-        event = self._record_event((what, find_call_site(), inputs))
-        event.reads = _find_reads(tensors, self.origins)
-        return event
-
-    def _record_event(self, key: Key) -> RecordedCall:
-        n = self._counts[key] = self._counts.get(key, -1) + 1
-        event = self.events[key, n] = RecordedCall(key, n, len(self.order))
-        self.order.append(event)
-        return event
-
     # -- calls -------------------------------------------------------------------------------------
 
-    def run_call(self, kind: FunctionKind, args: Any, kwargs: Any) -> Any:
-        """A function of torch, announced by the mode."""
-        if self._event is not None:
-            if kind.writes or "out" in kwargs:  # as where a compiled region writes its buffers
-                self._before_write(kind, args, kwargs, self._opened)
-            return kind.func(*args, **kwargs)
-        tensors: list[torch.Tensor] = []
-        event = self._record_call(kind.op, args, kwargs, tensors)
+    def _record_event(self, key: Key) -> RecordedCall:
+        n = self._count_key(key)
+        event = self.events[key, n] = RecordedCall(key, n, len(self.events))
+        return event
+
+    def _enter_call(self, key: Key, tensors: list[torch.Tensor]) -> RecordedCall:
+        event = self._record_event(key)
+        outside = [(i, t) for i, t in enumerate(tensors) if self.origins.of(t) is None]
+        sources = [(i, *_find_source(t)) for i, t in outside]
+        event.reads = tuple([(i, weakref.ref(held), version) for i, held, version in sources])
+        return event
+
+    def _run_within(self, kind: FunctionKind, args: Any, kwargs: Any) -> Any:
+        self._before_write(kind, args, kwargs)  # as where a compiled region writes its buffers
+        return kind.func(*args, **kwargs)
+
+    def _run_kernels(
+        self, event: RecordedCall, kind: FunctionKind, args: Any, kwargs: Any, tensors: Any
+    ) -> Any:
         if is_random(kind.op, args, kwargs):
             event.draws = RandomStates(tensors, kwargs)
-        if kind.writes or "out" in kwargs:
-            self._before_write(kind, args, kwargs, None)
-            keep = watch = False
-        else:
+        keep = watch = False
+        if not self._before_write(kind, args, kwargs):
             keep, watch = self._is_result_kept(event, kind.op, kind.func)
         self._event = event
+        self._kernels = kernels = KeepMode() if keep or watch else None
         try:
-            if keep or watch:
-                out = self._keep_kernels(event, kind, args, kwargs, keep)
-            else:
+            with kernels or nullcontext():
                 out = kind.func(*args, **kwargs)
         finally:
-            self._event = None
-        self._record_outputs(event, out, tensors)
+            self._event = self._kernels = None
+        kept = None if kernels is None else kernels.kernels(out)
+        if kept is not None and keep:
+            self._keep(event, kept)
+        elif kept is not None and self.budget_step is not None:
+            self.budget_step.note_candidate(self.region, event, kept.nbytes)
+        elif kept is not None and self._names is not None:
+            self._names.offer(event, kept, out)
         return out
 
-    def _record_outputs(self, event: RecordedCall, out: Any, tensors: list[torch.Tensor]) -> None:
-        self.origins.learn_outputs(out, event.number, tensors)
-        if self.names is not None:
-            self.names.note_maker(event, out)
-
-    def is_name_kept(self, event: RecordedCall, name: str) -> bool:
-        """Does the policy keep a result of this name?"""
-        what = event.key[0]
-        return self.policy.keeps(what, what, event.key, name, False)
-
-    def note_name(self, x: torch.Tensor, name: str) -> None:
-        """The program calls `x` so."""
-        if self.names is not None and self._event is None:
-            self.names.note_name(x, name)
-
-    def _is_result_kept(self, event: RecordedCall, op: str, function: Any) -> tuple[bool, bool]:
-        """(Is the call's result kept? If not, may it be, once it is named or measured?)"""
-        name = self.names.known(event) if self.names is not None else None
-        if self.budget_step is not None:
-            return self.budget_step.keeps(self.region, event), self.budget_step.measures
-        if self.policy.keeps(op, function, event.key, name, False):
-            return True, False
-        return False, self.names is not None and self.names.is_new(event)
-
-    def _keep_kernels(
-        self, event: RecordedCall, kind: FunctionKind, args: Any, kwargs: Any, keep: bool
-    ) -> Any:
-        self._keeping = keeping = KeepMode()
-        try:
-            with keeping:
-                out = kind.func(*args, **kwargs)
-        finally:
-            self._keeping = None
-        kept = keeping.kernels(out)
-        if kept is not None:
-            if keep:
-                self.keep(event, kept)
-            elif self.budget_step is not None:
-                self.budget_step.note_candidate(self.region, event, kept.nbytes)
-            elif self.names is not None:
-                self.names.offer(event, kept, out)
-        return out
-
-    def keep(self, event: RecordedCall, kept: KeptKernels | KeptCall) -> None:
-        """Keep the result of this call."""
-        event.kept = kept
-        if event.draws is not None:
-            event.draws.over()
-        for start in kept.starts():
-            self._kept[start] = kept
-
-    def run_function(self, function: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
-        """An `autograd.Function` (torch's compiled regions are such), a compiled step, or a region
-        within this one."""
-        if self._event is not None or is_internal(function):
-            return run()
-        return self._run_opaque(function, args, kwargs, run, None)
-
-    def run_one_call(self, function: OneCall, args: Any, kwargs: Any) -> Any:
-        """A function that `one_call` marked: one call if it is kept, else the calls inside."""
-        run_once = partial(function.__wrapped__, *args, **kwargs)
-        if self._event is not None or self.budget_step is not None:
-            return run_once()
-        tensors: list[torch.Tensor] = []
-        inputs = make_inputs_key(args, kwargs, self.origins, tensors)
-        key = (function, find_call_site(), inputs)
-        if not self.policy.keeps(function.title, function, key, None, False):
-            return run_once()
-        return self._run_opaque(function, args, kwargs, run_once, True)
-
-    def _run_opaque(
-        self, function: Any, args: Any, kwargs: Any, run: Any, keep: bool | None
-    ) -> Any:
-        tensors: list[torch.Tensor] = []
-        event = self._record_call(function, args, kwargs, tensors)
-        measure = False
-        if keep is None:
-            title = getattr(function, "title", None) or function.__name__
-            keep, measure = self._is_result_kept(event, title, function)
+    def _run_opaque(self, event: RecordedCall, tensors: list[torch.Tensor], run: Any) -> Any:
+        function = event.key[0]
+        title = getattr(function, "title", None) or function.__name__
+        keep, watch = self._is_result_kept(event, title, function)
         draws = RandomStates(tensors)
-        inside = self._inside = OpaqueSaves(tensors, bool(keep)) if keep or measure else None
+        inside = self._inside = OpaqueSaves(tensors, keep) if keep or watch else None
         self._event, self._opened = event, tensors
         try:
             out = run()
@@ -394,94 +350,123 @@ class ForwardRecord:
         if draws.over():
             event.draws = draws
         if inside is not None and keep:
-            self.keep(event, KeptCall(out, inside.own))
+            self._keep(event, KeptCall(out, inside.own))
         elif inside is not None and self.budget_step is not None:
             self.budget_step.note_candidate(self.region, event, inside.nbytes(out))
             # Kernels of a compiled region are not seen.
             self.budget_step.count.note(inside.fresh(out))
-        self._record_outputs(event, out, tensors)
         return out
+
+    def _is_one_call(self, key: Key) -> bool:
+        function = key[0]
+        kept = self.policy.keeps(function.title, function, key, None, False)
+        return self.budget_step is None and kept
+
+    def _learn_outputs(self, event: RecordedCall, out: Any, tensors: list[torch.Tensor]) -> Any:
+        if self._names is not None:
+            self._names.note_maker(event, out)
+        return super()._learn_outputs(event, out, tensors)
+
+    def _is_result_kept(self, event: RecordedCall, op: str, function: Any) -> tuple[bool, bool]:
+        """(Is the call's result kept? If not, may it be, once it is named or measured?)"""
+        if self.budget_step is not None:
+            return self.budget_step.keeps(self.region, event), self.measures
+        name = None if self._names is None else self._names.name_of(event)
+        if self.policy.keeps(op, function, event.key, name, False):
+            return True, False
+        return False, self._names is not None and self._names.is_new(event)
+
+    def _keep(self, event: RecordedCall, kept: KeptKernels | KeptCall) -> None:
+        event.kept = kept
+        if event.draws is not None:
+            event.draws.over()
+        for start in kept.starts():
+            self._kept[start] = kept
+
+    def note_name(self, x: torch.Tensor, name: str) -> None:
+        """The program calls `x` so."""
+        if self._names is None or self._event is not None:
+            return
+        event = self._names.note_name(x, name)
+        if event is None or event.kept is not None:
+            return  # of an input of the region, which lives anyhow
+        what = event.key[0]
+        if self.policy.keeps(what, what, event.key, name, False):
+            kept = self._names.take_offer(event, x)
+            if kept is not None:
+                self._keep(event, kept)
 
     def run_redistribution(
         self, op: str, reason: str, what: Any, x: torch.Tensor, run: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
         """A redistribution, maybe within a call. The second run need not make it."""
-        moves = [m for m in what.moves if m.sends]
-        keeping = self._keeping
-        with watching(None), keeping.pausing() if keeping is not None else nullcontext():
-            out = run()
-        if keeping is not None and out is not x:
-            keeping.note_redistributed(out)
-        key = redistribution_key(self._counts, self._event, op, what, x)
-        if moves and out is not x:
-            kinds = " ".join(m.kind for m in moves)
-            where = find_call_site() if self._event is None else self._event.key[1]
-            # The global shape, so that the policy answers alike on every rank.
-            like: Key = (kinds, where, (((None, torch.Size(moves[0].before.shape), x.dtype),), ()))
-            if self.policy.keeps(kinds, what, like, None, True):
-                kept = KeptKernels.of_redistributed(out)
-                self.redistributed_results[key] = kept
-                self._kept[storage_id(out)] = kept
+        out = self._run_unwatched(run)
+        if isinstance(self._kernels, KeepMode) and out is not x:
+            self._kernels.note_redistributed(out)
+        key = self._count_redistribution(op, what, x)
+        where = find_call_site() if self._event is None else self._event.key[1]
+        if out is not x and self.policy.keeps_redistribution(what, x, where):
+            kept = KeptKernels.of_redistributed(out)
+            self.redistributed_results[key] = self._kept[storage_id(out)] = kept
         return out
 
     # -- writes in place ---------------------------------------------------------------------------
 
-    def _before_write(
-        self, kind: FunctionKind, args: Any, kwargs: Any, among: list[torch.Tensor] | None
-    ) -> None:
-        """Note the buffers from outside that a call writes; within an opaque call, those `among`
-        its inputs."""
+    def _before_write(self, kind: FunctionKind, args: Any, kwargs: Any) -> bool:
+        """Note the buffers from outside that a call writes; within an opaque call, those among its
+        inputs. True if it writes."""
+        if not kind.writes and "out" not in kwargs:
+            return False
         written = [kwargs.get("out")]
         written += [args[i] if i < len(args) else kwargs.get(name) for i, name in kind.writes]
         for one in tensors_in(written):
-            if among is not None and not any(one is t for t in among):
-                continue
-            self.announce_write(one)
+            if self._event is None or any(one is t for t in self._opened):
+                self.announce_write(one)
+        return True
 
     def announce_write(self, one: torch.Tensor) -> None:
         """`one` is about to be written."""
         if self.origins.of(one) is None:
-            self.note_write(one)
+            self._note_write(one)
         else:
-            self._note_base(one)
+            with Local():
+                base = one._base
+            reads = chain.from_iterable(event.reads for event in self.events.values())
+            if base is not None and any(ref() is base for _, ref, _ in reads):
+                self._note_write(base)  # of which a call of this run has read
         kept = self._kept.get(storage_id(one))
         if kept is not None:
             kept.copy()
 
-    def _note_base(self, view: torch.Tensor) -> None:
-        """Note a write to the base of `view`, if a call of this run has read the base."""
-        with Local():
-            base = view._base
-        if base is not None and any(r() is base for e in self.order for _, r, _ in e.reads):
-            self.note_write(base)
-
-    def note_write(self, t: torch.Tensor) -> None:
+    def _note_write(self, t: torch.Tensor) -> None:
         """Note a write to a buffer from outside of this region, and of those around it."""
         self.ambient.writes.note(t)
         if isinstance(self._around, ForwardRecord) and self._around.origins.of(t) is None:
-            self._around.note_write(t)
+            self._around._note_write(t)
 
     # -- what autograd saves -----------------------------------------------------------------------
 
     def _recompute_slot(self, slot: SavedSlot) -> None:
-        self.region.recompute(self, slot)
+        """Run the region again to fill a slot."""
+        recomputation = Recomputation(self)
+        recomputation.run()
+        if slot.value is None:
+            self.empty()
+            raise recomputation.make_missing_call_error(slot.event)
 
     def _pack(self, t: torch.Tensor) -> SavedSlot | SavedInOpaque:
         event, inside = self._event, self._inside
         with Local():
             shape, dtype = t.shape, t.dtype
-            if event is None:
-                # Saved by a call that no mode saw: identified by call site and shape.
-                event = self._record_event(
-                    ("a saved tensor", find_call_site(), ((((None, shape, dtype),), ())))
-                )
+            if event is None:  # saved by a call that no mode saw
+                event = self._record_event(key_of_shape("a saved tensor", shape, dtype))
             borrowed = None if inside is None else inside.place_of(t)
             if borrowed is not None:
                 event.borrowed.append(borrowed)
             elif inside is not None and inside.holds(t):
                 return SavedInOpaque(t, self._outer)
-        slot = SavedSlot(self._recompute_slot, event, shape, dtype)
-        slot.inside = inside is not None and borrowed is None
+        is_made_inside = inside is not None and borrowed is None
+        slot = SavedSlot(self._recompute_slot, event, shape, dtype, is_made_inside)
         event.slots.append(weakref.ref(slot))
         self.saved += 1
         return slot
@@ -493,8 +478,8 @@ class ForwardRecord:
         self.complete = True
         self._around = None
         self.origins.forget_the_dead()
-        if self.names is not None:
-            self.names.close(self.order)
+        if self._names is not None:
+            self._names.close(self.order)
         self._kept = {}
 
     @property
@@ -505,11 +490,9 @@ class ForwardRecord:
 
     def empty(self) -> None:
         """Empty all slots, after a second run that failed."""
-        for event in self.order:
-            for ref in event.slots:
-                slot = ref()
-                if slot is not None:
-                    slot.value = None
+        for ref in chain.from_iterable(event.slots for event in self.order):
+            if (slot := ref()) is not None:
+                slot.value = None
 
     def free_kept_kernels(self) -> None:
         """Drop kept results of kernels, after a second run that has used them.
@@ -536,105 +519,315 @@ def _unpack_slot(slot: SavedSlot | SavedInOpaque) -> torch.Tensor:
     return slot.take()
 
 
-# -- named results ---------------------------------------------------------------------------------
+# -- the second run --------------------------------------------------------------------------------
 
-_Calls = tuple[Any, tuple[int, ...]]
-"""(function, call site): the calls of one function from one place."""
-
-
-class LearnedNames:
-    """What a region has learned of names in its runs so far.
-
-    Attributes:
-        seen: calls that have been made.
-        named: the names of results, by the calls that make them.
-    """
-
-    def __init__(self) -> None:
-        self.seen: set[_Calls] = set()
-        self.named: dict[_Calls, str] = {}
-
-    def __reduce__(self) -> Any:
-        return LearnedNames, ()  # places in the program are known within one process
-
-    def start(self, forward: ForwardRecord) -> _RunNames:
-        return _RunNames(self, forward)
+_SAME = "a region that is run again may leave calls out, but makes no others"
+_FIXES = (
+    Fix("pass what the region reads as an argument", "if it has changed since its forward"),
+    Fix("policy=[...] with this call, by pt.one_call", "if it is not the same twice"),
+)
 
 
-@dataclass(frozen=True)
-class _PlaceInStorage:
-    """Stands for a tensor in a storage of this id, without holding it."""
-
-    start: int
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
+class _AllSlotsFilled(BaseException):
+    """Ends a run whose slots are all met. No `except Exception` of the program may catch it."""
 
 
-class _RunNames:
-    """The names that are given during one run."""
+def is_recomputing() -> bool:
+    """Is this thread running a region's forward again, in backward?"""
+    return isinstance(HERE.watcher, Recomputation)
 
-    def __init__(self, names: LearnedNames, forward: ForwardRecord):
-        self._names = names
-        self._forward: Any = weakref.proxy(forward)
-        self._makers: dict[int, RecordedCall] = {}
-        self._offers: dict[RecordedCall, Any] = {}
 
-    def known(self, event: RecordedCall) -> str | None:
-        """The name of this call's result, if it is known."""
-        return self._names.named.get(event.key[:2])
+class Recomputation(_Run):
+    """The second run of a region: a `Watcher` while it lasts."""
 
-    def is_new(self, event: RecordedCall) -> bool:
-        return event.key[:2] not in self._names.seen
+    def __init__(self, forward: ForwardRecord):
+        super().__init__(forward.policy, TensorOrigins(forward.origins))
+        self.forward, self._title = forward, forward.region.title
+        self._done: set[RecordedCall] = set()
+        self._slot = 0
+        self._to_meet = forward.saved
+        self._met = 0
+        self._flops: FlopMode | None = None
+        self._flops_of: dict[RecordedCall, int] = {}
 
-    def note_maker(self, event: RecordedCall, out: Any) -> None:
-        """Note that this call returned `out`."""
-        for t in tensors_in(out):
-            self._makers[storage_id(t)] = event
+    def run(self) -> None:
+        """Fill the slots of the first run."""
+        forward = self.forward
+        forward.check_unchanged()
+        inputs = forward.inputs.rebuild(self.origins)
+        meters = [r for r in {*forward.reports, *open_reports()} if r.is_open]
+        if meters or forward.measures:
+            self._flops = FlopMode()
+        try:
+            self._check_counts(self._run_again(*inputs))
+            kept = forward.kept_results
+            for report in meters:
+                report.regions.append(
+                    Recomputed(
+                        self._title,
+                        len(forward.events),
+                        len(self._done),
+                        len(kept),
+                        sum(k.nbytes for k in kept),
+                        self._flops.total,  # type: ignore[union-attr]
+                    )
+                )
+            if forward.measures:
+                forward.budget_step.recomputed(forward, self._flops_of)
+        except BaseException:
+            forward.empty()
+            raise
+        if frees_graph():
+            forward.free_kept_kernels()
 
-    def offer(self, event: RecordedCall, kept: KeptKernels, out: Any) -> None:
-        """Note, without the memory of `out`, what to keep if this call's result is named."""
-        own = {storage_id(t) for t in tensors_in(out)}
+    def _run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Run the region; True if all slots were filled before it came to its end."""
+        forward = self.forward
+        try:
+            with ExitStack() as modes:
+                context = modes.enter_context(forward.ambient.restored())
+                modes.enter_context(HERE.breaking_off())
+                modes.enter_context(recomputing())
+                modes.enter_context(self._flops or nullcontext())
+                if forward.measures:
+                    modes.enter_context(forward.budget_step.counting())
+                modes.enter_context(watching(self))
+                modes.enter_context(saved_tensors_hooks(self._pack, _as_it_is))
+                modes.enter_context(make_call_mode())
+                context.run(run_from_here, forward.region.__wrapped__, args, kwargs)
+        except _AllSlotsFilled:
+            return True
+        return False
 
-        def reference_weakly(t: torch.Tensor) -> Any:
-            start = storage_id(t)
-            if start not in own:
-                return t
-            return _PlaceInStorage(start, t.dtype, t.size(), t.stride(), t.storage_offset())  # type: ignore[arg-type]
+    # -- calls -------------------------------------------------------------------------------------
 
-        self._offers[event] = replace_instances(kept.made, torch.Tensor, reference_weakly)
+    def _enter_call(self, key: Key, tensors: list[torch.Tensor]) -> RecordedCall:
+        event = self._match_key(key)
+        self._check_unwritten(event, tensors)
+        return event
+
+    def _match_key(self, key: Key) -> RecordedCall:
+        n = self._count_key(key)
+        event = self.forward.events.get((key, n))
+        if event is None:
+            raise self._make_unexpected_call_error(key, n)
+        self._done.add(event)
+        return event
+
+    @contextmanager
+    def _within_call(self, event: RecordedCall) -> Iterator[None]:
+        """Within a call: its saved tensors fill its slots, and it draws the same random numbers."""
+        before = (self._event, self._slot)
+        self._event, self._slot = event, 0
+        flops = 0 if self._flops is None else self._flops.total
+        if event.draws is not None:
+            self.forward.ambient.draw_as(event.draws.before)
+        try:
+            yield
+            if self._slot != len(event.slots):
+                raise self._make_saved_count_error(event, self._slot)
+        finally:
+            self._event, self._slot = before
+            if self._flops is not None:
+                self._flops_of[event] = self._flops.total - flops
+        if event.draws is not None:
+            self.forward.ambient.draw_as(event.draws.after)
+
+    def _run_kernels(
+        self, event: RecordedCall, kind: FunctionKind, args: Any, kwargs: Any, tensors: Any
+    ) -> Any:
+        with self._within_call(event):
+            self._kernels = ReplayMode(event.kept) if isinstance(event.kept, KeptKernels) else None
+            try:
+                with self._kernels or nullcontext():
+                    return kind.func(*args, **kwargs)
+            finally:
+                self._kernels = None
+
+    def _run_opaque(self, event: RecordedCall, tensors: list[torch.Tensor], run: Any) -> Any:
+        with self._within_call(event):
+            if not isinstance(event.kept, KeptCall):
+                return run()
+            for i, size, stride, offset in event.borrowed:
+                with Local():
+                    self._pack(tensors[i].detach().as_strided(size, stride, offset))
+            return event.kept.restore_output(str(event), tensors)
+
+    def _is_one_call(self, key: Key) -> bool:
+        return (key, self._counts.get(key, -1) + 1) in self.forward.events
+
+    def run_redistribution(
+        self, op: str, reason: str, what: Any, x: torch.Tensor, run: Callable[[], torch.Tensor]
+    ) -> torch.Tensor:
+        """A redistribution: its kept result; without one it is carried again."""
+        replaying = isinstance(self._kernels, ReplayMode)
+        given = self._kernels.give_redistributed() if replaying else None  # type: ignore[union-attr]
+        kept = self.forward.redistributed_results.get(self._count_redistribution(op, what, x))
+        if given is None and kept is not None:
+            given = kept.give()
+        return self._run_unwatched(run) if given is None else given
+
+    def announce_write(self, t: torch.Tensor) -> None:
+        """Nothing to note: the first run did."""
 
     def note_name(self, x: torch.Tensor, name: str) -> None:
-        """The program gives `x` this name."""
-        start = storage_id(x)
-        event = self._makers.get(start)
+        """Nothing to note: the first run did."""
+
+    # -- what autograd saves -----------------------------------------------------------------------
+
+    def _pack(self, t: torch.Tensor) -> torch.Tensor:
+        with Local():
+            shape, dtype = t.shape, t.dtype
+        event, number = self._event, self._slot
         if event is None:
-            return  # an input of the region, which lives anyhow
-        self._names.named[event.key[:2]] = name
-        forward = self._forward
-        offer = self._offers.pop(event, None)
-        if event.kept is not None or offer is None or not forward.is_name_kept(event, name):
-            return
-        made = _rebuild_offer(offer, x, start)
-        if made is not None:
-            forward.keep(event, KeptKernels(made, x))
+            event, number = self._match_key(key_of_shape("a saved tensor", shape, dtype)), 0
+        else:
+            self._slot += 1
+        if number >= len(event.slots):
+            raise self._make_saved_count_error(event, number + 1)
+        slot = event.slots[number]()
+        if slot is not None and (slot.shape != shape or slot.dtype != dtype):
+            raise self._make_error(
+                "saves another tensor than its forward did",
+                f"{slot.dtype} {tuple(slot.shape)} in {event}",
+                f"{dtype} {tuple(shape)} in the same call",
+                fixes=(),
+            )
+        if slot is not None and slot.value is None:
+            slot.fill(t)
+            if slot.inside and self.forward.budget_step is not None:
+                self.forward.budget_step.count.note(slot.value)
+        self._met += 1
+        if self._met == self._to_meet:
+            raise _AllSlotsFilled
+        return without_history(t)
 
-    def close(self, events: list[RecordedCall]) -> None:
-        """The run is over: all of its calls have been seen."""
-        self._names.seen.update(e.key[:2] for e in events)
-        self._makers, self._offers = {}, {}
+    # -- errors ------------------------------------------------------------------------------------
+
+    def _make_error(
+        self,
+        does: str,
+        forward: object,
+        recompute: str,
+        *more: str,
+        reason: str = _SAME,
+        fixes: tuple[Fix, ...] = _FIXES,
+    ) -> RematError:
+        return RematError(
+            f"the recompute of {self._title} {does}",
+            operands=(f"forward    {forward}", f"recompute  {recompute}", *more),
+            reason=reason,
+            fixes=fixes,
+        )
+
+    def _check_unwritten(self, event: RecordedCall, tensors: list[torch.Tensor]) -> None:
+        """Raise unless the call reads what the first run's `event` read.
+
+        A parameter that was stepped in between would give other values. Inputs are checked by
+        autograd, and what the region itself writes is restored for the second run.
+        """
+        forward = self.forward
+        for i, ref, before in event.reads:
+            held, now = _find_source(tensors[i])
+            if now == before or ref() is not held or forward.ambient.writes.has(held):
+                continue
+            name = _name_of(tensors[i], forward.region.module) or f"tensor {i}"
+            raise RematError(
+                f"the recompute of {self._title} reads a tensor that was written in place "
+                "since its forward read it",
+                operands=(
+                    f"{name} of {event}",
+                    f"forward    read version {before}",
+                    f"recompute  reads version {now}",
+                ),
+                reason="gradients would be of values that forward did not have; without remat "
+                "autograd says as much",
+                fixes=(Fix("go backward first, and write it then", "an optimizer's step, say"),),
+            )
+
+    def _last_number(self) -> int:
+        return max((e.number for e in self._done), default=-1)
+
+    def _make_unexpected_call_error(self, key: Key, n: int) -> RematError:
+        call = describe_call(key)
+        if n:
+            return self._make_error(
+                "makes a call more often than its forward did",
+                f"{call}, {_times(n)}",
+                f"{call}, once more",
+            )
+        # What was expected here: a call from the same site, or the next in order.
+        left = [e for e in self.forward.order if e not in self._done]
+        last = self._last_number()
+        same_site = (e for e in left if e.key[1] == key[1])
+        later = (e for e in left if e.number > last)
+        expected = next(chain(same_site, later, reversed(left)), None)
+        return self._make_error(
+            "makes a call that its forward did not make",
+            expected or "was over",
+            call,
+            *_describe_difference(expected, key),
+        )
+
+    def _make_saved_count_error(self, event: RecordedCall, count: int) -> RematError:
+        more = " or more" if count > len(event.slots) else ""
+        return self._make_error(
+            "saves more or fewer tensors than its forward did",
+            f"{len(event.slots)} tensors saved in {event}",
+            f"{count}{more} in the same call",
+        )
+
+    def make_missing_call_error(self, event: RecordedCall) -> RematError:
+        """The error where a slot was not filled, since its call was left out."""
+        later = [e for e in self.forward.order if e.number > event.number and e in self._done]
+        return self._make_error(
+            "leaves out a call whose saved tensors backward needs",
+            event,
+            f"{later[0] if later else 'ended'}, without it",
+            reason="a result that the program remembers is not computed again, and what backward "
+            "needs of it is gone",
+            fixes=(
+                Fix("compute it before the region, and pass it in"),
+                Fix("policy=[...] with this call", "its result is kept"),
+            ),
+        )
+
+    def _check_counts(self, enough: bool) -> None:
+        """Raise where of several calls of one key some were left out: it is unknown which."""
+        last = self._last_number()
+        for (key, n), event in self.forward.events.items():
+            left_out = event not in self._done and key in self._counts
+            if not left_out or (enough and event.number > last):
+                continue
+            if event.slots or event.kept is not None or event.draws is not None:
+                call = describe_call(key)
+                raise self._make_error(
+                    "makes a call less often than its forward did",
+                    f"{call}, {n + 1} times or more",
+                    f"{call}, {_times(self._counts[key] + 1)}",
+                    reason="which of them were left out cannot be told",
+                )
 
 
-def _rebuild_offer(offer: Any, x: torch.Tensor, start: int) -> Any:
-    """The offer with tensors in the storage of `x` again; None if it needs other storages too."""
-    if any(w.start != start for w in find_instances(offer, _PlaceInStorage)):
+def _times(n: int) -> str:
+    return f"{n} time{'s' if n > 1 else ''}"
+
+
+def _name_of(t: torch.Tensor, module: nn.Module | None) -> str | None:
+    if module is None:
         return None
-    with Local():
-        storage = x.untyped_storage()
+    named = chain(module.named_parameters(), module.named_buffers())
+    return next((name for name, one in named if one is t), None)
 
-        def view_storage(w: _PlaceInStorage) -> torch.Tensor:
-            view = torch.empty(0, dtype=w.dtype, device=x.device)
-            return view.set_(storage, w.offset, w.size, w.stride)
 
-        return replace_instances(offer, _PlaceInStorage, view_storage)
+def _describe_difference(event: RecordedCall | None, key: Key) -> tuple[str, ...]:
+    """A line that says what differs, where two calls have the same description."""
+    if event is None or describe_call(event.key) != describe_call(key):
+        return ()
+    if event.key[0] != key[0]:
+        return ("           another function of the same name",)
+    return ("           its inputs come from other calls, or are other parameters",)
+
+
+def _as_it_is(t: torch.Tensor) -> torch.Tensor:
+    return t

@@ -25,8 +25,8 @@ from partita.tensor.tensor_state import HERE
 
 from .counters import MemoryCount, MemoryCountMode
 from .policy import OneCall, Policy, Wrapped
-from .recompute import Recomputation
-from .record import ForwardRecord, LearnedNames, RecordedCall, SavedSlot
+from .record import ForwardRecord, RecordedCall
+from .saved_state import LearnedNames
 from .watched_calls import (
     CallMode,
     FunctionKind,
@@ -84,19 +84,10 @@ class RematRegion(Wrapped):
 
     def _run_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         forward = ForwardRecord(self, args, kwargs)
-        mode = make_call_mode()
-        with watching(forward), forward.saving_slots(), mode or nullcontext():
+        with watching(forward), forward.saving_slots(), make_call_mode():
             out = run_from_here(self.__wrapped__, args, kwargs)
         forward.close()
         return out
-
-    def recompute(self, forward: ForwardRecord, slot: SavedSlot) -> None:
-        """Run the region again, of which `forward` is the first run, to fill `slot`."""
-        recomputation = Recomputation(forward)
-        recomputation.run()
-        if slot.value is None:
-            forward.empty()
-            raise recomputation.make_missing_call_error(slot.event)
 
 
 def remat(fn: Any, policy: Any = None, *, blocks: Sequence[str | nn.Module] | None = None) -> Any:
@@ -228,16 +219,8 @@ class _RegionMarker:
         self, op: str, reason: str, what: Any, x: torch.Tensor, run: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
         """A redistribution."""
-        moves = [m for m in what.moves if m.sends]
-        if not moves:
-            return run()
-        kinds = " ".join(m.kind for m in moves)
-        like: Key = (
-            kinds,
-            find_call_site(),
-            (((None, torch.Size(moves[0].before.shape), x.dtype),), ()),
-        )
-        return self._run_marked(self.policy.keeps(kinds, what, like, None, True), run)
+        keep = self.policy.keeps_redistribution(what, x, find_call_site())
+        return self._run_marked(keep, run)
 
     def note_name(self, x: torch.Tensor, name: str) -> None:
         """The program gives `x` this name."""

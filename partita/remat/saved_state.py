@@ -273,7 +273,7 @@ class _KeptResult:
 # -- kept results of functions of torch ------------------------------------------------------------
 
 
-class _KernelsOfCall(KernelMode):
+class KernelsOfCall(KernelMode):
     """Sees each kernel of one call, unless it is paused, and counts their runs."""
 
     def __init__(self) -> None:
@@ -295,7 +295,7 @@ class _KernelsOfCall(KernelMode):
         return op, n
 
 
-class KeepMode(_KernelsOfCall):
+class KeepMode(KernelsOfCall):
     """Notes the results of each kernel of one call."""
 
     def __init__(self) -> None:
@@ -373,7 +373,7 @@ class KeptKernels(_KeptResult):
             return replace_instances(self.made[place], torch.Tensor, own)
 
 
-class ReplayMode(_KernelsOfCall):
+class ReplayMode(KernelsOfCall):
     """Gives the kept results of kernels of one call; runs the other kernels."""
 
     def __init__(self, kept: KeptKernels):
@@ -537,3 +537,96 @@ class OpaqueSaves:
         with Local():
             sizes = {storage_id(t): t.untyped_storage().nbytes() for t in tensors_in(out)}
         return sum((self._sizes | sizes).values())
+
+
+# -- named results ---------------------------------------------------------------------------------
+
+_Calls = tuple[Any, tuple[int, ...]]
+"""(function, call site): the calls of one function from one place."""
+
+
+class LearnedNames:
+    """What a region has learned of names in its runs so far.
+
+    Attributes:
+        seen: calls that have been made.
+        named: the names of results, by the calls that make them.
+    """
+
+    def __init__(self) -> None:
+        self.seen: set[_Calls] = set()
+        self.named: dict[_Calls, str] = {}
+
+    def __reduce__(self) -> Any:
+        return LearnedNames, ()  # places in the program are known within one process
+
+
+@dataclass(frozen=True)
+class _PlaceInStorage:
+    """Stands for a tensor in a storage of this id, without holding it."""
+
+    start: int
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class ResultsToName:
+    """The results of one run that the program may still name."""
+
+    def __init__(self, names: LearnedNames):
+        self._names = names
+        self._makers: dict[int, Any] = {}  # by storage: the call that made it
+        self._offers: dict[Any, Any] = {}  # by call: what to keep, without its memory
+
+    def name_of(self, event: Any) -> str | None:
+        """The name of a call's result, if it is known."""
+        return self._names.named.get(event.key[:2])
+
+    def is_new(self, event: Any) -> bool:
+        """Is it unknown yet whether a call's result gets a name?"""
+        return event.key[:2] not in self._names.seen
+
+    def note_maker(self, event: Any, out: Any) -> None:
+        """Note that a call returned `out`."""
+        self._makers |= {storage_id(t): event for t in tensors_in(out)}
+
+    def note_name(self, x: torch.Tensor, name: str) -> Any:
+        """Note that the program gives `x` a name; the call that made it, if one of this run did."""
+        event = self._makers.get(storage_id(x))
+        if event is not None:
+            self._names.named[event.key[:2]] = name
+        return event
+
+    def offer(self, event: Any, kept: KeptKernels, out: Any) -> None:
+        """Note, without the memory of `out`, what to keep if a call's result is named."""
+        own = {storage_id(t) for t in tensors_in(out)}
+
+        def reference_weakly(t: torch.Tensor) -> Any:
+            start = storage_id(t)
+            if start not in own:
+                return t
+            return _PlaceInStorage(start, t.dtype, t.size(), t.stride(), t.storage_offset())  # type: ignore[arg-type]
+
+        self._offers[event] = replace_instances(kept.made, torch.Tensor, reference_weakly)
+
+    def take_offer(self, event: Any, x: torch.Tensor) -> KeptKernels | None:
+        """What to keep of a call, with tensors in the storage of `x` again; None if it needs other
+        storages too."""
+        offer, start = self._offers.pop(event, None), storage_id(x)
+        if offer is None or any(w.start != start for w in find_instances(offer, _PlaceInStorage)):
+            return None
+        with Local():
+            storage = x.untyped_storage()
+
+            def view_storage(w: _PlaceInStorage) -> torch.Tensor:
+                view = torch.empty(0, dtype=w.dtype, device=x.device)
+                return view.set_(storage, w.offset, w.size, w.stride)
+
+            return KeptKernels(replace_instances(offer, _PlaceInStorage, view_storage), x)
+
+    def close(self, events: Iterable[Any]) -> None:
+        """The run is over: all of its calls have been seen."""
+        self._names.seen.update(e.key[:2] for e in events)
+        self._makers, self._offers = {}, {}

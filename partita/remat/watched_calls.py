@@ -16,7 +16,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from partita.comm import first_instruction
+from partita.compile.capture.capture_context import attribute_set
 from partita.layout import LayoutError
 from partita.tensor.dispatch import op_of
 from partita.tensor.dtensor import DTensor, short_dtype
@@ -105,14 +106,9 @@ def current_watcher() -> Any:
     return HERE.watcher
 
 
-@contextmanager
-def watching(watcher: Any) -> Iterator[None]:
+def watching(watcher: Any) -> AbstractContextManager[None]:
     """Within, `watcher` is told of this thread's calls; where it is None, nobody."""
-    before, HERE.watcher = HERE.watcher, watcher
-    try:
-        yield
-    finally:
-        HERE.watcher = before
+    return attribute_set(HERE, "watcher", watcher)
 
 
 class CallMode(TorchFunctionMode):
@@ -141,15 +137,14 @@ def is_internal(function: Any) -> bool:
     return isinstance(function, type) and function.__module__.startswith("partita.")
 
 
-def make_call_mode() -> CallMode | None:
-    """A `CallMode` to enter; None where one is on: compiled regions guard on the number of modes.
+def make_call_mode() -> AbstractContextManager[Any]:
+    """A `CallMode` to enter, or nothing where one is on: compiled regions guard on their number.
 
     Private torch: there is no public way to ask which modes are on.
     """
-    for i in range(torch._C._len_torch_function_stack()):
-        if isinstance(torch._C._get_function_stack_at(i), CallMode):
-            return None
-    return CallMode()
+    count = torch._C._len_torch_function_stack()
+    on = map(torch._C._get_function_stack_at, range(count))
+    return nullcontext() if any(isinstance(mode, CallMode) for mode in on) else CallMode()
 
 
 # -- kernels --------------------------------------------------------------------------------------
@@ -333,6 +328,14 @@ def make_inputs_key(
 ) -> Any:
     """The keys of a call's positional and keyword arguments. Appends its tensors to `tensors`."""
     return _make_argument_key(args, origins, tensors), _make_argument_key(kwargs, origins, tensors)
+
+
+def key_of_shape(
+    what: Any, shape: Any, dtype: torch.dtype, site: tuple[int, ...] | None = None
+) -> Key:
+    """The key of a call that has one tensor, of which the shape alone counts."""
+    inputs = (((None, torch.Size(shape), dtype),), ())
+    return what, find_call_site() if site is None else site, inputs
 
 
 # -- text ------------------------------------------------------------------------------------------

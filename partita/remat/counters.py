@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
+from partita.compile.capture.capture_context import attribute_set
 from partita.layout.text import format_count, format_table, human
 from partita.parallel.batch import tensors_in
 from partita.tensor.tensor_state import HERE
@@ -64,14 +65,9 @@ class MemoryCount:
 
     # -- for users --------------------------------------------------------------------
 
-    @contextmanager
-    def label(self, name: str) -> Iterator[None]:
+    def label(self, name: str) -> AbstractContextManager[None]:
         """Count what is made inside under `name` too. Labels nest; it has each of them."""
-        before, self._labels = self._labels, (*self._labels, name)
-        try:
-            yield
-        finally:
-            self._labels = before
+        return attribute_set(self, "_labels", (*self._labels, name))
 
     def note(self, value: Any, name: str | None = None) -> None:
         """Count the storages of the tensors in `value` from now on, whoever made them.
@@ -207,8 +203,9 @@ def count_memory() -> Iterator[MemoryCount]:
         yield count
 
 
-@contextmanager
-def told_of_resizes(told: Callable[[torch.UntypedStorage], Any]) -> Iterator[None]:
+def told_of_resizes(
+    told: Callable[[torch.UntypedStorage], Any],
+) -> AbstractContextManager[None]:
     """Within, `told` is given each storage that ZeRO has resized in this thread."""
     before = HERE.resized
 
@@ -217,11 +214,7 @@ def told_of_resizes(told: Callable[[torch.UntypedStorage], Any]) -> Iterator[Non
         if before is not None:
             before(storage)
 
-    HERE.resized = tell
-    try:
-        yield
-    finally:
-        HERE.resized = before
+    return attribute_set(HERE, "resized", tell)
 
 
 # -- recomputed operations -------------------------------------------------------------------------
@@ -268,21 +261,13 @@ class Report:
     def __str__(self) -> str:
         if not self.regions:
             return "nothing was recomputed"
-        head = ["region", "times", "calls", "kept", "bytes kept", "recomputed"]
-        rows = [head]
+        rows = [["region", "times", "calls", "kept", "bytes kept", "recomputed"]]
         for name in dict.fromkeys(r.region for r in self.regions):
             own = [r for r in self.regions if r.region == name]
-            rows.append(
-                [
-                    name,
-                    str(len(own)),
-                    str(sum(r.calls for r in own)),
-                    str(sum(r.kept for r in own)),
-                    human(sum(r.kept_bytes for r in own)),
-                    format_count(sum(r.flops for r in own), "FLOP"),
-                ]
-            )
-        return format_table(rows, range(1, len(head)))
+            counts = len(own), sum(r.calls for r in own), sum(r.kept for r in own)
+            nbytes, flops = sum(r.kept_bytes for r in own), sum(r.flops for r in own)
+            rows.append([name, *map(str, counts), human(nbytes), format_count(flops, "FLOP")])
+        return format_table(rows, range(1, len(rows[0])))
 
     __repr__ = __str__
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -142,6 +142,9 @@ def one_call(fn: Any) -> Any:
 # -- policies --------------------------------------------------------------------------------------
 
 
+_NAMEABLE = (str, nn.Module, OneCall, CompiledStep)
+
+
 class Policy:
     """A parsed policy.
 
@@ -168,11 +171,10 @@ class Policy:
                 raise ValueError(f"policy={policy}: a budget is a number of bytes")
             self.budget = policy
         elif isinstance(policy, (list, tuple, set, frozenset)):
-            self._take_all(policy)
-        elif isinstance(policy, (str, nn.Module, OneCall, CompiledStep, type)) or _is_announced(
-            policy
-        ):
-            self._take_all([policy])
+            for item in policy:
+                self._take(item)
+        elif isinstance(policy, (*_NAMEABLE, type)) or _is_announced(policy):
+            self._take(policy)
         elif callable(policy):
             self.test = policy
         else:
@@ -181,31 +183,30 @@ class Policy:
                 "Call, or a budget in bytes"
             )
 
-    def _take_all(self, items: Iterable[Any]) -> None:
-        for item in items:
-            if isinstance(item, str):
-                self.names.add(item)
-            elif item is keep_collectives:
-                self.collectives = True
-            elif isinstance(item, nn.Module):
-                self.functions.add(one_call(item).__dict__["forward"])
-            elif isinstance(item, (OneCall, CompiledStep)) or (
-                isinstance(item, type) and issubclass(item, torch.autograd.Function)
-            ):
-                self.functions.add(item)
-            elif isinstance(item, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
-                raise ValueError(
-                    f"policy names {item}, a kernel; name the function that the program calls, as "
-                    "torch.matmul or F.scaled_dot_product_attention"
-                )
-            elif _is_announced(item):
-                self.ops.add(form_of(item).name)
-            else:
-                name = getattr(item, "__qualname__", repr(item))
-                raise ValueError(
-                    f"policy names {name}, whose calls nobody can see; mark it first: "
-                    f"{getattr(item, '__name__', 'f')} = pt.one_call(...), and name that"
-                )
+    def _take(self, item: Any) -> None:
+        if isinstance(item, str):
+            self.names.add(item)
+        elif item is keep_collectives:
+            self.collectives = True
+        elif isinstance(item, nn.Module):
+            self.functions.add(one_call(item).__dict__["forward"])
+        elif isinstance(item, _NAMEABLE) or (
+            isinstance(item, type) and issubclass(item, torch.autograd.Function)
+        ):
+            self.functions.add(item)
+        elif isinstance(item, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+            raise ValueError(
+                f"policy names {item}, a kernel; name the function that the program calls, as "
+                "torch.matmul or F.scaled_dot_product_attention"
+            )
+        elif _is_announced(item):
+            self.ops.add(form_of(item).name)
+        else:
+            name = getattr(item, "__qualname__", repr(item))
+            raise ValueError(
+                f"policy names {name}, whose calls nobody can see; mark it first: "
+                f"{getattr(item, '__name__', 'f')} = pt.one_call(...), and name that"
+            )
 
     @property
     def wants_names(self) -> bool:

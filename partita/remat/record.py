@@ -274,7 +274,7 @@ class ForwardRecord(_Run):
         self.inputs = RegionInputs(args, kwargs, self.origins)
         self._names = ResultsToName(region.names) if self.policy.wants_names else None
         if self.measures:
-            self.budget_step.began(self)
+            self.budget_step.note_forward(self)
 
     @property
     def measures(self) -> bool:
@@ -573,7 +573,7 @@ class Recomputation(_Run):
                     )
                 )
             if forward.measures:
-                forward.budget_step.recomputed(forward, self._flops_of)
+                forward.budget_step.note_recompute(forward, self._flops_of)
         except BaseException:
             forward.empty()
             raise
@@ -589,7 +589,7 @@ class Recomputation(_Run):
                 modes.enter_context(HERE.breaking_off())
                 modes.enter_context(recomputing())
                 modes.enter_context(self._flops or nullcontext())
-                if forward.measures:
+                if forward.budget_step is not None:
                     modes.enter_context(forward.budget_step.counting())
                 modes.enter_context(watching(self))
                 modes.enter_context(saved_tensors_hooks(self._pack, _as_it_is))

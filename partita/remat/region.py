@@ -11,6 +11,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -30,7 +32,6 @@ from .saved_state import LearnedNames
 from .watched_calls import (
     CallMode,
     FunctionKind,
-    Key,
     RematError,
     TensorOrigins,
     current_watcher,
@@ -188,9 +189,9 @@ class _RegionMarker:
     def __init__(self, policy: Policy, recorder: Any):
         self.policy, self.recorder = policy, recorder
 
-    def _make_key(self, what: Any, args: Any, kwargs: Any) -> Key:
-        origins = TensorOrigins()
-        return what, find_call_site(), make_inputs_key(args, kwargs, origins, [])
+    def _keeps(self, what: Any, args: Any, kwargs: Any, op: str, name: str | None = None) -> bool:
+        inputs = make_inputs_key(args, kwargs, TensorOrigins(), [])
+        return self.policy.keeps(op, what, (what, find_call_site(), inputs), name, False)
 
     def _run_marked(self, keep: bool, run: Callable[[], Any]) -> Any:
         if not keep:
@@ -201,9 +202,8 @@ class _RegionMarker:
 
     def run_call(self, kind: FunctionKind, args: Any, kwargs: Any) -> Any:
         """A function of torch, announced by the mode."""
-        key = self._make_key(kind.op, args, kwargs)
-        keep = self.policy.keeps(kind.op, kind.func, key, None, False)
-        return self._run_marked(keep, lambda: kind.func(*args, **kwargs))
+        keep = self._keeps(kind.func, args, kwargs, kind.op)
+        return self._run_marked(keep, partial(kind.func, *args, **kwargs))
 
     def run_function(self, function: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
         """An `autograd.Function`."""
@@ -211,9 +211,8 @@ class _RegionMarker:
 
     def run_one_call(self, function: OneCall, args: Any, kwargs: Any) -> Any:
         """A function that `one_call` marked."""
-        key = self._make_key(function, args, kwargs)
-        keep = self.policy.keeps(function.title, function, key, None, False)
-        return self._run_marked(keep, lambda: function.__wrapped__(*args, **kwargs))
+        keep = self._keeps(function, args, kwargs, function.title)
+        return self._run_marked(keep, partial(function.__wrapped__, *args, **kwargs))
 
     def run_redistribution(
         self, op: str, reason: str, what: Any, x: torch.Tensor, run: Callable[[], torch.Tensor]
@@ -224,12 +223,8 @@ class _RegionMarker:
 
     def note_name(self, x: torch.Tensor, name: str) -> None:
         """The program gives `x` this name."""
-        if self.policy.test is None:
-            keep = name in self.policy.names
-        else:
-            key = self._make_key("", (x,), {})
-            keep = self.policy.keeps("", None, key, name, False)
-        if keep:
+        is_named = self.policy.test is None and name in self.policy.names
+        if is_named or (self.policy.test and self._keeps(None, (x,), {}, "", name)):
             self.recorder.keep(x)
 
     def announce_write(self, t: torch.Tensor) -> None:
@@ -239,69 +234,65 @@ class _RegionMarker:
 # -- budgets in bytes ------------------------------------------------------------------------------
 
 
-class _PlannedStep:
-    """A step whose inputs are like those of a measured one: what was chosen is kept."""
+class _BudgetStep:
+    """A step of the regions that share a budget.
 
-    measures = False
-
-    def __init__(self, kept: set[Any]):
-        self.kept = kept
-
-    def keeps(self, region: Any, event: RecordedCall) -> bool:
-        return (id(region), event.key, event.ordinal) in self.kept
-
-
-class _MeasuredStep:
-    """A step in which nothing is kept and all calls are measured."""
-
-    measures = True
+    The first with inputs of a kind keeps nothing and measures all calls, until it is chosen what
+    later ones keep.
+    """
 
     def __init__(self, budget: Budget, wires: list[Wire]):
         self.budget, self.wires = budget, wires
         self.count = MemoryCount()
-        self.candidates: dict[Any, Candidate] = {}
-        self.forwards: weakref.WeakSet[ForwardRecord] = weakref.WeakSet()
-        self.planned: _PlannedStep | None = None
+        self._kept: set[Any] | None = None  # as soon as that is chosen
+        self._candidates: dict[Any, Candidate] = {}
+        self._forwards: weakref.WeakSet[ForwardRecord] = weakref.WeakSet()
+
+    @property
+    def measures(self) -> bool:
+        """Are calls measured, and none kept?"""
+        return self._kept is None
 
     def counting(self) -> AbstractContextManager[Any]:
-        return MemoryCountMode(self.count)
+        """Within, memory is counted where the step measures."""
+        return MemoryCountMode(self.count) if self.measures else nullcontext()
 
     def keeps(self, region: Any, event: RecordedCall) -> bool:
-        return False
+        """Is the result of this call kept?"""
+        return self._kept is not None and (id(region), event.key, event.ordinal) in self._kept
 
     def note_candidate(self, region: Any, event: RecordedCall, nbytes: int) -> None:
-        one = self.candidates.setdefault((id(region), event.key, event.ordinal), Candidate())
+        """Note the bytes that keeping a call's result would take."""
+        one = self._candidates.setdefault((id(region), event.key, event.ordinal), Candidate())
         one.nbytes += nbytes
 
-    def began(self, forward: ForwardRecord) -> None:
-        self.forwards.add(forward)
+    def note_forward(self, forward: ForwardRecord) -> None:
+        """Note that the first run of a region begins."""
+        self._forwards.add(forward)
 
-    def recomputed(self, forward: ForwardRecord, flops_of: dict[RecordedCall, int]) -> None:
+    def note_recompute(self, forward: ForwardRecord, flops_of: dict[RecordedCall, int]) -> None:
+        """Note the operations that a recompute took; after the last, choose what is kept."""
         for event, flops in flops_of.items():
-            key = (id(forward.region), event.key, event.ordinal)
-            if key in self.candidates:
-                self.candidates[key].flops += flops
-                self.candidates[key].written += self.candidates[key].nbytes
-        self.forwards.discard(forward)
-        if not any(f.complete and f.saved for f in self.forwards):
-            self.decide()
+            one = self._candidates.get((id(forward.region), event.key, event.ordinal))
+            if one is not None:
+                one.flops += flops
+                one.written += one.nbytes
+        self._forwards.discard(forward)
+        if not any(f.complete and f.saved for f in self._forwards):
+            self._kept = self._choose_kept()
 
-    def decide(self) -> _PlannedStep:
-        """Choose what to keep; all ranks alike, by the largest numbers of any rank."""
-        keys = list(self.candidates)
-        each = [self.candidates[k] for k in keys]
-        told = [self.count.peak]
-        for c in each:
-            told += [c.nbytes, c.flops, c.written]
+    def _choose_kept(self) -> set[Any]:
+        """What to keep; on all ranks alike, by the largest numbers of any rank."""
+        measured = [(c.nbytes, c.flops, c.written) for c in self._candidates.values()]
+        told = [self.count.peak, *chain.from_iterable(measured)]
         for wire in self.wires:
             told = _max_over_ranks(wire, told)
         peak, *rest = told
-        each = [Candidate(*rest[3 * i : 3 * i + 3]) for i in range(len(each))]
-        budget = self.budget
+        each = [Candidate(*rest[i : i + 3]) for i in range(0, len(rest), 3)]
+        budget, keys = self.budget, [*self._candidates]
         if peak > budget.nbytes:
             raise make_budget_error(RematError, budget.nbytes, budget.title, peak)
-        self.planned = _PlannedStep({keys[i] for i in choose_kept(each, budget.nbytes - peak)})
-        return self.planned
+        return {keys[i] for i in choose_kept(each, budget.nbytes - peak)}
 
 
 def _max_over_ranks(wire: Wire, mine: list[int]) -> list[int]:
@@ -328,25 +319,21 @@ class Budget:
 
     def __init__(self, nbytes: int, title: str):
         self.nbytes, self.title = nbytes, title
-        self._steps: dict[Any, _PlannedStep | _MeasuredStep] = {}
-        self.now: _PlannedStep | _MeasuredStep | None = None
+        self._steps: dict[Any, _BudgetStep] = {}
+        self.now: _BudgetStep | None = None
 
     def __reduce__(self) -> Any:
         return Budget, (self.nbytes, self.title)  # a copy has calls of its own to measure
 
-    def begin(
-        self, args: Any, kwargs: Any, module: nn.Module | None
-    ) -> _PlannedStep | _MeasuredStep:
+    def begin(self, args: Any, kwargs: Any, module: nn.Module | None) -> _BudgetStep:
         """The step for these inputs: measured the first time, planned from then on."""
         key = (*make_inputs_key(args, kwargs, TensorOrigins(), []), _settings_of_module(module))
         step = self._steps.get(key)
-        if isinstance(step, _MeasuredStep) and step.planned is not None:
-            step = self._steps[key] = step.planned
-        if not isinstance(step, _PlannedStep):
+        if step is None or step.measures:
             parameters = () if module is None else module.parameters()
             held = [*tensors_in((args, kwargs)), *parameters]
             wires = dict.fromkeys(t._spec.wire for t in held if isinstance(t, DTensor))
-            step = self._steps[key] = _MeasuredStep(self, [*wires])
+            step = self._steps[key] = _BudgetStep(self, [*wires])
         return step
 
 
@@ -373,9 +360,9 @@ class _BudgetedFunction(Wrapped):
             return self.__wrapped__(*args, **kwargs)
         if HERE.watcher is not None:  # within another region, whose policy holds
             return self.__wrapped__(*args, **kwargs)
-        budget.now = step = budget.begin(args, kwargs, self._module)
+        budget.now = budget.begin(args, kwargs, self._module)
         try:
-            with step.counting() if isinstance(step, _MeasuredStep) else nullcontext():
+            with budget.now.counting():
                 return self.__wrapped__(*args, **kwargs)
         finally:
             budget.now = None

@@ -15,7 +15,7 @@ import os
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import CodeType
@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from partita.comm import first_instruction
 from partita.compile.capture.capture_context import attribute_set
 from partita.layout import LayoutError
+from partita.parallel.batch import tensors_in
 from partita.tensor.dispatch import op_of
 from partita.tensor.dtensor import DTensor, short_dtype
 from partita.tensor.op_facts import (
@@ -263,13 +264,10 @@ class TensorOrigins:
 
     def learn_outputs(self, out: Any, number: int, inputs: list[torch.Tensor]) -> None:
         """Note that call `number` made the tensors in `out`, except those that are its inputs."""
-        if isinstance(out, torch.Tensor):
-            if not any(t is out for t in inputs):
-                self._known[id(out)] = (weakref.ref(out), ("call", number, 0))
-        elif isinstance(out, (tuple, list)):
-            for k, one in enumerate(_flatten_tensors(out)):
-                if not any(t is one for t in inputs):
-                    self._known[id(one)] = (weakref.ref(one), ("call", number, k))
+        outputs = (out,) if isinstance(out, torch.Tensor) else tensors_in(out)
+        for k, one in enumerate(outputs):
+            if not any(t is one for t in inputs):
+                self.learn(one, ("call", number, k))
 
     def of(self, t: torch.Tensor) -> Origin | None:
         found = self._known.get(id(t))
@@ -280,14 +278,6 @@ class TensorOrigins:
     def forget_the_dead(self) -> None:
         """After the run: drop tensors that are freed, which cannot be met again."""
         self._known = {i: entry for i, entry in self._known.items() if entry[0]() is not None}
-
-
-def _flatten_tensors(value: Any) -> Iterator[torch.Tensor]:
-    for v in value:
-        if isinstance(v, torch.Tensor):
-            yield v
-        elif isinstance(v, (tuple, list)):
-            yield from _flatten_tensors(v)
 
 
 _PLAIN = frozenset(

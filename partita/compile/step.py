@@ -60,8 +60,7 @@ from .guards.guards import (
     kind_of_tensor,
     without_function_modes,
 )
-from .guards.places import Place
-from .guards.values import argument_key
+from .guards.values import Place, argument_key
 from .memory import scheduled
 from .program import Passes, StepOptions
 from .step_report import explain_passes, facts_of_graph, facts_of_layouts, facts_of_moves

@@ -345,7 +345,7 @@ class FsdpGroup:
         wholes = []
         for i, t, spec in zip(self.order, plain, self._specs, strict=True):
             whole = tagged(t, spec)
-            # Of which version: remat compares it with that of the next time (remat/record.py).
+            # Of which version: remat compares it with that of the next time (remat/runs.py).
             own_state(whole).gathered_from = (shards[i], self.versions[i])
             wholes.append((i, whole))
         self.install_wholes(wholes)

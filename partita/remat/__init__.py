@@ -1,17 +1,16 @@
 """Rematerialization: a region keeps less for backward, and is run again when backward needs the
 rest.
 
-In reading order: `region` (`remat`, the call; budgets; regions in a captured step), `policy` (which
-results are kept), `watched_calls` (how a region sees calls, and the key of each), `record` (the
-first run), `saved_state` (what is kept of it: inputs, ambient state, results), `recompute` (the
-second run), `counters` (live bytes, and operations that are made again).
+In reading order: `region` (`remat`, the call; budgets; regions in a captured step), `watched_calls`
+(how a region sees calls, the key of each, and which results a policy keeps), `runs` (the first run,
+which is recorded, and the second), `saved_state` (what is kept for the second: inputs, ambient
+state, results), `counters` (live bytes, and operations that are made again).
 """
 
 from .counters import Report, remat_report
-from .policy import Call, keep_collectives, one_call
-from .record import is_recomputing
 from .region import checkpoint_name, remat
-from .watched_calls import RematError
+from .runs import is_recomputing
+from .watched_calls import Call, RematError, keep_collectives, one_call
 
 __all__ = [
     "Call",

@@ -1,9 +1,9 @@
 """Regions: `pt.remat` of functions and modules, whose forward is run again in backward.
 
-In eager code a region makes its first run here (`record`) and its second when backward needs it
-(`recompute`). In a captured step it marks the nodes that it makes, of which the compiler's pass
-`remat` lets backward read copies. Regions that share a budget of bytes keep nothing in a first
-step, which is measured; then they keep the results that save the most operations, a knapsack.
+In eager code a region makes its first run here and its second when backward needs it (`runs`). In
+a captured step it marks the nodes that it makes, of which the compiler's pass `remat` lets backward
+read copies. Regions that share a budget of bytes keep nothing in a first step, which is measured;
+then they keep the results that save the most operations, a knapsack.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ from partita.tensor.dtensor import DTensor
 from partita.tensor.tensor_state import HERE
 
 from .counters import MemoryCount, MemoryCountMode
-from .policy import OneCall, Policy, Wrapped
-from .record import ForwardRecord, RecordedCall
+from .runs import ForwardRecord, RecordedCall
 from .saved_state import LearnedNames
 from .watched_calls import (
     CallMode,
     FunctionKind,
+    OneCall,
+    Policy,
     RematError,
     TensorOrigins,
+    Wrapped,
     current_watcher,
     find_call_site,
     make_call_mode,

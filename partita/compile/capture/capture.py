@@ -32,11 +32,10 @@ from ..conditions import Conditions, EqualInputs, GradientCondition, kind_of_gra
 from ..errors import CaptureError, explain_error, not_an_input, not_captured, user_line_of
 from ..graph_nodes import drop_unused, lazy_graph_modules, note_of
 from ..guards import Guards, ReadRecord, Write
-from ..guards.codes import asks_whether_true, asks_which_object
+from ..guards.calls import asks_whether_true, asks_which_object
 from ..guards.guards import without_function_modes
-from ..guards.places import Place
 from ..guards.record import exclusive_access
-from ..guards.values import MISSING
+from ..guards.values import MISSING, Place
 from ..program import Input
 from ..verify import SPACES
 from .answers import (

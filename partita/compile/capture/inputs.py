@@ -49,8 +49,14 @@ from ..arguments import flatten_call
 from ..conditions import FACTS_OF_OBJECTS, FactCondition, read_fact
 from ..errors import not_captured
 from ..graph_nodes import add_input
-from ..guards.codes import codes_within, global_names, is_recorded, is_user_module
-from ..guards.places import Place, hang_hooks, places_of_attributes_and_hooks
+from ..guards.calls import codes_within, global_names
+from ..guards.values import (
+    Place,
+    hang_hooks,
+    is_recorded,
+    is_user_module,
+    places_of_attributes_and_hooks,
+)
 from ..program import Input
 from .capture_context import Cell, Defaults, Members, Slot
 from .equal_calls import set_node_of

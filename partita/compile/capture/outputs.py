@@ -38,9 +38,8 @@ from ..conditions import Conditions
 from ..errors import CaptureError, not_captured
 from ..graph_nodes import drop_unused, written_operands
 from ..guards import ReadRecord, Write
-from ..guards.codes import line_of_write
-from ..guards.places import Place, user_attributes_of, user_hooks_of
-from ..guards.values import MISSING, brief
+from ..guards.calls import line_of_write
+from ..guards.values import MISSING, Place, brief, user_attributes_of, user_hooks_of
 from ..program import Input, Output, ResultPlace, border_of
 from .block_traces import is_block_node
 from .capture_context import Slot

@@ -60,8 +60,8 @@ from partita.tensor.tensor_state import HERE, own_state
 
 from ..errors import CaptureError, not_an_input, not_captured, of_data
 from ..graph_nodes import NO_NOTE, NOTE, Note, add_call, copy_node, nodes_since, note_of
-from ..guards.codes import is_recorded
 from ..guards.guards import function_modes, kernel_settings
+from ..guards.values import is_recorded
 from .capture_context import attribute_set, dispatch_listeners, profiled_again, unprofiled
 from .equal_calls import (
     DETACH,

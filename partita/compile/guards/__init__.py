@@ -6,11 +6,11 @@ before each later call: where something differs, the step is captured again, and
 
 In reading order:
 
-- A guard: `values` (what a value is, and how another differs from it), `places` (where it stands),
+- A guard: `values` (what a value is, how another differs from it, and the place where it stands),
   `guards` (may a program be used again, and if not, why).
-- What a step reads: `record` (places that are read, and writes), `codes` (whose code it is, and
-  which names it uses), `calls` (settings that are asked for; what is refused) and `reached` (what
-  each value that is reached leads to: `ReadRecord`).
+- What a step reads: `record` (places that are read, and writes), `calls` (names in bytecode,
+  settings that are asked for; what is refused) and `reached` (what each value that is reached
+  leads to: `ReadRecord`).
 """
 
 from .guards import Guards, History, describe_call, signature_of

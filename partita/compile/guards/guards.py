@@ -29,28 +29,26 @@ from partita.comm import enabled_autocast_dtypes, read_autocast_state
 from partita.tensor.dtensor import DTensor, short_dtype
 
 from ..arguments import flatten_call
-from .codes import is_user_module
-from .places import (
-    OWN_ATTRIBUTES,
-    AttributesAndHooks,
-    Place,
-    is_attributes_or_hooks,
-    user_attributes_of,
-    user_hooks_of,
-)
 from .record import count_own_attributes
 from .values import (
     MISSING,
+    OWN_ATTRIBUTES,
+    AttributesAndHooks,
     ByIdentity,
     ByType,
     ContainerKey,
     ContentWalk,
     EntriesKey,
+    Place,
     argument_key,
     content_key,
     find_difference,
+    is_attributes_or_hooks,
+    is_user_module,
     shorten_text,
     text_of,
+    user_attributes_of,
+    user_hooks_of,
     whole_key,
 )
 

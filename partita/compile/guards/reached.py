@@ -33,27 +33,41 @@ import torch
 from torch import nn
 
 from ..capture.fakes import Substitutes
-from .calls import Calls, read_ambient, read_environment_of, refuse_if_random
-from .codes import (
+from .calls import (
+    Calls,
     dotted_names,
     global_names,
     imported_names,
-    is_recorded,
-    is_user_module,
     names_asked_for,
+    read_ambient,
+    read_environment_of,
     reflects,
+    refuse_if_random,
     strings_of,
 )
 from .guards import Guards, function_modes
-from .places import (
+from .record import PlaceRecord, has_own_getattribute, instrument, recorded_by, uninstrument
+from .values import (
+    HUGE,
     INSIDE,
+    MISSING,
+    PLAIN,
     WITH_FIELDS,
     Place,
+    brief,
     cell_content,
     dict_of,
+    dict_of_view,
     find_module_dict,
+    has_raw_content,
     has_settings,
+    holds_no_more,
+    is_container,
     is_iterator,
+    is_recorded,
+    is_shared_memory,
+    is_user_module,
+    items_of,
     may_be_hidden,
     names_of_class,
     place_of_answer,
@@ -69,19 +83,6 @@ from .places import (
     runs_in_frame,
     slots_of,
     variables_of,
-)
-from .record import PlaceRecord, has_own_getattribute, instrument, recorded_by, uninstrument
-from .values import (
-    HUGE,
-    MISSING,
-    PLAIN,
-    brief,
-    dict_of_view,
-    has_raw_content,
-    holds_no_more,
-    is_container,
-    is_shared_memory,
-    items_of,
 )
 
 _MODULES = vars(nn.modules.module)

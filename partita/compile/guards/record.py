@@ -34,24 +34,22 @@ from partita.layout import Fix
 from ..arguments import is_taken_apart
 from ..capture.capture_context import attribute_set
 from ..errors import CaptureError, not_captured
-from .places import (
-    INSIDE,
-    Place,
-    dict_of,
-    may_have_attributes,
-    place_of_slot,
-    slots_of,
-)
 from .values import (
     HUGE,
+    INSIDE,
     MISSING,
     PLAIN,
+    Place,
     content_key,
     copy_raw_content,
+    dict_of,
     is_container,
     items_of,
+    may_have_attributes,
+    place_of_slot,
     read_raw_content,
     restore_raw_content,
+    slots_of,
 )
 
 _WEAK = (

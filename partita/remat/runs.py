@@ -39,7 +39,6 @@ from partita.tensor.tensor_state import (
 )
 
 from .counters import FlopMode, Recomputed, open_reports
-from .policy import OneCall, Policy
 from .saved_state import (
     AmbientState,
     KeepMode,
@@ -58,6 +57,8 @@ from .saved_state import (
 from .watched_calls import (
     FunctionKind,
     Key,
+    OneCall,
+    Policy,
     RematError,
     TensorOrigins,
     describe_call,

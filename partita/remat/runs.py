@@ -151,7 +151,7 @@ def _find_source(t: torch.Tensor) -> tuple[torch.Tensor, int]:
         return t, 0 if t.is_inference() else t._version
 
 
-class _Run:
+class _RegionRun:
     """What the two runs of a region have in common: each is a `Watcher` while it lasts.
 
     Attributes:
@@ -246,7 +246,7 @@ class _Run:
 # -- the first run ---------------------------------------------------------------------------------
 
 
-class ForwardRecord(_Run):
+class ForwardRecord(_RegionRun):
     """The first run of a region: a `Watcher` while it lasts, a record afterwards.
 
     Attributes:
@@ -538,7 +538,7 @@ def is_recomputing() -> bool:
     return isinstance(HERE.watcher, Recomputation)
 
 
-class Recomputation(_Run):
+class Recomputation(_RegionRun):
     """The second run of a region: a `Watcher` while it lasts."""
 
     def __init__(self, forward: ForwardRecord):

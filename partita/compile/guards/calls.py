@@ -19,6 +19,7 @@ import functools
 import gc
 import importlib.util
 import inspect
+import itertools
 import locale
 import logging
 import os
@@ -117,22 +118,24 @@ def line_of_write(codes: list[CodeType], key: object) -> str | None:
     return f"{name if relative.startswith('..') else relative}:{line}"
 
 
+def _operands_of_is(code: CodeType) -> Iterator[list[dis.Instruction]]:
+    """The two instructions before each `is` in code."""
+    steps = [i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "EXTENDED_ARG")]
+    return (steps[max(0, n - 2) : n] for n, i in enumerate(steps) if i.opname == "IS_OP")
+
+
 @functools.lru_cache(maxsize=4096)
 def asks_whether_true(code: CodeType) -> bool:
     """Does code ask whether something `is True` or `is False`, which no stand-in can answer?"""
-    steps = [i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "EXTENDED_ARG")]
-    operands = (steps[max(0, n - 2) : n] for n, i in enumerate(steps) if i.opname == "IS_OP")
-    return any(
-        i.opname == "LOAD_CONST" and type(i.argval) is bool for pair in operands for i in pair
-    )
+    operands = itertools.chain.from_iterable(_operands_of_is(code))
+    return any(i.opname == "LOAD_CONST" and type(i.argval) is bool for i in operands)
 
 
 @functools.lru_cache(maxsize=4096)
 def asks_which_object(code: CodeType) -> bool:
     """Does code compare two objects, neither a constant, by `is`, or ask for an `id`?"""
-    steps = [i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "EXTENDED_ARG")]
-    operands = (steps[max(0, n - 2) : n] for n, i in enumerate(steps) if i.opname == "IS_OP")
-    compared = any(all(i.opname != "LOAD_CONST" for i in pair) for pair in operands)
+    pairs = _operands_of_is(code)
+    compared = any(all(i.opname != "LOAD_CONST" for i in pair) for pair in pairs)
     return compared or "id" in global_names(code)
 
 
@@ -170,9 +173,7 @@ _IGNORED_OPS = ("CACHE", "EXTENDED_ARG", "PRECALL")
 @functools.lru_cache(maxsize=4096)
 def reflects(code: CodeType) -> bool:
     """May code ask for an attribute by a name that does not stand in it?"""
-    if not _REFLECTING_NAMES.isdisjoint(code.co_names) or not _REFLECTING_ATTRIBUTES.isdisjoint(
-        code.co_names
-    ):
+    if not (_REFLECTING_NAMES | _REFLECTING_ATTRIBUTES).isdisjoint(code.co_names):
         return True
     asked: list[dis.Instruction] | None = None
     open_calls = 0  # calls whose arguments are being pushed

@@ -264,8 +264,8 @@ def _as_it_is(value: Any) -> Any:
 # -- tensor guards ---------------------------------------------------------------------------------
 
 _base: Any = torch._C.TensorBase
-_data_ptr, _shape, _stride = _base.data_ptr, _base.size, _base.stride
 _dtype, _requires_grad = _base.dtype.__get__, _base.requires_grad.__get__
+_TENSOR_PROPERTIES = (_base.data_ptr, _base.size, _base.stride, _dtype, _requires_grad)
 
 
 class TensorGuard:
@@ -298,16 +298,9 @@ class TensorGuard:
         return now == were and all(map(is_, specs, known))
 
     def _read_tensor_state(self) -> tuple[list[Any], ...]:
-        each = self._each
         with Local():
-            return (
-                [*map(_data_ptr, each)],
-                [*map(_shape, each)],
-                [*map(_stride, each)],
-                [*map(_dtype, each)],
-                [*map(_requires_grad, each)],
-                [*map(dict.get, map(vars, each), repeat("_spec"))],
-            )
+            specs = [*map(dict.get, map(vars, self._each), repeat("_spec"))]
+            return (*[[*map(read, self._each)] for read in _TENSOR_PROPERTIES], specs)
 
 
 # -- call signatures -------------------------------------------------------------------------------
@@ -535,10 +528,6 @@ def _describe_change(was: dict[str, str], now: dict[str, str]) -> str:
     raise AssertionError("they are equal")
 
 
-def _is_int(text: str) -> bool:
-    return text.removeprefix("-").isdigit()
-
-
 _READ_AS_NUMBER = re.compile(r"is read as a number| == -?[\d.e+-]+ at ")
 """Says in a reason that the value of a float is in the program, which is for that value alone."""
 
@@ -605,7 +594,8 @@ class History:
         """Warn of what differs in each call: a Python value, an int argument, a float that is read
         as a number."""
         names = {text.split(": ")[0] for text in reason.split("; ") if " became " in text}
-        ints = {name for name in names if _is_int(description.get(name, {}).get("value", ""))}
+        values = {name: description.get(name, {}).get("value", "") for name in names}
+        ints = {name for name, text in values.items() if text.removeprefix("-").isdigit()}
         floats = {name for name in names if _READ_AS_NUMBER.search(reason)}
         changed = ints | floats | {name for name in names if name not in description}
         self._changed_in_a_row.append(changed)

@@ -30,7 +30,7 @@ import os
 import sys
 import sysconfig
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import chain, repeat
@@ -784,35 +784,26 @@ class AttributesAndHooks:
     def __init__(self, places: Sequence[Place]):
         self._attributed = [place.home for place in places if place.key == _ATTRIBUTES]
         self._hooked = [place.home for place in places if place.key == _HOOKS]
-        held = [*map(vars, self._attributed)]
-        self._counts = [*map(len, held)]
         # Nobody deletes our own attributes, so where all are ours an equal number is the same ones.
         self._others = [t for t in self._attributed if not OWN_ATTRIBUTES.issuperset(vars(t))]
-        self._names = [*chain.from_iterable(map(vars, self._others))]
-        self._tables = self._tables_now()
-        self._sizes, self._hooks = _hooks_in_tables(self._tables)
+        self._state, self._objects = self._read_state()
 
     def unchanged(self) -> bool:
         """Do torch's dictionaries hold the same?"""
-        if [*map(len, map(vars, self._attributed))] != self._counts:
-            return False
-        if [*chain.from_iterable(map(vars, self._others))] != self._names:
-            return False
-        tables = self._tables_now()
-        if not all(map(is_, tables, self._tables)):
-            return False
-        sizes, hooks = _hooks_in_tables(tables)
-        return sizes == self._sizes and all(map(is_, hooks, self._hooks))
+        state, objects = self._read_state()
+        return state == self._state and all(map(is_, objects, self._objects))
 
-    def _tables_now(self) -> list[Any]:
+    def _read_state(self) -> tuple[Any, list[Any]]:
+        """Numbers and names of attributes and the numbers of hooks; the dictionaries and hooks."""
         with Local():
-            return [*map(_hooks_of_backward, self._hooked), *map(_hooks_of_gradient, self._hooked)]
-
-
-def _hooks_in_tables(tables: Iterable[Any]) -> tuple[list[int], list[Any]]:
-    """The number of hooks in each table, and the hooks."""
-    there = [table for table in tables if table is not None]
-    return [*map(len, there)], [*chain.from_iterable([table.values() for table in there])]
+            tables = [
+                *map(_hooks_of_backward, self._hooked),
+                *map(_hooks_of_gradient, self._hooked),
+            ]
+        there = [table for table in tables if table is not None]
+        counts = [*map(len, map(vars, self._attributed))], [*map(len, there)]
+        names = [*chain.from_iterable(map(vars, self._others))]
+        return (counts, names), [*tables, *chain.from_iterable(map(dict.values, there))]
 
 
 # -- whose code ------------------------------------------------------------------------------------

@@ -87,24 +87,23 @@ class _BufferWrites:
     def undone(self) -> Iterator[None]:
         """Within, the buffers have the values from before the first run; afterwards those of
         now."""
-        now: list[tuple[torch.Tensor, torch.Tensor]] = []
+        found = [(ref(), before) for ref, before in self._before.values()]
+        written = [(t, before) for t, before in found if t is not None]
+        with Local(), torch.no_grad():
+            now = [(t, t.detach().clone()) for t, _ in written]
         try:
-            with Local(), torch.no_grad():
-                for ref, before in self._before.values():
-                    t = ref()
-                    if t is not None:
-                        now.append((t, t.detach().clone()))
-                        _set_value(t, before)
+            _set_values(written)
             yield
         finally:
-            with Local(), torch.no_grad():
-                for t, value in now:
-                    _set_value(t, value)
+            _set_values(now)
 
 
-def _set_value(t: torch.Tensor, value: torch.Tensor) -> None:
+def _set_values(values: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     # `.data`: autograd must not count this as a write, since in the end nothing has changed.
-    torch._C.TensorBase.data.__get__(t).copy_(value)  # type: ignore[attr-defined]
+    data: Any = torch._C.TensorBase.data  # type: ignore[attr-defined]
+    with Local(), torch.no_grad():
+        for t, value in values:
+            data.__get__(t).copy_(value)
 
 
 # -- ambient state ---------------------------------------------------------------------------------
@@ -353,7 +352,7 @@ class KeptKernels(_KeptResult):
 
     @property
     def nbytes(self) -> int:
-        return _count_storage_bytes(tensors_in(self.made))
+        return sum(_sizes_of_storages(tensors_in(self.made)).values())
 
     def starts(self) -> set[int]:
         return {storage_id(t) for t in tensors_in(self.made)}
@@ -447,7 +446,7 @@ class KeptCall(_KeptResult):
 
     @property
     def nbytes(self) -> int:
-        return _count_storage_bytes([r.held for r in self.results] + self.inside)
+        return sum(_sizes_of_storages([r.held for r in self.results] + self.inside).values())
 
     def starts(self) -> set[int]:
         return {storage_id(r.held) for r in self.results}
@@ -478,13 +477,10 @@ class KeptCall(_KeptResult):
         return replace_instances(self.out, _Result, restore_result)
 
 
-def _count_storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    sizes = {}
+def _sizes_of_storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """The bytes of the storages of tensors, by `storage_id`."""
     with Local():
-        for t in tensors:
-            storage = t.untyped_storage()
-            sizes[storage.data_ptr()] = storage.nbytes()
-    return sum(sizes.values())
+        return {storage_id(t): t.untyped_storage().nbytes() for t in tensors}
 
 
 # -- what autograd saves in opaque calls ----------------------------------------------------------
@@ -525,7 +521,7 @@ class OpaqueSaves:
         """Note `t`, which is no view of an input; True if it is kept."""
         if self._keeps:
             self.own.append(make_local_alias(t))
-        self._sizes[storage_id(t)] = t.untyped_storage().nbytes()
+        self._sizes |= _sizes_of_storages([t])
         return self._keeps
 
     def fresh(self, out: Any) -> list[torch.Tensor]:
@@ -534,9 +530,7 @@ class OpaqueSaves:
 
     def nbytes(self, out: Any) -> int:
         """The bytes that keeping the call would take."""
-        with Local():
-            sizes = {storage_id(t): t.untyped_storage().nbytes() for t in tensors_in(out)}
-        return sum((self._sizes | sizes).values())
+        return sum((self._sizes | _sizes_of_storages(tensors_in(out))).values())
 
 
 # -- named results ---------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from .record import count_own_attributes
 from .values import (
     MISSING,
     OWN_ATTRIBUTES,
+    PLAIN,
     AttributesAndHooks,
     ByIdentity,
     ByType,
@@ -85,7 +86,7 @@ class Guards:
     ):
         self._arguments = (places, types, is_number_input, huge, slots, classes, namespaces)
         self._places, self._slots, self._classes = places, slots, classes
-        self._is_number_input, self._huge = is_number_input, {id(value): value for value in huge}
+        self._huge = {id(value): value for value in huge}
         self._objects = [o for o, _ in types]
         self._types = [t for _, t in types]
         self._namespaces = [
@@ -94,7 +95,8 @@ class Guards:
         self._namespace_dicts = [held for _, held, _ in namespaces]
         self._class_dicts = [vars(kind) for kind in classes]
         self._class_sizes = [*map(count_own_attributes, classes)]
-        self._keys = self._arm_guards([None for _ in places])
+        walk = ContentWalk(is_number_input=is_number_input, huge=self._huge)
+        self._keys = self._arm_guards(walk, [None for _ in places])
 
     def __len__(self) -> int:
         return len(self._places)
@@ -114,7 +116,7 @@ class Guards:
             return True
         if self.differences(1):
             return False
-        self._arm_guards(self._keys)
+        self._arm_guards(ContentWalk(huge=self._huge), self._keys)
         return True
 
     def differences(self, most: int = 3) -> list[str]:
@@ -128,17 +130,17 @@ class Guards:
                 found.append(f"{kind.__name__}: {size} attributes became {there}")
         for name, held, names, known in self._namespaces:
             found += [f"{name}.{key} is new" for key in sorted((names & held.keys()) - known)]
-        walk = self._start_walk()
-        for place, key in zip(self._places, self._keys, strict=True):
+        walk = ContentWalk(huge=self._huge)
+        for place, key, fixed in zip(self._places, self._keys, self._fixed, strict=True):
             if len(found) >= most:
                 break
-            now = walk.make_part(place.value, place.home, place.key, key)
+            value = place.value
+            if value is fixed:
+                continue
+            now = walk.make_part(value, place.home, place.key, key)
             if (differs := find_difference(key, now)) is not None:
                 found.append(f"{place.name}{differs[0]}: {differs[1]} became {differs[2]}")
         return found[:most]
-
-    def _start_walk(self) -> ContentWalk:
-        return ContentWalk(is_number_input=self._is_number_input, huge=self._huge)
 
     def hold_by_identity(self) -> bool:
         """Is everything the same objects? `hold` asks this first, since it is fast."""
@@ -161,17 +163,18 @@ class Guards:
                 map(is_, chain.from_iterable(self._iterate_containers()), self._container_items)
             )
             and all(_type_of(place.value) is kind for place, kind in self._typed_places)
-            and all(content_key(get(), self._start_walk()) == key for get, key in self._contents)
+            and all(content_key(get()) == key for get, key in self._contents)
             and all(len(value) == length for value, length in self._container_sizes)
         )
 
     def _iterate_containers(self) -> Any:
         return chain(self._containers, map(dict.values, self._dict_containers))
 
-    def _arm_guards(self, expected: Sequence[Any]) -> list[Any]:
+    def _arm_guards(self, walk: ContentWalk, expected: Sequence[Any]) -> list[Any]:
         """Store the objects of now, for `hold_by_identity`.
 
         Args:
+            walk: makes keys.
             expected: of each place, the key of before; None where there is none yet.
 
         Returns:
@@ -191,10 +194,14 @@ class Guards:
         self._typed_places: list[tuple[Place, type]] = []
         self._contents: list[tuple[Callable[[], Any], Any]] = []
         self._tensor_extras = AttributesAndHooks([*filter(is_attributes_or_hooks, self._places)])
-        walk, keys = self._start_walk(), []
+        # Of each place the value, where that cannot change in place.
+        self._fixed: list[Any] = []
+        keys = []
         for place, was in zip(self._places, expected, strict=True):
-            key = walk.make_part(place.value, place.home, place.key, was)
+            value = place.value
+            key = walk.make_part(value, place.home, place.key, was)
             keys.append(key)
+            self._fixed.append(value if _is_fixed(key) else _CHANGEABLE)
             if is_attributes_or_hooks(place):
                 continue
             if key is torch.Tensor or isinstance(key, ByType):
@@ -251,6 +258,14 @@ class Guards:
                 self._watch_entry(part, at)
             else:
                 self._watch_answer(functools.partial(getitem, part, at))
+
+
+_CHANGEABLE = object()
+
+
+def _is_fixed(key: Any) -> bool:
+    """Is it the key of a plain value, or of an object that counts by identity?"""
+    return type(key) is tuple and (key[0] in PLAIN or isinstance(key[-1], ByIdentity))
 
 
 def _type_of(value: Any) -> type:

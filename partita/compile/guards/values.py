@@ -190,61 +190,64 @@ class ContentWalk:
     Attributes:
         is_whole: whether dataclasses count by their fields, tensors by identity, and two of one
             content are another value than one that is there twice.
-        is_number_input: given a container and a key, whether the number there is a graph input.
+        is_number_input: given a container and a key, whether the number there is a graph input;
+            None where the keys that are expected tell.
         huge: by id, containers whose entries count by identity.
         changeable: what was met that may change in place, each with its key.
     """
 
     is_whole: bool = False
-    is_number_input: Callable[[Any, Any], bool] = lambda home, key: False
+    is_number_input: Callable[[Any, Any], bool] | None = None
     huge: Mapping[int, Any] = field(default_factory=dict)
     changeable: list[tuple[Any, Any]] = field(default_factory=list)
     _met: dict[int, tuple[Any, Any]] = field(default_factory=dict)  # which stay alive
 
     def make_key(self, value: Any, was: Any = None) -> Any:
         """The key of a value that is not plain; `was` as for `content_key`."""
-        kind = type(value)
-        if isinstance(value, torch.Tensor):
+        kind: type = type(value)
+        sort = _sort_of_type(kind)
+        if sort == "object" and not self.is_whole:
+            return (kind, ByIdentity(value))
+        if sort == "tensor":
             return (kind, ByIdentity(value)) if self.is_whole else torch.Tensor
         if id(value) in self._met:
             return self._met[id(value)][1]
-        self._met[id(value)] = value, (_MET, len(self._met))
-        if (key := self._make_changeable_key(value, was)) is not None:
+        if sort in ("container", "raw") or (sort == "object" and dataclasses.is_dataclass(kind)):
+            self._met[id(value)] = value, (_MET, len(self._met))
+            key = self._make_changeable_key(value, sort, was)
             self.changeable.append((value, key))
             if not self.is_whole:
                 self._met[id(value)] = value, key
             return key
-        del self._met[id(value)]
         inner = was[-1] if isinstance(was, tuple) and was else None
-        if (under := dict_of_view(value)) is not None:
+        if sort == "view" and (under := dict_of_view(value)) is not None:
             return (kind, ByIdentity(value), self.make_key(under, inner))
-        if isinstance(value, _METHODS) and value.__self__ is not None:
+        if sort == "method" and value.__self__ is not None:
             # Python makes it anew at each read; a container's reads what that holds.
             owner, function = value.__self__, getattr(value, "__func__", None)
             holds = is_container(owner) or has_raw_content(owner)
             held = self.make_key(owner, inner) if holds else None
             return (kind, value.__name__, ByIdentity(owner), ByIdentity(function), held)
-        return (kind, repr(value) if _compares_by_value(value) else ByIdentity(value))
+        return (kind, repr(value) if sort == "value" else ByIdentity(value))
 
     def make_part(self, value: Any, home: Any, key: Any, was: Any = None) -> Any:
         """The key of `value`, which stands in `home` at `key`."""
-        if isinstance(was, ByType) or self.is_number_input(home, key):
+        ask = self.is_number_input
+        if isinstance(was, ByType) or (ask is not None and ask(home, key)):
             return ByType(value)
         return content_key(value, self, was)
 
-    def _make_changeable_key(self, value: Any, was: Any) -> Any:
-        """The key of a container, or of an array or its like; None of other values."""
+    def _make_changeable_key(self, value: Any, sort: str, was: Any) -> Any:
+        """The key of a container, or of an array or its like."""
         if id(value) in self.huge:
             return EntriesKey(value)
-        if has_raw_content(value):
+        if sort == "raw":
             return (type(value), read_raw_content(value))
-        if self.is_whole and dataclasses.is_dataclass(value) and not isinstance(value, type):
+        if sort == "object":
             keys: Any = [f.name for f in dataclasses.fields(value)]
             values = [getattr(value, key, MISSING) for key in keys]
-        elif is_container(value):
-            keys, values = items_of(value)
         else:
-            return None
+            keys, values = items_of(value)
         same_size = isinstance(was, ContainerKey) and len(was.parts) == len(values)
         parts = [
             self.make_part(v, value, key, before)
@@ -290,16 +293,29 @@ def items_of(value: Any) -> tuple[list[Any] | None, list[Any]]:
 
 def is_container(value: Any) -> bool:
     """Is it a container, compared by its contents?"""
-    return isinstance(value, _CONTAINERS) and not isinstance(value, torch.nn.Module)
+    kind: type = type(value)
+    return _sort_of_type(kind) == "container"
 
 
-def _compares_by_value(value: Any) -> bool:
-    """Is it an immutable value with `==`: of numpy, a path, a fraction, a date, a UUID?"""
-    kind = type(value)
+@lru_cache(maxsize=4096)
+def _sort_of_type(kind: type) -> str:
+    """How values of a type are compared: "container", "raw", "view", "method", "value", "tensor",
+    "object"."""
+    if issubclass(kind, torch.Tensor):
+        return "tensor"
+    if issubclass(kind, _CONTAINERS) and not issubclass(kind, nn.Module):
+        return "container"
+    if _has_raw_content(kind):
+        return "raw"
+    if issubclass(kind, _VIEWS):
+        return "view"
+    if issubclass(kind, _METHODS):
+        return "method"
+    # An immutable value with `==`: of numpy, a path, a fraction, a date, a UUID.
     root = kind.__module__.split(".")[0]
-    if root == "numpy":
-        return hasattr(value, "tobytes") or kind.__name__.endswith("DType")
-    return root in ("pathlib", "fractions", "decimal", "datetime", "uuid")
+    of_numpy = root == "numpy" and (hasattr(kind, "tobytes") or kind.__name__.endswith("DType"))
+    is_value = of_numpy or root in ("pathlib", "fractions", "decimal", "datetime", "uuid")
+    return "value" if is_value else "object"
 
 
 # -- differences -----------------------------------------------------------------------------------
@@ -406,22 +422,29 @@ _VIEWS = tuple(
 
 def has_raw_content(value: Any) -> bool:
     """Is it an array, a buffer, a file in memory or a decimal context, mutable in place?"""
-    if isinstance(value, (*_BUFFERS, *_FILES, decimal.Context)):
+    kind: type = type(value)
+    return _sort_of_type(kind) == "raw"
+
+
+def _has_raw_content(kind: type) -> bool:
+    if issubclass(kind, (*_BUFFERS, *_FILES, decimal.Context)):
         return True
     numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.ndarray):
+    if numpy is not None and issubclass(kind, numpy.ndarray):
         return True
-    kind = type(value)
     if kind.__module__ == "array":
         return kind.__name__ == "array"
-    return any(base.__module__ == "_ctypes" for base in kind.__mro__) and not is_shared_memory(
-        value
-    )
+    is_of_ctypes = any(base.__module__ == "_ctypes" for base in kind.__mro__)
+    return is_of_ctypes and not _is_shared_memory(kind)
 
 
 def is_shared_memory(value: Any) -> bool:
     """Is it memory that other programs may write (`mmap`), or a pointer of ctypes?"""
-    kinds = [(base.__module__, base.__name__) for base in type(value).__mro__]
+    return _is_shared_memory(type(value))
+
+
+def _is_shared_memory(kind: type) -> bool:
+    kinds = [(base.__module__, base.__name__) for base in kind.__mro__]
     return ("mmap", "mmap") in kinds or ("_ctypes", "_Pointer") in kinds
 
 
@@ -552,7 +575,10 @@ def place_of_class_attribute(kind: type, key: str) -> Place:
     """An attribute of a class or its bases, as it stands there (descriptors are not called)."""
 
     def get_class_attribute() -> Any:
-        return next((vars(base)[key] for base in kind.__mro__ if key in vars(base)), MISSING)
+        for base in kind.__mro__:  # not by a generator, which takes longer
+            if key in base.__dict__:
+                return base.__dict__[key]
+        return MISSING
 
     put = _writer(partial(type.__setattr__, kind, key), partial(type.__delattr__, kind, key))
     return Place(f"{kind.__name__}.{key}", kind, key, get_class_attribute, put)

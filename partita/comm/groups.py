@@ -133,18 +133,15 @@ class GroupWire(Wire):
     # -- collectives -------------------------------------------------------------------------------
 
     def _perform(self, out: torch.Tensor, x: torch.Tensor, axes: Axes, request: Request) -> None:
-        kind = request.kind
-        reads = self._reading_op is not None and kind in ("all_gather", "all_reduce")
-        if reads and (rows := self._gather_read_value(x, axes)) is not None:
-            if kind == "all_gather":
-                torch.cat([row.view(-1) for row in rows], out=out.view(-1))
-            else:
-                reduce_in_rank_order(rows, out, request.reduce_op)
+        if self._reading_op is not None and self._bring_read_value(out, x, axes, request):
             return
-        if kind == "all_gather" and out.shape[:1] == x.shape[:1]:
-            # In front are dimensions of one, and a group cuts the first.
+        group = self._process_groups[axes]
+        if request.kind != "all_gather":
+            self.backend.begin(group, out, x, request).wait()
+            return
+        if out.shape[:1] == x.shape[:1]:  # in front are dimensions of one: a group cuts the first
             out, x = out.view(-1), x.view(-1)
-        self.backend.run(self._process_groups[axes], out, x, request)
+        self.backend.native(group, out, x, request).wait()
 
     def begin_collective(
         self, out: torch.Tensor, x: torch.Tensor, axes: Axes, request: Request
@@ -194,22 +191,33 @@ class GroupWire(Wire):
         limit = timeout_of_job().total_seconds() / 2
         return self.exchange(f"reads a value ({op})", mine, limit, place_of_user())
 
-    def _gather_read_value(self, x: torch.Tensor, axes: Axes) -> list[torch.Tensor] | None:
-        """Each rank's `x` of a value that the program reads, in group order, sent over the control
-        group; None where it is too large for that, when all ranks of the mesh are known to be
-        here."""
+    def _bring_read_value(
+        self, out: torch.Tensor, x: torch.Tensor, axes: Axes, request: Request
+    ) -> bool:
+        """Do an all_gather or all_reduce of a value that the program reads over the control group.
+
+        Not done of other collectives, and where it is too large for that: then all ranks of the
+        mesh are known to be here.
+        """
+        if request.kind not in ("all_gather", "all_reduce"):
+            return False
         assert self._reading_op is not None
         mine = b""
         if x.nbytes <= _SMALL_READ:
             mine = copy_bytes(x.detach().to(HOST).contiguous())
         told = self.meet_readers(self._reading_op, mine)
         if not mine:
-            return None
+            return False
         by_place = dict(zip(self.mesh.coordinates(), told, strict=True))
-        return [
+        rows = [
             torch.frombuffer(bytearray(by_place[at]), dtype=x.dtype).view(x.shape).to(x.device)
             for at in self.group(axes)[1]
         ]
+        if request.kind == "all_gather":
+            torch.cat([row.view(-1) for row in rows], out=out.view(-1))
+        else:
+            reduce_in_rank_order(rows, out, request.reduce_op)
+        return True
 
 
 def _begin_watched(

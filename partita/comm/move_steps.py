@@ -52,6 +52,18 @@ def prepare(move: Move, transport: Transport) -> Step:
     return _copy_alone
 
 
+class _Requests(dict[str, Request]):
+    """The request of a move, by the op that needs it; made once for each."""
+
+    def __init__(self, move: Move, get: Splits | None = None, send: Splits | None = None):
+        self._move, self._segments = move, (get, send)
+
+    def __missing__(self, op: str) -> Request:
+        move = self._move
+        made = self[op] = Request(move.kind, move, op, move.op, *self._segments)
+        return made
+
+
 # -- moves that send -------------------------------------------------------------------------------
 
 
@@ -59,7 +71,7 @@ def _all_gather(move: Move, transport: Transport) -> Step:
     axes, _ = transport.group_order(move.axes)
     joined, _ = find_cuts(move, transport.mesh)
     side = Side(joined, move.after, transport, axes)
-    shape, run = side.shape, transport.run_collective
+    shape, run, requests = side.shape, transport.run_collective, _Requests(move)
     if side.rows_in_memory:
         mine, gathered = side.piece, side.padded_shape
     else:
@@ -68,7 +80,7 @@ def _all_gather(move: Move, transport: Transport) -> Step:
 
     def run_all_gather(x: torch.Tensor, op: str) -> torch.Tensor:
         out = x.new_empty(gathered)
-        run(out, _pad_to_shape(x, mine), axes, Request("all_gather", move, op))
+        run(out, _pad_to_shape(x, mine), axes, requests[op])
         if whole:
             return out
         return out.resize_(shape) if side.rows_in_memory else unpack(out)
@@ -82,16 +94,16 @@ def _reduce_scatter(move: Move, transport: Transport) -> Step:
     mine = move.after.local_shape(transport.mesh, transport.at)
     side = Side(divided, move.before, transport, axes)
     as_it_is, rows_shape = side.rows_in_memory and side.even, (side.ranks * side.pad,)
-    pack, run = side.make_packer(side.pad), transport.run_collective
+    pack, run, requests = side.make_packer(side.pad), transport.run_collective, _Requests(move)
 
     def run_reduce_scatter(x: torch.Tensor, op: str) -> torch.Tensor:
-        request = Request("reduce_scatter", move, op, move.op)
         if as_it_is:
             out = x.new_empty(mine)
-            run(out, x.contiguous(), axes, request)
+            run(out, x.contiguous(), axes, requests[op])
             return out
         out = x.new_empty(side.pad)
-        run(out, _pad_to_shape(x, rows_shape) if side.rows_in_memory else pack(x), axes, request)
+        rows = _pad_to_shape(x, rows_shape) if side.rows_in_memory else pack(x)
+        run(out, rows, axes, requests[op])
         return out.resize_(mine)
 
     return run_reduce_scatter
@@ -99,11 +111,11 @@ def _reduce_scatter(move: Move, transport: Transport) -> Step:
 
 def _all_reduce(move: Move, transport: Transport) -> Step:
     axes, _ = transport.group_order(move.axes)
-    run = transport.run_collective
+    run, requests = transport.run_collective, _Requests(move)
 
     def run_all_reduce(x: torch.Tensor, op: str) -> torch.Tensor:
         out = x.clone(memory_format=_CONTIGUOUS)
-        run(out, out, axes, Request("all_reduce", move, op, move.op))
+        run(out, out, axes, requests[op])
         return out
 
     return run_all_reduce
@@ -124,11 +136,12 @@ def _all_to_all(move: Move, transport: Transport) -> Step:
         send = get = Splits.evenly(sent.ranks, pad)
     pack = None if pad is None and sent.in_memory else sent.make_packer(pad)
     unpack = None if pad is None and got.in_memory else got.make_unpacker(pad)
+    requests = _Requests(move, get, send)
 
     def run_all_to_all(x: torch.Tensor, op: str) -> torch.Tensor:
         source = x.contiguous() if pack is None else pack(x)
         out = x.new_empty(shape if unpack is None else get.total)
-        run(out, source, axes, Request("all_to_all", move, op, get=get, send=send))
+        run(out, source, axes, requests[op])
         return out if unpack is None else unpack(out)
 
     return run_all_to_all
@@ -140,12 +153,13 @@ def _make_restack_step(move: Move, transport: Transport) -> Step:
     shape, run = move.after.local_shape(transport.mesh, transport.at), transport.run_collective
     send, sent = _find_overlaps(move.before, move.after, transport, axes)
     get, got = _find_overlaps(move.after, move.before, transport, axes)
+    requests = _Requests(move, get, send)
 
     def run_restack(x: torch.Tensor, op: str) -> torch.Tensor:
         parts = [x[where].reshape(-1) for where in sent]
         source = torch.cat(parts) if parts else x.new_empty(0)
         flat = x.new_empty(get.total)
-        run(flat, source, axes, Request("all_to_all", move, op, get=get, send=send))
+        run(flat, source, axes, requests[op])
         out = x.new_empty(shape)
         at = 0
         for where in got:

@@ -29,23 +29,22 @@ def begin_in_group(
     group: dist.ProcessGroup, out: torch.Tensor, x: torch.Tensor, request: Request
 ) -> PendingWork:
     """Begin a process group's own collective."""
-    kind, op = request.kind, _OPS[request.reduce_op]
+    kind = request.kind
     work: Any
+    get, send = request.get, request.send
     if kind == "all_gather":
         work = group._allgather_base(out, x)
-    elif kind == "all_reduce":
-        work = group.allreduce([x], op)
-    elif kind == "broadcast":
-        work = group.broadcast(x, request.root)
-    elif kind == "reduce_scatter":
-        options = dist.ReduceScatterOptions()
-        options.reduceOp = op  # type: ignore[assignment]
-        work = group._reduce_scatter_base(out, x, options)
-    else:
-        get, send = request.get, request.send
-        assert get is not None and send is not None
+    elif get is not None and send is not None:
         sizes = ([], []) if get.even and send.even else (get.sizes, send.sizes)
         work = group.alltoall_base(out, x, *sizes)
+    elif kind == "all_reduce":
+        work = group.allreduce([x], _OPS[request.reduce_op])
+    elif kind == "reduce_scatter":
+        options = dist.ReduceScatterOptions()
+        options.reduceOp = _OPS[request.reduce_op]  # type: ignore[assignment]
+        work = group._reduce_scatter_base(out, x, options)
+    else:
+        work = group.broadcast(x, request.root)
     return work  # type: ignore[no-any-return]
 
 
@@ -91,17 +90,12 @@ class Backend:
 
     # -- collectives -------------------------------------------------------------------------------
 
-    def run(
-        self, group: dist.ProcessGroup, out: torch.Tensor, x: torch.Tensor, request: Request
-    ) -> None:
-        """Fill `out` with what `request` makes of the group's `x`."""
-        self.begin(group, out, x, request).wait()
-
     def begin(
         self, group: dist.ProcessGroup, out: torch.Tensor, x: torch.Tensor, request: Request
     ) -> PendingWork:
-        """Begin it, and go on while the program computes. `x` of an all_gather may lie in `out`; a
-        sum is made in the dtype of `out`."""
+        """Begin to fill `out` with what `request` makes of the group's `x`, and go on while the
+        program computes. `x` of an all_gather may lie in `out`; a sum is made in the dtype of
+        `out`. An all_gather that is waited for at once is `native`."""
         if request.kind == "reduce_scatter" and out.dtype != x.dtype:
             return self.exchange_and_sum(group, out, x, request)
         return self.native(group, out, x, request)

@@ -62,14 +62,6 @@ class Gloo(Backend):
         padded = n * piece if x.numel() % n else 0
         return piece + n * piece + padded
 
-    def run(
-        self, group: dist.ProcessGroup, out: torch.Tensor, x: torch.Tensor, request: Request
-    ) -> None:
-        if request.kind == "all_gather":  # which nothing else is done beside: by the ring
-            super().begin(group, out, x, request).wait()
-        else:
-            self.begin(group, out, x, request).wait()
-
     def begin(
         self, group: dist.ProcessGroup, out: torch.Tensor, x: torch.Tensor, request: Request
     ) -> PendingWork:

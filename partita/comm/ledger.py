@@ -15,6 +15,7 @@ import sys
 import sysconfig
 import threading
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from contextvars import ContextVar
@@ -88,19 +89,18 @@ class Ledger:
 
     def __init__(self) -> None:
         self.moves: list[Record] = []
-        self._work: dict[tuple[int, str, str, tuple[str, ...]], float] = {}
+        self._work: defaultdict[tuple[int, str, str, tuple[str, ...]], float] = defaultdict(float)
 
     def note_work(
         self, rank: int, op: str, source: str, axes: tuple[str, ...], operations: float
     ) -> None:
         """Note that `rank` did so many operations, and every other rank along `axes` as well."""
-        name = (rank, op, source, axes)
-        self._work[name] = self._work.get(name, 0.0) + operations
+        self._work[rank, op, source, axes] += operations
 
     def add_work(self, other: Ledger) -> None:
         """Note the work that `other` has noted, once more."""
         for name, operations in other._work.items():
-            self._work[name] = self._work.get(name, 0.0) + operations
+            self._work[name] += operations
 
     @property
     def work(self) -> list[tuple[str, str, tuple[str, ...], float]]:
@@ -111,14 +111,14 @@ class Ledger:
     def repeated(self) -> list[RepeatedWork]:
         """Where ranks repeat each other's work: each op and place that makes up more than 1 % of
         the operations of a rank, the largest first."""
-        everything: dict[int, float] = {}
+        everything: defaultdict[int, float] = defaultdict(float)
         for (rank, *_), operations in self._work.items():
-            everything[rank] = everything.get(rank, 0.0) + operations
-        shares: dict[tuple[str, str, tuple[str, ...]], float] = {}
+            everything[rank] += operations
+        shares: defaultdict[tuple[str, str, tuple[str, ...]], float] = defaultdict(float)
         for (rank, op, source, axes), operations in self._work.items():
             if axes:
-                share = operations / everything[rank]
-                shares[op, source, axes] = max(shares.get((op, source, axes), 0.0), share)
+                name = op, source, axes
+                shares[name] = max(shares[name], operations / everything[rank])
         found = [RepeatedWork(*name, share) for name, share in shares.items()]
         found = [work for work in found if work.share > _WORTH_SAYING]
         return sorted(found, key=lambda work: -work.share)

@@ -31,7 +31,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConfig, FakeTens
 from torch.autograd.graph import increment_version
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.overrides import handle_torch_function, has_torch_function_unary
-from torch.utils import _pytree as pytree
 
 from partita.comm import user_line
 from partita.comm.device import HOST
@@ -423,9 +422,11 @@ def fake_mode_of(inputs: Iterable[Any]) -> FakeTensorMode:
 def fake_mode_in(values: Iterable[Any]) -> FakeTensorMode | None:
     """The mode of the first fake tensor among values, in lists and dictionaries too."""
     for value in values:
-        for leaf in pytree.tree_leaves(value):
-            if isinstance(leaf, FakeTensor):
-                return leaf.fake_mode  # type: ignore[no-any-return]
+        if isinstance(value, FakeTensor):
+            return value.fake_mode  # type: ignore[no-any-return]
+        inner = value.values() if isinstance(value, dict) else value
+        if isinstance(value, (list, tuple, dict)) and (found := fake_mode_in(inner)) is not None:
+            return found
     return None
 
 

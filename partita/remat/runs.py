@@ -304,9 +304,10 @@ class ForwardRecord(_RegionRun):
 
     def _enter_call(self, key: Key, tensors: list[torch.Tensor]) -> RecordedCall:
         event = self._record_event(key)
-        outside = [(i, t) for i, t in enumerate(tensors) if self.origins.of(t) is None]
-        sources = [(i, *_find_source(t)) for i, t in outside]
-        event.reads = tuple([(i, weakref.ref(held), version) for i, held, version in sources])
+        for i, t in enumerate(tensors):
+            if self.origins.of(t) is None:
+                held, version = _find_source(t)
+                event.reads += ((i, weakref.ref(held), version),)
         return event
 
     def _run_within(self, kind: FunctionKind, args: Any, kwargs: Any) -> Any:

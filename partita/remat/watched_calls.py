@@ -271,10 +271,9 @@ class TensorOrigins:
 
     def learn_outputs(self, out: Any, number: int, inputs: list[torch.Tensor]) -> None:
         """Note that call `number` made the tensors in `out`, except those that are its inputs."""
-        outputs = (out,) if isinstance(out, torch.Tensor) else tensors_in(out)
-        for k, one in enumerate(outputs):
+        for k, one in enumerate((out,) if isinstance(out, torch.Tensor) else tensors_in(out)):
             if not any(t is one for t in inputs):
-                self.learn(one, ("call", number, k))
+                self._known[id(one)] = (weakref.ref(one), ("call", number, k))
 
     def of(self, t: torch.Tensor) -> Origin | None:
         found = self._known.get(id(t))

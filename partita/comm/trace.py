@@ -80,6 +80,7 @@ class TraceWire(Wire):
         repeating: traces a move, or repeats the trace of an equal one.
         admitted: copies of plain tensors that were taken for equal on all ranks.
         admit_otherwise: asked first to note such a tensor; True where it did.
+        paddings: masks of padding, and tensors that calls share, by name.
     """
 
     padded = True
@@ -96,7 +97,7 @@ class TraceWire(Wire):
         self.admit_otherwise: Callable[[TraceWire, torch.Tensor], bool] | None = None
         self._seen: dict[tuple[int, int], torch.Tensor] = {}
         self.zeros = False
-        self._paddings: dict[Any, torch.Tensor] = {}
+        self.paddings: dict[Any, torch.Tensor] = {}
         self._instead: dict[int, tuple[Move, tuple[Move, ...]]] = {}
         self.moved_dtypes, self.reduced_dtypes = real.moved_dtypes, real.reduced_dtypes
         self.device, self.device_mesh = real.device, real.device_mesh
@@ -112,7 +113,7 @@ class TraceWire(Wire):
         self._instead.clear()
         self.admitted.clear()
         self._seen.clear()
-        self._paddings.clear()
+        self.paddings.clear()
 
     def admit(self, value: torch.Tensor) -> None:
         """Note that a plain tensor is taken for equal on all ranks; it may be written later."""
@@ -122,16 +123,10 @@ class TraceWire(Wire):
             with torch.no_grad():
                 self.admitted.append(value.clone())
 
-    def swap_paddings(self, kept: dict[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
-        """Keep masks of padding, and tensors that calls share, in `kept` from now on; returns the
-        dictionary that held them."""
-        before, self._paddings = self._paddings, kept
-        return before
-
     def share(self, name: tuple[Any, ...], make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        kept = self._paddings.get(name)
+        kept = self.paddings.get(name)
         if kept is None:
-            kept = self._paddings[name] = make()
+            kept = self.paddings[name] = make()
         return kept
 
     @property
@@ -185,12 +180,12 @@ class TraceWire(Wire):
             if size % self.mesh_size(axes) == 0 or (dims is not None and dim not in dims):
                 continue
             key = (size, axes, x.device)
-            where = self._paddings.get(key)
+            where = self.paddings.get(key)
             if where is None:
                 parts, places = self.stack(axes)
                 _, length = span(size, parts, places)
                 at = torch.arange(padded_length(size, parts), device=x.device)
-                where = self._paddings[key] = at >= _move_to_device(length, x.device)
+                where = self.paddings[key] = at >= _move_to_device(length, x.device)
             x = _fill_where(x, dim, where, value)
         return x
 

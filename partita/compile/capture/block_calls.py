@@ -28,7 +28,7 @@ import copy
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from types import NoneType
@@ -175,7 +175,9 @@ class BlockChoice:
                 yield module
 
     def _find_repeated(self, model: nn.Module) -> Iterator[nn.Module]:
-        structures = {m: _describe_structure(m) for m in model.modules()}
+        found: dict[nn.Module, _Parameters] = {}
+        _describe_parameters(model, found)
+        structures = {module: (type(module), parameters) for module, parameters in found.items()}
         counts = Counter(structures.values())
         around = [model]
         for module in around:
@@ -192,10 +194,18 @@ class BlockChoice:
         return not isinstance(module, _LISTS) and all(kind is not k for k, _ in self.apart)
 
 
-def _describe_structure(module: nn.Module) -> tuple[type, tuple[tuple[str, torch.Size], ...]]:
-    """The class of a module, and the names and shapes of its parameters."""
-    parameters = module.named_parameters(remove_duplicate=False)
-    return type(module), tuple((name, p.shape) for name, p in parameters)
+_Parameters = tuple[tuple[str, torch.Size], ...]
+
+
+def _describe_parameters(module: nn.Module, found: dict[nn.Module, _Parameters]) -> _Parameters:
+    """The names and shapes of a module's parameters; `found` gets those of all modules within."""
+    if module not in found:
+        own = [(name, p.shape) for name, p in module._parameters.items() if p is not None]
+        for name, child in module.named_children():
+            parameters = _describe_parameters(child, found)
+            own += ((f"{name}.{inner}", shape) for inner, shape in parameters)
+        found[module] = tuple(own)
+    return found[module]
 
 
 # -- their calls -----------------------------------------------------------------------------------
@@ -266,20 +276,18 @@ class BlockCalls:
         tracing = BlockTracing(self.recorder, self.mode.shape_env)
         varying = kind not in self._choice.constants
         follower = BlockFollower(kind, tapes, tracing, self._listeners, varying)
-        casts = torch.is_autocast_cache_enabled()
-        HERE.block = follower
-        try:
-            with _own_paddings(self._wires.values()):
-                torch.set_autocast_cache_enabled(False)  # it would keep tensors of this block
-                try:
-                    with follower:
-                        out = forward(*args, **kwargs)
-                except Exception as error:  # which the user may catch, and go on
-                    raise NotABlock(kind, f"it raises {type(error).__name__}") from error
-                held = unprofiled(follower.finish_tape)
-        finally:
-            torch.set_autocast_cache_enabled(casts)
-            HERE.block = None
+        with ExitStack() as own:
+            own.enter_context(attribute_set(HERE, "block", follower))
+            for wire in self._wires.values():
+                own.enter_context(attribute_set(wire, "paddings", {}))
+            own.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+            torch.set_autocast_cache_enabled(False)  # it would keep tensors of this block
+            try:
+                with follower:
+                    out = forward(*args, **kwargs)
+            except Exception as error:  # which the user may catch, and go on
+                raise NotABlock(kind, f"it raises {type(error).__name__}") from error
+            held = unprofiled(follower.finish_tape)
         assert follower.tape is not None
         for log in scope().work_ledgers:
             log.add_work(follower.tape.work)
@@ -491,18 +499,6 @@ def _has_hooks(t: torch.Tensor) -> bool:
     with Unheard():
         after = getattr(t, "_post_accumulate_grad_hooks", None)
         return bool(t._backward_hooks) or bool(after)
-
-
-@contextmanager
-def _own_paddings(wires: Iterable[TraceWire]) -> Iterator[None]:
-    """Within, wires remember paddings for the block alone."""
-    wires = list(wires)
-    before = [wire.swap_paddings({}) for wire in wires]
-    try:
-        yield
-    finally:
-        for wire, kept in zip(wires, before, strict=True):
-            wire.swap_paddings(kept)
 
 
 # -- updates of optimizers -------------------------------------------------------------------------

@@ -808,6 +808,9 @@ class BlockFollower(TorchFunctionMode):
         assert self.tape is not None
         with attribute_set(self, "is_tracing", True):
             for t in self.taken[len(self.traced_taken) :]:
+                with Unheard():
+                    if t.is_inference():  # torch does not count who writes it
+                        raise NotABlock(self.kind, "it takes a tensor of inference mode")
                 inner = self._tracing.enter_tensor(t)
                 if (spec := getattr(t, "_spec", None)) is not None:
                     tagged(inner, spec)

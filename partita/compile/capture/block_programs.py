@@ -245,10 +245,11 @@ class _Outlining:
         self._backs: dict[fx.Node, list[fx.Node]] = defaultdict(list)
         self._calls: dict[BlockTrace, list[fx.Node]] = defaultdict(list)
         for node in calls_of_blocks(step.graph):
+            part, forward, *_ = node.args
             if node.target is block_backward:
-                self._backs[node.args[1]].append(node)  # type: ignore[index]
+                self._backs[forward].append(node)  # type: ignore[index]
             else:
-                self._calls[node.args[0]].append(node)  # type: ignore[index]
+                self._calls[part].append(node)  # type: ignore[index]
         self._programs: dict[Any, tuple[BlockProgram, list[fx.Node], list[fx.Node]]] = {}
         # By each node of a trace, the trace.
         self._traced = {n: t for t in self._calls for n in (*t.entered, *t.all_nodes())}
@@ -260,15 +261,14 @@ class _Outlining:
     def can_outline(self, trace: BlockTrace) -> bool:
         """Can the blocks of this structure be a graph of their own?"""
         calls = self._calls[trace]
-        if len(calls) < 2 or any(len(self._backs[n]) > 1 for n in calls):
-            return False
-        if not self._sharing.isdisjoint(calls):
-            return False
-        if any(note_of(n).region in self._regions for n in calls):
-            return False
-        if trace.written and not self._updates.can_outline(calls):
-            return False
-        return not trace.numbers or all(map(_can_take_tensors, trace.all_nodes()))
+        return (
+            len(calls) > 1
+            and all(len(self._backs[n]) <= 1 for n in calls)
+            and self._sharing.isdisjoint(calls)
+            and not any(note_of(n).region in self._regions for n in calls)
+            and (not trace.written or self._updates.can_outline(calls))
+            and (not trace.numbers or all(map(_can_take_tensors, trace.all_nodes())))
+        )
 
     @cached_property
     def _updates(self) -> _OutlinedUpdates:

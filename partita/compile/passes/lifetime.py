@@ -76,19 +76,16 @@ def _find_ready_places(
     place: dict[fx.Node, int],
     floor: int,
 ) -> dict[fx.Node, int]:
-    """For each late node the place of the last other node that must run before it."""
-    ready = {node: floor for node in nodes if node in late}
-
-    def place_of(node: fx.Node) -> int:
-        return ready[node] if node in late else place[node]
-
+    """For each late node the place of the last other node that must run before it; for each other
+    node its own."""
+    ready = {**place, **dict.fromkeys(late, floor)}
     # A reader of an input may stand behind writes of other inputs: repeat until nothing changes.
     changing = True
     while changing:
         changing = False
         for node in nodes:
             if node in late:
-                now = max((place_of(n) for n in needs[node]), default=floor)
+                now = max((ready[n] for n in needs[node]), default=floor)
                 if now > ready[node]:
                     ready[node], changing = now, True
     return ready

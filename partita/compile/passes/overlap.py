@@ -37,9 +37,9 @@ def overlap(program: Program) -> str:
     step's budget: where activations fill the memory, nothing is prefetched.
     """
     order = _Order(program)
-    limit = _ROOM * order.peak()
+    limit = _ROOM * order.peak
     if (budget := program.options.budget) is not None:
-        limit = max(order.peak(), min(limit, budget + order.count_input_bytes()))
+        limit = max(order.peak, min(limit, budget + order.count_input_bytes()))
     earlier = sum(_begin_early(order, limit))
     later = sum(_wait_late(order, limit))
     beside = sum(_carry_beside(order, limit))
@@ -55,6 +55,9 @@ class _Order:
 
     A try moves nodes within a window. Outside of it neither the memory nor the place of a node
     changes, so that a try takes time for its window alone.
+
+    Attributes:
+        peak: of memory, in bytes, before the first try, the inputs included.
     """
 
     def __init__(self, program: Program):
@@ -65,7 +68,7 @@ class _Order:
         self.reads = {node: self._read_by(node) for node in self.nodes}
         self._made = {n: self._storages.made_by(n) for n in self._storages.of}
         self._last = {s: node for node in self.nodes for s in self.reads[node]}
-        self._live, self._peak = self._simulate_memory(self.nodes, 0, self._last)
+        self._live, self.peak = self._simulate_memory(self.nodes, 0, self._last)
 
     def _read_by(self, node: fx.Node) -> Set[int]:
         """The storages that must be allocated when a node runs."""
@@ -81,10 +84,6 @@ class _Order:
     def written_by(self, node: fx.Node) -> tuple[int, ...]:
         """The storages that a node writes."""
         return tuple(s for written in written_operands(node) for s in self._storages.of[written])
-
-    def peak(self) -> int:
-        """The peak of memory in bytes, the inputs included."""
-        return self._peak
 
     def count_input_bytes(self) -> int:
         """The bytes of the graph's inputs."""

@@ -346,18 +346,10 @@ class GraphFigures:
         self.digest = digest_of(lines)
 
     def compare(self, now: GraphFigures, name: str, promise: str, did: str) -> Change:
-        pairs: dict[str, Any] = {
-            what: (self.figures[what], now.figures[what]) for what in self.figures
-        }
-        return Change(
-            name,
-            promise,
-            did,
-            **pairs,
-            diff=_diff_calls(self.lines, now.lines),
-            digest=now.digest,
-            changed=now.digest != self.digest,
-        )
+        pairs: Any = {what: (value, now.figures[what]) for what, value in self.figures.items()}
+        diff = _diff_calls(self.lines, now.lines)
+        changed = now.digest != self.digest
+        return Change(name, promise, did, **pairs, diff=diff, digest=now.digest, changed=changed)
 
 
 def _saved_bytes_of_gathers(nodes: list[fx.Node]) -> int:

@@ -59,24 +59,52 @@ def list_messages() -> list[str]:
     for path in sorted((ROOT / "partita").rglob("*.py")):
         if path.relative_to(ROOT / "partita").parts[0] in _NO_PLACE:
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            found |= set(map(_read_text, _find_messages(node)))
+        tree = ast.parse(path.read_text())
+        frames = {"not_captured": [ast.Constant("capture: "), None]} | _find_frames(tree)
+        for node in ast.walk(tree):
+            found |= set(map(_read_text, _find_messages(node, frames)))
     return sorted(text for text in found if re.search(r"[a-z]{3}.* .*[a-z]{3}", text))
 
 
-def _find_messages(node: ast.AST) -> list[ast.expr]:
+def _find_frames(tree: ast.Module) -> dict[str, list[ast.expr | None]]:
+    """The functions that make an error of a part of its first line, their first argument: the parts
+    of that line, None where it stands."""
+    frames = {}
+    for node in ast.walk(tree):
+        if not (isinstance(node, ast.FunctionDef) and node.name.endswith("_error")):
+            continue
+        names = [arg.arg for arg in node.args.args if arg.arg != "self"][:1]
+        for call in ast.walk(node):
+            if not (isinstance(call, ast.Call) and call.args and _name_of(call).endswith("Error")):
+                continue
+            parts = [
+                None if getattr(getattr(part, "value", None), "id", "") in names else part
+                for part in _parts_of(call.args[0])
+            ]
+            if None in parts:
+                frames[node.name] = parts
+    return frames
+
+
+def _find_messages(node: ast.AST, frames: dict[str, list[ast.expr | None]]) -> list[ast.expr]:
     if isinstance(node, ast.FunctionDef):  # where `fact` has a default
         defaults = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
         return [default for arg, default in defaults if arg.arg == "fact" and default]
     if not isinstance(node, ast.Call):
         return []
-    name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+    name = _name_of(node)
     facts = [k.value for k in node.keywords if k.arg == "fact"]
-    if name == "not_captured" and node.args:
-        facts.append(ast.JoinedStr([ast.Constant("capture: "), *_parts_of(node.args[0])]))
-    elif name.endswith("Error") and name not in _PYTHONS and node.args:
+    if name in frames and node.args:
+        said = _parts_of(node.args[0])
+        parts = [said if part is None else [part] for part in frames[name]]
+        facts.append(ast.JoinedStr([part for some in parts for part in some]))
+    elif name.lower().endswith("error") and name not in _PYTHONS and node.args:
         facts.append(node.args[0])
     return facts
+
+
+def _name_of(call: ast.Call) -> str:
+    return getattr(call.func, "id", getattr(call.func, "attr", ""))
 
 
 def _parts_of(text: ast.expr) -> list[ast.expr]:

@@ -905,7 +905,7 @@ class BlockFollower(TorchFunctionMode):
             NotABlock: it writes tensors from outside, or gives views of them.
         """
         taken, made, tracing = self.traced_taken, self.traced_made, self._tracing
-        with Local():
+        with Unheard():  # nor by a mode around an update, which is traced by the same
             if tracing.written_places(taken):
                 raise NotABlock(self.kind, "it writes into what it takes from outside")
             if any(t._version != v for t, v in self.gathered):

@@ -370,10 +370,10 @@ class BlockTracing:
     def enter_tensor(self, t: torch.Tensor) -> torch.Tensor:
         """The tensor that is traced in place of `t`: an alias of it at which history begins, of no
         layout."""
-        with Local(), torch.no_grad():
+        with Unheard(), torch.no_grad():
             inner = t.detach()
         self.entered.append(self.recorder.add_alias(inner))
-        with Local(), torch.enable_grad():
+        with Unheard(), torch.enable_grad():
             inner.requires_grad_(t.requires_grad)
             if isinstance(t, nn.Parameter):
                 inner._is_param = True  # type: ignore[attr-defined]

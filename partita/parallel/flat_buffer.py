@@ -88,7 +88,13 @@ class _FlatPiece:
     @property
     def is_in_order(self) -> bool:
         """Do rows of `length` elements, a rank's each, show the parameter and then padding?"""
-        return all(run.at == run.ranks[0] * self.length for run in self.runs if run.length)
+        # A run is in order where its first and its last rank are.
+        return all(
+            run.at == run.ranks[0] * self.length
+            and run.end == (run.ranks[1] - 1) * self.length + run.length
+            for run in self.runs
+            if run.length
+        )
 
     @property
     def is_even(self) -> bool:

@@ -91,6 +91,27 @@ def test_hybrid_sharding_settles_shards_over_the_other_data_axis(stage):
         assert all(p == (pt.Replicate(), pt.Shard(0)) for p in placements)
 
 
+@pytest.mark.parametrize("n", [5, 6, 9])
+@pytest.mark.parametrize("bias", [False, True], ids=["travels alone", "travels with others"])
+def test_rows_that_two_axes_cut_unevenly_are_gathered_in_their_order(n, bias):
+    """5 rows on 2 x 2 ranks are 2, 1, 1, 1: ranks in the middle have padding, too."""
+    torch.manual_seed(0)
+    layer, x = nn.Linear(3, n, bias=bias), torch.randn(8, 3)
+
+    def run(mesh):
+        model = pt.zero(copy.deepcopy(layer), mesh, ("dp", "cp"))
+        out = model(pt.distribute_batch(x, mesh, {"dp": pt.Shard(0), "cp": pt.Shard(0)}))
+        out.square().sum().backward()
+        return out.full_tensor(), [p.grad.full_tensor() for p in model.parameters()]
+
+    with pt.ranks(dp=2, cp=2) as world:
+        out, grads = world.run(run)[0]
+    torch.testing.assert_close(out, layer(x), rtol=1e-6, atol=1e-6)
+    layer(x).square().sum().backward()
+    for grad, p in zip(grads, layer.parameters(), strict=True):
+        torch.testing.assert_close(grad, p.grad, rtol=1e-5, atol=1e-5)
+
+
 # -- gradients of several micro-batches ------------------------------------------------------------
 
 

@@ -6,10 +6,13 @@ import collections
 import contextlib
 import copy
 import gc
+import io
+import re
 import sys
 import threading
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -254,6 +257,62 @@ def test_what_is_within_the_entries_of_a_huge_container_is_said_not_to_be_seen()
     table[3] = {"k": 4}
     with pytest.warns(UserWarning, match="table has 100,001 entries"):
         assert torch.equal(step(torch.ones(3)), torch.full((3,), 4.0))
+
+
+class Counted:
+    def __init__(self):
+        self.n = 0
+
+
+def test_what_a_step_writes_into_the_dict_of_an_object_that_it_reaches_later_is_an_error():
+    counted = Counted()
+    attributes = [vars(counted)]
+
+    def read(x):
+        return x * counted.n
+
+    def step(x):
+        attributes[0]["n"] += 1
+        return read(x)
+
+    with pytest.raises(pt.CaptureError, match=r"the step changes counted\.n \(0 became 1\)"):
+        pt.compile(step, backend="graph")(torch.ones(1))
+    assert counted.n == 0
+
+
+@pytest.mark.parametrize("file", [io.BytesIO(b"ab"), io.StringIO("ab")], ids=["bytes", "text"])
+def test_a_file_in_memory_that_a_step_writes_is_named_and_is_as_it_was(file):
+    def step(x):
+        file.truncate()
+        return x * 2
+
+    with pytest.raises(pt.CaptureError, match=rf"changes file \(a {type(file).__name__} became"):
+        pt.compile(step, backend="graph")(torch.ones(1))
+    assert len(file.getvalue()) == 2
+
+
+def test_the_seed_of_a_gpu_that_a_step_asks_for_is_guarded(monkeypatch):
+    generator = torch.Generator()
+    generator.manual_seed(3)
+    monkeypatch.setattr(torch.cuda.random, "_lazy_init", lambda: None)
+    monkeypatch.setattr(torch.cuda.random, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "default_generators", (generator,))
+    step = pt.compile(lambda x: x * torch.cuda.initial_seed(), backend="graph")
+    assert step(torch.ones(1)).item() == 3
+    generator.manual_seed(5)
+    assert step(torch.ones(1)).item() == 5
+
+
+def test_the_reason_of_another_capture_shows_a_value_of_a_library():
+    held = [Path("one"), {Path("key"): 2}]
+    step = pt.compile(lambda x: x * (len(str(held[0])) + len(held[1])), backend="graph")
+    step(torch.ones(1))
+    held[0] = Path("three")
+    assert step(torch.ones(1)).item() == 6
+    assert re.search(r"PosixPath\('one'\) became PosixPath\('three'\)", step.reasons[-1])
+    held[1].clear()
+    step(torch.ones(1))
+    assert re.search(r"\[PosixPath\('key'\)\]: there became gone", step.reasons[-1])
 
 
 def test_what_a_step_writes_into_a_huge_container_is_an_error():

@@ -282,7 +282,10 @@ _REFUSED = {
 _BACKWARD = (torch.autograd.backward.__code__, torch.autograd.grad.__code__)
 _ENVIRONMENT = {getattr(os._Environ, f"__{name}__").__code__ for name in ("getitem", "iter", "len")}
 _PROPERTY = torch.backends.ContextProp.__get__.__code__  # torch.backends.cudnn.benchmark
-_SETTINGS = (_PROPERTY, inspect.unwrap(torch.initial_seed).__code__)
+_SETTINGS = (
+    _PROPERTY,
+    *(inspect.unwrap(home.initial_seed).__code__ for home in (torch.random, torch.cuda.random)),
+)
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _GENERATOR_METHODS = {
     name for name in vars(torch._C.Generator) if "seed" in name or "_state" in name

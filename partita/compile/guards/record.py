@@ -251,7 +251,7 @@ class Snapshots:
     def __init__(self) -> None:
         self._places: dict[tuple[int, Any], tuple[Place, Any]] = {}
         self._containers: dict[int, _Copied] = {}
-        self._raw: list[tuple[Any, str, Any, Any]] = []
+        self._raw: list[tuple[Place, Any]] = []
 
     def snapshot_place(self, place: Place, value: Any) -> None:
         """Copy the value of a place."""
@@ -260,8 +260,10 @@ class Snapshots:
     def snapshot_object(self, value: Any, name: str) -> None:
         """Copy the attributes of an object: its `__dict__`, and its slots."""
         held = dict_of(value)
-        if held is not None:
-            self._containers[id(held)] = _Copied(name, held, dict(held), value)
+        if held is not None:  # which may have been reached before, as `vars(value)`
+            copied = self._containers.get(id(held))
+            before = dict(held) if copied is None else copied.before
+            self._containers[id(held)] = _Copied(name, held, before, value)
         for key, descriptor in slots_of(type(value)).items():
             place = place_of_slot(f"{name}.{key}", value, descriptor)
             self.snapshot_place(place, place.value)
@@ -290,7 +292,9 @@ class Snapshots:
 
     def snapshot_raw(self, value: Any, name: str) -> None:
         """Copy the content of an object implemented in C."""
-        self._raw.append((value, name, read_raw_content(value), copy_raw_content(value)))
+        copy = copy_raw_content(value)
+        place = Place(name, value, None, None, lambda _: restore_raw_content(value, copy))
+        self._raw.append((place, read_raw_content(value)))
 
     def find_writes(self) -> Iterator[Write]:
         """The changes since the snapshots. What the step changes and puts back is none."""
@@ -308,10 +312,9 @@ class Snapshots:
                     write.undo()
                 else:
                     yield write
-        for value, name, content, copy in self._raw:
-            if read_raw_content(value) != content:
-                place = Place(name, value, None, None, partial(restore_raw_content, value))
-                yield Write(place, copy, "another content", is_repeatable=False)
+        for place, content in self._raw:
+            if read_raw_content(place.home) != content:
+                yield Write(place, place.home, "another content", is_repeatable=False)
 
     def _is_replaced(self, before: Any, after: Any) -> bool:
         """Is `after` another container, with the content that `before` had when it was copied?

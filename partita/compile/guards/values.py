@@ -373,7 +373,10 @@ def _text_of_key(key: Any) -> str:
         return f"a method {key[1]}"
     if isinstance(content, ByIdentity):
         return brief(content.value)
-    return shorten_text(repr(content)) if isinstance(content, kind) else f"a {kind.__name__}"
+    if isinstance(content, kind):
+        return shorten_text(repr(content))
+    # In the key of a path, a date or a number of numpy stands its text.
+    return shorten_text(content) if _sort_of_type(kind) == "value" else f"a {kind.__name__}"
 
 
 def brief(value: Any) -> str:

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
+import partita
 from partita.cli import main
+from partita.compile.backend import inductor
 from partita.compile.backend.inductor import use_private_cache
 from partita.compile.backend.store import Artifact, Store, default_store, read_limit
 
@@ -403,3 +405,15 @@ def test_a_limit_that_is_no_size_is_said_by_the_command(kept, monkeypatch, capsy
     monkeypatch.setenv("PARTITA_CACHE_LIMIT", "plenty")
     assert main(["cache", "list"]) == 2
     assert "'plenty'" in capsys.readouterr().err
+
+
+def test_a_library_that_a_killed_compiler_left_half_written_is_deleted(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    (tmp_path / "ab").mkdir()
+    whole = next(Path(partita.tensor.__file__).parent.glob("*.so")).read_bytes()
+    files = {"whole": whole, "cut": whole[:-1], "zeros": bytes(len(whole)), "short": whole[:20]}
+    with pytest.raises(KeyboardInterrupt), inductor._cleaning_up_libraries():
+        for name, content in files.items():
+            (tmp_path / "ab" / f"{name}.so").write_bytes(content)
+        raise KeyboardInterrupt
+    assert [path.name for path in tmp_path.glob("*/*.so")] == ["whole.so"]

@@ -760,8 +760,12 @@ def _is_complete(library: Path) -> bool:
     """Is a library complete? The table of sections, which its header locates, is written last."""
     with library.open("rb") as file:
         header = file.read(64)
-    if len(header) < 64 or not header.startswith(b"\x7fELF\x02\x01"):
-        return len(header) == 64  # of another kind than ELF of 64 bits, little-endian
+    if not header.startswith(b"\x7fELF"):  # nor is one of zeros, which a killed linker may leave
+        return header.startswith(b"\xcf\xfa\xed\xfe")  # on macOS libraries are of another kind
+    if len(header) < 64:
+        return False
+    if not header.startswith(b"\x7fELF\x02\x01"):  # not of 64 bits, little-endian: not told
+        return True
     # e_shoff, and e_shentsize and e_shnum: https://refspecs.linuxfoundation.org/elf/gabi4+
     (start,) = struct.unpack_from("<Q", header, 40)
     size, count = struct.unpack_from("<HH", header, 58)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -143,6 +144,28 @@ def test_a_known_value_is_what_torch_computes(data):
             if bounds is not None:
                 assert bounds[0] <= part.min().item() and part.max().item() <= bounds[1]
         assert what_is_hidden(found, rows, columns) == hides(whole)
+
+
+def test_what_nobody_reads_any_more_is_dropped_while_a_value_is_computed(monkeypatch):
+    alive, most = weakref.WeakSet(), 0
+    compute = known_masks._compute_node
+
+    def compute_and_count(*args):
+        nonlocal most
+        found = compute(*args)
+        alive.add(found)
+        most = max(most, len(alive))
+        return found
+
+    def recipe():
+        places = torch.arange(64)
+        for i in range(20):
+            places = torch.cumsum(places, 0) - i  # no view, and no elementwise call of a view
+        return places
+
+    monkeypatch.setattr(known_masks, "_compute_node", compute_and_count)
+    assert torch.equal(known(recipe), recipe())
+    assert 1 < most < 5
 
 
 def test_single_numbers_are_computed_as_all_else_is():

@@ -446,6 +446,8 @@ class KnownNode:
         mode = get_proxy_mode()
         root = getattr(mode and mode.tracer, "root", None)
         known: dict[fx.Node, Any] = {}
+        reads = {node: {*map(self._resolve, node.all_input_nodes)} for node in self._order}
+        last_reader = {read: node for node in self._order for read in reads[node]}
         with computing():
             for node in self._order:
                 if node.op == "placeholder":
@@ -453,6 +455,9 @@ class KnownNode:
                     known[node] = local_of(value).to(HOST) if _is_value(value) else value
                 else:
                     known[node] = _compute_node(node, lambda n: known.get(self._resolve(n)), root)
+                for read in reads[node]:
+                    if last_reader[read] is node:  # values may be large
+                        known.pop(read, None)
         return known[self._end]
 
     def _resolve(self, node: fx.Node) -> fx.Node:

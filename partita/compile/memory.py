@@ -457,9 +457,10 @@ def _cast_operands(packet: Any, args: Sequence[Any], made: Any) -> int:
 def _find_common_dtype(one: Any, other: Any) -> torch.dtype:
     """`torch.result_type`, with fast paths: it is slow for fake tensors."""
     if isinstance(one, torch.Tensor):
-        is_tensor = isinstance(other, torch.Tensor)
-        is_float_and_number = one.dtype.is_floating_point and type(other) in (bool, int, float)
-        if one.dtype is other.dtype if is_tensor else is_float_and_number:
+        if isinstance(other, torch.Tensor):
+            if one.dtype is other.dtype:
+                return one.dtype
+        elif one.dtype.is_floating_point and type(other) in (bool, int, float):
             return one.dtype
     return torch.result_type(one, other)
 
@@ -475,18 +476,20 @@ _MEASURED: dict[Any, int] = {}
 def _measure_workspace(target: Any, args: Sequence[Any]) -> int:
     """The workspace of a call with such arguments, measured by making one."""
     key = target, tuple(map(_signature_of_argument, args))
-    if len(_MEASURED) > _MEASURED_KEPT:
-        _MEASURED.clear()
-    if key not in _MEASURED:
+    found = _MEASURED.get(key)  # asked once: other threads clear it, too
+    if found is None:
         # Private torch: the caller's modes make fake tensors, and these here must be real.
         with _disable_current_modes(), torch.no_grad():
             real = [_make_real(x) if isinstance(x, torch.Tensor) else x for x in args]
             try:
                 target(*real)
-                _MEASURED[key] = _measure_peak(lambda: target(*real))
+                found = _measure_peak(lambda: target(*real))
             except RuntimeError:
-                _MEASURED[key] = 0  # fake tensors do not always have the strides of real ones
-    return _MEASURED[key]
+                found = 0  # fake tensors do not always have the strides of real ones
+        if len(_MEASURED) >= _MEASURED_KEPT:
+            _MEASURED.clear()
+        _MEASURED[key] = found
+    return found
 
 
 def _make_real(x: torch.Tensor) -> torch.Tensor:

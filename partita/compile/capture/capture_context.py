@@ -55,20 +55,7 @@ def _make_bool_method(name: str) -> Callable[..., Any]:
     return method
 
 
-for _name in (
-    "eq",
-    "ne",
-    "hash",
-    "int",
-    "index",
-    "repr",
-    "or",
-    "ror",
-    "and",
-    "rand",
-    "xor",
-    "rxor",
-):
+for _name in "eq ne hash int index repr or ror and rand xor rxor".split():
     setattr(_InThisThread, f"__{_name}__", _make_bool_method(f"__{_name}__"))
 
 

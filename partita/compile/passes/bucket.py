@@ -102,11 +102,23 @@ def _split_joinable(members: list[fx.Node], least: int) -> list[list[fx.Node]]:
     """
     parts = [members]
     if note_of(members[0]).reason in ("settle", "update"):
-        parts = _split_where(members, lambda node, part: sum(map(_size_of, part)) < least)
+        parts = _split_by_size(members, least)
     if members[0].target is ALL_GATHER:
         return [found for part in parts for found in _split_where(part, _is_ready_before_part)]
     split = (_split_where(reversed(part), _is_independent_of) for part in parts)
     return [found[::-1] for behind in split for found in behind]
+
+
+def _split_by_size(members: list[fx.Node], least: int) -> list[list[fx.Node]]:
+    """Split members, in order, into parts of at least `least` bytes each, but for the last."""
+    parts, size = list[list[fx.Node]](), least
+    for node in members:
+        if size >= least:
+            parts.append([])
+            size = 0
+        parts[-1].append(node)
+        size += max(nbytes_of(node), nbytes_of(_operand_of_collective(node)))
+    return parts
 
 
 def _split_where(
@@ -120,10 +132,6 @@ def _split_where(
         else:
             parts.append([node])
     return parts
-
-
-def _size_of(node: fx.Node) -> int:
-    return max(nbytes_of(node), nbytes_of(_operand_of_collective(node)))
 
 
 def _is_ready_before_part(gather: fx.Node, part: list[fx.Node]) -> bool:

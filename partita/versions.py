@@ -4,7 +4,7 @@ Torch itself is asked, and not its number: a build between two releases has one 
 Three differences need no question, since what suits all versions is no longer than what suits one:
 torch 2.11 lets go of what an autograd node has saved when its result goes
 (`remat/saved_state.py`); from 2.14 on a group norm takes no piece without channels
-(`rules/table/norms.py`), and `Function.apply` is in C (`tensor/dtensor_gradients.py`).
+(`rules/table/norms_and_losses.py`), and `Function.apply` is in C (`tensor/dtensor_gradients.py`).
 """
 
 from __future__ import annotations

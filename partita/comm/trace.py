@@ -266,6 +266,7 @@ class TraceWire(Wire):
         elif kind == "all_to_all":
             out.copy_(WAIT(all_to_all(x, n, name)))
         else:
+            assert kind == "broadcast", kind
             out.copy_(WAIT(BROADCAST(x, request.root, name)))
 
 

@@ -36,6 +36,7 @@ from .errors import cannot_be_kept
 from .graph_nodes import Section, copy_graph, lazy_graph_module, note_of, sections_in
 from .memory import peak_of
 from .passes import Change, record_changes, run_passes
+from .passes.pass_manager import OF_STEP, OF_STEP_AND_UPDATES
 from .passes.regather import is_gather, packing_of
 from .passes.remat import cost_of_recompute
 from .program import Input, Output, Program, RecomputeLevel
@@ -178,12 +179,6 @@ class FormSearch:
 
 # -- blocks as calls of sections -------------------------------------------------------------------
 
-_OF_STEP = ("overlap", "backend_ways")
-"""Passes that place what stands between blocks: they run over the graph of the step alone."""
-
-_OF_STEP_AND_UPDATES = ("lifetime",)
-"""Passes that place updates: they run over the graph of the step, and over those of updates."""
-
 
 @dataclass(frozen=True)
 class RewrittenBlock:
@@ -246,7 +241,7 @@ class _Lowering:
         calls = self._calls[block]
         block = block.narrowed(*self._read[block], _find_equal_operands(block, calls))
         part = _program_of_block(block, self.program)
-        left_out = _OF_STEP if block.written else (*_OF_STEP, *_OF_STEP_AND_UPDATES)
+        left_out = OF_STEP if block.written else (*OF_STEP, *OF_STEP_AND_UPDATES)
         without = (*self.program.options.without, *left_out)
         part.options = replace(self.program.options, without=without, passes=())
         if self._recorded is None:

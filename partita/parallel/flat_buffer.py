@@ -6,7 +6,8 @@ sorted by parameter, and each parameter is a view of one storage, in its true sh
     sent by rank r      [ w_r pad | b_r ]
     gathered            [ w_0 w_1 .. pad | b_0 b_1 .. ]
 
-Release empties that storage, so that no view, whoever holds it, keeps a byte of it alive.
+Release empties that storage, and DTensors that show it raise from then on. Where a plain view of it
+is alive, the storage is left to that view, and the buffer takes new memory when it is next needed.
 """
 
 from __future__ import annotations

@@ -313,7 +313,12 @@ class FsdpGroup:
         return f"{slot.attr} of a {type(slot.owner).__name__} in the block {self.name!r}"
 
     def release(self) -> None:
-        """Free what is gathered, unless a forward or backward is using it."""
+        """Free what is gathered, unless a forward or backward uses it or the model is persistent.
+
+        It is called where the block's forward ends, where backward has the gradients of all of its
+        parameters (and of its inputs, if those have history), where a backward pass ends, whatever
+        it came to, and after an abort.
+        """
         if not self.depth and not self.calls_in_backward and not self.zero.persistent:
             for flat in self.flats:
                 flat.release()
@@ -470,7 +475,8 @@ class Zero(ShardedState):
 
     Attributes:
         groups: its blocks.
-        persistent: what was gathered once stays, until a parameter is changed.
+        persistent: what was gathered once stays until its block begins after a parameter was
+            written; in a captured step, until its last use.
         holds_partial_gradients: there may be unsharded gradients of this or an earlier pass.
         peak: the most bytes that were gathered at once.
         with_history: gradients that are a part of the graph of `create_graph=True`.

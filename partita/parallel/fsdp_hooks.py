@@ -4,8 +4,8 @@ Forward hooks gather a block's parameters and release them. Autograd saves a not
 gathered parameter lay in its place, so that no graph holds what was gathered; unpacking a note
 gathers the block again. An autograd node (`_GatherBlock`) stands between shards and gathered
 parameters; its backward reduces and scatters. In a captured step there are moves only, no hooks on
-saved tensors and no emptied storages: passes of the compiler, which see all uses, decide how long a
-gathered value lives.
+saved tensors and no emptied storages: `compile/passes/regather` gathers again between uses that lie
+far apart, and what runs the graph drops a value behind its last read (`compile/backend/executor`).
 """
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ class _ForwardCall:
             with torch.enable_grad():
                 _install_gathered(group, _ForwardCall(group, False))
 
-    def note_gradients(self, what: str) -> None:
+    def release_when_complete(self, what: str) -> None:
         """The gradients of the "parameters", or of the "inputs", are complete."""
         self._came.add(what)
         if self._came >= self._to_come:
@@ -323,7 +323,7 @@ class _GatherBlock(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         with Local():
             # Frees what was gathered, before its gradients are copied.
-            ctx.call.note_gradients("parameters")
+            ctx.call.release_when_complete("parameters")
             ctx.call.reduce(grads)
         return torch.empty(0), None
 
@@ -332,7 +332,7 @@ def _watch_input_gradient(t: torch.Tensor, call: _ForwardCall) -> torch.Tensor:
     """An alias of the input `t` of a block; `call` is notified when its gradient is complete."""
     with Local():
         out = t.view_as(t)
-        out.register_hook(lambda _: call.note_gradients("inputs"))
+        out.register_hook(lambda _: call.release_when_complete("inputs"))
     return tagged(out, t._spec) if isinstance(t, DTensor) else out
 
 

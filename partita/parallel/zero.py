@@ -74,7 +74,8 @@ def zero(
         blocks: the modules whose parameters are gathered together, themselves or as patterns of
             names; found by themselves where not given: the children of the outermost ModuleLists
             and Sequentials.
-        persistent: what stage 3 gathered stays until an optimizer steps.
+        persistent: what stage 3 gathered stays until its block is next called after a parameter was
+            written, as by an optimizer; in a compiled step, until its last use.
 
     Raises:
         LayoutError: an unknown axis, or a parameter that is split over it already.

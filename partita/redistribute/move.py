@@ -18,8 +18,11 @@ stack, so that only the innermost ones can leave it and a new one comes innermos
 several axes is one collective over all their ranks, whichever dimensions those split: each rank
 puts the pieces in their places, or cuts them out, by itself.
 
-A new kind is a line of `KINDS`; the costs say what it sends, and `comm.move_steps` (for padded
-shards `comm.trace`) what a rank does of it. Where it is a collective, transports learn that.
+A pair of placements has one kind, so that a new kind comes with a new placement: a line of `KINDS`,
+and of `COLLECTIVES` and the costs if it sends; `redistribute.plan` says when to take it,
+`comm.move_steps` (for padded shards `comm.trace`) what a rank does. A new collective is a case of
+`begin_in_group`, `ranks` and `wire` in `comm/`, too, and of the tables of
+`compile/backend/executor`, `compile/passes/pass_manager` and `predict/machine`.
 
 Bytes are those of ring algorithms (Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective
 Communication Operations in MPICH", section 4), over a group of n ranks:

@@ -4,6 +4,11 @@ In reading order: `sentence` (the notation, names of dimensions, sentences of re
 sentence means for shapes: rows for one mesh axis, and work), `rule` (a sentence and its functions;
 kernels over a rank's piece), `table/` (all of them), `decompositions` (ops as other ops).
 `table/reduction_identity` says what padding is filled with.
+
+A new op is a line in a file of `table/`. If it reduces and is not linear,
+`table/reduction_identity` says what padding is; that it gives a view or draws numbers,
+`tensor/op_facts`. A sample of its calls in `testing/samples/` is what
+`python -m partita.testing.prove` holds its rule against.
 """
 
 from .rule import RULES, Arg, Decomposition, Kernel, KernelCall, KernelRule, LikeRule, Rule, rule

@@ -280,9 +280,11 @@ def {name}({signature}, **kwargs):
         plan = find({key})
     except TypeError:
         plan = None
-    if plan is None or not plan.direct:
+    if plan is None:
         return _run_unplanned(base, ({signature},), {{}})
     plan.hits += 1
+    if not plan.direct:
+        return plan.run(base, ({signature},), {{}})
     with Local():
         out = (plan.kernel or base)({signature})
     if type(out) is Tensor and out.shape == plan.local_shape:

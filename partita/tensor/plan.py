@@ -1,6 +1,6 @@
 """Call plans: what is decided once for calls of one key, how a call finds it, how long it is kept.
 
-    torch.sum(x, dim=0)    key (spec of x, 0)    ->    CallPlan
+    torch.sum(x, dim=0)    key (spec of x, 0, False, None)    ->    CallPlan
 
 A plan says which operands are moved into which layout, what runs on the pieces, and how its results
 are tagged. It learns the specs of the results from its first call, and from then on it may be

@@ -3,7 +3,7 @@
     x + y                of x in 8@dp 4, and of y in 8 4
     sentence             "... + ... -> ..."           the rule's, bound to the shapes (8, 4), (8, 4)
     a row for each axis  dp: S(0), S(0) -> S(0)       the cheapest (`RowChooser`)
-    targets              y has to become 8@dp 4       each call moves y before it runs
+    targets              y has to become 8@dp 4       moved before a call, once if unchanged
     kernel               none: torch.add runs on the pieces
 
 A rule may also answer with other ops to call in its place (`Decomposition`), or with a new tensor

@@ -2,8 +2,10 @@
 
 In reading order: `backend` (what a transport and a graph ask of one, and the answers of one that is
 best used as it is), `gloo` (those of Gloo, and what ranks compare over, apart from their tensors).
-A new one is a subclass of `Backend` in a file of its own, which says what differs, and a line of
-`backend_of`, which chooses by a mesh's device type and the process groups of the job.
+A new one is a subclass of `Backend` in a file of its own, which says what differs, a line of
+`backend_of`, which chooses by a mesh's device type and the process groups of the job, and one of
+`backend_named`, for meshes without peers. What its device does otherwise stands in `comm/device`.
+Whatever the backend, ranks compare what they do over Gloo.
 """
 
 from __future__ import annotations

@@ -44,6 +44,7 @@ def begin_in_group(
         options.reduceOp = _OPS[request.reduce_op]  # type: ignore[assignment]
         work = group._reduce_scatter_base(out, x, options)
     else:
+        assert kind == "broadcast", kind
         work = group.broadcast(x, request.root)
     return work  # type: ignore[no-any-return]
 

@@ -8,6 +8,11 @@ In reading order:
   `regather` (of what ZeRO gathers, by the runs in which it is used), `bucket`, `overlap`,
   `backend_ways`.
 - Memory: `remat` (regions, budgets, and what is worth keeping), `lifetime`.
+
+A new pass is a function `(Program) -> str` in a file here and an entry of `PASSES`. The first line
+of its docstring is what `explain()` shows. Its nodes need their value's metadata and a note, which
+`Making` gives them. In deep steps it runs over the graph of each block as well, and meets blocks as
+calls of sections, unless `pass_manager` lists it as one of the step alone.
 """
 
 from ..program import Pass, Passes

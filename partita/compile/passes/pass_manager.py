@@ -58,6 +58,13 @@ PASSES: dict[str, Pass] = {
 the gathers that it leaves. `merge_views` clears up behind moves and buckets. `backend_ways` is
 last: how a sum is made depends on where `overlap` has put its readers."""
 
+OF_STEP = ("overlap", "backend_ways")
+"""Passes that place what stands between blocks: where blocks are calls of sections, they run over
+the graph of the step alone."""
+
+OF_STEP_AND_UPDATES = ("lifetime",)
+"""Passes that place updates: they run over the graph of the step, and over those of updates."""
+
 
 def order_passes(options: StepOptions) -> dict[str, Pass]:
     """The passes that run, by name.

@@ -1,4 +1,4 @@
-"""The table of rules: importing it registers every rule that partita knows."""
+"""The table of rules: importing it registers those of partita that are sentences."""
 
 import importlib
 

@@ -240,6 +240,7 @@ class _RegionRun:
         raise NotImplementedError
 
     def _is_one_call(self, key: Key) -> bool:
+        """Is this call of what `one_call` marked one whose result is kept?"""
         raise NotImplementedError
 
 
@@ -341,7 +342,9 @@ class ForwardRecord(_RegionRun):
     def _run_opaque(self, event: RecordedCall, tensors: list[torch.Tensor], run: Any) -> Any:
         function = event.key[0]
         title = getattr(function, "title", None) or function.__name__
-        keep, watch = self._is_result_kept(event, title, function)
+        keep, watch = True, False  # of what `_is_one_call` has asked the policy about
+        if not isinstance(function, OneCall):
+            keep, watch = self._is_result_kept(event, title, function)
         draws = RandomStates(tensors)
         inside = self._inside = OpaqueSaves(tensors, keep) if keep or watch else None
         self._event, self._opened = event, tensors
@@ -361,8 +364,9 @@ class ForwardRecord(_RegionRun):
 
     def _is_one_call(self, key: Key) -> bool:
         function = key[0]
-        kept = self.policy.keeps(function.title, function, key, None, False)
-        return self.budget_step is None and kept
+        return self.budget_step is None and self.policy.keeps(
+            function.title, function, key, None, False
+        )
 
     def _learn_outputs(self, event: RecordedCall, out: Any, tensors: list[torch.Tensor]) -> Any:
         if self._names is not None:

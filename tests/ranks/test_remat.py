@@ -150,6 +150,22 @@ def test_names_of_parameters_are_as_without_it_and_a_copy_trains() -> None:
     equal(gradients(copy.deepcopy(model), x), truth)
 
 
+def test_a_policy_is_asked_once_about_a_call_that_is_marked() -> None:
+    """Its second answer might be another."""
+    marked = pt.one_call(F.gelu)
+    asked: list[Any] = []
+
+    def keep_first(call: Call) -> bool:
+        asked.append(call.function)
+        return asked.count(marked) == 1 and call.function is marked
+
+    x = torch.randn(4, requires_grad=True)
+    with pt.remat_report() as report:
+        pt.remat(lambda x: marked(x) * 2, policy=keep_first)(x).sum().backward()
+    assert asked.count(marked) == 1
+    assert report.regions[0].kept == 1
+
+
 @pytest.mark.parametrize("policy", [[torch.ops.aten.mm], [lambda x: x], -1, 2.5, [3]])
 def test_a_policy_that_names_what_nobody_sees_is_refused(policy: Any) -> None:
     with pytest.raises(ValueError, match="policy"):

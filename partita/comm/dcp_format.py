@@ -277,6 +277,8 @@ def _problems_of(metadata: Metadata) -> Iterator[str]:
 
 
 def _lies_in(chunk: ChunkStorageMetadata, size: torch.Size) -> bool:
+    if not len(chunk.offsets) == len(chunk.sizes) == len(size):
+        return False
     spans = zip(chunk.offsets, chunk.sizes, size, strict=True)
     return all(_is_count(at) and _is_count(n) and at + n <= whole for at, n, whole in spans)
 

@@ -176,6 +176,14 @@ def test_metadata_that_does_not_cover_what_is_to_be_read_is_an_error(change, sav
     assert f"{saved}/.metadata is damaged" in refused(saved)
 
 
+def test_a_chunk_of_other_dimensions_than_its_tensor_is_named(by_torch):
+    def drop_dimension(metadata: Any) -> None:
+        metadata.state_dict_metadata["a"].chunks[0].offsets = torch.Size((0,))
+
+    change_metadata(by_torch, drop_dimension)
+    assert "a chunk of a is outside of it" in refused(by_torch)
+
+
 @pytest.mark.parametrize("damage", [b"r\xff\xff\xff\x7f", b"\x96" + b"\xff" * 7 + b"\x0f"])
 def test_a_damaged_number_in_metadata_makes_no_memory(damage, by_torch):
     # Of a place in the table of what was read, and of a length.

@@ -261,7 +261,7 @@ def remove_tied_names(
     found: Mismatches, tensors: Mapping[str, Any], there: Container[str]
 ) -> Mismatches:
     """`found` without missing names of tensors that are there under another name."""
-    known = {id(x) for name, x in tensors.items() if name in there}
+    known = {id(x) for name, x in tensors.items() if name in there and torch.is_tensor(x)}
     tied = {name for name, x in tensors.items() if name not in there and id(x) in known}
     keys = tuple(one for one in found.keys if one.partition(": in the state,")[0] not in tied)
     passed = found.passed_over
@@ -399,24 +399,25 @@ _PATCHED_CLASSES = {
 _NAME = "save_pretrained"
 
 
-def _patch_save_pretrained(kind: type) -> None:
+def patch_save_pretrained(kind: type) -> None:
     """Patch `kind.save_pretrained` to write whole values of a model on a mesh, on one rank."""
     plain: Callable[..., Any] = kind.save_pretrained  # type: ignore[attr-defined]
     signature = inspect.signature(plain)
-    var_keyword = inspect.Parameter.VAR_KEYWORD
-    rest = [p.name for p in signature.parameters.values() if p.kind is var_keyword]
 
     @functools.wraps(plain)
     def save_pretrained(*args: Any, **kwargs: Any) -> Any:
-        given = dict(signature.bind(*args, **kwargs).arguments)
-        for name in rest:
-            given |= given.pop(name, {})
-        spread = _spread_tensors(args[0], given.get("state_dict"))
+        call = signature.bind(*args, **kwargs)
+        spread = _spread_tensors(args[0], _find_argument(call, "state_dict"))
         if not spread:
             return plain(*args, **kwargs)
-        return _save_once(plain, args[0], given, spread)
+        return _save_once(plain, args[0], call, spread)
 
     kind.save_pretrained = save_pretrained  # type: ignore[attr-defined]
+
+
+def _find_argument(call: inspect.BoundArguments, name: str, default: Any = None) -> Any:
+    """An argument of a call, a parameter of its own or one of those that `**kwargs` takes."""
+    return call.arguments.get(name, call.kwargs.get(name, default))
 
 
 def _spread_tensors(model: Any, state: Mapping[str, Any] | None) -> dict[int, DTensor]:
@@ -441,13 +442,10 @@ def _find_tensor_ids(model: nn.Module, state: Mapping[str, Any]) -> dict[str, in
 def _save_once(
     plain: Callable[..., Any],
     model: nn.Module,
-    given: dict[str, Any],
+    call: inspect.BoundArguments,
     spread: Mapping[int, DTensor],
 ) -> Any:
     """Gather what is `spread`, and call `plain` on the rank that writes.
-
-    Args:
-        given: the arguments of the call, by name.
 
     Raises:
         LayoutError: other ranks do not call it; a tensor has no value.
@@ -455,19 +453,22 @@ def _save_once(
     """
     wires: list[Wire] = [x._spec.wire for x in spread.values()]
     wire = max(wires, key=lambda one: one.mesh.size())
-    is_main = bool(given.get("is_main_process", True))
+    is_main = bool(_find_argument(call, "is_main_process", True))
     told = wire.meet_readers(_NAME, b"\1" if is_main else b"\0")
     # The first rank writes, where all say that they are the main process.
     writes = wire.rank == 0 if set(told) == {b"\1"} else is_main
     copies = _FullCopies(writes, HOST)
     whole = {key: copies.of(x, f"{_NAME}: a tensor") for key, x in spread.items()}
-    if (state := given.get("state_dict")) is not None:
-        ids = _find_tensor_ids(model, state)
-        given["state_dict"] = {name: whole.get(ids[name], x) for name, x in state.items()}
 
     def write_whole() -> Any:
+        if (state := _find_argument(call, "state_dict")) is not None:
+            ids = _find_tensor_ids(model, state)
+            full = {name: whole.get(ids[name], x) for name, x in state.items()}
+            # Among the parameters, or among what `**kwargs` takes.
+            own = [call.arguments, *(x for x in call.arguments.values() if type(x) is dict)]
+            next(one for one in own if one.get("state_dict") is state)["state_dict"] = full
         with _held_whole(model, whole):
-            return plain(**given)
+            return plain(*call.args, **call.kwargs)
 
     result = attempt(write_whole) if writes else None
     failed = result if isinstance(result, Exception) else None
@@ -505,7 +506,7 @@ def _held_whole(model: nn.Module, whole: Mapping[int, torch.Tensor]) -> Iterator
 for _module, _class in _PATCHED_CLASSES.items():
     after_import(
         _module,
-        lambda module, _class=_class: _patch_save_pretrained(  # type: ignore[misc]
+        lambda module, _class=_class: patch_save_pretrained(  # type: ignore[misc]
             getattr(module, _class)
         ),
     )

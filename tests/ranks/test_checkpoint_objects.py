@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 import partita as pt
+from partita.checkpoint.full_state import patch_save_pretrained
 from partita.comm import dcp_format
 from tests.ranks.checkpoint_samples import (
     model_of,
@@ -250,3 +252,63 @@ def everything(path: Path) -> dict[str, torch.Tensor]:
     }
     pt.load(state, path, strict=False)
     return state
+
+
+# -- whole values ----------------------------------------------------------------------------------
+
+
+class Counting(nn.Linear):
+    """A layer with a state that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.calls = 1
+
+    def get_extra_state(self) -> int:
+        return self.calls
+
+    def set_extra_state(self, state: int) -> None:
+        self.calls = state
+
+
+def test_an_equal_value_of_another_name_is_not_taken_for_the_same_tensor():
+    model = nn.Sequential(Counting(), Counting())
+    state = pt.full_state_dict(model)
+    del state["1._extra_state"]
+    with pytest.raises(pt.LayoutError, match=r"model\.1\._extra_state: in the state, not in the"):
+        pt.load_full_state_dict(model, state)
+
+
+class SelfSaving(nn.Linear):
+    """A model that saves itself, whose method is decorated, as those of libraries are."""
+
+    def _save(self, folder: Path, state_dict: dict[str, Any] | None = None, **options: Any) -> None:
+        state = self.state_dict() if state_dict is None else state_dict
+        torch.save({**state, **options}, folder / "weights.pt")
+
+    @functools.wraps(_save)
+    def save_pretrained(*args: Any, **kwargs: Any) -> None:
+        SelfSaving._save(args[0], *args[1:], **kwargs)
+
+
+patch_save_pretrained(SelfSaving)
+
+
+@pytest.mark.parametrize("gives_state", [False, True])
+def test_a_decorated_save_pretrained_is_called_with_the_arguments_as_they_came(
+    gives_state, tmp_path
+):
+    model = SelfSaving(4, 4)
+    want = copy.deepcopy(model.state_dict())
+
+    def run(mesh):
+        sharded = pt.zero(copy.deepcopy(model), mesh)
+        state = {"state_dict": sharded.state_dict()} if gives_state else {}
+        sharded.save_pretrained(tmp_path, **state, note="n")
+
+    with pt.ranks(dp=2) as world:
+        world.run(run)
+    found = torch.load(tmp_path / "weights.pt")
+    assert found.pop("note") == "n"
+    assert found.keys() == want.keys()
+    assert all(same_bits(found[name], want[name]) for name in want)

@@ -131,7 +131,7 @@ def _fold_repeats(lines: list[str], alike: list[int]) -> list[str]:
     ]
 
 
-# -- for comparison -------------------------------------------------------------------------------
+# -- for comparison --------------------------------------------------------------------------------
 
 
 def canonical(program: Program) -> list[str]:

@@ -189,6 +189,23 @@ def test_what_an_operator_of_two_casts_is_known(name):
         assert workspace(target, args, target(*args)) == taken(target, args), args
 
 
+def test_a_workspace_is_known_though_another_thread_lets_go_of_all_that_are_kept(monkeypatch):
+    memory = importlib.import_module("partita.compile.memory")
+
+    class Cleared(dict):
+        def __setitem__(self, key, value):
+            super().__setitem__(key, value)
+            self.clear()  # as of another thread, at this moment
+
+    x, out_mask = torch.ones(64, 16), [True, True, True]
+    norm = torch.native_layer_norm(x, [16], x[0], x[0], 1e-5)
+    args = (x, x, [16], *norm[1:], x[0], x[0], out_mask)
+    target = aten.native_layer_norm_backward.default
+    usual = memory.workspace(target, args, target(*args))
+    monkeypatch.setattr(memory, "_MEASURED", Cleared())
+    assert memory.workspace(target, args, target(*args)) == usual > 0
+
+
 def test_what_norms_take_for_their_gradients_is_known():
     torch.manual_seed(0)
     x = torch.randn(64, 8, 16)

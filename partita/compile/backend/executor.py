@@ -182,7 +182,7 @@ class GraphWriter:
                 is_begun = node.args[0] in self._under_way
                 wait = self.bind(_wait_for_collective) if is_begun else ""
                 return f"{name} = {wait}({args[0]})"
-            if target in _KINDS:
+            if target in _COLLECTIVES:
                 target, args = self._make_collective(node), args[:1]
         args += [f"{k}={self.text(v)}" for k, v in node.kwargs.items()]
         return f"{name} = {self.bind(target)}({', '.join(args)})"
@@ -238,7 +238,7 @@ class GraphWriter:
 # -- collectives -----------------------------------------------------------------------------------
 
 
-_KINDS: dict[Any, str] = {
+_COLLECTIVES: dict[Any, str] = {
     ALL_GATHER: "all_gather",
     all_gather: "all_gather",
     all_to_all: "all_to_all",
@@ -247,7 +247,7 @@ _KINDS: dict[Any, str] = {
     ALL_TO_ALL: "all_to_all",
     BROADCAST: "broadcast",
 }
-"""The collectives of a graph."""
+"""By each collective of a graph the kind that a wire runs."""
 
 _IN_PLACE = ("all_reduce", "broadcast")
 """Those that a wire runs in the memory of their operand."""
@@ -257,7 +257,7 @@ def _request_of(node: fx.Node) -> Request:
     """What a collective asks of a wire."""
     args: Any = node.args
     operand, *given, name = args
-    x, kind, more = operand.meta["val"], _KINDS[node.target], dict[str, Any]()
+    x, kind, more = operand.meta["val"], _COLLECTIVES[node.target], dict[str, Any]()
     if node.target is all_to_all:
         even = Splits.evenly(given[0], x.numel() // given[0])
         more = {"get": even, "send": even}

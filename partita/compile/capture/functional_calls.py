@@ -457,7 +457,7 @@ def _without_memory(t: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
 
 
-# -- keys of patterns -----------------------------------------------------------------------------
+# -- keys of patterns ------------------------------------------------------------------------------
 
 
 def _keys_of_call(values: Any) -> tuple[Any, Any]:
@@ -507,10 +507,10 @@ def call_without_writes(target: Any, args: Any, kwargs: Any, like: Any) -> Any:
     return target(*args, **kwargs) if drawn is None else drawn
 
 
-Call = tuple[str, list[Any], dict[str, Any], Any]
+CallInList = tuple[str, list[Any], dict[str, Any], Any]
 
 
-def calls_of_list(target: Any, args: Any, kwargs: Any, made: Any) -> Iterator[Call]:
+def calls_of_list(target: Any, args: Any, kwargs: Any, made: Any) -> Iterator[CallInList]:
     """Split a call over lists into one for each place, so that each parameter's update is its own.
 
     Yields:

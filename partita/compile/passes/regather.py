@@ -116,7 +116,7 @@ def _from_shard(gather: fx.Node) -> list[fx.Node]:
     return found if node.op == "placeholder" else []
 
 
-# -- gathered parameters and runs ---------------------------------------------------------------
+# -- gathered parameters and runs ------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)

@@ -598,7 +598,7 @@ class _NumberCheck(TorchFunctionMode):
         # What runs on pieces is ours, and may well be another number on each rank.
         if _global_view() and not in_backward() and not HERE.capturing:
             given = _all_tensors(args, kwargs).values()
-            wires = {t._spec.wire for t in given if isinstance(t, DTensor)}
+            wires = dict.fromkeys(t._spec.wire for t in given if isinstance(t, DTensor))
             numbers = _format_numbers((*args, *sorted(kwargs.items()))) if wires else ""
             name = getattr(func, "__name__", "?")
             for wire in wires if numbers else ():

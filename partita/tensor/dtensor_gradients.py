@@ -26,7 +26,7 @@ from torch.autograd.function import BackwardCFunction, _is_setup_context_defined
 from torch.nn.modules._functions import BackwardHookFunction
 
 from partita.comm import Wire, agree, is_agreed, remember_agreed
-from partita.layout import Fix, Layout, LayoutError
+from partita.layout import Fix, Layout
 from partita.redistribute import plan
 
 from .arguments import admit
@@ -170,9 +170,10 @@ def _spec_of_gradient(gradient: torch.Tensor, spec: Spec, op: str) -> Spec:
     return spec_of(Layout(tuple(gradient.shape)), spec.wire)
 
 
-def _lay_out_as_dual(gradient: torch.Tensor, spec: Spec, op: str) -> torch.Tensor:
-    """The local gradient of a value of `spec`, of one that a user gives."""
-    before, wanted = _spec_of_gradient(gradient, spec, op), spec.gradient
+def _lay_out_as_dual(gradient: torch.Tensor, spec: Spec, op: str, giver: str = "") -> torch.Tensor:
+    """The local gradient of a value of `spec`, of one that a user's function gives: `giver`, where
+    it is not `op` itself."""
+    before, wanted = _spec_of_gradient(gradient, spec, giver or op), spec.gradient
     local = moved(gradient, before, wanted, op, "gradient")
     return spec.wire.fill_padding(local, wanted.layout, 0)
 
@@ -646,17 +647,18 @@ def _lay_out_returned_gradient(grad: Any, spec: Spec | None, name: str) -> Any:
     returned."""
     if not isinstance(grad, torch.Tensor):
         return grad
+    giver = f"{name}.backward"
     if spec is None:
         if isinstance(grad, DTensor):
-            raise LayoutError(
-                f"{name}.backward returned a DTensor as the gradient of a plain tensor",
+            raise make_layout_error(
+                f"{giver} returned a DTensor as the gradient of a plain tensor",
+                Fix("return g.full_tensor()"),
                 operands=(f"gradient  {grad._spec.layout.brief()}",),
-                fixes=(Fix("return g.full_tensor()"),),
             )
         return grad
     if not isinstance(grad, DTensor) and grad.shape != spec.shape:
         raise make_layout_error(
-            f"{name}.backward returned a plain tensor as the gradient of a DTensor",
+            f"{giver} returned a plain tensor as the gradient of a DTensor",
             Fix("pt.DTensor.from_local(g, mesh, placements)", "if it is a piece"),
             Fix(f"pt.local_map({name}.apply, ...)", "to work on pieces altogether"),
             operands=(
@@ -666,8 +668,8 @@ def _lay_out_returned_gradient(grad: Any, spec: Spec | None, name: str) -> Any:
             reason="a plain tensor is taken as one whole value, and this is not its shape",
         )
     if not isinstance(grad, DTensor) and grad.requires_grad:
-        admit(grad.detach(), spec.wire, name)
-    return _lay_out_as_dual(grad, spec, name)
+        admit(grad.detach(), spec.wire, giver)
+    return _lay_out_as_dual(grad, spec, name, giver)
 
 
 # A Function is applied by a class method of its base; torch asks no override about it. Dynamo knows

@@ -379,7 +379,9 @@ def _write_whole(x: DTensor, spec: Spec, index: Any, value: Any) -> None:
 @implements(T.stride)
 def _global_stride(x: DTensor, dim: int | None = None) -> Any:
     strides = global_strides(current(x))
-    return strides if dim is None else strides[dim]
+    if dim is None:
+        return strides
+    return torch.empty_strided(x.shape, strides, device="meta").stride(dim)  # torch checks `dim`
 
 
 @implements(T.is_contiguous)

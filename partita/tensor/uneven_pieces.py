@@ -98,8 +98,9 @@ def find_padded(local: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | Non
     """
     storage = local.untyped_storage()
     whole: torch.Tensor | None = vars(storage).get("padded")
-    fills = local.is_contiguous() and local.numel() * local.itemsize == storage.nbytes()
-    if whole is None or not fills:
+    if whole is None or not local.is_contiguous():
+        return None
+    if local.numel() * local.itemsize != storage.nbytes():
         return None
     # Memory that was moved to where other processes see it (`share_memory_`) has no room there.
     if storage.nbytes() and storage.data_ptr() != whole.data_ptr():

@@ -302,6 +302,19 @@ def test_strides_are_those_of_one_device(view, ranks):
     on_ranks(body, a=ranks)
 
 
+@pytest.mark.parametrize("dim", [2, -3])
+def test_a_stride_of_no_dimension_is_torchs_error(dim):
+    with pytest.raises(IndexError) as one:
+        WHOLE.stride(dim)
+
+    def body(mesh):
+        with pytest.raises(IndexError) as error:
+            pt.distribute_tensor(WHOLE, mesh, [pt.Shard(0)]).stride(dim)
+        assert str(error.value) == str(one.value)
+
+    on_ranks(body)
+
+
 def test_images_may_be_channels_last_as_on_one_device():
     one = torch.rand(2, 4, 6, 3).to(memory_format=torch.channels_last)
 

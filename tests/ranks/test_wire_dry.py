@@ -29,6 +29,21 @@ def test_every_move_has_the_shape_that_its_layout_says(rank, dtype):
         assert torch.equal(y, wire.carry(one, x, op="x", reason="explicit"))
 
 
+@pytest.mark.parametrize("size", [40_000, 40_001])
+def test_a_sum_of_exchanged_shares_is_this_ranks_own(size, monkeypatch):
+    # Deterministic algorithms exchange shares, and fill memory that nobody has written with NaN.
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    wire = comm.wire_of(comm.dry_mesh(1, backend="gloo", dp=4))
+    one = move("all_reduce", "dp", f"[{size}] {{sum dp}}", f"[{size}]")
+    x = torch.arange(1.0, size + 1)
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.equal(wire.carry(one, x, op="x", reason="explicit"), x)
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
 def test_bytes_and_virtual_time_add_up():
     mesh = comm.dry_mesh(rank=2, latency=1e-6, bandwidth=1e9, dp=4)
     wire = comm.wire_of(mesh)

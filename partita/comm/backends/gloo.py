@@ -107,10 +107,9 @@ class Gloo(Backend):
 
         def gather_pieces() -> None:
             scatter.wait()
-            total = flat if flat.numel() == n * piece.numel() else flat.new_empty(n * piece.numel())
-            self._begin_broadcasts(group, total, piece, request).wait()
-            if total is not flat:
-                flat.copy_(total[:size])
+            self._begin_broadcasts(group, whole, piece, request).wait()
+            if whole is not flat:
+                flat.copy_(whole[:size])
 
         return PendingCall(gather_pieces)
 

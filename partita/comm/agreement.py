@@ -271,6 +271,9 @@ def _layout_errors() -> dict[str, type[LayoutError]]:
     return found
 
 
+# -- the types of a message ------------------------------------------------------------------------
+
+
 class _Form(NamedTuple):
     """How values of one type are written as JSON, and read."""
 

@@ -67,7 +67,7 @@ class _Requests(dict[str, Request]):
 # -- moves that send -------------------------------------------------------------------------------
 
 
-def _all_gather(move: Move, transport: Transport) -> Step:
+def _make_all_gather_step(move: Move, transport: Transport) -> Step:
     axes, _ = transport.group_order(move.axes)
     joined, _ = find_cuts(move, transport.mesh)
     side = Side(joined, move.after, transport, axes)
@@ -88,7 +88,7 @@ def _all_gather(move: Move, transport: Transport) -> Step:
     return run_all_gather
 
 
-def _reduce_scatter(move: Move, transport: Transport) -> Step:
+def _make_reduce_scatter_step(move: Move, transport: Transport) -> Step:
     axes, _ = transport.group_order(move.axes)
     _, divided = find_cuts(move, transport.mesh)
     mine = move.after.local_shape(transport.mesh, transport.at)
@@ -109,7 +109,7 @@ def _reduce_scatter(move: Move, transport: Transport) -> Step:
     return run_reduce_scatter
 
 
-def _all_reduce(move: Move, transport: Transport) -> Step:
+def _make_all_reduce_step(move: Move, transport: Transport) -> Step:
     axes, _ = transport.group_order(move.axes)
     run, requests = transport.run_collective, _Requests(move)
 
@@ -121,7 +121,7 @@ def _all_reduce(move: Move, transport: Transport) -> Step:
     return run_all_reduce
 
 
-def _all_to_all(move: Move, transport: Transport) -> Step:
+def _make_all_to_all_step(move: Move, transport: Transport) -> Step:
     axes, _ = transport.group_order(move.axes)
     joined, divided = find_cuts(move, transport.mesh)
     if is_restack(joined, divided, axes, transport.mesh):
@@ -263,10 +263,10 @@ def identity_of_reduction(reduce_op: str, dtype: torch.dtype) -> float | int | b
 
 
 _BUILD = {
-    "all_gather": _all_gather,
-    "reduce_scatter": _reduce_scatter,
-    "all_reduce": _all_reduce,
-    "all_to_all": _all_to_all,
+    "all_gather": _make_all_gather_step,
+    "reduce_scatter": _make_reduce_scatter_step,
+    "all_reduce": _make_all_reduce_step,
+    "all_to_all": _make_all_to_all_step,
     "slice": _make_slice_step,
     "place": _make_place_step,
     "mask": _make_mask_step,

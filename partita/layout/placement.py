@@ -15,6 +15,8 @@ from typing import Any
 
 from .text import Fix, LayoutError
 
+# -- meshes ----------------------------------------------------------------------------------------
+
 Coordinate = tuple[int, ...]
 """One rank's place: its index along each mesh axis, in the order of `Mesh.names`."""
 
@@ -83,6 +85,9 @@ class Mesh:
 
     def __str__(self) -> str:
         return " ".join(f"{a}={n}" for a, n in zip(self.names, self.sizes, strict=True))
+
+
+# -- placements ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from numbers import Number
 from typing import Any
 
+# -- errors ----------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class Fix:
@@ -52,7 +54,7 @@ class LayoutError(ValueError):
 
     @property
     def said(self) -> dict[str, Any]:
-        """What it was made of."""
+        """The arguments that it was made with."""
         return {name: getattr(self, name) for name in _PARTS}
 
     def located(self, place: str) -> LayoutError:

@@ -18,6 +18,10 @@ Its meaning, one axis at a time:
 3. *whole* is always legal.
 4. *dual*: the gradient's row is the row with Replicate and Partial exchanged. So nothing here
    speaks of gradients.
+
+`bind` fits a sentence to global shapes and finds the size of each name. From that follow, without
+regard to the size of a mesh axis, the rows, each a legal way to place the op on one axis, and the
+operations of its matrix products (`work_of`).
 """
 
 from __future__ import annotations
@@ -319,6 +323,7 @@ _REDUCED = {"sum": SHARES, "max": Partial("max"), "min": Partial("min")}
 
 _Dims = tuple[Dim, ...]
 WHOLE = -1
+"""In place of the dimension that a split name shards: it cannot be split."""
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ _Tensor = torch.Tensor
 def _choose_run(op: Op) -> Run | None:
     """What runs a function's calls in place of plans; None for an op with a rule."""
     if op.func in OVERRIDES:
-        run = _call_in_place(OVERRIDES[op.func])
+        run = _calling_instead(OVERRIDES[op.func])
         return _reading_numbers(run) if takes_numbers(op.func) else run
     if runs_as_torch_has_it(op.func):
         return _run_locally
@@ -95,13 +95,13 @@ def _choose_run(op: Op) -> Run | None:
     return run_foreach if op.form.foreach else None
 
 
-def _call_in_place(function: Function) -> Run:
-    """The calls of `function` instead of those of the function that is called."""
+def _calling_instead(function: Function) -> Run:
+    """A run that calls `function` in place of the function that was called."""
     return lambda func, args, kwargs, op: function(*args, **kwargs)
 
 
 def _reading_numbers(run: Run) -> Run:
-    """`run`, of a call whose numbers that are given as DTensors are read first."""
+    """`run`, after the numbers of the call that are given as DTensors were read."""
 
     def read_and_run(func: Function, args: Any, kwargs: Kwargs, op: Op) -> Any:
         if may_have_numbers(args, kwargs):
@@ -125,7 +125,7 @@ def _run_collective(func: Any, args: Any, kwargs: Kwargs, op: Op) -> Any:
 
 def _choose_run_without_rule(func: Function) -> Run:
     body = enter_function(func)
-    return _gather_and_run if body is None else _call_in_place(body)
+    return _gather_and_run if body is None else _calling_instead(body)
 
 
 @_reading_numbers

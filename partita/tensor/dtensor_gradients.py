@@ -356,15 +356,17 @@ def mark_settled(x: DTensor) -> None:
             watch = own_state(x).reopens = (handle.id, _hooks(x)[handle.id])
         # Private torch: to register a hook costs 3 microseconds for each parameter and step, a hook
         # that is called for nothing 6.
-        _hooks(x)[watch[0]] = watch[1]
+        number, hook = watch
+        _hooks(x)[number] = hook
 
 
 def _unmark_settled(x: DTensor) -> None:
     """Note that x has no settled gradient any more: take the hook off."""
     watch = state_of(x).reopens
     if watch is not None:
+        number, _ = watch
         with Local():
-            _hooks(x).pop(watch[0], None)
+            _hooks(x).pop(number, None)
 
 
 def is_watched(x: torch.Tensor) -> bool:
@@ -372,8 +374,9 @@ def is_watched(x: torch.Tensor) -> bool:
     watch = state_of(x).reopens
     if watch is None:
         return False
+    number, _ = watch
     with Local():
-        return watch[0] in _hooks(x)
+        return number in _hooks(x)
 
 
 def _restore_partial_gradient(x: DTensor | None) -> None:

@@ -30,11 +30,11 @@ from typing import Any, TypeVar
 
 import torch
 
-# Not public, but where torch keeps what `torch.library.custom_op` has made, by name, and the types
-# of what `torch.ops.a.b` and `.default` are.
+# Not public, but where torch keeps what `torch.library.custom_op` has made, by name.
 from torch._library.custom_ops import OPDEFS
 
-# Not public, but where torch keeps the type of what `torch.ops.a.b` is.
+# Not public, but where torch keeps the types of what `torch.ops.a.b.default` and `torch.ops.a.b`
+# are.
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -164,7 +164,7 @@ def facts_of(target: Any) -> OpFacts:
         casts=is_torchs and target._opname == "_to_copy",
         statistics=full_name in _STATISTICS_UNSAID,
         draws=torch.Tag.nondeterministic_seeded in target.tags,
-        fills=target._opname in _FILLS,
+        fills=target._opname in (*FILLS, "bernoulli_"),
         overwrites=is_torchs and _is_overwriting(target._opname),
         is_monotone=is_torchs and target._opname in _MONOTONE,
         checks=not schema.returns and not writes and is_torchs,
@@ -214,9 +214,8 @@ _COPYING = frozenset(
     split_with_sizes squeeze stack t transpose unsqueeze view""".split()
 )
 """They put the elements of tensors into new memory, or may do so."""
-_FILLS = frozenset(
-    "normal_ uniform_ exponential_ log_normal_ geometric_ cauchy_ random_ bernoulli_".split()
-)
+FILLS = "normal_ uniform_ exponential_ log_normal_ geometric_ cauchy_ random_".split()
+"""They draw each element of their operand by itself."""
 _OVERWRITING = frozenset("fill zero copy".split())
 _MONOTONE = frozenset(
     """ge gt le lt eq ne bitwise_and logical_and bitwise_or logical_or bitwise_not logical_not where
@@ -333,8 +332,6 @@ def _is_operator_drawing(name: str) -> bool:
 
 # -- the table by names ----------------------------------------------------------------------------
 
-FILLS = "normal_ uniform_ exponential_ log_normal_ geometric_ cauchy_ random_".split()
-"""Methods that draw each element of their operand by itself."""
 VIEW_ATTRIBUTES = frozenset("T H mT mH real imag".split())
 """Attributes that are calls all the same, and give views."""
 STATE_OF_LEAVES = """grad data requires_grad requires_grad_ retain_grad detach_ register_hook

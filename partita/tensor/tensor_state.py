@@ -277,8 +277,8 @@ class TensorState:
         gradient_of: the tensor whose `.grad` this object is, or was.
         origin: of a view copy, what it was copied from (an `Origin`).
         moved: its value in the last other layout that an op needed.
-        reopens: the hook that makes a reduced gradient partial again, before backward adds to it,
-            and its number. It is taken off and registered again in every step.
+        reopens: the number of a hook that makes a reduced gradient partial again before backward
+            adds to it, and the hook. It is taken off and registered again in every step.
         written_unseen: may it have been written through `.data`, which torch does not count?
         gathered_from: the parameter at rest that this is the gathered value of, and its version.
         was_plain: was it a plain parameter when an optimizer may have made its state for it?

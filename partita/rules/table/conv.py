@@ -26,7 +26,9 @@ from ..rule import table_rule as rule
 # `g` groups of `i` channels come in, and `o` go out. A bias is added once where `i` is split.
 
 
-def _conv_rule(takes: str, transposed: bool, *functions: Any) -> None:
+def _register_conv(takes: str, transposed: bool, *functions: Any) -> None:
+    """Tie to convolutions, of which the first four parameters are the same, their sentence."""
+
     @rule_by_name(takes, *functions)
     def derive_conv(given: dict[str, Any]) -> KernelRule:
         input, weight, bias, stride = [*given.values()][:4]
@@ -68,10 +70,10 @@ def _make_conv_kernel(call: KernelCall) -> Kernel | None:
 
 
 _takes = "input weight bias=None stride=1 padding=0 dilation=1 groups=1"
-_conv_rule(_takes, False, torch.conv1d, torch.conv2d, torch.conv3d)
+_register_conv(_takes, False, torch.conv1d, torch.conv2d, torch.conv3d)
 _takes = "input weight bias=None stride=1 padding=0 output_padding=0 groups=1 dilation=1"
 _transposed = (torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
-_conv_rule(_takes, True, *_transposed)
+_register_conv(_takes, True, *_transposed)
 
 
 # -- pooling ---------------------------------------------------------------------------------------
@@ -79,7 +81,7 @@ _conv_rule(_takes, True, *_transposed)
 # works the size out.
 
 
-def _pool_rule(
+def _register_pool(
     ndim: int, takes: str, *functions: Any, linear: bool = False, outputs: int | None = None
 ) -> None:
     """Tie the sentence of pools over `ndim` dimensions to functions.
@@ -103,16 +105,16 @@ _MAX = "input kernel_size stride=None padding=0 dilation=1 ceil_mode=False retur
 _ADAPTIVE = "input output_size"
 _ADAPTIVE_MAX = "input output_size return_indices=False"
 for _n in (1, 2, 3):
-    _pool_rule(_n, _AVERAGE, getattr(F, f"avg_pool{_n}d"), linear=True)
-    _pool_rule(_n, _NORM, getattr(F, f"lp_pool{_n}d"))
-    _pool_rule(_n, _MAX, getattr(F, f"max_pool{_n}d"))
-    _pool_rule(_n, _MAX, getattr(torch, f"max_pool{_n}d"), outputs=1)
-    _pool_rule(_n, _MAX, getattr(F, f"max_pool{_n}d_with_indices"), outputs=2)
-    _pool_rule(_n, _ADAPTIVE, getattr(F, f"adaptive_avg_pool{_n}d"), linear=True)
-    _pool_rule(_n, _ADAPTIVE_MAX, getattr(F, f"adaptive_max_pool{_n}d"))
+    _register_pool(_n, _AVERAGE, getattr(F, f"avg_pool{_n}d"), linear=True)
+    _register_pool(_n, _NORM, getattr(F, f"lp_pool{_n}d"))
+    _register_pool(_n, _MAX, getattr(F, f"max_pool{_n}d"))
+    _register_pool(_n, _MAX, getattr(torch, f"max_pool{_n}d"), outputs=1)
+    _register_pool(_n, _MAX, getattr(F, f"max_pool{_n}d_with_indices"), outputs=2)
+    _register_pool(_n, _ADAPTIVE, getattr(F, f"adaptive_avg_pool{_n}d"), linear=True)
+    _register_pool(_n, _ADAPTIVE_MAX, getattr(F, f"adaptive_max_pool{_n}d"))
     _builtin = getattr(torch if _n == 1 else torch._C._nn, f"adaptive_max_pool{_n}d")
     _with_indices = getattr(F, f"adaptive_max_pool{_n}d_with_indices")
-    _pool_rule(_n, _ADAPTIVE_MAX, _builtin, _with_indices, outputs=2)
+    _register_pool(_n, _ADAPTIVE_MAX, _builtin, _with_indices, outputs=2)
 
 
 # -- resampling ------------------------------------------------------------------------------------

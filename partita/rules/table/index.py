@@ -147,7 +147,7 @@ def scatter_reduce(input: Arg, dim: int, index: Arg, src: Arg, _reduce: Any = No
     return text[2:].replace(" + [", ", ").replace("] * ", ", ")
 
 
-def _index_update_rule(function: Any, add: bool) -> None:
+def _register_index_update(function: Any, add: bool) -> None:
     @rule(function)
     def derive_index_update(input: Arg, dim: int, index: Arg, source: Arg) -> str | None:
         if input.ndim == 0 or source.ndim != input.ndim or index.ndim != 1:
@@ -157,8 +157,8 @@ def _index_update_rule(function: Any, add: bool) -> None:
         return f"{ours} + [{place}] * {input.names.put(dim, place)} -> {ours}"
 
 
-_index_update_rule(torch.index_add, add=True)
-_index_update_rule(torch.index_copy, add=False)
+_register_index_update(torch.index_add, add=True)
+_register_index_update(torch.index_copy, add=False)
 
 
 @rule(torch.index_fill)

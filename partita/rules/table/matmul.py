@@ -53,7 +53,7 @@ def inner(input: Arg, other: Arg) -> str:
 # -- a product added to something ------------------------------------------------------------------
 
 
-def _added_rule(takes: str, product: str, function: Any) -> None:
+def _register_sum_with_product(takes: str, product: str, function: Any) -> None:
     """Tie to a function, which adds `input` to a product, the sentence of both.
 
     What is added is broadcast to the result. It may have no names at all: the sentence says "+" at
@@ -73,11 +73,11 @@ def _added_rule(takes: str, product: str, function: Any) -> None:
         return f"+ {' '.join(names)} + {product}"
 
 
-_added_rule("mat1 mat2", "m k * k n -> m n", torch.addmm)
-_added_rule("mat vec", "m k * k -> m", torch.addmv)
-_added_rule("vec1 vec2", "m * n -> m n", torch.addr)
-_added_rule("batch1 batch2", "b m k * b k n -> m n", torch.addbmm)
-_added_rule("batch1 batch2", "b m k * b k n -> b m n", torch.baddbmm)
+_register_sum_with_product("mat1 mat2", "m k * k n -> m n", torch.addmm)
+_register_sum_with_product("mat vec", "m k * k -> m", torch.addmv)
+_register_sum_with_product("vec1 vec2", "m * n -> m n", torch.addr)
+_register_sum_with_product("batch1 batch2", "b m k * b k n -> m n", torch.addbmm)
+_register_sum_with_product("batch1 batch2", "b m k * b k n -> b m n", torch.baddbmm)
 
 
 @rule(torch.bilinear)

@@ -30,7 +30,7 @@ def _format_affine_terms(weight: Any, bias: Any, names: str) -> str:
     return f", {'+ ' * (count == 1)}{' + '.join([names] * count)}" if count else ""
 
 
-def _norm_rule(takes: str, function: Any, split: Kernel) -> None:
+def _register_norm(takes: str, function: Any, split: Kernel) -> None:
     """Tie to a norm over the last dimensions its sentence; `split`, where one of these is split."""
 
     @rule_by_name(takes, function)
@@ -48,8 +48,8 @@ def _norm_rule(takes: str, function: Any, split: Kernel) -> None:
 
 
 _takes = "input normalized_shape weight=None"
-_norm_rule(f"{_takes} bias=None", torch.layer_norm, decompositions.layer_norm)
-_norm_rule(_takes, torch.rms_norm, decompositions.rms_norm)
+_register_norm(f"{_takes} bias=None", torch.layer_norm, decompositions.layer_norm)
+_register_norm(_takes, torch.rms_norm, decompositions.rms_norm)
 
 
 @rule(torch.group_norm)
@@ -120,7 +120,7 @@ NONE, MEAN, SUM = 0, 1, 2
 _n = torch._C._nn
 
 
-def _loss_rule(takes: str, text: str, *functions: Any) -> None:
+def _register_loss(takes: str, text: str, *functions: Any) -> None:
     """Tie to losses what they are computed from, and what they are where they are not reduced.
 
     Args:
@@ -164,27 +164,27 @@ def _make_loss_kernel(at: int, reduction: int, count: int, call: KernelCall) -> 
 
 
 _elements = (_n.mse_loss, _n.l1_loss, _n.smooth_l1_loss, _n.huber_loss, _n.soft_margin_loss)
-_loss_rule("input target", "..., ... -> ...", *_elements, torch.kl_div)
-_loss_rule("input target _margin=1.0", "..., ... -> ...", torch.hinge_embedding_loss)
-_loss_rule("input target weight=None", "..., ..., ... -> ...", _n.binary_cross_entropy)
+_register_loss("input target", "..., ... -> ...", *_elements, torch.kl_div)
+_register_loss("input target _margin=1.0", "..., ... -> ...", torch.hinge_embedding_loss)
+_register_loss("input target weight=None", "..., ..., ... -> ...", _n.binary_cross_entropy)
 _takes = "input target weight=None pos_weight=None"
-_loss_rule(_takes, "..., ..., ..., ... -> ...", torch.binary_cross_entropy_with_logits)
+_register_loss(_takes, "..., ..., ..., ... -> ...", torch.binary_cross_entropy_with_logits)
 _takes = "input target _log_input=None _full=None _eps=None"
-_loss_rule(_takes, "..., ... -> ...", torch.poisson_nll_loss)
+_register_loss(_takes, "..., ... -> ...", torch.poisson_nll_loss)
 _takes = "input1 input2 target _margin=0"
-_loss_rule(_takes, "..., ..., ... -> ...", torch.margin_ranking_loss)
-_loss_rule(_takes, "n d!, n d!, n -> n", torch.cosine_embedding_loss)
+_register_loss(_takes, "..., ..., ... -> ...", torch.margin_ranking_loss)
+_register_loss(_takes, "n d!, n d!, n -> n", torch.cosine_embedding_loss)
 _takes = "anchor positive negative _margin=1.0 _p=2 _eps=1e-6 _swap=False"
-_loss_rule(_takes, "... d!, ... d!, ... d! -> ...", torch.triplet_margin_loss)
-_loss_rule("input target", "n c!, n c! -> n", _n.multilabel_margin_loss)
+_register_loss(_takes, "... d!, ... d!, ... d! -> ...", torch.triplet_margin_loss)
+_register_loss("input target", "n c!, n c! -> n", _n.multilabel_margin_loss)
 _takes = "input target _p=1 _margin=1.0 weight=None"
-_loss_rule(_takes, "n c!, n, c! -> n", _n.multi_margin_loss)
+_register_loss(_takes, "n c!, n, c! -> n", _n.multi_margin_loss)
 
 
 # -- losses of a class -----------------------------------------------------------------------------
 
 
-def _class_loss_rule(more: str, split: Kernel, linear: str, *functions: Any) -> None:
+def _register_class_loss(more: str, split: Kernel, linear: str, *functions: Any) -> None:
     """Tie to losses of a class a sentence where no rank's help is needed, since nothing is split or
     nothing is averaged; else `split`.
 
@@ -217,6 +217,6 @@ def _class_loss_rule(more: str, split: Kernel, linear: str, *functions: Any) -> 
 
 
 _more = "_ignore_index=-100 _label_smoothing=0.0"
-_class_loss_rule(_more, decompositions.cross_entropy, "", _n.cross_entropy_loss)
+_register_class_loss(_more, decompositions.cross_entropy, "", _n.cross_entropy_loss)
 _nlls = (_n.nll_loss_nd, _n.nll_loss, _n.nll_loss2d)  # type: ignore[attr-defined]
-_class_loss_rule("_ignore_index=-100", decompositions.nll, "+ ", *_nlls)
+_register_class_loss("_ignore_index=-100", decompositions.nll, "+ ", *_nlls)

@@ -108,7 +108,7 @@ dim_rule(_DIMS, "{x} -> min {left}", torch.all)
 # -- moments and norms -----------------------------------------------------------------------------
 
 
-def _compute_moments(pick: Callable[[Any, Any], Any]) -> Kernel:
+def _make_moments_kernel(pick: Callable[[Any, Any], Any]) -> Kernel:
     """var, std and the like; `pick` takes what is asked for from (mean, variance)."""
 
     def run(
@@ -127,6 +127,7 @@ def _compute_moments(pick: Callable[[Any, Any], Any]) -> Kernel:
     return run
 
 
+_takes = "input dim=None _unbiased=True keepdim=False"
 for _function, _pick in {
     torch.var: lambda mean, var: var,
     torch.std: lambda mean, var: decompositions.root_of(var),
@@ -134,8 +135,7 @@ for _function, _pick in {
     torch.std_mean: lambda mean, var: (decompositions.root_of(var), mean),
 }.items():
     _text = _REDUCED if _function in (torch.var, torch.std) else _REDUCED_TO_TWO
-    _takes = "input dim=None _unbiased=True keepdim=False"
-    dim_rule(_takes, _text, _function, split=_compute_moments(_pick))
+    dim_rule(_takes, _text, _function, split=_make_moments_kernel(_pick))
 
 _takes = "input _ord=2 dim=None keepdim=False"
 dim_rule(_takes, _REDUCED, torch.linalg.vector_norm, split=decompositions.vector_norm)

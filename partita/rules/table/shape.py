@@ -353,7 +353,7 @@ def constant_pad_nd(input: Arg, pad_: Sequence[int], value: Any = None) -> str:
 # -- triangles and diagonals -----------------------------------------------------------------------
 
 
-def _triangle_rule(function: Any, lower: bool) -> None:
+def _register_triangle(function: Any, lower: bool) -> None:
     @rule(function)
     def derive_triangle(input: Arg) -> KernelRule:
         rows, columns = input.names[-2:]
@@ -362,17 +362,17 @@ def _triangle_rule(function: Any, lower: bool) -> None:
             # Row i of this rank's piece is row i + offset of the whole: the diagonal is shifted.
             shift = call.pieces.get(rows, (0,))[0] - call.pieces.get(columns, (0,))[0]
             if isinstance(shift, torch.Tensor):
-                return _triangle_traced(lower, shift)
+                return _make_traced_triangle(lower, shift)
             return (lambda input, diagonal=0: call.run(input, diagonal + shift)) if shift else None
 
         return KernelRule(f"+ {input.names} -> {input.names}", make_triangle_kernel)
 
 
-_triangle_rule(torch.tril, True)
-_triangle_rule(torch.triu, False)
+_register_triangle(torch.tril, True)
+_register_triangle(torch.triu, False)
 
 
-def _triangle_traced(lower: bool, shift: torch.Tensor) -> Kernel:
+def _make_traced_triangle(lower: bool, shift: torch.Tensor) -> Kernel:
     """`tril` or `triu` in a captured step, where no number says at which row a piece begins."""
 
     def mask_triangle(input: Any, diagonal: int = 0) -> Any:
@@ -452,7 +452,7 @@ def stack(tensors: Sequence[Any], dim: int = 0) -> str | None:
     return f"+ {terms} -> {names.insert(i, f'z={len(tensors)}!')}"
 
 
-def _stack_along(dim: int, ndim: int) -> Kernel:
+def _make_stack_along(dim: int, ndim: int) -> Kernel:
     """A stack in one direction, as `cat` of tensors of at least `ndim` dimensions."""
 
     def run(tensors: Sequence[Any]) -> Any:
@@ -462,9 +462,9 @@ def _stack_along(dim: int, ndim: int) -> Kernel:
     return run
 
 
-decomposed("tensors", torch.hstack)(_stack_along(1, 1))
-decomposed("tensors", torch.vstack, torch.row_stack)(_stack_along(0, 2))
-decomposed("tensors", torch.dstack)(_stack_along(2, 3))
+decomposed("tensors", torch.hstack)(_make_stack_along(1, 1))
+decomposed("tensors", torch.vstack, torch.row_stack)(_make_stack_along(0, 2))
+decomposed("tensors", torch.dstack)(_make_stack_along(2, 3))
 
 
 @decomposed("tensors", torch.column_stack)
@@ -485,7 +485,7 @@ def _split_into_lengths(size: int, step: int) -> list[int]:
     return [min(step, size - at) for at in range(0, size, step)] or [size]
 
 
-def _split_rule(takes: str, *functions: Any) -> None:
+def _register_split(takes: str, *functions: Any) -> None:
     @rule_by_name(takes, *functions)
     def derive_split(given: dict[str, Any]) -> str:
         input, lengths, dim = given.values()
@@ -495,9 +495,9 @@ def _split_rule(takes: str, *functions: Any) -> None:
         return _sentence_of_pieces(input, dim, pieces)
 
 
-_split_rule("tensor split_size_or_sections dim=0", torch.split)
-_split_rule("input split_size dim=0", torch.Tensor.split)
-_split_rule("input split_sizes dim=0", torch.split_with_sizes, torch.unsafe_split)
+_register_split("tensor split_size_or_sections dim=0", torch.split)
+_register_split("input split_size dim=0", torch.Tensor.split)
+_register_split("input split_sizes dim=0", torch.split_with_sizes, torch.unsafe_split)
 
 
 @rule(torch.chunk, torch.unsafe_chunk)
@@ -531,11 +531,11 @@ def unbind(input: Arg, dim: int = 0) -> str | None:
     return f"+ {input.names.whole(i)} -> {', '.join([str(left)] * count)}"
 
 
-def _split_along(dim: int, ndim: int) -> Kernel:
+def _make_split_along(dim: int, ndim: int) -> Kernel:
     return lambda x, n: torch.tensor_split(x, n, 0 if x.ndim < ndim else dim)
 
 
 _takes = "input _indices_or_sections=None"
-decomposed(_takes, torch.hsplit)(_split_along(1, 2))
-decomposed(_takes, torch.vsplit)(_split_along(0, 2))
-decomposed(_takes, torch.dsplit)(_split_along(2, 3))
+decomposed(_takes, torch.hsplit)(_make_split_along(1, 2))
+decomposed(_takes, torch.vsplit)(_make_split_along(0, 2))
+decomposed(_takes, torch.dsplit)(_make_split_along(2, 3))

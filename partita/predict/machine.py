@@ -15,7 +15,6 @@ import re
 import tomllib
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from pathlib import Path
@@ -215,7 +214,8 @@ class Machine:
             if axes[place] in axes[:place]:
                 raise MachineError(f"links has two of the axes of {name!r}: one serves any order")
         if not self.flops:
-            raise MachineError("flops names no dtype: {'bfloat16': 989e12}")
+            in_a_file = 'bfloat16 = "989 TFLOP/s" in a file'
+            raise MachineError(f"flops names no dtype: {{'bfloat16': 989e12}}, or {in_a_file}")
         for name in _EFFICIENCIES:
             if name not in self.efficiency:
                 raise MachineError(f"efficiency has no {name!r}: a part of the peak, at most 1")
@@ -379,7 +379,7 @@ def _read_machine(found: Mapping[str, Any]) -> Machine:
             "step_seconds": read_amount("seconds"),
             "kernels": _table_of({}, dict.fromkeys(RATES, _read_curve)),
             "collectives": _rows_of(_read_curve, _check_collective),
-            "links": _rows_of(_read_link, _allow_any),
+            "links": _rows_of(_read_link),
         },
     )
     return Machine(**read("", found))
@@ -407,12 +407,12 @@ def _check_table(key: str, found: Any) -> None:
         raise MachineError(f"{key} is a table: write [{key}]")
 
 
-def _rows_of(read: _Read, check_name: Callable[[str, str], None]) -> _Read:
-    """What reads a table of the names that `check_name` lets pass."""
+def _rows_of(read: _Read, check_name: Callable[[str, str], None] | None = None) -> _Read:
+    """What reads a table of any names, or of those that `check_name` lets pass."""
 
     def read_rows(key: str, found: Any) -> dict[str, Any]:
         _check_table(key, found)
-        for name in found:
+        for name in found if check_name is not None else ():
             check_name(f"{key}.{name}", name)
         return {name: read(f"{key}.{name}", value) for name, value in found.items()}
 
@@ -422,9 +422,6 @@ def _rows_of(read: _Read, check_name: Callable[[str, str], None]) -> _Read:
 def _read_link(key: str, found: Any) -> Link:
     amounts = {"latency": read_amount("seconds"), "bandwidth": read_amount("bytes per second")}
     return Link(**_table_of(amounts)(key, found))
-
-
-def _allow_any(key: str, name: str) -> None: ...
 
 
 def _check_dtype(key: str, name: str) -> None:
@@ -460,13 +457,15 @@ def read_amount(what: str) -> _Read:
     units = _UNITS[what]
 
     def read(key: str, value: Any) -> float:
-        said, number = describe_value(value), math.nan
+        said = describe_value(value)
         if isinstance(value, str):
             match = re.fullmatch(r"([-+\d.eE]+)\s*(\S+)", value.strip())
             if match is None or match[2] not in units:
                 raise MachineError(f"{key} is {said}, no amount of {what}: {', '.join(units)}")
-            with suppress(ValueError):  # signs and dots are no number by themselves
+            try:
                 number = float(match[1]) * units[match[2]]
+            except ValueError:  # signs and dots are no number by themselves
+                raise MachineError(f"{key} is {said}, which has no number") from None
         elif is_number(value):
             number = float(value)
         else:

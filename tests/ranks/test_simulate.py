@@ -119,6 +119,7 @@ def test_the_shipped_machines_are_read_and_name_their_sources():
         ("matmul = 0.53", "matmul = 53", "efficiency.matmul is 53, no part of a peak"),
         ("ranks_per_host = 8", "ranks_per_host = 0", "ranks_per_host is 0"),
         ('"80 GB"', "true", "memory_bytes is True, no amount of bytes"),
+        ('"80 GB"', '"8.0.0 GB"', "memory_bytes is '8.0.0 GB', which has no number"),
         ("[host]", "[hosts]", "host is missing"),
         ("fuses = true", "fuses = ", "Invalid"),
         ("bfloat16 =", "bf16 =", "flops.bf16 is no dtype of torch"),

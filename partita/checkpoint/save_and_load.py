@@ -52,6 +52,17 @@ from .folder import (
 )
 from .state import KeyPath, OpenedState, Stored, open_state
 
+
+def attempt(do: Callable[[], Any]) -> Any:
+    """What `do` returns, or the error that it raises: what a rank brings to a decision of all."""
+    try:
+        return do()
+    except Exception as error:
+        return error
+
+
+# -- saving ----------------------------------------------------------------------------------------
+
 _memory: WeakKeyDictionary[Any, Memory] = WeakKeyDictionary()
 
 
@@ -576,14 +587,6 @@ def find_mismatches(
     return Mismatches(tuple(values), tuple(keys) if strict else (), Loaded(missing, extra), which)
 
 
-def attempt(do: Callable[[], Any]) -> Any:
-    """What `do` returns, or the error that it raises: what a rank brings to a decision of all."""
-    try:
-        return do()
-    except Exception as error:
-        return error
-
-
 def agree_on_mismatches(
     ranks: ControlPlane, found: Mismatches | Exception, path: str, line: str
 ) -> Loaded:
@@ -594,7 +597,7 @@ def agree_on_mismatches(
         ValueError: ranks have read different checkpoints of that name.
     """
 
-    def merge_misfits(brought: list[Mismatches]) -> list[Loaded]:
+    def merge_mismatches(brought: list[Mismatches]) -> list[Loaded]:
         values = tuple(dict.fromkeys(one for rank in brought for one in rank.values))
         keys = tuple(dict.fromkeys(one for rank in brought for one in rank.keys))
         fixes = []
@@ -613,5 +616,5 @@ def agree_on_mismatches(
             raise ValueError(f"{path} was replaced while the ranks began to read it: load it again")
         return [rank.passed_over for rank in brought]
 
-    result: Loaded = ranks.decide(found, merge_misfits)
+    result: Loaded = ranks.decide(found, merge_mismatches)
     return result

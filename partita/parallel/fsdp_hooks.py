@@ -426,6 +426,7 @@ class _SavedNote:
         raise NotImplementedError
 
     def make_again(self) -> torch.Tensor:
+        """The tensor, of what is gathered now."""
         raise NotImplementedError
 
 

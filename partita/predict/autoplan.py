@@ -463,6 +463,8 @@ def _replace_strategy(way: Way, **changes: Any) -> Way:
     return dataclasses.replace(way, strategy=dataclasses.replace(way.strategy, **changes))
 
 
+# -- what a model needs ----------------------------------------------------------------------------
+
 _PRODUCTS = ("matmul", "batched_matmul", "convolution", "convolution_backward")
 _LEAST_SIZE = 2
 """Bytes of an element that is sent or computed with: no precision has fewer."""

@@ -8,7 +8,7 @@ shape, layout and dtype, and which call of the run made it. Two runs of one prog
 calls, though the second may leave some out; where it takes another way, its first call is not
 found.
 
-A policy says which results a region keeps, and what it may name: functions, modules, names.
+A policy says which results a region keeps: those of the functions, modules and names in it.
 """
 
 from __future__ import annotations

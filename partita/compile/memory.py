@@ -469,14 +469,14 @@ _DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: to
 
 
 _MEASURED_KEPT = 1024
-_MEASURED: dict[Any, int] = {}
+MEASURED: dict[Any, int] = {}
 """By operator, and what its operands are, the workspace that was measured."""
 
 
 def _measure_workspace(target: Any, args: Sequence[Any]) -> int:
     """The workspace of a call with such arguments, measured by making one."""
     key = target, tuple(map(_signature_of_argument, args))
-    found = _MEASURED.get(key)  # asked once: other threads clear it, too
+    found = MEASURED.get(key)  # asked once: other threads clear it, too
     if found is None:
         # Private torch: the caller's modes make fake tensors, and these here must be real.
         with _disable_current_modes(), torch.no_grad():
@@ -486,9 +486,9 @@ def _measure_workspace(target: Any, args: Sequence[Any]) -> int:
                 found = _measure_peak(lambda: target(*real))
             except RuntimeError:
                 found = 0  # fake tensors do not always have the strides of real ones
-        if len(_MEASURED) >= _MEASURED_KEPT:
-            _MEASURED.clear()
-        _MEASURED[key] = found
+        if len(MEASURED) >= _MEASURED_KEPT:
+            MEASURED.clear()
+        MEASURED[key] = found
     return found
 
 

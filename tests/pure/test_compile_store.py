@@ -412,7 +412,7 @@ def test_a_library_that_a_killed_compiler_left_half_written_is_deleted(tmp_path,
     (tmp_path / "ab").mkdir()
     whole = next(Path(partita.tensor.__file__).parent.glob("*.so")).read_bytes()
     files = {"whole": whole, "cut": whole[:-1], "zeros": bytes(len(whole)), "short": whole[:20]}
-    with pytest.raises(KeyboardInterrupt), inductor._cleaning_up_libraries():
+    with pytest.raises(KeyboardInterrupt), inductor.cleaning_up_libraries():
         for name, content in files.items():
             (tmp_path / "ab" / f"{name}.so").write_bytes(content)
         raise KeyboardInterrupt

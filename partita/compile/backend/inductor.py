@@ -380,7 +380,7 @@ def compile_program(program: Program | Section) -> tuple[Call, bytes | None, lis
     use_private_cache()
     with ExitStack() as stack:
         _silence_torch(stack)
-        stack.enter_context(_cleaning_up_libraries())
+        stack.enter_context(cleaning_up_libraries())
         stack.enter_context(tracing(TracingContext(mode)))
         _configure_inductor(stack, program.key)
         libraries = _record_libraries(stack)
@@ -708,7 +708,7 @@ _PREFIX = "partita-compiles-"
 
 
 @contextmanager
-def _cleaning_up_libraries() -> Iterator[None]:
+def cleaning_up_libraries() -> Iterator[None]:
     """Within, and after a failure, there is no half-written library in torch's folder.
 
     A compile that is killed leaves one, and torch loads it as if it were complete, which crashes

@@ -412,8 +412,9 @@ def _rows_of(read: _Read, check_name: Callable[[str, str], None] | None = None) 
 
     def read_rows(key: str, found: Any) -> dict[str, Any]:
         _check_table(key, found)
-        for name in found if check_name is not None else ():
-            check_name(f"{key}.{name}", name)
+        if check_name is not None:
+            for name in found:
+                check_name(f"{key}.{name}", name)
         return {name: read(f"{key}.{name}", value) for name, value in found.items()}
 
     return read_rows

@@ -468,6 +468,35 @@ def test_frozen_parameters_get_none_and_their_blocks_pass_gradients_on():
                 torch.testing.assert_close(grads[name], p.grad, rtol=1e-5, atol=1e-7)
 
 
+class _DoublesItsInput(nn.Module):
+    """A block that writes into its input, and of which a part is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.trained = nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.trained(self.frozen(x.mul_(2))) + x
+
+
+def test_a_block_with_a_frozen_part_may_write_into_its_input():
+    torch.manual_seed(0)
+    blocks = nn.ModuleList(_DoublesItsInput() for _ in range(2))
+    model, x = nn.Sequential(nn.Linear(4, 4), *blocks), torch.randn(8, 4)
+
+    def run(mesh):
+        sharded = pt.zero(copy.deepcopy(model), mesh)
+        sharded(rows(mesh)(x)).square().sum().backward()
+        assert zero_state(sharded).alive == 0
+        return {n: p.grad.full_tensor() for n, p in sharded.named_parameters() if p.requires_grad}
+
+    with pt.ranks(dp=2) as world:
+        grads = world.run(run)[0]
+    model(x).square().sum().backward()
+    for name, grad in grads.items():
+        torch.testing.assert_close(grad, model.get_parameter(name).grad, rtol=1e-5, atol=1e-5)
+
+
 def test_gradients_by_autograd_grad_are_those_of_the_shards():
     def run(mesh):
         model = pt.zero(gpt(), mesh)

@@ -5,12 +5,14 @@ import gc
 import re
 import weakref
 from collections import Counter
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import partita as pt
@@ -772,6 +774,39 @@ def test_a_backward_under_other_modes_is_another_trace():
 
     for one, other in zip(run(True), run(False), strict=True):
         assert all(map(torch.equal, one, other))
+
+
+class OfTheLayer(TorchFunctionMode):
+    """Multiplies what gelu gives by the number of the block that runs."""
+
+    running: int
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        return out * (OfTheLayer.running + 1) if func is F.gelu else out
+
+
+class Announced(Block):
+    def between(self, h):
+        OfTheLayer.running = self.number
+        return F.gelu(h)
+
+
+@pytest.mark.parametrize("is_within", [True, False])
+def test_a_mode_that_does_otherwise_in_each_block_hears_each(is_within):
+    torch.manual_seed(0)
+    model, x = Stack(Announced, 3), torch.randn(4, WIDTH)
+
+    def step(x):
+        with OfTheLayer() if is_within else nullcontext():
+            return model(x).sum()
+
+    with nullcontext() if is_within else OfTheLayer():
+        expected = step(x)
+        compiled = pt.compile(step, backend="graph", blocks=True)
+        assert torch.equal(compiled(x), expected)
+        assert torch.equal(compiled(x), expected)
+    assert "a TorchFunctionMode around it hears what it calls" in str(compiled.explain())
 
 
 # -- whether, and what is printed ------------------------------------------------------------------

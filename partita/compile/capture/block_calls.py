@@ -47,6 +47,7 @@ from partita.comm import TraceWire
 from partita.comm.ledger import scope
 from partita.tensor.tensor_state import HERE, count_writes, count_writes_of
 
+from ..guards.guards import hearing_modes
 from ..guards.values import ByIdentity
 from .block_follower import (
     BlockFollower,
@@ -272,6 +273,8 @@ class BlockCalls:
             NotABlock: its class has to be traced as it runs.
         """
         kind = type(module)
+        if hearing_modes():  # it may do otherwise in each block
+            raise NotABlock(kind, "a TorchFunctionMode around it hears what it calls")
         tapes = self._tapes.setdefault(kind, [])
         tracing = BlockTracing(self.recorder, self.mode.shape_env)
         varying = kind not in self._choice.constants
@@ -627,6 +630,7 @@ class BlockUpdates:
             and "_init_group" not in own
             and isinstance(_get_current_function_mode(), StepFunctionMode)
             and dispatch_listeners() == self._listeners
+            and not hearing_modes()
         )
 
     # -- updates that are traced -------------------------------------------------------------------

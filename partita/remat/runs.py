@@ -72,6 +72,8 @@ from .watched_calls import (
     watching,
 )
 
+_NO_MODE = nullcontext()
+
 Read = tuple[int, "weakref.ref[torch.Tensor]", int]
 """(index among the call's tensors, the tensor that holds the values at rest, its version)."""
 
@@ -326,7 +328,7 @@ class ForwardRecord(_RegionRun):
         self._event = event
         self._kernels = kernels = KeepMode() if keep or watch else None
         try:
-            with kernels or nullcontext():
+            with kernels or _NO_MODE:
                 out = kind.func(*args, **kwargs)
         finally:
             self._event = self._kernels = None
@@ -645,7 +647,7 @@ class Recomputation(_RegionRun):
         with self._within_call(event):
             self._kernels = ReplayMode(event.kept) if isinstance(event.kept, KeptKernels) else None
             try:
-                with self._kernels or nullcontext():
+                with self._kernels or _NO_MODE:
                     return kind.func(*args, **kwargs)
             finally:
                 self._kernels = None

@@ -3,9 +3,9 @@
 A call has a signature (`signature_of`): the metadata of its tensors and of those that the step
 reaches, the keys of other arguments, torch's modes. Calls of equal signatures may run one program,
 if its guards hold: `Guards`, of what the step read of Python, and `TensorGuard`. `Guards.hold`
-first compares object identities, in a few passes that run in C; where some object is another one,
-every place is compared by type and content. What differs becomes the reason, as text: "x: shape (8,
-4) became (6, 4); cfg['k']: 1 became 4" (`History`).
+first compares object identities, in a few passes that run in C; places that hold or reach other
+objects than before are then compared by type and content. What differs becomes the reason, as text:
+"x: shape (8, 4) became (6, 4); cfg['k']: 1 became 4" (`History`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import chain, count, repeat
-from operator import getitem, is_
+from itertools import chain, compress, islice, repeat
+from operator import call, getitem, is_, is_not
 from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,6 @@ from .record import count_own_attributes
 from .values import (
     MISSING,
     OWN_ATTRIBUTES,
-    PLAIN,
     AttributesAndHooks,
     ByIdentity,
     ByType,
@@ -85,7 +84,7 @@ class Guards:
         namespaces: Sequence[tuple[str, dict[str, Any], frozenset[str]]] = (),
     ):
         self._arguments = (places, types, is_number_input, huge, slots, classes, namespaces)
-        self._places, self._slots, self._classes = places, slots, classes
+        self._places, self._classes = places, classes
         self._huge = {id(value): value for value in huge}
         self._objects = [o for o, _ in types]
         self._types = [t for _, t in types]
@@ -95,8 +94,16 @@ class Guards:
         self._namespace_dicts = [held for _, held, _ in namespaces]
         self._class_dicts = [vars(kind) for kind in classes]
         self._class_sizes = [*map(count_own_attributes, classes)]
+        self._keys: list[Any] = [None for _ in places]
+        self._parts: dict[int, Parts] = {}  # of each place, what may change in place
+        self._shared: set[int] = set()  # ids of parts that were met more than once
+        self._moving: set[int] | None = None  # places in which parts have been other objects
         walk = ContentWalk(is_number_input=is_number_input, huge=self._huge)
-        self._keys = self._arm_guards(walk, [None for _ in places])
+        found = {}
+        for at in range(len(places)):
+            self._keys[at], found[at] = self._look_at(at, walk)
+        self._choose_comparisons(slots)
+        self._expect_objects(found, walk, set())
 
     def __len__(self) -> int:
         return len(self._places)
@@ -112,15 +119,34 @@ class Guards:
 
     def hold(self) -> bool:
         """Is everything as expected? The next call is then compared with the objects of now."""
-        if self.hold_by_identity():
+        moved = self._find_moved()
+        if not moved and self._have_same_names():
             return True
-        if self.differences(1):
+        if self._list_other_names():
             return False
-        self._arm_guards(ContentWalk(huge=self._huge), self._keys)
+        walk = ContentWalk(huge=self._huge)
+        found = {}
+        for at in sorted(moved):
+            key, found[at] = self._look_at(at, walk)
+            if key != self._keys[at]:
+                return False
+        self._expect_objects(found, walk, {at for at in found if found[at]})
         return True
 
     def differences(self, most: int = 3) -> list[str]:
         """Up to `most` differences, as text: "cfg['k']: 1 became 4"."""
+        found = self._list_other_names()
+        walk = ContentWalk(huge=self._huge)
+        for at, place in enumerate(self._places):
+            if len(found) >= most:
+                break
+            differs = find_difference(self._keys[at], self._look_at(at, walk)[0])
+            if differs is not None:
+                found.append(f"{place.name}{differs[0]}: {differs[1]} became {differs[2]}")
+        return found[:most]
+
+    def _list_other_names(self) -> list[str]:
+        """The differences of types, and of the names in classes and namespaces."""
         found = []
         for owner, kind in zip(self._objects, self._types, strict=True):
             if type(owner) is not kind:
@@ -130,150 +156,191 @@ class Guards:
                 found.append(f"{kind.__name__}: {size} attributes became {there}")
         for name, held, names, known in self._namespaces:
             found += [f"{name}.{key} is new" for key in sorted((names & held.keys()) - known)]
-        walk = ContentWalk(huge=self._huge)
-        for place, key, fixed in zip(self._places, self._keys, self._fixed, strict=True):
-            if len(found) >= most:
-                break
-            value = place.value
-            if value is fixed:
-                continue
-            now = walk.make_part(value, place.home, place.key, key)
-            if (differs := find_difference(key, now)) is not None:
-                found.append(f"{place.name}{differs[0]}: {differs[1]} became {differs[2]}")
-        return found[:most]
+        return found
+
+    def _look_at(self, at: int, walk: ContentWalk) -> tuple[Any, Parts]:
+        """The key of what stands in a place now, and what in it may change in place."""
+        place, before = self._places[at], len(walk.changeable)
+        key = walk.make_part(place.value, place.home, place.key, self._keys[at])
+        return key, {id(part): (part, key) for part, key in walk.changeable[before:]}
 
     def hold_by_identity(self) -> bool:
-        """Is everything the same objects? `hold` asks this first, since it is fast."""
+        """Is everything the same objects?"""
+        return self._have_same_names() and not self._find_moved()
+
+    def _have_same_names(self) -> bool:
+        """Are all types the same, and as many names in classes and namespaces?"""
         return (
-            not any(self._empty_containers)
-            and all(
-                map(
-                    is_,
-                    map(dict.get, self._entry_homes, self._entry_keys, repeat(MISSING)),
-                    self._entry_values,
-                )
-            )
-            and all(map(is_, map(type, self._objects), self._types))
-            and self._tensor_extras.unchanged()
-            and all(map(is_, [get() for get in self._getters], self._got_values))
+            all(map(is_, map(type, self._objects), self._types))
             and [*map(len, self._class_dicts)] == self._class_sizes
             and [*map(len, self._namespace_dicts)] == self._namespace_sizes
-            and [*map(len, self._containers)] == self._container_lengths
-            and all(
-                map(is_, chain.from_iterable(self._iterate_containers()), self._container_items)
-            )
-            and all(_type_of(place.value) is kind for place, kind in self._typed_places)
-            and all(content_key(get()) == key for get, key in self._contents)
-            and all(len(value) == length for value, length in self._container_sizes)
         )
 
-    def _iterate_containers(self) -> Any:
-        return chain(self._containers, map(dict.values, self._dict_containers))
+    def _read_objects(self) -> Iterator[Any]:
+        """The objects in the places that are compared by identity."""
+        entries = map(dict.get, self._entry_homes, self._entry_keys, repeat(MISSING))
+        return chain(entries, map(call, self._getters))
 
-    def _arm_guards(self, walk: ContentWalk, expected: Sequence[Any]) -> list[Any]:
+    def _find_moved(self) -> set[int]:
+        """The places that hold, or reach, other objects than before. All others are as expected."""
+        moved: set[int] = set()
+        if not all(map(is_, self._read_objects(), self._were)):
+            moved.update(compress(self._watched, map(is_not, self._read_objects(), self._were)))
+        if not self._tensor_extras.unchanged():
+            moved.update(self._extras)
+        if not self._resting_items.unchanged():
+            moved.update(self._resting_items.find_changed())
+        if self._moving:
+            moved.update(self._moving_items.find_changed())
+        for at, kind in self._typed:
+            if _type_of(self._places[at].value) is not kind:
+                moved.add(at)
+        for at in self._answers:
+            if content_key(self._places[at].value) != self._keys[at]:
+                moved.add(at)
+        if not moved:
+            return moved
+        parts = self._parts  # what others share with these has moved there too
+        while shared := self._shared.intersection(chain(*[parts.get(at, ()) for at in moved])):
+            more = {at for at, there in parts.items() if not shared.isdisjoint(there)}
+            if more <= moved:
+                break
+            moved |= more
+        return moved
+
+    def _choose_comparisons(self, slots: frozenset[tuple[int, Any]]) -> None:
+        """Choose for each place how `hold_by_identity` compares it, which its key says."""
+        self._extras: list[int] = []  # attributes and hooks of tensors, which are read in one pass
+        # What has no lasting identity is compared by type or content each time.
+        self._typed: list[tuple[int, type]] = []
+        self._answers: list[int] = []
+        entries, others = [], []
+        for at, (place, key) in enumerate(zip(self._places, self._keys, strict=True)):
+            if is_attributes_or_hooks(place):
+                self._extras.append(at)
+            elif key is torch.Tensor or isinstance(key, ByType):
+                if place.identity not in slots:
+                    self._typed.append((at, _type_of(place.value)))
+            elif place.get is None:
+                entries.append(at)
+            elif place.key == "()" and not isinstance(key[-1], ByIdentity):
+                self._answers.append(at)  # each is a new object
+            else:
+                others.append(at)
+        self._watched = entries + others
+        self._entry_homes = [self._places[at].home for at in entries]
+        self._entry_keys = [self._places[at].key for at in entries]
+        self._getters: list[Any] = [self._places[at].get for at in others]
+
+    def _expect_objects(self, found: dict[int, Parts], walk: ContentWalk, moving: set[int]) -> None:
         """Store the objects of now, for `hold_by_identity`.
 
         Args:
-            walk: makes keys.
-            expected: of each place, the key of before; None where there is none yet.
-
-        Returns:
-            Of each place, the key of what stands there now.
+            found: the parts of the places that `walk` has compared.
+            moving: of these the ones whose parts are watched apart, since they will move again.
         """
-        # Entries of dictionaries; places with a getter; and containers, by identity of their items.
-        self._entry_homes: list[Any] = []
-        self._entry_keys: list[Any] = []
-        self._entry_values: list[Any] = []
-        self._getters: list[Callable[[], Any]] = []
-        self._got_values: list[Any] = []
-        self._containers: list[Any] = []
-        self._dict_containers: list[Any] = []
-        self._empty_containers: list[Any] = []
-        self._container_sizes: list[tuple[Any, int]] = []
-        # What has no lasting identity is compared by type or content each time.
-        self._typed_places: list[tuple[Place, type]] = []
-        self._contents: list[tuple[Callable[[], Any], Any]] = []
-        self._tensor_extras = AttributesAndHooks([*filter(is_attributes_or_hooks, self._places)])
-        # Of each place the value, where that cannot change in place.
-        self._fixed: list[Any] = []
-        keys = []
-        for place, was in zip(self._places, expected, strict=True):
-            value = place.value
-            key = walk.make_part(value, place.home, place.key, was)
-            keys.append(key)
-            self._fixed.append(value if _is_fixed(key) else _CHANGEABLE)
-            if is_attributes_or_hooks(place):
-                continue
-            if key is torch.Tensor or isinstance(key, ByType):
-                if place.identity not in self._slots:
-                    self._typed_places.append((place, _type_of(place.value)))
-            elif place.get is None:
-                self._watch_entry(place.home, place.key)
-            elif place.key == "()" and not isinstance(key[-1], ByIdentity):
-                self._contents.append((place.get, key))  # each answer is a new object
-            else:
-                self._watch_answer(place.get)
-        for part, key in walk.changeable:
-            self._watch_contents(part, key)
+        self._parts |= {at: parts for at, parts in found.items() if parts}
+        if walk.shared:
+            known = chain.from_iterable(self._parts.values())
+            self._shared = (self._shared | walk.shared).intersection(known)
+        self._were = [*self._read_objects()]
         self._namespace_sizes = [*map(len, self._namespace_dicts)]
-        self._container_lengths = [*map(len, self._containers)]
-        self._container_items = [*chain.from_iterable(self._iterate_containers())]
-        return keys
+        before, self._moving = self._moving, moving.union(self._moving or ())
+        if before is None or not found.keys().isdisjoint(self._extras):
+            self._tensor_extras = AttributesAndHooks([self._places[at] for at in self._extras])
+        if self._moving != before:
+            resting = self._parts.keys() - self._moving
+            self._resting_items = WatchedItems({at: self._parts[at] for at in resting})
+        self._moving_items = WatchedItems({at: self._parts[at] for at in self._moving})
 
-    def _watch_entry(self, home: Any, key: Any) -> None:
-        self._entry_homes.append(home)
-        self._entry_keys.append(key)
-        self._entry_values.append(dict.get(home, key, MISSING))
 
-    def _watch_answer(self, get: Callable[[], Any]) -> None:
-        self._getters.append(get)
-        self._got_values.append(get())
+Parts = dict[int, tuple[Any, Any]]
+"""What may change in place, with its key, by id."""
 
-    def _watch_contents(self, part: Any, key: Any) -> None:
-        """Store what a part of a value contains now."""
+
+class WatchedItems:
+    """What containers, arrays and their like hold now.
+
+    Args:
+        parts: of each place, what of these it reaches.
+    """
+
+    def __init__(self, parts: dict[int, Parts]):
+        self._empty: list[Any] = []
+        self._places_of_empty: list[list[int]] = []
+        self._sources: list[Any] = []  # of objects that are compared by identity
+        self._compared: list[tuple[Any, Any, list[int]]] = []  # by content, with key and places
+        self._places: list[list[int]] = []  # of each source
+        each: Parts = {}
+        places: dict[int, list[int]] = {}
+        for at, found in parts.items():
+            each |= found
+            for part_id in found:
+                places.setdefault(part_id, []).append(at)
+        for part_id, (part, key) in each.items():
+            self._watch(part, key, places[part_id])
+        self._lengths = [*map(len, self._sources)]
+        self._items = [*chain.from_iterable(self._sources)]
+
+    def _watch(self, part: Any, key: Any, places: list[int]) -> None:
         if isinstance(part, (tuple, frozenset)):
             return  # it cannot change
         if isinstance(part, SimpleNamespace):
             part = vars(part)
         by_identity = isinstance(key, (ContainerKey, EntriesKey))
         if not by_identity or isinstance(part, (MappingProxyType, functools.partial)):
-            self._contents.append((functools.partial(_as_it_is, part), key))
-        elif not len(part):
-            self._empty_containers.append(part)
-        elif isinstance(key, ContainerKey) and any(isinstance(k, ByType) for k in key.parts):
-            self._watch_items(part, key)
-        else:
-            self._containers.append(part)
-            if isinstance(part, dict):
-                self._dict_containers.append(part)
+            self._compared.append((part, key, places))
+            return
+        if not len(part):
+            self._empty.append(part)
+            self._places_of_empty.append(places)
+            return
+        sources = [part, dict.values(part)] if isinstance(part, dict) else [part]
+        if isinstance(key, ContainerKey) and any(isinstance(k, ByType) for k in key.parts):
+            sources[-1] = _ItemsWithInputs(sources[-1], key)
+        self._sources += sources
+        self._places += [places for _ in sources]
 
-    def _watch_items(self, part: Any, key: ContainerKey) -> None:
-        """Store the items of a container that holds numbers that are graph inputs."""
-        self._container_sizes.append((part, len(part)))
-        for at, was in zip(part if isinstance(part, dict) else count(), key.parts, strict=False):
-            if isinstance(was, ByType):
-                get = None if isinstance(part, dict) else functools.partial(getitem, part, at)
-                self._typed_places.append((Place("", part, at, get), type(was.value)))
-            elif isinstance(part, dict):
-                self._watch_entry(part, at)
-            else:
-                self._watch_answer(functools.partial(getitem, part, at))
+    def unchanged(self) -> bool:
+        """Are these the same objects?"""
+        return (
+            not any(self._empty)
+            and [*map(len, self._sources)] == self._lengths
+            and all(map(is_, chain.from_iterable(self._sources), self._items))
+            and all(content_key(part) == key for part, key, _ in self._compared)
+        )
+
+    def find_changed(self) -> Iterator[int]:
+        """The places that reach what holds something else now."""
+        yield from chain(*compress(self._places_of_empty, self._empty))
+        items = iter(self._items)
+        for source, length, places in zip(self._sources, self._lengths, self._places, strict=True):
+            were = [*islice(items, length)]
+            if len(source) != length or not all(map(is_, source, were)):
+                yield from places
+        for part, key, places in self._compared:
+            if content_key(part) != key:
+                yield from places
 
 
-_CHANGEABLE = object()
+class _ItemsWithInputs:
+    """The items of a container now; of those that are graph inputs the types, behind the others."""
 
+    def __init__(self, items: Any, key: ContainerKey):
+        self._items = items
+        self._are_inputs = [isinstance(part, ByType) for part in key.parts]
+        self._are_others = [not is_input for is_input in self._are_inputs]
 
-def _is_fixed(key: Any) -> bool:
-    """Is it the key of a plain value, or of an object that counts by identity?"""
-    return type(key) is tuple and (key[0] in PLAIN or isinstance(key[-1], ByIdentity))
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __iter__(self) -> Iterator[Any]:
+        types = map(type, compress(self._items, self._are_inputs))
+        return chain(compress(self._items, self._are_others), types)
 
 
 def _type_of(value: Any) -> type:
     return torch.Tensor if isinstance(value, torch.Tensor) else type(value)
-
-
-def _as_it_is(value: Any) -> Any:
-    return value
 
 
 # -- tensor guards ---------------------------------------------------------------------------------

@@ -193,14 +193,20 @@ class ContentWalk:
         is_number_input: given a container and a key, whether the number there is a graph input;
             None where the keys that are expected tell.
         huge: by id, containers whose entries count by identity.
-        changeable: what was met that may change in place, each with its key.
+        changeable: what was met that may change in place, or holds such, each with its key, as
+            often as it was met.
+        shared: ids of what of this was met more than once.
     """
 
     is_whole: bool = False
     is_number_input: Callable[[Any, Any], bool] | None = None
     huge: Mapping[int, Any] = field(default_factory=dict)
     changeable: list[tuple[Any, Any]] = field(default_factory=list)
-    _met: dict[int, tuple[Any, Any]] = field(default_factory=dict)  # which stay alive
+    shared: set[int] = field(default_factory=set)
+    # By id, of values that stay alive: those that are being walked over, with their numbers, and
+    # those that were, with their keys, and whether they are changeable.
+    _open: dict[int, tuple[Any, int]] = field(default_factory=dict)
+    _met: dict[int, tuple[Any, Any, bool]] = field(default_factory=dict)
 
     def make_key(self, value: Any, was: Any = None) -> Any:
         """The key of a value that is not plain; `was` as for `content_key`."""
@@ -210,14 +216,25 @@ class ContentWalk:
             return (kind, ByIdentity(value))
         if sort == "tensor":
             return (kind, ByIdentity(value)) if self.is_whole else torch.Tensor
+        if id(value) in self._open:  # the value holds itself, or is whole and holds this twice
+            key = (_MET, self._open[id(value)][1])
+            self.changeable.append((value, key))  # so that what holds it counts as changeable
+            return key
         if id(value) in self._met:
-            return self._met[id(value)][1]
+            _, key, parts = self._met[id(value)]
+            if parts:
+                self.shared.add(id(value))
+                self.changeable.append((value, key))
+            return key
         if sort in ("container", "raw") or (sort == "object" and dataclasses.is_dataclass(kind)):
-            self._met[id(value)] = value, (_MET, len(self._met))
+            self._open[id(value)] = value, len(self._open)
+            before = len(self.changeable)
             key = self._make_changeable_key(value, sort, was)
-            self.changeable.append((value, key))
+            if not isinstance(value, (tuple, frozenset)) or len(self.changeable) > before:
+                self.changeable.append((value, key))
             if not self.is_whole:
-                self._met[id(value)] = value, key
+                del self._open[id(value)]
+                self._met[id(value)] = value, key, len(self.changeable) > before
             return key
         inner = was[-1] if isinstance(was, tuple) and was else None
         if sort == "view" and (under := dict_of_view(value)) is not None:

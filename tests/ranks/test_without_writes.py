@@ -57,6 +57,23 @@ def lists(x, y):
     return [*made, *torch._foreach_norm(made), *torch._foreach_pow(2.0, made)]
 
 
+def lazily_conjugated(x, y):
+    z = torch.complex(x, y)
+    w = z.conj()
+    w.mul_(2j)
+    z.add_(1j)
+    z.conj().t()[0].copy_(z[1])
+    return z, w.resolve_conj()
+
+
+def lazily_negative(x, y):
+    x = x.clone()
+    minus = torch._neg_view(x)
+    minus[1].add_(y[1])
+    x.add_(1)
+    return x, minus.resolve_neg()
+
+
 def by_indices(x, y):
     x = x.clone()
     x[torch.tensor([0, 2])] = 1.0
@@ -141,7 +158,17 @@ def normed_without_statistics(x, y):
 
 REWRITTEN = (
     *(as_other_bits, normed_without_statistics),
-    *(flat_view, transposed_first, of_itself, narrower, signs_of_zero, lists, by_indices),
+    *(
+        flat_view,
+        transposed_first,
+        of_itself,
+        narrower,
+        signs_of_zero,
+        lists,
+        lazily_conjugated,
+        lazily_negative,
+        by_indices,
+    ),
     *(drawn, argument, other_strides, slice_of, by_its_transpose, a_part_of_a_part),
     *(shown_otherwise,),
 )

@@ -174,7 +174,8 @@ def view_of(node: fx.Node) -> fx.Node | None:
 
 def part_of(t: torch.Tensor) -> Any:
     """Identifies the part of its memory that a tensor shows, and as what."""
-    return tuple(t.shape), t.stride(), t.storage_offset(), t.dtype
+    lazily = t.is_conj(), t.is_neg()
+    return tuple(t.shape), t.stride(), t.storage_offset(), t.dtype, lazily
 
 
 def is_reshaped(part: Any, other: Any) -> bool:
@@ -225,7 +226,7 @@ def invert_view(view: fx.Node, value: fx.Node, before: Any) -> tuple[Any, tuple[
         return _aten.slice_scatter.default, (before, value, *arguments)
     if name == "select":
         return _aten.select_scatter.default, (before, value, *arguments)
-    if name in ("t", "transpose"):
+    if name in ("t", "transpose", "_conj", "_neg_view"):
         return view.target, (value, *arguments)
     if name == "permute":
         dims = [d % len(shape) for d in arguments[0]]  # type: ignore[union-attr,operator]

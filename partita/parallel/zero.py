@@ -80,6 +80,7 @@ def zero(
     Raises:
         LayoutError: an unknown axis, or a parameter that is split over it already.
         ValueError: another stage, a model that is sharded already, blocks that do not fit it.
+        TypeError: `precision` is of another type.
     """
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"zero: stage {stage} is none of 0, 1, 2, 3")
@@ -94,6 +95,8 @@ def zero(
     axes = tuple(wire.mesh.names[i] for i in places)
     if isinstance(precision, torch.dtype):
         precision = MixedPrecision(precision)
+    if precision is not None and not isinstance(precision, MixedPrecision):
+        raise TypeError(f"zero: precision is {precision!r}: a torch.dtype or a pt.MixedPrecision")
     _refuse_other_meshes(model, mesh)
     applied = _take_over(model, axes, stage, precision)
     if applied and blocks is None:

@@ -328,7 +328,7 @@ def rot90(input: Arg, k: int = 1, dims: Sequence[int] = (0, 1)) -> str:
 
 
 @rule(F.pad)
-def pad(input: Arg, pad: Sequence[int], mode: str = "constant", value: Any = None) -> str:
+def _derive_pad(input: Arg, pad: Sequence[int], mode: str = "constant", value: Any = None) -> str:
     left, out = list(input.names), list(input.names)
     for i in range(len(pad) // 2):
         before, after = pad[2 * i], pad[2 * i + 1]
@@ -346,8 +346,8 @@ def pad(input: Arg, pad: Sequence[int], mode: str = "constant", value: Any = Non
 
 
 @rule(torch.constant_pad_nd)
-def constant_pad_nd(input: Arg, pad_: Sequence[int], value: Any = None) -> str:
-    return pad(input, pad_, "constant", value)
+def constant_pad_nd(input: Arg, pad: Sequence[int], value: Any = None) -> str:
+    return _derive_pad(input, pad, "constant", value)
 
 
 # -- triangles and diagonals -----------------------------------------------------------------------
@@ -388,7 +388,7 @@ def _length_of_diagonal(a: int, b: int, offset: int) -> int:
 
 
 @rule(torch.diagonal)
-def diagonal(input: Arg, offset: int = 0, dim1: int = 0, dim2: int = 1) -> str:
+def _derive_diagonal(input: Arg, offset: int = 0, dim1: int = 0, dim2: int = 1) -> str:
     i, j = input.names.at(dim1), input.names.at(dim2)
     n = _length_of_diagonal(input.shape[i], input.shape[j], offset)
     left = input.names.whole((i, j))
@@ -397,7 +397,7 @@ def diagonal(input: Arg, offset: int = 0, dim1: int = 0, dim2: int = 1) -> str:
 
 @rule(torch.linalg.diagonal)
 def linalg_diagonal(input: Arg, *, offset: int = 0, dim1: int = -2, dim2: int = -1) -> str:
-    return diagonal(input, offset, dim1, dim2)
+    return _derive_diagonal(input, offset, dim1, dim2)
 
 
 @rule(torch.diag_embed)
@@ -409,8 +409,8 @@ def diag_embed(input: Arg, offset: int = 0, dim1: int = -2, dim2: int = -1) -> s
 
 
 @rule(torch.diag)
-def diag(input: Arg, diagonal_: int = 0) -> str:
-    return diag_embed(input, diagonal_) if input.ndim == 1 else diagonal(input, diagonal_)
+def diag(input: Arg, diagonal: int = 0) -> str:
+    return diag_embed(input, diagonal) if input.ndim == 1 else _derive_diagonal(input, diagonal)
 
 
 @rule(torch.Tensor.unfold)
@@ -497,7 +497,8 @@ def _register_split(takes: str, *functions: Any) -> None:
 
 _register_split("tensor split_size_or_sections dim=0", torch.split)
 _register_split("input split_size dim=0", torch.Tensor.split)
-_register_split("input split_sizes dim=0", torch.split_with_sizes, torch.unsafe_split)
+_register_split("input split_sizes dim=0", torch.split_with_sizes)
+_register_split("input split_size dim=0", torch.unsafe_split)
 
 
 @rule(torch.chunk, torch.unsafe_chunk)

@@ -9,12 +9,12 @@ In reading order:
 - A guard: `values` (what a value is, how another differs from it, and the place where it stands),
   `guards` (may a program be used again, and if not, why).
 - What a step reads: `record` (places that are read, and writes), `calls` (names in bytecode,
-  settings that are asked for; what is refused) and `reached` (what each value that is reached
+  settings that are asked for; what is refused) and `read_record` (what each value that is reached
   leads to: `ReadRecord`).
 """
 
 from .guards import Guards, History, describe_call, signature_of
-from .reached import ReadRecord
+from .read_record import ReadRecord
 from .record import Write
 
 __all__ = ["Guards", "History", "ReadRecord", "Write", "describe_call", "signature_of"]

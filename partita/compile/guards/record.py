@@ -1,7 +1,7 @@
 """The record of the places that a step reads of Python while it is captured, and of its writes.
 
 A value read may lead to others: it is *reached*, and what hangs on it is recorded by its kind
-(`reached`). It is copied, too, so that `Snapshots.find_writes` finds what the step has changed.
+(`read_record`). It is copied, too, so that `Snapshots.find_writes` finds what the step has changed.
 
 Attributes are seen by a `__getattribute__` that tells the record of this thread what is read. While
 a step is captured it is installed in nn.Module, optimizers, schedulers and each class of the user's

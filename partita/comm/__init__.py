@@ -85,3 +85,4 @@ from .waiting import is_lost as is_lost
 from .wire import DryWire as DryWire
 from .wire import Wire as Wire
 from .wire import dry_mesh as dry_mesh
+from .wire import on_first_wire as on_first_wire

@@ -2,10 +2,10 @@
 made from a local tensor and taken apart without a copy, and functions that would take one of ours
 for a plain tensor.
 
-A public collective would exchange the pieces as if each were the whole value: it is replaced by one
-that inspects its arguments. The functions of state dicts would return this rank's piece: they are
-patched once the program imports torch's modules of them, which take seconds and which partita
-itself does not import. `tests/ranks/test_private_torch.py` names what is private.
+A public collective would exchange the pieces as if each were the whole value: once there are
+DTensors it inspects its arguments. The functions of state dicts would return this rank's piece:
+they are patched once the program imports torch's modules of them, which take seconds and which
+partita itself does not import. `tests/ranks/test_private_torch.py` names what is private.
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import inspect
 import sys
+import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -174,37 +177,49 @@ class Piece:
 
 
 # -- public collectives ----------------------------------------------------------------------------
+# Nothing is replaced when partita is imported. The collectives are changed once this process has a
+# wire, without which there is no DTensor: until then they are torch's own. They are changed in
+# place, since by then programs hold them by other names (`from torch.distributed import ...`), and
+# since torch compares some of them by identity (`isend`, what Dynamo maps to functional ones).
 
 COLLECTIVES = (
     """all_gather all_gather_coalesced all_gather_into_tensor all_gather_object all_gather_single
     all_reduce all_reduce_coalesced all_to_all all_to_all_single batch_isend_irecv broadcast
-    broadcast_object_list gather gather_object recv recv_object_list reduce reduce_scatter
-    reduce_scatter_single reduce_scatter_tensor scatter scatter_object_list send send_object_list
-    _all_gather_base _reduce_scatter_base"""
+    broadcast_object_list gather gather_object irecv isend recv recv_object_list reduce
+    reduce_scatter reduce_scatter_single reduce_scatter_tensor scatter scatter_object_list send
+    send_object_list _all_gather_base _reduce_scatter_base"""
 ).split()
-"""By name. Not `isend` and `irecv`, whose identity torch tests: the arguments of
-`batch_isend_irecv` are inspected instead."""
+"""By name."""
 
 
 def inspect_collectives(inspect: Callable[[str, Any], Any]) -> None:
-    """Have each collective pass its arguments through `inspect(name, arguments)` from now on.
+    """Pass the arguments of each collective through `inspect(name, arguments)`.
 
     Not those of partita itself, which go to the process groups directly.
     """
     if not dist.is_available():
         return
     for name in COLLECTIVES:
-        original = getattr(dist.distributed_c10d, name, None)
-        if original is None:  # of another version of torch
-            continue
-        inspected_collective = _make_inspected_collective(name, original, inspect)
-        for home in (dist.distributed_c10d, dist):
-            if getattr(home, name, None) is original:
-                setattr(home, name, inspected_collective)
+        collective = getattr(dist.distributed_c10d, name, None)
+        if collective is not None:  # it may be of another version of torch
+            _call_through(collective, partial(_make_inspected_collective, name, inspect=inspect))
+
+
+def _call_through(function: types.FunctionType, wrap: Callable[[Any], Any]) -> None:
+    """Wrap what `function` does, for everybody who holds it."""
+    for cell in function.__closure__ or ():
+        if isinstance(cell.cell_contents, types.FunctionType):  # what a decorator of torch calls
+            cell.cell_contents = wrap(cell.cell_contents)
+            return
+    original = types.FunctionType(function.__code__, function.__globals__, function.__name__)
+    original.__defaults__, original.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
+    function.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
+    function.__code__ = (lambda *args, _run, **kwargs: _run(*args, **kwargs)).__code__
+    function.__defaults__, function.__kwdefaults__ = None, {"_run": wrap(original)}
 
 
 def _make_inspected_collective(
-    name: str, original: Callable[..., Any], inspect: Callable[[str, Any], Any]
+    name: str, original: Callable[..., Any], *, inspect: Callable[[str, Any], Any]
 ) -> Callable[..., Any]:
     @functools.wraps(original)
     def inspected_collective(*args: Any, **kwargs: Any) -> Any:

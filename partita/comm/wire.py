@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import struct
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -44,6 +45,31 @@ if TYPE_CHECKING:
 
 _PLANS_KEPT = 4096
 
+_waiting: list[Callable[[], None]] | None = []
+"""What is done when this process makes its first wire; None once it has."""
+_beginning = threading.Lock()
+
+
+def on_first_wire(act: Callable[[], None]) -> None:
+    """Call `act` once this process makes a wire; at once if it has made one.
+
+    Without a wire there is no DTensor. What changes torch only where it meets DTensors waits for
+    it, so that a program that imports partita, and has none, runs torch as it is.
+    """
+    with _beginning:
+        if _waiting is not None:
+            _waiting.append(act)
+            return
+    act()
+
+
+def _begin_wires() -> None:
+    global _waiting
+    with _beginning:  # another thread's wire is made when all has been done
+        for act in _waiting or ():
+            act()
+        _waiting = None
+
 
 class Wire(Transport):
     """One rank's way to the other ranks of one mesh.
@@ -70,6 +96,8 @@ class Wire(Transport):
     """In a few words, for errors."""
 
     def __init__(self, mesh: Mesh, at: Coordinate, scope_of_rank: Scope | None = None):
+        if _waiting is not None:
+            _begin_wires()
         super().__init__(mesh, at)
         self.scope = scope() if scope_of_rank is None else scope_of_rank
         self.agreed: set[object] = set()  # what the ranks have compared (`agreement`)

@@ -20,7 +20,7 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from torch._C import _is_torch_function_enabled, _len_torch_function_stack
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from partita.comm import inspect_collectives
+from partita.comm import inspect_collectives, on_first_wire
 from partita.layout import Fix, Layout, LayoutError
 from partita.rules import NUMBER
 from partita.rules.rule import ON_NEW_RULE
@@ -386,7 +386,7 @@ def _alias_plainly(x: DTensor) -> torch.Tensor:
         return x.view_as(x)
 
 
-inspect_collectives(_operands_of_collective)
+on_first_wire(lambda: inspect_collectives(_operands_of_collective))
 
 # -- functions without a rule ----------------------------------------------------------------------
 # Their operands are gathered, so that each is whole on every rank, and so is the result. This is

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import operator
 import sys
 import types
 import warnings
@@ -37,7 +38,7 @@ from torch.utils._device import _device_constructors
 from torch.utils.checkpoint import _CheckpointFrame
 from torch.utils.hooks import BackwardHook
 
-from partita.comm import after_import
+from partita.comm import after_import, on_first_wire
 from partita.layout import Fix, LayoutError, Partial, Replicate
 from partita.rules import Arg, Kernel, KernelCall, KernelRule
 from partita.rules.rule import own_op
@@ -146,7 +147,11 @@ def _refuse_piece_operands(self: torch.Tensor, *args: Any, **kwargs: Any) -> Non
         _refuse_piece(f"{type(self).__name__}(x)", value)
 
 
-torch.Tensor.__init__ = _refuse_piece_operands  # type: ignore[method-assign,assignment]
+def _check_new_tensors() -> None:
+    torch.Tensor.__init__ = _refuse_piece_operands  # type: ignore[method-assign,assignment]
+
+
+on_first_wire(_check_new_tensors)  # each tensor of a subclass would pay for it
 
 
 # -- TorchScript -----------------------------------------------------------------------------------
@@ -283,8 +288,8 @@ class _LegacyType(type):
 
     plain: Any  # what it stands for
 
-    def __call__(cls, *args: Any, **options: Any) -> Any:
-        return cls.plain(*_legacy_arguments(cls.__name__, args), **options)
+    # Until there are DTensors torch's type is called, by way of C: collectives of objects do it.
+    __call__ = property(operator.attrgetter("plain"))  # type: ignore[assignment]
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, cls.plain)
@@ -341,6 +346,15 @@ def _set_default_tensor_type(t: Any) -> None:
     _set_default_type(_plain_type(t))
 
 
+def _call_legacy_type(cls: _LegacyType, *args: Any, **options: Any) -> Any:
+    return cls.plain(*_legacy_arguments(cls.__name__, args), **options)
+
+
+def _check_legacy_arguments() -> None:
+    _LegacyType.__call__ = _call_legacy_type  # type: ignore[assignment]
+
+
+on_first_wire(_check_legacy_arguments)
 for _home in (torch.cuda, torch):
     _stand_for_legacy_types(_home)
 _put_in_place_of("set_default_tensor_type", _set_default_tensor_type, torch)
@@ -523,9 +537,10 @@ _SAID = (
 )
 
 
-_ENTERED = ("tensor/torch_patches.py", "parallel/optimizer.py", "remat/")
+_ENTERED = ("tensor/torch_patches.py", "parallel/optimizer.py", "remat/", "app/models/", "bench/")
 """What Dynamo may enter: functions that stand in torch's own places, where plain programs are
-compiled, too, and regions, which know what they are in a program that is compiled."""
+compiled, too; regions, which know what they are in a program that is compiled; and programs of
+plain PyTorch, which are compiled as a user's are: models, and benches with their rivals."""
 
 
 def only_entered(function: F) -> F:

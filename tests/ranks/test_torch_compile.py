@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import os
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from torch import nn
 
 import partita as pt
 from partita import Replicate, Shard
+from partita.app.models import GPT, Llama
+from partita.bench.models import MODELS as BENCH_MODELS
 from partita.tensor import torch_patches
 
 PLAIN = """
@@ -332,3 +335,98 @@ def test_gradients_of_functorch_are_refused_by_name():
     step = pt.compile(lambda x: torch.func.grad(lambda y: y.sin().sum())(x), backend="graph")
     with pytest.raises(pt.CaptureError, match=r"takes gradients by torch\.func"):
         step(torch.ones(3))
+
+
+# -- models that are shipped -----------------------------------------------------------------------
+
+
+def example_model(name):
+    path = Path(__file__).parents[2] / "examples" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"compiled_{name}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.build() if name == "cnn" else module.Model()
+
+
+def images(n=4):
+    return torch.rand(n, 1, 8, 8)
+
+
+def tokens(n=4):
+    return torch.randint(0, 256, (n, 16))
+
+
+SHIPPED = {
+    "gpt": lambda: (GPT(layers=2, width=16, heads=2, context=16), tokens()),
+    "llama": lambda: (Llama(layers=2, width=16, heads=2, groups=1, context=16), tokens()),
+    **{
+        f"bench {name}": lambda case=case: (case.make(1), *case.batch(1, 4))
+        for name, case in BENCH_MODELS.items()
+    },
+    "examples/cnn": lambda: (example_model("cnn"), images()),
+    "examples/moe": lambda: (example_model("moe"), torch.randint(0, 256, (2, 64))),
+}
+
+
+def train_once(run, model, batch):
+    torch.manual_seed(1)
+    out = run(*batch)
+    loss = sum(t.square().mean() for t in (out if isinstance(out, tuple) else (out,)))
+    loss.backward()
+    grads = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    return loss.item(), grads
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # which Dynamo hides, if it can
+@pytest.mark.parametrize(
+    "name, beside", [(name, "") for name in SHIPPED] + [("gpt", "DTensors"), ("llama", "DTensors")]
+)
+def test_a_shipped_model_is_compiled_by_torch_and_is_right(name, beside):
+    def body(mesh=None):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model, *batch = SHIPPED[name]()
+        loss, grads = train_once(model, model, batch)
+        torch._dynamo.utils.counters.clear()
+        found = train_once(torch.compile(model, backend="aot_eager"), model, batch)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1
+        assert found[0] == pytest.approx(loss, rel=1e-5)
+        torch.testing.assert_close(found[1], grads, rtol=1e-4, atol=1e-6)
+
+    body()
+    if not beside:
+        return
+    with pt.ranks(dp=1) as world:
+        world.run(body)
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama", "bench unet", "bench cnn"])
+def test_a_shipped_model_is_one_graph(name):
+    model, *batch = SHIPPED[name]()
+    torch.compile(model, backend="eager", fullgraph=True)(*batch)
+
+
+@pytest.mark.filterwarnings("ignore:torch.compile met a DTensor")
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("how", ["whole", "blocks"])
+def test_a_shipped_model_of_dtensors_runs_under_torch_compile_as_it_is_written(how, stage):
+    torch.manual_seed(0)
+    one, x = SHIPPED["gpt"]()
+    right, grads = train_once(one, one, (x,))
+
+    def body(mesh):
+        model = copy.deepcopy(one)
+        if how == "blocks":
+            for block in model.blocks:
+                block.compile(backend="eager")
+        pt.zero(model, mesh, stage=stage)
+        run = torch.compile(model, backend="eager") if how == "whole" else model
+        loss = run(pt.distribute_tensor(x, mesh, [Shard(0)])).square().mean()
+        loss.backward()
+        return loss.item(), [p.grad.full_tensor() for p in model.parameters()]
+
+    with pt.ranks(dp=2) as world:
+        for loss, found in world.run(body):
+            assert loss == pytest.approx(right, rel=1e-5)
+            torch.testing.assert_close(found, grads, rtol=1e-4, atol=1e-6)

@@ -67,9 +67,14 @@ def _find_faults(program: Program) -> Iterator[tuple[fx.Node | None, str]]:
         elif node.op not in ("placeholder", "get_attr", "output"):
             yield node, f"a graph has no {node.op}"
         seen.add(node)
-    inputs = len(graph.find_nodes(op="placeholder"))
-    if inputs != len(program.inputs):
-        yield None, f"{inputs} inputs, and the program speaks of others"
+    fakes: set[int] = set()
+    inputs = graph.find_nodes(op="placeholder")
+    for node in inputs:  # a tracer, as a compiler's, knows an input by its fake
+        if id(node.meta["val"]) in fakes:
+            yield node, f"{node.name} shares its fake tensor with another input"
+        fakes.add(id(node.meta["val"]))
+    if len(inputs) != len(program.inputs):
+        yield None, f"{len(inputs)} inputs, and the program speaks of others"
     (end,) = graph.find_nodes(op="output")
     if len(end.args[0]) != len(program.outputs):
         yield end, "it returns more or less than the program speaks of"

@@ -478,7 +478,10 @@ class _Moved(torch.autograd.Function):
         if not x.is_floating_point() and not x.is_complex():
             ctx.set_materialize_grads(False)
         keep_missing_gradients(ctx)
-        return carry_all(moves, x, wire, op, reason)
+        found = carry_all(moves, x, wire, op, reason)
+        # A part of what was gathered is a view, and autograd refuses to write one that a Function
+        # returns.
+        return found.detach() if found._is_view() else found
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> Any:

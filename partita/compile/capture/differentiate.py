@@ -27,6 +27,7 @@ from partita.tensor.tensor_state import Spec
 
 from ..graph_nodes import NOTE
 from ..program import Input
+from .fakes import make_distinct
 from .inputs import GraphInputs
 from .recorder import Recorder
 
@@ -129,6 +130,7 @@ def make_seeds_inputs(graph: fx.Graph, seeds: Sequence[Seed], inputs: GraphInput
         return
     nodes = {n.name: n for n in graph.nodes}
     last = graph.find_nodes(op="placeholder")[-1]
+    known: set[int] = set()
     for seed in seeds:
         number, node = seed.number, nodes[seed.node]
         with graph.inserting_after(last):
@@ -137,6 +139,7 @@ def make_seeds_inputs(graph: fx.Graph, seeds: Sequence[Seed], inputs: GraphInput
         node.replace_all_uses_with(last)
         graph.erase_node(node)
         with inputs.mode, Local(), torch.no_grad():
+            last.meta["val"] = make_distinct(last.meta["val"], known)
             like = last.meta["val"].detach()
         if seed.spec is not None:
             like = tagged(like, seed.spec)

@@ -31,7 +31,7 @@ from partita.tensor.op_facts import facts_of
 
 from ..errors import not_captured
 from ..graph_nodes import drop_unused, lazy_graph_modules
-from .fakes import RECKONED, is_symbolic
+from .fakes import RECKONED, is_symbolic, make_distinct
 
 # -- scalars in the graph --------------------------------------------------------------------------
 
@@ -394,10 +394,22 @@ def _trace_pattern(
         trees[:] = [tree, [type(t) for t in flat]]
         return [unwrap_scalar(t) for t in flat if t is not None]
 
-    with mode, torch.no_grad(), lazy_graph_modules():
+    with mode:
         operands = [_without_memory(unwrap_scalar(leaves[i])) for i in places]
-        made = make_fx(functionalize(run, remove="mutations"))(*operands)
+        made = trace_functional(run, operands)
     return _pattern_of_graph(made.graph, *trees)
+
+
+def trace_functional(run: Callable[..., Any], values: Sequence[torch.Tensor]) -> fx.GraphModule:
+    """Trace `run` over fakes, under torch's functionalization; its graph has an input for each.
+
+    The tracer knows an input by its fake. Equal calls share one fake (`equal_calls`), so a fake
+    that was given before is replaced by one of its own.
+    """
+    known: set[int] = set()
+    distinct = [make_distinct(t, known) for t in values]
+    with torch.no_grad(), lazy_graph_modules():
+        return make_fx(functionalize(run, remove="mutations"))(*distinct)
 
 
 def _pattern_of_graph(graph: fx.Graph, tree: Any, kinds: list[type]) -> Pattern:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Collection, Container, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -165,11 +165,51 @@ def view_of(node: fx.Node) -> fx.Node | None:
     schema = getattr(node.target, "_schema", None)
     if schema is None or schema.is_mutable or not schema.returns:
         return None
-    if facts_of(node.target).by_storage:
-        return None
     (source, *others) = node.all_input_nodes or (None,)
+    if facts_of(node.target).by_storage and (source is None or shown_operand(source)[0]):
+        return None
     alias = schema.returns[0].alias_info
     return source if alias is not None and not alias.is_write and not others else None
+
+
+def refuse_lost_writes(graph: fx.Graph, traced: bool) -> None:
+    """Raise CaptureError where what is written through a view, or a `set_`, would be lost.
+
+    An input has the elements that it shows: others of its memory, which `as_strided` reaches, are
+    no values of the graph.
+
+    Args:
+        traced: the graph is traced again by torch, whose inverse of `unfold` sets to zero what is
+            in no window.
+    """
+    given_memory: set[fx.Node] = set()  # who shows memory that `set_` gave to another
+    for node in graph.nodes:
+        for operand in operands_written(node):
+            first, calls = views_of(operand)
+            lost = "set_" if first in given_memory else ""
+            for call in calls:
+                if call.target is _aten.unfold.default and traced:
+                    lost = "unfold"
+                if call.target is _aten.as_strided.default and first.op == "placeholder":
+                    shown = call.meta["val"]
+                    lost = "" if _shows_all_between(first.meta["val"], shown) else "as_strided"
+            if lost:
+                raise not_captured(
+                    f"the step writes into memory that it shows by {lost}()",
+                    "a graph has values and no memory: what is written there would be lost",
+                    Fix("x = x.clone()", "before that, for memory of its own"),
+                    place=note_of(node).source,
+                )
+        if getattr(node.target, "_opname", "") == "set_" and len(node.all_input_nodes) > 1:
+            given_memory.update(views_of(n)[0] for n in node.all_input_nodes)
+
+
+def _shows_all_between(whole: torch.Tensor, part: torch.Tensor) -> bool:
+    """True if `whole` shows each element of the memory from the first to the last of `part`."""
+    first, last = whole.storage_offset(), _last_element_offset(whole)
+    if last - first + 1 != whole.numel() or not _is_without_overlap(whole):
+        return False
+    return first <= part.storage_offset() and _last_element_offset(part) <= last
 
 
 def part_of(t: torch.Tensor) -> Any:
@@ -204,11 +244,14 @@ def lie_alike(a: Any, b: Any) -> bool:
     return a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
 
 
-def invert_view(view: fx.Node, value: fx.Node, before: Any) -> tuple[Any, tuple[Any, ...]]:
-    """The call, as (target, args), that gives the base of `view` after `value` was written to it.
+def invert_view(
+    view: fx.Node, value: fx.Node, before: fx.Node, make: Callable[..., fx.Node]
+) -> fx.Node:
+    """The base of `view` after `value` was written to it.
 
     Args:
         before: the base before the write, in the new graph.
+        make: adds a call to the new graph, as `make(target, args)`.
 
     Raises:
         UnsureOfWrites: no inverse of such a view is known.
@@ -221,19 +264,70 @@ def invert_view(view: fx.Node, value: fx.Node, before: Any) -> tuple[Any, tuple[
         source = view.all_input_nodes[0].meta["val"]
         if source.element_size() != view.meta["val"].element_size():
             raise UnsureOfWrites
-        return _aten.view.dtype, (value, source.dtype)
+        return make(_aten.view.dtype, (value, source.dtype))
     if name == "slice":
-        return _aten.slice_scatter.default, (before, value, *arguments)
+        return make(_aten.slice_scatter.default, (before, value, *arguments))
     if name == "select":
-        return _aten.select_scatter.default, (before, value, *arguments)
+        return make(_aten.select_scatter.default, (before, value, *arguments))
+    if name == "diagonal":
+        return make(_aten.diagonal_scatter.default, (before, value, *arguments))
     if name in ("t", "transpose", "_conj", "_neg_view"):
-        return view.target, (value, *arguments)
+        return make(view.target, (value, *arguments))
     if name == "permute":
         dims = [d % len(shape) for d in arguments[0]]  # type: ignore[union-attr,operator]
-        return _aten.permute.default, (value, [dims.index(d) for d in range(len(shape))])
+        return make(_aten.permute.default, (value, [dims.index(d) for d in range(len(shape))]))
     if name in ("view", "_unsafe_view", "unsqueeze", "squeeze"):
-        return _aten.view.default, (value, shape)
+        return make(_aten.view.default, (value, shape))
+    if name == "as_strided":
+        size, stride, offset = (*arguments, 0)[:3]
+        return make(_aten.as_strided_scatter.default, (before, value, size, stride, offset))
+    if name == "unfold":
+        return _invert_unfold(arguments, value, before, make)
     raise UnsureOfWrites
+
+
+def _invert_unfold(
+    arguments: Sequence[Any], value: fx.Node, before: fx.Node, make: Callable[..., fx.Node]
+) -> fx.Node:
+    """`before`, into whose windows `value` was written. Torch's inverse loses what is in none."""
+    like = before.meta["val"]
+    order = sorted(range(like.dim()), key=lambda d: -like.stride(d))
+    back = [order.index(d) for d in range(like.dim())]
+    with _disable_current_modes():
+        dense = torch.empty([like.shape[d] for d in order], device="meta")
+        windows = dense.permute(back).unfold(*arguments)
+    if not _is_without_overlap(windows):
+        raise UnsureOfWrites
+    shown = list(windows.shape), list(windows.stride()), 0
+    base = make(_aten.permute.default, (before, order))
+    base = make(_aten.clone.default, (base,), {"memory_format": torch.contiguous_format})
+    base = make(_aten.as_strided_scatter.default, (base, value, *shown))
+    return make(_aten.permute.default, (base, back))
+
+
+def _is_without_overlap(t: torch.Tensor) -> bool:
+    """True if the strides alone say that no two elements share memory."""
+    end = 0
+    for stride, n in sorted(zip(t.stride(), t.shape, strict=True)):
+        if n > 1 and stride <= end:
+            return False
+        end += (n - 1) * stride
+    return True
+
+
+def base_on_makers(graph: fx.Graph) -> None:
+    """Have each `as_strided` take the value that made the memory, not a view of it.
+
+    It depends on the memory alone, and its inverse is known of what shows all of that.
+    """
+    for node in graph.find_nodes(op="call_function", target=_aten.as_strided.default):
+        source = node.args[0]
+        maker, _ = views_of(source)
+        shown, whole = source.meta["val"], maker.meta["val"]
+        if not isinstance(whole, torch.Tensor) or part_of(shown)[3:] != part_of(whole)[3:]:
+            continue  # its numbers count elements of another size
+        offset = (*node.args, None)[3]
+        node.args = (maker, *node.args[1:3], shown.storage_offset() if offset is None else offset)
 
 
 # -- results that share memory ---------------------------------------------------------------------

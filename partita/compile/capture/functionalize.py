@@ -22,12 +22,13 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.func import functionalize
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import _pytree as pytree
 
+from partita.layout import Fix
 from partita.tensor.op_facts import facts_of
 
+from ..errors import not_captured
 from ..graph_nodes import (
     NOTE,
     GraphPart,
@@ -35,8 +36,8 @@ from ..graph_nodes import (
     add_input,
     drop_unused,
     lazy_graph_module,
-    lazy_graph_modules,
     nodes_since,
+    note_of,
     written_operands,
 )
 from .block_traces import is_block_node
@@ -50,10 +51,12 @@ from .functional_calls import (
     calls_of_list,
     changes_without_writes,
     pattern_of,
+    trace_functional,
     unwrap_scalar,
     value_of_input,
 )
 from .functional_memory import (
+    base_on_makers,
     invert_view,
     is_plain_write,
     is_reshaped,
@@ -63,6 +66,7 @@ from .functional_memory import (
     memory_that_is_written,
     overlapping_results,
     part_of,
+    refuse_lost_writes,
     share_memory_of_results,
     view_of,
 )
@@ -87,10 +91,13 @@ def functionalize_graph(
         equal: groups of inputs, by place, that hold the same number.
 
     Raises:
-        CaptureError: a result cannot be a view of what it is a view of in eager.
+        CaptureError: a result cannot be a view of what it is a view of in eager, or no graph does
+            what is written through a view.
         UnsureOfWrites: what a block node takes or gives is written as only a trace could tell.
     """
+    refuse_lost_writes(graph.graph, traced=False)
     _without_views_in_place(graph.graph)
+    base_on_makers(graph.graph)
     memory = memory_that_is_written(graph.graph)
     makers = makers_of_shared(graph.graph, memory)
     try:
@@ -98,6 +105,7 @@ def functionalize_graph(
     except UnsureOfWrites:
         if any(map(is_block_node, graph.graph.nodes)):
             raise
+        refuse_lost_writes(graph.graph, traced=True)
         made, shared = trace_without_writes(graph, makers)
     share_memory_of_results(graph.graph, made.graph, memory, shared)
     overlapping = overlapping_results(made.graph)
@@ -142,9 +150,7 @@ def trace_without_writes(
     """
     inputs = graph.graph.find_nodes(op="placeholder")
     fakes = [value_of_input(n.meta["val"]) for n in inputs]
-    with torch.no_grad(), lazy_graph_modules():
-        run = functionalize(lambda *given: _Noting(graph, makers).run(*given), remove="mutations")
-        made: fx.GraphModule = make_fx(run)(*fakes)
+    made = trace_functional(lambda *given: _Noting(graph, makers).run(*given), fakes)
     for old, new in zip(inputs, made.graph.find_nodes(op="placeholder"), strict=True):
         given = {k: v for k, v in old.meta.items() if not is_symbolic(v)}
         new.meta.update({k: v for k, v in given.items() if k not in new.meta or k == NOTE})
@@ -175,7 +181,15 @@ class _Noting(fx.Interpreter):
         graph = mode.tracer.graph
         before = graph._root.prev
         self._made = n.meta.get("val")
-        out = super().run_node(n)
+        try:
+            out = super().run_node(n)
+        except (RuntimeError, ValueError) as error:
+            raise not_captured(
+                "the step writes through a view as a graph cannot express it",
+                f"torch's functionalization says: {str(error).partition('. ')[0]}",
+                Fix("x = x.clone()", "of what is written, for memory of its own"),
+                place=note_of(n).source,
+            ) from error
         if n in self._given:
             self._given[n] = out
         if n.op == "call_function" and n.meta.get(NOTE) is not None:
@@ -440,7 +454,7 @@ class _Rewrite:
         if old is not None and self.other_strides.isdisjoint(new.all_input_nodes):
             new.meta["val"] = old.meta.get("val")
             return new
-        if facts_of(target).by_storage:
+        if facts_of(target).by_storage and not self.other_strides.isdisjoint(new.all_input_nodes):
             raise UnsureOfWrites
         given = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
         try:
@@ -451,6 +465,9 @@ class _Rewrite:
         if old is not None and not lie_alike(value, old.meta.get("val")):
             self.other_strides.add(new)
         return new
+
+    def _make_call(self, target: Any, args: Any, kwargs: Any = None) -> fx.Node:
+        return self._add_call(target, args, kwargs or {}, None)
 
     # -- memory ------------------------------------------------------------------------------------
 
@@ -503,8 +520,7 @@ class _Rewrite:
         while (source := view_of(node)) is not None and self.memory.get(source) == memory:
             if part_of(source.meta["val"]) != part_of(node.meta["val"]):
                 try:
-                    call = invert_view(node, value, self.current_value(source))
-                    value = self._add_call(*call, {}, None)
+                    value = invert_view(node, value, self.current_value(source), self._make_call)
                 except UnsureOfWrites:
                     return
             yield source, value

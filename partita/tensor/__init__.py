@@ -14,11 +14,11 @@ In reading order:
 - what is no op: `tensor_overrides` (attributes, ways out to Python, `x[...] = y`, strides,
   addresses, copies), `dtensor_gradients` (`.grad`, `backward`, hooks, buckets)
 - making tensors: `construct`
-- functions of torch that ask no tensor: `torch_patches`
+- functions of torch that ask no tensor: `torch_patches`; those that take functions: `transforms`
 """
 
 # Imported for what they put in place: methods of DTensor, overrides, patches of torch.
-from . import tensor_overrides, torch_patches  # noqa: F401
+from . import tensor_overrides, torch_patches, transforms  # noqa: F401
 from .construct import distribute_module as distribute_module
 from .construct import distribute_tensor as distribute_tensor
 from .construct import empty as empty

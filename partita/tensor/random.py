@@ -214,18 +214,24 @@ def run_with_generator_check(
     generator = kwargs.get("generator") or default_generator(wire.device)
     before = generator.get_state()
     out = run(*args, **kwargs)
-    if not torch.equal(before, generator.get_state()):
-        state = hashlib.blake2b(bytes(before.tolist()), digest_size=6).hexdigest()
-        agree(
-            op,
-            f"draws from a generator of seed {generator.initial_seed()}, in state {state}",
-            wire,
-            fact="the ranks' random generators are not in the same state",
-            reason="each rank draws one device's numbers and keeps its part of them",
-            fixes=(
-                Fix("torch.manual_seed(seed)", "the same on every rank"),
-                Fix("with torch.random.fork_rng(): ...", "around what draws on some ranks only"),
-            ),
-        )
+    compare_draws(op, wire, generator, before)
     remember_agreed(wire, key)
     return out
+
+
+def compare_draws(op: str, wire: Wire, generator: torch.Generator, before: torch.Tensor) -> None:
+    """Raise on all ranks if `op` has drawn from a generator whose state, `before`, differs."""
+    if torch.equal(before, generator.get_state()):
+        return
+    state = hashlib.blake2b(bytes(before.tolist()), digest_size=6).hexdigest()
+    agree(
+        op,
+        f"draws from a generator of seed {generator.initial_seed()}, in state {state}",
+        wire,
+        fact="the ranks' random generators are not in the same state",
+        reason="each rank draws one device's numbers and keeps its part of them",
+        fixes=(
+            Fix("torch.manual_seed(seed)", "the same on every rank"),
+            Fix("with torch.random.fork_rng(): ...", "around what draws on some ranks only"),
+        ),
+    )

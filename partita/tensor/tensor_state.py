@@ -178,6 +178,11 @@ def spec_of(layout: Layout, wire: Wire) -> Spec:
     return spec
 
 
+def any_spec() -> Spec | None:
+    """A Spec that is in use; None in a program without DTensors."""
+    return next(iter(_INTERNED.values()), None)
+
+
 def spec_on_mesh(mesh: Any, shape: Sequence[int], placements: Sequence[Placement] | None) -> Spec:
     """The Spec of a global `shape` on a user's mesh; all Replicate where no placements are given.
 

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.func
 import torch.utils.checkpoint as torchs
 import torch.utils.dlpack
 from torch._C import DisableTorchFunctionSubclass as Local
@@ -53,22 +52,17 @@ from .dtensor_gradients import specs_of_values, type_gradient, type_pieces
 from .op_facts import OVERRIDES, Form, copy_function, form_of
 from .tensor_state import HERE, Function, Kwargs, Spec, make_layout_error
 
-_TRANSFORMS = (
-    "functionalize grad grad_and_value hessian jacfwd jacrev jvp linearize vjp vmap"
-).split()
-"""The function transforms of torch.func."""
 
-
-def _holds_dtensor(value: Any) -> bool:
+def holds_dtensor(value: Any) -> bool:
     """Is it a DTensor, or are there any in its lists and dicts?"""
     if isinstance(value, DTensor):
         return True
     if isinstance(value, dict):
-        return any(map(_holds_dtensor, value.values()))
-    return isinstance(value, (tuple, list)) and any(map(_holds_dtensor, value))
+        return any(map(holds_dtensor, value.values()))
+    return isinstance(value, (tuple, list)) and any(map(holds_dtensor, value))
 
 
-def _put_in_place_of(name: str, function: Function, *homes: Any) -> Any:
+def put_in_place_of(name: str, function: Function, *homes: Any) -> Any:
     """Put `function` in the place of `name` for all who look it up: users, pickle, TorchScript.
 
     Returns:
@@ -89,30 +83,26 @@ def _put_in_place_of(name: str, function: Function, *homes: Any) -> Any:
     return replaced
 
 
+def take_place_of(found: Any, make: Callable[[Function], Function]) -> Function:
+    """Have a Python function of torch's run `make(plain)`, whoever has imported it by now.
+
+    Returns:
+        `plain`: a function that does what `found` did.
+    """
+    plain: Function = copy_function(found, found.__globals__)
+    name = f"_partita_{found.__name__}"
+    found.__globals__[name] = make(plain)
+    found.__signature__ = inspect.signature(plain)
+    source = f"def {found.__name__}(*args, **kwargs): return {name}(*args, **kwargs)"
+    space: dict[str, Any] = {}
+    # Under torch's file name: Dynamo enters it, and no line of the user's is sought in it.
+    exec(compile(source, found.__code__.co_filename, "exec"), space)
+    found.__code__ = space[found.__name__].__code__
+    found.__defaults__ = found.__kwdefaults__ = None
+    return plain
+
+
 # -- what refuses ----------------------------------------------------------------------------------
-
-
-def _make_checked_transform(name: str, transform: Function) -> Function:
-    """A transform, and the function that it makes, which look at their arguments first."""
-
-    def check(function: Function) -> Function:
-        def call_checked(*args: Any, **kwargs: Any) -> Any:
-            if _holds_dtensor((args, kwargs)):
-                raise make_transform_error(name)
-            return function(*args, **kwargs)
-
-        return call_checked
-
-    def make_checked_function(*args: Any, **kwargs: Any) -> Any:
-        made = transform(*args, **kwargs)
-        return functools.wraps(made)(check(made)) if callable(made) else made
-
-    return check(make_checked_function)
-
-
-for _name in _TRANSFORMS:
-    _put_in_place_of(_name, _make_checked_transform(_name, getattr(torch.func, _name)), torch.func)
-torch.vmap = torch.func.vmap
 
 
 _plain_to_dlpack = torch.utils.dlpack.to_dlpack
@@ -124,7 +114,7 @@ def _to_dlpack(tensor: torch.Tensor) -> Any:
     return _plain_to_dlpack(tensor)
 
 
-_put_in_place_of("to_dlpack", _to_dlpack, torch, torch.utils.dlpack)
+put_in_place_of("to_dlpack", _to_dlpack, torch, torch.utils.dlpack)
 OVERRIDES[torch.Tensor.__dlpack_device__] = lambda x: x.__dlpack__()
 
 
@@ -163,7 +153,7 @@ def _let_script_run_whole(kind: type) -> None:
 
     @functools.wraps(base)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _global_view() and (_holds_dtensor((args, kwargs))):
+        if _global_view() and (holds_dtensor((args, kwargs))):
             # Not by way of `dispatch`, which remembers each function: here they come and go.
             form = Form(self, f"TorchScript {self.name}", None)
             return run_gathered(OpCall(form, functools.partial(base, self), args, kwargs))
@@ -186,11 +176,11 @@ def _refuse_script(what: str) -> LayoutError:
 
 
 def _has_dtensors(f: Any) -> bool:
-    return isinstance(f, torch.nn.Module) and _holds_dtensor([*f.parameters(), *f.buffers()])
+    return isinstance(f, torch.nn.Module) and holds_dtensor([*f.parameters(), *f.buffers()])
 
 
 def _trace_or_refuse(func: Any, example_inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
-    if _holds_dtensor((example_inputs, kwargs)) or _has_dtensors(func):
+    if holds_dtensor((example_inputs, kwargs)) or _has_dtensors(func):
         raise _refuse_script("torch.jit.trace")
     return _plain_trace(func, example_inputs, *args, **kwargs)
 
@@ -201,8 +191,8 @@ def _create_script_module(nn_module: Any, *args: Any, **kwargs: Any) -> Any:
     return _plain_script_module(nn_module, *args, **kwargs)
 
 
-_plain_trace = _put_in_place_of("trace", _trace_or_refuse, torch.jit)
-_plain_script_module = _put_in_place_of(
+_plain_trace = put_in_place_of("trace", _trace_or_refuse, torch.jit)
+_plain_script_module = put_in_place_of(
     "create_script_module", _create_script_module, torch.jit._recursive
 )
 
@@ -261,9 +251,9 @@ def _convert_to_tensor(obj: Any, **options: Any) -> torch.Tensor:
     return made if requires_grad is None else made.detach().requires_grad_(requires_grad)
 
 
-_plain_tensor = _put_in_place_of("tensor", _make_tensor, torch)
-_plain_as_tensor = _put_in_place_of("as_tensor", _as_tensor, torch)
-_plain_asarray = _put_in_place_of("asarray", _convert_to_tensor, torch)
+_plain_tensor = put_in_place_of("tensor", _make_tensor, torch)
+_plain_as_tensor = put_in_place_of("as_tensor", _as_tensor, torch)
+_plain_asarray = put_in_place_of("asarray", _convert_to_tensor, torch)
 
 
 def _read_one_element(value: Any) -> Any:
@@ -357,7 +347,7 @@ def _check_legacy_arguments() -> None:
 on_first_wire(_check_legacy_arguments)
 for _home in (torch.cuda, torch):
     _stand_for_legacy_types(_home)
-_put_in_place_of("set_default_tensor_type", _set_default_tensor_type, torch)
+put_in_place_of("set_default_tensor_type", _set_default_tensor_type, torch)
 
 
 # -- methods of plain tensors ----------------------------------------------------------------------
@@ -371,7 +361,7 @@ def _look_at_arguments(
 
     @functools.wraps(plain)
     def method(self: torch.Tensor, *args: Any, **options: Any) -> Any:
-        if not isinstance(self, DTensor) and _holds_dtensor((args, options)):
+        if not isinstance(self, DTensor) and holds_dtensor((args, options)):
             if "data" in options:
                 args, options = (options.pop("data"), *args), dict(options)
             args = arguments(f"x.{name}", args)
@@ -537,7 +527,10 @@ _SAID = (
 )
 
 
-_ENTERED = ("tensor/torch_patches.py", "parallel/optimizer.py", "remat/", "app/models/", "bench/")
+_ENTERED = (
+    *("tensor/torch_patches.py", "tensor/transforms.py", "parallel/optimizer.py", "remat/"),
+    *("app/models/", "bench/"),
+)
 """What Dynamo may enter: functions that stand in torch's own places, where plain programs are
 compiled, too; regions, which know what they are in a program that is compiled; and programs of
 plain PyTorch, which are compiled as a user's are: models, and benches with their rivals."""

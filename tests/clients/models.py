@@ -467,6 +467,406 @@ def unet() -> nn.Module:
     )
 
 
+# -- language and pictures -------------------------------------------------------------------------
+
+IMAGE = 35
+"""The word in whose places a language model puts what it sees."""
+
+
+def _seen(rows: int, words: int, **pictures: Tensor) -> Batch:
+    """Padded words behind the `words` places of a picture, and the pictures."""
+    batch = padded_words(rows)
+    text = batch["input_ids"] % IMAGE
+    places = torch.full((rows, words), IMAGE)
+    mask = torch.cat([torch.ones_like(places), batch["attention_mask"]], 1)
+    ids = torch.cat([places, text], 1)
+    labels = ids.masked_fill((mask == 0) | (ids == IMAGE), -100)
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels, **pictures}
+
+
+def _patches(rows: int) -> Batch:
+    """Pictures as Qwen's processors cut them: two of 4 x 4 patches beside two of 2 x 4."""
+    grid = torch.tensor([[1, 4, 4] if i % 2 else [1, 2, 4] for i in range(rows)])
+    batch = _seen(rows, 4)
+    ids = batch["input_ids"]
+    ids[0::2, 2:4] = 5  # the smaller picture has two places
+    kinds = (ids == IMAGE).long()
+    kept = batch["labels"].clone()
+    kept[0::2, 2:4] = 5
+    pixels = torch.randn(int(grid.prod(1).sum()), 3 * 2 * 2 * 2)
+    return {**batch, "labels": kept, "mm_token_type_ids": kinds, "pixel_values": pixels,
+            "image_grid_thw": grid}  # fmt: skip
+
+
+QWEN_TEXT = {
+    **LLAMA,
+    "rope_parameters": {"rope_type": "default", "mrope_section": [1, 0, 1], "rope_theta": 1e4},
+}
+
+
+@_client("Qwen2-VL", _patches, asks_for_float32=True, blocks=("model.language_model.layers.*",))
+def qwen2_vl() -> nn.Module:
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+    return Qwen2VLForConditionalGeneration(
+        Qwen2VLConfig(
+            text_config=dict(QWEN_TEXT),
+            vision_config={
+                "depth": 2,
+                "embed_dim": 16,
+                "hidden_size": 16,
+                "num_heads": 2,
+                "mlp_ratio": 1,
+                "patch_size": 2,
+                "temporal_patch_size": 2,
+                "spatial_merge_size": 2,
+            },
+            image_token_id=IMAGE,
+            video_token_id=36,
+            vision_start_token_id=33,
+            vision_end_token_id=34,
+        )
+    )
+
+
+@_client("Qwen2.5-VL", _patches, asks_for_float32=True, blocks=("model.language_model.layers.*",))
+def qwen25_vl() -> nn.Module:
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    return Qwen2_5_VLForConditionalGeneration(
+        Qwen2_5_VLConfig(
+            text_config=dict(QWEN_TEXT),
+            vision_config={
+                "depth": 2,
+                "hidden_size": 16,
+                "out_hidden_size": 16,
+                "intermediate_size": 24,
+                "num_heads": 2,
+                "patch_size": 2,
+                "temporal_patch_size": 2,
+                "spatial_merge_size": 2,
+                "window_size": 8,
+                "fullatt_block_indexes": [1],
+            },
+            image_token_id=IMAGE,
+            video_token_id=36,
+            vision_start_token_id=33,
+            vision_end_token_id=34,
+        )
+    )
+
+
+def _gemma_pictures(rows: int) -> Batch:
+    batch = _seen(rows, 4, pixel_values=torch.randn(rows, 3, 8, 8))
+    return {**batch, "token_type_ids": (batch["input_ids"] == IMAGE).long()}
+
+
+@_client(
+    "Gemma3, pictures",
+    _gemma_pictures,
+    asks_for_float32=True,
+    blocks=("model.language_model.layers.*",),
+)
+def gemma3_pictures() -> nn.Module:
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    return Gemma3ForConditionalGeneration(
+        Gemma3Config(
+            text_config={
+                **LLAMA,
+                "head_dim": 4,
+                "sliding_window": 4,
+                "layer_types": ["sliding_attention", "full_attention"],
+                "query_pre_attn_scalar": 4,
+            },
+            vision_config={
+                "hidden_size": 16,
+                "intermediate_size": 24,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "image_size": 8,
+                "patch_size": 2,
+            },
+            mm_tokens_per_image=4,
+            image_token_index=IMAGE,
+            boi_token_index=33,
+            eoi_token_index=34,
+        )
+    )
+
+
+@_client(
+    "LLaVA",
+    lambda rows: _seen(rows, 4, pixel_values=torch.randn(rows, 3, 8, 8)),
+    asks_for_float32=True,
+    blocks=("model.language_model.layers.*",),
+)
+def llava() -> nn.Module:
+    from transformers import (
+        CLIPVisionConfig,
+        LlamaConfig,
+        LlavaConfig,
+        LlavaForConditionalGeneration,
+    )
+
+    return LlavaForConditionalGeneration(
+        LlavaConfig(
+            vision_config=CLIPVisionConfig(
+                hidden_size=16,
+                intermediate_size=24,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                image_size=8,
+                patch_size=4,
+            ),
+            text_config=LlamaConfig(**LLAMA),
+            image_token_index=IMAGE,
+            image_seq_length=4,
+        )
+    )
+
+
+# -- states and experts ----------------------------------------------------------------------------
+
+
+@_client("Mamba", causal, asks_for_float32=True, blocks=("backbone.layers.*",))
+def mamba() -> nn.Module:
+    from transformers import MambaConfig, MambaForCausalLM
+
+    return MambaForCausalLM(
+        MambaConfig(
+            vocab_size=WORDS,
+            hidden_size=16,
+            state_size=4,
+            num_hidden_layers=2,
+            conv_kernel=3,
+            time_step_rank=2,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+        )
+    )
+
+
+@_client("Jamba", causal, asks_for_float32=True, blocks=("model.layers.*",),
+         captured=lambda: jamba("batched_mm"))  # fmt: skip
+def jamba(experts: str = "eager") -> nn.Module:
+    from transformers import JambaConfig, JambaForCausalLM
+
+    return JambaForCausalLM(
+        JambaConfig(
+            **LLAMA,
+            attn_layer_period=2,
+            attn_layer_offset=1,
+            expert_layer_period=2,
+            expert_layer_offset=1,
+            num_experts=4,
+            mamba_d_state=4,
+            mamba_d_conv=3,
+            mamba_dt_rank=2,
+            use_mamba_kernels=False,
+            experts_implementation=experts,
+        )
+    )
+
+
+@_client("Qwen3-Next", causal, asks_for_float32=True, blocks=("model.layers.*",),
+         captured=lambda: qwen3_next("batched_mm"))  # fmt: skip
+def qwen3_next(experts: str = "eager") -> nn.Module:
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    return Qwen3NextForCausalLM(
+        Qwen3NextConfig(
+            **LLAMA,
+            head_dim=4,
+            linear_conv_kernel_dim=3,
+            linear_key_head_dim=4,
+            linear_value_head_dim=4,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            moe_intermediate_size=8,
+            shared_expert_intermediate_size=8,
+            num_experts=4,
+            num_experts_per_tok=2,
+            layer_types=["linear_attention", "full_attention"],
+            experts_implementation=experts,
+        )
+    )
+
+
+# -- detection, segments, series -------------------------------------------------------------------
+
+
+def _framed(rows: int) -> Batch:
+    mask = torch.ones(rows, 32, 32, dtype=torch.long)
+    mask[1::2, :, 24:] = 0
+    return {
+        "pixel_values": torch.randn(rows, 3, 32, 32),
+        "pixel_mask": mask,
+        "classes": torch.randint(0, 4, (rows, 5)),
+        "boxes": torch.rand(rows, 5, 4),
+    }
+
+
+def _detecting(model: nn.Module, batch: Batch) -> Tensor:
+    """Each query has its class and box: the matching of scipy reads values by design."""
+    batch = dict(batch)
+    classes, boxes = batch.pop("classes"), batch.pop("boxes")
+    found = model(**batch)
+    loss = F.cross_entropy(found.logits.flatten(0, 1), classes.flatten())
+    return loss + F.l1_loss(found.pred_boxes, boxes)
+
+
+@_client("DETR", _framed, loss=_detecting, blocks=("model.*coder.layers.*",), checkpoints=False)
+def detr() -> nn.Module:
+    from transformers import DetrConfig, DetrForObjectDetection, ResNetConfig
+
+    return DetrForObjectDetection(
+        DetrConfig(
+            use_timm_backbone=False,
+            use_pretrained_backbone=False,
+            backbone=None,
+            backbone_config=ResNetConfig(
+                embedding_size=8,
+                hidden_sizes=[8, 16],
+                depths=[1, 1],
+                layer_type="basic",
+                out_features=["stage2"],
+            ),
+            num_queries=5,
+            d_model=16,
+            encoder_layers=2,
+            decoder_layers=2,
+            encoder_attention_heads=2,
+            decoder_attention_heads=2,
+            encoder_ffn_dim=24,
+            decoder_ffn_dim=24,
+            dropout=0.0,
+            attention_dropout=0.0,
+            activation_dropout=0.0,
+            num_labels=3,
+        )
+    )
+
+
+def _segmented(rows: int) -> Batch:
+    return {
+        "pixel_values": torch.randn(rows, 3, 32, 32),
+        "classes": torch.randint(0, 4, (rows, 5)),
+        "masks": torch.rand(rows, 5, 16, 16).round(),
+    }
+
+
+def _segmenting(model: nn.Module, batch: Batch) -> Tensor:
+    found = model(pixel_values=batch["pixel_values"])
+    loss = F.cross_entropy(found.class_queries_logits.flatten(0, 1), batch["classes"].flatten())
+    masks = found.masks_queries_logits
+    return loss + F.binary_cross_entropy_with_logits(masks, batch["masks"].to(masks.dtype))
+
+
+@_client("Mask2Former", _segmented, loss=_segmenting,
+         blocks=("model.transformer_module.decoder.layers.*",), checkpoints=False)  # fmt: skip
+def mask2former() -> nn.Module:
+    from transformers import Mask2FormerConfig, Mask2FormerForUniversalSegmentation, SwinConfig
+
+    return Mask2FormerForUniversalSegmentation(
+        Mask2FormerConfig(
+            backbone_config=SwinConfig(
+                image_size=32,
+                patch_size=2,
+                embed_dim=8,
+                depths=[1, 1, 1, 1],
+                num_heads=[2, 2, 2, 2],
+                window_size=2,
+                drop_path_rate=0.0,
+                out_features=["stage1", "stage2", "stage3", "stage4"],
+            ),
+            feature_size=32,
+            mask_feature_size=32,
+            hidden_dim=32,
+            encoder_feedforward_dim=24,
+            encoder_layers=1,
+            decoder_layers=2,
+            num_attention_heads=2,
+            dropout=0.0,
+            dim_feedforward=24,
+            num_queries=5,
+            num_labels=3,
+        )
+    )
+
+
+def _observed(rows: int) -> Batch:
+    mask = torch.ones(rows, 12, 3, dtype=torch.bool)
+    mask[1::2, :3] = False
+    return {
+        "past_values": torch.randn(rows, 12, 3),
+        "past_observed_mask": mask,
+        "future_values": torch.randn(rows, 4, 3),
+    }
+
+
+@_client("PatchTST", _observed, blocks=("model.encoder.layers.*",), checkpoints=False)
+def patch_tst() -> nn.Module:
+    from transformers import PatchTSTConfig, PatchTSTForPrediction
+
+    return PatchTSTForPrediction(
+        PatchTSTConfig(
+            num_input_channels=3,
+            context_length=12,
+            prediction_length=4,
+            patch_length=3,
+            patch_stride=3,
+            num_hidden_layers=2,
+            d_model=16,
+            num_attention_heads=2,
+            ffn_dim=24,
+            loss="mse",
+            attention_dropout=0.0,
+            head_dropout=0.0,
+        )
+    )
+
+
+def _heard(rows: int) -> Batch:
+    labels = torch.randint(1, WORDS, (rows, 2))
+    labels[1::2, 1:] = -100
+    mask = torch.ones(rows, 60, dtype=torch.long)
+    mask[1::2, 40:] = 0
+    return {"input_values": torch.randn(rows, 60), "attention_mask": mask, "labels": labels}
+
+
+@_client("Wav2Vec2", _heard, asks_for_float32=True, blocks=("wav2vec2.encoder.layers.*",))
+def wav2vec2() -> nn.Module:
+    from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
+
+    return Wav2Vec2ForCTC(
+        Wav2Vec2Config(
+            vocab_size=WORDS,
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=24,
+            conv_dim=(8, 8),
+            conv_stride=(2, 2),
+            conv_kernel=(3, 2),
+            num_feat_extract_layers=2,
+            num_conv_pos_embeddings=4,
+            num_conv_pos_embedding_groups=2,
+            hidden_dropout=0.0,
+            activation_dropout=0.0,
+            attention_dropout=0.0,
+            feat_proj_dropout=0.0,
+            final_dropout=0.0,
+            layerdrop=0.0,
+            mask_time_prob=0.0,
+            mask_feature_prob=0.0,
+            ctc_loss_reduction="mean",
+            pad_token_id=0,
+        )
+    )
+
+
 # -- torch's own -----------------------------------------------------------------------------------
 
 

@@ -114,61 +114,6 @@ def test_what_works_on_memory_is_refused_and_works_on_a_piece(name):
 # -- functions that do not ask ---------------------------------------------------------------------
 
 
-def squares(x):
-    return (x * x).sum()
-
-
-def transformed(name, x):
-    transform = getattr(torch.func, name)
-    if name in ("vjp", "linearize"):
-        return transform(squares, x)
-    if name == "jvp":
-        return transform(squares, (x,), (x,))
-    return transform(squares)(x)
-
-
-@pytest.mark.parametrize(
-    "name",
-    "functionalize grad grad_and_value hessian jacfwd jacrev jvp linearize vjp vmap".split(),
-)
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # of torch's own code
-@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")
-def test_a_function_transform_is_refused_and_works_on_the_whole_value(name):
-    error = refused(lambda mesh: transformed(name, spread(mesh)))
-    assert f"torch.func: {name} cannot take a DTensor" in error.fact
-    with pt.ranks(dp=2) as world:
-        for out in world.run(lambda mesh: transformed(name, spread(mesh).full_tensor())):
-            torch.testing.assert_close(
-                [t for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor)],
-                [
-                    t
-                    for t in torch.utils._pytree.tree_leaves(transformed(name, T))
-                    if isinstance(t, torch.Tensor)
-                ],
-            )
-
-
-def test_the_gradient_that_a_refused_transform_was_to_give_is_autograds():
-    def body(mesh):
-        x = spread(mesh).requires_grad_()
-        (grad,) = torch.autograd.grad(squares(x), x)
-        return grad.full_tensor()
-
-    with pt.ranks(dp=2, tp=2) as world:
-        assert all(torch.equal(g, 2 * T) for g in world.run(body))
-
-
-@pytest.mark.parametrize("name", ["grad", "vmap"])
-def test_a_transform_meets_a_dtensor_that_its_function_has_already(name):
-    def body(mesh):
-        x = spread(mesh)
-        if name == "vmap":
-            return torch.vmap(lambda t: x * t)(torch.ones(3))
-        return torch.func.grad(lambda t: (x * t).sum())(torch.tensor(2.0))
-
-    assert f"torch.func: {name}" in refused(body).fact
-
-
 def test_forward_mode_is_refused():
     def body(mesh):
         x = spread(mesh)

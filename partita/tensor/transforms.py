@@ -1,0 +1,443 @@
+"""Function transforms and control flow of torch, on DTensors.
+
+A transform of `torch.func` (`vmap`, `grad`, ...) hands the function tensors that wrap others, in
+which no layout has a meaning. So it runs on whole values: each DTensor that it is given, or that
+its function reads, is gathered, all ranks compute the same, and the results are Invariant DTensors.
+The ledger has these moves as implicit. A program without DTensors does not notice.
+
+`torch.cond`, `while_loop`, `scan` and `associative_scan` run as the Python that they mean, whose
+ops find their own rules.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+import types
+import weakref
+from typing import Any
+
+import torch
+import torch._higher_order_ops as control_flow
+import torch.func
+from torch._C import DisableTorchFunctionSubclass as Local
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._higher_order_ops.associative_scan import generic_associative_scan
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
+
+from partita.comm import Wire
+from partita.comm.agreement import is_alone
+from partita.comm.device import default_generator
+from partita.comm.ranks import RankWire
+from partita.layout import Fix, LayoutError
+
+from .arguments import admit, spec_of_plain
+from .dtensor import DTensor, moved, tagged
+from .op_facts import OVERRIDES
+from .random import compare_draws
+from .tensor_state import (
+    HERE,
+    Function,
+    any_spec,
+    count_writes,
+    make_layout_error,
+    make_two_meshes_error,
+    next_node,
+)
+from .torch_patches import holds_dtensor, take_place_of
+
+# -- transforms ------------------------------------------------------------------------------------
+
+_TRANSFORMS = (
+    "functionalize grad grad_and_value hessian jacfwd jacrev jvp linearize vjp vmap"
+).split()
+"""The function transforms of torch.func."""
+_FORWARD_MODE = ("hessian", "jacfwd", "jvp", "linearize")
+"""Those that derive in forward mode, whose levels torch counts for all threads at once."""
+_FORWARD_LOCK = threading.RLock()
+_PATIENCE = 60.0  # seconds
+
+
+class _Active(threading.local):
+    """The outermost transform that runs in this thread."""
+
+    wholes: WholeValues | None = None
+
+
+_active = _Active()
+
+
+class WholeValues(TorchFunctionMode):
+    """Replaces DTensors by plain tensors of their whole value, in all that a transform calls.
+
+    A plain tensor from outside of the transform is compared across ranks, as everywhere beside
+    DTensors.
+
+    Args:
+        maker: what was replaced in the transform that made the function which is called.
+
+    Attributes:
+        name: of the transform.
+        wire: of the DTensors that were replaced; None before the first.
+    """
+
+    def __init__(self, name: str, maker: WholeValues | None):
+        super().__init__()
+        self.name = name
+        self.wire: Wire | None = None if maker is None else maker.wire
+        self._wholes: dict[Any, tuple[DTensor, torch.Tensor, int]] = {}
+        self._entered: dict[int, torch.Tensor] = {}
+        self._made: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+        self._is_gathering = False
+        self._holds_lock = False
+        self._first_node = next_node()
+        self._is_derived = maker is not None
+        spec = any_spec()
+        self._generator = default_generator(spec.wire.device) if spec is not None else None
+        self._state = self._generator.get_state() if self._generator is not None else None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._is_gathering:
+            return func(*args, **(kwargs or {}))
+        given = (args, kwargs or {})
+        # What a derived function reads was made by the transform that made it.
+        for leaf in () if self._is_derived else tree_leaves(given):
+            self._note_entered(leaf)
+        args, kwargs = self.replace(given)
+        out = func(*args, **kwargs)
+        for leaf in tree_leaves(out):
+            if _is_plain(leaf):
+                self._made[id(leaf)] = leaf
+        return out
+
+    def _note_entered(self, leaf: Any) -> None:
+        """Note a plain tensor that the transform has not made."""
+        if not _is_plain(leaf) or self._made.get(id(leaf)) is leaf:
+            return
+        # What an inner transform returns is made by no function that a mode intercepts.
+        if leaf.grad_fn is None or leaf.grad_fn._sequence_nr() < self._first_node:
+            self._entered[id(leaf)] = leaf
+
+    def replace(self, value: Any) -> Any:
+        """`value` with a whole plain tensor for each DTensor in it."""
+        return tree_map_only(DTensor, self._find_whole, value)
+
+    def _find_whole(self, x: DTensor) -> torch.Tensor:
+        # Without gradients a gathered value has no history.
+        key = id(x), count_writes(x), torch.is_grad_enabled()
+        found = self._wholes.get(key)
+        if found is None:
+            whole = self._gather(x)
+            self._made[id(whole)] = whole
+            self._wholes[key] = found = x, whole, count_writes(whole)
+        return found[1]
+
+    def _gather(self, x: DTensor) -> torch.Tensor:
+        wire = x._spec.wire
+        if self.wire is not None and self.wire is not wire:
+            raise make_two_meshes_error(self.name, self.wire, wire)
+        if self._holds_lock and wire.mesh.size() > 1:
+            raise _make_closure_error(self.name)
+        self.wire, self._is_gathering = wire, True
+        try:
+            # A redistribution is no part of what is transformed.
+            with temporarily_clear_interpreter_stack():
+                return moved(x, x._spec, spec_of_plain(x, wire), self.name, "implicit")
+        finally:
+            self._is_gathering = False
+
+    def call(self, name: str, function: Function, args: Any, kwargs: Any) -> Any:
+        """`function(*args, **kwargs)`; ranks that are threads take turns in forward mode."""
+        spec = any_spec()
+        if name not in _FORWARD_MODE or spec is None or not isinstance(spec.wire, RankWire):
+            return function(*args, **kwargs)
+        if not _FORWARD_LOCK.acquire(timeout=_PATIENCE):
+            raise _make_closure_error(name)
+        before, self._holds_lock = self._holds_lock, True
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self._holds_lock = before
+            _FORWARD_LOCK.release()
+
+    def finish(self, given: Any) -> None:
+        """Check what has taken part beside DTensors, once the transform has run.
+
+        Args:
+            given: the arguments of the transformed function.
+
+        Raises:
+            LayoutError: a gathered value was written, or plain tensors or the states of random
+                generators differ across ranks.
+        """
+        wire = self.wire
+        if wire is None:
+            return
+        for x, whole, count in self._wholes.values():
+            if count_writes(whole) != count and not x._spec.is_whole:
+                raise _make_write_error(self.name)
+        for leaf in tree_leaves(given):
+            self._note_entered(leaf)
+        for n, plain in enumerate(self._entered.values()):
+            admit(plain, wire, self.name, (n,), with_gradient=True)
+        self._wholes.clear()
+        self._entered.clear()
+        if self._generator is not None and self._state is not None and not is_alone(wire):
+            compare_draws(self.name, wire, self._generator, self._state)
+
+    def type_result(self, leaf: Any) -> Any:
+        """A plain tensor among the results as a DTensor, if DTensors have taken part."""
+        if self.wire is None or not _is_plain(leaf):
+            return leaf
+        with Local():  # others may hold the tensor itself
+            return tagged(leaf.view_as(leaf), spec_of_plain(leaf, self.wire))
+
+
+def _is_plain(value: Any) -> bool:
+    """True for a tensor that is no DTensor and of no level of a transform."""
+    is_tensor = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+    return is_tensor and not is_functorch_wrapped_tensor(value)
+
+
+def _make_write_error(name: str) -> LayoutError:
+    return make_layout_error(
+        f"torch.func: {name} writes into a DTensor of which a rank holds a part",
+        Fix("y = x.clone()", "and write into y, which the function returns"),
+        reason="the function runs on whole values, which are gathered copies of it",
+    )
+
+
+def _make_closure_error(name: str) -> LayoutError:
+    return make_layout_error(
+        f"torch.func: {name} of a function that reads a DTensor, or that communicates, on ranks "
+        "that are threads",
+        Fix(f"{name}(f, ...)", "with the DTensor among the arguments of f"),
+        Fix("torchrun --nproc-per-node N", "for ranks that are processes"),
+        reason="torch counts the levels of forward mode for all threads at once, so that ranks "
+        "take turns, and none can wait for another",
+    )
+
+
+def _run_on_wholes(name: str, function: Function, maker: WholeValues | None = None) -> Function:
+    """`function`, run on whole values; its results are DTensors if DTensors take part.
+
+    Args:
+        maker: of the transform that made `function`, as `vjp` does.
+    """
+
+    @functools.wraps(function)
+    def run_on_wholes(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling() or any_spec() is None:
+            return function(*args, **kwargs)
+        outer = _active.wholes
+        if outer is not None:
+            args, kwargs = outer.replace((args, kwargs))
+            return outer.call(name, function, args, kwargs)
+        wholes = _active.wholes = WholeValues(name, maker)
+        try:
+            given = wholes.replace((args, kwargs))
+            with wholes:
+                out = wholes.call(name, function, *given)
+        finally:
+            _active.wholes = None
+        wholes.finish(given)
+
+        def finish_result(leaf: Any) -> Any:
+            if isinstance(leaf, (types.FunctionType, functools.partial)):  # as that of `vjp`
+                return _run_on_wholes(name, leaf, wholes if wholes.wire is not None else None)
+            return wholes.type_result(leaf)
+
+        return tree_map(finish_result, out)
+
+    return run_on_wholes
+
+
+def _with_whole_results(function: Function) -> Function:
+    """`function`, with a whole value in the place of each DTensor that it returns."""
+
+    @functools.wraps(function, updated=())
+    def call(*args: Any, **kwargs: Any) -> Any:
+        out, wholes = function(*args, **kwargs), _active.wholes
+        return out if wholes is None else wholes.replace(out)
+
+    return call
+
+
+def _make_transform(name: str, transform: Function) -> Function:
+    run = _run_on_wholes(name, transform)
+
+    def make_transform(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return transform(*args, **kwargs)
+        if args:
+            args = (_with_whole_results(args[0]), *args[1:])
+        elif "func" in kwargs:
+            kwargs = {**kwargs, "func": _with_whole_results(kwargs["func"])}
+        made = run(*args, **kwargs)
+        # A function that was made without a DTensor may be given some later.
+        if any_spec() is None and isinstance(made, types.FunctionType):
+            return _run_on_wholes(name, made)
+        return made
+
+    return make_transform
+
+
+for _name in _TRANSFORMS:
+    take_place_of(getattr(torch.func, _name), functools.partial(_make_transform, _name))
+
+
+# -- control flow ----------------------------------------------------------------------------------
+# Torch compiles these functions even in eager, and Dynamo takes no DTensor. Where they meet one, or
+# while a step is captured, they run as the Python that torch documents as their meaning.
+
+
+def _meets_dtensors(*values: Any) -> bool:
+    """True if a DTensor is among values, or among what functions among them refer to."""
+    if HERE.recorder is not None:
+        return True
+    for value in tree_leaves(values):
+        while isinstance(value, functools.partial):
+            if holds_dtensor((value.args, value.keywords)):
+                return True
+            value = value.func
+        if isinstance(value, types.MethodType):
+            value = value.__self__
+        if isinstance(value, torch.nn.Module):
+            if holds_dtensor([*value.parameters(), *value.buffers()]):
+                return True
+        elif isinstance(value, types.FunctionType):
+            used = inspect.getclosurevars(value)
+            held = [*used.nonlocals.values(), *used.globals.values()]
+            if any(map(_holds_dtensors, (*held, *(value.__defaults__ or ())))):
+                return True
+        elif isinstance(value, DTensor):
+            return True
+    return False
+
+
+def _holds_dtensors(value: Any) -> bool:
+    if isinstance(value, torch.nn.Module):
+        return holds_dtensor([*value.parameters(), *value.buffers()])
+    return holds_dtensor(value)
+
+
+def _run_in_python(meaning: Function, plain: Function) -> Function:
+    """A function that runs `meaning` where it meets DTensors, and otherwise `plain`."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling() or not _meets_dtensors(args, kwargs):
+            return plain(*args, **kwargs)
+        return meaning(*args, **kwargs)
+
+    return run
+
+
+def _run_cond(pred: Any, true_fn: Function, false_fn: Function, operands: Any = ()) -> Any:
+    return (true_fn if pred else false_fn)(*operands)
+
+
+def _run_while_loop(cond_fn: Function, body_fn: Function, carried_inputs: Any) -> Any:
+    while cond_fn(*carried_inputs):
+        carried_inputs = body_fn(*carried_inputs)
+    return tuple(carried_inputs)
+
+
+def _run_map(f: Function, xs: Any, *args: Any) -> Any:
+    return _stack_results([f(x, *args) for x in _slices(xs, 0)], 0)
+
+
+def _run_scan(
+    combine_fn: Function, init: Any, xs: Any, *, dim: int = 0, reverse: bool = False
+) -> Any:
+    carry, found = init, []
+    slices = _slices(xs, dim)
+    if not slices:
+        return init, []
+    for x in reversed(slices) if reverse else slices:
+        carry, y = combine_fn(carry, x)
+        found.append(y)
+    if reverse:
+        found.reverse()
+    return carry, _stack_results(found, dim)
+
+
+def _slices(xs: Any, dim: int) -> list[Any]:
+    leaves, structure = tree_flatten(xs)
+    pieces = [x.unbind(dim) for x in leaves]
+    return [tree_unflatten(some, structure) for some in zip(*pieces, strict=True)]
+
+
+def _stack_results(found: list[Any], dim: int) -> Any:
+    """Results of equal structure, stacked; those of fewer dimensions along the first."""
+
+    def stack(*some: torch.Tensor) -> torch.Tensor:
+        return torch.stack(some, dim if dim <= some[0].ndim else 0)
+
+    return tree_map(stack, *found)
+
+
+class _NotPointwiseError(Exception):
+    """A function that is scanned with does more than pointwise ops on its operands."""
+
+
+class _PointwiseOnly(TorchFunctionMode):
+    """Lets pointwise ops on tensors of one shape pass, and raises for others."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors = [t for t in (*args, *(kwargs or {}).values()) if isinstance(t, torch.Tensor)]
+        packet = getattr(torch.ops.aten, func.__name__.strip("_"), None)
+        is_pointwise = packet is not None and torch.Tag.pointwise in (
+            getattr(packet, packet.overloads()[0]).tags
+        )
+        if not is_pointwise or len({t.shape for t in tensors if t.ndim}) != 1:
+            raise _NotPointwiseError
+        return func(*args, **(kwargs or {}))
+
+
+def _run_associative_scan(
+    combine_fn: Function,
+    xs: Any,
+    dim: int,
+    reverse: bool = False,
+    combine_mode: str = "pointwise",
+) -> Any:
+    """Scan by the rules of pointwise ops; by torch's `vmap`, so on whole values, with others."""
+    leaves, structure = tree_flatten(xs)
+
+    def combine(*values: torch.Tensor) -> Any:
+        halves = (values[: len(leaves)], values[len(leaves) :])
+        with _PointwiseOnly():
+            return combine_fn(*(tree_unflatten(half, structure) for half in halves))
+
+    moved = [x.movedim(dim, 0) for x in leaves]
+    try:
+        found = generic_associative_scan(combine, [x.flip(0) for x in moved] if reverse else moved)
+    except _NotPointwiseError:
+        return _plain_associative_scan(combine_fn, xs, dim, reverse, "generic")
+    if reverse:
+        found = [x.flip(0) for x in found]
+    return tree_unflatten([x.movedim(0, dim) for x in found], structure)
+
+
+def _slice_by_rule(
+    x: torch.Tensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
+) -> torch.Tensor:
+    return x[(slice(None),) * (dim % x.ndim) + (slice(start, end, step),)]
+
+
+OVERRIDES[torch.ops.aten.slice] = _slice_by_rule  # with which torch's scan takes x apart
+
+
+_plain_associative_scan = take_place_of(
+    control_flow.associative_scan, functools.partial(_run_in_python, _run_associative_scan)
+)
+for _function, _meaning in (
+    (torch.cond, _run_cond),
+    (control_flow.while_loop, _run_while_loop),
+    (control_flow.map, _run_map),
+    (control_flow.scan, _run_scan),
+):
+    take_place_of(_function, functools.partial(_run_in_python, _meaning))

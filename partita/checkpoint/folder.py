@@ -173,14 +173,18 @@ class Checksums:
         """Read these chunks, each with the name of its tensor or value, and compare.
 
         Raises:
-            ValueError: one is not what was written.
+            ValueError: one is not what was written, or its file is gone.
             OSError: a file cannot be read.
         """
         by_file: dict[str, dict[Place, str]] = {}
         for place, what in places:
             by_file.setdefault(place[0], {})[place] = what
         for name, wanted in by_file.items():
-            crcs = compute_crcs(folder / name, [(at, size) for _, at, size in wanted])
+            try:
+                crcs = compute_crcs(folder / name, [(at, size) for _, at, size in wanted])
+            except FileNotFoundError:
+                what = next(iter(wanted.values()))
+                raise ValueError(f"{folder / name} is gone, which has {what}") from None
             for (place, what), crc in zip(wanted.items(), crcs, strict=True):
                 if crc != self.chunks.get(place):
                     _, at, size = place

@@ -24,7 +24,7 @@ import os
 import zlib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +57,17 @@ from partita.tensor.construct import piece_of, refuse_lazy, stand_for
 from partita.tensor.dtensor import checksum, destination, piece_held, tagged
 
 from .folder import Replacement, compute_crcs, lock_for_reading
-from .save_and_load import Loaded, Mismatches, agree_on_mismatches, attempt, find_mismatches
-from .state import Leaf, Stored, name_parameters, open_optimizer, open_state, strip_wrapper_names
+from .object_state import Stored, pack_containers, unpack_containers
+from .optimizer_state import name_parameters, open_optimizer, strip_wrapper_names
+from .save_and_load import (
+    Loaded,
+    Mismatches,
+    Strict,
+    agree_on_mismatches,
+    attempt,
+    find_mismatches,
+)
+from .state import Leaf, open_state
 
 
 def full_state_dict(
@@ -93,7 +102,7 @@ def full_state_dict(
     if optimizer is None:
         return state if keeps else {}
     names = name_parameters(optimizer, [((), model)])
-    of_optimizer = copies.of(open_optimizer(optimizer, names, (), None)[0], "optimizer")
+    of_optimizer = unpack_containers(copies.of(open_optimizer(optimizer, names).tree, "optimizer"))
     return (state, of_optimizer) if keeps else ({}, {})
 
 
@@ -151,7 +160,7 @@ def load_full_state_dict(
     state: Any,
     optimizer: torch.optim.Optimizer | None = None,
     *,
-    strict: bool = True,
+    strict: Strict = True,
     rank0_only: bool = False,
 ) -> Loaded:
     """Write whole values into a model, in place, each rank its pieces: undoes `full_state_dict`.
@@ -207,16 +216,16 @@ class _WriteJob:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, told: Any):
         self._model, self._optimizer, self._told = model, optimizer, told
 
-    def check(self, strict: bool) -> Mismatches:
+    def check(self, strict: Strict) -> Mismatches:
         """The mismatches. Raises what `told` is, where it is an error."""
         if isinstance(self._told, Exception):
             raise self._told
         self._there, self._values = self._told
-        self._target = open_state(_join_states(self._model, self._optimizer), self._there)
+        states = _join_states(self._model, self._optimizer)
+        self._target = open_state(states, self._there, self._values)
         held = {name: leaf.value for name, leaf in self._target.leaves.items()}
         tensors = {f"model.{name}": x for name, x in collect_model_tensors(self._model).items()}
-        found = find_mismatches(held, self._there, strict)
-        return remove_tied_names(found, tensors, self._there)
+        return find_mismatches(held, self._there, strict, tied=tensors, of_optimizers=self._target)
 
     def write(self, given: dict[str, Leaf], rank0_only: bool) -> None:
         """Write `given` into the tensors, or what rank 0 sends."""
@@ -254,19 +263,9 @@ def _flatten_states(state: Any, optimizer: torch.optim.Optimizer | None) -> dict
         for name, x in one.items():
             if isinstance(x, DTensor):
                 raise ValueError(f"{name} is a DTensor: load it with model.load_state_dict")
-    return open_state(_join_states(*pair)).leaves
-
-
-def remove_tied_names(
-    found: Mismatches, tensors: Mapping[str, Any], there: Container[str]
-) -> Mismatches:
-    """`found` without missing names of tensors that are there under another name."""
-    known = {id(x) for name, x in tensors.items() if name in there and torch.is_tensor(x)}
-    tied = {name for name, x in tensors.items() if name not in there and id(x) in known}
-    keys = tuple(one for one in found.keys if one.partition(": in the state,")[0] not in tied)
-    passed = found.passed_over
-    missing = tuple(name for name in passed.missing_keys if name not in tied)
-    return replace(found, keys=keys, passed_over=replace(passed, missing_keys=missing))
+    of_model, of_optimizer = pair
+    packed = None if of_optimizer is None else pack_containers(of_optimizer)
+    return open_state(_join_states(of_model, packed)).leaves
 
 
 def collect_model_tensors(model: nn.Module) -> dict[str, Any]:
@@ -582,7 +581,7 @@ def load_safetensors(
     model: nn.Module | Mapping[str, Any],
     path: str | os.PathLike[str],
     *,
-    strict: bool = True,
+    strict: Strict = True,
     init_fn: Callable[[nn.Module], Any] | None = None,
 ) -> Loaded:
     """Read `path` into the tensors of `model`, in place; each rank reads its pieces alone.
@@ -619,7 +618,7 @@ def load_safetensors(
 
 
 def _load_files(
-    model: nn.Module | Mapping[str, Any], path: Path, strict: bool, held: contextlib.ExitStack
+    model: nn.Module | Mapping[str, Any], path: Path, strict: Strict, held: contextlib.ExitStack
 ) -> Loaded:
     ranks, line = control_plane(), user_line()
     files: dict[str, Any] = {}
@@ -628,8 +627,8 @@ def _load_files(
         files.update(_open_files(path, held, ranks))
         there = {name: _describe_stored(file.get_slice(name)) for name, file in files.items()}
         objects = _tensors_by_name(model)
-        fits = find_mismatches(objects, there, strict, gives_memory=isinstance(model, nn.Module))
-        return remove_tied_names(fits, objects, there)
+        is_module = isinstance(model, nn.Module)
+        return find_mismatches(objects, there, strict, gives_memory=is_module, tied=objects)
 
     def read_tensors() -> None:
         if isinstance(model, nn.Module):

@@ -16,11 +16,14 @@ import copy
 import hashlib
 import io
 import os
+import pickle
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -50,7 +53,12 @@ from .folder import (
     find_checkpoint,
     lock_for_reading,
 )
-from .state import KeyPath, OpenedState, Stored, open_state
+from .object_state import KIND, KeyPath, Stored
+from .optimizer_state import is_list_of_parameters
+from .state import OpenedState, open_state
+
+Strict = bool | Literal["state"]
+"""Which names that only one side has are errors: all, those of the state, or none."""
 
 
 def attempt(do: Callable[[], Any]) -> Any:
@@ -360,10 +368,31 @@ def _copy_to_buffers(out: _StagedState, memory: Memory) -> None:
 # -- values ----------------------------------------------------------------------------------------
 
 
+class _Pickler(pickle.Pickler):
+    """Refuses what holds a DTensor, of which it would write one rank's piece."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, DTensor):
+            raise _HoldsDTensor
+        return NotImplemented
+
+
+class _HoldsDTensor(Exception):
+    pass
+
+
+_PICKLE = SimpleNamespace(__name__=pickle.__name__, Pickler=_Pickler)
+
+
 def _pickle_value(name: str, value: Any) -> bytes:
     stream = io.BytesIO()
     try:
-        torch.save(value, stream)
+        torch.save(value, stream, pickle_module=_PICKLE)
+    except _HoldsDTensor:
+        raise ValueError(
+            f"{name}: a DTensor in a {type(value).__name__}, of which one rank's piece would be "
+            "written; put it in a list or dict"
+        ) from None
     except Exception as error:
         raise ValueError(f"{name} cannot be saved: {error}") from error
     return stream.getvalue()
@@ -411,19 +440,21 @@ def load(
     state: Mapping[str, Any],
     path: str | os.PathLike[str],
     *,
-    strict: bool = True,
+    strict: Strict = True,
     weights_only: bool = True,
 ) -> Loaded:
     """Read the checkpoint `path` into `state`: its tensors in place, its values in its dicts.
 
     Every rank calls this. The state may have another mesh, other layouts and another number of
     ranks than the one that was saved; every element comes back bit for bit. A module, an optimizer,
-    or anything else with `state_dict` and `load_state_dict` gets what it had. An optimizer that has
-    not stepped yet gets the state that the checkpoint has for it.
+    or anything else with `state_dict` and `load_state_dict` gets what it had, also what a fresh
+    object has not made yet. An optimizer has what the checkpoint has, and nothing else, as after
+    `optimizer.load_state_dict`.
 
     Args:
         state: of the form that was saved, here or by torch.distributed.checkpoint.
-        strict: whether names that only one side has are errors.
+        strict: True: names that only one side has are errors. "state": names that only `state` has
+            are errors, so that a part of a checkpoint can be read. False: neither are.
         weights_only: read values as `torch.load(weights_only=True)` does, which runs no code.
             False: any pickle, which may run code of whoever wrote the checkpoint.
 
@@ -432,11 +463,13 @@ def load(
 
     Raises:
         LayoutError: everything that does not fit, in one error: names that are missing or too
-            many, other shapes, other dtypes, tensors for values. Nothing has been changed.
-        ValueError: there is no checkpoint; a file of it is damaged, which is named; a value needs
-            `weights_only=False`. Nothing has been changed. Parameters of one group of an optimizer
-            were in several.
+            many, other shapes, other dtypes, tensors for values, parameters of one group of an
+            optimizer that were in several. Nothing has been changed.
+        ValueError: there is no checkpoint; a file of it is damaged or gone, which is named; a value
+            needs `weights_only=False`. Nothing has been changed.
     """
+    if strict not in (True, False, "state"):
+        raise ValueError(f'strict={strict!r}: it is True, False or "state"')
     all_ranks = control_plane()
     all_ranks.wait()
     line, home = user_line(), Path(os.path.abspath(path))
@@ -450,9 +483,12 @@ def load(
 class _LoadJob:
     """One rank's part of a load: everything is checked before anything of the state changes."""
 
-    def __init__(self, state: Mapping[str, Any], home: Path, strict: bool, weights_only: bool):
+    def __init__(self, state: Mapping[str, Any], home: Path, strict: Strict, weights_only: bool):
         self._state, self._home = state, home
         self._strict, self._weights_only = strict, weights_only
+        self._enums: list[
+            type
+        ] = []  # classes that the state has at hand: their making runs nothing
 
     def check(self) -> Mismatches:
         """The mismatches.
@@ -471,28 +507,33 @@ class _LoadJob:
         if reader.is_ours and checksums is None:
             raise ValueError(f"{folder / NAME} is missing: nothing says whether the rest is whole")
         there = {name: Stored(*parts) for name, parts in reader.describe().items()}
-        self._inside = open_state(self._state, there)
+        lists = [name for name, one in there.items() if is_list_of_parameters(one)]
+        self._read_values(folder, lists, checksums)
+        self._inside = open_state(self._state, there, self._planner.values)
         held = {name: leaf.value for name, leaf in self._inside.leaves.items()}
-        found = find_mismatches(held, there, self._strict, f"{zlib.crc32(content):08x}")
+        self._enums = [type(value) for value in held.values() if isinstance(value, Enum)]
+        which = f"{zlib.crc32(content):08x}"
+        found = find_mismatches(held, there, self._strict, which, of_optimizers=self._inside)
         if not found.wrong:
             self._check_chunks(folder, {n: x for n, x in held.items() if n in there}, checksums)
         return found
 
-    def _check_chunks(
-        self, folder: Path, wanted: dict[str, Any], checksums: Checksums | None
+    def _read_values(
+        self,
+        folder: Path,
+        names: list[str],
+        checksums: Checksums | None,
+        pieces: dict[str, Piece] | None = None,
     ) -> None:
-        """Raise ValueError where a chunk is missing or damaged. Reads the values, but does not put
-        them into the state yet.
+        """Check the chunks of these values, and of `pieces`, and read the values.
+
+        Raises:
+            ValueError: a chunk is missing or damaged.
         """
         from partita.comm.dcp_format import LoadPieces
 
-        tensors = {name: x for name, x in wanted.items() if isinstance(x, torch.Tensor)}
-        destinations = {name: destination(x) for name, x in tensors.items()}
-        # Of a partial sum the first rank takes the value, and the others zeros.
-        self._emptied = [x for name, x in tensors.items() if destinations[name] is None]
-        pieces = {name: piece for name, piece in destinations.items() if piece is not None}
-        values = [name for name in wanted if name not in tensors]
-        planner = self._planner = LoadPieces(pieces, values, self._reader, self._weights_only)
+        planner = LoadPieces(pieces or {}, names, self._reader, self._weights_only, self._enums)
+        self._planner = planner
         self._tensors, plan_of_values = planner.plan_tensors(), planner.plan_values()
         places = [self._reader.places(plan) for plan in (self._tensors, plan_of_values)]
         if checksums is not None:
@@ -501,6 +542,20 @@ class _LoadJob:
             planner.trial = True
             self._reader.read(self._tensors, planner)
         self._reader.read(plan_of_values, planner)
+
+    def _check_chunks(
+        self, folder: Path, wanted: dict[str, Any], checksums: Checksums | None
+    ) -> None:
+        """Raise ValueError where a chunk is missing or damaged. Reads the values, but does not put
+        them into the state yet.
+        """
+        tensors = {name: x for name, x in wanted.items() if isinstance(x, torch.Tensor)}
+        destinations = {name: destination(x) for name, x in tensors.items()}
+        # Of a partial sum the first rank takes the value, and the others zeros.
+        self._emptied = [x for name, x in tensors.items() if destinations[name] is None]
+        pieces = {name: piece for name, piece in destinations.items() if piece is not None}
+        values = [name for name in wanted if name not in tensors]
+        self._read_values(folder, values, checksums, pieces)
 
     def finish(self) -> None:
         """Read the tensors in place, and put all into the state."""
@@ -539,7 +594,8 @@ class Mismatches:
 
     Attributes:
         values: tensors of another shape or dtype, tensors in place of values, a line each.
-        keys: names that only one side has, a line each; empty unless that is an error.
+        keys: names that only one side has, a line for each or for all below one name; empty unless
+            that is an error.
         passed_over: the same names.
         which: distinguishes a checkpoint from another that had its name before.
     """
@@ -551,27 +607,32 @@ class Mismatches:
 
     @property
     def wrong(self) -> bool:
-        """Are there any that are errors?"""
+        """True if any of them are errors."""
         return bool(self.values or self.keys)
 
 
 def find_mismatches(
     held: Mapping[str, Any],
     there: Mapping[str, Stored],
-    strict: bool,
+    strict: Strict,
     which: str = "",
     gives_memory: bool = False,
+    tied: Mapping[str, Any] | None = None,
+    of_optimizers: OpenedState | None = None,
 ) -> Mismatches:
     """Compare a state with a checkpoint.
 
     Args:
         held: by name, the tensors and values of the state.
         there: by name, what the checkpoint has.
-        strict: names that only one side has are errors.
+        strict: which names that only one side has are errors, as in `load`.
         which: distinguishes the checkpoint from another that had its name before.
         gives_memory: tensors on the meta device will get memory before they are loaded.
+        tied: by name, tensors of which one of several names is enough.
+        of_optimizers: the state, with what does not fit of the optimizers in it.
     """
-    values = []
+    opened = of_optimizers or OpenedState()
+    values = list(opened.wrong)
     for name, value in held.items():
         if name not in there:
             continue
@@ -580,11 +641,53 @@ def find_mismatches(
             values.append(f"{name}: {stored} in the checkpoint, {here} in the state")
         elif isinstance(value, torch.Tensor) and value.is_meta and not gives_memory:
             values.append(f"{name}: on the meta device, where there is nothing to load into")
-    missing = tuple(name for name in held if name not in there)
-    extra = tuple(name for name in there if name not in held)
-    keys = [f"{name}: in the state, not in the checkpoint" for name in missing]
-    keys += [f"{name}: in the checkpoint, not in the state" for name in extra]
-    return Mismatches(tuple(values), tuple(keys) if strict else (), Loaded(missing, extra), which)
+    found = {id(x) for name, x in (tied or {}).items() if name in there and torch.is_tensor(x)}
+    optional = {name for name, x in (tied or {}).items() if id(x) in found}
+    missing = [
+        name
+        for name in held
+        # Checkpoints that are older than kinds have none.
+        if name not in there and name not in optional and not name.endswith(f".{KIND}")
+    ]
+    missing += opened.missing
+    extra = [name for name in there if name not in held and not _is_below(name, opened.unexpected)]
+    extra += opened.unexpected
+    keys: list[str] = []
+    if strict:
+        keys += _describe_names(missing, {*there}, "in the state, not in the checkpoint")
+    if strict is True:
+        keys += _describe_names(extra, {*held}, "in the checkpoint, not in the state")
+    return Mismatches(tuple(values), tuple(keys), Loaded(tuple(missing), tuple(extra)), which)
+
+
+def _is_below(name: str, others: Iterable[str]) -> bool:
+    return any(name.startswith(f"{other}.") for other in others)
+
+
+_MOST_LISTED = 4
+"""Names with one beginning that are listed one by one."""
+
+
+def _describe_names(names: list[str], others: Set[str], where: str) -> list[str]:
+    """A line for each of `names`; one for many that have the first part, or the first few, alike.
+
+    Args:
+        others: what the other side has, of which nothing is below such a part.
+    """
+    taken = {one[:i] for one in others for i in range(len(one) + 1) if one[i : i + 1] in (".", "")}
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        parts = name.split(".")
+        heads = (".".join(parts[:i]) for i in range(1, len(parts)))
+        head = next((one for one in heads if one not in taken), name)
+        groups.setdefault(head, []).append(name)
+    lines = []
+    for head, below in groups.items():
+        if len(below) <= _MOST_LISTED:
+            lines += [f"{name}: {where}" for name in below]
+        else:
+            lines.append(f"{head} ({len(below)} names, such as {below[0]}): {where}")
+    return lines
 
 
 def agree_on_mismatches(
@@ -604,6 +707,8 @@ def agree_on_mismatches(
         if values:
             fixes.append(Fix("load into the shapes and dtypes that were saved, then cast"))
         if keys:
+            if not any(rank.passed_over.missing_keys for rank in brought):
+                fixes.append(Fix('strict="state"', "loads what the state has, and no more"))
             fixes.append(Fix("strict=False", "loads the names that both have"))
         if fixes:
             raise LayoutError(

@@ -17,8 +17,10 @@ import math
 import pickle
 import pickletools
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -68,17 +70,26 @@ def chunks(region: Region, shape: Sequence[int]) -> list[ChunkStorageMetadata]:
 class LoadPieces(DefaultLoadPlanner):
     """Plans the reading of named pieces, in place, and of values.
 
+    Args:
+        weights_only: read values as `torch.load(weights_only=True)` does.
+        classes: these may be read even so.
+
     Attributes:
         values: the values that were read, by name.
         trial: read tensors and drop them, to see whether they can be read.
     """
 
     def __init__(
-        self, pieces: dict[str, Piece], names: Sequence[str], reader: Reader, weights_only: bool
+        self,
+        pieces: dict[str, Piece],
+        names: Sequence[str],
+        reader: Reader,
+        weights_only: bool,
+        classes: Sequence[type] = (),
     ):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._pieces, self._names, self._reader = pieces, names, reader
-        self._weights_only = weights_only
+        self._weights_only, self._classes = weights_only, list(classes)
         self.values: dict[str, Any] = {}
         self.trial = False
 
@@ -116,7 +127,8 @@ class LoadPieces(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
         try:
-            self.values[name] = torch.load(value, weights_only=self._weights_only)
+            with _allow_classes(self._classes):
+                self.values[name] = torch.load(value, weights_only=self._weights_only)
         except pickle.UnpicklingError as error:
             raise _NotRead(
                 f"{name} holds more than tensors and Python's own types, and its making may run "
@@ -125,6 +137,19 @@ class LoadPieces(DefaultLoadPlanner):
             ) from error
         except Exception as error:
             raise _NotRead(f"{name} cannot be read: {type(error).__name__}: {error}") from error
+
+
+_lock = Lock()
+
+
+@contextmanager
+def _allow_classes(classes: list[Any]) -> Iterator[None]:
+    """Within, `torch.load(weights_only=True)` makes objects of these classes."""
+    if not classes:
+        yield
+        return
+    with _lock, torch.serialization.safe_globals(classes):  # one list for all threads
+        yield
 
 
 class _NotRead(Exception):
@@ -221,7 +246,7 @@ class Reader(FileSystemReader):
         """Read the chunks of `plan`.
 
         Raises:
-            ValueError: names the file that is damaged, or the value that would run code.
+            ValueError: names the file that is damaged or gone, or the value that would run code.
             OSError: a file cannot be read.
         """
         by_file: dict[str, list[ReadItem]] = {}
@@ -233,6 +258,8 @@ class Reader(FileSystemReader):
                 self.read_data(LoadPlan(items), planner).wait()
             except _NotRead as error:
                 raise ValueError(f"{self._folder / name}: {error}") from error.__cause__
+            except FileNotFoundError:
+                raise ValueError(f"{self._folder / name} is gone") from None
             except OSError:
                 raise
             except Exception as error:

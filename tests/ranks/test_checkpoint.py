@@ -226,6 +226,42 @@ def test_strict_false_loads_what_is_there_and_says_what_it_passed_over(saved):
         pt.load({"t": {"even": torch.ones(3)}}, saved, strict=False)
 
 
+def test_weights_alone_are_read_from_a_checkpoint_that_has_more(tmp_path):
+    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(8)))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    pt.save({"model": model, "optimizer": optimizer, "step": 3}, tmp_path / "c")
+    fresh = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(8)))
+    with pytest.raises(pt.LayoutError) as caught:
+        pt.load({"model": fresh}, tmp_path / "c")
+    _, *lines = str(caught.value).splitlines()
+    assert len(lines) == 4 and "optimizer (60 names, such as optimizer.state.0.weight" in lines[0]
+    assert "step: in the checkpoint, not in the state" in lines[1]
+    assert 'strict="state"' in lines[2]
+    passed_over = pt.load({"model": fresh}, tmp_path / "c", strict="state")
+    assert torch.equal(fresh[7].weight, model[7].weight) and not passed_over.missing_keys
+    fresh.add_module("head", torch.nn.Linear(2, 2))
+    with pytest.raises(pt.LayoutError) as caught:
+        pt.load({"model": fresh}, tmp_path / "c", strict="state")
+    assert "model.head.bias: in the state, not in the checkpoint" in str(caught.value)
+    assert "optimizer" not in str(caught.value)
+    with pytest.raises(ValueError, match="strict='model': it is True, False or"):
+        pt.load({"model": fresh}, tmp_path / "c", strict="model")
+
+
+def test_names_that_one_side_lacks_are_grouped_below_what_the_other_side_has_nothing_of(tmp_path):
+    held = {"a": {str(i): {"w": torch.ones(1), "b": torch.ones(1)} for i in range(5)}}
+    pt.save(held, tmp_path / "c")
+    state = {"a": {"0": {"w": torch.ones(1)}}, "n": {str(i): i for i in range(9)}}
+    with pytest.raises(pt.LayoutError) as caught:
+        pt.load(state, tmp_path / "c")
+    lines = [line.strip() for line in str(caught.value).splitlines()]
+    assert "n (9 names, such as n.0): in the state, not in the checkpoint" in lines
+    assert "a.0.b: in the checkpoint, not in the state" in lines
+    assert "a.4.w: in the checkpoint, not in the state" in lines
+
+
 def test_there_is_nothing_to_load_on_the_meta_device_or_from_nowhere(saved, tmp_path):
     state = {"t": {"even": torch.ones(8, 4, device="meta")}}
     with pytest.raises(pt.LayoutError, match=r"t\.even: on the meta device"):

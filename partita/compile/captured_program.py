@@ -49,6 +49,7 @@ class CapturedProgram(Program):
         conditions: on its inputs: numbers, gradients, facts of tensors.
         guards: on what the step read of Python at capture.
         writes: what the step changes in Python objects, the same in each call.
+        trained: index and value, where the step sets `requires_grad` of a leaf of the call.
         answers: to what torch asks of values, for which the program was made.
         blocks: how its blocks were traced.
         work: its matrix products, for ledgers.
@@ -61,6 +62,7 @@ class CapturedProgram(Program):
     conditions: Conditions = field(default_factory=Conditions)
     guards: Guards | None = None
     writes: list[Write] = field(default_factory=list)
+    trained: list[tuple[int, bool]] = field(default_factory=list)
     answers: Answers = field(default_factory=Answers)
     blocks: BlocksTraced = field(default_factory=BlocksTraced)
     work: list[tuple[str, str, tuple[str, ...], float]] = field(default_factory=list)
@@ -152,6 +154,8 @@ class CapturedProgram(Program):
                 output.slot.put(value)
         for write in self.writes:
             write.redo()
+        for i, flag in self.trained:
+            tensors[i].requires_grad_(flag)
         of = {"result": leaves, "input": tensors}
         whole = [of[c.source][c.index] if type(c) is ResultPlace else c for c in self.constants]
         return unflatten_call(whole, self.result)

@@ -124,7 +124,8 @@ class Input:
         tensor: the tensor at capture, or a fake of its metadata; of a coordinate its value.
         index: among the leaves of a call; for a gradient that of its tensor; for a cotangent the
             number of its result.
-        home, path: the place of a number, `home[path[0]][path[1]]...`, unless it is a leaf.
+        home, path: of a number, unless it is a leaf, the slot in which it stands; or an optimizer's
+            group, where it is `home[path[0]][path[1]]...`.
     """
 
     name: str
@@ -138,6 +139,13 @@ class Input:
     def spec(self) -> Spec | None:
         """The spec of a DTensor; None of a plain tensor."""
         return getattr(self.tensor, "_spec", None)
+
+    @property
+    def may_have_gradient(self) -> bool:
+        """Does the tensor require gradients, or has it one?"""
+        if not self.tensor.is_leaf:
+            return self.tensor.requires_grad
+        return self.tensor.requires_grad or self.tensor.grad is not None
 
     @property
     def border(self) -> PaddingBoundary | None:
@@ -159,11 +167,21 @@ class Input:
         found = tensors[self.index]
         return local_of(found.grad if self.kind == "gradient" else found)
 
+    @property
+    def place(self) -> tuple[int, Any]:
+        """The identity of the place where a number stands now, as of a `Slot`."""
+        if not self.path:
+            found: tuple[int, Any] = self.home.identity
+            return found
+        return id(self.home.now), self.path[0]
+
     def number(self, tensors: Sequence[Any]) -> Any:
         """The value of a number in a call with these leaves."""
         if self.index >= 0:
             return tensors[self.index]
         found = self.home
+        if not self.path:
+            return found.home[found.key]
         for key in self.path:
             found = found[key]
         return found

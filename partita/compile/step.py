@@ -60,7 +60,7 @@ from .guards.guards import (
     kind_of_tensor,
     without_function_modes,
 )
-from .guards.values import Place, argument_key
+from .guards.values import AttributesAndHooks, Place, argument_key
 from .memory import scheduled
 from .program import Passes, StepOptions
 from .step_report import explain_passes, facts_of_graph, facts_of_layouts, facts_of_moves
@@ -183,12 +183,14 @@ class _StepCall:
         return tensors_of_call(self.slots, self.args, self.kwargs)
 
     def find_signature(self, leaves: list[Any]) -> tuple[Any, ...]:
-        return signature_of(self.state, leaves, (self.args, self.kwargs))
+        return signature_of(self.state, leaves, self._list_names(), (self.args, self.kwargs))
 
     def describe(self, leaves: Sequence[Any]) -> Any:
         """What `History` compares."""
-        names = [name for name, _ in names_of_call(self.slots, self.args, self.kwargs)]
-        return describe_call(self.state, leaves, names, (self.args, self.kwargs))
+        return describe_call(self.state, leaves, self._list_names(), (self.args, self.kwargs))
+
+    def _list_names(self) -> list[str]:
+        return [name for name, _ in names_of_call(self.slots, self.args, self.kwargs)]
 
 
 class CompiledStep:
@@ -420,7 +422,9 @@ class CompiledStep:
 
     def _search_state(self, args: Any, kwargs: Any) -> State:
         """What the step reaches now."""
-        self._state = find_state(self.step, self._given, args, kwargs, self._reached)
+        self.call_guard = None  # whose slots may get other homes
+        before = self._state
+        self._state = find_state(self.step, self._given, args, kwargs, self._reached, before)
         return self._state
 
     def _find_kept_program(
@@ -433,7 +437,9 @@ class CompiledStep:
         """
         why = ""  # of the newest program
         for key, program in reversed(self._programs.items()):
-            if key[0] != signature or not (program.guards is None or program.guards.hold()):
+            if key[0] != signature:
+                continue
+            if program.guards is not None and not program.guards.hold(tensors):
                 continue
             if others is not None and not others.agrees_with(program.answers.values):
                 continue
@@ -569,7 +575,7 @@ class CompiledStep:
             LayoutError: some ranks run a kept program, or do something else.
         """
         tensors = call.list_leaves()
-        why = why or self._history.reason(lambda: call.describe(tensors))
+        why = why or self._history.reason(lambda: call.describe(tensors), tensors)
         for wire in dict.fromkeys(t._spec.wire for t in tensors if hasattr(t, "_spec")):
             if wire.scope.check is not None:
                 wire.check(f"compiled {self.title} is captured at {user_line()}")
@@ -630,7 +636,7 @@ class CallGuard:
     """
 
     def __init__(self, call: _StepCall, tensors: Sequence[Any], program: CapturedProgram):
-        self.program, self._state, slots = program, call.state, call.slots
+        self.program, slots = program, call.slots
         arguments, self._structure = flatten_call((call.args, call.kwargs))
         self._flat = not call.kwargs and LEAVES.issuperset(map(type, call.args))
         count = len(tensors) - len(arguments)
@@ -644,6 +650,7 @@ class CallGuard:
                 and len(set(new)) == len(new)
                 and self._ids.isdisjoint(new)
                 and all(t.is_leaf for t in self._held)
+                and (program.guards is None or program.guards.reads_only(count))
             )
         if not self.usable:
             self._held = []
@@ -651,7 +658,8 @@ class CallGuard:
         self._tensors = TensorGuard(slots, self._held)
         self._arguments = [_kind_of(a) for a in arguments]
         self._modes = active_modes()
-        self._modules = [vars(m) for m, _ in call.state.parts]
+        self._marks = AttributesAndHooks(self._held)
+        self._modules = [*map(vars, call.state.parts)]
         self._training = [held.get("training") for held in self._modules]
         self._optimizers = [
             (o, o.state, [*o.state], [*o.state.values()], [*map(len, o.state.values())])
@@ -722,11 +730,9 @@ class CallGuard:
     def _as_before(self) -> bool:
         """Are guards, training flags, optimizers and state tensors as in this call?"""
         assert self.program.guards is not None
-        if not self.program.guards.hold():
+        if not self.program.guards.hold(self._held, are_the_same=True):
             return False
         if not all(map(is_, map(dict.get, self._modules, repeat("training")), self._training)):
-            return False
-        if self._state.has_other_groups():
             return False
         for optimizer, state, keys, entries, counts in self._optimizers:
             if optimizer.state is not state or len(state) != len(keys):
@@ -735,7 +741,7 @@ class CallGuard:
                 return False
             if [*map(len, entries)] != counts:
                 return False
-        return self._tensors.same()
+        return self._tensors.same() and self._marks.unchanged()
 
 
 def _kind_of(value: Any) -> tuple[Any, ...]:

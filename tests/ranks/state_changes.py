@@ -2204,6 +2204,16 @@ def a_number_in_a_tensor_of_a_namespace():
 
 @refused
 def a_number_in_a_tensor_that_nothing_finds():
+    held = [functools.partial(max, torch.zeros(()))]
+
+    def step(x):
+        return x * (held[0].args[0] * 0.9)
+
+    return Change(step, lambda: held.__setitem__(0, functools.partial(max, torch.tensor(5.0))))
+
+
+@change
+def a_tensor_in_a_user_dict():
     held = collections.UserDict(total=torch.zeros(()))
 
     def step(x):

@@ -33,7 +33,7 @@ from ..errors import CaptureError, explain_error, not_an_input, not_captured, us
 from ..graph_nodes import drop_unused, lazy_graph_modules, note_of
 from ..guards import Guards, ReadRecord, Write
 from ..guards.calls import asks_whether_true, asks_which_object
-from ..guards.guards import without_function_modes
+from ..guards.guards import ReadInputs, find_first_leaves, without_function_modes
 from ..guards.record import exclusive_access
 from ..guards.values import MISSING, Place
 from ..program import Input
@@ -57,8 +57,6 @@ from .block_programs import (
 )
 from .block_traces import NotABlock, VaryingFloatRead
 from .capture_context import (
-    Cell,
-    ParamGroup,
     Slot,
     attribute_set,
     set_for_capture,
@@ -77,6 +75,8 @@ from .outputs import (
     ModuleAttributes,
     holds_made,
     is_filled,
+    is_held,
+    list_trained,
     make_left_error,
     program_of_trace,
     unrepeated_write_error,
@@ -177,7 +177,7 @@ def capture(
 def _note_guards(error: LayoutError, run: CaptureRun) -> None:
     """Attach to an error the guards of what the step had read until then."""
     if isinstance(error, CaptureError):
-        error.guards = run.guards()
+        error.guards = run.guards(refused=True)
 
 
 def trace_once(run: CaptureRun) -> CapturedProgram | None:
@@ -349,7 +349,7 @@ class CaptureRun:
                 gate_writes(made.graph, self.questions.answers.values)
             conditions = self._collect_conditions()
             program = program_of_trace(made, inputs, self.wires, self.outputs, conditions)
-        program.answers = self.questions.answers
+        program.answers, program.trained = self.questions.answers, self._trained
         apart, updates = self._blocks.apart_by_name, self._updates.structures
         program.blocks = BlocksTraced(structures, apart, updates)
         program.work = [work for wire in self.wires.values() for work in wire.work]
@@ -491,7 +491,7 @@ class CaptureRun:
         try:
             held = []
             for slot, value in found:
-                slot.put(self._make_symbolic_number(slot.name, value, slot.home, (slot.key,)))
+                slot.put(self._make_symbolic_number(slot.name, value, slot))
                 held.append((slot, slot.value))
             yield held
         finally:
@@ -519,23 +519,20 @@ class CaptureRun:
         for write in self._tensor_writes:
             write.undo()
 
-    def guards(self) -> Guards:
-        """The guards of what the step has read, with the values of now."""
-        number_places = set()
-        for given, _ in self.numbers.met:
-            if given.path:
-                home = given.home
-                if isinstance(home, (Cell, ParamGroup)):
-                    home = home.cell if isinstance(home, Cell) else home.now
-                number_places.add((id(home), given.path[0]))
+    def guards(self, refused: bool = False) -> Guards:
+        """The guards of what the step has read, with the values of now.
 
-        def is_number_input(home: Any, key: Any) -> bool:
-            return (id(home), key) in number_places
-
+        Args:
+            refused: the step has no program, so that all tensors are equal to it.
+        """
+        numbers = [given for given, _ in self.numbers.met if given.home is not None]
+        leaves, slots, written = dict[int, int](), frozenset[Any](), frozenset[int]()
+        if not refused:
+            leaves, slots = find_first_leaves(self.inputs.leaves), self._slot_identities
+            written = frozenset(id(w.place.home) for w in (*self.writes, *self._tensor_writes))
+        inputs = ReadInputs(leaves, slots, numbers, written)
         with without_function_modes():  # which would hear what is asked of tensors
-            return self.record.make_guards(
-                is_number_input, self._slot_identities, self.state.guarded_places()
-            )
+            return self.record.make_guards(inputs, self.state.guarded_places())
 
     def undo(self) -> None:
         """Undo what the step has written into Python objects."""
@@ -554,17 +551,20 @@ class CaptureRun:
             *(slot for slot, _ in self._number_slots),
         ]
         slots = {slot.identity for slot in seen}
+        self._known = self.record.ids_reached() | self.state.ids_searched()
         for write in self.record.snapshots.find_writes():
             if write.place.identity in slots:
                 continue
             if is_filled(write.after):
-                if not self.attributes.is_of_module(write.place.home):
+                if is_held(write.after, slots):  # another container, which was there before
+                    self.writes.append(write)
+                elif not self.attributes.is_of_module(write.place.home):
                     self._tensor_writes.append(write)
                     kept = write.is_attribute and not self._is_argument(write)
                     if not (isinstance(write.after, torch.Tensor) and kept):
                         raise self.attributes.make_left_error(write.place, write.after)
-            elif holds_made(write.after, self.inputs.identities):
-                raise make_left_error(write.place.name)
+            elif holds_made(write.after, self._known):
+                raise make_left_error(write.place.name, write.after)
             elif not write.is_repeatable or self._is_argument(write):
                 raise self.make_unrepeated_write_error(write)
             else:
@@ -593,8 +593,11 @@ class CaptureRun:
     def _collect_outputs(self, result: Any) -> None:
         """Add to `outputs` what the step returns, and what slots and gradients hold after it."""
         outputs = self.outputs
-        outputs.add_result(result, self._is_returned_as_itself)
-        new_state = self.optimizers.list_new_state(self.inputs.input_of)
+        pairs = zip(self._slot_values_before, self.slots, strict=True)
+        self._slots_by_fake = {id(fake): slot for fake, slot in reversed([*pairs])}
+        outputs.add_result(result, self._is_returned_as_itself, self._known)
+        self._trained = list_trained(self.inputs)
+        new_state = self.optimizers.list_new_state(self._find_slot)
         for slot, first in zip(self.slots, self._slot_values_before, strict=True):
             if slot.value is not first and slot.kind != "optimizer":
                 if not isinstance(slot.value, torch.Tensor):
@@ -614,6 +617,13 @@ class CaptureRun:
             place = write.place
             outputs.add_slot(Slot(place.name, "value", place.home, place.key), write.after)
         outputs.add_left_gradients()
+
+    def _find_slot(self, fake: torch.Tensor) -> Slot | None:
+        """The slot of the input for which `fake` stands; None where it is no input."""
+        given = self.inputs.input_of(fake)
+        if given is None:
+            return None
+        return self._slots_by_fake.get(id(fake)) or Slot(given.name, "value", [given.tensor], 0)
 
     def _is_returned_as_itself(self, leaf: Any) -> bool:
         """Was this part of a result there before the step, so that it is returned as it is?"""

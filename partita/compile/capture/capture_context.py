@@ -312,21 +312,38 @@ class ParamGroup:
 
 
 class ParamState:
-    """The state of one parameter, as a dictionary that is created when it is first written."""
+    """The state of the parameter in a slot, as a dictionary that is created when it is first
+    written."""
 
-    def __init__(self, optimizer: Optimizer, p: torch.Tensor):
+    def __init__(self, optimizer: Optimizer, p: Slot):
         self.optimizer, self.p = optimizer, p
 
     def __getitem__(self, key: Any) -> Any:
-        return self.optimizer.state[self.p][key]
+        return self.optimizer.state[self.p.value][key]
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self.optimizer.state[self.p][key] = value
+        self.optimizer.state[self.p.value][key] = value
 
 
-@dataclass(frozen=True, eq=False)
+class Attributes:
+    """The attributes of an object in its `__slots__`, or its `__dict__`, as a dictionary."""
+
+    def __init__(self, owner: Any):
+        self.owner = owner
+
+    def __getitem__(self, name: str) -> Any:
+        return object.__getattribute__(self.owner, name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        object.__setattr__(self.owner, name, value)
+
+
+@dataclass(eq=False)
 class Slot:
     """Where a value stands.
+
+    A search that finds another object on the path to it gives the slot another home, so that
+    programs that read or write the slot follow.
 
     Attributes:
         name: for people, as "model.head.weight".
@@ -350,5 +367,6 @@ class Slot:
     def identity(self) -> tuple[int, Any]:
         """Equal for slots of one place; as `Place.identity`."""
         home = self.home
-        home = home.cell if isinstance(home, Cell) else home
-        return id(home.kind if isinstance(home, Members) else home), self.key
+        if isinstance(home, (Cell, Members, Attributes)):
+            home = next(iter(vars(home).values()))
+        return id(home), self.key

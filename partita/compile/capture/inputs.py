@@ -7,6 +7,10 @@ that are reached so, likewise; places that functions were seen to read in a run;
 as `state=`. Each tensor stands in a slot. The leaves of a call are those of all slots, then those
 of the arguments (`tensors_of_call`); inputs of a graph refer to them by index.
 
+A slot is known by the path on which it was found. Where an object on the way has been exchanged,
+another search gives the slots their homes of now (`State.has_changed`). That each value that the
+step reads is the leaf that the graph takes for it is checked by the guards.
+
 Inputs are the rank's coordinate on each mesh axis, the tensors of the step's slots and arguments,
 and their gradients. A leaf without a gradient gets a "mark" instead: a fake gradient that shows
 whether the step reads it. Floats are added as the trace meets them (`answers`). A DTensor with
@@ -23,10 +27,12 @@ import argparse
 import collections
 import functools
 import inspect
+import itertools
 import operator
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
@@ -50,17 +56,13 @@ from ..conditions import FACTS_OF_OBJECTS, FactCondition, read_fact
 from ..errors import not_captured
 from ..graph_nodes import add_input
 from ..guards.calls import codes_within, global_names
-from ..guards.values import (
-    Place,
-    hang_hooks,
-    is_recorded,
-    is_user_module,
-    places_of_attributes_and_hooks,
-)
+from ..guards.values import INSIDE, Place, hang_hooks, is_recorded, is_user_module, slots_of
 from ..program import Input
-from .capture_context import Cell, Defaults, Members, Slot
+from .capture_context import Attributes, Cell, Defaults, Members, Slot
 from .equal_calls import set_node_of
 from .fakes import FakeMaker, fake_mode, identity_of, local_of
+
+SlotsByPath = weakref.WeakValueDictionary[str, Slot]
 
 _SEARCHES = 4  # how often runs of a step may find more state, before a failing run is final
 
@@ -73,12 +75,12 @@ class State:
         modules, optimizers: by the name under which each was found first.
         slots: of the tensors of modules, and of tensors by themselves or in lists and dictionaries.
             Not of optimizers, whose state comes and goes: see `optimizer_slots`.
-        values: the slots of plain Python values: another value is another program.
-        found: for modules and optimizers, the slot and what was there.
-        parts: each module, with all within it, and its `_contents_of_module`.
+        values: the slots of Python floats.
+        by_path: the slots of this search and of earlier ones that a program refers to.
+        parts: each module, with all within it.
         given: the modules and optimizers among the arguments of the call.
+        links: the paths to slots: home, key, and the object there that was searched.
         lists: lists and dictionaries that were searched, and the length of each.
-        groups: each optimizer, and its `_group_lists_of`.
         reached: places with state that only a run of the step has shown.
         search: searches again, with more such places.
         searches: how often that was done for one call.
@@ -88,11 +90,11 @@ class State:
     optimizers: dict[str, Optimizer] = field(default_factory=dict)
     slots: list[Slot] = field(default_factory=list)
     values: list[Slot] = field(default_factory=list)
-    found: list[tuple[Slot, Any]] = field(default_factory=list)
-    parts: list[tuple[nn.Module, tuple[Any, ...]]] = field(default_factory=list)
+    by_path: SlotsByPath = field(default_factory=weakref.WeakValueDictionary)
+    parts: list[nn.Module] = field(default_factory=list)
     given: list[Any] = field(default_factory=list)
+    links: list[tuple[Any, Any, Any]] = field(default_factory=list)
     lists: list[tuple[Any, int]] = field(default_factory=list)
-    groups: list[tuple[Optimizer, list[Any]]] = field(default_factory=list)
     reached: list[Place] = field(default_factory=list)
     search: Callable[[Sequence[Place]], State] | None = None
     searches: int = 0
@@ -120,30 +122,25 @@ class State:
         objects = (*self.modules.values(), *self.optimizers.values())
         return {slot.identity for slot in self.slots} | {id(o) for o in objects}
 
+    def ids_searched(self) -> set[int]:
+        """The ids of the modules, optimizers and containers that were searched."""
+        held = (v for _, _, v in self.links)
+        return {id(v) for v in (*held, *self.parts, *self.optimizers.values())}
+
     def is_of(self, args: Any, kwargs: Any) -> bool:
         """Are the modules and optimizers among these arguments those of the search?"""
         given = _modules_among(args, kwargs)
         return len(given) == len(self.given) and all(map(operator.is_, given, self.given))
 
     def has_changed(self) -> bool:
-        """Has a module or optimizer been exchanged, or the contents of a module or list changed?"""
+        """True if another search would find other slots, or slots in other homes."""
         try:
-            if any(slot.value is not value for slot, value in self.found):
+            collections.deque((slot.value for slot in (*self.slots, *self.values)), maxlen=0)
+            if any(home[key] is not value for home, key, value in self.links):
                 return True
-        except LookupError:  # a list or a dictionary that has become shorter
+        except (LookupError, ValueError, AttributeError):  # nothing stands there any more
             return True
-        if self.has_other_groups():
-            return True
-        if any(len(held) != count for held, count in self.lists):
-            return True
-        return any(_contents_of_module(module) != inside for module, inside in self.parts)
-
-    def has_other_groups(self) -> bool:
-        """Has an optimizer got other group dictionaries, as by `load_state_dict`?"""
-        return any(
-            len(now := _group_lists_of(o)) != len(parts) or not all(map(operator.is_, now, parts))
-            for o, parts in self.groups
-        )
+        return any(len(held) != count for held, count in self.lists)
 
     def optimizer_slots(self) -> list[Slot]:
         """The slots of the tensors in optimizers' state now."""
@@ -170,19 +167,10 @@ class State:
             yield f"{name}.state", tuple([len(s) for s in optimizer.state.values()])
 
     def guarded_places(self) -> Iterator[Place]:
-        """Places that are guarded even if no read of them was seen: groups, marks of tensors."""
+        """The groups of optimizers, which are guarded even if no read of them was seen."""
         for name, optimizer in self.optimizers.items():
             groups = functools.partial(getattr, optimizer, "param_groups")
             yield Place(f"{name}.param_groups", optimizer, "param_groups", groups)
-        seen: set[int] = set()
-        for slot in self.slots:
-            t = slot.value
-            if isinstance(t, torch.Tensor):
-                if (rest := state_of(t).gathered_from) is not None:
-                    t, _ = rest  # a gathered tensor is another object in each step
-                if id(t) not in seen:
-                    seen.add(id(t))
-                    yield from places_of_attributes_and_hooks(slot.name, t)
 
 
 class ReachedMore(Exception):
@@ -197,21 +185,9 @@ class ReachedMore(Exception):
         self.state = state
 
 
-def _group_lists_of(optimizer: Optimizer) -> list[Any]:
-    """An optimizer's list of groups, the groups, and their lists of parameters."""
-    groups = optimizer.param_groups
-    return [groups, *groups, *[group["params"] for group in groups]]
-
-
 def _modules_among(args: Any, kwargs: Any) -> list[Any]:
     """The modules and optimizers that a call is given."""
     return [v for v in (*args, *kwargs.values()) if isinstance(v, (nn.Module, Optimizer))]
-
-
-def _contents_of_module(module: nn.Module) -> tuple[Any, ...]:
-    """A module's children, and how many parameters and buffers it has, which slots locate."""
-    tensors = (*module._parameters.values(), *module._buffers.values())
-    return (*module._modules.values(), sum(t is not None for t in tensors))
 
 
 def tensors_of_call(slots: Sequence[Slot], args: Any, kwargs: Any) -> list[Any]:
@@ -241,7 +217,10 @@ def names_of_call(slots: Sequence[Slot], args: Any, kwargs: Any) -> list[tuple[s
 
 _SIMPLE = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 _NOT_USERS = ("torch", "partita", "builtins")
-_NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
+_NAMESPACES = (
+    *(types.SimpleNamespace, argparse.Namespace),
+    *(collections.UserDict, collections.UserList, collections.ChainMap),
+)
 _SEARCHED = 10_000  # entries of a container that an object holds
 
 
@@ -251,22 +230,29 @@ def find_state(
     args: Any,
     kwargs: Any,
     reached: Sequence[Place] = (),
+    before: State | None = None,
 ) -> State:
     """All that `step` can reach, in an order that is the same on every rank.
 
     Args:
         given: the objects of `state=`.
         reached: places that runs of it were seen to read.
+        before: what another search of this step has found; its slots get their homes of now.
     """
-    return _search_state(step, list(given), _modules_among(args, kwargs), reached)
+    by_path: SlotsByPath = weakref.WeakValueDictionary() if before is None else before.by_path
+    return _search_state(step, list(given), _modules_among(args, kwargs), by_path, reached)
 
 
 def _search_state(
-    step: Callable[..., Any], named: list[Any], given: list[Any], reached: Sequence[Place]
+    step: Callable[..., Any],
+    named: list[Any],
+    given: list[Any],
+    by_path: SlotsByPath,
+    reached: Sequence[Place],
 ) -> State:
     """The state of a step for calls with these modules and optimizers among the arguments."""
-    search = _Search(step, named)
-    search.state.search = functools.partial(_search_state, step, named, given)
+    search = _Search(step, named, by_path)
+    search.state.search = functools.partial(_search_state, step, named, given, by_path)
     search.function(step)
     search.search_places(reached)
     for i, value in enumerate(named):
@@ -281,8 +267,11 @@ def _search_state(
 class _Search:
     """One search; what it finds is added to `state`."""
 
-    def __init__(self, step: Callable[..., Any], named: Sequence[Any]) -> None:
-        self.state = State()
+    def __init__(
+        self, step: Callable[..., Any], named: Sequence[Any], by_path: SlotsByPath
+    ) -> None:
+        self.state = State(by_path=by_path)
+        self._paths: collections.Counter[str] = collections.Counter()
         self._named = {id(value) for value in named}  # `given` searches all that they hold
         self._step = step
         self._seen: set[int] = set()
@@ -296,10 +285,30 @@ class _Search:
         self._kept.append(value)  # an id is one object's as long as that lives
         return True
 
+    def _slot(self, name: str, kind: str, home: Any, key: Any) -> Slot:
+        """The slot at the path that is called `name`, with this home."""
+        self._paths[name] += 1
+        path = f"{name} {self._paths[name]}"
+        slot = self.state.by_path.get(path)
+        if slot is None:
+            slot = self.state.by_path[path] = Slot(name, kind, home, key)
+        else:
+            slot.kind, slot.home, slot.key = kind, home, key
+        return slot
+
+    def _note_dict(self, owner: Any) -> dict[str, Any]:
+        """The `__dict__` of an object that is searched."""
+        held = vars(owner)
+        self.state.links.append((Attributes(owner), "__dict__", held))
+        return held
+
     def function(self, f: Any) -> None:
         if isinstance(f, functools.partial):
-            for i, value in enumerate((*f.args, *f.keywords.values())):
+            self.state.lists.append((f.keywords, len(f.keywords)))
+            for i, value in enumerate(f.args):
                 self.value(f"partial[{i}]", value, None)
+            for key, value in f.keywords.items():
+                self.value(f"partial[{key}]", value, self._slot(key, "value", f.keywords, key))
             return self.function(f.func)
         if isinstance(f, types.MethodType):
             self._search_object(f.__self__)
@@ -319,20 +328,22 @@ class _Search:
                 value = cell.cell_contents
             except ValueError:  # not assigned yet
                 continue
-            self.value(name, value, Slot(name, "value", Cell(cell), 0))
+            self.value(name, value, self._slot(name, "value", Cell(cell), 0))
         for name in (n for code in codes_within(f.__code__) for n in global_names(code)):
             if name in f.__globals__:
-                self.value(name, f.__globals__[name], Slot(name, "value", f.__globals__, name))
+                value = f.__globals__[name]
+                self.value(name, value, self._slot(name, "value", f.__globals__, name))
         for i, value in enumerate(f.__defaults__ or ()):
-            at = Slot(f"default[{i}]", "value", Defaults(f), i)
-            self.value(at.name, value, at if isinstance(value, torch.Tensor) else None)
+            at = self._slot(f"default[{i}]", "value", Defaults(f), i)
+            self.value(at.name, value, None if isinstance(value, _SIMPLE) else at)
         self._search_attributes(
             f"{f.__name__}.",
             f,
-            lambda key, v: isinstance(v, (torch.Tensor, list, dict)) and key != "__wrapped__",
+            lambda key, v: not (isinstance(v, _SIMPLE) or callable(v)) and key != "__wrapped__",
         )
+        self.state.links.append((Attributes(f), "__kwdefaults__", f.__kwdefaults__))
         for name, value in (f.__kwdefaults__ or {}).items():
-            self.value(name, value, Slot(name, "value", f.__kwdefaults__, name))
+            self.value(name, value, self._slot(name, "value", f.__kwdefaults__, name))
         return None
 
     def search_places(self, places: Iterable[Place]) -> None:
@@ -350,7 +361,7 @@ class _Search:
                 continue
             known.add(place.identity)
             before, slots = self.count_found(), len(self.state.slots)
-            self.value(place.name, value, Slot(place.name, "value", home, place.key))
+            self.value(place.name, value, self._slot(place.name, "value", home, place.key))
             if any(isinstance(slot.value, FakeTensor) for slot in self.state.slots[slots:]):
                 del self.state.slots[slots:]  # an object that the run has made
             if self.count_found() > before:
@@ -375,9 +386,10 @@ class _Search:
         self, prefix: str, owner: Any, wanted: Callable[[str, Any], bool]
     ) -> None:
         """Search the attributes of an object that are `wanted`, by name and value."""
-        for key, v in list(vars(owner).items()):
+        held = self._note_dict(owner)
+        for key, v in list(held.items()):
             if wanted(key, v):
-                self.value(prefix + key, v, Slot(prefix + key, "value", vars(owner), key))
+                self.value(prefix + key, v, self._slot(prefix + key, "value", held, key))
 
     def given(self, name: str, value: Any) -> None:
         """Search an object that the user gives as `state=`.
@@ -394,26 +406,18 @@ class _Search:
 
     def value(self, name: str, value: Any, slot: Slot | None) -> None:
         """Search a value; `slot` is its place, None where it cannot be exchanged there."""
-        if slot is not None and isinstance(value, (nn.Module, Optimizer)):
-            self.state.found.append((slot, value))
+        if slot is not None and not isinstance(value, (torch.Tensor, *_SIMPLE)):
+            self.state.links.append((slot.home, slot.key, value))
         if isinstance(value, nn.Module):
             if self._first_time(value):
+                name = _unused_name(name, self.state.modules)
                 self.state.modules[name] = value
                 self._module(name, value)
         elif isinstance(value, Optimizer):
             if self._first_time(value):
+                name = _unused_name(name, self.state.optimizers)
                 self.state.optimizers[name] = value
-                self.state.lists.append((value.param_groups, len(value.param_groups)))
-                self.state.groups.append((value, _group_lists_of(value)))
-                for i, group in enumerate(value.param_groups):
-                    self.state.lists.append((group["params"], len(group["params"])))
-                    for key, v in group.items():  # a rate that is a tensor
-                        if isinstance(v, torch.Tensor):
-                            at = Slot(f"{name}.param_groups[{i}][{key!r}]", "value", group, key)
-                            self.value(at.name, v, at)
-                    for j in range(len(group["params"])):
-                        at = Slot(f"{name}.params[{i}][{j}]", "parameter", group["params"], j)
-                        self._of_optimizers.append(at)
+                self._groups(name, value)
         elif isinstance(value, torch.Tensor):
             if slot is not None:
                 self.state.slots.append(slot)
@@ -422,29 +426,55 @@ class _Search:
                 self.state.lists.append((value, len(value)))
                 entries: Any = value.items() if isinstance(value, dict) else enumerate(value)
                 for key, v in entries:
-                    at = Slot(f"{name}[{key!r}]", "value", value, key)
                     if not isinstance(v, _SIMPLE):
+                        at = self._slot(f"{name}[{key!r}]", "value", value, key)
                         self.value(at.name, v, at)
-        elif isinstance(value, tuple) and any(isinstance(v, torch.Tensor) for v in value):
-            if slot is not None:
+                if hasattr(value, "__dict__"):  # of a class of the user's
+                    self._search_attributes(f"{name}.", value, lambda _, v: True)
+        elif isinstance(value, tuple):
+            if not any(isinstance(v, torch.Tensor) for v in value):
+                for i, v in enumerate(value):
+                    self.value(f"{name}[{i}]", v, None)
+            elif slot is not None:
                 self.state.slots.append(slot)
-        elif isinstance(value, _SIMPLE):
+        elif isinstance(value, float):
             if slot is not None and not name.startswith("__"):
                 self.state.values.append(slot)
+        elif isinstance(value, _SIMPLE):
+            return
         elif callable(value) and not isinstance(value, type):
             self.function(value)
         else:
             self._search_holder(name, value)
 
+    def _groups(self, name: str, optimizer: Optimizer) -> None:
+        """Search the groups of an optimizer, for their parameters and for rates that are tensors.
+
+        `load_state_dict` replaces the dictionaries of all groups.
+        """
+        links, groups = self.state.links, optimizer.param_groups
+        links.append((vars(optimizer), "param_groups", groups))
+        self.state.lists.append((groups, len(groups)))
+        for i, group in enumerate(groups):
+            links += [(groups, i, group), (group, "params", group["params"])]
+            self.state.lists.append((group["params"], len(group["params"])))
+            for key, v in group.items():
+                if isinstance(v, torch.Tensor):
+                    at = f"{name}.param_groups[{i}][{key!r}]"
+                    self.value(at, v, self._slot(at, "value", group, key))
+            for j in range(len(group["params"])):
+                at = f"{name}.params[{i}][{j}]"
+                self._of_optimizers.append(self._slot(at, "parameter", group["params"], j))
+
     def _search_holder(self, name: str, value: Any) -> None:
         """Search the attributes of an object of the user's, for tensors, modules and floats."""
         package = type(value).__module__.split(".")[0]
-        if isinstance(value, (type, types.ModuleType)) or not hasattr(value, "__dict__"):
+        if isinstance(value, (type, types.ModuleType)):
             return
         library = package in _NOT_USERS or package in sys.stdlib_module_names - {"__main__"}
         if library and not isinstance(value, _NAMESPACES):
             keeps_state = package == "torch" and hasattr(value, "load_state_dict")  # a GradScaler
-            if keeps_state and self._first_time(value):
+            if keeps_state and hasattr(value, "__dict__") and self._first_time(value):
                 self._search_attributes(f"{name}.", value, lambda _, v: isinstance(v, torch.Tensor))
             return
         if id(value) in self._named or not self._first_time(value):
@@ -454,24 +484,44 @@ class _Search:
             many = isinstance(v, (list, dict)) and len(v) > _SEARCHED
             return isinstance(v, float) or not (many or isinstance(v, _SIMPLE))
 
-        self._search_attributes(f"{name}.", value, is_wanted)
+        if hasattr(value, "__dict__"):
+            self._search_attributes(f"{name}.", value, is_wanted)
+        home = Attributes(value)
+        for key in slots_of(type(value)):
+            v = getattr(value, key, None)
+            if is_wanted(key, v):
+                self.value(f"{name}.{key}", v, self._slot(f"{name}.{key}", "value", home, key))
 
     def _module(self, name: str, module: nn.Module) -> None:
         for prefix, part in module.named_modules():
             self._first_time(part)
-            self.state.parts.append((part, _contents_of_module(part)))
+            self.state.parts.append(part)
+            attributes = self._note_dict(part)
+            for within in INSIDE:
+                home = attributes[within]
+                self.state.links.append((attributes, within, home))
+                self.state.lists.append((home, len(home)))
+            self.state.links += [(part._modules, key, v) for key, v in part._modules.items()]
             where = f"{name}.{prefix}." if prefix else f"{name}."
             for kind, home in (("parameter", part._parameters), ("buffer", part._buffers)):
                 for key, t in home.items():
-                    if t is not None:
-                        self.state.slots.append(Slot(where + key, kind, home, key))
-            for key, held in list(vars(part).items()):
+                    if t is None:
+                        self.state.links.append((home, key, t))
+                    else:
+                        self.state.slots.append(self._slot(where + key, kind, home, key))
+            for key, held in list(attributes.items()):
                 if key in ("_parameters", "_buffers"):  # whose entries are slots already
                     continue
                 # Recurrent layers put their parameters into a list of theirs again and again.
                 flat = isinstance(part, nn.RNNBase) and key == "_flat_weights"
                 if isinstance(held, torch.Tensor) or _holds_tensor(held, flat):
-                    self.value(where + key, held, Slot(where + key, "value", vars(part), key))
+                    self.value(where + key, held, self._slot(where + key, "value", attributes, key))
+
+
+def _unused_name(name: str, used: Container[str]) -> str:
+    """The name, with a number where another object has it."""
+    names = itertools.chain([name], (f"{name}_{i}" for i in itertools.count(2)))
+    return next(n for n in names if n not in used)
 
 
 def _holds_tensor(value: Any, but_parameters: bool) -> bool:
@@ -542,7 +592,7 @@ class GraphInputs:
         for given in self._by_leaf.values():
             if not given.tensor.is_leaf:  # what has a history has no `.grad`
                 continue
-            grad = given.tensor.grad if given.tensor.requires_grad else None
+            grad = given.tensor.grad
             name = given.name + ".grad"
             if grad is not None:
                 self.all.append(Input(name, "gradient", grad, given.index))

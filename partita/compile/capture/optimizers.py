@@ -312,12 +312,12 @@ class CapturedOptimizers:
         return now
 
     def list_new_state(
-        self, input_of: Callable[[torch.Tensor], Input | None]
+        self, find_slot: Callable[[torch.Tensor], Slot | None]
     ) -> list[tuple[Slot, torch.Tensor]]:
         """After the step: (slot, value) of state that optimizers did not hold before.
 
         Args:
-            input_of: gives the input for which a fake stands.
+            find_slot: returns the slot of the input for which a fake stands.
 
         Raises:
             CaptureError: the step changed a number in an optimizer's state.
@@ -326,7 +326,7 @@ class CapturedOptimizers:
         for name, optimizer in self.optimizers.items():
             for p, entries in optimizer.state.items():
                 held = self._held[optimizer].get(p, {})
-                real = input_of(p)
+                real = find_slot(p)
                 if real is None and any(isinstance(v, torch.Tensor) for v in entries.values()):
                     raise not_captured(
                         f"{name} has a state of a tensor that it does not update",
@@ -336,9 +336,7 @@ class CapturedOptimizers:
                     if value is held.get(key):
                         continue
                     if isinstance(value, torch.Tensor) and real is not None:
-                        slot = Slot(
-                            f"{name}.{key}", "optimizer", ParamState(optimizer, real.tensor), key
-                        )
+                        slot = Slot(f"{name}.{key}", "optimizer", ParamState(optimizer, real), key)
                         found.append((slot, value))
                     elif value != held.get(key):
                         raise not_captured(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import gc
 import inspect
 import types
 import weakref
@@ -39,7 +40,14 @@ from ..errors import CaptureError, not_captured
 from ..graph_nodes import drop_unused, written_operands
 from ..guards import ReadRecord, Write
 from ..guards.calls import line_of_write
-from ..guards.values import MISSING, Place, brief, user_attributes_of, user_hooks_of
+from ..guards.values import (
+    MISSING,
+    Place,
+    brief,
+    is_user_module,
+    user_attributes_of,
+    user_hooks_of,
+)
 from ..program import Input, Output, ResultPlace, border_of
 from .block_traces import is_block_node
 from .capture_context import Slot
@@ -54,7 +62,7 @@ from .differentiate import (
 )
 from .fakes import is_symbolic, is_text_of_unknown
 from .functional_memory import refuse_cut_views
-from .inputs import GraphInputs, State
+from .inputs import WITHOUT_GRADIENT, GraphInputs, State
 from .recorder import Recorder
 
 _NO_RESULTS = ("mark", "gradient")  # inputs of which no gradient is left or asked for
@@ -87,11 +95,14 @@ class GraphOutputs:
         self.seeds: list[Seed] = []
         self._places: dict[int, int] = {}
 
-    def add_result(self, result: Any, returns_as_it_is: Callable[[Any], bool]) -> None:
+    def add_result(
+        self, result: Any, returns_as_it_is: Callable[[Any], bool], known: Container[int]
+    ) -> None:
         """Add what the step returns.
 
         Args:
             returns_as_it_is: was this part of it there before the step?
+            known: ids of objects that were there before the step.
         """
         leaves, self.result = flatten_call(result, returns_as_it_is)
         results: list[Any] = []
@@ -102,7 +113,7 @@ class GraphOutputs:
                 self._add_value("result", leaf)
             elif not isinstance(leaf, torch.Tensor):
                 if not returns_as_it_is(leaf):
-                    _check_result(leaf)
+                    _check_result(leaf, known)
                 self.constants.append(leaf)
             elif (given := self._inputs.input_of(leaf)) is not None:
                 self.constants.append(ResultPlace("input", given.index))  # the tensor itself
@@ -127,7 +138,7 @@ class GraphOutputs:
                     spec = None if isinstance(grad, DTensor) else output.spec
                     self._add_tensor("left gradient", grad, spec=spec and spec.gradient, index=i)
         for given, fake in self._differentiable_inputs():
-            if not fake.requires_grad:
+            if not fake.requires_grad and not given.may_have_gradient:
                 continue
             with Local():
                 grad = _grad.__get__(fake)
@@ -205,6 +216,27 @@ class GraphOutputs:
         self.values.append(value)
 
 
+def list_trained(inputs: GraphInputs) -> list[tuple[int, bool]]:
+    """Index and new value of `requires_grad` of each input for which the step sets it.
+
+    Raises:
+        CaptureError: it has hooks of the user's, which were not traced.
+    """
+    found = []
+    for given, fake in zip(inputs.all, inputs.fakes, strict=True):
+        is_leaf = given.kind not in WITHOUT_GRADIENT and given.tensor.is_leaf and fake.is_leaf
+        if not is_leaf or fake.requires_grad == given.tensor.requires_grad:
+            continue
+        if fake.requires_grad and user_hooks_of(given.tensor):
+            raise not_captured(
+                f"the step has {given.name}, a tensor with hooks, require gradients",
+                "these hooks were not called while the step was captured",
+                Fix(f"{given.name}.requires_grad_()", "before the step"),
+            )
+        found.append((given.index, fake.requires_grad))
+    return found
+
+
 def _no_leaf_error(given: Input) -> Exception:
     return not_captured(
         f"{given.name} has a history of its own",
@@ -223,7 +255,7 @@ def _untraced_spec(spec: Spec | None) -> Spec | None:
 # -- what a step leaves in attributes --------------------------------------------------------------
 
 _SLOTS = ("_parameters", "_buffers", "_modules")  # whose entries are slots
-_LIVE = (type, types.ModuleType, types.FunctionType, torch.nn.Module, torch.optim.Optimizer)
+_SHARED = (torch.Tensor, types.ModuleType, types.CodeType, types.FrameType)
 _MOST_OBJECTS = 10_000  # that a search looks into
 
 
@@ -289,7 +321,7 @@ class ModuleAttributes:
         found = []
         for (name, home), held in zip(self._homes, self._before, strict=True):
             for key in _find_filled_keys(home):
-                if (id(home), key) in known or _is_held(home[key], known):
+                if (id(home), key) in known or is_held(home[key], known):
                     continue
                 if isinstance(home[key], torch.Tensor) or is_symbolic(home[key]):
                     found.append(Slot(f"{name}.{key}", "value", home, key))
@@ -310,7 +342,7 @@ class InputAttributes:
 
     def __init__(self, record: ReadRecord):
         self._record = record
-        self._before: list[tuple[Input, torch.Tensor, dict[str, Any]]] = []
+        self._before: list[tuple[Input, torch.Tensor, dict[str, Any], Any]] = []
 
     def copy(self, given: Input, fake: torch.Tensor, stand_in: Callable[[Any], Any]) -> None:
         """Give `fake`, which stands for an input, the input's attributes."""
@@ -319,11 +351,18 @@ class InputAttributes:
             self._record.read_place(Place(f"{given.name}.{name}", held, name), held[name])
             fake.__dict__[name] = stand_in(held[name])
         before = {name: fake.__dict__[name] for name in _attributes_given_to(fake)}
-        self._before.append((given, fake, before))
+        self._before.append((given, fake, before, user_hooks_of(fake)))
 
     def check_unchanged(self) -> None:
-        """Raise CaptureError if the step has set an attribute of an input tensor."""
-        for given, fake, before in self._before:
+        """Raise CaptureError if the step has set an attribute or a hook of an input tensor."""
+        for given, fake, before, hooks in self._before:
+            if user_hooks_of(fake) != hooks:
+                raise not_captured(
+                    f"the step changes the hooks of {given.name}",
+                    "a hook is no part of a graph: it would be registered once, at capture",
+                    Fix("register it before the step"),
+                    Fix("handle.remove()", "within the step, for a hook of this call alone"),
+                )
             for name in {*before, *_attributes_given_to(fake)}:
                 if fake.__dict__.get(name, MISSING) is not before.get(name, MISSING):
                     raise not_captured(
@@ -336,7 +375,7 @@ class InputAttributes:
 # -- what holds a tensor that the step made --------------------------------------------------------
 
 
-def _check_result(value: Any) -> None:
+def _check_result(value: Any, known: Container[int]) -> None:
     """Raise CaptureError if a part of a result that is no tensor holds one, or is text of one."""
     if is_text_of_unknown(value):
         raise not_captured(
@@ -344,7 +383,7 @@ def _check_result(value: Any) -> None:
             "its values are known when the graph has run, and the text would be that of capture",
             Fix("return the tensor", "and write it down outside"),
         )
-    if is_filled(value) or holds_made(value):
+    if is_filled(value) or holds_made(value, known):
         kind = type(value).__name__
         raise not_captured(
             f"the step returns a {kind} that holds tensors",
@@ -354,7 +393,7 @@ def _check_result(value: Any) -> None:
         )
 
 
-def _is_held(value: Any, known: Collection[tuple[int, Any]]) -> bool:
+def is_held(value: Any, known: Collection[tuple[int, Any]]) -> bool:
     """Is it a list or dictionary whose tensors all stand at known places?"""
     if not isinstance(value, (list, dict)):
         return False
@@ -378,16 +417,18 @@ def is_filled(value: Any) -> bool:
     return any(map(_stands_in, _walk_reachable(value, _in_container)))
 
 
-def holds_made(value: Any, inputs: Container[int] = ()) -> bool:
-    """Does an object of any class hold a fake tensor that the step has made?
+def holds_made(value: Any, known: Container[int]) -> bool:
+    """Does an object of any class that the step has made hold a fake tensor, or text of one?
 
     Args:
-        inputs: the ids of the fakes that stand for inputs.
+        known: ids of objects that were there before the step, which hold fakes for a while.
     """
-    found = _walk_reachable(value, _in_object)
-    return any(
-        is_text_of_unknown(v) or (isinstance(v, FakeTensor) and id(v) not in inputs) for v in found
-    )
+
+    def list_held(held: Any) -> Iterable[Any]:
+        return () if id(held) in known else _in_object(held)
+
+    found = _walk_reachable(value, list_held)
+    return any(_stands_in(v) or is_text_of_unknown(v) for v in found if id(v) not in known)
 
 
 def _walk_reachable(value: Any, held_by: Callable[[Any], Iterable[Any]]) -> Iterator[Any]:
@@ -413,9 +454,17 @@ def _in_container(value: Any) -> Iterable[Any]:
 
 
 def _in_object(value: Any) -> Iterable[Any]:
-    if isinstance(value, (torch.Tensor, *_LIVE)) or not hasattr(value, "__dict__"):
-        return _in_container(value)
-    return [*vars(value).values(), *_in_container(value)]
+    """What an object refers to, without what its code does."""
+    kind = type(value)
+    if kind in _HOLDING_NOTHING or isinstance(value, _SHARED):
+        return ()
+    if isinstance(value, types.FunctionType):
+        return [value.__closure__, value.__defaults__, value.__kwdefaults__, vars(value)]
+    if isinstance(value, type):
+        return [*vars(value).values()] if is_user_module(value.__module__) else ()
+    if kind.__module__.startswith("partita."):
+        return ()
+    return gc.get_referents(value)
 
 
 def _stands_in(value: Any) -> bool:
@@ -440,8 +489,15 @@ def _is_list_of_parameters(value: Any, before: Any) -> bool:
 
 
 def make_left_error(name: str, value: Any = None) -> Exception:
-    """The error to raise where the step leaves a tensor or number in `name`."""
+    """The error to raise where the step leaves a tensor, a number or what holds one in `name`."""
     what = "a number that is an input" if is_symbolic(value) else "a tensor"
+    if value is not None and not _stands_in(value) and not is_filled(value):
+        kind = type(value).__name__
+        return not_captured(
+            f"the step makes a {kind} that holds tensors, and leaves it in {name}",
+            "while a step is captured others stand for its tensors, which the object would keep",
+            Fix(f"make the {kind} before the step", "as in __init__; then the step may use it"),
+        )
     return not_captured(
         f"the step leaves {what} in {name}",
         "what it leaves in a list, a dictionary or a variable would be there once, not each time",

@@ -13,9 +13,10 @@ from __future__ import annotations
 import functools
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import chain, compress, islice, repeat
+from dataclasses import dataclass, field
+from itertools import chain, compress, cycle, islice, repeat
 from operator import call, getitem, is_, is_not
 from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -27,23 +28,26 @@ from torch.utils import _pytree as pytree
 
 from partita.comm import enabled_autocast_dtypes, read_autocast_state
 from partita.tensor.dtensor import DTensor, short_dtype
+from partita.tensor.tensor_state import state_of
 
 from ..arguments import flatten_call
 from .record import count_own_attributes
 from .values import (
+    INSIDE,
     MISSING,
     OWN_ATTRIBUTES,
-    AttributesAndHooks,
     ByIdentity,
     ByType,
     ContainerKey,
     ContentWalk,
     EntriesKey,
+    LeafKey,
     Place,
     argument_key,
+    brief,
     content_key,
     find_difference,
-    is_attributes_or_hooks,
+    find_last_leaf,
     is_user_module,
     shorten_text,
     text_of,
@@ -55,6 +59,9 @@ from .values import (
 if TYPE_CHECKING:
     from ..capture.capture_context import Slot
     from ..capture.inputs import State
+    from ..program import Input
+
+_INSIDE = frozenset(INSIDE)
 
 # -- guards of what was read -----------------------------------------------------------------------
 
@@ -65,26 +72,28 @@ class Guards:
     Args:
         places: what the step read; the values of now are expected there.
         types: objects whose type was read, with the type.
-        is_number_input: given home and key of a place, whether the number there is a graph input.
+        inputs: what of this the graph has as inputs.
         huge: containers that are not compared deeply.
-        slots: identities of the places whose tensors are graph inputs, which `TensorGuard` checks.
         classes: classes whose number of attributes is guarded: a new one may hide another.
         namespaces: name, variables and read names of modules, classes and functions: of the read
             names none may be added or removed.
+        owners: name and object, where attributes were read: its `__dict__`, the home of these
+            places, must stay the same one.
     """
 
     def __init__(
         self,
         places: Sequence[Place],
         types: Sequence[tuple[Any, type]] = (),
-        is_number_input: Callable[[Any, Any], bool] = lambda home, key: False,
+        inputs: ReadInputs | None = None,
         huge: Sequence[Any] = (),
-        slots: frozenset[tuple[int, Any]] = frozenset(),
         classes: Sequence[type] = (),
         namespaces: Sequence[tuple[str, dict[str, Any], frozenset[str]]] = (),
+        owners: Sequence[tuple[str, Any]] = (),
     ):
-        self._arguments = (places, types, is_number_input, huge, slots, classes, namespaces)
+        self._arguments = (places, types, inputs, huge, classes, namespaces, owners)
         self._places, self._classes = places, classes
+        self._inputs = inputs or ReadInputs()
         self._huge = {id(value): value for value in huge}
         self._objects = [o for o, _ in types]
         self._types = [t for _, t in types]
@@ -94,16 +103,26 @@ class Guards:
         self._namespace_dicts = [held for _, held, _ in namespaces]
         self._class_dicts = [vars(kind) for kind in classes]
         self._class_sizes = [*map(count_own_attributes, classes)]
+        self._owner_names, self._owners = [name for name, _ in owners], [o for _, o in owners]
+        self._dicts = [*self._read_dicts()]
+        modules = [held for held in self._dicts if held.keys() >= _INSIDE]
+        self._modules = [held for held in modules for _ in INSIDE]
+        self._inside = [*map(dict.get, self._modules, cycle(INSIDE))]
         self._keys: list[Any] = [None for _ in places]
         self._parts: dict[int, Parts] = {}  # of each place, what may change in place
         self._shared: set[int] = set()  # ids of parts that were met more than once
         self._moving: set[int] | None = None  # places in which parts have been other objects
-        walk = ContentWalk(is_number_input=is_number_input, huge=self._huge)
+        self._met: dict[int, list[int]] = {}  # of each place, ids of its parts as they were met
+        walk = self._make_walk(self._inputs.leaves)
         found = {}
         for at in range(len(places)):
             self._keys[at], found[at] = self._look_at(at, walk)
-        self._choose_comparisons(slots)
+        last_leaves = {at: find_last_leaf(key) for at, key in enumerate(self._keys)}
+        self._last_leaf = max(last_leaves.values(), default=-1)
+        self._of_leaves = {at for at, last in last_leaves.items() if last >= 0}
+        self._choose_comparisons()
         self._expect_objects(found, walk, set())
+        self._sharing = self._find_sharing()
 
     def __len__(self) -> int:
         return len(self._places)
@@ -117,26 +136,50 @@ class Guards:
         """A hash of what is expected: equal for captures that have read the same of Python."""
         return hash((tuple(place.name for place in self._places), tuple(self._keys)))
 
-    def hold(self) -> bool:
-        """Is everything as expected? The next call is then compared with the objects of now."""
+    def reads_only(self, count: int) -> bool:
+        """True if all tensors that were read are among the first `count` leaves of the call."""
+        return self._last_leaf < count
+
+    def hold(self, leaves: Sequence[Any] = (), are_the_same: bool = False) -> bool:
+        """True if everything is as expected, and each tensor that was read is the leaf of the call
+        that was read in its place. The next call is then compared with the objects of now.
+
+        Args:
+            leaves: of the call.
+            are_the_same: those that were read are the same tensors as in the last call.
+        """
         moved = self._find_moved()
-        if not moved and self._have_same_names():
+        if not moved and are_the_same and self._have_same_names():
             return True
         if self._list_other_names():
             return False
-        walk = ContentWalk(huge=self._huge)
+        walk = self._make_walk(find_first_leaves(leaves))
         found = {}
-        for at in sorted(moved):
+        for at in sorted(moved if are_the_same else moved | self._of_leaves):
             key, found[at] = self._look_at(at, walk)
             if key != self._keys[at]:
                 return False
-        self._expect_objects(found, walk, {at for at in found if found[at]})
+        if moved and self._find_sharing() != self._sharing:
+            return False
+        self._expect_objects(found, walk, {at for at in moved if found[at]})
         return True
 
-    def differences(self, most: int = 3) -> list[str]:
-        """Up to `most` differences, as text: "cfg['k']: 1 became 4"."""
+    def _make_walk(self, leaves: Mapping[int, int]) -> ContentWalk:
+        inputs = self._inputs
+        return ContentWalk(False, inputs.find_numbers(), leaves, self._huge, inputs.written)
+
+    def _find_sharing(self) -> dict[int, tuple[int, ...]]:
+        """For each place, numbers of its parts: equal where two are one object."""
+        first: dict[int, int] = {}
+        return {
+            at: tuple([first.setdefault(part, len(first)) for part in self._met[at]])
+            for at in sorted(self._met)
+        }
+
+    def differences(self, leaves: Sequence[Any], most: int = 3) -> list[str]:
+        """Up to `most` differences for a call with these leaves: "cfg['k']: 1 became 4"."""
         found = self._list_other_names()
-        walk = ContentWalk(huge=self._huge)
+        walk = self._make_walk(find_first_leaves(leaves))
         for at, place in enumerate(self._places):
             if len(found) >= most:
                 break
@@ -156,13 +199,21 @@ class Guards:
                 found.append(f"{kind.__name__}: {size} attributes became {there}")
         for name, held, names, known in self._namespaces:
             found += [f"{name}.{key} is new" for key in sorted((names & held.keys()) - known)]
+        for name, held, now in zip(self._owner_names, self._dicts, self._read_dicts(), strict=True):
+            if now is not held:
+                found.append(f"{name}.__dict__ is another dictionary")
+        if not all(map(is_, map(dict.get, self._modules, cycle(INSIDE)), self._inside)):
+            found.append("the parameters, buffers or modules of a module are another dictionary")
         return found
 
     def _look_at(self, at: int, walk: ContentWalk) -> tuple[Any, Parts]:
         """The key of what stands in a place now, and what in it may change in place."""
         place, before = self._places[at], len(walk.changeable)
-        key = walk.make_part(place.value, place.home, place.key, self._keys[at])
-        return key, {id(part): (part, key) for part, key in walk.changeable[before:]}
+        key = walk.make_part(place.value, place.home, place.key)
+        found = walk.changeable[before:]
+        if found or at in self._met:
+            self._met[at] = [id(part) for part, _ in found]
+        return key, {id(part): (part, key) for part, key in found}
 
     def hold_by_identity(self) -> bool:
         """Is everything the same objects?"""
@@ -174,7 +225,12 @@ class Guards:
             all(map(is_, map(type, self._objects), self._types))
             and [*map(len, self._class_dicts)] == self._class_sizes
             and [*map(len, self._namespace_dicts)] == self._namespace_sizes
+            and all(map(is_, self._read_dicts(), self._dicts))
+            and all(map(is_, map(dict.get, self._modules, cycle(INSIDE)), self._inside))
         )
+
+    def _read_dicts(self) -> Iterator[Any]:
+        return map(object.__getattribute__, self._owners, repeat("__dict__"))
 
     def _read_objects(self) -> Iterator[Any]:
         """The objects in the places that are compared by identity."""
@@ -186,8 +242,6 @@ class Guards:
         moved: set[int] = set()
         if not all(map(is_, self._read_objects(), self._were)):
             moved.update(compress(self._watched, map(is_not, self._read_objects(), self._were)))
-        if not self._tensor_extras.unchanged():
-            moved.update(self._extras)
         if not self._resting_items.unchanged():
             moved.update(self._resting_items.find_changed())
         if self._moving:
@@ -208,19 +262,17 @@ class Guards:
             moved |= more
         return moved
 
-    def _choose_comparisons(self, slots: frozenset[tuple[int, Any]]) -> None:
+    def _choose_comparisons(self) -> None:
         """Choose for each place how `hold_by_identity` compares it, which its key says."""
-        self._extras: list[int] = []  # attributes and hooks of tensors, which are read in one pass
         # What has no lasting identity is compared by type or content each time.
         self._typed: list[tuple[int, type]] = []
         self._answers: list[int] = []
         entries, others = [], []
         for at, (place, key) in enumerate(zip(self._places, self._keys, strict=True)):
-            if is_attributes_or_hooks(place):
-                self._extras.append(at)
-            elif key is torch.Tensor or isinstance(key, ByType):
-                if place.identity not in slots:
-                    self._typed.append((at, _type_of(place.value)))
+            if key is torch.Tensor or isinstance(key, ByType):
+                self._typed.append((at, _type_of(place.value)))
+            elif isinstance(key, LeafKey) and place.identity in self._inputs.slots:
+                continue  # `TensorGuard` compares it
             elif place.get is None:
                 entries.append(at)
             elif place.key == "()" and not isinstance(key[-1], ByIdentity):
@@ -246,12 +298,37 @@ class Guards:
         self._were = [*self._read_objects()]
         self._namespace_sizes = [*map(len, self._namespace_dicts)]
         before, self._moving = self._moving, moving.union(self._moving or ())
-        if before is None or not found.keys().isdisjoint(self._extras):
-            self._tensor_extras = AttributesAndHooks([self._places[at] for at in self._extras])
         if self._moving != before:
             resting = self._parts.keys() - self._moving
             self._resting_items = WatchedItems({at: self._parts[at] for at in resting})
         self._moving_items = WatchedItems({at: self._parts[at] for at in self._moving})
+
+
+@dataclass(frozen=True)
+class ReadInputs:
+    """What a program has as inputs of what its step has read, and which containers it writes.
+
+    Attributes:
+        leaves: by id, the first index of each tensor among the leaves of the captured call.
+        slots: identities of the places in which `TensorGuard` compares the tensors.
+        numbers: those that stand in a slot or in a group of an optimizer.
+        written: ids of containers.
+    """
+
+    leaves: Mapping[int, int] = field(default_factory=dict)
+    slots: frozenset[tuple[int, Any]] = frozenset()
+    numbers: Sequence[Input] = ()
+    written: frozenset[int] = frozenset()
+
+    def find_numbers(self) -> set[tuple[int, Any]]:
+        """The identities of the places where the numbers stand now."""
+        return {given.place for given in self.numbers}
+
+
+def find_first_leaves(leaves: Sequence[Any]) -> dict[int, int]:
+    """By id, the first index of each tensor among the leaves of a call."""
+    last_first = reversed([*enumerate(leaves)])
+    return {id(t): i for i, t in last_first if isinstance(t, torch.Tensor)}
 
 
 Parts = dict[int, tuple[Any, Any]]
@@ -388,16 +465,19 @@ class TensorGuard:
 # -- call signatures -------------------------------------------------------------------------------
 
 
-def signature_of(state: State, tensors: list[Any], call: Any) -> tuple[Any, ...]:
+def signature_of(
+    state: State, tensors: list[Any], names: Sequence[str], call: Any
+) -> tuple[Any, ...]:
     """The signature of a call: a tuple of (name, value...) for each part.
 
     Args:
-        tensors: the leaves of what the step reaches, then those of the call.
+        tensors, names: the leaves of what the step reaches, then those of the call; their names,
+            which say on which path each is found.
         call: its (args, kwargs).
     """
     first: dict[int, int] = {}
     arguments, structure = flatten_call(call)
-    parts: list[Any] = [("structure", structure)]
+    parts: list[Any] = [("structure", structure), ("names", *names)]
     for i, t in enumerate(tensors):
         if not isinstance(t, torch.Tensor):
             parts.append((f"value {i}", argument_key(t)))
@@ -431,9 +511,15 @@ def kind_of_tensor(t: torch.Tensor) -> tuple[Any, ...]:
             names = user_attributes_of(t)
             own = tuple([(name, _attribute_key(attributes[name])) for name in names])
         trained = _requires_grad(t)
-        hooks = user_hooks_of(t) if trained else ()
+        hooks = user_hooks_of(_find_owner(t)) if trained else ()
         shown = t.is_conj(), t.is_neg()
         return (spec or t.shape, _dtype(t), trained, t.device, type(t), own, hooks, shown)
+
+
+def _find_owner(t: torch.Tensor) -> torch.Tensor:
+    """The tensor on which the user sets hooks: of a gathered one the parameter at rest."""
+    rest = state_of(t).gathered_from
+    return t if rest is None else rest[0]
 
 
 def _attribute_key(value: Any) -> Any:
@@ -552,13 +638,19 @@ def _describe_tensor(t: torch.Tensor, first: str, name: str) -> dict[str, str]:
         found |= {"conjugated": str(t.is_conj()), "negated": str(t.is_neg())}
         grad = t.grad if t.requires_grad and t.is_leaf else None
     found["gradient"] = "none" if grad is None else "there"
+    hooks = user_hooks_of(_find_owner(t)) if t.requires_grad else ()
+    names = user_attributes_of(t)
+    if hooks or names:
+        found |= {"hooks": ", ".join(map(brief, hooks)) or "none", "attributes": ", ".join(names)}
     if first != name:
         found["tensor"] = first
     return found
 
 
 def _explain_difference(
-    now: Description, known: Iterable[tuple[Description, Guards | None]]
+    now: Description,
+    leaves: Sequence[Any],
+    known: Iterable[tuple[Description, Guards | None]],
 ) -> str:
     """How a call differs from the most similar one that has a program; of several, the latest."""
     nearest = min(
@@ -570,7 +662,8 @@ def _explain_difference(
     differences = _list_differences(now, was)
     if guards is not None and len(differences) < _SHOWN:
         names = {text.split(":")[0] for text in differences}
-        differences += [t for t in guards.differences(_SHOWN) if t.split(":")[0] not in names]
+        found = guards.differences(leaves, _SHOWN)
+        differences += [text for text in found if text.split(":")[0] not in names]
     text = "; ".join(differences[:_SHOWN]) or "something is not as it was"
     return text if len(differences) <= _SHOWN else f"{text}; and {len(differences) - _SHOWN} more"
 
@@ -635,11 +728,11 @@ class History:
         self._changed_in_a_row: list[set[str]] = []
         self._warned_of: set[str] = set()
 
-    def reason(self, describe: Callable[[], Description]) -> str:
-        """Why a call needs a new program; `describe` says what it is."""
+    def reason(self, describe: Callable[[], Description], leaves: Sequence[Any]) -> str:
+        """Why a call with these leaves needs a new program; `describe` says what it is."""
         if not self._described:
             return _FIRST_CALL
-        return _explain_difference(describe(), self._described.values())
+        return _explain_difference(describe(), leaves, self._described.values())
 
     def note_capture(
         self,

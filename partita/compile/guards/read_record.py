@@ -23,7 +23,7 @@ import sys
 import threading
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
@@ -45,7 +45,7 @@ from .calls import (
     refuse_if_random,
     strings_of,
 )
-from .guards import Guards, function_modes
+from .guards import Guards, ReadInputs, function_modes
 from .record import PlaceRecord, has_own_getattribute, instrument, recorded_by, uninstrument
 from .values import (
     HUGE,
@@ -179,33 +179,37 @@ class ReadRecord(PlaceRecord):
             uninstrument(self._instrumented)
             self._instrumented = []
 
+    def ids_reached(self) -> set[int]:
+        """The ids of what was reached: it was there before the step."""
+        return {*self._reached}
+
     def is_reached(self, value: Any) -> bool:
         """Is it an object whose attributes are recorded?"""
         known = self._objects.get(id(value))
         return known is not None and known.value is value
 
-    def make_guards(
-        self, is_number_input: Callable[[Any, Any], bool], slots: Any, extra: Any
-    ) -> Guards:
+    def make_guards(self, inputs: ReadInputs, extra: Iterable[Place]) -> Guards:
         """The guards of what was read, which expect the values of now.
 
         Args:
-            is_number_input: given home and key, whether a number there is a graph input.
-            slots: identities of the places of the graph's tensors.
+            inputs: what of this the graph has as inputs.
             extra: places to be guarded beside those that were read.
         """
+        spaces = (self._without_attributes | self._namespaces).values()
+        functions = [(name, f) for f, name in spaces if isinstance(f, types.FunctionType)]
+        objects = [(known.name, known.value) for known in self._objects.values()]
         return Guards(
             [*self.places.values(), *extra],
             [*self._types.values()],
-            is_number_input,
+            inputs,
             [*self.huge.values()],
-            slots,
             self._users_classes,
             [
                 (name, variables_of(space), frozenset(self._names_asked))
-                for space, name in (self._without_attributes | self._namespaces).values()
+                for space, name in spaces
                 if not isinstance(space, type)
             ],
+            [(name, o) for name, o in (*objects, *functions) if dict_of(o) is not None],
         )
 
     def watch_new(self, value: Any, name: str) -> None:
@@ -241,7 +245,10 @@ class ReadRecord(PlaceRecord):
 
     def _record_read(self, known: _ReachedObject, name: str) -> None:
         owner, called, held = known.value, f"{known.name}.{name}", dict_of(known.value)
-        if isinstance(owner, torch.optim.Optimizer) and name in ("state", "param_groups"):
+        known_optimizer = (
+            isinstance(owner, torch.optim.Optimizer) and id(owner) in self._given_names
+        )
+        if known_optimizer and name in ("state", "param_groups"):  # these are inputs
             return
         if isinstance(owner, logging.Logger) and name == "_cache":  # it fills as it is asked
             self.read_place(place_of_log_level(known.name, owner), shallow=True)
@@ -259,6 +266,10 @@ class ReadRecord(PlaceRecord):
                 of_module = found is MISSING and isinstance(owner, nn.Module)
                 for home in (held, *(held[within] for within in INSIDE if of_module)):
                     self.read_place(Place(called, home, name), MISSING)
+
+    def _is_input(self, owner: Any) -> bool:
+        """Is it an optimizer whose state is an input of the graph?"""
+        return isinstance(owner, torch.optim.Optimizer) and id(owner) in self._given_names
 
     def read_all_attributes(self, owner: Any) -> None:
         """Record all attributes of `owner`, if it is an object that was reached."""
@@ -317,12 +328,14 @@ class ReadRecord(PlaceRecord):
             self.note_asked_names(_names_asked_by(value))
         elif isinstance(value, types.ModuleType):
             read_ambient(self, value.__name__)
+            self.snapshots.snapshot_namespace(value, name)
             if is_user_module(value.__name__):
                 self.reach_namespace(value, name)
             elif value.__name__ == "os" and self._reads_ahead:
                 read_environment_of(self, self._constants)
         elif isinstance(value, type):
             read_ambient(self, value.__module__)
+            self.snapshots.snapshot_namespace(value, name)
             _read_registry(self, value, name)
             if is_user_module(value.__module__):
                 self.reach_class(value)
@@ -357,6 +370,7 @@ class ReadRecord(PlaceRecord):
                 self.read_place(place_of_special_attribute(f"{name}.args", value, "args"))
             self.reach_object(value, name)
             if isinstance(value, functools._lru_cache_wrapper):
+                self.snapshots.snapshot_cache(value, name)
                 self._reach_cached_function(value.__wrapped__, name)
 
     def reach_object(self, value: Any, name: str) -> None:
@@ -364,6 +378,8 @@ class ReadRecord(PlaceRecord):
         kind = type(value)
         is_heap_type = kind.__flags__ & (1 << 9)
         if not is_heap_type or not has_settings(kind) or not self._instrument_type(kind):
+            if isinstance(value, BaseException):
+                self.snapshots.snapshot_namespace(value, name)
             return
         name = self._given_names.get(id(value), name)
         known = _ReachedObject(value, name, dict(dict_of(value) or {}), slots_of(kind))
@@ -385,6 +401,7 @@ class ReadRecord(PlaceRecord):
 
     def reach_function(self, f: types.FunctionType, name: str) -> None:
         """Note a function that the step may call; what it names is read when it runs."""
+        self.snapshots.snapshot_namespace(f, name)
         if hasattr(f, "__wrapped__"):
             self.reach_value(f.__wrapped__, name)
         if not is_recorded(f.__code__.co_filename):
@@ -417,6 +434,7 @@ class ReadRecord(PlaceRecord):
                 continue
             self._codes_of_functions.add(id(base))
             self._users_classes.append(base)
+            self.snapshots.snapshot_namespace(base, base.__name__)
             for key, value in list(vars(base).items()):
                 for f in (value, getattr(value, "fget", None), getattr(value, "__func__", None)):
                     if isinstance(f, types.FunctionType):
@@ -440,6 +458,7 @@ class ReadRecord(PlaceRecord):
     def reach_globals(self, variables: dict[str, Any]) -> None:
         """Record all globals: `globals()` is called."""
         with self.without_recording():
+            self.snapshots.snapshot_namespace(variables, "globals()")
             self.reach_namespace(variables, "globals()")
             _read_all_names(self, variables, "globals()")
 
@@ -562,6 +581,8 @@ class ReadRecord(PlaceRecord):
                     break
                 held, called = vars(value), f"{called}.{key}"
                 value = held.get(key)
+                if isinstance(value, (type, types.ModuleType, types.FunctionType)):
+                    self.snapshots.snapshot_namespace(value, called)
                 if value is sys.modules:
                     _read_modules(self, code)
                 if key in held and value is not sys.modules:
@@ -601,6 +622,8 @@ def _is_users(value: Any) -> bool:
 def _reach_container(record: ReadRecord, value: Any, name: str) -> None:
     """Record what a container holds, keys too."""
     record.snapshots.snapshot_container(value, name)
+    if isinstance(value, functools.partial):
+        record.snapshots.snapshot_namespace(value, name)
     if hasattr(type(value), "__len__") and len(value) > HUGE:
         _record_entries(record, value, name)
         return

@@ -13,6 +13,7 @@ module whose parameters are exchanged for fakes at the moment waits until they a
 from __future__ import annotations
 
 import collections
+import gc
 import sys
 import threading
 import time
@@ -28,11 +29,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from partita.layout import Fix
 
 from ..arguments import is_taken_apart
 from ..capture.capture_context import attribute_set
+from ..capture.fakes import Substitutes
 from ..errors import CaptureError, not_captured
 from .values import (
     HUGE,
@@ -46,10 +49,13 @@ from .values import (
     is_container,
     items_of,
     may_have_attributes,
+    place_in_namespace,
+    place_of_dict,
     place_of_slot,
     read_raw_content,
     restore_raw_content,
     slots_of,
+    variables_of,
 )
 
 _WEAK = (
@@ -212,17 +218,27 @@ class Write:
 
 @dataclass(frozen=True)
 class _Copied:
-    """A container as it was: of an object's attributes (`owner`) its `__dict__`."""
+    """A container as it was: of an object's attributes (`owner`) its `__dict__`.
+
+    Attributes:
+        is_settings: whether attributes are a user's object's, which a graph may write.
+    """
 
     name: str
     value: Any
     before: Any
     owner: Any = None
+    is_settings: bool = True
 
     def find_writes(self) -> Iterator[Write]:
         """The changes since."""
         value, before, dotted = self.value, self.before, self.owner is not None
-        if isinstance(value, dict):
+        if dotted and _has_other_dict(self.owner, value):
+            place = place_of_dict(f"{self.name}.__dict__", self.owner)
+            yield Write(place, value, place.value, is_repeatable=False)
+        elif not self.is_settings:
+            yield from self._find_set_names()
+        elif isinstance(value, dict):
             for key in dict.fromkeys([*before, *value]):
                 was, now = before.get(key, MISSING), dict.get(value, key, MISSING)
                 if not _is_same_value(was, now) and not (dotted and key in INSIDE):
@@ -233,6 +249,16 @@ class _Copied:
             repeatable = before <= value if is_set else len(value) == len(before)
             get, put = partial(_copy, value), partial(_refill, value)
             yield Write(Place(self.name, value, None, get, put), before, get(), repeatable)
+
+    def _find_set_names(self) -> Iterator[Write]:
+        """The names set in a class, module or function, or in an object of a library."""
+        for key in [*self.value.keys() | self.before.keys()]:
+            was, now = self.before.get(key, MISSING), self.value.get(key, MISSING)
+            if was is now or key in _SET_BY_PYTHON or _is_same_value(was, now):
+                continue
+            if Substitutes.has(was) or Substitutes.has(now):
+                continue
+            yield Write(place_in_namespace(f"{self.name}.{key}", self.owner, key), was, now)
 
     def has_content(self, value: Any) -> bool:
         """Is there in `value` what was there?"""
@@ -268,6 +294,25 @@ class Snapshots:
             place = place_of_slot(f"{name}.{key}", value, descriptor)
             self.snapshot_place(place, place.value)
 
+    def snapshot_namespace(self, value: Any, name: str) -> None:
+        """Copy the attributes that a class, module or function has itself; or its variables."""
+        held = variables_of(value)
+        of = id(value if isinstance(value, type) else held)
+        if of not in self._containers:
+            self._containers[of] = _Copied(name, held, dict(held), value, is_settings=False)
+
+    def snapshot_cache(self, function: Any, name: str) -> None:
+        """Note a function that keeps its results (`functools.lru_cache`)."""
+
+        def find_fakes() -> tuple[Any, ...]:
+            return tuple([v for v in gc.get_referents(function) if isinstance(v, FakeTensor)])
+
+        def forget(_: Any) -> None:
+            function.cache_clear()
+
+        place = Place(f"the cache of {name}", function, "cache", find_fakes, forget)
+        self.snapshot_place(place, ())
+
     def snapshot_container(self, value: Any, name: str) -> None:
         """Copy the items of a container, if it is mutable."""
         if isinstance(value, types.SimpleNamespace):
@@ -298,7 +343,11 @@ class Snapshots:
 
     def find_writes(self) -> Iterator[Write]:
         """The changes since the snapshots. What the step changes and puts back is none."""
-        with_owner = {i for i, copied in self._containers.items() if copied.owner is not None}
+        with_owner = {
+            i
+            for i, copied in self._containers.items()
+            if copied.owner is not None and copied.is_settings
+        }
         for place, before in self._places.values():
             seen = place.get is None and id(place.home) in with_owner
             if not seen and place.key != "__dict__" and not _is_same_value(before, place.value):
@@ -306,6 +355,8 @@ class Snapshots:
         replaced = set()
         for copied in sorted(self._containers.values(), key=lambda copied: copied.owner is None):
             for write in [*copied.find_writes()]:
+                if not copied.is_settings and write.place.identity in self._places:
+                    continue
                 if _is_of_torch(copied.owner) and self._is_replaced(write.before, write.after):
                     replaced.add(id(write.before))
                 elif id(copied.value) in replaced:
@@ -327,6 +378,18 @@ class Snapshots:
             return False
         factories = {getattr(value, "default_factory", None) for value in (before, after)}
         return len(factories) == 1 and copied.has_content(after)
+
+
+def _has_other_dict(owner: Any, held: Any) -> bool:
+    """Has an object another `__dict__` than `held`?"""
+    return owner is not held and not isinstance(owner, type) and dict_of(owner) is not held
+
+
+_SET_BY_PYTHON = frozenset(
+    "__getattribute__ __slotnames__ __annotations__ __builtins__ _abc_impl __abstractmethods__ "
+    "__warningregistry__ __wrapped__".split()
+)
+"""Names that Python, or a capture, sets by itself."""
 
 
 def _is_of_torch(owner: Any) -> bool:

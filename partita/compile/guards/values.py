@@ -30,10 +30,10 @@ import os
 import sys
 import sysconfig
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from itertools import chain, repeat
+from itertools import chain
 from operator import is_
 from types import FrameType
 from typing import Any, NamedTuple
@@ -95,16 +95,24 @@ class ByType(ByIdentity):
         return hash(type(self.value))
 
 
+class LeafKey(NamedTuple):
+    """The key of a tensor that is an input of the graph: its index among the leaves of the call."""
+
+    number: int
+
+
 class ContainerKey(NamedTuple):
     """The key of a container: its type, the keys in order (of a set without order), and its items.
 
     Attributes:
         keys: None for lists and tuples.
+        own: the key of its attributes, and itself where the program writes it.
     """
 
     kind: type
     keys: tuple[Any, ...] | frozenset[Any] | None
     parts: tuple[Any, ...]
+    own: Any = None
 
 
 class EntriesKey:
@@ -166,13 +174,8 @@ def whole_key(value: Any) -> Any:
     return content_key(value) if type(value) in PLAIN else ContentWalk(True).make_key(value)
 
 
-def content_key(value: Any, walk: ContentWalk | None = None, was: Any = None) -> Any:
-    """The key of a value that is no graph input.
-
-    Args:
-        walk: that makes it; one of its own where None.
-        was: the key that is expected: where it has a `ByType`, this one has too.
-    """
+def content_key(value: Any, walk: ContentWalk | None = None) -> Any:
+    """The key of a value that is no number input; `walk` makes it, or one of its own."""
     kind = type(value)
     if kind in _BY_REPR:
         return (kind, repr(value))
@@ -180,7 +183,7 @@ def content_key(value: Any, walk: ContentWalk | None = None, was: Any = None) ->
         return (kind, value)
     if kind is slice:
         return (kind, *map(content_key, (value.start, value.stop, value.step)))
-    return (ContentWalk() if walk is None else walk).make_key(value, was)
+    return (ContentWalk() if walk is None else walk).make_key(value)
 
 
 @dataclass
@@ -190,17 +193,20 @@ class ContentWalk:
     Attributes:
         is_whole: whether dataclasses count by their fields, tensors by identity, and two of one
             content are another value than one that is there twice.
-        is_number_input: given a container and a key, whether the number there is a graph input;
-            None where the keys that are expected tell.
+        numbers: identities of the places whose numbers are graph inputs.
+        leaves: by id, the first index of each tensor among the leaves of the call.
         huge: by id, containers whose entries count by identity.
+        written: ids of containers that the program writes, which count by identity, too.
         changeable: what was met that may change in place, or holds such, each with its key, as
             often as it was met.
         shared: ids of what of this was met more than once.
     """
 
     is_whole: bool = False
-    is_number_input: Callable[[Any, Any], bool] | None = None
+    numbers: Set[tuple[int, Any]] = frozenset()
+    leaves: Mapping[int, int] = field(default_factory=dict)
     huge: Mapping[int, Any] = field(default_factory=dict)
+    written: Set[int] = frozenset()
     changeable: list[tuple[Any, Any]] = field(default_factory=list)
     shared: set[int] = field(default_factory=set)
     # By id, of values that stay alive: those that are being walked over, with their numbers, and
@@ -208,14 +214,17 @@ class ContentWalk:
     _open: dict[int, tuple[Any, int]] = field(default_factory=dict)
     _met: dict[int, tuple[Any, Any, bool]] = field(default_factory=dict)
 
-    def make_key(self, value: Any, was: Any = None) -> Any:
-        """The key of a value that is not plain; `was` as for `content_key`."""
+    def make_key(self, value: Any) -> Any:
+        """The key of a value that is not plain."""
         kind: type = type(value)
         sort = _sort_of_type(kind)
         if sort == "object" and not self.is_whole:
             return (kind, ByIdentity(value))
         if sort == "tensor":
-            return (kind, ByIdentity(value)) if self.is_whole else torch.Tensor
+            if self.is_whole:
+                return (kind, ByIdentity(value))
+            at = self.leaves.get(id(value))
+            return torch.Tensor if at is None else LeafKey(at)
         if id(value) in self._open:  # the value holds itself, or is whole and holds this twice
             key = (_MET, self._open[id(value)][1])
             self.changeable.append((value, key))  # so that what holds it counts as changeable
@@ -229,32 +238,30 @@ class ContentWalk:
         if sort in ("container", "raw") or (sort == "object" and dataclasses.is_dataclass(kind)):
             self._open[id(value)] = value, len(self._open)
             before = len(self.changeable)
-            key = self._make_changeable_key(value, sort, was)
+            key = self._make_changeable_key(value, sort)
             if not isinstance(value, (tuple, frozenset)) or len(self.changeable) > before:
                 self.changeable.append((value, key))
             if not self.is_whole:
                 del self._open[id(value)]
                 self._met[id(value)] = value, key, len(self.changeable) > before
             return key
-        inner = was[-1] if isinstance(was, tuple) and was else None
         if sort == "view" and (under := dict_of_view(value)) is not None:
-            return (kind, ByIdentity(value), self.make_key(under, inner))
+            return (kind, ByIdentity(value), self.make_key(under))
         if sort == "method" and value.__self__ is not None:
             # Python makes it anew at each read; a container's reads what that holds.
             owner, function = value.__self__, getattr(value, "__func__", None)
             holds = is_container(owner) or has_raw_content(owner)
-            held = self.make_key(owner, inner) if holds else None
+            held = self.make_key(owner) if holds else None
             return (kind, value.__name__, ByIdentity(owner), ByIdentity(function), held)
         return (kind, repr(value) if sort == "value" else ByIdentity(value))
 
-    def make_part(self, value: Any, home: Any, key: Any, was: Any = None) -> Any:
+    def make_part(self, value: Any, home: Any, key: Any) -> Any:
         """The key of `value`, which stands in `home` at `key`."""
-        ask = self.is_number_input
-        if isinstance(was, ByType) or (ask is not None and ask(home, key)):
+        if self.numbers and (id(home), key) in self.numbers:
             return ByType(value)
-        return content_key(value, self, was)
+        return content_key(value, self)
 
-    def _make_changeable_key(self, value: Any, sort: str, was: Any) -> Any:
+    def _make_changeable_key(self, value: Any, sort: str) -> Any:
         """The key of a container, or of an array or its like."""
         if id(value) in self.huge:
             return EntriesKey(value)
@@ -265,20 +272,34 @@ class ContentWalk:
             values = [getattr(value, key, MISSING) for key in keys]
         else:
             keys, values = items_of(value)
-        same_size = isinstance(was, ContainerKey) and len(was.parts) == len(values)
-        parts = [
-            self.make_part(v, value, key, before)
-            for key, v, before in zip(
-                range(len(values)) if keys is None else keys,
-                values,
-                was.parts if same_size else repeat(None),
-                strict=False,
-            )
-        ]
-        return ContainerKey(type(value), _keys_of_members(type(value), keys), tuple(parts))
+        home = vars(value) if isinstance(value, types.SimpleNamespace) else value
+        places = range(len(values)) if keys is None else keys
+        # A set has keys alone.
+        parts = [self.make_part(v, home, key) for key, v in zip(places, values, strict=False)]
+        own = self._key_of_attributes(value)
+        if id(home) in self.written:
+            own = (own, ByIdentity(home))
+        members = _keys_of_members(type(value), keys)
+        return ContainerKey(type(value), members, tuple(parts), own)
+
+    def _key_of_attributes(self, value: Any) -> Any:
+        """The key of the attributes of a container of a class of the user's."""
+        if not is_user_module(type(value).__module__):
+            return None
+        held = dict_of(value)
+        if not held:
+            return None
+        return tuple([(key, self.make_part(v, held, key)) for key, v in held.items()])
 
 
 _MET = "met before"
+
+
+def find_last_leaf(key: Any) -> int:
+    """The highest index of a leaf in a key; -1 where it has none."""
+    if isinstance(key, LeafKey):
+        return key.number
+    return max(map(find_last_leaf, key), default=-1) if isinstance(key, tuple) else -1
 
 
 HUGE = 100_000  # entries above which a container's entries are not looked into
@@ -377,8 +398,10 @@ def _text_of_key(key: Any) -> str:
         return brief(key.value)
     if isinstance(key, ContainerKey):
         return f"a {key.kind.__name__} of {len(key.parts) or len(key.keys or ())}"
+    if key is torch.Tensor or isinstance(key, LeafKey):
+        return "a tensor"
     if not isinstance(key, tuple):
-        return "a tensor" if key is torch.Tensor else str(key)
+        return str(key)
     if not key or not isinstance(key[0], type):
         return shorten_text(f"({', '.join(map(_text_of_key, key))})")
     kind, content = key[0], key[-1]
@@ -571,6 +594,14 @@ def _writer(put: Callable[[Any], object], delete: Callable[[], object]) -> Calla
     return lambda value: delete() if value is MISSING else put(value)
 
 
+def _write_attribute(owner: Any, key: str, value: Any) -> None:
+    """Set an attribute of an object or class; where `value` is MISSING, delete it."""
+    if value is not MISSING:
+        setattr(owner, key, value)
+    elif key in vars(owner):
+        delattr(owner, key)
+
+
 def place_of_cell(name: str, where: types.CellType) -> Place:
     """A closure cell."""
     at = where, "cell_contents"
@@ -600,8 +631,23 @@ def place_of_class_attribute(kind: type, key: str) -> Place:
                 return base.__dict__[key]
         return MISSING
 
-    put = _writer(partial(type.__setattr__, kind, key), partial(type.__delattr__, kind, key))
-    return Place(f"{kind.__name__}.{key}", kind, key, get_class_attribute, put)
+    def put_class_attribute(value: Any) -> None:
+        owner = next((base for base in kind.__mro__ if key in vars(base)), kind)
+        _write_attribute(owner, key, value)
+
+    return Place(f"{kind.__name__}.{key}", kind, key, get_class_attribute, put_class_attribute)
+
+
+def place_in_namespace(name: str, space: Any, key: str) -> Place:
+    """An attribute that a class, module, function or another object has itself."""
+    if isinstance(space, dict):
+        return Place(name, space, key)
+    home = space if isinstance(space, type) else vars(space)
+
+    def get_attribute() -> Any:
+        return vars(space).get(key, MISSING)
+
+    return Place(name, home, key, get_attribute, partial(_write_attribute, space, key))
 
 
 _OF_TENSOR: dict[str, Any] = gc.get_referents(vars(torch.Tensor))[0]
@@ -616,12 +662,14 @@ def place_of_tensor_attribute(key: str) -> Place:
 
 def place_of_special_attribute(name: str, owner: Any, key: str) -> Place:
     """An attribute of a function or class that stands in no dictionary: its code, its defaults."""
-    return Place(name, owner, key, partial(getattr, owner, key, MISSING))
+    put = _writer(partial(setattr, owner, key), partial(delattr, owner, key))
+    return Place(name, owner, key, partial(getattr, owner, key, MISSING), put)
 
 
 def place_of_dict(name: str, owner: Any) -> Place:
     """The `__dict__` of an object, which stands for all of its attributes."""
-    return Place(name, owner, "__dict__", partial(dict_of, owner))
+    put = partial(object.__setattr__, owner, "__dict__")
+    return Place(name, owner, "__dict__", partial(dict_of, owner), put)
 
 
 def place_of_context_variable(name: str, variable: contextvars.ContextVar[Any]) -> Place:
@@ -765,8 +813,6 @@ def runs_in_frame(f: types.FunctionType, frame: FrameType) -> bool:
 # Attributes that partita sets, and that torch sets on a parameter.
 OWN_ATTRIBUTES = OURS | {"_is_param"}
 
-_ATTRIBUTES, _HOOKS = "attributes", "hooks"
-
 # Private torch: the dictionaries of a tensor's hooks, which no public function returns.
 _base: Any = torch._C.TensorBase
 _hooks_of_backward = _base._backward_hooks.__get__
@@ -808,28 +854,13 @@ def _users_hooks(hooks: Any) -> list[Any]:
     return [h for h in found if not str(getattr(h, "__module__", "")).startswith("partita.")]
 
 
-def places_of_attributes_and_hooks(name: str, t: torch.Tensor) -> Iterator[Place]:
-    """The places of the attributes and of the hooks of the tensor that is called `name`."""
-    attributes = partial(user_attributes_of, t)
-    yield Place(f"the attributes of {name}", t, _ATTRIBUTES, attributes)
-    if t.is_leaf and t.requires_grad:
-        yield Place(f"the hooks of {name}", t, _HOOKS, partial(user_hooks_of, t))
-
-
-def is_attributes_or_hooks(place: Place) -> bool:
-    """Is it one of the places of `places_of_attributes_and_hooks`?"""
-    return isinstance(place.home, torch.Tensor) and place.key in (_ATTRIBUTES, _HOOKS)
-
-
 class AttributesAndHooks:
-    """What torch's dictionaries hold now for some places of attributes and hooks.
+    """What torch's dictionaries hold of the attributes and hooks of some tensors."""
 
-    If they hold something else later, the places may have changed: each is then compared itself.
-    """
-
-    def __init__(self, places: Sequence[Place]):
-        self._attributed = [place.home for place in places if place.key == _ATTRIBUTES]
-        self._hooked = [place.home for place in places if place.key == _HOOKS]
+    def __init__(self, tensors: Sequence[torch.Tensor]):
+        self._attributed = tensors
+        with Local():
+            self._hooked = [t for t in tensors if t.requires_grad]
         # Nobody deletes our own attributes, so where all are ours an equal number is the same ones.
         self._others = [t for t in self._attributed if not OWN_ATTRIBUTES.issuperset(vars(t))]
         self._state, self._objects = self._read_state()
@@ -848,8 +879,10 @@ class AttributesAndHooks:
             ]
         there = [table for table in tables if table is not None]
         counts = [*map(len, map(vars, self._attributed))], [*map(len, there)]
-        names = [*chain.from_iterable(map(vars, self._others))]
-        return (counts, names), [*tables, *chain.from_iterable(map(dict.values, there))]
+        others = [*map(vars, self._others)]
+        names, values = [*chain(*others)], chain(*map(dict.values, others))
+        hooks = chain.from_iterable(map(dict.values, there))
+        return (counts, names), [*tables, *hooks, *values]
 
 
 # -- whose code ------------------------------------------------------------------------------------

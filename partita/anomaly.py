@@ -75,7 +75,8 @@ class NanWatch:
             NanError: names the step, and the first module.
         """
         value = loss.detach().item() if isinstance(loss, torch.Tensor) else loss
-        finds = control_plane().decide(self._finds, _merge_earliest_finds)
+        why = "checks a loss (pt.detect_nan)"
+        finds = control_plane().decide(why, self._finds, _merge_earliest_finds)
         step = self._steps if step is None else step
         if not math.isfinite(value) or ("backward", "nan") in finds:
             raise NanError(_format_message(value, step, finds))

@@ -34,9 +34,12 @@ from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.comm import (
     ControlPlane,
+    Decide,
     Piece,
+    Reading,
     Wire,
     after_import,
+    agree,
     control_plane,
     pack,
     patch_state_dicts,
@@ -97,8 +100,12 @@ def full_state_dict(
     """
     refuse_lazy(model, "full_state_dict")
     keeps = not rank0_only or control_plane().rank == 0
-    copies = _FullCopies(keeps, device)
-    state = {name: copies.of(value, name) for name, value in collect_model_tensors(model).items()}
+    copies, tensors = _FullCopies(keeps, device), collect_model_tensors(model)
+    spread = {name: x for name, x in tensors.items() if isinstance(x, DTensor)}
+    for wire in dict.fromkeys(x._spec.wire for x in spread.values()):
+        text = ", ".join(f"{name} {x.layout_over_mesh}" for name, x in spread.items())
+        agree("whole values (pt.full_state_dict)", text, wire)
+    state = {name: copies.of(value, name) for name, value in tensors.items()}
     if optimizer is None:
         return state if keeps else {}
     names = name_parameters(optimizer, [((), model)])
@@ -183,6 +190,7 @@ def load_full_state_dict(
         LayoutError: everything that does not fit, in one error, on every rank. Nothing has changed.
     """
     ranks, line = control_plane(), user_line()
+    decide = ranks.decide_on("loads whole values (pt.load_full_state_dict)")
     before = dict(model.named_parameters(remove_duplicate=False))
     allocate_meta_tensors(model)
     if optimizer is not None:
@@ -192,14 +200,14 @@ def load_full_state_dict(
     given = attempt(lambda: _flatten_states(state, optimizer) if brings else {})
     told = given if isinstance(given, Exception) else _describe_leaves(given)
     if rank0_only:
-        told = ranks.decide(told if brings else None, lambda brought: brought[:1] * len(brought))
+        told = decide(told if brings else None, lambda brought: brought[:1] * len(brought))
     job = _WriteJob(model, optimizer, told)
     passed_over = agree_on_mismatches(
-        ranks, attempt(lambda: job.check(strict)), "of whole values", line
+        decide, attempt(lambda: job.check(strict)), "of whole values", line
     )
     if not rank0_only:
-        _refuse_different(given, ranks, line)
-    ranks.decide(attempt(lambda: job.write(given, rank0_only)), lambda brought: brought)
+        _refuse_different(given, decide, line)
+    decide(attempt(lambda: job.write(given, rank0_only)), lambda brought: brought)
     both = passed_over.missing_keys, passed_over.unexpected_keys
     return Loaded(*(tuple(name.removeprefix("model.") for name in names) for names in both))
 
@@ -274,7 +282,7 @@ def collect_model_tensors(model: nn.Module) -> dict[str, Any]:
     return {strip_wrapper_names(name): value for name, value in state.items()}
 
 
-def _refuse_different(given: dict[str, Leaf], ranks: ControlPlane, line: str) -> None:
+def _refuse_different(given: dict[str, Leaf], decide: Decide, line: str) -> None:
     """Raise unless all ranks bring the same values, of which each keeps its piece."""
     tensors = {name: one.value for name, one in given.items() if torch.is_tensor(one.value)}
 
@@ -290,7 +298,7 @@ def _refuse_different(given: dict[str, Leaf], ranks: ControlPlane, line: str) ->
                     )
         return [None] * len(brought)
 
-    ranks.decide({name: checksum(x) for name, x in tensors.items()}, compare_checksums)
+    decide({name: checksum(x) for name, x in tensors.items()}, compare_checksums)
 
 
 class _TensorSender:
@@ -300,9 +308,8 @@ class _TensorSender:
         spread = [x for x in collect_model_tensors(model).values() if isinstance(x, DTensor)]
         self._wire = spread[0]._spec.wire if spread else None
         here = None if self._wire is None else self._wire.rank
-        self._src, size = control_plane().decide(
-            here, lambda told: [(told[0], len(told))] * len(told)
-        )
+        decide = control_plane().decide_on("loads whole values (pt.load_full_state_dict)")
+        self._src, size = decide(here, lambda told: [(told[0], len(told))] * len(told))
         if size > 1 and (self._wire is None or self._wire.mesh.size() != size):
             raise LayoutError(
                 "rank0_only needs a model with a DTensor on a mesh of all ranks",
@@ -453,7 +460,7 @@ def _save_once(
     wires: list[Wire] = [x._spec.wire for x in spread.values()]
     wire = max(wires, key=lambda one: one.mesh.size())
     is_main = bool(_find_argument(call, "is_main_process", True))
-    told = wire.meet_readers(_NAME, b"\1" if is_main else b"\0")
+    told = wire.meet_readers(Reading(_NAME), b"\1" if is_main else b"\0")
     # The first rank writes, where all say that they are the main process.
     writes = wire.rank == 0 if set(told) == {b"\1"} else is_main
     copies = _FullCopies(writes, HOST)
@@ -548,7 +555,8 @@ def save_safetensors(model: nn.Module | Mapping[str, Any], path: str | os.PathLi
         ValueError: something that is no tensor, or of a dtype that the format does not have.
         OSError: the disk; on every rank.
     """
-    ranks, home = control_plane(), Path(os.path.abspath(path))
+    home = Path(os.path.abspath(path))
+    decide = control_plane().decide_on("saves a model (pt.save_safetensors)", f" to {home}")
     tensors = _tensors_by_name(model)
     problem = next((p for name, x in tensors.items() if (p := _find_problem(name, x))), None)
 
@@ -562,7 +570,7 @@ def save_safetensors(model: nn.Module | Mapping[str, Any], path: str | os.PathLi
         new[0].publish()
         return brought
 
-    ranks.decide(ValueError(problem) if problem else None, start_replacement)
+    decide(ValueError(problem) if problem else None, start_replacement)
     try:
         # Wide elements first: each tensor then lies at a multiple of its own element's size.
         order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
@@ -571,7 +579,7 @@ def save_safetensors(model: nn.Module | Mapping[str, Any], path: str | os.PathLi
         failed = attempt(lambda: _write_file(new[0].written, header, contents)) if new else None
         for _ in contents:  # a rank that does not write, or no more, takes part in gathering
             pass
-        ranks.decide(failed, publish_replacement)
+        decide(failed, publish_replacement)
     finally:
         for one in new:
             one.discard()
@@ -637,8 +645,9 @@ def _load_files(
             if name in files:
                 _read_piece(files[name], name, piece_held(x))
 
-    passed_over = agree_on_mismatches(ranks, attempt(compare_files), os.fspath(path), line)
-    ranks.decide(attempt(read_tensors), lambda brought: brought)
+    decide = ranks.decide_on("loads a model (pt.load_safetensors)", f" from {path}")
+    passed_over = agree_on_mismatches(decide, attempt(compare_files), os.fspath(path), line)
+    decide(attempt(read_tensors), lambda brought: brought)
     return passed_over
 
 

@@ -31,7 +31,6 @@ from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.comm import (
     BackgroundResult,
-    ControlPlane,
     Decide,
     Piece,
     control_plane,
@@ -98,7 +97,9 @@ def save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     all_ranks.wait()
     _memory.pop(all_ranks, None)
     brought = attempt(lambda: stage_state(open_state(state), None))
-    _SaveJob(all_ranks.rank, all_ranks.size, brought, _make_absolute(path)).run(all_ranks.decide)
+    home = _make_absolute(path)
+    decide = all_ranks.decide_on("saves a checkpoint (pt.save)", f" to {home}")
+    _SaveJob(all_ranks.rank, all_ranks.size, brought, home).run(decide)
 
 
 def async_save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> BackgroundResult:
@@ -116,9 +117,10 @@ def async_save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> Backgr
     all_ranks.wait()
     memory = _memory.setdefault(all_ranks, {})
     brought = attempt(lambda: stage_state(open_state(state), memory))
-    return all_ranks.run_in_background(
-        _SaveJob(all_ranks.rank, all_ranks.size, brought, _make_absolute(path)).run
-    )
+    home = _make_absolute(path)
+    job = _SaveJob(all_ranks.rank, all_ranks.size, brought, home)
+    why = "saves a checkpoint (pt.async_save)"
+    return all_ranks.run_in_background(job.run, why, f" to {home}")
 
 
 def _make_absolute(path: str | os.PathLike[str]) -> Path:
@@ -475,8 +477,9 @@ def load(
     line, home = user_line(), Path(os.path.abspath(path))
     with lock_for_reading(home):
         read = _LoadJob(state, home, strict, weights_only)
-        passed_over = agree_on_mismatches(all_ranks, attempt(read.check), os.fspath(path), line)
-        all_ranks.decide(attempt(read.finish), lambda brought: brought)
+        decide = all_ranks.decide_on("loads a checkpoint (pt.load)", f" from {home}")
+        passed_over = agree_on_mismatches(decide, attempt(read.check), os.fspath(path), line)
+        decide(attempt(read.finish), lambda brought: brought)
     return passed_over
 
 
@@ -691,7 +694,7 @@ def _describe_names(names: list[str], others: Set[str], where: str) -> list[str]
 
 
 def agree_on_mismatches(
-    ranks: ControlPlane, found: Mismatches | Exception, path: str, line: str
+    decide: Decide, found: Mismatches | Exception, path: str, line: str
 ) -> Loaded:
     """The names that this rank passes over, if all ranks can load.
 
@@ -721,5 +724,5 @@ def agree_on_mismatches(
             raise ValueError(f"{path} was replaced while the ranks began to read it: load it again")
         return [rank.passed_over for rank in brought]
 
-    result: Loaded = ranks.decide(found, merge_mismatches)
+    result: Loaded = decide(found, merge_mismatches)
     return result

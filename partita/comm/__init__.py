@@ -60,13 +60,17 @@ from .meshes import find_saved_wire as find_saved_wire
 from .meshes import init_device_mesh as init_device_mesh
 from .meshes import is_part_of_mesh as is_part_of_mesh
 from .meshes import join as join
+from .meshes import ranks_of_mesh as ranks_of_mesh
 from .meshes import sizes_of_mesh as sizes_of_mesh
 from .meshes import wire_of as wire_of
 from .move_steps import identity_of_reduction as identity_of_reduction
 from .ranks import ranks as ranks
 from .torch_distributed import Piece as Piece
 from .torch_distributed import after_import as after_import
+from .torch_distributed import find_torch_dtensor_mesh as find_torch_dtensor_mesh
 from .torch_distributed import inspect_collectives as inspect_collectives
+from .torch_distributed import inspect_wrappers as inspect_wrappers
+from .torch_distributed import is_wrapper as is_wrapper
 from .torch_distributed import local_of_torch_dtensor as local_of_torch_dtensor
 from .torch_distributed import make_torch_dtensor as make_torch_dtensor
 from .torch_distributed import patch_state_dicts as patch_state_dicts
@@ -83,6 +87,7 @@ from .waiting import end_graph as end_graph
 from .waiting import find_ended as find_ended
 from .waiting import is_lost as is_lost
 from .wire import DryWire as DryWire
+from .wire import Reading as Reading
 from .wire import Wire as Wire
 from .wire import dry_mesh as dry_mesh
 from .wire import on_first_wire as on_first_wire

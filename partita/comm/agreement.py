@@ -2,7 +2,7 @@
 of the job on something that is no tensor of the program.
 
     agree("from_local", "f32[8, 16] Shard(0)", wire)
-    paths = control_plane().decide(mine, lambda brought: [brought[0]] * len(brought))
+    paths = control_plane().decide("saves", mine, lambda brought: [brought[0]] * len(brought))
 
 `agree` exchanges a digest, and the text only where digests differ; each rank then raises one error
 that names two of them. What a program passes is compared the first time that a line of it does so
@@ -31,9 +31,7 @@ import torch.distributed as dist
 
 from partita.layout import Fix, LayoutError
 
-from .backends import world_group
-from .device import copy_bytes
-from .groups import hash_text
+from .groups import ControlGroup, hash_text, meet_in_store
 from .ledger import call_site, user_line
 from .ranks import RankWire, running_wire
 from .trace import TraceWire
@@ -345,28 +343,45 @@ class ControlPlane:
         self._background: BackgroundResult | None = None
         self._worker: tuple[int, ThreadPoolExecutor] | None = None  # (process, its thread)
 
-    def decide(self, mine: Any, answer: Answer) -> Any:
+    def decide(self, why: str, mine: Any, answer: Answer, shown: str = "") -> Any:
         """Return rank 0's answer to what all ranks bring. Every rank calls this.
 
         Args:
+            why: what the ranks do, which must be equal on all: "saves a checkpoint (pt.save)".
             mine: what this rank brings, or an exception where it has failed.
             answer: called on rank 0 with every rank's `mine`, in rank order; returns what each
                 rank gets, in rank order.
+            shown: more of what this rank does, for errors.
 
         Raises:
+            LayoutError: other ranks do something else, or have ended; on every rank.
             Exception: what `answer` raised, or what the first failed rank brought; on every rank.
         """
         self.wait()
-        return _unwrap_outcome(self._decide(mine, answer))
+        return _unwrap_outcome(self._decide(why, mine, answer, shown))
 
-    def run_in_background(self, run: Callable[[Decide], Any]) -> BackgroundResult:
+    def decide_on(self, why: str, shown: str = "") -> Decide:
+        """`decide` with this `why`."""
+        return lambda mine, answer: self.decide(why, mine, answer, shown)
+
+    def meet(self, why: str, shown: str = "") -> None:
+        """Wait until all ranks have come for the same reason. Raises as `decide`."""
+        self.decide(why, None, lambda brought: brought, shown)
+
+    def run_in_background(
+        self, run: Callable[[Decide], Any], why: str, shown: str = ""
+    ) -> BackgroundResult:
         """Start `run(decide)` in another thread of every rank, after the last one has ended.
 
-        Every rank calls this. Within `run`, only the given `decide` reaches the other ranks.
-        One thread serves all calls: starting a new one would wait until it runs.
+        Every rank calls this, and waits for the others to do so. Within `run`, only the given
+        `decide` reaches the other ranks. One thread serves all calls: starting a new one would wait
+        until it runs.
+
+        Raises:
+            LayoutError: as `decide`.
         """
         self.wait()
-        decide = self._background_decide()
+        decide = self._start_background(why, shown)
         self._background = outcome = BackgroundResult()
         if self._worker is None or self._worker[0] != os.getpid():
             name = f"partita, beside rank {self.rank}"
@@ -388,11 +403,12 @@ class ControlPlane:
 
     # -- what subclasses override ------------------------------------------------------------------
 
-    def _decide(self, mine: Any, answer: Answer) -> Any:
+    def _decide(self, why: str, mine: Any, answer: Answer, shown: str) -> Any:
         return _compute_outcomes([mine], answer)[0]
 
-    def _background_decide(self) -> Decide:
-        return self._decide
+    def _start_background(self, why: str, shown: str) -> Decide:
+        """Meet the other ranks; how ranks decide in the background then."""
+        return lambda mine, answer: _compute_outcomes([mine], answer)[0]
 
     def _wait_until_all_started(self) -> None:
         """From now on a rank may block until its thread ends, though in-process ranks take
@@ -416,7 +432,7 @@ def _run_into_future(
 
 
 class _OfGroups(ControlPlane):
-    """The ranks of the default process group, over a group of their own.
+    """The ranks of the default process group, over a control group of their own.
 
     Of its own, so that a thread may use it while the program's collectives run.
     """
@@ -426,27 +442,34 @@ class _OfGroups(ControlPlane):
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         # Weak, since torch owns its groups: one kept alive would hold its threads until the end.
         self._world = weakref.ref(dist.group.WORLD)
-        self._group = weakref.ref(world_group())
+        self._control: ControlGroup | None = None
 
     @property
     def is_current(self) -> bool:
-        """Are the process groups still those for which this was made?"""
+        """True if the process groups are those for which this was made."""
         return self._world() is dist.group.WORLD
 
-    def _decide(self, mine: Any, answer: Answer) -> Any:
-        group = self._group()
-        if group is None:
+    def _decide(self, why: str, mine: Any, answer: Answer, shown: str, watched: bool = True) -> Any:
+        if not self.is_current:
             raise RuntimeError("the process groups were destroyed before all ranks had agreed")
+        if self.size == 1:
+            return super()._decide(why, mine, answer, shown)
+        if self._control is None:
+            place = f"{why}{shown}, at {user_line() or 'no line'}"
+            meet_in_store(dist.group.WORLD, "first decision", place)  # type: ignore[arg-type]
+            self._control = ControlGroup("everyone", range(self.size))
+
+        def answer_packed(brought: list[bytes]) -> list[bytes]:
+            return _all_packed(_compute_outcomes(list(map(unpack, brought)), answer))
+
         try:
-            brought = self._gather_bytes_to_first(group, _pack_or_error(mine))
-            answers = None
-            if brought is not None:
-                answers = _all_packed(_compute_outcomes(list(map(unpack, brought)), answer))
-            got = unpack(self._scatter_bytes_from_first(group, answers))
+            packed = _pack_or_error(mine)
+            got = unpack(self._control.decide(why, packed, answer_packed, shown, watched=watched))
         except RuntimeError as error:  # of the group: `answer`'s own are outcomes
             if (
-                gone := make_lost_rank_error(error, "agrees with all ranks", range(self.size))
-            ) is None:
+                isinstance(error, LayoutError)
+                or (gone := make_lost_rank_error(error, why, range(self.size))) is None
+            ):
                 raise
             raise gone from error
         if isinstance(got, _Failed) and got.rank == self.rank:
@@ -454,35 +477,9 @@ class _OfGroups(ControlPlane):
             got.error = mine  # of its own class, and with its traceback
         return got
 
-    # Payloads differ in length, so lengths are sent first. Not `gather_object`: it would unpickle
-    # whatever comes.
-
-    def _gather_bytes_to_first(self, group: Any, mine: bytes) -> list[bytes] | None:
-        """Every rank's bytes on rank 0; None on the others."""
-        sizes = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(sizes, torch.tensor([len(mine)]), group=group)
-        longest = max(map(int, sizes))
-        rows = None
-        if self.rank == 0:
-            rows = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
-        dist.gather(_bytes_tensor(mine, longest), rows, dst=0, group=group)
-        if rows is None:
-            return None
-        return [copy_bytes(r[: int(n)]) for r, n in zip(rows, sizes, strict=True)]
-
-    def _scatter_bytes_from_first(self, group: Any, all_of_them: list[bytes] | None) -> bytes:
-        """The bytes that rank 0 has for this rank."""
-        size, rows = torch.empty(2, dtype=torch.int64), None  # (own length, the longest)
-        if all_of_them is not None:
-            lengths = list(map(len, all_of_them))
-            rows = [torch.tensor([n, max(lengths)]) for n in lengths]
-        dist.scatter(size, rows, src=0, group=group)
-        mine, longest = size.tolist()
-        if all_of_them is not None:
-            rows = [_bytes_tensor(one, longest) for one in all_of_them]
-        row = torch.empty(longest, dtype=torch.uint8)
-        dist.scatter(row, rows, src=0, group=group)
-        return copy_bytes(row[:mine])
+    def _start_background(self, why: str, shown: str) -> Decide:
+        self.meet(why, shown)
+        return lambda mine, answer: self._decide(why, mine, answer, shown, watched=False)
 
 
 def _pack_or_error(mine: Any) -> bytes:
@@ -499,10 +496,6 @@ def _all_packed(answers: Sequence[Any]) -> list[bytes]:
         return [pack(_Failed(error))] * len(answers)
 
 
-def _bytes_tensor(data: bytes, length: int) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data.ljust(length, b"\0")), dtype=torch.uint8)
-
-
 class _OfOneProcess(ControlPlane):
     """The ranks of a running `pt.ranks` world."""
 
@@ -510,15 +503,19 @@ class _OfOneProcess(ControlPlane):
         super().__init__()
         self._wire, self.rank, self.size = wire, wire.rank, wire.mesh.size()
 
-    def _decide(self, mine: Any, answer: Answer) -> Any:
-        return self._wire.together(mine, lambda brought: _compute_outcomes(brought, answer))
+    def _decide(self, why: str, mine: Any, answer: Answer, shown: str) -> Any:
+        def answer_outcomes(brought: list[Any]) -> Sequence[Any]:
+            return _compute_outcomes(brought, answer)
 
-    def _background_decide(self) -> Decide:
-        board: _Board = self.decide(None, lambda brought: [_Board(self.size)] * self.size)
+        return self._wire.together(mine, answer_outcomes, why, shown=shown)
+
+    def _start_background(self, why: str, shown: str) -> Decide:
+        make = lambda brought: [_Board(self.size)] * self.size  # noqa: E731
+        board: _Board = self.decide(why, None, make, shown)
         return lambda mine, answer: board.decide(self.rank, mine, answer)
 
     def _wait_until_all_started(self) -> None:
-        self._decide(None, lambda brought: brought)
+        self._decide("starts a thread", None, lambda brought: brought, "")
 
 
 class _Board:
@@ -582,7 +579,7 @@ _of_groups: _OfGroups | None = None
 
 
 def control_plane() -> ControlPlane:
-    """The control plane of the job that this code runs in. At first all ranks must call it."""
+    """The control plane of the job that this code runs in. It sends nothing."""
     global _of_groups
     wire = running_wire()
     if wire is not None:

@@ -5,17 +5,18 @@ How a kind of process group does a collective is told by its `Backend` (`backend
 compare and read goes over the mesh's `ControlGroup`, a process group of its own: each message
 begins with a digest of its reason, so it cannot be taken for one of another kind, nor for a tensor.
 Where some ranks may be in collectives that others know nothing of, ranks wait for one another by
-keys in the job's store (`wait_for_all_ranks`), which no collective of another kind can answer.
+keys in the job's store (`meet_in_store`), which no collective of another kind can answer.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import struct
 import time
-import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,15 +29,15 @@ from .backends import backend_of, rendezvous_group
 from .backends.backend import begin_in_group
 from .collective import Axes, PendingWork, Request, reduce_in_rank_order
 from .device import HOST, Device, copy_bytes
-from .ledger import place_of_user, user_line
+from .ledger import user_line
 from .waiting import (
     BEGUN,
+    SLICE,
     TIME_SLICE,
     Need,
     WatchedWork,
     describe_process,
     find_ended,
-    format_ranks,
     make_deadlock_error,
     make_lost_rank_error,
     make_rank_gone_error,
@@ -44,6 +45,7 @@ from .waiting import (
     timeout_of_job,
     verdict_of_others,
     wait_longer,
+    wait_with_others,
 )
 from .wire import Wire
 
@@ -133,7 +135,7 @@ class GroupWire(Wire):
     # -- collectives -------------------------------------------------------------------------------
 
     def _perform(self, out: torch.Tensor, x: torch.Tensor, axes: Axes, request: Request) -> None:
-        if self._reading_op is not None and self._bring_read_value(out, x, axes, request):
+        if self._reading is not None and self._bring_read_value(out, x, axes, request):
             return
         group = self._process_groups[axes]
         if request.kind != "all_gather":
@@ -154,7 +156,9 @@ class GroupWire(Wire):
     def control(self) -> ControlGroup:
         """The control group of this mesh; at first every rank of the mesh must read this."""
         if self._control is None:
-            wait_for_all_ranks(self, f"is at {user_line() or 'no line'}, where ranks first compare")
+            if (group := self.group_of_all()) is not None:
+                why = "compares something for the first time"
+                meet_in_store(group, "first comparison", _append_user_line(why))
             self.make_control()
         assert self._control is not None
         return self._control
@@ -176,20 +180,25 @@ class GroupWire(Wire):
         return self.mesh.size() > 1 and dist.get_backend() != "fake"
 
     def exchange(
-        self, why: str, mine: bytes, deadline: float | None = None, place: str = ""
+        self,
+        why: str,
+        mine: bytes,
+        deadline: float | None = None,
+        compared: str = "",
+        shown: str = "",
     ) -> list[bytes]:
         if not self._others_exist():
             return [mine] * self.mesh.size()
-        return self.control.exchange(why, mine, deadline, place)
+        return self.control.exchange(why, mine, deadline, compared, shown)
 
     @property
     def ranks_to_wait_for(self) -> list[int]:
         waits = self._others_exist() and self.backend.waits_on_host
         return list(self._rank_at.values()) if waits else []
 
-    def meet_readers(self, op: str, mine: bytes) -> list[bytes]:
-        limit = timeout_of_job().total_seconds() / 2
-        return self.exchange(f"reads a value ({op})", mine, limit, place_of_user())
+    @property
+    def patience_of_readers(self) -> float:
+        return timeout_of_job().total_seconds() / 2
 
     def _bring_read_value(
         self, out: torch.Tensor, x: torch.Tensor, axes: Axes, request: Request
@@ -201,11 +210,11 @@ class GroupWire(Wire):
         """
         if request.kind not in ("all_gather", "all_reduce"):
             return False
-        assert self._reading_op is not None
+        assert self._reading is not None
         mine = b""
         if x.nbytes <= _SMALL_READ:
             mine = copy_bytes(x.detach().to(HOST).contiguous())
-        told = self.meet_readers(self._reading_op, mine)
+        told = self.meet_readers(self._reading, mine)
         if not mine:
             return False
         by_place = dict(zip(self.mesh.coordinates(), told, strict=True))
@@ -233,18 +242,19 @@ _MESSAGE_HEAD = struct.Struct("<8sq")
 _PAYLOAD_INLINE = 112
 """Bytes of the payload that fit in the first message; a longer payload takes a second one."""
 _MESSAGE_BYTES = _MESSAGE_HEAD.size + _PAYLOAD_INLINE
+_LENGTH = struct.Struct("<q")
 
 
 class ControlGroup:
-    """One rank's end of the control group of a mesh of more than one rank.
+    """One rank's end of the control group of some ranks of the job: those of a mesh, or all.
 
-    All ranks make it together: in `init_device_mesh`, or at their first exchange.
+    They make it together: in `init_device_mesh`, or where all are known to be (`meet_in_store`).
     """
 
     def __init__(self, name: str, ranks: Sequence[int]):
         """Args:
-        name: equal on all ranks of the mesh, and of no other mesh.
-        ranks: of the mesh, in mesh order, by their numbers in the job.
+        name: equal on all these ranks, and of no other group.
+        ranks: at least two, in the order of the group, by their numbers in the job.
         """
         self._name, self._ranks = f"partita/control/{name}", list(ranks)
         why = "makes the control group of a mesh"
@@ -259,43 +269,119 @@ class ControlGroup:
         remember_processes(self._ranks, self.exchange(why, describe_process()))
 
     def exchange(
-        self, why: str, mine: bytes, deadline: float | None = None, place: str = ""
+        self,
+        why: str,
+        mine: bytes,
+        deadline: float | None = None,
+        compared: str = "",
+        shown: str = "",
+        *,
+        warns: bool = True,
     ) -> list[bytes]:
         """As `Wire.exchange`. An error names two ranks with different reasons, or those that do not
-        come by the deadline, which is the timeout of `init_process_group` where none is given."""
-        head = _MESSAGE_HEAD.pack(hash_text(why + place, 8), len(mine))
-        rows = self._gather((head + mine).ljust(_MESSAGE_BYTES)[:_MESSAGE_BYTES], why, deadline)
+        come by the deadline, which is the timeout of `init_process_group` where none is given.
+
+        Args:
+            warns: warn where others have not come for long.
+        """
+        text = why + shown
+        wait = functools.partial(self._wait, text, deadline, warns)
+        head = _MESSAGE_HEAD.pack(hash_text(why + compared, 8), len(mine))
+        rows = self._gather((head + mine).ljust(_MESSAGE_BYTES)[:_MESSAGE_BYTES], wait)
         heads = [_MESSAGE_HEAD.unpack_from(row) for row in rows]
         if any(digest != heads[0][0] for digest, _ in heads):
-            raise self._make_divergence_error(why, deadline)
+            raise self._make_divergence_error(text, deadline)
         longest = max(length for _, length in heads)
         if longest > _PAYLOAD_INLINE:
-            rows = self._gather(mine.ljust(longest), why, deadline)
+            rows = self._gather(mine.ljust(longest), wait)
         else:
             rows = [row[_MESSAGE_HEAD.size :] for row in rows]
         return [row[:n] for row, (_, n) in zip(rows, heads, strict=True)]
 
-    def _gather(self, mine: bytes, why: str, deadline: float | None) -> list[bytes]:
+    def decide(
+        self,
+        why: str,
+        mine: bytes,
+        answer: Callable[[list[bytes]], list[bytes]],
+        shown: str = "",
+        *,
+        watched: bool = True,
+    ) -> bytes:
+        """What the first rank's `answer` to the bytes of all ranks has for this rank.
+
+        Args:
+            watched: other ranks see what this rank waits for. Not in a thread beside the program's,
+                which keeps no rank from going on.
+        """
+        wait: Callable[[Any], None] = _wait_unwatched
+        if watched:
+            wait = functools.partial(self._wait, why + shown, None, False)
+        size = _LENGTH.pack(len(mine))
+        if watched:
+            sizes = self.exchange(why, size, shown=shown, warns=False)
+        else:
+            sizes = self._gather(size, wait)
+        brought = self._gather_to_first(mine, [n for (n,) in map(_LENGTH.unpack, sizes)], wait)
+        answers = None if brought is None else answer(brought)
+        return self._scatter_from_first(answers, wait)
+
+    def _gather(self, mine: bytes, wait: Callable[[Any], None]) -> list[bytes]:
         x = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         out = x.new_empty((len(self._ranks), len(mine)))
-        work = self._group._allgather_base(out.view(-1), x)
+        wait(self._group._allgather_base(out.view(-1), x))
+        return [copy_bytes(row) for row in out.unbind()]
+
+    def _gather_to_first(
+        self, mine: bytes, sizes: list[int], wait: Callable[[Any], None]
+    ) -> list[bytes] | None:
+        """Every rank's bytes, of these sizes, on the first rank; None on the others."""
+        longest, rows = max(sizes), []
+        if self._group.rank() == 0:
+            rows = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
+        options = dist.GatherOptions()
+        options.rootRank = 0
+        wait(self._group.gather([rows] if rows else [], [_bytes_tensor(mine, longest)], options))
+        return [copy_bytes(r[:n]) for r, n in zip(rows, sizes, strict=True)] if rows else None
+
+    def _scatter_from_first(self, rows: list[bytes] | None, wait: Callable[[Any], None]) -> bytes:
+        """The bytes that the first rank has for this rank."""
+        longest = max(map(len, rows or [b""])) + _LENGTH.size
+        length = torch.tensor([longest])
+        wait(self._group.broadcast(length, 0))
+        row, sent = torch.empty(int(length), dtype=torch.uint8), []
+        if rows is not None:
+            sent = [[_bytes_tensor(_LENGTH.pack(len(one)) + one, longest) for one in rows]]
+        options = dist.ScatterOptions()
+        options.rootRank = 0
+        wait(self._group.scatter([row], sent, options))
+        (size,) = _LENGTH.unpack(copy_bytes(row[: _LENGTH.size]))
+        return copy_bytes(row[_LENGTH.size : _LENGTH.size + size])
+
+    def _wait(self, text: str, deadline: float | None, warns: bool, work: Any) -> None:
         BEGUN[self._name] += 1
         try:
             work.wait(TIME_SLICE)
         except RuntimeError:
             count = self._name, BEGUN[self._name]
-            need = Need(_append_user_line(why), self._ranks, meets=True, count=count)
+            need = Need(_append_user_line(text), self._ranks, None, True, warns, count)
             wait_longer(work, need, deadline)
-        return [copy_bytes(row) for row in out.unbind()]
 
     def _make_divergence_error(self, why: str, deadline: float | None) -> LayoutError:
         """The error where ranks come for different reasons; all ranks make this call."""
         mine = _append_user_line(why).encode()
         rows = self.exchange("says why it came", mine, deadline)
         texts = [row.decode(errors="replace") for row in rows]
-        other = next(i for i, text in enumerate(texts) if text != texts[0])
-        lines = [f"rank 0     {texts[0]}", f"rank {other:<5} {texts[other]}"]
+        other = next((i for i, text in enumerate(texts) if text != texts[0]), 1)
+        lines = [f"rank {self._ranks[i]:<5} {texts[i]}" for i in (0, other)]
         return make_deadlock_error("ranks ask for different things", lines)
+
+
+def _wait_unwatched(work: Any) -> None:
+    work.wait()
+
+
+def _bytes_tensor(data: bytes, length: int) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data.ljust(length, b"\0")), dtype=torch.uint8)
 
 
 def hash_text(text: str, nbytes: int = 16) -> bytes:
@@ -308,12 +394,12 @@ def _append_user_line(why: str) -> str:
     return f"{why}, at {user_line() or 'no line'}"
 
 
-# -- the capture barrier ---------------------------------------------------------------------------
+# -- meetings in the store -------------------------------------------------------------------------
 
-PATIENCE = 20.0
-"""Seconds after which a rank that waits warns."""
 _LOOK = 0.002, 0.1  # seconds between two looks into the store: at first, and at most
-_calls_of_barrier: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+_CAPTURE = "capture"
+_meetings: WeakKeyDictionary[dist.ProcessGroup, dict[str, int]] = WeakKeyDictionary()
+"""How often this rank has come to each kind of meeting of a group's ranks."""
 _FIX_OF_PARTED_RANKS = Fix(
     "the same shapes, layouts, modes and Python values on every rank",
     "in each call; pt.check_ranks() finds at once which differ",
@@ -321,43 +407,59 @@ _FIX_OF_PARTED_RANKS = Fix(
 
 
 def wait_for_all_ranks(wire: Wire, why: str) -> None:
-    """Return when all ranks of the mesh have made this call as often as this rank.
+    """Return when all ranks of the mesh are about to capture, as often as this rank.
 
     Args:
         why: what this rank comes for, for the others to read.
 
     Raises:
-        LayoutError: some did not come for as long as the job waits for a rank (the timeout of
-            `init_process_group`). After `PATIENCE` seconds a warning names them.
-        RankGoneError: one has ended.
+        LayoutError: as `meet_in_store`.
     """
     group = wire.group_of_all()
-    if group is None:
-        return
-    me, store = dist.get_rank(), group.get_group_store()
-    number = _calls_of_barrier[group] = _calls_of_barrier.get(group, 0) + 1
-    store.set(_barrier_key(number, me), why)
-    begun, warned, nap = time.monotonic(), False, _LOOK[0]
-    away = [r for r in dist.get_process_group_ranks(group) if r != me]
-    while away := [r for r in away if not store.check([_barrier_key(number, r)])]:
-        waited = time.monotonic() - begun
-        if waited > store.timeout.total_seconds():
-            raise LayoutError(
-                f"rank {me} waited {waited:.0f} s for {format_ranks(away)}",
-                place=user_line(),
-                operands=(f"rank {me}  {why}",),
-                reason="the others go on without it, or have ended",
-                fixes=(_FIX_OF_PARTED_RANKS,),
-            )
-        if nap == _LOOK[1] and (ended := find_ended(away)):
-            raise make_rank_gone_error(ended, why)
-        if waited > PATIENCE and not warned:
-            warned = True
-            warnings.warn(f"rank {me} {why}; {format_ranks(away)} has not come yet", stacklevel=2)
-        time.sleep(nap)
-        nap = min(2 * nap, _LOOK[1])
+    if group is not None:
+        meet_in_store(group, _CAPTURE, why)
+
+
+def meet_in_store(group: dist.ProcessGroup, kind: str, why: str) -> None:
+    """Return when all ranks of `group` have made this call as often as this rank.
+
+    Args:
+        kind: of the meeting: others are counted apart.
+        why: what this rank comes for, for the others to read.
+
+    Raises:
+        LayoutError: the others wait for this rank elsewhere; or they did not come for as long as
+            the job waits for a rank (the timeout of `init_process_group`).
+        RankGoneError: one has ended.
+    """
+    me = dist.get_rank()
+    store: Any = group.get_group_store()
+    counts = _meetings.setdefault(group, {})
+    number = counts[kind] = counts.get(kind, 0) + 1
+    store.set(_key_of_meeting(kind, number, me), why)
+    ranks, nap = dist.get_process_group_ranks(group), _LOOK[0]
+    away = [r for r in ranks if r != me]
+
+    def look_for(seconds: float) -> bool:
+        """Look into the store for so many seconds; True when all have come."""
+        nonlocal away, nap
+        until = time.monotonic() + seconds
+        while away := [r for r in away if not store.check([_key_of_meeting(kind, number, r)])]:
+            if nap == _LOOK[1] and (ended := find_ended(away)):
+                raise make_rank_gone_error(ended, why)
+            if time.monotonic() >= until:
+                return False
+            time.sleep(nap)
+            nap = min(2 * nap, _LOOK[1])
+        return True
+
+    count = f"partita/{kind}/{group.group_name}", number
+    BEGUN[count[0]] = number
+    if not look_for(SLICE):
+        need = Need(why, ranks, meets=True, count=count)
+        wait_with_others(look_for, need, store.timeout.total_seconds())
     if number > 1:
-        store.delete_key(_barrier_key(number - 1, me))
+        store.delete_key(_key_of_meeting(kind, number - 1, me))
 
 
 def explain_failed_collective(wire: Wire, failure: RuntimeError) -> LayoutError | None:
@@ -371,18 +473,20 @@ def explain_failed_collective(wire: Wire, failure: RuntimeError) -> LayoutError 
     ranks = dist.get_process_group_ranks(group)
     with contextlib.suppress(Exception):  # the store ends with the rank that holds it
         me, store = dist.get_rank(), group.get_group_store()
-        number = _calls_of_barrier.get(group, 0) + 1
+        number = _meetings.get(group, {}).get(_CAPTURE, 0) + 1
         for r in ranks:
-            if store.check([_barrier_key(number, r)]):
+            key = _key_of_meeting(_CAPTURE, number, r)
+            if store.check([key]):
+                why = store.get(key).decode()
                 return LayoutError(
                     f"rank {r} does not make the same moves as rank {me}",
                     place=user_line(),
-                    operands=(f"rank {r}  {store.get(_barrier_key(number, r)).decode()}",),
+                    operands=(f"rank {r}  {why}",),
                     reason=f"rank {me} runs what it has captured",
                     fixes=(_FIX_OF_PARTED_RANKS,),
                 )
     return make_lost_rank_error(failure, "runs what it has captured", ranks)
 
 
-def _barrier_key(number: int, rank: int) -> str:
-    return f"partita/roll call {number}/{rank}"
+def _key_of_meeting(kind: str, number: int, rank: int) -> str:
+    return f"partita/{kind} {number}/{rank}"

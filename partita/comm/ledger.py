@@ -439,9 +439,10 @@ def user_line_of_error(error: BaseException) -> str:
 
 
 def place_of_user() -> str:
-    """`"file:line"` of the user's frame, without folders, which may differ from host to host."""
+    """File, line and instruction of the user's frame, without folders, which may differ from host
+    to host."""
     site = call_site(sys._getframe(1))
-    return f"{os.path.basename(site[0])}:{site[1]}" if site else ""
+    return f"{os.path.basename(site[0])}:{site[1]}:{site[2]}" if site else ""
 
 
 def call_site(frame: FrameType | None = None) -> tuple[Any, ...]:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh as _init_device_mesh
+from torch.utils._python_dispatch import _disable_current_modes
 
 from partita.layout import Fix, LayoutError
 
@@ -160,6 +161,13 @@ def sizes_of_mesh(device_mesh: object) -> dict[str, int] | None:
         return None
     names = device_mesh.mesh_dim_names or tuple(f"dim{i}" for i in range(device_mesh.ndim))
     return dict(zip(names, device_mesh.shape, strict=True))
+
+
+def ranks_of_mesh(wire: Wire) -> list[int]:
+    """The ranks of a wire's mesh, by their numbers in the job."""
+    mesh: Any = wire.device_mesh
+    with _disable_current_modes():
+        return mesh.mesh.flatten().tolist()  # type: ignore[no-any-return]
 
 
 def is_part_of_mesh(part: object, device_mesh: object) -> bool:

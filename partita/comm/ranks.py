@@ -26,7 +26,7 @@ from partita.layout import LayoutError, Mesh
 
 from .collective import ALL_DTYPES, Axes, Request, reduce_in_rank_order
 from .device import AutocastState, read_autocast_state, use_autocast_state
-from .ledger import Scope, enter_check_hooks, enter_rank_thread, scope, user_line
+from .ledger import Scope, enter_check_hooks, enter_rank_thread, place_of_user, scope, user_line
 from .wire import MeshHandle, Wire
 
 Payload = tuple[Any, ...]
@@ -298,6 +298,8 @@ class MeetingCall:
             uneven pieces other groups may hold more. None where pieces may differ.
         payload: what the rank brings.
         frame: of the caller, for errors.
+        compared: what must be equal beside the request.
+        shown: more of what the rank does, for errors.
     """
 
     rank: int
@@ -308,21 +310,24 @@ class MeetingCall:
     amount: int | None
     payload: Payload
     frame: FrameType | None
+    compared: str = ""
+    shown: str = ""
 
     def agrees(self, other: MeetingCall) -> bool:
         a, b = self.request, other.request
         return (
             (self.group != other.group or self.amount == other.amount)
-            and (self.dtype, a.kind, a.reduce_op, a.root)
-            == (other.dtype, b.kind, b.reduce_op, b.root)
+            and (self.dtype, self.compared, a.kind, a.reduce_op, a.root)
+            == (other.dtype, other.compared, b.kind, b.reduce_op, b.root)
             and (a.move is b.move or a.move == b.move)
         )
 
     def describe(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
-        amount = "" if self.amount is None else f", numel {self.amount}"
-        at = user_line(self.frame) or "no line"
-        return f"rank {self.rank}  {self.request.describe()} ({dtype}{amount})  at {at}"
+        text = self.request.describe() + self.shown
+        if self.dtype:
+            amount = "" if self.amount is None else f", numel {self.amount}"
+            text += f" ({str(self.dtype).removeprefix('torch.')}{amount})"
+        return f"rank {self.rank}  {text}  at {user_line(self.frame) or 'no line'}"
 
 
 def _find_differing(calls: list[MeetingCall]) -> tuple[MeetingCall, MeetingCall] | None:
@@ -398,7 +403,12 @@ class RankWire(Wire):
         # A move may gather pieces as they are.
         fixed = request.kind == "broadcast" or (request.kind == "all_gather" and not request.move)
         amount = x.numel() if fixed else None
-        self._meet(axes, request, x.dtype, amount, (out, x, request), _PERFORM[request.kind])
+        told = out, x, request
+        read: tuple[str, ...] = ()
+        if self._reading is not None:
+            compared, shown = self._reading.at(place_of_user())
+            read = compared, f", {self._reading.why}{shown}"
+        self._meet(axes, request, x.dtype, amount, told, _PERFORM[request.kind], *read)
 
     def _meet(
         self,
@@ -408,28 +418,41 @@ class RankWire(Wire):
         amount: int | None,
         payload: Payload,
         action: Action,
+        compared: str = "",
+        shown: str = "",
     ) -> None:
         group = self._numbers.get(axes)
         if group is None:
             group = tuple(self._number_at[m] for m in self.group(axes)[1])
             self._numbers[axes] = group
         who = self._number, self._mesh_ranks, group
-        call = MeetingCall(*who, request, dtype, amount, payload, sys._getframe(1))
+        frame = sys._getframe(1)
+        call = MeetingCall(*who, request, dtype, amount, payload, frame, compared, shown)
         self._world.meet(call, action)
 
     def exchange(
-        self, why: str, mine: bytes, deadline: float | None = None, place: str = ""
+        self,
+        why: str,
+        mine: bytes,
+        deadline: float | None = None,
+        compared: str = "",
+        shown: str = "",
     ) -> list[bytes]:
         def answer_with_all(brought: list[bytes]) -> list[list[bytes]]:
             return [brought] * len(brought)
 
-        return self.together(mine, answer_with_all, why)  # type: ignore[no-any-return]
+        return self.together(mine, answer_with_all, why, compared, shown)  # type: ignore[no-any-return]
 
     def together(
-        self, mine: Any, answer: Callable[[list[Any]], Sequence[Any]], why: str = "together"
+        self,
+        mine: Any,
+        answer: Callable[[list[Any]], Sequence[Any]],
+        why: str,
+        compared: str = "",
+        shown: str = "",
     ) -> Any:
         """This rank's item of `answer(brought)`, where `brought` has every rank's `mine` and the
-        first rank's `answer` is called."""
+        first rank's `answer` is called. `why`, `compared` and `shown` are as of `exchange`."""
         got: list[Any] = []
 
         def perform_answer(all_: Sequence[Payload]) -> None:
@@ -438,9 +461,8 @@ class RankWire(Wire):
                 to.append(one)
 
         brought = got, mine, answer
-        self._meet(
-            self.mesh.names, Request(why, None, ""), "objects", None, brought, perform_answer
-        )
+        request = Request(why, None, "")
+        self._meet(self.mesh.names, request, "", None, brought, perform_answer, compared, shown)
         return got[0]
 
 

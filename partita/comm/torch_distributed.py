@@ -26,6 +26,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from .waiting import watched_collective
+
 TorchPlacement = tuple[str, Any]
 """`("Shard", dim)`, `("Strided", (dim, factor))`, `("Replicate", None)` or `("Partial", op)`."""
 
@@ -184,12 +186,14 @@ class Piece:
 
 COLLECTIVES = (
     """all_gather all_gather_coalesced all_gather_into_tensor all_gather_object all_gather_single
-    all_reduce all_reduce_coalesced all_to_all all_to_all_single batch_isend_irecv broadcast
+    all_reduce all_reduce_coalesced all_to_all all_to_all_single barrier batch_isend_irecv broadcast
     broadcast_object_list gather gather_object irecv isend recv recv_object_list reduce
     reduce_scatter reduce_scatter_single reduce_scatter_tensor scatter scatter_object_list send
     send_object_list _all_gather_base _reduce_scatter_base"""
 ).split()
 """By name."""
+_OF_TWO_RANKS = frozenset("batch_isend_irecv irecv isend recv send".split())
+"""Those of which ranks need not call equally many: while they block, others see nothing of it."""
 
 
 def inspect_collectives(inspect: Callable[[str, Any], Any]) -> None:
@@ -227,9 +231,83 @@ def _make_inspected_collective(
         if name == "batch_isend_irecv":
             lists = (*args, *kwargs.values())
             inspect(name, [getattr(op, "tensor", None) for ops in lists for op in ops])
-        return original(*args, **kwargs)
+        if name in _OF_TWO_RANKS or kwargs.get("async_op"):
+            return original(*args, **kwargs)
+        group = next(
+            (x for x in (*args, *kwargs.values()) if isinstance(x, dist.ProcessGroup)), None
+        )
+        with watched_collective(name, group):
+            return original(*args, **kwargs)
 
     return inspected_collective
+
+
+# -- wrappers of models ----------------------------------------------------------------------------
+
+_WRAPPERS = {
+    "torch.nn.parallel.distributed": "DistributedDataParallel",
+    "torch.nn.parallel.data_parallel": "DataParallel",
+    "torch.distributed.fsdp.fully_sharded_data_parallel": "FullyShardedDataParallel",
+    "torch.distributed.fsdp._fully_shard._fully_shard": "fully_shard",
+    "torch.distributed._composable.replicate": "replicate",
+    "torch.distributed._composable.replicate_with_fsdp": "replicate",
+}
+"""What takes a model to replicate or shard it, by its module."""
+
+
+InspectWrapper = Callable[[str, Any, Sequence[int], Any], None]
+
+
+def inspect_wrappers(inspect: InspectWrapper) -> None:
+    """Call `inspect(name, model, ranks, wrapper)` before a wrapper of torch's takes a model.
+
+    `ranks` are those of its process group, by their numbers in the job, and none where it has a
+    mesh; `wrapper` is the instance that is made, and None of a function.
+    """
+    for home, name in _WRAPPERS.items() if dist.is_available() else ():
+        after_import(home, partial(_inspect_wrapper, name, inspect))
+
+
+def _inspect_wrapper(name: str, inspect: InspectWrapper, module: Any) -> None:
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def inspected_wrapper(*args: Any, **kwargs: Any) -> Any:
+            instance, given = (args[0], args[1:]) if isinstance(taker, type) else (None, args)
+            models = [x for x in (*given, *kwargs.values()) if _is_model(x)]
+            ranks: Sequence[int] = ()
+            if name == "DistributedDataParallel" and dist.is_initialized():
+                groups = (x for x in (*args, *kwargs.values()) if isinstance(x, dist.ProcessGroup))
+                ranks = dist.get_process_group_ranks(next(groups, None))
+            for model in models[:1]:
+                inspect(name, model, ranks, instance)
+            return original(*args, **kwargs)
+
+        return inspected_wrapper
+
+    taker = getattr(module, name)
+    if isinstance(taker, type):
+        taker.__init__ = wrap(taker.__init__)  # type: ignore[misc]
+    else:
+        _call_through(taker, wrap)
+
+
+def _is_model(x: Any) -> bool:
+    several = isinstance(x, (list, tuple)) and x
+    return isinstance(x[0] if several else x, torch.nn.Module)
+
+
+def is_wrapper(module: torch.nn.Module) -> bool:
+    """True if `module` is a wrapper of torch's around a model."""
+    kinds = (getattr(sys.modules.get(home), name, None) for home, name in _WRAPPERS.items())
+    return isinstance(module, tuple(kind for kind in kinds if isinstance(kind, type)))
+
+
+def find_torch_dtensor_mesh(x: torch.Tensor) -> DeviceMesh | None:
+    """The mesh of a DTensor of torch's; None of another tensor."""
+    theirs = sys.modules.get("torch.distributed.tensor")
+    if theirs is None or not isinstance(x, theirs.DTensor):
+        return None
+    return x.device_mesh  # type: ignore[attr-defined, no-any-return]
 
 
 # -- functions of state dicts ----------------------------------------------------------------------

@@ -101,6 +101,7 @@ class TraceWire(Wire):
         self._instead: dict[int, tuple[Move, tuple[Move, ...]]] = {}
         self.moved_dtypes, self.reduced_dtypes = real.moved_dtypes, real.reduced_dtypes
         self.device, self.device_mesh = real.device, real.device_mesh
+        self.data_axes = real.data_axes
 
     def forget(self) -> None:
         """The step is captured: drop its tensors and its graph.

@@ -23,7 +23,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -44,7 +44,7 @@ SLICE = 2.0
 """Seconds that a rank waits before it writes a post."""
 STUCK = 4.0
 """Seconds without a change of posts after which waiting ranks count as deadlocked."""
-_WARN = 20.0
+PATIENCE = 20.0
 """Seconds after which a rank that waits for others warns."""
 _LOOK = 0.5
 """Seconds between two looks of a rank at the others' posts."""
@@ -63,6 +63,7 @@ class Need:
         group: the process group that it waits in; ranks count the collectives that they began
             in it.
         meets: it compares or reads a value, where a rank that stays away is an error.
+        warns: others that have not come for long are named in a warning.
         count: without a group: the name of the meeting, and how many there have been.
         number: of the collective among those of its group, from 1; 0 where that is not known.
     """
@@ -71,6 +72,7 @@ class Need:
     ranks: Sequence[int]
     group: dist.ProcessGroup | None = None
     meets: bool = False
+    warns: bool = True
     count: tuple[str, int] = ("", 0)
     number: int = 0
 
@@ -162,7 +164,7 @@ def wait_with_others(
             away = [r for r in need.ranks if r != me and not _has_begun(posts.get(r), mine)]
             if not need.meets:
                 continue
-            if now - begun > _WARN and not warned:
+            if need.warns and now - begun > PATIENCE and not warned:
                 warned = True
                 warnings.warn(
                     f"rank {me} {need.text}; {format_ranks(away)} has not come yet", stacklevel=2
@@ -185,10 +187,11 @@ def timeout_of_job() -> timedelta:
     return max(timeouts_of_job(), default=timedelta(minutes=30))
 
 
-# -- graphs, whose collectives are not waited for by Python ----------------------------------------
+# -- waits outside Python: of graphs, and of torch's own collectives -------------------------------
 
-_now: tuple[str, Sequence[int], float, FrameType] | None = None
+_now: tuple[str, Sequence[int], tuple[str, int], float, FrameType] | None = None
 _watcher: threading.Thread | None = None
+_NO_COUNT = ("", 0)
 
 
 def begin_graph(title: str, ranks: Sequence[int]) -> None:
@@ -197,18 +200,51 @@ def begin_graph(title: str, ranks: Sequence[int]) -> None:
     If it takes longer than `SLICE`, a thread that looks once in a second writes a post. Whether the
     graph waits or computes, other ranks find by how many collectives each rank has begun.
     """
-    global _now, _watcher
     # The caller's frame: the graph's own code means nothing to a user.
-    _now = title, ranks, time.monotonic(), sys._getframe(1)
-    if _watcher is None or not _watcher.is_alive():
-        _watcher = threading.Thread(target=_watch_for_deadlock, name="partita watch", daemon=True)
-        _watcher.start()
+    _begin_watch(f"runs compiled {title}", ranks, _NO_COUNT, sys._getframe(1))
 
 
 def end_graph() -> None:
     """The graph has run, or failed."""
     global _now
     _now = None
+
+
+@contextlib.contextmanager
+def watched_collective(name: str, group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Within, this thread is in the collective `name` of torch's own, which blocks.
+
+    Raises:
+        LayoutError: it has failed since ranks were elsewhere, or one is gone.
+    """
+    global _now
+    group = group or dist.group.WORLD
+    is_main = threading.current_thread() is threading.main_thread()
+    if group is None or not is_main or _now is not None:  # one collective may call another
+        yield
+        return
+    ranks = dist.get_process_group_ranks(group)
+    key = f"torch.distributed/{group.group_name}"
+    BEGUN[key] = number = BEGUN.get(key, 0) + 1
+    text = f"waits in torch.distributed.{name}"
+    try:
+        _begin_watch(text, ranks, (key, number), sys._getframe(2))
+        yield
+    except RuntimeError as failure:
+        told = verdict_of_others() or make_lost_rank_error(failure, text, ranks)
+        if told is None:
+            raise
+        raise told from failure
+    finally:
+        _now = None
+
+
+def _begin_watch(text: str, ranks: Sequence[int], count: tuple[str, int], frame: FrameType) -> None:
+    global _now, _watcher
+    _now = text, ranks, count, time.monotonic(), frame
+    if _watcher is None or not _watcher.is_alive():
+        _watcher = threading.Thread(target=_watch_for_deadlock, name="partita watch", daemon=True)
+        _watcher.start()
 
 
 def _watch_for_deadlock() -> None:
@@ -220,11 +256,12 @@ def _watch_for_deadlock() -> None:
             if posted is not None and now is not posted:
                 withdraw_post(_find_store(), dist.get_rank(), said)
                 posted = None
-            if now is None or time.monotonic() - now[2] < SLICE:
+            if now is None or time.monotonic() - now[3] < SLICE:
                 continue
             store, me, first = _find_store(), dist.get_rank(), now is not posted
-            text = f"runs compiled {now[0]}, at {user_line(now[3]) or 'no line'}"
-            post = make_post(Need(text, now[1]))
+            what, ranks, count, _, frame = now
+            text = f"{what}, at {user_line(frame) or 'no line'}"
+            post = make_post(Need(text, ranks, meets=bool(count[0]), count=count))
             if not first:
                 post["id"] = said["id"]  # it is the same wait
             if first or post["begun"] != said["begun"]:
@@ -242,10 +279,17 @@ def _watch_for_deadlock() -> None:
 Post = dict[str, Any]
 """What a waiting rank writes to the store, made by `make_post`."""
 _VERDICT = "partita/waits/verdict"
-_FIXES_OF_DEADLOCK = (
-    Fix("the same calls on every rank, in the same order"),
-    Fix("value = x.item()", "on every rank, and then `if rank == 0: print(value)`"),
+_SAME_CALLS = Fix(
+    "the same calls on every rank, in the same order",
+    "pt.check_ranks() finds the first place where ranks part",
 )
+_FIXES_BY_TEXT = {
+    "reads a value": Fix(
+        "value = x.item()", "on every rank, and then `if rank == 0: print(value)`"
+    ),
+    "(pt.": Fix("that call on every rank, not within `if rank == 0:`", "each has a part"),
+}
+"""What helps where a line of the error has this text."""
 _post_numbers = itertools.count(1)
 BEGUN: dict[str, int] = {}
 """How many collectives this rank has begun, by the name of a group that torch does not list."""
@@ -458,7 +502,10 @@ def make_deadlock_error(fact: str, lines: Sequence[str]) -> LayoutError:
         operands=tuple(lines),
         reason="every rank of a mesh must make the same moves, and read the same values, in the "
         "same order",
-        fixes=_FIXES_OF_DEADLOCK,
+        fixes=(
+            _SAME_CALLS,
+            *(fix for text, fix in _FIXES_BY_TEXT.items() if any(text in line for line in lines)),
+        ),
     )
 
 

@@ -37,7 +37,7 @@ from .collective import (
     without_lazy_bits,
 )
 from .device import HOST
-from .ledger import Record, Scope, human, refuse_implicit, scope, user_line
+from .ledger import Record, Scope, human, place_of_user, refuse_implicit, scope, user_line
 from .move_steps import Step, prepare, unravel
 
 if TYPE_CHECKING:
@@ -71,6 +71,37 @@ def _begin_wires() -> None:
         _waiting = None
 
 
+class Reading(NamedTuple):
+    """A value that the program reads.
+
+    Attributes:
+        op: by which it reads, such as "item".
+        value: the layout and dtype of the tensor.
+        origin: which tensor it is. Equal on all ranks for the same tensor, and "" where that is not
+            known.
+        made: text that says where it was made, or what gives that text.
+        verb: "reads", or "moves" where an op needs the value in another layout.
+    """
+
+    op: str
+    value: str = ""
+    origin: str = ""
+    made: object = ""
+    verb: str = "reads"
+
+    @property
+    def why(self) -> str:
+        """What a rank does that reads."""
+        return f"{self.verb} a value ({self.op})"
+
+    def at(self, place: str) -> tuple[str, str]:
+        """What must be equal on all ranks where the value is read at `place`, and what errors show
+        behind `why`."""
+        told = ", ".join(filter(None, (self.value, str(self.made))))
+        place = place if self.verb == "reads" else ""
+        return f"{self.why} {self.value} {self.origin} {place}", told and f": {told}"
+
+
 class Wire(Transport):
     """One rank's way to the other ranks of one mesh.
 
@@ -101,7 +132,9 @@ class Wire(Transport):
         super().__init__(mesh, at)
         self.scope = scope() if scope_of_rank is None else scope_of_rank
         self.agreed: set[object] = set()  # what the ranks have compared (`agreement`)
-        self._reading_op: str | None = None  # the op that reads the value being moved
+        self._reading: Reading | None = None  # of the value being moved
+        self.data_axes: tuple[str, ...] = ()  # over which `zero` has sharded a model
+        self.sites: dict[Any, list[int]] = {}  # where the program makes tensors (`tensor/origins`)
         self._steps: dict[int, tuple[Move, Step, tuple[int, ...]]] = {}
         self._shared: WeakValueDictionary[tuple[Any, ...], torch.Tensor] = WeakValueDictionary()
 
@@ -216,7 +249,12 @@ class Wire(Transport):
     # -- small exchanges over the whole mesh -----------------------------------------------------
 
     def exchange(
-        self, why: str, mine: bytes, deadline: float | None = None, place: str = ""
+        self,
+        why: str,
+        mine: bytes,
+        deadline: float | None = None,
+        compared: str = "",
+        shown: str = "",
     ) -> list[bytes]:
         """Every rank's bytes `mine`, of any length, in mesh order; this rank's for all where there
         are no others to ask, or ranks compare afterwards.
@@ -224,7 +262,8 @@ class Wire(Transport):
         Args:
             why: the reason, which must be equal on all ranks: "compares from_local".
             deadline: seconds to wait for ranks of which nothing is known.
-            place: the line at which all must be, where that matters.
+            compared: what else must be equal.
+            shown: more of what this rank does, for errors.
 
         Raises:
             LayoutError: on all ranks, where they come for different reasons, or some do not come.
@@ -242,22 +281,33 @@ class Wire(Transport):
         return []
 
     @contextmanager
-    def reading(self, op: str) -> Iterator[None]:
-        """Within, moves bring a value that the program reads by `op`: they cannot be mistaken for
-        another rank's move, and a rank that reads alone gets an error."""
-        before, self._reading_op = self._reading_op, op
+    def reading(self, value: Reading) -> Iterator[None]:
+        """Within, moves bring a value that the program reads: they cannot be mistaken for another
+        rank's move or value, and a rank that reads alone gets an error."""
+        before, self._reading = self._reading, value
         try:
             yield
         finally:
-            self._reading_op = before
+            self._reading = before
 
-    def meet_readers(self, op: str, mine: bytes) -> list[bytes]:
-        """Every rank's bytes `mine`, in mesh order, where all ranks read a value by `op`.
+    @property
+    def is_reading(self) -> bool:
+        """True within `reading`."""
+        return self._reading is not None
+
+    def meet_readers(self, read: Reading, mine: bytes) -> list[bytes]:
+        """Every rank's bytes `mine`, in mesh order, where all ranks read a value.
 
         Raises:
-            LayoutError: on all ranks, where a rank reads alone.
+            LayoutError: on all ranks, where a rank reads alone, or reads another value.
         """
-        return self.exchange(f"reads a value ({op})", mine)
+        compared, shown = read.at(place_of_user())
+        return self.exchange(read.why, mine, self.patience_of_readers, compared, shown)
+
+    @property
+    def patience_of_readers(self) -> float | None:
+        """Seconds that a rank which reads a value waits for ranks of which nothing is known."""
+        return None
 
     def gather_ints(self, values: tuple[int, ...]) -> list[tuple[int, ...]]:
         """Every rank's values, in mesh order. All ranks pass equally many, each within 64 bits."""

@@ -26,6 +26,7 @@ from partita.layout import Fix, LayoutError
 from partita.layout.text import human
 from partita.tensor.dtensor import checksum, tagged
 from partita.tensor.dtensor_gradients import clear_gradients
+from partita.tensor.origins import note_origin
 from partita.tensor.uneven_pieces import give_room
 
 from .arguments import unflatten_call
@@ -138,6 +139,8 @@ class CapturedProgram(Program):
                 value = (value.detach() if i in self.given_back else value).requires_grad_()
             if output.spec is not None:
                 value = tagged(value, output.spec)
+                if output.spec.has_noted_origin:
+                    note_origin(value, output.spec.wire)
             if output.scalar and isinstance(value, torch.Tensor):  # else a constant of the step
                 value = value.item()
             if output.retains_grad and value.requires_grad:  # else its history was used up

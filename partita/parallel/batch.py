@@ -26,9 +26,10 @@ from partita.comm import (
     user_line,
     wire_of,
 )
-from partita.layout import Fix, Layout, LayoutError, Placement, Shard, own_placement
+from partita.layout import Coordinate, Fix, Layout, LayoutError, Placement, Shard, own_placement
 from partita.tensor.construct import piece_of
 from partita.tensor.dtensor import DTensor, checksum, tagged
+from partita.tensor.origins import note_origin
 from partita.tensor.tensor_state import Spec, spec_of
 
 Places = Mapping[str, Placement]
@@ -51,7 +52,7 @@ def distribute_batch(
         batch: a tensor, or tensors in dicts, lists, tuples and dataclasses; all else in it is left
             as it is.
         places: by mesh axis; axes that are not named hold the whole. By default the rows are split
-            over "dp", where the mesh has such an axis.
+            over the data axes (see `find_data_axes`), as `pt.zero` has them.
         each_rank_has: "whole": every rank has read the whole batch and keeps its piece; nothing is
             sent. "piece": each rank has read its own piece (and ranks along other axes the same
             one); the ranks tell each other their sizes, a few bytes, and the pieces are one batch.
@@ -68,7 +69,7 @@ def distribute_batch(
     """
     wire = wire_of(device_mesh)
     if places is None:
-        places = {"dp": Shard(0)} if "dp" in wire.mesh.names else {}
+        places = dict.fromkeys(find_data_axes(wire), Shard(0))
     for axis, placement in places.items():
         if axis not in wire.mesh.names:
             raise _make_error(f"the mesh ({wire.mesh}) has no axis {axis!r}")
@@ -96,9 +97,26 @@ def distribute_batch(
     spread = iter(zip(pieces, specs, strict=True))
 
     def spread_tensor(t: torch.Tensor) -> torch.Tensor:
-        return tagged(*next(spread)).requires_grad_(t.requires_grad)
+        out = tagged(*next(spread)).requires_grad_(t.requires_grad)
+        note_origin(out, wire)
+        return out
 
     return replace_instances(batch, torch.Tensor, spread_tensor, Mapping)
+
+
+_AXES_OF_ONE_ROW = frozenset(("tp", "cp", "sp", "ep", "pp"))
+"""Names of axes whose ranks work on the same rows."""
+
+
+def find_data_axes(wire: Wire) -> tuple[str, ...]:
+    """The axes of a mesh over which the rows of a batch are split, in mesh order.
+
+    "dp", and those over which `zero` has sharded a model. On a mesh that has neither, its only
+    axis, unless its name says otherwise ("tp", "cp", "sp", "ep", "pp").
+    """
+    names = wire.mesh.names
+    found = tuple(a for a in names if a == "dp" or a in wire.data_axes)
+    return found or (names if len(names) == 1 and names[0] not in _AXES_OF_ONE_ROW else ())
 
 
 def _make_error(fact: str, **parts: Any) -> LayoutError:
@@ -175,7 +193,8 @@ def _spec(shape: Sequence[int], places: Places, wire: Wire) -> Spec:
 
 def _find_global_specs(tensors: list[torch.Tensor], places: Places, wire: Wire) -> list[Spec]:
     """The specs of tensors of which each rank has read its piece; equal on all ranks."""
-    mesh, specs = wire.mesh, []
+    mesh = wire.mesh
+    specs: list[Spec] = []
     mine = tuple(n for t in tensors for n in t.shape)
     told = [iter(sizes) for sizes in wire.gather_ints(mine)] if mine else []
     for t in tensors:
@@ -184,6 +203,7 @@ def _find_global_specs(tensors: list[torch.Tensor], places: Places, wire: Wire) 
             for at, of_rank in zip(mesh.coordinates(), told, strict=bool(told))
         }
         split = _spec((math.prod(mesh.sizes),) * t.dim(), places, wire).layout.shards
+        _refuse_other_lengths(sizes, split, len(specs))
         groups = [mesh.group(axes, (0,) * mesh.ndim) for axes in split]
         shape = [sum(sizes[at][dim] for at in group) for dim, group in enumerate(groups)]
         spec = _spec(shape, places, wire)
@@ -198,6 +218,26 @@ def _find_global_specs(tensors: list[torch.Tensor], places: Places, wire: Wire) 
                     fixes=(Fix('each_rank_has="whole"', "where every rank can read the batch"),),
                 )
     return specs
+
+
+def _refuse_other_lengths(
+    sizes: Mapping[Coordinate, Sequence[int]], split: Sequence[Sequence[str]], number: int
+) -> None:
+    """Raise unless the pieces of tensor `number` are of one length where they are not split."""
+    for dim, axes in enumerate(split):
+        lengths = [has[dim] for has in sizes.values()]
+        if axes or len({*lengths}) == 1:
+            continue
+        other = next(rank for rank, length in enumerate(lengths) if length != lengths[0])
+        raise _make_error(
+            f"the ranks' pieces are {lengths[0]} and {lengths[other]} long in dimension {dim}",
+            operands=tuple(f"rank {r} has {[*sizes.values()][r]}" for r in (0, other)),
+            reason=f"tensor {number} is one tensor, of one length in a dimension that is not split",
+            fixes=(
+                Fix("pad to one length", 'a collator with padding="max_length", max_length=...'),
+                Fix(f"places={{..., axis: pt.Shard({dim})}}", "if this dimension is the split one"),
+            ),
+        )
 
 
 def place_on_axis(layout: Layout, axis: str, placement: Placement) -> Layout:

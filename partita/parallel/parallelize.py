@@ -37,6 +37,7 @@ from .parameters import (
     plain_name,
     replace_tensor,
 )
+from .wrappers import refuse_wrapped
 
 
 def parallelize(
@@ -78,6 +79,7 @@ def parallelize(
             has a gradient or hooks already.
     """
     wire = wire_of(device_mesh)
+    refuse_wrapped(model, "parallelize")
     parsed = _ParsedPlan(model, wire, dict(plan or {}))
     parsed.raise_problems()
     for held, layout in parsed.layouts:

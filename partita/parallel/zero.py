@@ -12,6 +12,7 @@ its sum is dropped, and it is reduced later.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -21,7 +22,7 @@ import torch
 from torch import nn
 from torch._C import DisableTorchFunctionSubclass as Local
 
-from partita.comm import user_line, wire_of
+from partita.comm import Wire, user_line, wire_of
 from partita.layout import Fix, LayoutError, Replicate, Shard
 from partita.tensor.construct import distribute_tensor, hold_value, place_buffer, refuse_lazy
 from partita.tensor.dtensor import DTensor, moved, tagged
@@ -29,10 +30,12 @@ from partita.tensor.dtensor_gradients import mark_settled, store_gradient, updat
 from partita.tensor.tensor_state import HERE, Rest, Spec, own_state, spec_of, state_of
 from partita.tensor.uneven_pieces import with_room
 
+from .batch import find_data_axes, tensors_in
 from .flat_buffer import FlatBuffer
 from .fsdp_group import MixedPrecision, ShardedState, Zero
 from .fsdp_hooks import refuse_no_sync, register_hooks
 from .parameters import find_blocks
+from .wrappers import refuse_wrapped
 
 
 def zero(
@@ -66,8 +69,9 @@ def zero(
             stay the objects that they are. Modules in it to which `zero` was applied before, with
             the same axes, stage and precision, are its blocks.
         axis: the mesh axis, or several, over which to shard; by default "dp", or the only one of a
-            mesh that has no such axis. For hybrid sharding give one of two
-            data axes: the other's gradients stay pending and settle, as shards, in the step.
+            mesh that has no such axis. `distribute_batch` splits rows over it, too. For hybrid
+            sharding give one of two data axes: the other's gradients stay pending and settle, as
+            shards, in the step.
         stage: see above.
         precision: dtypes to compute, to send and to sum in (stage 3); a dtype alone is
             `param_dtype`.
@@ -87,9 +91,10 @@ def zero(
     if "_zero" in model.__dict__:
         raise ValueError("zero: this model is sharded already; shard it once, over all its axes")
     refuse_lazy(model, "zero")
+    refuse_wrapped(model, "zero")
     wire = wire_of(mesh)
     if axis is None:
-        axis = wire.mesh.names[0] if wire.mesh.ndim == 1 else "dp"
+        axis = find_data_axes(wire)[:1] or (wire.mesh.names[0] if wire.mesh.ndim == 1 else "dp")
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
     places = sorted(wire.mesh.index(a) for a in axes)  # raises for an axis that there is not
     axes = tuple(wire.mesh.names[i] for i in places)
@@ -126,11 +131,41 @@ def zero(
             parts.append((block.name, [p for p in params if p.requires_grad and p.ndim]))
         state = GradReducer(parts, axes, stage)
     model.__dict__["_zero"] = state
+    model.register_forward_pre_hook(_WholeBatchWarning(axes, wire), with_kwargs=True)
+    wire.data_axes = (*wire.data_axes, *(a for a in axes if a not in wire.data_axes))
     state.options, state.applied = (axes, stage, precision or MixedPrecision()), applied
     for p, grad in grads.items():
         if grad is not None:
             p.grad = grad if isinstance(grad, DTensor) else distribute_tensor(grad, mesh)
     return model
+
+
+class _WholeBatchWarning:
+    """A hook before the forward of a model, which warns once where a batch was not split."""
+
+    def __init__(self, axes: tuple[str, ...], wire: Wire):
+        self.axes = tuple(a for a in axes if wire.mesh.size(a) > 1)
+
+    def __call__(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        if not self.axes or HERE.capturing or not (model.training and torch.is_grad_enabled()):
+            return
+        tensors = [*tensors_in((args, kwargs))]
+        rows = [t.shape[0] for t in tensors if t.ndim]
+        if not rows or max(rows) == 1:
+            return
+        axes, self.axes = self.axes, ()
+        if not any(isinstance(t, DTensor) and _is_split(t, axes) for t in tensors):
+            names = " and ".join(axes)
+            warnings.warn(
+                f"every rank of {names} computes the whole batch: no input of the "
+                f"{type(model).__name__} is split over {names}, at {user_line() or 'no line'}; "
+                "pt.distribute_batch(batch, mesh) splits its rows",
+                stacklevel=3,
+            )
+
+
+def _is_split(t: DTensor, axes: tuple[str, ...]) -> bool:
+    return any(t._spec.layout.placement(a).is_shard() for a in axes)
 
 
 def _refuse_other_meshes(model: nn.Module, mesh: Any) -> None:
@@ -190,6 +225,9 @@ def _take_over(
     applied = [m for module, state in states.items() for m in state.applied or [module]]
     for module, state in states.items():
         state.detach_from_model()
+        for number, hook in list(module._forward_pre_hooks.items()):
+            if isinstance(hook, _WholeBatchWarning):
+                del module._forward_pre_hooks[number]
         del module.__dict__["_zero"]
     return applied
 

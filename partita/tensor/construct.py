@@ -37,6 +37,7 @@ from .aliasing import global_strides
 from .arguments import find_wire
 from .dtensor import TYPED, DTensor, make_no_strides_error, moved, shape_of_pieces, tagged
 from .dtensor_gradients import type_hook
+from .origins import note_origin
 from .random import run_with_generator_check
 from .tensor_state import (
     OURS,
@@ -135,7 +136,9 @@ def spread(tensor: torch.Tensor, spec: Spec, src_data_rank: int | None = 0) -> D
             return tagged(torch.empty(spec.local_shape, dtype=value.dtype, device="meta"), spec)
         if src_data_rank is not None:
             value = spec.wire.from_first(value, src_data_rank)
-        return tagged(piece_of(value, spec), spec)
+        out = tagged(piece_of(value, spec), spec)
+        note_origin(out, spec.wire)
+        return out
 
 
 def distribute_module(
@@ -349,6 +352,7 @@ def hold_value(p: nn.Parameter, value: DTensor) -> torch.Tensor | None:
         p._is_param = True
         own_state(p).was_plain = True
     p._spec = value._spec  # type: ignore[attr-defined]
+    note_origin(p, value._spec.wire)
     for name, own in value.__dict__.items():
         if name not in OURS:
             p.__dict__.setdefault(name, own)

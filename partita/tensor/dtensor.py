@@ -51,6 +51,7 @@ from partita.layout.picture import draw, html_of
 from partita.redistribute import Plan, plan
 
 from .op_facts import without_autocast
+from .origins import describe_reading, find_origin, is_compared_when_moved, note_origin
 from .tensor_state import (
     HERE,
     Function,
@@ -184,11 +185,15 @@ class DTensor(torch.Tensor):
         """
         spec = DTensor._spec_of_local(local_tensor, device_mesh, placements, shape, run_check)
         if grad_placements is None:
-            return tagged(ask_gradient(local_tensor, spec, "from_local"), spec)
-        given = spec_on_wire(spec.wire, spec.layout.shape, grad_placements)
-        if given.local_shape != spec.local_shape:
-            raise make_other_cut_error(spec, given, "from_local", user_line())
-        return tagged(convert_gradient(local_tensor, spec.gradient, given, "from_local"), spec)
+            out = tagged(ask_gradient(local_tensor, spec, "from_local"), spec)
+        else:
+            given = spec_on_wire(spec.wire, spec.layout.shape, grad_placements)
+            if given.local_shape != spec.local_shape:
+                raise make_other_cut_error(spec, given, "from_local", user_line())
+            local = convert_gradient(local_tensor, spec.gradient, given, "from_local")
+            out = tagged(local, spec)
+        note_origin(out, spec.wire)
+        return out
 
     @staticmethod
     def _spec_of_local(
@@ -349,7 +354,7 @@ class DTensor(torch.Tensor):
         value = current(self)
         if self._spec.is_pending:
             whole = [Replicate() if p.is_partial() else p for p in self.placements]
-            with self._spec.wire.reading("print"):
+            with self._spec.wire.reading(describe_reading(self, "print", self._spec)):
                 value = value.redistribute(placements=whole)
         with Local():
             text = torch.Tensor.__repr__(torch.Tensor.detach(value))
@@ -516,7 +521,10 @@ def moved(x: torch.Tensor, before: Spec, after: Spec, op: str, reason: str) -> t
         if before.wire is not after.wire:
             raise make_two_meshes_error(op, before.wire, after.wire)
         moves = plan(before.layout, after.layout, before.wire.mesh, x.element_size())
-        return _move_with_gradient(x, moves, before.wire, op, reason)
+        if find_origin(x) is None or not is_compared_when_moved(before, after, op, reason):
+            return _move_with_gradient(x, moves, before.wire, op, reason)
+        with before.wire.reading(describe_reading(x, op, before, verb="moves")):
+            return _move_with_gradient(x, moves, before.wire, op, reason)
 
 
 class _NoView(torch.autograd.Function):

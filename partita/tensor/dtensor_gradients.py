@@ -32,6 +32,7 @@ from partita.redistribute import plan
 from .arguments import admit
 from .dtensor import DTensor, carry_all, moved, tagged
 from .op_facts import enter_function, find_getter, implements
+from .origins import find_origin, note_gradient
 from .tensor_state import (
     HERE,
     Spec,
@@ -252,11 +253,14 @@ def type_hook(x: torch.Tensor, hook: Callable[..., Any]) -> Callable[[torch.Tens
     # A parameter may be laid out anew; what an op has made keeps the layout that it had here.
     known = weakref.ref(x) if x.is_leaf else None
     spec: Spec | None = getattr(x, "_spec", None)
+    made = find_origin(x)
 
     def call_typed_hook(grad: torch.Tensor) -> Any:
         leaf = None if known is None else known()
         now: Spec = spec if leaf is None else leaf._spec  # type: ignore[attr-defined, assignment]
-        out = hook(tagged(grad.view_as(grad), now.gradient))
+        typed = tagged(grad.view_as(grad), now.gradient)
+        note_gradient(typed, made)
+        out = hook(typed)
         return _lay_out_as_dual(out, now, "hook") if isinstance(out, torch.Tensor) else out
 
     call_typed_hook.hook = hook  # type: ignore[attr-defined]  # capture hangs it on what stands for x

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ from .arguments import (
 from .dtensor import PLAIN, DTensor, alias_without_base, moved, tagged
 from .dtensor_gradients import pending_gradients, reduce_pending_gradients
 from .op_facts import Form, form_of
+from .origins import NotingKernel, note_origins_of
 from .tensor_state import (
     Args,
     Function,
@@ -166,6 +168,9 @@ class CallPlan:
         with Local():
             out = (self.kernel or func)(*args, **kwargs)
         out = self.tag(out)
+        if self.notes_origin and type(self.kernel) is not NotingKernel:  # in the first call
+            note_origins_of(out, self.wire, args, kwargs, sys._getframe(1))
+            self.kernel = NotingKernel(self.kernel or func, self.wire)
         copied = self.result_is_view_copy
         if self.may_copy:
             out, copied = copy_as_on_one_device(
@@ -191,6 +196,12 @@ class CallPlan:
                 # An alias at least: an op may return its operand, and the user's is not re-tagged.
                 new[path] = moved(value, target.plain, target.spec, self.op, "implicit")
         return replace_at_paths(args, kwargs, new)
+
+    @property
+    def notes_origin(self) -> bool:
+        """True if results have their origin noted, which the kernel does."""
+        noted = bool(self.outputs) and self.outputs[0][0].has_noted_origin
+        return noted and self.work is None
 
     def tag(self, out: Any) -> Any:
         """Tag each new local tensor of a result with its spec.

@@ -30,6 +30,7 @@ from .dispatch import run_gathered
 from .dtensor import DTensor, make_memory_error, moved, tagged
 from .dtensor_gradients import gradient_of
 from .op_facts import ADDRESSES, OVERRIDES, find_getter, form_of, implements
+from .origins import describe_reading
 from .tensor_state import (
     ON_NEW_SPEC,
     OURS,
@@ -117,7 +118,7 @@ def _gather_full_value(x: Any, op: str) -> Any:
     spec = x._spec
     if all(p.is_invariant() or p.is_replicate() for p in spec.placements):
         return moved(x, spec, spec, op, "explicit")
-    with torch.no_grad(), spec.wire.reading(op):
+    with torch.no_grad(), spec.wire.reading(describe_reading(x, op, spec)):
         return moved(x, spec, spec_of(Layout(spec.layout.shape), spec.wire), op, "explicit")
 
 

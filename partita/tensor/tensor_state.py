@@ -29,7 +29,7 @@ from torch._C import DisableTorchFunctionSubclass as Local
 # it on again. Without it the view would be taken of the shard.
 from torch._C import _EnableTorchFunction
 
-from partita.comm import Wire, user_line, wire_of
+from partita.comm import Wire, is_alone, user_line, wire_of
 from partita.layout import Fix, Layout, LayoutError, Placement, Replicate
 
 Function = Callable[..., Any]
@@ -41,6 +41,10 @@ Kwargs = dict[str, Any]
 def make_layout_error(fact: str, *fixes: Fix, **more: Any) -> LayoutError:
     """A LayoutError that names the user's line."""
     return LayoutError(fact, place=user_line(), fixes=fixes, **more)
+
+
+_MOST_NOTED = 8
+"""Elements of a result whose origin is noted."""
 
 
 class Spec:
@@ -108,6 +112,13 @@ class Spec:
         mesh = self.wire.mesh
         parted = (a for a in mesh.names if mesh.size(a) > 1)
         return not any(p.is_shard() or p.is_partial() for p in map(self.layout.placement, parted))
+
+    @cached_property
+    def has_noted_origin(self) -> bool:
+        """True if results of this spec have their origin noted (see `origins`): they are small, as
+        values are that programs read, and ranks exchange them then."""
+        is_small = self.shape.numel() <= _MOST_NOTED
+        return is_small and not self.is_whole and not is_alone(self.wire)
 
     @cached_property
     def used_differently(self) -> tuple[str, ...]:
@@ -231,7 +242,7 @@ def make_two_meshes_error(op: str, one: Wire, other: Wire) -> LayoutError:
 # -- what is remembered of a tensor ----------------------------------------------------------------
 
 _STATE = "_partita"
-OURS = frozenset(("_spec", _STATE))
+OURS = frozenset(("_spec", _STATE, "_origin"))
 """Attributes of a DTensor that belong to us and are not copied as the user's own are."""
 
 

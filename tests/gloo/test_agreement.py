@@ -84,7 +84,7 @@ def test_a_value_that_one_rank_reads_is_an_error_on_all_whatever_the_others_do(o
     one, other = run_ranks(reads_alone, 2, "item", others)
     for text in (one, other):
         assert "ranks wait for one another" in text
-        assert "rank 0     reads a value (item), at " + HERE in text
+        assert "rank 0     reads a value (item): float32 scalar {sum dp}, made at" in text
         assert "rank 1     waits in all_" in text and text.count(HERE) == 3
 
 
@@ -112,7 +112,7 @@ def reads_beside_a_graph(rank):
 def test_a_value_that_is_read_beside_a_compiled_step_is_an_error_on_all():
     for text in run_ranks(reads_beside_a_graph, 2):
         assert "ranks wait for one another" in text
-        assert "rank 0     reads a value (item), at " + HERE in text
+        assert "rank 0     reads a value (item): float32 scalar {sum dp}, made at" in text
         assert "rank 1     runs compiled step, at " + HERE in text
 
 

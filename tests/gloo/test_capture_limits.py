@@ -10,7 +10,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import partita as pt
-from partita.comm import wait_for_all_ranks
+from partita.comm import waiting
 from tests.gloo.launch import run_ranks
 
 
@@ -34,7 +34,7 @@ def parts(rank, checked):
     told = []
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        wait_for_all_ranks.__globals__["PATIENCE"] = 1.0
+        waiting.PATIENCE = 1.0
         with pytest.raises(pt.LayoutError) as caught:
             if checked:
                 with pt.check_ranks(timeout=20):
@@ -49,9 +49,8 @@ def parts(rank, checked):
 def test_a_rank_that_captures_while_another_runs_is_named_on_both_when_the_job_is_out_of_patience():
     (runs, _), (captures, warned) = run_ranks(parts, 2, False, timeout=60)
     why = "captures sums, at tests/gloo/test_capture_limits.py:"
-    assert "rank 1 does not make the same moves as rank 0" in runs
-    assert "rank 1 waited 3 s for rank 0" in captures
     for text in (runs, captures):
+        assert "rank 1 waited 3 s for rank 0" in text and "rank 0     runs compiled sums" in text
         assert why in text and "argument[1]: 4 became 3" in text
         assert "pt.check_ranks()" in text
     assert len(warned) == 1 and "rank 0 has not come yet" in warned[0] and why in warned[0]

@@ -21,7 +21,6 @@ from .gloo import can_compare as can_compare
 from .gloo import prepare_control as prepare_control
 from .gloo import rendezvous_group as rendezvous_group
 from .gloo import timeouts_of_job as timeouts_of_job
-from .gloo import world_group as world_group
 
 
 def backend_of(device_type: str, native: Native = begin_in_group) -> Backend:

@@ -139,11 +139,6 @@ def can_compare() -> bool:
     return dist.is_available() and dist.is_gloo_available()
 
 
-def world_group() -> dist.ProcessGroup:
-    """A new group of all ranks of the job; they all call this."""
-    return dist.new_group(backend="gloo", group_desc="partita everyone")
-
-
 def rendezvous_group(name: str, ranks: Sequence[int], limit: timedelta) -> Any:
     """A new group of some ranks of the job, which find each other by `name`.
 

@@ -1,0 +1,100 @@
+"""Wrappers of torch's that replicate or shard a model, where they meet one of partita.
+
+They exchange parameters and gradients as if each rank held the whole of them: DDP's first broadcast
+would write rank 0's pieces over the others, and every gradient would be reduced twice. So they
+refuse a model that has DTensors, and `zero` and `parallelize` refuse one that they have wrapped.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from partita.comm import (
+    find_torch_dtensor_mesh,
+    inspect_wrappers,
+    is_wrapper,
+    on_first_wire,
+    ranks_of_mesh,
+    user_line,
+)
+from partita.layout import Fix, LayoutError
+from partita.tensor.dtensor import DTensor
+
+_wrapped: WeakKeyDictionary[nn.Module, tuple[str, Callable[[], Any]]] = WeakKeyDictionary()
+"""Models that were given to a wrapper: its name, and what is None once there is no wrapper."""
+
+
+def _refuse_to_wrap(wrapper: str, models: Sequence[nn.Module], ranks: Sequence[int]) -> None:
+    """Raise where a model has DTensors of which several of `ranks` have parts.
+
+    Args:
+        ranks: those that the wrapper exchanges values with, by their numbers in the job; none for
+            any.
+    """
+    for model in models:
+        for name, p in model.named_parameters():
+            if isinstance(p, DTensor) and _has_parts(p, ranks):
+                raise LayoutError(
+                    f"{wrapper}: {name} is a DTensor of partita",
+                    place=user_line(),
+                    operands=(f"{name}  {p._spec.layout.brief()} on {p._spec.wire.mesh}",),
+                    reason=f"{wrapper} would exchange its pieces and reduce its gradients again: "
+                    "partita has done so",
+                    fixes=(
+                        Fix(
+                            f"no {wrapper}",
+                            "after pt.zero or pt.parallelize: train the model as it is",
+                        ),
+                        Fix("accelerator.prepare(optimizer, loader)", "with accelerate: no model"),
+                        Fix(f"{wrapper} alone", "without pt.zero and pt.parallelize"),
+                    ),
+                )
+
+
+def _has_parts(p: DTensor, ranks: Sequence[int]) -> bool:
+    return not ranks or len({*ranks} & {*ranks_of_mesh(p._spec.wire)}) > 1
+
+
+def refuse_wrapped(model: nn.Module, what: str) -> None:
+    """Raise where `model`, or a part of it, was wrapped or sharded by torch.
+
+    Args:
+        what: the function that is called, for the error.
+    """
+    found = ""
+    for name, module in model.named_modules():
+        wrapper, is_there = _wrapped.get(module, ("", lambda: None))
+        if is_wrapper(module) or is_there() is not None:
+            found = f"{name or 'the model'} is wrapped by {wrapper or type(module).__name__}"
+            break
+    else:
+        for name, p in model.named_parameters():
+            if (mesh := find_torch_dtensor_mesh(p)) is not None:
+                found = f"{name} is a DTensor of torch on {mesh}: fully_shard has sharded it"
+                break
+    if found:
+        raise LayoutError(
+            f"{what}: {found}",
+            place=user_line(),
+            reason="two of them would each exchange parameters and gradients",
+            fixes=(
+                Fix(f"pt.{what}(model, mesh)", "of the plain model, without the other"),
+                Fix("pt.from_torch(p)", "a DTensor of partita of each parameter of torch's"),
+            ),
+        )
+
+
+def _inspect(wrapper: str, models: Any, ranks: Sequence[int], instance: Any) -> None:
+    given = models if isinstance(models, (list, tuple)) else (models,)
+    found = [m for m in given if isinstance(m, nn.Module)]
+    _refuse_to_wrap(wrapper, found, ranks)
+    for model in found:
+        _wrapped[model] = wrapper, (lambda: True) if instance is None else weakref.ref(instance)
+
+
+on_first_wire(lambda: inspect_wrappers(_inspect))

@@ -42,8 +42,13 @@ test: $(READY)
 test-all: $(READY)
 	$(BIN)/python -m pytest -n 2 $(ARGS)
 
-test-gpu: $(READY)
-	$(BIN)/python -m pytest tests/gpu tests/believed_gpu $(ARGS)
+# Without a network and an environment: by any Python that has torch and what the tests need.
+test-gpu:
+	@for python in $(BIN)/python $(PYTHON) python3 ""; do $$python -c "import importlib.util as u; \
+	  exit(not all(map(u.find_spec, ('torch', 'pytest', 'pytest_timeout', 'hypothesis'))))" \
+	  2>/dev/null && break; done; \
+	  test "$$python" || { echo "no Python here has torch and pytest: 'make test' installs them"; \
+	  exit 1; }; set -x; $$python -m pytest tests/gpu tests/believed_gpu $(ARGS)
 
 test-clients: $(CLIENTS)
 	$(BIN)/python -m tests.clients.sweep $(ARGS)

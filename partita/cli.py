@@ -58,7 +58,7 @@ BENCHES = {
     name: f"partita.bench.{name}:main"
     for name in (
         *("dispatch", "ops", "compile", "memory", "zero", "checkpoint"),
-        *("faults", "simulate", "published", "plan"),
+        *("faults", "simulate", "published", "plan", "steps"),
     )
 }
 """What `partita bench NAME` runs: "module:function", called with the remaining arguments."""

@@ -2,9 +2,10 @@
 
 What does a compiled step cost, over the same compute without communication, and beside others?
 
-    train    a GPT on 2 and 4 Gloo ranks: each rank alone (eager and compiled), ZeRO-3 and data
-             parallel by partita (eager and compiled), DDP, FSDP2 (eager and compiled) and
-             SimpleFSDP (a parametrization that gathers, compiled); all in turn in one run
+    train    a GPT on 2 and 4 Gloo ranks: each rank alone, DDP and FSDP2, ZeRO-3 and data parallel
+             by partita, all of them eager and compiled, and SimpleFSDP (a parametrization that
+             gathers), compiled; all in turn in one run. Rivals are compiled as their users do it:
+             the blocks of FSDP2 one by one and its loss, the others whole
     small    D=64, two layers, ZeRO-3 over one process that trains on the full batch
     tiny     4 blocks of d=16 on a fake group: what a step costs where there is little to compute;
              called once in its turn, and ten times in a row
@@ -32,11 +33,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils import parametrize
 
 import partita as pt
 from partita.app.models.llama import Llama
@@ -47,102 +48,52 @@ from . import depth as bench_depth
 from . import dry as bench_dry
 from . import moves as bench_moves
 from .interleaved import Step, in_turns, measure, on_ranks, table
-from .place import bench_device, make_dp_mesh
-from .zero import Shape, fsdp, training
+from .place import bench_device, make_dp_mesh, make_rival_mesh
+from .rivals import make_rival, training
+from .zero import Shape, choose_ways, measure_ways, sharded_step
 
 SMALL = Shape(layers=2, width=64)
 TINY = Shape(width=16, context=16, batch=2)
 
 
-class _Gathered(nn.Module):
-    """SimpleFSDP: a parameter is shown whole by a gather, whose transpose reduces its gradient."""
-
-    def forward(self, x: Any) -> torch.Tensor:
-        from torch.distributed.tensor import Partial, Replicate
-
-        whole = x.redistribute(placements=[Replicate()])
-        return whole.to_local(grad_placements=[Partial()])
+TRAIN_WAYS = (
+    *("alone", "alone compiled", "DDP", "DDP compiled", "partita dp", "partita dp compiled"),
+    *("FSDP2", "FSDP2 compiled", "SimpleFSDP compiled"),
+    *("partita zero 3", "partita zero 3 compiled"),
+)
 
 
-def simple_fsdp(model: nn.Module, mesh: Any) -> nn.Module:
-    """The model with every parameter a `torch.distributed.tensor` DTensor that is gathered at use.
-
-    As the SimpleFSDP paper has it (arXiv 2411.00284): one parametrization, no hooks.
-    """
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    for module in list(model.modules()):
-        for name, p in list(module.named_parameters(recurse=False)):
-            shard = nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)]))
-            setattr(module, name, shard)
-            parametrize.register_parametrization(module, name, _Gathered(), unsafe=True)
-    return model
-
-
-def _steps(rank: int, ranks: int, shape: Shape, only: Sequence[str]) -> dict[str, Step]:
-    from torch.nn.parallel import DistributedDataParallel
-
-    base = shape.model()
-    x, y = (part.chunk(ranks)[rank].contiguous() for part in shape.tokens(ranks))
-    mesh = make_dp_mesh(ranks)
-
-    def plain(model: nn.Module, how: Callable[..., Any] = lambda step: step) -> Step:
-        step = how(training(model))
-        return lambda: step(x, y)
-
-    def spread(stage: int, how: Callable[..., Any] = lambda step: step) -> Step:
-        step = how(training(zero(copy.deepcopy(base), mesh, stage=stage)))
-        rows = [pt.DTensor.from_local(part, mesh, [pt.Shard(0)]) for part in (x, y)]
-        return lambda: step(*rows)
-
-    def new() -> nn.Module:
-        return copy.deepcopy(base)
-
-    ways: dict[str, Callable[[], Step]] = {
-        "alone": lambda: plain(new()),
-        "alone compiled": lambda: plain(new(), pt.compile),
-        "partita dp": lambda: spread(0),
-        "partita dp compiled": lambda: spread(0, pt.compile),
-        "DDP": lambda: plain(DistributedDataParallel(new())),
-        "partita zero 3": lambda: spread(3),
-        "partita zero 3 compiled": lambda: spread(3, pt.compile),
-        "FSDP2": lambda: plain(fsdp(new(), mesh)),
-        "FSDP2 compiled": lambda: plain(torch.compile(fsdp(new(), mesh))),  # type: ignore[arg-type]
-        "SimpleFSDP compiled": lambda: plain(torch.compile(simple_fsdp(new(), mesh))),  # type: ignore[arg-type]
-    }
-    return {
-        name: make() for name, make in ways.items() if not only or name == "alone" or name in only
-    }
-
-
-def _small_steps(rank: int, ranks: int) -> dict[str, Step]:
+def _small_rivals(names: Sequence[str], rank: int, ranks: int) -> dict[str, Step]:
     """One process trains on all rows; the ranks on theirs."""
-    base = SMALL.model()
-    x, y = SMALL.tokens(ranks)
-    mesh = make_dp_mesh(ranks)
-    alone = training(copy.deepcopy(base))
+    base, mesh = SMALL.model(), make_rival_mesh(ranks)
+    mine, all_rows = SMALL.tokens_of(rank, ranks), list(SMALL.tokens(ranks))
+    found: dict[str, Step] = {}
+    for name in names:
+        alone = name.startswith("one process")
+        kind = name.replace("one process", "alone")
+        if alone and rank:
+            found[name] = lambda: None
+        else:
+            found[name] = make_rival(kind, copy.deepcopy(base), all_rows if alone else mine, mesh)
+    return found
 
-    def sharded(how: Callable[..., Any]) -> Step:
-        step = how(training(zero(copy.deepcopy(base), mesh, stage=3)))
-        rows = [pt.distribute_tensor(t, mesh, [pt.Shard(0)]) for t in (x, y)]
-        return lambda: step(*rows)
 
-    alone_compiled = pt.compile(training(copy.deepcopy(base)))
-    theirs = training(fsdp(copy.deepcopy(base), mesh))
-    mine = [t.chunk(ranks)[rank].contiguous() for t in (x, y)]
+def _small_ours(rank: int, ranks: int) -> dict[str, Step]:
+    base, mesh = SMALL.model(), make_dp_mesh(ranks)
+    mine, (x, y) = SMALL.tokens_of(rank, ranks), SMALL.tokens(ranks)
+    alone = pt.compile(training(copy.deepcopy(base)))
     return {
-        "one process": (lambda: alone(x, y)) if rank == 0 else (lambda: None),
-        "one process compiled": (lambda: alone_compiled(x, y)) if rank == 0 else (lambda: None),
-        "partita zero 3": sharded(lambda step: step),
-        "partita zero 3 compiled": sharded(pt.compile),
-        "FSDP2": lambda: theirs(*mine),
+        "one process, pt.compile": (lambda: alone(x, y)) if rank == 0 else lambda: None,
+        "partita zero 3": sharded_step(copy.deepcopy(base), mine, mesh, 3),
+        "partita zero 3 compiled": sharded_step(copy.deepcopy(base), mine, mesh, 3, pt.compile),
     }
 
 
 def _train(options: argparse.Namespace) -> dict[str, Any]:
-    shape, found = Shape(), {}
+    shape, ways = Shape(), choose_ways(TRAIN_WAYS, options.only)
+    found = {}
     for ranks in options.ranks:
-        found[str(ranks)] = measure(_steps, ranks, options.rounds, shape, options.only, warm=3)
+        found[str(ranks)] = measure_ways(ways, ranks, options.rounds, shape, warm=3)
         print(f"\n{shape}, AdamW, {ranks} ranks of {bench_device().type}, {options.rounds} rounds")
         print(table(found[str(ranks)], "alone"), flush=True)
     return found
@@ -151,7 +102,9 @@ def _train(options: argparse.Namespace) -> dict[str, Any]:
 def _small(options: argparse.Namespace) -> dict[str, Any]:
     found = {}
     for ranks in options.ranks:
-        found[str(ranks)] = measure(_small_steps, ranks, 4 * options.rounds, warm=3)
+        teams = ("one process", "FSDP2"), ("one process compiled",), ("FSDP2 compiled",)
+        makes: list[Any] = [*(partial(_small_rivals, names) for names in teams), _small_ours]
+        found[str(ranks)] = measure(makes, ranks, 4 * options.rounds, warm=3)
         print(
             f"\n{SMALL}, AdamW, {ranks} ranks of {bench_device().type}; "
             "one process trains on all rows"

@@ -35,6 +35,11 @@ def begin_ranks(rank: int, ranks: int, **meeting: Any) -> None:
     dist.init_process_group(backend, rank=rank, world_size=ranks, **meeting)
 
 
+def make_rival_mesh(ranks: int) -> Any:
+    """torch's mesh of one axis: a process that has no other has no mesh of partita."""
+    return dist.init_device_mesh(bench_device().type, (ranks,), mesh_dim_names=("dp",))
+
+
 def make_dp_mesh(ranks: int) -> Any:
     """A mesh of one axis, over so many ranks."""
     return pt.init_device_mesh(bench_device().type, (ranks,), mesh_dim_names=("dp",))

@@ -5,7 +5,7 @@ What does sharded training cost over the same compute without communication?
 A GPT is trained on Gloo ranks, each with its own rows of a batch, in turn: without communication
 (every rank a model of its own), data parallel and ZeRO-3 by partita, DDP and FSDP2. All take turns
 within each round of one run, and what is printed is the median over rounds of the ratio to the
-step without communication of the same round.
+step without communication of the same round. Rivals run in processes without a mesh of partita.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import argparse
 import copy
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import partita as pt
@@ -28,7 +28,8 @@ from partita.parallel.zero import zero
 from partita.report import written_file
 
 from .interleaved import Step, measure, table
-from .place import bench_device, make_dp_mesh
+from .place import bench_device, make_dp_mesh, make_rival_mesh
+from .rivals import make_rival, training
 
 
 @dataclass(frozen=True)
@@ -51,59 +52,82 @@ class Shape:
         torch.manual_seed(0)
         return bench_device().place(torch.randint(0, 256, (2, ranks * self.batch, self.context)))
 
-
-def training(model: nn.Module, capturable: bool = False) -> Callable[..., torch.Tensor]:
-    """A step of AdamW as a plain loop has it."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True, capturable=capturable)
-
-    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    return step
+    def tokens_of(self, rank: int, ranks: int) -> list[torch.Tensor]:
+        """This rank's rows of `tokens`."""
+        return [part.chunk(ranks)[rank].contiguous() for part in self.tokens(ranks)]
 
 
-def fsdp(model: nn.Module, mesh: Any) -> nn.Module:
-    """The model sharded by FSDP2, block by block."""
-    from torch.distributed.fsdp import fully_shard
+def sharded_step(
+    model: nn.Module, batch: Sequence[torch.Tensor], mesh: Any, stage: int, how: Any = None
+) -> Step:
+    """A step of partita by ZeRO of a stage; 0 is data parallel.
 
-    whole: Any = model
-    for block in whole.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(whole, mesh=mesh)
-    return model
+    Args:
+        batch: this rank's samples.
+        how: is applied to the step: `pt.compile`.
+    """
+    step = training(zero(model, mesh, stage=stage))
+    rows = [pt.DTensor.from_local(part, mesh, [pt.Shard(0)]) for part in batch]
+    ready = step if how is None else how(step)
+    return lambda: ready(*rows)
 
 
-def _steps(rank: int, ranks: int, shape: Shape, only: Sequence[str]) -> dict[str, Step]:
-    """Each way to train, ready to step."""
-    from torch.nn.parallel import DistributedDataParallel
+def rival_steps(names: Sequence[str], rank: int, ranks: int, shape: Shape) -> dict[str, Step]:
+    """The steps of rivals, on ranks without a mesh of partita."""
+    base, mesh = shape.model(), make_rival_mesh(ranks)
+    mine = shape.tokens_of(rank, ranks)
+    return {name: make_rival(name, copy.deepcopy(base), mine, mesh) for name in names}
 
-    base = shape.model()
-    x, y = (part.chunk(ranks)[rank].contiguous() for part in shape.tokens(ranks))
-    mesh = make_dp_mesh(ranks)
 
-    def plain(model: nn.Module) -> Step:
-        step = training(model)
-        return lambda: step(x, y)
+STAGES = {"partita dp": 0, "partita zero 3": 3}
 
-    def spread(model: nn.Module) -> Step:
-        step = training(model)
-        rows = [pt.DTensor.from_local(part, mesh, [pt.Shard(0)]) for part in (x, y)]
-        return lambda: step(*rows)
 
-    ways: dict[str, Callable[[], Step]] = {
-        "alone": lambda: plain(copy.deepcopy(base)),
-        "partita dp": lambda: spread(zero(copy.deepcopy(base), mesh, stage=0)),
-        "partita zero 3": lambda: spread(zero(copy.deepcopy(base), mesh, stage=3)),
-        "DDP": lambda: plain(DistributedDataParallel(copy.deepcopy(base))),
-        "FSDP2": lambda: plain(fsdp(copy.deepcopy(base), mesh)),
-    }
-    return {
-        name: make() for name, make in ways.items() if not only or name == "alone" or name in only
-    }
+def partita_steps(names: Sequence[str], rank: int, ranks: int, shape: Shape) -> dict[str, Step]:
+    """The steps of partita, by a name of `STAGES`, with " compiled" behind it where they are."""
+    base, mesh = shape.model(), make_dp_mesh(ranks)
+    mine = shape.tokens_of(rank, ranks)
+    found = {}
+    for name in names:
+        stage, how = STAGES[name.removesuffix(" compiled")], None
+        if name.endswith(" compiled"):
+            how = pt.compile
+        found[name] = sharded_step(copy.deepcopy(base), mine, mesh, stage, how)
+    return found
+
+
+def measure_ways(
+    ways: Sequence[str], ranks: int, rounds: int, shape: Shape, warm: int = 2
+) -> dict[str, list[float]]:
+    """Seconds per step of each way, round by round.
+
+    Rivals have ranks of their own, and each that is compiled has: Dynamo takes up again what it
+    compiled of the same code for another, without the buckets of DDP, for example.
+    """
+    teams: dict[str, list[str]] = {}
+    for name in ways:
+        ours, compiled = name.startswith("partita"), name.endswith(" compiled")
+        teams.setdefault("partita" if ours else name if compiled else "eager", []).append(name)
+    makes = [
+        partial(partita_steps if team == "partita" else rival_steps, names)
+        for team, names in teams.items()
+    ]
+    found = measure(makes, ranks, rounds, shape, warm=warm)
+    return {name: found[name] for name in ways}
+
+
+def choose_ways(ways: Sequence[str], only: Sequence[str]) -> list[str]:
+    """Those of `only`, and "alone"; all, where there are none.
+
+    Raises:
+        SystemExit: one is none of `ways`.
+    """
+    unknown = [name for name in only if name not in ways]
+    if unknown:
+        raise SystemExit(f"--only: the ways are {', '.join(ways)}, not {', '.join(unknown)}")
+    return [name for name in ways if not only or name == "alone" or name in only]
+
+
+WAYS = ("alone", "DDP", "partita dp", "FSDP2", "partita zero 3")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -114,8 +138,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=written_file, metavar="FILE")
     options = parser.parse_args(argv)
     shape, found = Shape(), {}
+    ways = choose_ways(WAYS, options.only)
     for ranks in options.ranks:
-        found[ranks] = measure(_steps, ranks, options.rounds, shape, options.only)
+        found[ranks] = measure_ways(ways, ranks, options.rounds, shape)
         print(f"\n{shape}, {ranks} ranks of {bench_device().type}, {options.rounds} rounds")
         print(table(found[ranks], "alone"))
     if options.json:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import types
 
 import pytest
 import torch
@@ -11,7 +12,6 @@ from partita import cli
 from partita.bench import interleaved, rivals
 from partita.bench.place import make_rival_mesh
 from partita.bench.zero import Shape, measure_ways, rival_steps
-from partita.comm import wire
 from tests.gloo.launch import run_ranks
 
 TINY = Shape(layers=2, width=16, heads=2, context=8, batch=2)
@@ -117,7 +117,7 @@ def rivals_that_ran(rank, ranks, shape):
     steps = rival_steps(["alone", "FSDP2"], rank, ranks, shape)
     for step in steps.values():
         step()
-    assert wire._waiting is not None
+    assert not isinstance(torch.Tensor.__init__, types.FunctionType)  # as a wire makes it
     return steps
 
 

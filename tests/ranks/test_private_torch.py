@@ -1018,3 +1018,30 @@ def test_make_fx_looks_for_dead_code_by_the_graphs_own_method():
 
     make_fx(traced)(torch.ones(2))
     assert looked
+
+
+def test_each_call_in_a_fake_mode_goes_through_dispatch():
+    calls = []
+
+    class Mode(FakeTensorMode):
+        def dispatch(self, func, types, args=(), kwargs=None):
+            calls.append(func)
+            return super().dispatch(func, types, args, kwargs or {})
+
+    with Mode() as mode:
+        x = torch.ones(2, 3)
+    assert (x + 1).fake_mode is mode  # outside of the mode, too
+    assert torch.ops.aten.add.Tensor in calls
+
+
+def test_fakes_of_torch_still_lie_otherwise_than_what_a_kernel_makes():
+    """When this fails, `partita/compile/capture/kernel_strides.py` may be superfluous."""
+    call = torch.ops.aten.softplus_backward
+
+    def strides():
+        grad, x = torch.ones(2, 4, 12).transpose(1, 2), torch.ones(2, 12, 4)
+        return call(grad, x, 1.0, 20.0).stride()
+
+    with FakeTensorMode():
+        faked = strides()
+    assert strides() == (48, 1, 12) != faked

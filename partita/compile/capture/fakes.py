@@ -37,6 +37,8 @@ from partita.comm.device import HOST
 from partita.tensor.dtensor import PLAIN, TYPED, DTensor
 from partita.tensor.op_facts import facts_of
 
+from .kernel_strides import KernelStridesMode
+
 # -- numbers ---------------------------------------------------------------------------------------
 
 
@@ -407,11 +409,11 @@ TYPED[FakeTensor] = TYPED[FakeDTensor] = FakeDTensor
 
 
 def fake_mode() -> FakeTensorMode:
-    """A mode in which shapes are static: another shape is another capture.
+    """A mode in which shapes are static (another shape is another capture) and strides kernels'.
 
     Its shape environment traces Python numbers; without one Inductor's cache would be bypassed.
     """
-    return FakeTensorMode(shape_env=NumberEnv(), static_shapes=True)
+    return KernelStridesMode(shape_env=NumberEnv(), static_shapes=True)
 
 
 def fake_mode_of(inputs: Iterable[Any]) -> FakeTensorMode:

@@ -1,0 +1,71 @@
+"""A debug run of captured graphs: which values lie otherwise in memory than their fakes.
+
+A graph was traced by the strides of fakes. `watch_strides` runs it call by call and notes each
+value whose real strides differ:
+
+    with watch_strides(step.program) as differing:
+        step(x).sum().backward()
+    assert not differing
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+
+from partita.compile.backend.executor import GraphWriter
+from partita.compile.capture.kernel_strides import have_same_strides
+from partita.compile.captured_program import CapturedProgram
+from partita.compile.graph_nodes import note_of
+from partita.compile.program import Program
+from partita.compile.region import Region
+
+
+@contextmanager
+def watch_strides(program: CapturedProgram) -> Iterator[list[str]]:
+    """Within, the program runs call by call; yields a list, which gets a line for each value whose
+    strides differ from its fake's."""
+    graphs: list[Program] = [program]
+    if isinstance(program, Region):
+        graphs = [program.halves.forward, *program.halves.backwards.values()]
+    before, found = [graph.call for graph in graphs], list[str]()
+    try:
+        for graph in graphs:
+            run = _Watching(graph, found).function()
+            graph.call = lambda *inputs, run=run: run(inputs)
+        yield found
+    finally:
+        for graph, call in zip(graphs, before, strict=True):
+            graph.call = call
+
+
+class _Watching(GraphWriter):
+    """Writes code that compares each value, where it is made, with its fake."""
+
+    def __init__(self, program: Program, found: list[str]):
+        super().__init__(program.graph, program.groups)
+        self._found = found
+
+    def line(self, node: fx.Node) -> str:
+        written = super().line(node)
+        if node.op != "call_function":
+            return written
+        return (
+            f"{written}; {self.bind(lambda value: self._compare(node, value))}({self.names[node]})"
+        )
+
+    def _compare(self, node: fx.Node, value: Any) -> None:
+        fake = node.meta["val"]
+        reals, fakes = (v if isinstance(v, (tuple, list)) else [v] for v in (value, fake))
+        for real, like in zip(reals, fakes, strict=True):
+            if not isinstance(real, torch.Tensor) or real.layout is not torch.strided:
+                continue
+            if not have_same_strides(real.shape, real.stride(), like.stride()):
+                self._found.append(
+                    f"{node.target} of {note_of(node).source}: {real.stride()}, "
+                    f"and its fake {like.stride()}, shape {tuple(real.shape)}"
+                )

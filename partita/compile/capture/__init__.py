@@ -4,7 +4,8 @@ In reading order:
 
 - The run: `capture` (runs until one gives a complete graph), `capture_context` (what is exchanged
   and set otherwise meanwhile), `recorder` (the modes: a call becomes nodes, and what the step calls
-  of tensors by name), `fakes` (what stands for tensors and Python numbers) and `equal_calls`
+  of tensors by name), `fakes` (what stands for tensors and Python numbers), `kernel_strides` (how
+  these lie in memory) and `equal_calls`
   (computed once, traced once).
 - What the step reads: `inputs` (the state that it reaches, inputs of the graph, and facts that are
   asked of them), `optimizers`, `answers` (floats as inputs; what torch asks of tensors' values).

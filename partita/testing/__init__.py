@@ -1,5 +1,6 @@
 """Tools that check: the prover of rules, the sweep over torch's own samples, counted bytes.
 
 In reading order: `prove` with `trial`, `simulated_ranks` and `samples/` (the rules), `opinfo`,
-`op_layouts`, `op_case` and `op_team` (the sweep), `strides` (of captured graphs), `allocated_bytes`.
+`op_layouts`, `op_case` and `op_team` (the sweep), `strides` (of captured graphs),
+`allocated_bytes`.
 """

@@ -185,7 +185,7 @@ class GraphWriter:
             if target in _COLLECTIVES:
                 target, args = self._make_collective(node), args[:1]
         args += [f"{k}={self.text(v)}" for k, v in node.kwargs.items()]
-        return f"{name} = {self.bind(_WITHOUT_STRIDES.get(target, target))}({', '.join(args)})"
+        return f"{name} = {self.bind(_WITHOUT_STRIDES.get(str(target), target))}({', '.join(args)})"
 
     def _make_collective(self, node: fx.Node) -> Callable[[torch.Tensor], Any]:
         """What runs a collective, of its operand."""
@@ -235,9 +235,8 @@ class GraphWriter:
         return name
 
 
-_aten = torch.ops.aten
-_WITHOUT_STRIDES = {_aten.view.default: torch.reshape, _aten._unsafe_view.default: torch.reshape}
-"""By an op that refuses strides which its fake did not have, one that copies them."""
+_WITHOUT_STRIDES = dict.fromkeys(["aten.view.default", "aten._unsafe_view.default"], torch.reshape)
+"""By the text of an op that refuses strides which its fake did not have, one that copies then."""
 
 
 # -- collectives -----------------------------------------------------------------------------------

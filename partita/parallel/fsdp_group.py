@@ -409,7 +409,7 @@ class FsdpGroup:
         for one in installed:
             # It holds a view of `whole`, which holds `whole`: a cycle that no garbage collector
             # sees.
-            own_state(one.whole).moved = None
+            own_state(one.whole).retyped = None
             for slot in self.slots[one.number]:
                 slot.owner._parameters[slot.attr] = one.shard  # type: ignore[assignment]
 

@@ -10,8 +10,8 @@ In reading order:
   row for each axis), with `op_facts` (which op a function is, and what an op does). `x + y` runs
   through these five files of the room, and those of `dtensor` and `tensor_state`
 - calls that need more: `foreach` (lists of tensors), `aliasing` (shared memory), `uneven_pieces`
-  (padded or empty ones), `random` (one device's numbers on all ranks), `origins` (which call made
-  what ranks read)
+  (padded or empty ones), `infinite_factors` (of shares), `random` (one device's numbers on all
+  ranks), `origins` (which call made what ranks read)
 - what is no op: `tensor_overrides` (attributes, ways out to Python, `x[...] = y`, strides,
   addresses, copies), `dtensor_gradients` (`.grad`, `backward`, hooks, buckets)
 - making tensors: `construct`

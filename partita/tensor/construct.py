@@ -343,7 +343,7 @@ def hold_value(p: nn.Parameter, value: DTensor) -> torch.Tensor | None:
             _data.__set__(p, torch.empty(0, dtype=other, device=p.device))
         _data.__set__(p, value.detach())
     if isinstance(p, DTensor):
-        own_state(p).moved = None
+        own_state(p).retyped = None
     else:
         hooks: dict[int, Any] = p._backward_hooks or {}
         for number, hook in list(hooks.items()):

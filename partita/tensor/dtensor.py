@@ -392,7 +392,7 @@ def _make_shard_property(name: str) -> property:
     return property(read, write, doc=doc)
 
 
-for _name in "dtype device requires_grad is_leaf grad_fn is_sparse is_cuda is_cpu is_meta".split():
+for _name in "dtype device requires_grad is_leaf is_sparse is_cuda is_cpu is_meta".split():
     setattr(DTensor, _name, _make_shard_property(_name))
 
 

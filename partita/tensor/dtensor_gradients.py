@@ -11,6 +11,7 @@ DTensor, whose layout is the dual of its value's. So the gradient of a Replicate
 from __future__ import annotations
 
 import math
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable
@@ -23,6 +24,8 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from torch._C import _is_torch_function_enabled as _global_view
 from torch.autograd import Function
 from torch.autograd.function import BackwardCFunction, _is_setup_context_defined
+from torch.autograd.graph import Node
+from torch.nn.modules import module as torch_module
 from torch.nn.modules._functions import BackwardHookFunction
 
 from partita.comm import Wire, agree, is_agreed, remember_agreed
@@ -57,6 +60,14 @@ def _show_gradient(x: torch.Tensor) -> None:
         rest.owner.show_gradient()
 
 
+def _alias_with_history(t: torch.Tensor) -> torch.Tensor:
+    """An alias of a plain tensor, which keeps its history where gradients are not recorded, too."""
+    if not t.requires_grad or torch.is_grad_enabled():
+        return t.view_as(t)
+    with torch.enable_grad():
+        return t.view_as(t)
+
+
 @implements(find_getter("grad"))
 def gradient_of(x: DTensor) -> DTensor | None:
     """`x.grad` as a DTensor. It is tagged once: later reads give the same object."""
@@ -72,10 +83,9 @@ def gradient_of(x: DTensor) -> DTensor | None:
         spec = x._spec.gradient
         if grad.layout is not torch.strided:  # sparse, as gather(sparse_grad=True) makes it
             grad = grad.to_dense()
-        typed = tagged(grad.detach(), spec)
         if grad.requires_grad:
-            # A gradient with a history (create_graph) keeps it.
-            return tagged(grad.view_as(grad), spec)
+            return tagged(_alias_with_history(grad), spec)
+        typed = tagged(grad.detach(), spec)
         own_state(typed).gradient_of = weakref.ref(x)
         _grad.__set__(x, typed)
         return typed
@@ -142,8 +152,8 @@ def _make_backward_seed(
         after = spec.reduced
         root = tagged(moved(root, spec, after, "backward", "implicit"), after)
         spec = after
-    with torch.enable_grad(), Local():
-        plain = root.view_as(root)
+    with Local():
+        plain = _alias_with_history(root)
     if gradient is None:
         if spec.shape.numel() != 1:
             raise RuntimeError("grad can be implicitly created only for scalar outputs")
@@ -238,13 +248,49 @@ assert _plain_grad is not None
 
 @implements(torch.autograd.grad)
 def _autograd_grad(
-    outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    only_inputs: bool = True,
+    allow_unused: bool | None = None,
+    is_grads_batched: bool = False,
+    materialize_grads: bool = False,
 ) -> Any:
     """torch.autograd.grad, whose results are DTensors for inputs that are."""
+    options: Any = (create_graph, only_inputs, allow_unused, False, materialize_grads)
+    if is_grads_batched:
+        return _grad_of_each(outputs, inputs, grad_outputs, retain_graph, *options)
     outs, given = _find_backward_seeds(outputs, grad_outputs)
     wanted = list(inputs) if isinstance(inputs, (tuple, list)) else [inputs]
-    grads = _plain_grad(outs, wanted, given, *args, **kwargs)
+    grads = _plain_grad(outs, wanted, given, retain_graph, *options)
     return tuple(map(type_gradient, grads, specs_of_values(wanted)))
+
+
+def _grad_of_each(
+    outputs: Any, inputs: Any, batches: Any, retain_graph: bool | None, *options: Any
+) -> tuple[Any, ...]:
+    """What `torch.autograd.grad` gives for each gradient of a batch, stacked.
+
+    One backward pass for each: torch would run one under vmap, and a collective has no batch.
+    """
+    given = list(batches) if isinstance(batches, (tuple, list)) else [batches]
+    count = next(len(batch) for batch in given if batch is not None)
+    keeps = options[0] if retain_graph is None else retain_graph
+    found = [
+        _autograd_grad(
+            outputs,
+            inputs,
+            [None if batch is None else batch[i] for batch in given],
+            keeps or i + 1 < count,
+            *options,
+        )
+        for i in range(count)
+    ]
+    return tuple(
+        None if grads[0] is None else torch.stack(grads) for grads in zip(*found, strict=True)
+    )
 
 
 def type_hook(x: torch.Tensor, hook: Callable[..., Any]) -> Callable[[torch.Tensor], Any]:
@@ -258,10 +304,18 @@ def type_hook(x: torch.Tensor, hook: Callable[..., Any]) -> Callable[[torch.Tens
     def call_typed_hook(grad: torch.Tensor) -> Any:
         leaf = None if known is None else known()
         now: Spec = spec if leaf is None else leaf._spec  # type: ignore[attr-defined, assignment]
-        typed = tagged(grad.view_as(grad), now.gradient)
+        typed = tagged(_alias_with_history(grad), now.gradient)
         note_gradient(typed, made)
         out = hook(typed)
-        return _lay_out_as_dual(out, now, "hook") if isinstance(out, torch.Tensor) else out
+        if not isinstance(out, torch.Tensor):
+            return out
+        if out.shape != now.shape:
+            name = getattr(hook, "__name__", repr(hook))
+            raise RuntimeError(
+                f"hook '{name}' has changed the size of value: it returned "
+                f"{tuple(out.shape)} for a gradient of {tuple(now.shape)}"
+            )
+        return _lay_out_as_dual(out, now, "hook")
 
     call_typed_hook.hook = hook  # type: ignore[attr-defined]  # capture hangs it on what stands for x
     return call_typed_hook
@@ -276,6 +330,101 @@ def _register_hook(x: DTensor, hook: Callable[..., Any]) -> Any:
 
 
 DTensor.grad = property(gradient_of, _set_grad, _del_grad)  # type: ignore[assignment]
+
+# -- nodes of autograd -----------------------------------------------------------------------------
+# A node's hooks get pieces, and a node does not know of which tensors. So a user who reads
+# `x.grad_fn` gets a `NodeOfPieces`, which takes hooks on leaves only: there the tensor is known.
+# This package and torch read the node itself, which C++ takes; but not torch's modules, which
+# register hooks on it.
+
+
+@Node.register
+class NodeOfPieces:
+    """A node in the graph of a DTensor, which gives hooks DTensors or refuses them.
+
+    Attributes:
+        node: the node of autograd, which computes on this rank's pieces.
+    """
+
+    def __init__(self, node: Any):
+        self.node = node
+
+    @property
+    def next_functions(self) -> tuple[tuple[NodeOfPieces | None, int], ...]:
+        return tuple((n and NodeOfPieces(n), i) for n, i in self.node.next_functions)
+
+    def register_hook(self, fn: Callable[..., Any]) -> Any:
+        """A hook behind the node of a leaf, which gets `((), (gradient,))`.
+
+        Raises:
+            LayoutError: another node.
+        """
+        leaf = self._find_leaf()
+        return self.node.register_hook(
+            lambda _, grads: fn((), (type_gradient(grads[0], leaf._spec),))
+        )
+
+    def register_prehook(self, fn: Callable[..., Any]) -> Any:
+        """A hook before the node of a leaf, which gets `(gradient,)` and may return another.
+
+        Raises:
+            LayoutError: another node.
+        """
+        leaf = self._find_leaf()
+
+        def call_typed_hook(grads: tuple[Any, ...]) -> Any:
+            out = fn((type_gradient(grads[0], leaf._spec),))
+            return out and (_lay_out_as_dual(out[0], leaf._spec, "hook"),)
+
+        return self.node.register_prehook(call_typed_hook)
+
+    def _find_leaf(self) -> DTensor:
+        leaf = getattr(self.node, "variable", None)
+        if not isinstance(leaf, DTensor):
+            raise _make_node_error(self.node.name())
+        return leaf
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.node, name)
+
+    def __eq__(self, other: object) -> bool:
+        return self.node is (other.node if isinstance(other, NodeOfPieces) else other)
+
+    def __hash__(self) -> int:
+        return hash(self.node)
+
+    def __repr__(self) -> str:
+        return repr(self.node)
+
+
+def _make_node_error(name: str) -> Exception:
+    return make_layout_error(
+        f"a hook on {name}, a node of autograd behind a DTensor",
+        Fix("x.register_hook(hook)", "on the tensor: its gradient is a DTensor"),
+        Fix("module.register_full_backward_hook(hook)", "in place of register_backward_hook"),
+        reason="autograd computes on pieces, and a node does not know of which tensors they are",
+    )
+
+
+_node = _base.grad_fn.__get__
+
+
+def _grad_fn_of(x: DTensor) -> Any:
+    """`x.grad_fn`: the node itself for torch and for this package."""
+    with Local():
+        node = _node(x)
+    if node is None:
+        return None
+    asks = sys._getframe(1).f_globals.get("__name__", "")
+    if asks.startswith(("torch.", "partita.")) and asks != torch_module.__name__:
+        return node
+    state = own_state(x)
+    if state.node is None or state.node.node is not node:
+        state.node = NodeOfPieces(node)
+    return state.node
+
+
+DTensor.grad_fn = property(_grad_fn_of)  # type: ignore[assignment]
 
 # -- pending and settled gradients -----------------------------------------------------------------
 # Once a gradient is reduced, by an optimizer's step or a clip, it is whole: settled. If another
@@ -637,14 +786,16 @@ def type_gradient(grad: torch.Tensor | None, spec: Spec | None) -> torch.Tensor 
     """The local gradient of a value of `spec`, which may be none, as a DTensor."""
     if grad is None or spec is None:
         return grad
-    return tagged(grad.view_as(grad), spec.gradient)
+    return tagged(_alias_with_history(grad), spec.gradient)
 
 
 def type_pieces(values: Iterable[Any], specs: Iterable[Spec | None]) -> tuple[Any, ...]:
     """Values as autograd gives them back that it has saved, with DTensors where there were: a saved
     input is one still, and a saved output a plain piece."""
     return tuple(
-        t if t is None or spec is None or isinstance(t, DTensor) else tagged(t.view_as(t), spec)
+        t
+        if t is None or spec is None or isinstance(t, DTensor)
+        else tagged(_alias_with_history(t), spec)
         for t, spec in zip(values, specs, strict=True)
     )
 
@@ -676,7 +827,22 @@ def _lay_out_returned_gradient(grad: Any, spec: Spec | None, name: str) -> Any:
         )
     if not isinstance(grad, DTensor) and grad.requires_grad:
         admit(grad.detach(), spec.wire, giver)
+    if grad.shape != spec.shape:  # summed as torch does where an input was broadcast
+        grad = _sum_to_shape(grad, spec, giver)  # type: ignore[arg-type]
     return _lay_out_as_dual(grad, spec, name, giver)
+
+
+def _sum_to_shape(grad: DTensor, spec: Spec, giver: str) -> torch.Tensor:
+    shape = spec.shape
+    extra = len(grad.shape) - len(shape)
+    ends = grad.shape[max(extra, 0) :]
+    if extra < 0 or any(n not in (1, m) for n, m in zip(shape, ends, strict=True)):
+        raise RuntimeError(
+            f"{giver} returned an invalid gradient: got {tuple(grad.shape)} but expected shape "
+            f"compatible with {tuple(shape)}"
+        )
+    dims = [*range(extra), *(extra + i for i, n in enumerate(shape) if n == 1 != ends[i])]
+    return torch.sum(grad, dims, keepdim=True).reshape(shape) if dims else grad
 
 
 # A Function is applied by a class method of its base; torch asks no override about it. Dynamo knows

@@ -11,10 +11,11 @@ a function's plans. Its key function is generated from what the op's rule declar
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -44,9 +45,8 @@ from .tensor_state import (
     Args,
     Function,
     Kwargs,
-    MovedValue,
+    RetypedValue,
     Spec,
-    count_writes,
     current,
     make_layout_error,
     own_state,
@@ -186,7 +186,7 @@ class CallPlan:
             if target.plain is None:
                 if value._spec.is_pending and not target.spec.is_pending:
                     reduce_pending_gradients(pending_gradients((value,)))  # its owner's, for good
-                new[path] = _move_once(value, target.spec, self.op)
+                new[path] = _move_operand(value, target.spec, self.op)
             else:
                 admit(value, self.wire, self.op, path, with_gradient=True)
                 if value.requires_grad and torch.is_grad_enabled():
@@ -283,28 +283,28 @@ def _collect_plain_tensors(out: Any) -> Sequence[torch.Tensor]:
     return [t for t in collect_tensors(out) if type(t) in PLAIN]
 
 
-def _move_once(x: DTensor, after: Spec, op: str) -> torch.Tensor:
-    """`x` in layout `after`; a tensor that several ops need in the same other layout moves once.
+def _move_operand(x: DTensor, after: Spec, op: str) -> torch.Tensor:
+    """`x` in layout `after`.
 
-    Only results no larger than `x` are kept (with `x`, until it is changed or gone): a gathered
-    tensor must not outlive its use. Backward, too, the gradients meet before one transposed move.
+    Where only the gradient's way differs (Invariant and Replicate), the result is an alias of `x`.
+    Ops that need the same one share it, so that their gradients meet before one transposed move. No
+    other result is kept: it would have memory of its own, and torch does not count every write of
+    `x` (`numpy`, `.data`, DLPack). Whether ranks move again must not depend on what one of them
+    does with its piece.
     """
     before = x._spec
+    held, wanted = before.layout, after.layout
     with Local():
-        if torch.is_inference_mode_enabled() or x.is_inference():  # changes are not counted
+        is_recorded = x.requires_grad and torch.is_grad_enabled()
+        if not is_recorded or held.shards != wanted.shards or held.partial != wanted.partial:
             return moved(x, before, after, op, "implicit")
-        version = x._version, torch.is_grad_enabled()
-    state = state_of(x)
-    # The largest pieces are compared: whether to move must be the same question on every rank.
-    if after.largest > before.largest or state.written_unseen:
-        return moved(x, before, after, op, "implicit")
-    if state.moved is not None and state.moved.is_of(after, version):
-        return state.moved.value
-    # A view would hold `x`, which holds it: no one would ever let go of the two.
-    value = moved(x, before, after, op, "implicit")
-    with Local():
+        kept = state_of(x).retyped
+        if kept is not None and kept.is_of(x, after):
+            return kept.value
+        # A view would hold `x`, which holds it: no one would ever let go of the two.
+        value = moved(x, before, after, op, "implicit")
         value = value if value._base is None else alias_without_base(value)
-    own_state(x).moved = MovedValue(after, version, value, count_writes(value))
+        own_state(x).retyped = RetypedValue(after, x._version, x.grad_fn, value)
     return value
 
 
@@ -432,6 +432,10 @@ _RENAMED = frozenset(("axis", "keepdims", "input", "self", "x", "a", "x1", "x2",
 """Other names that torch accepts for an argument, and `out`: such calls are rewritten first."""
 
 
+_FACTORS = frozenset(("alpha", "beta", "value"))
+"""Names of arguments by which `add`, `addmm`, `addcmul` and their kin multiply a term."""
+
+
 class Unkeyed(TypeError):
     """A call has no key: its arguments have to be normalised first, or nothing is known of it."""
 
@@ -481,8 +485,11 @@ def _check_rest(
     more: tuple[Any, ...], named: dict[str, Any], harmless: set[str], flagged: bool
 ) -> None:
     """Raise Unkeyed if an argument that the rule does not declare could matter: another name of a
-    parameter, a tensor, or `inplace=True` of a function that is `flagged` to have it."""
+    parameter, a tensor, an infinite factor (see `infinite_factors`), or `inplace=True` of a
+    function that is `flagged` to have it."""
     for name, value in named.items():
+        if type(value) is float and name in _FACTORS and not math.isfinite(value):
+            raise Unkeyed(name)
         if name not in harmless:
             if name in _RENAMED:
                 raise Unkeyed(name)
@@ -699,6 +706,23 @@ def cache_clear() -> None:
         for plans in _CACHE.ops:
             plans.forget()
         _CACHE.young = _CACHE.misses = _CACHE.forgotten_hits = 0
+
+
+def forget_plans_on(wires: Container[Wire]) -> None:
+    """Drop the plans of calls on `wires`, which are not used again: a plan holds its wire, and its
+    kernel what it was made of."""
+
+    def is_on_wires(key: Any) -> bool:
+        if type(key) is tuple:
+            return any(map(is_on_wires, key))
+        return isinstance(key, Spec) and key.wire in wires
+
+    with _CACHE.lock:
+        for plans in _CACHE.ops:
+            for generation in (plans, plans.old):
+                for key in filter(is_on_wires, list(generation)):
+                    _CACHE.forgotten_hits += generation.pop(key).hits
+                    _CACHE.young -= generation is plans
 
 
 def set_cache_limit(n: int) -> None:

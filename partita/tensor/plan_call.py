@@ -53,6 +53,7 @@ from .aliasing import (
 )
 from .arguments import OpCall, Path, write_into_plain
 from .dtensor import DTensor
+from .infinite_factors import wrap_for_infinite_factors
 from .op_facts import Form, as_autocast_casts, facts_of_function, parameter_names
 from .plan import CallPlan, Choice, Target, work_of_plan
 from .random import with_generator_check
@@ -349,6 +350,7 @@ def _make_kernel(call: OpCall, answer: KernelRule, plan: CallPlan) -> Function |
                 kernel = as_autocast_casts(kernel, form.name, form.inplace)
             if form.inplace:
                 kernel = _wrap_writing_into_first(kernel, form)
+    kernel = wrap_for_infinite_factors(kernel, call, plan)
     if wire.padded:
         kernel = wrap_filling_padding(kernel, call, plan)
     elif any(x.is_empty_at(wire.mesh, wire.at) for x in plan.choice.inputs if x is not None):

@@ -69,7 +69,7 @@ def _set_data(x: torch.Tensor, value: torch.Tensor) -> None:
                 # Its optimizer's state, its gradient and ZeRO's blocks lie as a parameter does.
                 value = tagged(moved(value, before, after, "x.data = y", "explicit"), after)
             _data.__set__(x, value)
-        own_state(x).moved = None  # torch does not count this as a write
+        own_state(x).retyped = None  # torch does not count this as a write
         x._spec = value._spec
         return
     fixes = (
@@ -602,7 +602,9 @@ def is_read_in_part(x: torch.Tensor) -> bool:
     return isinstance(x, DTensor) and _global_view() and not x._spec.is_whole
 
 
-def _read_scalar(x: torch.Tensor) -> Any:
+def _read_scalar(x: torch.Tensor | float) -> Any:
+    if not isinstance(x, torch.Tensor):  # a number that C++ had wrapped, as a node saves it
+        return x
     if is_read_in_part(x):
         return read_number(x)  # type: ignore[arg-type]
     with DisableTorchFunction():

@@ -264,24 +264,27 @@ class Rest:
     name: str = ""
 
 
-@dataclass(frozen=True)
-class MovedValue:
-    """A tensor's value in the layout of `spec`, which is good as long as neither is written.
+@dataclass(frozen=True, slots=True)
+class RetypedValue:
+    """An alias of a tensor in the layout of `spec`, whose gradient takes another way back.
 
     Attributes:
-        version: of the tensor that was moved, and whether gradients were recorded then.
-        value_version: of `value`.
+        version, grad_fn: the tensor's when the alias was taken, which tell its history.
     """
 
     spec: Spec
-    version: tuple[int, bool]
+    version: int
+    grad_fn: Any
     value: torch.Tensor
-    value_version: int
 
-    def is_of(self, spec: Spec, version: tuple[int, bool]) -> bool:
-        """Is it still the value, in the layout of `spec`, of a tensor that is now of `version`?"""
-        is_same = self.spec is spec and self.version == version
-        return is_same and count_writes(self.value) == self.value_version
+    def is_of(self, x: torch.Tensor, spec: Spec) -> bool:
+        """True if this is `x` as it is now, with its history, in the layout of `spec`."""
+        return (
+            self.spec is spec
+            and self.version == x._version
+            and self.grad_fn is x.grad_fn
+            and self.value.untyped_storage()._cdata == x.untyped_storage()._cdata
+        )
 
 
 @dataclass(slots=True)
@@ -292,23 +295,25 @@ class TensorState:
         rest: the layouts in which ZeRO keeps its gradient and its update.
         gradient_of: the tensor whose `.grad` this object is, or was.
         origin: of a view copy, what it was copied from (an `Origin`).
-        moved: its value in the last other layout that an op needed.
+        retyped: an alias of it in the last other layout that an op needed.
         reopens: the number of a hook that makes a reduced gradient partial again before backward
             adds to it, and the hook. It is taken off and registered again in every step.
         written_unseen: may it have been written through `.data`, which torch does not count?
         gathered_from: the parameter at rest that this is the gathered value of, and its version.
         was_plain: was it a plain parameter when an optimizer may have made its state for it?
+        node: what a user got for its `grad_fn`.
         given_up: its name in the model that now holds another in its place, and what replaced it.
     """
 
     rest: Rest | None = None
     gradient_of: weakref.ref[Any] | None = None
     origin: Any = None
-    moved: MovedValue | None = None
+    retyped: RetypedValue | None = None
     reopens: tuple[int, Any] | None = None
     written_unseen: bool = False
     gathered_from: tuple[torch.Tensor, int] | None = None
     was_plain: bool = False
+    node: Any = None
     given_up: tuple[str, str] | None = None
 
 

@@ -118,6 +118,22 @@ put_in_place_of("to_dlpack", _to_dlpack, torch, torch.utils.dlpack)
 OVERRIDES[torch.Tensor.__dlpack_device__] = lambda x: x.__dlpack__()
 
 
+_plain_gradient_edge = torch.autograd.graph.get_gradient_edge
+
+
+def _get_gradient_edge(tensor: torch.Tensor) -> Any:
+    if isinstance(tensor, DTensor) and _global_view():
+        raise make_layout_error(
+            "get_gradient_edge of a DTensor",
+            Fix("torch.autograd.grad(loss, x)", "x itself: its gradient is a DTensor"),
+            reason="autograd computes on pieces, and an edge does not know of which tensor",
+        )
+    return _plain_gradient_edge(tensor)
+
+
+put_in_place_of("get_gradient_edge", _get_gradient_edge, torch.autograd.graph)
+
+
 def _refuse_piece(name: str, x: Any) -> None:
     """Raise if `x`, of whose memory `name` makes a plain tensor, is a DTensor that is more."""
     if isinstance(x, DTensor) and _global_view() and not x._spec.is_whole:

@@ -236,7 +236,7 @@ def wrap_for_empty_pieces(kernel: Function | None, call: OpCall, plan: CallPlan)
         kinds = (graded, *[(t.dtype, t.requires_grad) for t in given])
         if kinds not in known:
             found = None
-            # An index of the whole may be beyond a piece: it is asked of pieces as large as that.
+            # An index or a count of the whole may not fit a piece: then wholes are tried.
             for shapes in (largest, wholes):
                 given_metas = {}
                 for path, t, shape in zip(there, given, shapes, strict=True):
@@ -244,12 +244,12 @@ def wrap_for_empty_pieces(kernel: Function | None, call: OpCall, plan: CallPlan)
                     given_metas[path] = meta.requires_grad_(t.requires_grad and graded)
                 try:
                     found = _run_on_meta(whole, args, kwargs, given_metas, is_users)
-                except IndexError:
+                except (IndexError, ValueError, AssertionError):
                     continue
-                takes_shapes = found is not None or _takes_shapes(whole, args, kwargs, given_metas)
-                if asks and takes_shapes:
-                    _raise_as_with_elements(whole, args, kwargs, given_metas, wire.device)
-                break
+                if found is not None or _takes_shapes(whole, args, kwargs, given_metas):
+                    if asks:
+                        _raise_as_with_elements(whole, args, kwargs, given_metas, wire.device)
+                    break
             known[kinds] = found
         return known[kinds]
 
@@ -384,15 +384,17 @@ def _make_empty_output(
 def _tie_outputs_to_operands(
     out: Any, operands: list[torch.Tensor], like: Sequence[torch.Tensor]
 ) -> Any:
-    """`out`, with all `operands` in its autograd graph that are in it on ranks with elements."""
+    """`out`, with all `operands` in its autograd graph.
+
+    Those that are in it already, too: where there is nothing to compute, a kernel's backward may
+    give no gradient, on this rank alone.
+    """
     outs = collect_tensors(out)
     if len(outs) != len(like):
         return out
     for i, (t, there) in enumerate(zip(outs, like, strict=True)):
-        if there.requires_grad:
-            reached = _nodes_behind([t], operands)
-            lost = [o for o in operands if _node_of_tensor(o) not in reached]
-            outs[i] = tie_to_operands(t, lost) if lost else t
+        if there.requires_grad and operands:
+            outs[i] = tie_to_operands(t, operands)
     if isinstance(out, torch.Tensor):
         return outs[0]
     return type(out)(*outs) if hasattr(out, "_fields") else type(out)(outs)

@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from partita.comm import TraceWire, Wire, substitute_wires
 from partita.layout import Fix, LayoutError
 from partita.tensor.op_facts import facts_of, find_unknown_effect
+from partita.tensor.plan import forget_plans_on
 from partita.tensor.tensor_state import HERE
 
 from ..arguments import classes_of_call, flatten_call, is_taken_apart, refuse_closed, unflatten_call
@@ -186,6 +187,7 @@ def trace_once(run: CaptureRun) -> CapturedProgram | None:
         return run.program()
     finally:
         run.numbers.env.stop_asking()
+        forget_plans_on(set(run.wires.values()))
         for wire in run.wires.values():
             wire.forget()
 

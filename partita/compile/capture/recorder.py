@@ -282,7 +282,7 @@ class Recorder(TorchDispatchMode):
         # Hidden from torch-function modes: it is no write of the user's.
         with torch._C.DisableTorchFunction():
             x.data = value
-        own_state(x).moved = None
+        own_state(x).retyped = None
         # Private torch: the node of a tensor. Later calls on x read the node of `value`.
         set_proxy_slot(x, mode.tracer, get_proxy_slot(value, mode.tracer))  # type: ignore[arg-type]
 

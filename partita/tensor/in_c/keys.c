@@ -2,6 +2,8 @@
 
 #include "hot_path.h"
 
+#include <math.h>
+
 #define HAS(set, type) (PySet_Contains(set, (PyObject *)(type)) == 1)
 
 /* What a parameter is to the key; a parameter with KEYWORD is given by name only. */
@@ -86,6 +88,7 @@ static PyObject *part(int what, PyObject *value) {
 /* May an argument that the rule does not read pass unseen? -1: Python has to say. */
 static int harmless(Key *self, PyObject *name, PyObject *value) {
     if (!HAS(KNOWN.numbers, Py_TYPE(value)) && !HAS(KNOWN.hashable, Py_TYPE(value))) return -1;
+    if (PyFloat_CheckExact(value) && !isfinite(PyFloat_AS_DOUBLE(value))) return -1;
     if (!name) return self->flagged && value == Py_True ? -1 : 0;
     if (name == KNOWN.inplace_name) return value == Py_False ? 0 : -1;
     return PySet_Contains(self->harmless, name) == 1 ? 0 : -1;

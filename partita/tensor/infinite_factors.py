@@ -1,0 +1,124 @@
+"""Factors of shares that are not finite: where a sum of products is not the product of the sum.
+
+    x = 1 = 3 - 2 on two ranks       x * inf = inf       3 * inf - 2 * inf = nan
+
+A rule takes an op as linear in shares, which holds of finite factors. So factors are looked at
+where all ranks see the same and reading costs next to nothing: numbers, and whole tensors in the
+memory of the host. If one is infinite (or a divisor zero) the shares are reduced first, and the
+first rank keeps the result. A factor of which a rank has a piece, or that is on a device, is not
+looked at: there the result is nan where one device has an infinity.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from partita.comm import Wire
+from partita.comm.device import HOST
+from partita.layout import Layout
+
+from .arguments import OpCall, Path, collect_tensors, get_at_path, locate_in_call, replace_at_paths
+from .dtensor import DTensor, moved
+from .op_facts import form_of
+from .plan import CallPlan
+from .tensor_state import Function, spec_of
+
+_LOOKED_AT = (torch.Tensor, DTensor)
+"""The classes of tensors with values: one that stands for another in a captured step has none."""
+
+
+def wrap_for_infinite_factors(
+    kernel: Function | None, call: OpCall, plan: CallPlan
+) -> Function | None:
+    """What to run where an operand is shares of a sum: `kernel`, on reduced operands where a factor
+    is infinite; `kernel` itself where there is no factor.
+
+    Args:
+        kernel: what runs on finite factors; where there is none, the function.
+        plan: of the call, whose kernel is yet to be set.
+    """
+    bound, choice, wire, names, form = plan.bound, plan.choice, plan.wire, plan.names, call.form
+    assert bound is not None and choice is not None
+    shares = {
+        path: spec_of(layout, wire)
+        for (path, _), layout in zip(call.operands, choice.inputs, strict=True)
+        if layout is not None and any(op == "sum" for _, op in layout.partial)
+    }
+    reduced = {axis for spec in shares.values() for axis, _ in spec.layout.partial}
+    factors = [
+        path
+        for (path, value), layout in zip(call.operands, choice.inputs, strict=True)
+        if path not in shares and _is_looked_at(value, layout, wire)
+    ]
+    divides = form.rule is form_of(torch.div).rule
+    if divides and len(call.operands) == 1:  # a number, which is no operand
+        factors = [(1,)]
+    if not shares or not factors:
+        return kernel
+    divides = divides or form.rule is form_of(torch.addcdiv).rule
+    run = kernel or form.local or call.func
+
+    def run_on_shares(*args: Any, **kwargs: Any) -> Any:
+        found = [get_at_path(args, kwargs, locate_in_call(f, names, args, kwargs)) for f in factors]
+        if not (
+            any(map(_is_infinite, (*args, *kwargs.values())))
+            or any(_is_infinite_factor(f, divides) for f in found)
+        ):
+            return run(*args, **kwargs)
+        new: dict[Path, Any] = {}
+        for path, spec in shares.items():
+            at = locate_in_call(path, names, args, kwargs)
+            x = get_at_path(args, kwargs, at)
+            new[at] = moved(x, spec, spec.reduced, plan.op, "implicit")
+        written = args[0] if form.inplace else None
+        args, kwargs = replace_at_paths(args, kwargs, new)  # type: ignore[assignment]
+        outs = run(*args, **kwargs)
+        kept = []
+        for i, out in enumerate(collect_tensors(outs)):
+            after = choice.layout_of_output(bound, i, tuple(out.shape))
+            # Along other axes it may be shares because a dimension that they split was summed.
+            rest = tuple(p for p in after.partial if p[0] not in reduced)
+            before = spec_of(replace(after, partial=rest), wire)
+            kept.append(moved(out, before, spec_of(after, wire), plan.op, "implicit"))
+        if written is not None:
+            return written.copy_(kept[0])
+        return kept[0] if isinstance(outs, torch.Tensor) else type(outs)(kept)
+
+    return run_on_shares
+
+
+def _is_looked_at(value: Any, layout: Layout | None, wire: Wire) -> bool:
+    """True if every rank sees the same of a factor."""
+    if not isinstance(value, torch.Tensor):
+        return value is not None
+    return layout is not None and spec_of(layout, wire).is_whole and _may_be_infinite(value)
+
+
+def _may_be_infinite(value: torch.Tensor) -> bool:
+    return value.is_floating_point() or value.is_complex()
+
+
+def _is_infinite(value: Any) -> bool:
+    """True if it is a number that is not finite."""
+    if type(value) is float:
+        return not math.isfinite(value)
+    return type(value) is complex and not (math.isfinite(value.real) and math.isfinite(value.imag))
+
+
+def _is_infinite_factor(value: Any, divides: bool) -> bool:
+    """True if a factor, or the inverse of a divisor, may be infinite."""
+    if type(value) in _LOOKED_AT:
+        if value.device != HOST or not _may_be_infinite(value):
+            return False
+        with torch.no_grad():
+            total = (value.reciprocal() if divides else value).sum()
+            return not bool(torch.isfinite(total))
+    if type(value) not in (int, float, complex):
+        return False
+    if divides:
+        return value == 0 or _is_infinite(1 / value)
+    return _is_infinite(value)

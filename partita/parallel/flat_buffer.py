@@ -172,6 +172,7 @@ class FlatBuffer:
         device: where they are.
 
     Attributes:
+        given_device: `device`, which `self.device` is not where that is "meta".
         n: the number of ranks along `axes`.
         alive: bytes that are gathered, or under way, now.
         here: everything is gathered.
@@ -190,6 +191,7 @@ class FlatBuffer:
         device: torch.device,
     ):
         self.wire: Wire = wholes[0].wire
+        self.given_device = device
         if device.type == "meta":  # until `materialize`
             device = self.wire.device
         self.name, self.names, self.dtype, self.device = name, names, dtype, device
@@ -303,12 +305,17 @@ class FlatBuffer:
     def finish_gather_into(self, wholes: Sequence[torch.Tensor]) -> None:
         """Wait for the gather, and write each parameter into `wholes`; nothing is kept here."""
         out = self._wait_for_gather()
+        # A parameter may have another order in memory, as channels_last.
+        flats = [w if w.is_contiguous() else w.new_empty(w.shape) for w in wholes]
         pairs = [
             pair
-            for w, p in zip(wholes, self.pieces, strict=True)
+            for w, p in zip(flats, self.pieces, strict=True)
             for pair in p.blocks(w.view(-1), self._of_each(out, p))
         ]
         torch._foreach_copy_([to for to, _ in pairs], [come for _, come in pairs])
+        for w, flat in zip(wholes, flats, strict=True):
+            if flat is not w:
+                w.copy_(flat)
         del out, pairs  # views of what is released
         self.release()
 

@@ -12,10 +12,10 @@ in.
 
 from __future__ import annotations
 
-import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -33,9 +33,12 @@ from partita.tensor.tensor_state import (
     Spec,
     after_backward,
     backward_pass,
+    count_unseen_writes,
     count_writes,
     count_writes_of,
     in_backward,
+    note_other_memory,
+    note_unseen_write,
     own_state,
     spec_of,
     state_of,
@@ -95,8 +98,8 @@ class ShardedState:
         finally:
             self.keeps_partial_gradients = before
 
-    def updated(self) -> None:
-        """An optimizer has updated the shards."""
+    def updated(self, params: Iterable[DTensor]) -> None:
+        """An optimizer has updated the shards of `params`."""
 
     def show_gradient(self) -> None:
         """The program reads a gradient, or clears it."""
@@ -122,13 +125,14 @@ class FsdpGroup:
         depth: forwards of the block that have begun and not ended.
         needed: the last backward read the parameters, as far as is known.
         calls_in_backward: the forwards whose backward has begun and not ended.
-        open_calls: the forwards whose gradients are yet to come; those of the last one are sent
-            with all before.
         held_gradients: unsharded gradients that were kept, by number of the flat.
         installed: the gathered parameters that the modules hold.
-        versions: of the shards when they were gathered.
+        versions: of the shards when they were gathered, as autograd counts them.
+        unseen_writes: the writes of the shards until then that autograd does not count.
         largest_nbytes: of what is gathered, on the rank that has most.
         members: for each flat, the numbers of the parameters in it; `order`, of all flats.
+        saves_unseen: in its last forward our hooks saw none of what autograd saved of it. Its
+            recompute saves as much with the hooks of others, which count.
         open_forwards: for each forward that has begun: its hooks of saved tensors, or None.
     """
 
@@ -141,10 +145,10 @@ class FsdpGroup:
         self.modules = block.modules
         self.depth = 0
         self.calls_in_backward: set[Any] = set()
-        self.open_calls: weakref.WeakSet[Any] = weakref.WeakSet()
         self.held_gradients: dict[int, PartialGradients] = {}
         self.installed: list[InstalledParameter] = []
         self.versions: list[int] = []
+        self.unseen_writes: list[int] = []
         self._shards: list[DTensor] = []
         self.members: list[list[int]] = []
         self.flats: list[FlatBuffer] = []
@@ -153,6 +157,7 @@ class FsdpGroup:
         self._specs: list[Spec] = []
         self.order: list[int] = []
         self._places: list[tuple[nn.Module, str, DTensor, Spec]] = []
+        self.saves_unseen = False
         self.open_forwards: list[Any] = []
 
     # A copied or unpickled model has groups of its own over its own modules, at rest.
@@ -265,13 +270,13 @@ class FsdpGroup:
         if self._is_ready or not self.holds_own_shards:
             return
         shards = self.shards()
-        versions = count_writes_of(shards)
+        versions, unseen = count_writes_of(shards), [count_unseen_writes(p) for p in shards]
         if not self.depth and not self.calls_in_backward:
             self._rebuild_buffers(shards)
-            if versions != self.versions:
-                for flat in self.flats:  # parameters that stayed gathered are out of date
+            if versions != self.versions or unseen != self.unseen_writes:
+                for flat in self.flats:  # what is gathered, or under way, is out of date
                     flat.release()
-        self.versions = versions
+        self.versions, self.unseen_writes = versions, unseen
         reason = "regather" if in_backward() else "gather"
         started = False
         for flat, members in zip(self.flats, self.members, strict=True):
@@ -290,23 +295,24 @@ class FsdpGroup:
             flat.finish_gather()
         self.zero.note_alive()
 
-    def check_unwritten(
-        self, number: int, versions: list[int], written: Mapping[int, int], version: int
-    ) -> None:
+    def check_unwritten(self, number: int, saved: SavedVersions) -> None:
         """Raise where the parameter `number` was written since a forward saved it.
-
-        Args:
-            versions: of the shards when it was saved; `version` of the gathered parameter.
-            written: the parameters that the forward wrote, and their versions at its end.
 
         Raises:
             RuntimeError: as autograd's own check, which does not know the shards.
         """
-        before, now = versions[number], self.versions[number]
-        if before == now:
-            before, now = version, written.get(number, version)
+        before, now = saved.versions[number], self.versions[number]
+        if saved.is_cast:
+            before, now = before + saved.unseen_writes[number], now + self.unseen_writes[number]
+        if before == now and number in saved.written:
+            counted, unseen = saved.written[number]
+            before, now = saved.version, counted + unseen if saved.is_cast else counted
+        why = _CAST if saved.is_cast else ""
+        replaced_at = state_of(self.shards()[number]).replaced_at
+        if before == now and replaced_at > saved.unseen_writes[number]:
+            before, now, why = saved.unseen_writes[number], replaced_at, _REPLACED
         if before != now:
-            raise modified_error(self._name_of(number), now, before)
+            raise modified_error(self._name_of(number), now, before, why)
 
     def _name_of(self, i: int) -> str:
         slot = self.slots[i][0]
@@ -333,7 +339,6 @@ class FsdpGroup:
     def reset_after_abort(self) -> None:
         """Forget a forward or a backward that was aborted."""
         self.calls_in_backward.clear()
-        self.open_calls.clear()
         self.open_forwards.clear()
         self.depth = 0
         self.put_shards_back()
@@ -367,27 +372,28 @@ class FsdpGroup:
             for slot in self.slots[one.number]:
                 slot.owner._parameters[slot.attr] = one.whole  # type: ignore[assignment]
 
-    def write_back(self) -> dict[int, int]:
+    def write_back(self) -> dict[int, tuple[int, int]]:
         """Write what the forward wrote into gathered parameters into this rank's shards.
 
         Returns:
-            The parameters that were written where autograd counts it, and their versions now.
+            For the parameters that were written: their versions now, and the writes that autograd
+            does not count.
 
         Raises:
             LayoutError: it was written in a dtype that holds less than the shard's.
         """
-        written: dict[int, int] = {}
+        written: dict[int, tuple[int, int]] = {}
         writes = count_writes_of([one.whole for one in self.installed])
         for one, now in zip(self.installed, writes, strict=True):
             i, p, whole, before = one.number, one.shard, one.whole, one.writes
             keep_attributes(whole, p, one.attributes)
-            if now == before and not state_of(whole).written_unseen:
+            # By counts: only some ranks may find other values in their rows.
+            unseen = count_unseen_writes(whole)
+            if now == before and not unseen:
                 continue
             mine, held = p._spec.region[0], whole._spec.region[0]
             with Local(), torch.no_grad():
                 rows = whole.detach().narrow(0, mine[0] - held[0], mine[1])
-                if torch.equal(rows, p.to(rows.dtype)):
-                    continue
                 if rows.dtype != p.dtype:
                     raise LayoutError(
                         f"{self._name_of(i)} {WRITTEN_AS} {rows.dtype}",
@@ -397,11 +403,28 @@ class FsdpGroup:
                     )
                 # Through `.data` where it was written through that: autograd counts neither.
                 (p if now != before else p.data).copy_(rows)
-            # Changed in place in the list that saved tensors of this forward refer to.
+            # Changed in place in the lists that saved tensors of this forward refer to.
             self.versions[i] = count_writes(p)
-            if now != before:
-                written[i] = now
+            if state_of(whole).replaced_at:  # they are of the memory that it had before
+                note_other_memory(p)
+            else:
+                if now == before:
+                    note_unseen_write(p)
+                self.unseen_writes[i] = count_unseen_writes(p)
+            written[i] = now, unseen
         return written
+
+    def was_written(self, place: int) -> bool:
+        """True if the forward has written the gathered parameter at `place` in the order of the
+        flats."""
+        if not self.installed:
+            return False
+        one = self.installed[place]
+        return count_writes(one.whole) != one.writes or count_unseen_writes(one.whole) > 0
+
+    def find_first_version(self, place: int) -> int:
+        """The version of the gathered parameter at `place` when it was put in the modules."""
+        return self.installed[place].writes if self.installed else 0
 
     def put_shards_back(self) -> None:
         """Put the shards in the modules, in the places of what was gathered."""
@@ -409,9 +432,27 @@ class FsdpGroup:
         for one in installed:
             # It holds a view of `whole`, which holds `whole`: a cycle that no garbage collector
             # sees.
-            own_state(one.whole).retyped = None
+            state = own_state(one.whole)
+            state.retyped = state.data = None
             for slot in self.slots[one.number]:
                 slot.owner._parameters[slot.attr] = one.shard  # type: ignore[assignment]
+
+
+class SavedVersions:
+    """How often a parameter was written when autograd saved a view or a cast of it in a forward.
+
+    Attributes:
+        versions, unseen_writes: of the group then.
+        version: of the gathered parameter.
+        written: as `FsdpGroup.write_back` returned it at the forward's end.
+        is_cast: what was saved has memory of its own, which no write changes.
+    """
+
+    versions: list[int]
+    unseen_writes: list[int]
+    version: int
+    written: Mapping[int, tuple[int, int]]
+    is_cast: bool
 
 
 @dataclass(eq=False, slots=True)
@@ -437,15 +478,58 @@ DIGITS_LOST = "its shards would lose the digits that they have and this dtype ha
 WRITE_AFTER = Fix("write it after the optimizer's step", "there it is what the ranks hold")
 
 
-def modified_error(what: str, now: int, expected: int) -> RuntimeError:
+_CAST = (
+    ". Backward needs a cast of it. Under stage 3 of ZeRO no rank keeps that cast: it is made again"
+    " of the parameter as it is now. Write the parameter after backward, or cast a copy in the"
+    " forward: w.clone().to(dtype)"
+)
+
+
+_REPLACED = (
+    ". It was given other memory (p.data = x). In one process backward would go on with the memory"
+    " that the forward saved, which ZeRO has freed. Write p.data.copy_(x), or set it after backward"
+)
+
+
+def modified_error(what: str, now: int, expected: int, why: str = "") -> RuntimeError:
     """The error of a saved tensor that has another version now, as autograd's own."""
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace "
-        f"operation: {what} is at version {now}; expected version {expected}"
+        f"operation: {what} is at version {now}; expected version {expected}{why}"
     )
 
 
 # -- all blocks of a model -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CallCounts:
+    """The calls of blocks that one token ties to their shards, and the gradients that have come.
+
+    What a backward pass sends depends on these counts, which are equal on all ranks. It must not
+    depend on which results of a forward are still alive: Python frees them at another time on each
+    rank.
+
+    Attributes:
+        made: by block, the calls in forward whose parameters get gradients.
+        came: by block, those whose gradients have come in this backward pass.
+    """
+
+    made: Counter[FsdpGroup] = field(default_factory=Counter)
+    came: Counter[FsdpGroup] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True)
+class Token:
+    """An empty tensor with a history that ties gathered parameters to their shards.
+
+    Attributes:
+        tensor: the empty tensor.
+        counts: of the calls that are tied by it.
+    """
+
+    tensor: torch.Tensor
+    counts: CallCounts
 
 
 @dataclass
@@ -509,7 +593,7 @@ class Zero(ShardedState):
         # Weak: a capture has specs of its own, which hold its wires.
         self._unsharded = WeakKeyDictionary[Spec, Spec]()
         self._forwards = 0
-        self._token: torch.Tensor | None = None
+        self._token: Token | None = None
         self._last: FsdpGroup | None = None
         self._next: dict[FsdpGroup, FsdpGroup] = {}
         self._before: dict[FsdpGroup, FsdpGroup] = {}
@@ -614,9 +698,11 @@ class Zero(ShardedState):
 
     def _find_needed_before(self, group: FsdpGroup) -> FsdpGroup | None:
         before = self._before.get(group)
-        while before is not None and not before.needed:
+        for _ in self.groups:  # blocks that are called in turns come before each other
+            if before is None or before.needed:
+                return before
             before = self._before.get(before)
-        return before
+        return None
 
     def _gather_and_prefetch(
         self, group: FsdpGroup, follow: Callable[[FsdpGroup], FsdpGroup | None]
@@ -666,18 +752,22 @@ class Zero(ShardedState):
                 if group not in around:
                     group.end_backward()
 
-    def token(self, group: FsdpGroup) -> torch.Tensor:
-        """An empty tensor with a history that ties gathered parameters to their shards.
+    def token(self, group: FsdpGroup) -> Token:
+        """The token that ties the gathered parameters of `group` to their shards.
 
         One serves a whole forward of the model, so that its backward comes after every block's,
         and there waits for all gradients that are under way. A block that is called alone has its
         own.
         """
         if not self._forwards or in_backward():
-            return _ShardsToToken.apply(self, [group], *_find_trained([group]))
+            return self._make_token([group])
         if self._token is None:
-            self._token = _ShardsToToken.apply(self, self.groups, *_find_trained(self.groups))
+            self._token = self._make_token(self.groups)
         return self._token
+
+    def _make_token(self, groups: Sequence[FsdpGroup]) -> Token:
+        counts = CallCounts()
+        return Token(_ShardsToToken.apply(self, groups, counts, *_find_trained(groups)), counts)
 
     def reduce(self, group: FsdpGroup, k: int, shares: PartialGradients) -> None:
         """Begin to reduce gradients of one flat buffer, after waiting for other groups'
@@ -726,7 +816,13 @@ class Zero(ShardedState):
 
     def finish(self) -> None:
         """Reduce the partial gradients that were kept, and add them to the parameters'
-        gradients."""
+        gradients.
+
+        Not while a backward pass is at work: its gradients come by autograd, which calls the hooks
+        of the parameters.
+        """
+        if in_backward():
+            return
         with Local(), torch.no_grad():
             self._reduce_held_gradients(self.groups)
             for p, g in self.collect(self.groups).items():
@@ -778,18 +874,19 @@ class _ShardsToToken(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, zero: Zero, groups: Sequence[FsdpGroup], *shards: torch.Tensor
+        ctx: Any, zero: Zero, groups: Sequence[FsdpGroup], counts: CallCounts, *shards: torch.Tensor
     ) -> torch.Tensor:
-        ctx.zero, ctx.groups, ctx.shards = zero, groups, shards
+        ctx.zero, ctx.groups, ctx.counts, ctx.shards = zero, groups, counts, shards
         return torch.empty(0)
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> Any:
         with Local():
+            ctx.counts.came.clear()  # another backward pass over this graph counts anew
             with torch.no_grad():
                 found = ctx.zero.collect(ctx.groups)
                 ctx.zero.release()
             for p in ctx.shards:
                 if (g := ctx.zero.with_history.pop(p, None)) is not None:
                     found[p] = found[p] + g if p in found else g
-        return None, None, *[found.pop(p, None) for p in ctx.shards]
+        return None, None, None, *[found.pop(p, None) for p in ctx.shards]

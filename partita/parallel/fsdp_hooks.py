@@ -42,7 +42,17 @@ from partita.tensor.tensor_state import (
 
 from .batch import replace_instances, tensors_in
 from .flat_buffer import FlatBuffer
-from .fsdp_group import DIGITS_LOST, WRITE_AFTER, WRITTEN_AS, FsdpGroup, Zero, modified_error
+from .fsdp_group import (
+    DIGITS_LOST,
+    WRITE_AFTER,
+    WRITTEN_AS,
+    CallCounts,
+    FsdpGroup,
+    SavedVersions,
+    Zero,
+    modified_error,
+)
+from .parameters import has_hooks
 
 # Attributes as C has them: those of a DTensor are Python, which asks these.
 _dtype = torch._C.TensorBase.dtype.__get__  # type: ignore[attr-defined]
@@ -98,7 +108,7 @@ class _BlockHooks:
             if call is not None and not (graded or call.trains):
                 call = None
             _install_gathered(group, call)
-        if call is not None:
+        if call is not None and not (in_backward() and group.saves_unseen):
             group.open_forwards[-1] = _SavedTensorHooks(call)
         prepared = self._prepare_inputs(args, kwargs, call)
         if call is not None:
@@ -135,6 +145,8 @@ class _BlockHooks:
         self._finish_forward()
         if forward is not None:
             call = forward.call
+            if not in_backward():
+                self.group.saves_unseen = not forward.has_notes
             call.runs_again = HERE.rerunnable != call.rerunnable
             with Unheard():
                 for t in tensors_in(output):
@@ -189,8 +201,8 @@ class _ForwardCall:
 
     Attributes:
         trains: some of the block's parameters get gradients.
-        written: the numbers of parameters that the forward wrote in place, and their versions at
-            its end.
+        counts: of the calls that share its token; None where it does not train.
+        written: what the forward wrote in place; see `FsdpGroup.write_back`.
         shards: the parameters that the forward gathered.
         wanting: for each of them: does it get a gradient?
         since: autograd's sequence number of the first node that the block itself made.
@@ -211,10 +223,9 @@ class _ForwardCall:
         self.trains = any(self.wanting)
         self.since = self.rerunnable = 0
         self.runs_again = False
-        self.written: dict[int, int] = {}
+        self.written: dict[int, tuple[int, int]] = {}
         self.watches_inputs = graded and not all(self.wanting)
-        if self.trains and not in_backward():
-            group.open_calls.add(self)
+        self.counts: CallCounts | None = None
         self._to_come = {"parameters"} if self.trains else set()
         self._to_come |= {"inputs"} if self.watches_inputs else set()
         self._came: set[str] = set()
@@ -232,8 +243,8 @@ class _ForwardCall:
         group = self.group
         if self in group.calls_in_backward or not self.needs:
             return
+        group.zero.enter_backward(group)  # which finds what has been written since
         group.calls_in_backward.add(self)
-        group.zero.enter_backward(group)
         if self.runs_again and not group.installed:
             with torch.enable_grad():
                 _install_gathered(group, _ForwardCall(group, False))
@@ -252,7 +263,6 @@ class _ForwardCall:
     def reduce(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Reduce the gradients of the gathered parameters, which are in the order of the flats."""
         group = self.group
-        group.open_calls.discard(self)
         if any(a is not b for a, b in zip(self.shards, group.shards(), strict=True)):
             raise LayoutError(
                 f"the block {group.name!r} holds other parameters than in the forward of this pass",
@@ -268,6 +278,11 @@ class _ForwardCall:
 
     def _reduce_gradients(self, grads: Sequence[torch.Tensor | None]) -> None:
         group, zero, at = self.group, self.group.zero, 0
+        assert self.counts is not None
+        self.counts.came[group] += 1
+        # Those of an earlier call of the block in this forward are sent together with these. Where
+        # backward does not come to that call, the token's backward sends them.
+        is_last = self.counts.came[group] >= self.counts.made[group]
         for k, flat in enumerate(group.flats):
             some = grads[at : at + len(flat.pieces)]
             at += len(flat.pieces)
@@ -276,7 +291,11 @@ class _ForwardCall:
             shares = flat.pack_gradients(
                 some, zero.precision.grad_dtype or flat.dtype, group.held_gradients.pop(k, None)
             )
-            if zero.keeps_partial_gradients or group.open_calls:
+            # The user's hooks run in each backward pass, on what all ranks have summed.
+            keeps = zero.keeps_partial_gradients and not any(
+                has_hooks(self.shards[i]) for i in group.members[k]
+            )
+            if keeps or not is_last:
                 group.held_gradients[k] = shares
                 zero.holds_partial_gradients = True
             else:
@@ -299,7 +318,10 @@ def _install_gathered(group: FsdpGroup, call: _ForwardCall | None) -> None:
     """Put the gathered parameters into the modules of a block; tied to their shards for `call`."""
     with Local():
         if call is not None and call.trains:
-            plain = _GatherBlock.apply(group.zero.token(group), call)
+            token = group.zero.token(group)
+            token.counts.made[group] += 1
+            call.counts = token.counts
+            plain = _GatherBlock.apply(token.tensor, call)
         else:
             plain = group.views()
     group.install(plain)
@@ -344,10 +366,15 @@ class _SavedTensorHooks:
     gathered.
 
     Every saved tensor of a block passes here, in forward and in backward, so these are few lines.
+
+    Attributes:
+        has_notes: autograd has saved here what is gathered. It has not where a checkpoint that is a
+            hook of the block (`_composable.checkpoint`) put its own hooks above these.
     """
 
     def __init__(self, call: _ForwardCall):
         self.call = call
+        self.has_notes = False
         self._flats = call.group.flats
         self._have_addresses = all(flat.has_memory for flat in self._flats)
         dtypes = {flat.dtype for flat in self._flats}
@@ -367,12 +394,12 @@ class _SavedTensorHooks:
             for flat in self._flats:
                 start, end = flat.span
                 if start <= at < end or (not at and flat.is_view_here(t)):
-                    self.call.needs = self.call.group.needed = True
+                    self.has_notes = self.call.needs = self.call.group.needed = True
                     return _SavedView(self.call, flat, t)
             if _dtype(t) is not self._no_cast:
                 place = _find_cast_parameter(t, self.call.group)
-                if place is not None:
-                    self.call.needs = self.call.group.needed = True
+                if place is not None and not self.call.group.was_written(place):
+                    self.has_notes = self.call.needs = self.call.group.needed = True
                     return _SavedCast(self.call, place, t)
             if self._other is None:
                 # As `without_history` has it.
@@ -400,24 +427,27 @@ def _keep_from_the_next_graph(group: FsdpGroup) -> None:
         _SavedTensorHooks(_ForwardCall(group, False))
 
 
-class _SavedNote:
+class _SavedNote(SavedVersions):
     """A note in place of a tensor of gathered memory, which is made again when it is unpacked."""
 
-    version: int | None = None  # of a cast only the shard's is known
+    is_cast = False
 
-    def __init__(self, call: _ForwardCall, t: torch.Tensor):
-        self.call, self.group = call, call.group
-        self.versions = call.group.versions
+    def __init__(self, call: _ForwardCall, t: torch.Tensor, version: int):
+        self.group, self.version, self.written = call.group, version, call.written
+        self.versions, self.unseen_writes = call.group.versions, call.group.unseen_writes
         self.dtype, self.size, self.stride = t.dtype, t.size(), t.stride()
         self.offset = t.storage_offset()
 
     def tensor(self) -> torch.Tensor:
-        group, written = self.group, self.call.written
+        group = self.group
         group.gather()
         _keep_from_the_next_graph(group)
-        if group.versions != self.versions or (written and self.version is not None):
-            number = self.find_parameter()
-            group.check_unwritten(number, self.versions, written, self.version or 0)
+        if (
+            self.written
+            or group.versions != self.versions
+            or group.unseen_writes != self.unseen_writes
+        ):
+            group.check_unwritten(self.find_parameter(), self)
         with Local():
             return self.make_again()
 
@@ -434,8 +464,8 @@ class _SavedView(_SavedNote):
     """A note of a view of a gathered parameter."""
 
     def __init__(self, call: _ForwardCall, flat: FlatBuffer, t: torch.Tensor):
-        super().__init__(call, t)
-        self.flat, self.version = flat, t._version
+        super().__init__(call, t, t._version)
+        self.flat = flat
 
     def find_parameter(self) -> int:
         members = self.group.members[self.group.flats.index(self.flat)]
@@ -468,10 +498,12 @@ def _find_cast_parameter(t: torch.Tensor, group: FsdpGroup) -> int | None:
 
 
 class _SavedCast(_SavedNote):
-    """A note of a view of a gathered parameter's cast."""
+    """A note of a view of a gathered parameter's cast, which was taken before any write."""
+
+    is_cast = True
 
     def __init__(self, call: _ForwardCall, place: int, t: torch.Tensor):
-        super().__init__(call, t)
+        super().__init__(call, t, call.group.find_first_version(place))
         self.place = place
 
     def find_parameter(self) -> int:

@@ -27,16 +27,15 @@ from torch.optim.optimizer import (
 
 from partita.comm import agree
 from partita.layout import Fix
-from partita.tensor.construct import piece_of
+from partita.tensor.construct import is_whole_state, lay_out_state
 from partita.tensor.dtensor import TYPED, DTensor, moved, tagged
 from partita.tensor.dtensor_gradients import (
-    lay_out_state,
     reduce_pending_gradients,
     settled_spec,
     update_spec,
 )
 from partita.tensor.foreach import norms
-from partita.tensor.tensor_state import HERE, own_state, state_of
+from partita.tensor.tensor_state import HERE, state_of
 from partita.tensor.torch_patches import only_entered
 
 from .parameters import refuse_given_up
@@ -134,7 +133,6 @@ def _before_step(optimizer: Optimizer, args: _Args, kwargs: _Kwargs) -> _StepCal
         _run_step(optimizer, {}, args, kwargs)
         return _make_idle_step_args(optimizer, args, kwargs)
     _agree_settings(optimizer, spread)
-    HERE.unheard(_lay_out_state, optimizer, spread)
     owners = HERE.unheard(_find_owners, spread)
     if owners and plain and HERE.capturing:
         args, kwargs = _run_own_hooks(optimizer, args, kwargs)
@@ -146,18 +144,17 @@ def _before_step(optimizer: Optimizer, args: _Args, kwargs: _Kwargs) -> _StepCal
     if not alike:
         HERE.unheard(reduce_gradients, spread)
     if not plain:
+        HERE.unheard(_lay_out_states, optimizer, spread)
         return None
     if not alike and not HERE.unheard(_lie_alike, optimizer, spread):
-        for p in spread:
-            if update_spec(p) is not p._spec and p in optimizer.state:
-                lay_out_state(p, optimizer.state[p])
-        if not _lie_alike(optimizer, spread):
+        HERE.unheard(_lay_out_states, optimizer, spread)
+        if not HERE.unheard(_lie_alike, optimizer, spread):
             return None
     args, kwargs = _run_own_hooks(optimizer, args, kwargs)
     with _narrow_to_updated([p for p in spread if update_spec(p) is not p._spec]):
         _step_as_plain(optimizer, spread, args, kwargs)
     for owner in owners:
-        owner.updated()
+        owner.updated(spread)
     return _make_idle_step_args(optimizer, args, kwargs)
 
 
@@ -194,17 +191,10 @@ def _find_owners(params: list[DTensor]) -> list[Any]:
     return [*dict.fromkeys(rest.owner for rest in rests if rest is not None)]
 
 
-def _lay_out_state(optimizer: Optimizer, params: list[DTensor]) -> None:
-    """Lay out state that was made while its parameter was plain as the parameter's update is."""
+def _lay_out_states(optimizer: Optimizer, params: list[DTensor]) -> None:
     for p in params:
-        if not state_of(p).was_plain:
-            continue
-        own_state(p).was_plain = False
-        for name, value in optimizer.state.get(p, {}).items():
-            whole = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
-            if whole and value.ndim and value.shape == p.shape:
-                spec = update_spec(p)
-                optimizer.state[p][name] = tagged(piece_of(value, spec), spec)
+        if p in optimizer.state:
+            lay_out_state(p, optimizer.state[p])
 
 
 def _run_own_hooks(optimizer: Optimizer, args: _Args, kwargs: _Kwargs) -> _StepCall:
@@ -318,7 +308,10 @@ def _lie_alike(optimizer: Optimizer, params: list[DTensor]) -> bool:
         if p._spec.is_pending:
             return False
         for value in states[p].values() if p in states else ():
-            if isinstance(value, DTensor) and value._spec is not update_spec(p):
+            if isinstance(value, DTensor):
+                if value._spec is not update_spec(p):
+                    return False
+            elif is_whole_state(p, value):
                 return False
     return True
 

@@ -24,7 +24,7 @@ from partita.comm.device import HOST
 from partita.layout import Fix, LayoutError
 from partita.tensor.construct import can_hold, hold_value, spread
 from partita.tensor.dtensor import DTensor, tagged
-from partita.tensor.dtensor_gradients import is_watched
+from partita.tensor.dtensor_gradients import has_user_hooks
 from partita.tensor.tensor_state import OURS, count_writes, own_state, state_of, was_written_since
 from partita.tensor.uneven_pieces import empty_with_room
 
@@ -107,10 +107,12 @@ def plain_name(name: str) -> str:
 
 
 def has_hooks(p: torch.Tensor) -> bool:
-    """Has the user registered hooks on this tensor?"""
-    # There is no public way to ask. A hook of ours watches a tensor whose gradient was reduced.
-    hooks = len(p._backward_hooks or ()) - is_watched(p)
-    return hooks > 0 or bool(getattr(p, "_post_accumulate_grad_hooks", None))
+    """True if the user has registered hooks on this tensor, or on its gradient's accumulation."""
+    # There is no public way to ask.
+    with Local():
+        return has_user_hooks(p._backward_hooks) or has_user_hooks(
+            getattr(p, "_post_accumulate_grad_hooks", None)
+        )
 
 
 def replace_tensor(held: HeldParameter, new: torch.Tensor, *, by: str) -> None:

@@ -26,8 +26,17 @@ from partita.comm import Wire, user_line, wire_of
 from partita.layout import Fix, LayoutError, Replicate, Shard
 from partita.tensor.construct import distribute_tensor, hold_value, place_buffer, refuse_lazy
 from partita.tensor.dtensor import DTensor, moved, tagged
-from partita.tensor.dtensor_gradients import mark_settled, store_gradient, update_spec
-from partita.tensor.tensor_state import HERE, Rest, Spec, own_state, spec_of, state_of
+from partita.tensor.dtensor_gradients import mark_settled, requiring_grad, update_spec
+from partita.tensor.tensor_state import (
+    HERE,
+    Rest,
+    Spec,
+    count_unseen_writes,
+    count_writes,
+    own_state,
+    spec_of,
+    state_of,
+)
 from partita.tensor.uneven_pieces import with_room
 
 from .batch import find_data_axes, tensors_in
@@ -299,30 +308,35 @@ class _Bucket:
     Attributes:
         ready: the parameters whose gradients have come, in this step or, since a step need not use
             all of them, in an earlier one.
-        sent: the gradients being reduced, with their versions.
+        sent: the gradients being reduced, each with how often it had been written.
         wait: waits for the reduction, and returns the sums.
         reduced: the specs of the gradients then.
     """
 
     def __init__(self, name: str, params: list[DTensor], pieces: list[Spec], axes: tuple[str, ...]):
         self.name, self.params, self.pieces, self.axes = name, params, pieces, axes
-        self._flat: FlatBuffer | None = None
-        self._of: torch.device | None = None
+        self._flats: dict[tuple[DTensor, ...], FlatBuffer] = {}
         self.ready: set[int] = set()
-        self.sent: list[tuple[torch.Tensor, int]] = []
+        self.sent: list[tuple[torch.Tensor, tuple[int, int]]] = []
         self.wait: Callable[[], list[torch.Tensor]] = list
         self.reduced: list[Spec] = []
 
     @property
     def flat(self) -> FlatBuffer:
-        """The flat buffer of these parameters, in the dtype that they have now."""
-        dtype, device = self.params[0].dtype, self.params[0].device
-        if self._flat is None or (self._flat.dtype, self._of) != (dtype, device):
-            specs = [p._spec for p in self.params]
-            names = [self.name] * len(specs)
-            self._flat = FlatBuffer(self.name, names, specs, self.pieces, self.axes, dtype, device)
-            self._of = device
-        return self._flat
+        """The flat buffer of these parameters."""
+        return self.flat_of(self.params)
+
+    def flat_of(self, params: Sequence[DTensor]) -> FlatBuffer:
+        """The flat buffer of some of the parameters, in the dtype that they have now."""
+        dtype, device = params[0].dtype, params[0].device
+        flat = self._flats.get(tuple(params))
+        if flat is None or flat.dtype != dtype or flat.given_device != device:
+            specs, names = [p._spec for p in params], [self.name] * len(params)
+            piece = dict(zip(self.params, self.pieces, strict=True))
+            pieces = [piece[p] for p in params]
+            flat = FlatBuffer(self.name, names, specs, pieces, self.axes, dtype, device)
+            self._flats[tuple(params)] = flat
+        return flat
 
     def grads(self) -> list[torch.Tensor | None]:
         return [_grad(p) for p in self.params]
@@ -362,7 +376,7 @@ class GradReducer(ShardedState):
     ):
         self.axes, self.stage = axes, stage
         self.options = (axes, stage, MixedPrecision())
-        self._handles: list[Any] = []
+        self._handles: dict[DTensor, Any] = {}
         self._blocks = [(name, list(params)) for name, params in blocks]
         self._buckets: list[_Bucket] = []
         self._under_way: _Bucket | None = None
@@ -392,7 +406,7 @@ class GradReducer(ShardedState):
     def detach_from_model(self) -> None:
         """Remove the hooks: the state of an enclosing model takes over."""
         self.finish()
-        for handle in self._handles:
+        for handle in self._handles.values():
             handle.remove()
 
     def replaced(self, old: DTensor, new: DTensor) -> None:
@@ -407,20 +421,24 @@ class GradReducer(ShardedState):
 
     def _adopt_parameter(self, bucket: _Bucket, i: int, p: DTensor, rest: Rest | None) -> None:
         own_state(p).rest = rest
+        if (handle := self._handles.pop(p, None)) is not None:
+            handle.remove()
 
         def note_gradient(_: Any) -> None:
             grads = bucket.note_gradient(i)
             if grads is not None and not self.keeps_partial_gradients:
                 self._send_bucket(bucket, grads)
 
-        self._handles.append(p.register_post_accumulate_grad_hook(note_gradient))
+        # A copy of the model may be frozen now, and trained later.
+        with Local(), requiring_grad(p):
+            self._handles[p] = p.register_post_accumulate_grad_hook(note_gradient)
 
     # -- reductions under way ----------------------------------------------------------------------
 
     def _send_bucket(self, bucket: _Bucket, grads: list[torch.Tensor]) -> None:
         with Local(), torch.no_grad():
             self.finish()
-            bucket.sent = [(g, g._version) for g in grads]
+            bucket.sent = [(g, _count_all_writes(g)) for g in grads]
             if self.stage == 2:
                 shares = bucket.flat.pack_gradients(grads, bucket.flat.dtype)
                 bucket.wait = bucket.flat.start_reduce_scatter(shares.sums, bucket.flat.dtype)
@@ -436,40 +454,43 @@ class GradReducer(ShardedState):
         with Local(), torch.no_grad():
             sums, grads = bucket.wait(), [sent for sent, _ in bucket.sent]
             current = all(
-                g is sent and g._version == version
-                for g, (sent, version) in zip(bucket.grads(), bucket.sent, strict=True)
+                g is sent and _count_all_writes(g) == writes
+                for g, (sent, writes) in zip(bucket.grads(), bucket.sent, strict=True)
             )
             bucket.wait, bucket.sent = list, []
             if not current:
                 return
-            if self.stage < 2:  # each keeps its identity, and its order in memory
-                for g, total in zip(grads, sums, strict=True):
-                    if g.is_contiguous():
-                        _data.__set__(g, total)
-                    else:
-                        g.copy_(total)
-                sums = grads
-            for p, g, after in zip(bucket.params, sums, bucket.reduced, strict=True):
-                if self.stage < 2:  # it is p's gradient
-                    tagged(g, after)
+            # Each stays the object that the program may have read, and where it stays whole it
+            # keeps its order in memory.
+            for p, g, total, after in zip(bucket.params, grads, sums, bucket.reduced, strict=True):
+                if self.stage == 2 or g.is_contiguous():
+                    _data.__set__(g, total)
                 else:
-                    store_gradient(p, tagged(g, after))
+                    g.copy_(total)
+                tagged(g, after)
                 mark_settled(p)
 
     # -- after an optimizer has updated shards -----------------------------------------------------
 
-    def updated(self) -> None:
+    def updated(self, params: Iterable[DTensor]) -> None:
         """An optimizer has updated each rank's shards: gather them into the whole parameters."""
         if self.stage == 0:
             return
+        given = set(params)
+        parts = [(b, [p for p in b.params if p in given]) for b in self._buckets]
         with Local(), torch.no_grad():
             # While a bucket arrives, the one before it is written.
-            for before, bucket in pairwise([None, *self._buckets, None]):
-                if bucket is not None:
-                    rows = [p.detach().narrow(0, *_find_updated_rows(p)) for p in bucket.params]
-                    bucket.flat.start_gather(rows, "update")
+            for before, now in pairwise([None, *(part for part in parts if part[1]), None]):
+                if now is not None:
+                    rows = [p.detach().narrow(0, *_find_updated_rows(p)) for p in now[1]]
+                    now[0].flat_of(now[1]).start_gather(rows, "update")
                 if before is not None:
-                    before.flat.finish_gather_into([p.detach() for p in before.params])
+                    # Through `.data`: the optimizer's own writes count, of those that it updated.
+                    before[0].flat_of(before[1]).finish_gather_into([p.data for p in before[1]])
+
+
+def _count_all_writes(g: torch.Tensor) -> tuple[int, int]:
+    return count_writes(g), count_unseen_writes(g)
 
 
 def _join_small_blocks(

@@ -8,7 +8,6 @@ then they keep the results that save the most operations, a knapsack.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -248,7 +247,10 @@ class _BudgetStep:
         self.count = MemoryCount()
         self._kept: set[Any] | None = None  # as soon as that is chosen
         self._candidates: dict[Any, Candidate] = {}
-        self._forwards: weakref.WeakSet[ForwardRecord] = weakref.WeakSet()
+        # Counted, since the ranks choose together: Python drops a forward whose result nobody uses
+        # at another time on each rank.
+        self._to_recompute = 0
+        self._recomputed = False
 
     @property
     def measures(self) -> bool:
@@ -269,8 +271,9 @@ class _BudgetStep:
         one.nbytes += nbytes
 
     def note_forward(self, forward: ForwardRecord) -> None:
-        """Note that the first run of a region begins."""
-        self._forwards.add(forward)
+        """Note that the first run of a region, whose backward needs a second, has ended."""
+        forward.is_counted = True
+        self._to_recompute += 1
 
     def note_recompute(self, forward: ForwardRecord, flops_of: dict[RecordedCall, int]) -> None:
         """Note the operations that a recompute took; after the last, choose what is kept."""
@@ -279,8 +282,16 @@ class _BudgetStep:
             if one is not None:
                 one.flops += flops
                 one.written += one.nbytes
-        self._forwards.discard(forward)
-        if not any(f.complete and f.saved for f in self._forwards):
+        self._recomputed = True
+        if forward.is_counted:
+            forward.is_counted = False
+            self._to_recompute -= 1
+        if not self._to_recompute:
+            self.choose()
+
+    def choose(self) -> None:
+        """Choose what later steps keep, where a region was recomputed since the step began."""
+        if self.measures and self._recomputed:
             self._kept = self._choose_kept()
 
     def _choose_kept(self) -> set[Any]:
@@ -331,6 +342,8 @@ class Budget:
         """The step for these inputs: measured the first time, planned from then on."""
         key = (*make_inputs_key(args, kwargs, TensorOrigins(), []), _settings_of_module(module))
         step = self._steps.get(key)
+        if step is not None:  # a result of a region was not used: its backward did not come
+            step.choose()
         if step is None or step.measures:
             parameters = () if module is None else module.parameters()
             held = [*tensors_in((args, kwargs)), *parameters]

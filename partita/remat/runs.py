@@ -258,7 +258,7 @@ class ForwardRecord(_RegionRun):
         events: the calls by key and ordinal, in order.
         redistributed_results: kept results of redistributions, by key.
         saved: the number of slots.
-        complete: the run is over.
+        is_counted: a budget's step waits for the recompute of this forward.
     """
 
     def __init__(self, region: Any, args: tuple[Any, ...], kwargs: dict[str, Any]):
@@ -268,7 +268,6 @@ class ForwardRecord(_RegionRun):
         self.events: dict[tuple[Key, int], RecordedCall] = {}
         self.redistributed_results: dict[Any, KeptKernels] = {}
         self.saved = 0
-        self.complete = False
         self._opened: list[torch.Tensor] = []  # the inputs of an opaque call
         self._around = HERE.watcher
         self._inside: OpaqueSaves | None = None
@@ -277,8 +276,7 @@ class ForwardRecord(_RegionRun):
         self.ambient = AmbientState(t.device for t in tensors_in((args, kwargs)))
         self.inputs = RegionInputs(args, kwargs, self.origins)
         self._names = ResultsToName(region.names) if self.policy.wants_names else None
-        if self.measures:
-            self.budget_step.note_forward(self)
+        self.is_counted = False
 
     @property
     def measures(self) -> bool:
@@ -483,12 +481,13 @@ class ForwardRecord(_RegionRun):
 
     def close(self) -> None:
         """The run is over."""
-        self.complete = True
         self._around = None
         self.origins.forget_the_dead()
         if self._names is not None:
             self._names.close(self.order)
         self._kept = {}
+        if self.saved and self.measures:
+            self.budget_step.note_forward(self)
 
     @property
     def kept_results(self) -> list[KeptKernels | KeptCall]:

@@ -9,7 +9,6 @@ identity to its optimizer, its hooks and other modules, so its value is exchange
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from typing import Any
@@ -36,7 +35,7 @@ from partita.rules.rule import narrow_piece
 from .aliasing import global_strides
 from .arguments import find_wire
 from .dtensor import TYPED, DTensor, make_no_strides_error, moved, shape_of_pieces, tagged
-from .dtensor_gradients import type_hook
+from .dtensor_gradients import type_accumulate_hook, type_hook, update_spec
 from .origins import note_origin
 from .random import run_with_generator_check
 from .tensor_state import (
@@ -44,6 +43,7 @@ from .tensor_state import (
     Function,
     Spec,
     make_layout_error,
+    note_other_memory,
     own_state,
     spec_on_mesh,
     spec_on_wire,
@@ -174,16 +174,15 @@ def distribute_module(
 def place_buffer(b: torch.Tensor, wire: Wire, spread: Callable[[torch.Tensor], DTensor]) -> DTensor:
     """What takes the place of the plain buffer `b` on a mesh: the same DTensor for all modules that
     share `b`, whenever they are put there. `spread` makes it."""
-    known = _PLACED.get(b)
-    placed = None if known is None else known()
+    placed = _PLACED.get(b)
     if placed is None or placed._spec.wire is not wire:
-        placed = spread(b)
-        _PLACED[b] = weakref.ref(placed)
+        placed = _PLACED[b] = spread(b)
     return placed
 
 
 _PLACED: Any = WeakIdKeyDictionary()
-"""By a plain buffer that was exchanged, a weak reference to what has its place now."""
+"""By a plain buffer that was exchanged, what has its place now. As long as the buffer lives, which
+the caller shows by having it: that another module still lives is no reason to send nothing."""
 
 
 def _put_on_mesh(part: torch.nn.Module, key: str, before: Any, device_mesh: Any) -> None:
@@ -344,19 +343,51 @@ def hold_value(p: nn.Parameter, value: DTensor) -> torch.Tensor | None:
         _data.__set__(p, value.detach())
     if isinstance(p, DTensor):
         own_state(p).retyped = None
+        note_other_memory(p)
     else:
         hooks: dict[int, Any] = p._backward_hooks or {}
         for number, hook in list(hooks.items()):
             hooks[number] = type_hook(p, hook)
+        after: dict[int, Any] = getattr(p, "_post_accumulate_grad_hooks", None) or {}
+        for number, hook in list(after.items()):
+            after[number] = type_accumulate_hook(p, hook)
         p.__class__ = TYPED.get(p.__class__, DTensor)
         p._is_param = True
-        own_state(p).was_plain = True
     p._spec = value._spec  # type: ignore[attr-defined]
     note_origin(p, value._spec.wire)
     for name, own in value.__dict__.items():
         if name not in OURS:
             p.__dict__.setdefault(name, own)
     return grad
+
+
+def lay_out_state(p: DTensor, state: dict[str, Any]) -> None:
+    """Lay out what an optimizer keeps of each element of `p` as `update_spec(p)`.
+
+    It may have been made while `p` was plain, or loaded: whole, or in the layout of `p`.
+    """
+    update = update_spec(p)
+    for name, value in state.items():
+        part = None
+        with torch.no_grad():
+            if is_whole_state(p, value):
+                part = piece_of(value, update)
+            elif isinstance(value, DTensor) and value._spec is not update:
+                before = value._spec
+                if before.wire is update.wire and before.shape == update.shape:
+                    part = moved(value, before, update, "optimizer state", "explicit")
+        if part is not None:
+            state[name] = tagged(part, update)
+
+
+def is_whole_state(p: DTensor, value: Any) -> bool:
+    """True if `value` is plain and has an element for each of `p`."""
+    return (
+        isinstance(value, torch.Tensor)
+        and not isinstance(value, DTensor)
+        and value.ndim > 0
+        and value.shape == p._spec.shape
+    )
 
 
 def stand_for(whole: torch.Tensor, p: torch.Tensor) -> dict[str, Any]:

@@ -14,7 +14,8 @@ import math
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -297,12 +298,16 @@ def type_hook(x: torch.Tensor, hook: Callable[..., Any]) -> Callable[[torch.Tens
     """What is registered on `x` for the user's `hook`, which gets the gradient as a DTensor and may
     return one."""
     # A parameter may be laid out anew; what an op has made keeps the layout that it had here.
-    known = weakref.ref(x) if x.is_leaf else None
+    known: list[Any] = [weakref.ref(x) if x.is_leaf else None]
     spec: Spec | None = getattr(x, "_spec", None)
     made = find_origin(x)
 
-    def call_typed_hook(grad: torch.Tensor) -> Any:
-        leaf = None if known is None else known()
+    def call_typed_hook(grad: torch.Tensor | None) -> Any:
+        if grad is None:
+            # An autograd node of ours gave none, as for a parameter that no block has used. Only
+            # torch's hooks of several tensors count such calls.
+            return hook(None) if hook.__module__ == "torch.autograd.graph" else None
+        leaf = None if known[0] is None else known[0]()
         now: Spec = spec if leaf is None else leaf._spec  # type: ignore[attr-defined, assignment]
         typed = tagged(_alias_with_history(grad), now.gradient)
         note_gradient(typed, made)
@@ -318,15 +323,70 @@ def type_hook(x: torch.Tensor, hook: Callable[..., Any]) -> Callable[[torch.Tens
         return _lay_out_as_dual(out, now, "hook")
 
     call_typed_hook.hook = hook  # type: ignore[attr-defined]  # capture hangs it on what stands for x
+    call_typed_hook.known = known  # type: ignore[attr-defined]  # see `drop_references`
     return call_typed_hook
 
 
 @implements(T.register_hook)
 def _register_hook(x: DTensor, hook: Callable[..., Any]) -> Any:
     """`x.register_hook`."""
+    _show_gradient(x)  # what came before is none of the hook's
     typed = type_hook(x, hook)
     with Local():
         return x.register_hook(typed)
+
+
+@implements(T.register_post_accumulate_grad_hook)
+def _register_post_accumulate_grad_hook(x: DTensor, hook: Callable[..., Any]) -> Any:
+    """`x.register_post_accumulate_grad_hook`."""
+    _show_gradient(x)
+    typed = type_accumulate_hook(x, hook)
+    with Local():
+        return x.register_post_accumulate_grad_hook(typed)
+
+
+def type_accumulate_hook(x: torch.Tensor, hook: Callable[..., Any]) -> Callable[[Any], Any]:
+    """What is registered on the leaf `x` for the user's `hook`, to be called when its gradient has
+    been added up.
+
+    The engine also calls such hooks where an autograd node of ours gave no gradient, as for a
+    parameter that no block has used. The user's is called only where one came.
+    """
+    came = [False]
+
+    def note_gradient(grad: torch.Tensor | None) -> None:
+        came[0] = grad is not None
+
+    def call_accumulate_hook(x: Any) -> Any:
+        return hook(x) if came[0] else None
+
+    with Local(), requiring_grad(x):
+        x.register_hook(note_gradient)
+    call_accumulate_hook.hook = hook  # type: ignore[attr-defined]
+    return call_accumulate_hook
+
+
+@contextmanager
+def requiring_grad(x: torch.Tensor) -> Iterator[None]:
+    """Within, the leaf `x` requires grad, so that hooks can be registered on it though it is frozen
+    now."""
+    with Local():
+        frozen = not _requires_grad(x)
+        if frozen:
+            x.requires_grad_(True)
+        try:
+            yield
+        finally:
+            if frozen:
+                x.requires_grad_(False)
+
+
+def has_user_hooks(hooks: Any) -> bool:
+    """True if any of a tensor's hooks is the user's. Those of ours do not show in one process."""
+    return any(
+        hasattr(hook, "hook") or not str(getattr(hook, "__module__", "")).startswith("partita.")
+        for hook in (hooks or {}).values()
+    )
 
 
 DTensor.grad = property(gradient_of, _set_grad, _del_grad)  # type: ignore[assignment]
@@ -445,19 +505,6 @@ def update_spec(x: DTensor) -> Spec:
     return x._spec if rest is None else rest.update
 
 
-def lay_out_state(x: DTensor, state: dict[str, Any]) -> None:
-    """Redistribute what an optimizer keeps of each element of x to `update_spec(x)`: it may have
-    been made, or loaded, in the layout of x."""
-    update = update_spec(x)
-    for name, value in state.items():
-        if isinstance(value, DTensor) and value._spec is not update:
-            before = value._spec
-            if before.wire is update.wire and before.shape == update.shape:
-                with torch.no_grad():
-                    part = moved(value, before, update, "optimizer state", "explicit")
-                state[name] = tagged(part, update)
-
-
 def store_gradient(x: DTensor, grad: DTensor) -> None:
     """Make `grad` the gradient of x though its local shape is another, which torch would refuse."""
     # Modes do not hear of it either: it is no write of the program's.
@@ -500,12 +547,15 @@ def mark_settled(x: DTensor) -> None:
     if x._spec is x._spec.gradient:
         return
     with Local():  # or each question to torch would be a function of torch's, of a DTensor
-        if not _requires_grad(x):
-            return
         watch = state_of(x).reopens
         if watch is None:
+            if not (x.is_leaf and (x.is_floating_point() or x.is_complex())):
+                return  # no backward pass adds to its gradient
             known = weakref.ref(x)
-            handle = x.register_hook(lambda _: _restore_partial_gradient(known()))
+            with requiring_grad(x):  # it may be frozen for a while only
+                handle = x.register_hook(
+                    lambda g: None if g is None else _restore_partial_gradient(known())
+                )
             watch = own_state(x).reopens = (handle.id, _hooks(x)[handle.id])
         # Private torch: to register a hook costs 3 microseconds for each parameter and step, a hook
         # that is called for nothing 6.
@@ -532,6 +582,32 @@ def is_watched(x: torch.Tensor) -> bool:
         return number in _hooks(x)
 
 
+def drop_references(x: DTensor) -> Callable[[DTensor], None]:
+    """Drop our weak references to the leaf `x`, whose contents another object is to take over.
+
+    Returns:
+        A function that refers to that object in place of `x`.
+    """
+    is_settled = is_watched(x)
+    _unmark_settled(x)
+    own_state(x).reopens = None
+    with Local():
+        grad = _grad.__get__(x)
+        hooks = [h for h in (_hooks(x) or {}).values() if hasattr(h, "known")]
+    if isinstance(grad, DTensor):
+        own_state(grad).gradient_of = None
+    for hook in hooks:
+        hook.known[0] = None
+
+    def refer_to(new: DTensor) -> None:
+        for hook in hooks:
+            hook.known[0] = weakref.ref(new)
+        if is_settled:
+            mark_settled(new)
+
+    return refer_to
+
+
 def _restore_partial_gradient(x: DTensor | None) -> None:
     if x is None:
         return
@@ -544,8 +620,11 @@ def _restore_partial_gradient(x: DTensor | None) -> None:
             wire, wanted = grad_now._spec.wire, x._spec.gradient
             moves = plan(grad_now._spec.layout, wanted.layout, wire.mesh, grad_now.element_size())
             shares = carry_all(moves, grad_now, wire, "grad", "gradient")
-            if stays and shares.shape == grad_now.shape:
-                grad_now.copy_(shares)
+            if stays:
+                if shares.shape == grad_now.shape:
+                    grad_now.copy_(shares)
+                else:  # ZeRO left each rank a shard of it
+                    _data.__set__(grad_now, shares)
                 tagged(grad_now, wanted)
             else:
                 _grad.__set__(x, tagged(shares.detach(), wanted))
@@ -597,6 +676,9 @@ def reduce_pending_gradients(params: Iterable[DTensor]) -> None:
         grad: Any = p.grad  # which types it
         if not grad._spec.is_pending:
             continue
+        if grad.requires_grad and not HERE.capturing:
+            _reduce_with_history(p, grad)
+            continue
         if settled_spec(p) is not p._spec:
             _reduce_scatter_gradient(p, grad)
             continue
@@ -633,6 +715,15 @@ def _agree_on_gradients(params: list[DTensor], groups: dict[Any, list[DTensor]])
             ),
         )
         remember_agreed(wire, key)
+
+
+def _reduce_with_history(p: DTensor, grad: DTensor) -> None:
+    """Reduce a gradient that is a part of the graph of `create_graph=True`, and stays one."""
+    wanted = settled_spec(p)
+    with torch.enable_grad():
+        settled = moved(grad, grad._spec, wanted, "gradients", "settle")
+    store_gradient(p, tagged(settled, wanted))
+    mark_settled(p)
 
 
 def _reduce_scatter_gradient(p: DTensor, grad: DTensor) -> None:

@@ -32,12 +32,16 @@ from .dtensor_gradients import gradient_of
 from .op_facts import ADDRESSES, OVERRIDES, find_getter, form_of, implements
 from .origins import describe_reading
 from .tensor_state import (
+    HERE,
     ON_NEW_SPEC,
     OURS,
     Function,
     Spec,
+    count_writes,
     current,
     make_layout_error,
+    note_other_memory,
+    note_unseen_write,
     own_state,
     spec_for_write_into,
     spec_of,
@@ -53,10 +57,30 @@ _data: Any = torch._C.TensorBase.data
 
 @implements(find_getter("data"))
 def _get_data(x: DTensor) -> DTensor:
-    # What is written through it is not counted in x's version: x must not be remembered elsewhere.
-    own_state(x).written_unseen = True
+    # What is written through it is not counted in x's version. It is counted in that of an alias
+    # which all tensors that this gives share.
+    state = own_state(x)
+    if HERE.capturing:
+        note_unseen_write(x)
+        with Local():
+            return tagged(_data.__get__(x), x._spec)
     with Local():
-        return tagged(_data.__get__(x), x._spec)
+        now = _data.__get__(x)
+        known = state.data
+        if known is None or not _show_same_memory(known, now):
+            state.unseen_writes += 0 if known is None else count_writes(known)
+            state.data = known = now
+        return tagged(known.detach(), x._spec)
+
+
+def _show_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (
+        one.untyped_storage()._cdata == other.untyped_storage()._cdata
+        and one.storage_offset() == other.storage_offset()
+        and one.stride() == other.stride()
+        and one.shape == other.shape
+        and one.dtype == other.dtype
+    )
 
 
 @implements(T.data.__set__)
@@ -70,6 +94,7 @@ def _set_data(x: torch.Tensor, value: torch.Tensor) -> None:
                 value = tagged(moved(value, before, after, "x.data = y", "explicit"), after)
             _data.__set__(x, value)
         own_state(x).retyped = None  # torch does not count this as a write
+        note_other_memory(x)
         x._spec = value._spec
         return
     fixes = (

@@ -298,9 +298,10 @@ class TensorState:
         retyped: an alias of it in the last other layout that an op needed.
         reopens: the number of a hook that makes a reduced gradient partial again before backward
             adds to it, and the hook. It is taken off and registered again in every step.
-        written_unseen: may it have been written through `.data`, which torch does not count?
+        unseen_writes: the writes that torch does not count and we do; see `count_unseen_writes`.
+        replaced_at: what `count_unseen_writes` gave when it was last given other memory.
+        data: the alias through which each `.data` of it is taken: it counts their writes.
         gathered_from: the parameter at rest that this is the gathered value of, and its version.
-        was_plain: was it a plain parameter when an optimizer may have made its state for it?
         node: what a user got for its `grad_fn`.
         given_up: its name in the model that now holds another in its place, and what replaced it.
     """
@@ -310,11 +311,17 @@ class TensorState:
     origin: Any = None
     retyped: RetypedValue | None = None
     reopens: tuple[int, Any] | None = None
-    written_unseen: bool = False
+    unseen_writes: int = 0
+    replaced_at: int = 0
+    data: torch.Tensor | None = None
     gathered_from: tuple[torch.Tensor, int] | None = None
-    was_plain: bool = False
     node: Any = None
     given_up: tuple[str, str] | None = None
+
+    @property
+    def written_unseen(self) -> bool:
+        """True if it may have been written, or may yet be, through a `.data` of it."""
+        return self.unseen_writes > 0 or self.data is not None
 
 
 _NOTHING = TensorState()
@@ -344,6 +351,27 @@ def count_writes_of(tensors: Iterable[torch.Tensor]) -> list[int]:
     """`count_writes` of each."""
     with Unheard():
         return [0 if x.is_inference() else x._version for x in tensors]
+
+
+def count_unseen_writes(x: torch.Tensor) -> int:
+    """How often `x` was written through an `x.data`, or was given other `data`.
+
+    Torch does not count these writes in the version of `x`, by which autograd checks what it has
+    saved. They count where another copy of the value is kept.
+    """
+    state = state_of(x)
+    return state.unseen_writes + (0 if state.data is None else count_writes(state.data))
+
+
+def note_unseen_write(x: torch.Tensor) -> None:
+    """Count a write of `x` that torch does not count."""
+    own_state(x).unseen_writes += 1
+
+
+def note_other_memory(x: torch.Tensor) -> None:
+    """Count that `x` was given other memory, as `x.data = y` does."""
+    note_unseen_write(x)
+    own_state(x).replaced_at = count_unseen_writes(x)
 
 
 def was_written_since(x: torch.Tensor, count: int) -> bool:

@@ -48,9 +48,19 @@ from . import tensor_overrides  # noqa: F401  what users hear comes first
 from .arguments import OpCall, make_transform_error, read_number
 from .dispatch import run_gathered
 from .dtensor import DTensor, alias_without_base, moved
-from .dtensor_gradients import specs_of_values, type_gradient, type_pieces
+from .dtensor_gradients import drop_references, specs_of_values, type_gradient, type_pieces
 from .op_facts import OVERRIDES, Form, copy_function, form_of
-from .tensor_state import HERE, Function, Kwargs, Spec, make_layout_error
+from .tensor_state import (
+    HERE,
+    Function,
+    Kwargs,
+    Spec,
+    count_unseen_writes,
+    make_layout_error,
+    note_other_memory,
+    own_state,
+    state_of,
+)
 
 
 def holds_dtensor(value: Any) -> bool:
@@ -100,6 +110,59 @@ def take_place_of(found: Any, make: Callable[[Function], Function]) -> Function:
     found.__code__ = space[found.__name__].__code__
     found.__defaults__ = found.__kwdefaults__ = None
     return plain
+
+
+# -- tensors that exchange their contents ----------------------------------------------------------
+
+
+_base: Any = torch._C.TensorBase
+_TABLES_OF_HOOKS = [
+    (slot.__get__, slot.__set__)
+    for slot in (_base._backward_hooks, _base._post_accumulate_grad_hooks)
+]
+"""What reads and sets a tensor's dictionaries of hooks. Private torch."""
+
+
+def _swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
+    # torch swaps no tensor with weak references; ours are set anew. Where ZeRO shards a parameter,
+    # the object in the model stays the one that it shards.
+    before = [t._spec if isinstance(t, DTensor) else None for t in (t1, t2)]
+    rests = [state_of(t).rest for t in (t1, t2)]
+    if before[0] is not before[1] and any(rests):
+        raise make_layout_error(
+            "swap_tensors: a parameter that zero has sharded, and a tensor laid out otherwise",
+            Fix("p.data.copy_(t)", "of a whole value t: p stays what it is"),
+            operands=tuple("plain" if s is None else s.layout.brief() for s in before),
+        )
+    if not any(isinstance(t, DTensor) for t in (t1, t2)):
+        _plain_swap(t1, t2)
+        return
+    renewals = [drop_references(t) if isinstance(t, DTensor) else None for t in (t1, t2)]
+    hooks = [[get(t) for get, _ in _TABLES_OF_HOOKS] for t in (t2, t1)]
+    writes = max(count_unseen_writes(t) for t in (t1, t2))
+    try:
+        _plain_swap(t1, t2)
+    except BaseException:
+        renewals.reverse()  # each is its own again
+        raise
+    else:
+        for t, rest, its_hooks in zip((t1, t2), rests, hooks, strict=True):
+            # torch leaves the dictionaries of hooks where they were, but calls those of the other.
+            for (_, put), known in zip(_TABLES_OF_HOOKS, its_hooks, strict=True):
+                put(t, known)
+            if isinstance(t, DTensor):
+                state = own_state(t)
+                state.data, state.unseen_writes, state.rest = None, writes, rest
+                note_other_memory(t)
+                if rest is not None:
+                    rest.owner.replaced(t, t)
+    finally:
+        for t, refer_to in zip((t2, t1), renewals, strict=True):
+            if refer_to is not None:
+                refer_to(t)  # type: ignore[arg-type]
+
+
+_plain_swap = put_in_place_of("swap_tensors", _swap_tensors, torch.utils)
 
 
 # -- what refuses ----------------------------------------------------------------------------------

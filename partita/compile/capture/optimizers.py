@@ -30,8 +30,9 @@ from torch.optim.optimizer import (
 from partita.comm import user_line
 from partita.comm.device import HOST
 from partita.layout import Fix
+from partita.tensor.construct import lay_out_state
 from partita.tensor.dtensor import DTensor
-from partita.tensor.dtensor_gradients import lay_out_state, update_spec
+from partita.tensor.dtensor_gradients import update_spec
 from partita.tensor.op_facts import facts_of
 from partita.tensor.tensor_state import HERE
 

@@ -1,0 +1,207 @@
+"""Do gradients under ZeRO change, and call hooks, as those of one process do?"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import partita as pt
+from tests.programs.zero_stages import STAGES, X, Y, gradients_of, loss_of, mlp, run, whole
+
+# -- gradients that are changed after several backward passes --------------------------------------
+
+CHANGES = {
+    "clamp_": lambda p: p.grad.clamp_(-0.01, 0.01),
+    "sign_": lambda p: p.grad.sign_(),
+    "add_": lambda p: p.grad.add_(p),
+    "copy_": lambda p: p.grad.copy_(p),
+    "mul_": lambda p: p.grad.mul_(0.5),
+    "index": lambda p: p.grad.__setitem__(0, 0.5),
+    "data": lambda p: p.grad.data.mul_(0.5),
+    "pow_": lambda p: p.grad.pow_(2),
+    "masked_fill_": lambda p: p.grad.masked_fill_(p.grad > 0, 0.25),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_gradient_of_two_backward_passes_is_changed_in_place(change, stage):
+    def program(model, spread, _):
+        for x in (X, Y):
+            loss_of(model, spread(x)).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                CHANGES[change](p)
+        return gradients_of(model)
+
+    run(program, stage)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_that_the_program_holds_stay_those_of_the_parameters(stage):
+    def program(model, spread, _):
+        loss_of(model, spread(X)).backward()
+        held = [p.grad for p in model.parameters()]
+        loss_of(model, spread(Y)).backward()
+        nn.utils.clip_grad_value_(model.parameters(), 0.02)
+        same = [g is p.grad for g, p in zip(held, model.parameters(), strict=True)]
+        with torch.no_grad():
+            for p in model.parameters():
+                g = p.grad
+                g.clamp_(-0.01, 0.01)
+                same.append(g is p.grad)
+        return gradients_of(model), same
+
+    run(program, stage)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize("clip", [pt.clip_grad_norm_, nn.utils.clip_grad_norm_])
+def test_gradients_with_a_history_are_clipped(clip, stage):
+    def program(model, spread, _):
+        loss_of(model, spread(X)).backward(create_graph=True)
+        norm = clip(model.parameters(), 0.05)
+        before = gradients_of(model)
+        for p in model.parameters():
+            p.grad = p.grad.detach()
+        loss_of(model, spread(Y)).backward()
+        return whole(norm), before, gradients_of(model)
+
+    run(program, stage)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_shares_are_added_to_a_gradient_that_was_reduced_while_its_parameter_was_frozen(stage):
+    def program(model, spread, _):
+        loss_of(model, spread(X)).backward()
+        model.requires_grad_(False)
+        pt.reduce_gradients(model.parameters())
+        model.requires_grad_(True)
+        loss_of(model, spread(Y)).backward()
+        return gradients_of(model)
+
+    run(program, stage)
+
+
+# -- hooks -----------------------------------------------------------------------------------------
+
+
+def halve(p):
+    p.grad.mul_(0.5)
+
+
+def clamp(p):
+    p.grad.clamp_(-0.01, 0.01)
+
+
+HOOKS = {
+    "hook": lambda p: p.register_hook(lambda g: g.clamp(-0.01, 0.01)),
+    "halving": lambda p: p.register_post_accumulate_grad_hook(halve),
+    "clamping": lambda p: p.register_post_accumulate_grad_hook(clamp),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("when", ["before", "between", "removed"])
+def test_hooks_run_once_in_each_backward_pass_under_no_sync(when, hook, stage):
+    def program(model, spread, no_sync):
+        handles = []
+        if when != "between":
+            handles = [HOOKS[hook](p) for p in model.parameters()]
+        with no_sync(model):
+            loss_of(model, spread(X)).backward()
+        if when == "between":
+            handles = [HOOKS[hook](p) for p in model.parameters()]
+        if when == "removed":
+            for handle in handles:
+                handle.remove()
+        with no_sync(model):
+            loss_of(model, spread(Y)).backward()
+        loss_of(model, spread(X)).backward()
+        return gradients_of(model)
+
+    run(program, stage)
+
+
+class Unused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = mlp(), nn.Linear(4, 4).double()
+
+    def forward(self, x):
+        return self.used(x)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("early", [False, True])
+def test_no_hook_runs_where_no_gradient_came(early, stage):
+    called = []
+
+    def note(name, x):
+        called.append(name)
+        return x
+
+    def hang_hooks(model):
+        for name, p in model.named_parameters():
+            p.register_hook(lambda g, name=name: note(f"{name} before", g * 2))
+            p.register_post_accumulate_grad_hook(lambda p, name=name: note(f"{name} after", None))
+        return model
+
+    def program(model, spread, no_sync):
+        if not early:
+            hang_hooks(model)
+        for p in model.parameters():  # an older gradient
+            p.grad = torch.ones_like(p)
+        loss_of(model, spread(X)).backward()
+        return gradients_of(model)
+
+    run(program, stage, ranks=1, make=lambda: hang_hooks(Unused()) if early else Unused())
+    assert sorted(called) == sorted(called[: len(called) // 2] * 2)
+    assert called
+    assert not any("unused" in name for name in called)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_hook_of_several_tensors_runs_where_some_have_no_gradient(stage):
+    def program(model, spread, _):
+        counts = []
+        torch.autograd.graph.register_multi_grad_hook(
+            [*model.parameters()], lambda grads: counts.append(sum(g is not None for g in grads))
+        )
+        loss_of(model, spread(X)).backward()
+        return counts
+
+    run(program, stage, make=Unused)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_optimizers_step_in_hooks_though_a_scalar_parameter_steps_first(stage):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = mlp()
+            self.scale = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
+
+        def forward(self, x):
+            return self.blocks[1](self.blocks[0](x) * self.scale)
+
+    def program(model, spread, _):
+        optimizers = {p: torch.optim.Adam([p], 0.1) for p in model.parameters()}
+
+        def step(p):
+            optimizers[p].step()
+            optimizers[p].zero_grad()
+
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(step)
+        losses = []
+        for x in (X, Y, X):
+            loss = loss_of(model, spread(x))
+            loss.backward()
+            losses.append(whole(loss))
+        return losses, [whole(p) for p in model.parameters()]
+
+    run(program, stage, make=Scaled)

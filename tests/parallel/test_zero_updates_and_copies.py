@@ -1,0 +1,220 @@
+"""Do optimizer steps, copies and other memory of ZeRO models work as in one process?"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed._composable import checkpoint
+
+import partita as pt
+from tests.programs.zero_stages import STAGES, X, Y, gradients_of, loss_of, mlp, run, whole
+
+
+def parameters_of(model):
+    return [whole(p) for p in model.parameters()]
+
+
+# -- updates ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.SGD])
+def test_an_optimizer_steps_between_the_forward_and_the_backward_of_another_loss(make, stage):
+    def program(model, spread, _):
+        optimizers = [make(block.parameters(), 0.1) for block in model]
+        for x in (X, Y):
+            first = loss_of(model[0], spread(x))
+            second = loss_of(model[1], spread(x))
+            optimizers[1].zero_grad()
+            second.backward()
+            optimizers[1].step()
+            optimizers[0].zero_grad()
+            first.backward()
+            optimizers[0].step()
+        return parameters_of(model)
+
+    run(program, stage)
+
+
+def test_a_step_of_some_parameters_gathers_these_alone():
+    def body(mesh):
+        model = pt.zero(mlp(), mesh, stage=1)
+        x = pt.distribute_tensor(X, mesh, [pt.Shard(0)])
+        optimizer = torch.optim.SGD(model[0].parameters(), 0.1)
+        loss_of(model, x).backward()
+        versions = [p._version for p in model[1].parameters()]
+        with pt.ledger() as log:
+            optimizer.step()
+        elements = sum(r.nbytes // 8 for r in log.moves if r.reason == "update")
+        return elements, versions == [p._version for p in model[1].parameters()]
+
+    with pt.ranks(dp=2) as world:
+        assert world.run(body) == [((4 * 4 + 4) // 2, True)] * 2
+
+
+# -- state of optimizers ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.NAdam, torch.optim.Rprop])
+@pytest.mark.parametrize("after", ["made", "a step"])
+def test_the_whole_state_of_one_device_is_loaded(after, make, stage):
+    single = mlp()
+    optimizer = make(single.parameters())
+    loss_of(single, X).backward()
+    optimizer.step()
+    state = optimizer.state_dict()
+
+    def program(model, spread, _):
+        optimizer = make(model.parameters())
+        if after == "a step":
+            loss_of(model, spread(Y)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.load_state_dict(copy.deepcopy(state))
+        for x in (X, Y):
+            loss_of(model, spread(x)).backward()
+            optimizer.step()
+        return parameters_of(model)
+
+    run(program, stage)
+
+
+# -- copies ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+@pytest.mark.parametrize("frozen", ["all", "some"])
+def test_a_frozen_model_is_copied_and_both_are_trained_on(frozen, way, stage):
+    def program(model, spread, _):
+        loss_of(model, spread(X)).backward()
+        (model if frozen == "all" else model[0]).requires_grad_(False)
+        other = way(model)
+        other.requires_grad_(True)
+        for p in other.parameters():
+            p.grad = None
+        optimizer = torch.optim.Adam(other.parameters(), 0.1)
+        for x in (X, Y):
+            optimizer.zero_grad()
+            loss_of(other, spread(x)).backward()
+            optimizer.step()
+        model.requires_grad_(True)
+        loss_of(model, spread(Y)).backward()
+        return gradients_of(model), gradients_of(other), parameters_of(other)
+
+    run(program, stage)
+
+
+# -- other memory ----------------------------------------------------------------------------------
+
+
+class Images(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.linear = nn.Conv2d(2, 5, 3), nn.Linear(5, 4)
+        self.double()
+
+    def forward(self, x):
+        x = torch.stack([x, x.flip(1)], 1).unsqueeze(-1).expand(-1, -1, -1, 3)
+        return self.linear(self.conv(x).mean((2, 3)))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("before", [True, False])
+def test_a_model_in_channels_last_is_updated(before, stage):
+    def program(model, spread, _):
+        model.to(memory_format=torch.channels_last)
+        optimizer = torch.optim.Adam(model.parameters(), 0.1)
+        for x in (X, Y, X):
+            optimizer.zero_grad()
+            loss_of(model, spread(x)).backward()
+            optimizer.step()
+        return parameters_of(model), model.conv.weight.is_contiguous()
+
+    def make():
+        model = Images()
+        return model.to(memory_format=torch.channels_last) if before else model
+
+    run(program, stage, ranks=2, make=make)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("hooks", [False, True])
+def test_parameters_that_are_swapped_for_others_are_trained_on(hooks, stage):
+    def program(model, spread, _):
+        optimizer = torch.optim.Adam(model.parameters(), 0.1)
+        loss_of(model, spread(X)).backward()
+        optimizer.step()
+        for p in model.parameters():
+            p.grad = None
+            other = nn.Parameter((p * 0.5).detach())
+            if hooks:
+                other.register_hook(lambda g: g * 2)
+            torch.utils.swap_tensors(p, other)
+        for x in (X, Y):
+            loss_of(model, spread(x)).backward()
+            optimizer.step()
+        return parameters_of(model), gradients_of(model)
+
+    run(program, stage)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_swap_for_a_tensor_laid_out_otherwise_is_refused_before_anything_changes(stage):
+    def body(mesh):
+        model = pt.zero(mlp(), mesh, stage=stage)
+        p = model[0][0].weight
+        before = whole(p)
+        with pytest.raises(pt.LayoutError, match="laid out otherwise"):
+            torch.utils.swap_tensors(p, nn.Parameter(torch.zeros(4, 4, dtype=torch.float64)))
+        loss_of(model, pt.distribute_tensor(X, mesh, [pt.Shard(0)])).backward()
+        return torch.equal(before, whole(p))
+
+    with pt.ranks(dp=2) as world:
+        assert world.run(body) == [True, True]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_blocks_are_checkpointed_by_hooks_of_their_own(stage):
+    def program(model, spread, _):
+        for block in model:
+            checkpoint(block)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x in (X, Y):
+            optimizer.zero_grad()
+            loss_of(model, spread(x)).backward()
+            optimizer.step()
+        with torch.no_grad():
+            last = whole(loss_of(model, spread(X)))
+        return last, parameters_of(model)
+
+    run(program, stage, make=lambda: mlp(3))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_blocks_without_weights_in_backward_that_are_called_in_turns_find_an_end(stage):
+    """An embedding's backward reads no weight, so none of them is gathered ahead."""
+
+    class Turns(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.blocks = nn.ModuleList(nn.Embedding(6, 4) for _ in range(2)).double()
+            self.last = nn.Linear(4, 4).double()
+
+        def forward(self, x):
+            rows = x.abs().mul(3).long().clamp(max=5)
+            parts = [self.blocks[i % 2](rows).mean(1) for i in range(4)]
+            return self.last(sum(parts))
+
+    def program(model, spread, _):
+        loss_of(model, spread(X)).backward()
+        return gradients_of(model)
+
+    run(program, stage, make=Turns)

@@ -1,0 +1,292 @@
+"""Does a ZeRO model compute with what was last written into its parameters?"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import partita as pt
+from tests.programs.zero_stages import STAGES, X, Y, gradients_of, loss_of, mlp, whole
+
+WEIGHT_WRITTEN = "modified by an inplace operation"
+
+
+def run(program, stage, make, ranks=3, error=None, **options):
+    """Run `program(model, spread)` in one process and under ZeRO; both give the same, or there is
+    one error on all ranks."""
+    truth = program(make(), lambda t: t)
+
+    def body(mesh):
+        model = pt.zero(make(), mesh, stage=stage, **options)
+        try:
+            return program(model, lambda t: pt.distribute_tensor(t, mesh, [pt.Shard(0)]))
+        except RuntimeError as raised:
+            return str(raised)
+
+    with pt.ranks(dp=ranks) as world:
+        for found in world.run(body):
+            if error is not None:
+                assert error in found
+            else:
+                torch.testing.assert_close(found, truth, rtol=1e-10, atol=1e-12)
+
+
+def train(model, spread, steps=(X, Y, X)):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    losses = []
+    for x in steps:
+        optimizer.zero_grad()
+        loss = model(spread(x))
+        loss.backward()
+        optimizer.step()
+        losses.append(whole(loss))
+    return losses, [whole(p) for p in model.parameters()]
+
+
+# -- through `.data`, to what is gathered ahead ----------------------------------------------------
+
+
+def average(a, b):
+    a.data.mul_(0.5).add_(b.data, alpha=0.5)
+
+
+def set_data(a, b):
+    a.data = b.data * 0.9
+
+
+def write_a_view(a, b):
+    a.data[:1].mul_(0.9)
+
+
+def write_a_list(a, b):
+    torch._foreach_mul_([a.data], 0.9)
+
+
+def write_what_was_kept(a, b):
+    if not hasattr(a, "kept"):
+        a.kept = a.data
+    a.kept.mul_(0.9)
+
+
+def write_as_autograd_counts(a, b):
+    a.lerp_(b, 0.5)
+
+
+WRITES = (
+    average,
+    set_data,
+    write_a_view,
+    write_a_list,
+    write_what_was_kept,
+    write_as_autograd_counts,
+)
+
+
+class Distilled(nn.Module):
+    """A block whose forward is followed by that of another, which is written in between."""
+
+    def __init__(self, write):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.teacher = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
+        self.write = write
+
+    def forward(self, x):
+        y = self.first(x)
+        with torch.no_grad():
+            for a, b in zip(self.teacher.parameters(), self.first.parameters(), strict=True):
+                self.write(a, b)
+        return (y - self.teacher(x)).square().mean()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_to_the_block_that_is_next_is_read_by_its_forward(write, stage):
+    run(train, stage, lambda: Distilled(write))
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_hook_writes_a_later_block_from_a_vector(persistent):
+    def program(model, spread):
+        def write(*_):
+            vector = nn.utils.parameters_to_vector(model[2].parameters())
+            nn.utils.vector_to_parameters(vector * 0.9, model[2].parameters())
+
+        model[1].register_forward_hook(write)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        losses = []
+        for x in (X, Y, X):
+            optimizer.zero_grad()
+            loss = loss_of(model, spread(x))
+            loss.backward()
+            optimizer.step()
+            losses.append(whole(loss))
+        return losses
+
+    run(program, 3, lambda: mlp(4), persistent=persistent)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("persistent", [False, True])
+def test_averages_that_are_swapped_in_through_data_are_what_is_evaluated(persistent, stage):
+    def program(model, spread):
+        found = []
+        averages = [p.detach() * 0.5 for p in model.parameters()]
+        for x in (X, Y):
+            old = [p.data.clone() for p in model.parameters()]
+            for a, p in zip(averages, model.parameters(), strict=True):
+                p.data.copy_(a)
+            with torch.no_grad():
+                found.append(whole(loss_of(model, spread(x))))
+            for b, p in zip(old, model.parameters(), strict=True):
+                p.data.copy_(b)
+            loss = loss_of(model, spread(x))
+            for a, p in zip(averages, model.parameters(), strict=True):
+                p.data.copy_(a)  # backward reads it, as autograd does not count it
+            loss.backward()
+            for b, p in zip(old, model.parameters(), strict=True):
+                p.data = b
+            found += [whole(loss_of(model, spread(x))), *gradients_of(model)]
+        return found
+
+    options = {"persistent": persistent} if stage == 3 else {}
+    run(program, stage, mlp, **options)
+
+
+def test_a_data_that_is_read_keeps_no_block_from_being_gathered_ahead():
+    def body(mesh, read):
+        model = pt.zero(mlp(3), mesh)
+        x = pt.distribute_tensor(X, mesh, [pt.Shard(0)])
+        for _ in range(2):
+            loss_of(model, x).backward()
+            if read:
+                [p.data.norm() for p in model.parameters()]
+        with pt.ledger() as log:
+            loss_of(model, x).backward()
+        return [(r.kind, r.op, r.reason) for r in log.moves]
+
+    with pt.ranks(dp=2) as world:
+        assert world.run(lambda mesh: body(mesh, True)) == world.run(lambda mesh: body(mesh, False))
+
+
+# -- what autograd saved ---------------------------------------------------------------------------
+
+
+class Casting(nn.Module):
+    def __init__(self, when):
+        super().__init__()
+        torch.manual_seed(0)
+        self.when, self.weight = when, nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x):
+        w = self.weight
+        if self.when == "clone":
+            w = w.clone()
+        cast = w.double()
+        if self.when == "before":
+            with torch.no_grad():
+                self.weight.mul_(0.5)
+        out = x @ cast
+        with torch.no_grad():
+            if self.when in ("after", "clone"):
+                self.weight.mul_(0.5)
+            if self.when == "data":
+                self.weight.data.mul_(0.5)
+            if self.when == "rows":  # those of one rank only
+                self.weight[:1].mul_(0.5)
+        return out
+
+
+def casts(when):
+    return lambda: nn.ModuleList([Casting(when), Casting(when)])
+
+
+def backward_through_casts(model, spread):
+    loss = model[1](model[0](spread(X))).square().mean()
+    loss.backward()
+    return whole(loss), gradients_of(model)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("when", ["never", "before", "clone"])
+def test_backward_uses_the_cast_that_the_forward_made(when, stage):
+    truth_of_float32 = {"rtol": 1e-5, "atol": 1e-6}
+
+    def body(mesh):
+        model = pt.zero(casts(when)(), mesh, stage=stage)
+        return backward_through_casts(model, lambda t: pt.distribute_tensor(t, mesh, [pt.Shard(0)]))
+
+    truth = backward_through_casts(casts(when)(), lambda t: t)
+    with pt.ranks(dp=3) as world:
+        for found in world.run(body):
+            torch.testing.assert_close(found, truth, **truth_of_float32)
+
+
+@pytest.mark.parametrize("when", ["after", "data", "rows"])
+def test_a_weight_that_is_written_after_its_cast_is_an_error_on_all_ranks_in_backward(when):
+    run(backward_through_casts, 3, casts(when), error="no rank keeps that cast")
+
+
+@pytest.mark.parametrize("write", ["data", "set", "restored"])
+def test_a_weight_that_is_written_between_cast_and_backward_is_an_error_on_all_ranks(write):
+    def program(model, spread):
+        loss = model[1](model[0](spread(X))).square().mean()
+        for p in model.parameters():
+            old = p.data.clone()
+            if write == "set":
+                p.data = p.data * 0.5
+            else:
+                p.data.mul_(0.5)
+            if write == "restored":
+                p.data.copy_(old)
+        loss.backward()
+        return gradients_of(model)
+
+    run(program, 3, casts("never"), error="no rank keeps that cast")
+
+
+def test_a_weight_that_is_given_other_memory_before_backward_is_an_error_on_all_ranks():
+    def program(model, spread):
+        loss = loss_of(model, spread(X))
+        for p in model.parameters():
+            p.data = p.data * 0.5
+        loss.backward()
+        return gradients_of(model)
+
+    for stage in (0, 1, 2):
+        run(program, stage, mlp)
+    run(program, 3, mlp, error="given other memory")
+
+
+class WritingRows(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 4, dtype=torch.float64)
+
+    def forward(self, x):
+        out = self.linear(x)
+        with torch.no_grad():
+            self.linear.weight[:1].mul_(0.5)
+        return out
+
+
+def test_a_forward_that_writes_the_rows_of_one_rank_is_an_error_on_all_ranks_in_backward():
+    def program(model, spread):
+        loss = model[1](model[0](spread(X)).requires_grad_()).square().mean()
+        loss.backward()
+        return None
+
+    def make():
+        return nn.ModuleList([WritingRows(), WritingRows()])
+
+    with pytest.raises(RuntimeError, match=WEIGHT_WRITTEN):
+        program(make(), lambda t: t)
+
+    def body(mesh):
+        with pytest.raises(RuntimeError, match=WEIGHT_WRITTEN):
+            program(pt.zero(make(), mesh), lambda t: pt.distribute_tensor(t, mesh, [pt.Shard(0)]))
+
+    with pt.ranks(dp=2) as world:
+        world.run(body)

@@ -387,13 +387,14 @@ def _tie_outputs_to_operands(
     """`out`, with all `operands` in its autograd graph.
 
     Those that are in it already, too: where there is nothing to compute, a kernel's backward may
-    give no gradient, on this rank alone.
+    give no gradient, on this rank alone. That of a view gives one, and the node of a leaf is found
+    behind a view of it (`register_multi_grad_hook`).
     """
     outs = collect_tensors(out)
     if len(outs) != len(like):
         return out
     for i, (t, there) in enumerate(zip(outs, like, strict=True)):
-        if there.requires_grad and operands:
+        if there.requires_grad and operands and not t._is_view():
             outs[i] = tie_to_operands(t, operands)
     if isinstance(out, torch.Tensor):
         return outs[0]

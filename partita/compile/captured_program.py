@@ -51,12 +51,13 @@ class CapturedProgram(Program):
         guards: on what the step read of Python at capture.
         writes: what the step changes in Python objects, the same in each call.
         trained: index and value, where the step sets `requires_grad` of a leaf of the call.
-        answers: to what torch asks of values, for which the program was made.
+        answers: to what is asked of values, for which the program was made.
         blocks: how its blocks were traced.
         work: its matrix products, for ledgers.
         captured: the program before any pass.
         search: finds how it is rewritten for a smaller budget, until it is compiled.
         sharing: finds inputs that overlap one that is written.
+        has_run: True once a run has gone this program's way; a capture makes its writes before.
     """
 
     compared: ReplicatedInputCheck | None = None
@@ -70,6 +71,7 @@ class CapturedProgram(Program):
     captured: CapturedForms | None = field(init=False, default=None)
     search: FormSearch | None = field(init=False, default=None)
     sharing: Sharing = field(init=False)
+    has_run: bool = False
 
     @cached_property
     def changes(self) -> list[Any]:
@@ -95,7 +97,7 @@ class CapturedProgram(Program):
                 fixes=(Fix("the same number", "on every rank, or a tensor that is split"),),
             )
         if self.compared is not None:
-            self.compared.check(tensors, function_of(self.compared.graph, self.groups))
+            self.compared.check(tensors, function_of(self.compared.side.graph, self.groups))
 
     def prepare_memory(self, tensors: Sequence[Any]) -> None:
         """Look at the memory of state, which may have been exchanged since the last call.
@@ -168,6 +170,33 @@ class CapturedProgram(Program):
 
 
 @dataclass(eq=False)
+class SideGraph:
+    """A part of a captured graph without writes, which is run by itself.
+
+    Attributes:
+        graph: computes values.
+        inputs: of the graph.
+    """
+
+    graph: fx.GraphModule
+    inputs: list[Input]
+
+    def compute(
+        self, tensors: Sequence[Any], run: Callable[..., Sequence[torch.Tensor]]
+    ) -> Sequence[torch.Tensor]:
+        """The values in a call with the leaves `tensors`; random generators stay as they are.
+
+        Args:
+            run: runs the graph.
+        """
+        given = [i.now(tensors) for i in self.inputs]
+        borders = [i.border for i in self.inputs]
+        given = [x if b is None else b.enter(x) for x, b in zip(given, borders, strict=True)]
+        with torch.random.fork_rng(devices=accelerator_indices(given)), Local(), torch.no_grad():
+            return run(*given)
+
+
+@dataclass(eq=False)
 class ReplicatedInputCheck:
     """The plain values that are used with DTensors.
 
@@ -175,14 +204,12 @@ class ReplicatedInputCheck:
     leads to it is copied into a graph of its own.
 
     Attributes:
-        graph: computes them.
-        inputs: of the graph.
+        side: computes them.
         said: for each value its name ("" if the step makes it) and the user's line.
         wires: for each value, the wire on whose ranks it has to be equal.
     """
 
-    graph: fx.GraphModule
-    inputs: list[Input]
+    side: SideGraph
     said: list[tuple[str, str]]
     wires: list[Wire]
 
@@ -195,11 +222,7 @@ class ReplicatedInputCheck:
         """
         if all(map(is_alone, self.wires)):  # a dry mesh, whose device may not be there either
             return
-        given = [i.now(tensors) for i in self.inputs]
-        borders = [i.border for i in self.inputs]
-        given = [x if b is None else b.enter(x) for x, b in zip(given, borders, strict=True)]
-        with torch.random.fork_rng(devices=accelerator_indices(given)), Local(), torch.no_grad():
-            values = run(*given)
+        values = self.side.compute(tensors, run)
         for wire in dict.fromkeys(self.wires):
             mine = [i for i, w in enumerate(self.wires) if w is wire]
             checksums = wire.gather_ints(tuple(n for i in mine for n in checksum(values[i])))
@@ -240,16 +263,27 @@ def extract_compared(
     values = [(n, w) for n, w in dict.fromkeys(values) if n in there]
     if not values:
         return None
-    needed = {n for n, _ in values}
-    for node in reversed(made.graph.nodes):
-        if node in needed:
-            needed.update(node.all_input_nodes)
     return ReplicatedInputCheck(
-        extract_graph(made, needed, [n for n, _ in values]),
-        [i for n, i in given.items() if n in needed],
+        extract_values(made, given, [n for n, _ in values]),
         [(given[n].name, line) if n in given else ("", _line_of_node(n)) for n, _ in values],
         [w for _, w in values],
     )
+
+
+def extract_values(
+    made: fx.GraphModule, given: Mapping[fx.Node, Input], values: Sequence[fx.Node]
+) -> SideGraph:
+    """Copy what computes `values` in a graph without writes.
+
+    Args:
+        given: the graph's inputs by node.
+    """
+    needed = set(values)
+    for node in reversed(made.graph.nodes):
+        if node in needed:
+            needed.update(node.all_input_nodes)
+    graph = extract_graph(made, needed, values)
+    return SideGraph(graph, [i for n, i in given.items() if n in needed])
 
 
 def _line_of_node(node: fx.Node) -> str:

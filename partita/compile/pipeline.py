@@ -38,6 +38,7 @@ def make_program(
     kwargs: Any,
     state: State,
     guesses: Guesses,
+    values: Sequence[float],
     options: StepOptions,
     blocks: BlockChoice,
     counts_apart: bool = False,
@@ -46,7 +47,8 @@ def make_program(
 
     Args:
         state: what the step reaches.
-        guesses: answers to what torch asks of values.
+        guesses: answers to what is asked of values.
+        values: of what the step reads first of tensors, in order.
         blocks: which modules are traced once for all that are built alike.
         counts_apart: optimizers' step counts of parameters may differ: none stands for all.
 
@@ -58,12 +60,12 @@ def make_program(
     tensors = tensors_of_call(slots, args, kwargs)
 
     def capture_forms() -> FormSearch:
-        program = capture(step, args, kwargs, state, guesses, blocks, counts_apart)
+        program = capture(step, args, kwargs, state, guesses, values, blocks, counts_apart)
         program.options = options
         if verifies_each_pass():
             verify(program, "capture")
         if program.compared is not None:  # another graph, small
-            inline_block_programs(program.compared.graph.graph)
+            inline_block_programs(program.compared.side.graph.graph)
         return FormSearch(CapturedForms(program))
 
     wires = dict.fromkeys(t._spec.wire for t in tensors if hasattr(t, "_spec"))

@@ -42,7 +42,7 @@ from partita.tensor.tensor_state import HERE
 
 from .arguments import LEAVES, flatten_call
 from .backend.executor import function_of
-from .capture.answers import Guesses, OtherAnswers, StepRaises
+from .capture.answers import Guesses, OtherAnswers, StepRaises, ValuesWanted
 from .capture.block_calls import BlockChoice
 from .capture.capture_context import Slot, attribute_set
 from .capture.fakes import local_of
@@ -382,6 +382,8 @@ class CompiledStep:
                 result = self._run_graph(program, tensors)
             if type(result) is not OtherAnswers:
                 return result
+            if not program.has_run:
+                program.undo_writes()
             self.call_guard = None
             with attribute_set(HERE, "watcher", None):
                 found = self._find_program(args, kwargs, result)
@@ -548,7 +550,12 @@ class CompiledStep:
         def make() -> CapturedProgram:
             _begin_phase("capture")
             given = self.step, call.args, call.kwargs, call.state, guesses
-            return make_program(*given, options, blocks, self._counts_apart)
+            values: tuple[float, ...] = ()
+            while True:
+                try:
+                    return make_program(*given, values, options, blocks, self._counts_apart)
+                except ValuesWanted as wanted:
+                    values = wanted.compute(call.list_leaves())
 
         program = make()
         inputs = {id(i.tensor) for i in program.inputs}

@@ -43,6 +43,7 @@ class Client:
         checkpoints: the model can recompute its blocks by itself.
         asks_for_float32: its code casts to float32, whatever its parameters are.
         inductor: it is compiled by Inductor too.
+        modes: those in which it is trained; empty for all that serve it.
         captured: the model with what its package offers for one graph, where `make` reads values.
         package: where it comes from.
     """
@@ -55,6 +56,7 @@ class Client:
     checkpoints: bool = True
     asks_for_float32: bool = False
     inductor: bool = False
+    modes: tuple[str, ...] = ()
     captured: Callable[[], nn.Module] | None = None
     package: str = "transformers"
 
@@ -469,6 +471,7 @@ def unet() -> nn.Module:
 
 # -- language and pictures -------------------------------------------------------------------------
 
+SHARDED = ("ZeRO-3", "pt.compile, ZeRO-3")
 IMAGE = 35
 """The word in whose places a language model puts what it sees."""
 
@@ -494,8 +497,13 @@ def _patches(rows: int) -> Batch:
     kept = batch["labels"].clone()
     kept[0::2, 2:4] = 5
     pixels = torch.randn(int(grid.prod(1).sum()), 3 * 2 * 2 * 2)
-    return {**batch, "labels": kept, "mm_token_type_ids": kinds, "pixel_values": pixels,
-            "image_grid_thw": grid}  # fmt: skip
+    return {
+        **batch,
+        "labels": kept,
+        "mm_token_type_ids": kinds,
+        "pixel_values": pixels,
+        "image_grid_thw": grid,
+    }
 
 
 QWEN_TEXT = {
@@ -504,7 +512,13 @@ QWEN_TEXT = {
 }
 
 
-@_client("Qwen2-VL", _patches, asks_for_float32=True, blocks=("model.language_model.layers.*",))
+@_client(
+    "Qwen2-VL",
+    modes=SHARDED,
+    batch=_patches,
+    asks_for_float32=True,
+    blocks=("model.language_model.layers.*",),
+)
 def qwen2_vl() -> nn.Module:
     from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
@@ -529,7 +543,13 @@ def qwen2_vl() -> nn.Module:
     )
 
 
-@_client("Qwen2.5-VL", _patches, asks_for_float32=True, blocks=("model.language_model.layers.*",))
+@_client(
+    "Qwen2.5-VL",
+    modes=SHARDED,
+    batch=_patches,
+    asks_for_float32=True,
+    blocks=("model.language_model.layers.*",),
+)
 def qwen25_vl() -> nn.Module:
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
@@ -563,7 +583,8 @@ def _gemma_pictures(rows: int) -> Batch:
 
 @_client(
     "Gemma3, pictures",
-    _gemma_pictures,
+    modes=SHARDED,
+    batch=_gemma_pictures,
     asks_for_float32=True,
     blocks=("model.language_model.layers.*",),
 )
@@ -597,7 +618,8 @@ def gemma3_pictures() -> nn.Module:
 
 @_client(
     "LLaVA",
-    lambda rows: _seen(rows, 4, pixel_values=torch.randn(rows, 3, 8, 8)),
+    modes=SHARDED,
+    batch=lambda rows: _seen(rows, 4, pixel_values=torch.randn(rows, 3, 8, 8)),
     asks_for_float32=True,
     blocks=("model.language_model.layers.*",),
 )
@@ -629,7 +651,7 @@ def llava() -> nn.Module:
 # -- states and experts ----------------------------------------------------------------------------
 
 
-@_client("Mamba", causal, asks_for_float32=True, blocks=("backbone.layers.*",))
+@_client("Mamba", modes=SHARDED, batch=causal, asks_for_float32=True, blocks=("backbone.layers.*",))
 def mamba() -> nn.Module:
     from transformers import MambaConfig, MambaForCausalLM
 
@@ -648,8 +670,14 @@ def mamba() -> nn.Module:
     )
 
 
-@_client("Jamba", causal, asks_for_float32=True, blocks=("model.layers.*",),
-         captured=lambda: jamba("batched_mm"))  # fmt: skip
+@_client(
+    "Jamba",
+    modes=SHARDED,
+    batch=causal,
+    asks_for_float32=True,
+    blocks=("model.layers.*",),
+    captured=lambda: jamba("batched_mm"),
+)
 def jamba(experts: str = "eager") -> nn.Module:
     from transformers import JambaConfig, JambaForCausalLM
 
@@ -670,8 +698,14 @@ def jamba(experts: str = "eager") -> nn.Module:
     )
 
 
-@_client("Qwen3-Next", causal, asks_for_float32=True, blocks=("model.layers.*",),
-         captured=lambda: qwen3_next("batched_mm"))  # fmt: skip
+@_client(
+    "Qwen3-Next",
+    modes=SHARDED,
+    batch=causal,
+    asks_for_float32=True,
+    blocks=("model.layers.*",),
+    captured=lambda: qwen3_next("batched_mm"),
+)
 def qwen3_next(experts: str = "eager") -> nn.Module:
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
@@ -717,7 +751,14 @@ def _detecting(model: nn.Module, batch: Batch) -> Tensor:
     return loss + F.l1_loss(found.pred_boxes, boxes)
 
 
-@_client("DETR", _framed, loss=_detecting, blocks=("model.*coder.layers.*",), checkpoints=False)
+@_client(
+    "DETR",
+    modes=SHARDED,
+    batch=_framed,
+    loss=_detecting,
+    blocks=("model.*coder.layers.*",),
+    checkpoints=False,
+)
 def detr() -> nn.Module:
     from transformers import DetrConfig, DetrForObjectDetection, ResNetConfig
 
@@ -764,8 +805,14 @@ def _segmenting(model: nn.Module, batch: Batch) -> Tensor:
     return loss + F.binary_cross_entropy_with_logits(masks, batch["masks"].to(masks.dtype))
 
 
-@_client("Mask2Former", _segmented, loss=_segmenting,
-         blocks=("model.transformer_module.decoder.layers.*",), checkpoints=False)  # fmt: skip
+@_client(
+    "Mask2Former",
+    modes=SHARDED,
+    batch=_segmented,
+    loss=_segmenting,
+    blocks=("model.transformer_module.decoder.layers.*",),
+    checkpoints=False,
+)
 def mask2former() -> nn.Module:
     from transformers import Mask2FormerConfig, Mask2FormerForUniversalSegmentation, SwinConfig
 
@@ -806,7 +853,13 @@ def _observed(rows: int) -> Batch:
     }
 
 
-@_client("PatchTST", _observed, blocks=("model.encoder.layers.*",), checkpoints=False)
+@_client(
+    "PatchTST",
+    modes=SHARDED,
+    batch=_observed,
+    blocks=("model.encoder.layers.*",),
+    checkpoints=False,
+)
 def patch_tst() -> nn.Module:
     from transformers import PatchTSTConfig, PatchTSTForPrediction
 
@@ -836,7 +889,13 @@ def _heard(rows: int) -> Batch:
     return {"input_values": torch.randn(rows, 60), "attention_mask": mask, "labels": labels}
 
 
-@_client("Wav2Vec2", _heard, asks_for_float32=True, blocks=("wav2vec2.encoder.layers.*",))
+@_client(
+    "Wav2Vec2",
+    modes=SHARDED,
+    batch=_heard,
+    asks_for_float32=True,
+    blocks=("wav2vec2.encoder.layers.*",),
+)
 def wav2vec2() -> nn.Module:
     from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
 

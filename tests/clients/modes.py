@@ -22,7 +22,7 @@ import partita as pt
 
 from .models import CLIENTS, ROWS, Client
 
-__all__ = ["MODES", "Mode", "run_cell", "train_on_one_device", "train_truth"]
+__all__ = ["MODES", "Mode", "run_cell", "serves", "train_on_one_device", "train_truth"]
 
 STEPS, RATE = 3, 1e-2
 EPS = 1e-4
@@ -241,6 +241,12 @@ class Mode:
 
 
 MODES: dict[str, Mode] = {}
+
+
+def serves(name: str, mode: str) -> bool:
+    """True if a model is trained in a mode."""
+    client = CLIENTS[name]
+    return MODES[mode].serves(client) and (not client.modes or mode in client.modes)
 
 
 def _mode(name: str, *, mesh: dict[str, int] | None = None, **more: Any) -> Callable[..., Any]:

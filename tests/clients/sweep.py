@@ -190,13 +190,13 @@ def main(args: list[str] | None = None) -> int:
     import transformers
 
     from .models import CLIENTS
-    from .modes import MODES
+    from .modes import MODES, serves
 
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     models = chosen.models or list(CLIENTS)
     modes = chosen.modes or list(MODES)
-    wanted = [(n, m) for n in models for m in modes if MODES[m].serves(CLIENTS[n])]
+    wanted = [(n, m) for n in models for m in modes if serves(n, m)]
     if chosen.logs:
         os.makedirs(chosen.logs, exist_ok=True)
     cells: list[Cell] = []

@@ -225,14 +225,6 @@ def test_a_run_that_finds_other_answers_writes_nothing_twice(backend):
     assert len(fast.reasons) == 1
 
 
-def test_a_question_of_the_user_s_own_is_an_error_that_names_its_line():
-    def step(x):
-        return x * 2 if x.sum() > 3 else x
-
-    with pytest.raises(pt.CaptureError, match=r"reads a value \(at .*test_capture_answers"):
-        pt.compile(step, backend="graph")(torch.ones(4))
-
-
 def test_a_growth_factor_that_is_set_is_another_capture():
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
     weight = torch.nn.Parameter(torch.ones(2))

@@ -170,7 +170,7 @@ class Fails(Trainer):
         found = inner()
         if self.how == "raises":
             raise ZeroDivisionError("the step's own")
-        return found if found > 0 else -found
+        return found if float(found) > 0 else -found
 
 
 @pytest.mark.parametrize("how", ["raises", "branches"])

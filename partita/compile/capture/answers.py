@@ -4,9 +4,10 @@ A float that the step reads (a learning rate, an argument) is a symbolic float, 
 graph (`CapturedNumbers`). What the step branches on becomes a condition, under which the program
 may be used for other values.
 
-Where torch's own code branches on a tensor's value (GradScaler skips an update where gradients
-overflow), each question gets a guess: the answer of an earlier run, or what follows from the
-values of the call's small inputs (`known_masks`). The graph computes the true answers as one more
+Where the step branches on a tensor's value, or makes a shape of it, each question gets a guess: the
+answer of an earlier run, or what follows from the values of the call's small inputs
+(`known_masks`). Where nothing predicts it, what has been read so far is computed (`ValuesWanted`),
+and the capture starts again with the values. The graph computes the true answers as one more
 output. Where one differs, `gate_writes` has kept the graph from writing anything, and the call runs
 the program of the other answers (`OtherAnswers`).
 """
@@ -21,6 +22,7 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, track_tensor_tree
@@ -32,7 +34,7 @@ from partita.tensor.op_facts import facts_of
 
 from ..conditions import Condition
 from ..errors import file_of_torch, not_captured
-from ..graph_nodes import has_effect, note_of
+from ..graph_nodes import has_effect, key_of_operands, note_of
 from ..passes.rewrite import Making
 from ..program import Input
 from .capture_context import ParamGroup
@@ -197,7 +199,7 @@ def _name_symbols(expr: Any, names: dict[str, str]) -> str:
     return re.sub(r"\bzf\d+\b", lambda found: names.get(found[0], found[0]), text)
 
 
-# -- answers to torch's questions ------------------------------------------------------------------
+# -- answers to questions about values -------------------------------------------------------------
 
 _aten = torch.ops.aten
 _MACHINERY = ("__init__.py", "_tensor.py", "overrides.py", "fx", "utils")
@@ -205,6 +207,10 @@ _MACHINERY = ("__init__.py", "_tensor.py", "overrides.py", "fx", "utils")
 _CHECKS = "torch/distributions/"
 _MOST_QUESTIONS = 4096  # of a step
 _MOST_TRIES = 8  # of guesses, where the step raises
+
+
+Answer = bool | int
+"""To the question whether something is true, or which integer a value is."""
 
 
 @dataclass(frozen=True)
@@ -218,18 +224,18 @@ class Guesses:
         tried: how many sequences of answers were tried.
     """
 
-    values: tuple[bool, ...] = ()
+    values: tuple[Answer, ...] = ()
     certain: int = 0
     turned: frozenset[int] = frozenset()
     tried: int = 1
 
-    def try_other_way(self, answers: Sequence[bool]) -> Guesses | None:
+    def try_other_way(self, answers: Sequence[Answer]) -> Guesses | None:
         """The next guesses, where the step has raised with `answers`, perhaps not the call's own.
 
         None where all were tried.
         """
         for i in reversed(range(self.certain, len(answers) if self.tried < _MOST_TRIES else 0)):
-            if i not in self.turned:
+            if i not in self.turned and isinstance(answers[i], bool):
                 before = {n for n in self.turned if n < i}
                 values = (*answers[:i], not answers[i])
                 return Guesses(values, self.certain, frozenset({*before, i}), self.tried + 1)
@@ -245,24 +251,26 @@ class OtherAnswers:
         certain: so many of them are the call's own: those behind the first that differs were
             computed on a branch that the call does not take.
         line: the user's line that asks for the first that differs.
+        before: the program's answer to that.
     """
 
-    answers: tuple[bool, ...]
+    answers: tuple[Answer, ...]
     certain: int
     line: str
+    before: Answer
 
     @property
     def reason(self) -> str:
         """Why another program is needed."""
         last = self.answers[self.certain - 1]
-        return f"what torch asks of a value at {self.line}: {not last} became {last}"
+        return f"what is asked of a value at {self.line}: {self.before} became {last}"
 
     @property
     def guesses(self) -> Guesses:
         """The guesses of another capture."""
         return Guesses(self.answers, self.certain)
 
-    def agrees_with(self, answers: Sequence[bool]) -> bool:
+    def agrees_with(self, answers: Sequence[Answer]) -> bool:
         """May a program made for these answers run in the call?"""
         return tuple(answers[: self.certain]) == self.answers[: self.certain]
 
@@ -276,15 +284,30 @@ class Answers:
         lines: for each question the user's line whose call asks.
     """
 
-    values: tuple[bool, ...] = ()
+    values: tuple[Answer, ...] = ()
     lines: tuple[str, ...] = ()
 
-    def compare(self, found: Sequence[bool]) -> OtherAnswers | None:
+    def compare(self, found: Sequence[int]) -> OtherAnswers | None:
         """The other answers of a run; None where `found` are these."""
-        for i, (expected, answer) in enumerate(zip(self.values, found, strict=True)):
-            if expected is not answer:
-                return OtherAnswers(tuple(found), i + 1, self.lines[i])
+        pairs = zip(self.values, found, strict=True)
+        answers = tuple([type(expected)(answer) for expected, answer in pairs])
+        for i, (expected, answer) in enumerate(zip(self.values, answers, strict=True)):
+            if expected != answer:
+                return OtherAnswers(answers, i + 1, self.lines[i], expected)
         return None
+
+
+class ValuesWanted(BaseException):
+    """A capture needs values that nothing predicts. (A step's `except Exception` must not see it.)
+
+    Attributes:
+        compute: gives, of the leaves of the call, the values that the step has read so far, in
+            order. Every rank calls it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.compute: Callable[[Sequence[Any]], tuple[float, ...]] = lambda tensors: ()
 
 
 class StepRaises(Exception):
@@ -302,48 +325,92 @@ class StepRaises(Exception):
 class AskedQuestions:
     """The questions of one capture run.
 
+    Args:
+        guesses: answers of an earlier run.
+        values: of what the step reads first, in order, as `ValuesWanted` computes them.
+
     Attributes:
-        values: for each question the symbolic bool of its answer, an output of the graph.
+        values: for each question the symbolic value of its answer, an output of the graph.
+        reads: the numbers that the step has read of tensors (`.item()`), in order.
     """
 
-    def __init__(self, guesses: Guesses):
-        self._guesses = guesses
-        self.values: list[torch.SymBool] = []
-        self._answers: list[bool] = []
+    def __init__(self, guesses: Guesses, values: Sequence[float]):
+        self._guesses, self._values_of_reads = guesses, values
+        self.values: list[Any] = []
+        self.reads: list[Any] = []
+        self._answers: list[Answer] = []
         self._lines: list[str] = []
-        self._known: dict[Any, bool] = {}
+        self._known: dict[Any, Answer] = {}
+        self._values: dict[Any, float] = {}  # by symbol
 
-    def answer(self, question: Any, predict: Callable[[torch.SymBool], bool]) -> bool | None:
-        """The answer with which capture goes on; None where the user's code asks.
+    def note_read(self, number: Any, like: Any) -> None:
+        """Note a number that is read of a tensor.
 
         Args:
-            question: the node of a symbolic bool.
-            predict: gives the likely answer where there is no guess.
+            number: a symbolic one.
+            like: the same for reads of equal values, as far as the graph tells.
         """
-        stack = (frame for frame, _ in traceback.walk_stack(sys._getframe()))
-        file = file_of_torch(stack, _MACHINERY)
-        if not file:
-            return None
+        i = len(self.reads)
+        self.reads.append(number)
+        symbols = number.node.expr.free_symbols
+        if len(symbols) != 1:
+            return
+        value = self._values.get(like)
+        if i < len(self._values_of_reads):
+            value = self._values[like] = self._values_of_reads[i]
+        if value is not None:
+            self._values[next(iter(symbols))] = value
+
+    def answer(self, question: Any, predict: Callable[[Any], Answer | None]) -> Answer | None:
+        """The answer with which capture goes on; None where nothing tells.
+
+        Args:
+            question: the node of a symbolic bool or int.
+            predict: gives the likely answer where there is no guess; None if it knows of none.
+
+        Raises:
+            ValuesWanted: what was read has to be computed first.
+        """
         known = self._known.get(question.expr)
         if known is not None:
             return known
-        number = len(self._answers)
+        number, is_bool = len(self._answers), question.pytype is bool
         if number == _MOST_QUESTIONS:
             raise not_captured(
-                f"torch asks for more than {_MOST_QUESTIONS} values in one step",
+                f"the step asks for more than {_MOST_QUESTIONS} values",
                 "each answer is one more way through it, and a graph of its own",
                 Fix("pt.compile(part of the step)", "leave out what asks"),
             )
-        guesses, value = self._guesses.values, torch.SymBool(question)
-        if number < len(guesses):
+        guesses = self._guesses.values
+        value = torch.SymBool(question) if is_bool else torch.SymInt(question)
+        found: Answer | None
+        # Integers behind the first wrong answer are those of another way through the step.
+        some = len(guesses) if is_bool else self._guesses.certain
+        if number < some and isinstance(guesses[number], bool) is is_bool:
             found = guesses[number]
-        else:  # a distribution checks its arguments, which are most likely valid
-            found = file.startswith(_CHECKS) or predict(value)
+        elif (found := self._compute(question)) is None and (found := predict(value)) is None:
+            stack = (frame for frame, _ in traceback.walk_stack(sys._getframe()))
+            file = file_of_torch(stack, _MACHINERY)
+            if not (is_bool and file):
+                raise ValuesWanted
+            # A distribution checks its arguments, which are most likely valid.
+            found = file.startswith(_CHECKS)
         self._known[question.expr] = found
         self.values.append(value)
         self._answers.append(found)
         self._lines.append(user_line())
         return found
+
+    def _compute(self, question: Any) -> Answer | None:
+        """The answer that follows from values that were read; None where one is not known."""
+        symbols = question.expr.free_symbols
+        if not symbols <= self._values.keys():
+            return None
+        found = question.expr.xreplace({s: _as_sympy(self._values[s]) for s in symbols})
+        try:
+            return bool(found) if question.pytype is bool else int(found)
+        except TypeError:  # sympy leaves something open
+            return None
 
     def other_way(self) -> Guesses | None:
         """Guesses with which the step may not raise; None where all were tried."""
@@ -355,14 +422,96 @@ class AskedQuestions:
         return Answers(tuple(self._answers), tuple(self._lines))
 
 
+def _as_sympy(value: float) -> Any:
+    return sympy.Float(value) if isinstance(value, float) else sympy.Integer(int(value))
+
+
+class EqualNodes:
+    """Numbers the nodes of a graph that is being traced: equal calls have the same number.
+
+    A write in between may make them differ: what follows from equal numbers is a guess.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[fx.Node, int] = {}
+        self._by_call: dict[Any, int] = {}
+
+    def number(self, node: fx.Node) -> int:
+        """The number of a node."""
+        ahead = [node]
+        while ahead:
+            last = ahead[-1]
+            missing = [n for n in last.all_input_nodes if n not in self._numbers]
+            ahead.extend(missing)
+            if not missing:
+                ahead.pop()
+                self._numbers[last] = self._by_call.setdefault(self._key(last), len(self._by_call))
+        return self._numbers[node]
+
+    def _key(self, node: fx.Node) -> Any:
+        if node.op != "call_function":
+            return node
+        number: Any = lambda n: _Numbered(self._numbers[n])  # noqa: E731
+        given = fx.node.map_arg((node.args, node.kwargs), number)
+        key = node.target, key_of_operands(given)
+        try:
+            hash(key)
+        except TypeError:
+            return node
+        return key
+
+
+@dataclass(frozen=True)
+class _Numbered:
+    """An operand, by the number of its node."""
+
+    number: int
+
+
+def guess_by_kind(node: fx.Node) -> bool | None:
+    """What a question most likely gets as answer, by what computes it; None where unsure.
+
+    Programs ask whether all is well: `isfinite(x).all()` is true, `isnan(x).any()` is not.
+    """
+    name = getattr(node.target, "_opname", getattr(node.target, "__name__", ""))
+    operands = [a for a in node.args if isinstance(a, fx.Node)]
+    if name in ("logical_not", "bitwise_not", "not_", "sym_not"):
+        found = guess_by_kind(operands[0])
+        return None if found is None else not found
+    if name in ("_is_all_true", "_is_any_true"):
+        name = name.split("_")[2]
+    if name in ("all", "any") and (name == "all" or _finds_bad(operands[0])):
+        return name == "all" and not _finds_bad(operands[0])
+    if name in ("isfinite", "isnan", "isinf"):
+        return name == "isfinite"
+    if name in ("mul", "bitwise_and", "logical_and", "and_") and len(operands) == 2:
+        both = [guess_by_kind(n) for n in operands]
+        return None if None in both else all(both)
+    if name in ("eq", "ne") and (_compares_with_bad(node) or node.args[0] is node.args[1]):
+        return (name == "eq") is not _compares_with_bad(node)
+    passes = name in ("_local_scalar_dense", "view", "clone", "detach", "alias", "_to_copy", "eq")
+    if passes and operands and (name != "eq" or node.args[1] == 1):  # `eq`: a bool that is read
+        return guess_by_kind(operands[0])
+    return None
+
+
+def _compares_with_bad(node: fx.Node) -> bool:
+    return any(isinstance(a, float) and not math.isfinite(a) for a in node.args)
+
+
+def _finds_bad(node: fx.Node) -> bool:
+    """True if a node finds what is not finite."""
+    return guess_by_kind(node) is False
+
+
 # -- gated writes ----------------------------------------------------------------------------------
 
 
-def gate_writes(graph: fx.Graph, answers: Sequence[bool]) -> None:
+def gate_writes(graph: fx.Graph, answers: Sequence[Answer]) -> None:
     """Have a graph write only if its answers, the last outputs, are `answers`.
 
     Each `copy_` writes what the input holds where they are not, so that no write waits for Python.
-    The answers become one output: a tensor of bools.
+    The answers become one output: a tensor of integers.
 
     Raises:
         CaptureError: a call of the graph writes by itself, whatever the answers are.
@@ -376,19 +525,17 @@ def gate_writes(graph: fx.Graph, answers: Sequence[bool]) -> None:
         facts = facts_of(node.target)
         if writes and not (facts.draws or facts.checks):
             raise not_captured(
-                f"{node.target} writes, in a step in which torch asks for a value",
+                f"{node.target} writes, in a step that branches on a value",
                 "it would have written before the answer is known",
                 Fix("do it outside the step", "before or after the call"),
                 place=note_of(node).source,
             )
     with graph.inserting_before(copies[0] if copies else end):
         make = Making(graph, note_of(found[-1]))
-        answers_found = make(_aten.stack.default, found)
+        numbers = [make(_aten._to_copy.default, v, dtype=torch.int64) for v in found]
+        answers_found = make(_aten.stack.default, numbers)
         if copies:
-            held = [
-                v if a else make(_aten.logical_not.default, v)
-                for v, a in zip(found, answers, strict=True)
-            ]
+            held = [make(_aten.eq.Scalar, v, int(a)) for v, a in zip(numbers, answers, strict=True)]
             all_hold = make(_aten.all.default, make(_aten.stack.default, held))
     for copy in copies:
         into, value = copy.args[:2]

@@ -10,7 +10,7 @@ inputs and outputs. `capture` repeats this where a run shows that another is nee
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import CodeType
@@ -28,12 +28,13 @@ from partita.tensor.plan import forget_plans_on
 from partita.tensor.tensor_state import HERE
 
 from ..arguments import classes_of_call, flatten_call, is_taken_apart, refuse_closed, unflatten_call
-from ..captured_program import CapturedProgram
+from ..backend.executor import function_of
+from ..captured_program import CapturedProgram, extract_values
 from ..conditions import Conditions, EqualInputs, GradientCondition, kind_of_gradient
 from ..errors import CaptureError, explain_error, not_an_input, not_captured, user_line_of
 from ..graph_nodes import drop_unused, lazy_graph_modules, note_of
 from ..guards import Guards, ReadRecord, Write
-from ..guards.calls import asks_whether_true, asks_which_object
+from ..guards.calls import asks_which_object
 from ..guards.guards import ReadInputs, find_first_leaves, without_function_modes
 from ..guards.record import exclusive_access
 from ..guards.values import MISSING, Place
@@ -41,12 +42,16 @@ from ..program import Input
 from ..verify import SPACES
 from .answers import (
     NUMBER,
+    Answer,
     AskedQuestions,
     CapturedNumbers,
+    EqualNodes,
     Guesses,
     PlainNumbers,
     StepRaises,
+    ValuesWanted,
     gate_writes,
+    guess_by_kind,
 )
 from .block_calls import BlockCalls, BlockChoice, BlocksTraced, BlockUpdates
 from .block_programs import (
@@ -65,6 +70,7 @@ from .capture_context import (
     taking_turns,
 )
 from .differentiate import make_seeds_inputs
+from .equal_calls import node_of
 from .fakes import is_symbolic
 from .functionalize import UnsureOfWrites, functionalize_graph
 from .inputs import WITHOUT_GRADIENT, GraphInputs, State, TensorFacts
@@ -98,6 +104,7 @@ def capture(
     kwargs: Any,
     state: State,
     guesses: Guesses,
+    values: Sequence[float],
     blocks: BlockChoice,
     counts_apart: bool,
 ) -> CapturedProgram:
@@ -105,11 +112,13 @@ def capture(
 
     Args:
         state: the modules, optimizers and tensors that the step reaches.
-        guesses: answers to what torch asks of values.
+        guesses: answers to what is asked of values.
+        values: of what the step reads first of tensors, in order.
         blocks: which modules are traced once for all that are built alike.
         counts_apart: optimizers' step counts of parameters may differ: none stands for all.
 
     Raises:
+        ValuesWanted: more values have to be computed, for another capture.
         CaptureError: the step does what a graph cannot express; names the user's line.
         ReachedMore: a run has read state that `state` does not have.
         StepRaises: the step raises, on the way that the call's own answers lead.
@@ -122,7 +131,16 @@ def capture(
 
     def make_run() -> CaptureRun:
         return CaptureRun(
-            step, args, kwargs, state, unmarked, plain, tried_guesses, blocks, counts_apart
+            step,
+            args,
+            kwargs,
+            state,
+            unmarked,
+            plain,
+            tried_guesses,
+            values,
+            blocks,
+            counts_apart,
         )
 
     while True:
@@ -220,6 +238,7 @@ def _attach_guards(run: CaptureRun, program: CapturedProgram) -> None:
 # -- one run ---------------------------------------------------------------------------------------
 
 
+_UPDATED_KINDS = ("parameter", "buffer", "optimizer", "gradient", "mark")
 _FEW = 64
 """Elements of an input whose value may be read to guess an answer."""
 
@@ -230,7 +249,8 @@ class CaptureRun:
     Args:
         unmarked: places, among the leaves of the call, of tensors that are given no mark.
         plain: which floats stay Python numbers.
-        guesses: answers to what torch asks of values.
+        guesses: answers to what is asked of values.
+        values: of what the step reads first of tensors, in order.
         blocks: which modules are traced once for all that are built alike.
         counts_apart: optimizers' step counts of parameters may differ: none stands for all.
 
@@ -240,7 +260,7 @@ class CaptureRun:
         slots, values: the places of the step's tensors, and of its plain Python values.
         inputs, outputs: of the graph.
         read_marks: places of tensors whose marks (gradients that are not there) were read.
-        questions: what torch asks of values.
+        questions: what is asked of values.
         numbers: the floats that the step reads.
         raised: has the step raised an error of its own?
         meets_unknown_tensors: was a function called of a tensor that is no input?
@@ -255,6 +275,7 @@ class CaptureRun:
         unmarked: set[int],
         plain: PlainNumbers,
         guesses: Guesses,
+        values: Sequence[float],
         blocks: BlockChoice,
         counts_apart: bool,
     ):
@@ -270,7 +291,9 @@ class CaptureRun:
             self._equal_counts = find_equal_counts(self.inputs.all, state.optimizers.values())
         self.read_marks: set[int] = set()
         self.unmarked = unmarked
-        self.questions = AskedQuestions(guesses)
+        self.questions = AskedQuestions(guesses, values)
+        self._numbers_of_nodes = EqualNodes()
+        self._wanted: ValuesWanted | None = None
         numbers: Any = self.inputs.mode.shape_env
         numbers.answer = self._answer
         self.numbers = CapturedNumbers(numbers, plain)
@@ -305,6 +328,9 @@ class CaptureRun:
                 raise
             raise explained from error
         _drop_unused_numbers(made.graph)
+        if self._wanted is not None:
+            self._want_values(self._wanted, made)
+            return None
         check_constants(made.graph)
         check_operators(made.graph)
         inputs.drop_unread_marks(made.graph)
@@ -318,6 +344,22 @@ class CaptureRun:
             program = self._make_program(made, structures)
         self.numbers.env.forget()
         return program
+
+    def _want_values(self, wanted: ValuesWanted, made: fx.GraphModule) -> None:
+        """Raise `wanted`, with a graph that computes what was read; return where marks were."""
+        inputs = self.inputs
+        inline_blocks(made.graph)
+        with inputs.mode:
+            made = functionalize_graph(made, places_of_equal(inputs.all, self._equal_counts))
+        given = dict(zip(made.graph.find_nodes(op="placeholder"), inputs.all, strict=True))
+        side = extract_values(made, given, made.graph.find_nodes(op="output")[0].args[0])
+        self.read_marks = {given.index for given in side.inputs if given.kind == "mark"}
+        if self.read_marks:
+            return
+        groups = {name: (t.real, a) for t in self.wires.values() for name, a in t.groups.items()}
+        run = function_of(side.graph, groups)
+        wanted.compute = lambda tensors: tuple(t.item() for t in side.compute(tensors, run))
+        raise wanted
 
     def _outline_blocks(self, made: fx.GraphModule) -> bool:
         """Have blocks stand as calls in a traced graph; False where they have to be inlined."""
@@ -379,11 +421,24 @@ class CaptureRun:
         inputs = self.inputs.add_placeholders(mode.tracer.graph)
         recorder = self.recorder = Recorder(mode.tracer.graph, self.inputs.mode)
         self._repeated = RepeatedMoves(recorder, self.inputs.mode)
+        recorder.note_read = self._note_read
+        try:
+            self._run_step(recorder, inputs, mode)
+        except ValuesWanted as wanted:
+            self._wanted = wanted
+            return [*self.questions.reads]
+        finally:
+            recorder.note_read = lambda number, of: None
+        recorder.finish()
+        return self.outputs.values
+
+    def _run_step(self, recorder: Recorder, inputs: list[fx.Node], mode: Any) -> None:
         stand_in = self.inputs.stand_in
         with ExitStack() as stack:
             stack.enter_context(recorder)
             self._make_wires()
-            pairs = zip(inputs, self.inputs.all, strict=True)
+            pairs = [*zip(inputs, self.inputs.all, strict=True)]
+            self._kinds = {n: i.kind for n, i in pairs}
             self._readable_inputs = {n: i.tensor for n, i in pairs if _is_whole(i)}
             self._hooks = self.inputs.tag_fakes(self.wires, self._input_attributes.copy)
             stack.enter_context(substitute_wires(dict(self.wires)))
@@ -419,7 +474,6 @@ class CaptureRun:
                 self.raised = not isinstance(error, LayoutError)
                 raise
             codes = [*self.record.codes.values()]
-            check_truth(codes, functions.reads_number)
             check_arguments((self.args, self.kwargs), self.record.places.values(), codes)
             self._input_attributes.check_unchanged()
             functions.copy_back()
@@ -433,26 +487,50 @@ class CaptureRun:
             self.outputs.add_unreturned("admitted", admitted)
             if self.questions.values:
                 self.outputs.add_unreturned("answers", self.questions.values)
-        recorder.finish()
-        return self.outputs.values
 
-    def _answer(self, question: Any) -> bool | None:
+    def _note_read(self, number: Any, of: torch.Tensor) -> None:
+        node = node_of(of)
+        if is_symbolic(number) and not number.node.has_hint() and node is not None:
+            self.questions.note_read(number, self._numbers_of_nodes.number(node))
+
+    def _answer(self, question: Any) -> Answer | None:
         if HERE.block is not None:
-            HERE.block.refuse_always("torch asks for a value")
+            HERE.block.refuse_always("it asks for a value")
+        if question.pytype is int and not self._follows_from_data(question):
+            return None
         return self.questions.answer(question, self._predict_answer)
 
-    def _predict_answer(self, question: torch.SymBool) -> bool:
-        """The likely answer to what torch asks of a value: False where nothing predicts it.
+    def _follows_from_data(self, question: Any) -> bool:
+        """True if a number follows from arguments and the like, not from what steps update: that
+        would be another number, and another program, in each call."""
+        ahead, done = [self._node_of_number(torch.SymInt(question))], set()
+        while ahead:
+            node = ahead.pop()
+            if node in done:
+                continue
+            done.add(node)
+            if self._kinds.get(node, "argument") in _UPDATED_KINDS:
+                return False
+            ahead += node.all_input_nodes
+        return True
+
+    def _node_of_number(self, number: Any) -> fx.Node:
+        mode = get_proxy_mode()
+        assert mode is not None
+        node: fx.Node = get_proxy_slot(number, mode.tracer).force().node
+        return node
+
+    def _predict_answer(self, question: Any) -> Answer | None:
+        """The likely answer to what is asked of a value; None where nothing predicts it.
 
         It is a guess, which spares a run and a capture where it is right.
         """
-        mode = get_proxy_mode()
-        assert mode is not None
-        node = get_proxy_slot(question, mode.tracer).force().node
+        node = self._node_of_number(question)
+        kind = bool if isinstance(question, torch.SymBool) else int
         try:
-            return bool(KnownNode(node, {}, self._read_small_input).find_value())
+            return kind(KnownNode(node, {}, self._read_small_input).find_value())
         except Exception:  # a guess raises nothing
-            return False
+            return guess_by_kind(node) if kind is bool else None
 
     def _read_small_input(self, node: fx.Node) -> Any:
         """The value in this call of an input of few elements; None of another."""
@@ -695,17 +773,6 @@ def check_operators(graph: fx.Graph) -> None:
                 Fix("call it outside the step", "before or after, or between compiled regions"),
                 place=note_of(node).source,
             )
-
-
-def check_truth(codes: Iterable[CodeType], line: str) -> None:
-    """Raise CaptureError if a function asks `is True` in a step that calls `.item()` at `line`."""
-    for asking in filter(asks_whether_true, codes if line else ()):
-        raise not_captured(
-            f"{asking.co_name} asks whether something `is True`, in a step that reads a value",
-            "what .item() gives has no value while a step is captured, and is not True itself",
-            Fix("return x.item()", "and ask outside of the step"),
-            place=line,
-        )
 
 
 def check_arguments(call: Any, places: Iterable[Place], codes: Iterable[CodeType]) -> None:

@@ -58,7 +58,8 @@ class NumberEnv(ShapeEnv):
         lines: by the index of a guard, the user's line.
         asked: the symbols of numbers that were compared or read, and the first line that did.
         of_blocks: the symbols of floats that differ between blocks, which must not be read.
-        answer: gives an answer to a bool without a hint, by its node; None if there is none.
+        answer: gives the answer to a bool or int without a hint, by its node; None if there is
+            none.
 
     Private torch: `ShapeEnv`, which is what can trace a Python number.
     """
@@ -73,7 +74,7 @@ class NumberEnv(ShapeEnv):
         self.lines: dict[int, str] = {}
         self.asked: dict[str, str] = {}
         self.of_blocks: set[str] = set()
-        self.answer: Callable[[Any], bool | None] = lambda question: None
+        self.answer: Callable[[Any], bool | int | None] = lambda question: None
         self._made: list[Any] = []
 
     def evaluate_expr(self, *args: Any, **kwargs: Any) -> Any:
@@ -86,7 +87,7 @@ class NumberEnv(ShapeEnv):
         return found
 
     def evaluate_sym_node(self, sym_node: Any, *args: Any, **kwargs: Any) -> Any:
-        if sym_node.pytype is bool and not sym_node.has_hint():
+        if sym_node.pytype in (bool, int) and not sym_node.has_hint():
             found = self.answer(sym_node)
             if found is not None:
                 return found

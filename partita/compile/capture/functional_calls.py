@@ -324,6 +324,18 @@ def _find_call(base: str) -> _RunCall | None:
     return _run_elementwise if is_able else None
 
 
+@lru_cache(maxsize=4096)
+def takes_number(name: str) -> bool:
+    """True if a function of torch of this name, as "__radd__", can take a tensor for a number."""
+    base = name.strip("_")
+    return any(
+        _find_call(n) is not None for n in (base, base.removeprefix("r"), _WORDS.get(base, base))
+    )
+
+
+_WORDS = {"truediv": "div", "rtruediv": "div", "floordiv": "floor_divide", "mod": "remainder"}
+
+
 # -- patterns --------------------------------------------------------------------------------------
 
 _PATTERNS_KEPT = 4096

@@ -72,8 +72,15 @@ from .equal_calls import (
     set_node_of,
     tensors_of,
 )
-from .fakes import FakeDTensor, as_number, count_writes_of_lists, has_memory, tensors_written
-from .functional_calls import REPLACED, taken_as_numbers, with_exact_numbers
+from .fakes import (
+    FakeDTensor,
+    SymbolicInt,
+    as_number,
+    count_writes_of_lists,
+    has_memory,
+    tensors_written,
+)
+from .functional_calls import REPLACED, taken_as_numbers, takes_number, with_exact_numbers
 from .inputs import GraphInputs, TensorFacts, is_fact
 from .known_masks import ATTENTION, KnownMasks
 
@@ -124,6 +131,7 @@ class Recorder(TorchDispatchMode):
         is_behind_forward: is the backward of a region being traced, which the step itself has not
             asked for?
         regions_begun: how many remat regions have begun.
+        note_read: is called with each number that is read of a tensor, and that tensor.
     """
 
     def __init__(self, graph: fx.Graph, mode: FakeTensorMode):
@@ -135,6 +143,7 @@ class Recorder(TorchDispatchMode):
         self.exact: set[int] | None = None
         self.is_behind_forward = False
         self.regions_begun = 0
+        self.note_read: Callable[[Any, torch.Tensor], None] = lambda number, of: None
         self._budgets: list[Any] = []
         self._within = NO_NOTE  # the move, region, policy and budget that nodes belong to now
         self._noted: tuple[Any, ...] = ()  # of what the last note was made
@@ -185,6 +194,8 @@ class Recorder(TorchDispatchMode):
         if self.exact is not None:
             args, kwargs = with_exact_numbers(func, args, kwargs, self.exact)
         out = self._trace_or_repeat(func, args, kwargs)
+        if func is _READ:
+            self.note_read(out, args[0])
         count_writes_of_lists(func, args, kwargs)
         if any(type(n) is not int for t in pytree.tree_leaves(out) for n in _shape_of_value(t)):
             raise of_data(func._schema.name)
@@ -459,7 +470,6 @@ class StepFunctionMode(TorchFunctionMode):
 
     Attributes:
         called_last: the name of the function that was called last.
-        reads_number: the user's line that first calls `.item()`; "" where none does.
         meets_unknown_tensors: was a function called of a tensor that is no input and is not made by
             the step?
     """
@@ -468,7 +478,6 @@ class StepFunctionMode(TorchFunctionMode):
         super().__init__()
         self._inputs, self._facts = inputs, facts
         self.called_last = ""
-        self.reads_number = ""
         self.meets_unknown_tensors = False
         self._written: dict[int, tuple[Any, torch.Tensor]] = {}
         self.calls = LibraryCalls()
@@ -486,13 +495,15 @@ class StepFunctionMode(TorchFunctionMode):
         if func == _set_data:
             return self._set_data(*args)
         self.called_last = name = getattr(func, "__name__", "")
+        if _has_symbolic_int((args, kwargs)) and not takes_number(name):
+            # A shape, a place, a count: a graph is for one.
+            args, kwargs = _with_ints((args, kwargs))
         if func is ATTENTION and HERE.block is None:  # a block leaves it out by itself
             args, kwargs = HERE.recorder.masks.leave_out(args, kwargs, _find_node)
         if type(func) in _C_FUNCTION_TYPES and not _is_followed(func):
             return self.calls.call(func, args, kwargs)
         if name in _READING:
-            self.reads_number = self.reads_number or user_line()
-            return pytree.tree_map(as_number, func(*args, **kwargs))
+            return pytree.tree_map(_read_number, func(*args, **kwargs))
         if name in _ASKING:  # torch would ask for a number first
             return bool(as_number(torch.Tensor.item(*args, **kwargs)))
         if facts_of_function(name).changes_shape and id(args[0]) in self._inputs.identities:
@@ -546,6 +557,31 @@ class StepFunctionMode(TorchFunctionMode):
                     "both would lie in one memory afterwards, and a graph copies",
                     Fix("x.data.copy_(y)", "if each is to have values of its own"),
                 )
+
+
+def _has_symbolic_int(value: Any) -> bool:
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return any(map(_has_symbolic_int, value))
+    if kind is slice:
+        return any(map(_has_symbolic_int, (value.start, value.stop, value.step)))
+    return kind is SymbolicInt or (kind is dict and _has_symbolic_int([*value.values()]))
+
+
+def _with_ints(value: Any) -> Any:
+    """`value` with the answer for each symbolic int in it, which becomes a question."""
+    if isinstance(value, slice):
+        return slice(*map(_with_ints, (value.start, value.stop, value.step)))
+    if type(value) is dict:
+        return {k: _with_ints(v) for k, v in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(map(_with_ints, value))
+    return int(value) if type(value) is SymbolicInt else value
+
+
+def _read_number(value: Any) -> Any:
+    """What `.item()` gives: True or False itself, as a step may ask whether something `is True`."""
+    return bool(value) if isinstance(value, torch.SymBool) else as_number(value)
 
 
 def _find_node(mask: torch.Tensor) -> tuple[fx.Node, dict[fx.Node, fx.Node]] | None:

@@ -19,7 +19,6 @@ import functools
 import gc
 import importlib.util
 import inspect
-import itertools
 import locale
 import logging
 import os
@@ -122,13 +121,6 @@ def _operands_of_is(code: CodeType) -> Iterator[list[dis.Instruction]]:
     """The two instructions before each `is` in code."""
     steps = [i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "EXTENDED_ARG")]
     return (steps[max(0, n - 2) : n] for n, i in enumerate(steps) if i.opname == "IS_OP")
-
-
-@functools.lru_cache(maxsize=4096)
-def asks_whether_true(code: CodeType) -> bool:
-    """Does code ask whether something `is True` or `is False`, which no stand-in can answer?"""
-    operands = itertools.chain.from_iterable(_operands_of_is(code))
-    return any(i.opname == "LOAD_CONST" and type(i.argval) is bool for i in operands)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,0 +1,161 @@
+"""Does a captured step that reads values go the way of one process, in each call?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._pytree import tree_map
+
+import partita as pt
+from tests.ranks.refused import each_rank
+
+X = torch.arange(6, dtype=torch.float64).view(3, 2) - 2
+CALLS = [X, X + 1, -X, X * float("inf")]
+GRIDS = [
+    torch.tensor([[n, 2 + k], [n, 3 + k], [n, 1 + k]]) for n, k in ((2, 0), (3, 0), (2, 0), (3, 2))
+]
+
+
+def is_on(flag: Any) -> bool:
+    return flag is True
+
+
+def halved(x: Any) -> Any:
+    count = 0
+    while x.abs().max() > 1:
+        x, count = x / 2, count + 1
+    return x + count
+
+
+def tiles(x: Any, grid: Any) -> Any:
+    parts = [torch.ones(h, w, dtype=x.dtype) * x.sum() for h, w in grid.tolist()]
+    return torch.cat(parts, 1)
+
+
+def pieces(x: Any, grid: Any) -> Any:
+    sizes = grid[:, 0].tolist()
+    parts = torch.split(torch.cat([x, x, x]), [*sizes, 9 - sum(sizes)])
+    return torch.cat([part * i for i, part in enumerate(parts)])
+
+
+PROGRAMS: dict[str, Callable[[Any, Any], Any]] = {
+    "a branch": lambda x, grid: x * 2 if x.sum() > 3 else x * 3,
+    "a branch on item()": lambda x, grid: x * 2 if x.sum().item() > 3 else x * 3,
+    "is True": lambda x, grid: x * 2 if is_on((x > 3).any().item()) else x * 3,
+    "is True of something else": lambda x, grid: (
+        torch._check_tensor_all(x != 12345),
+        is_on(None),
+        x * 2,
+    )[2],
+    "is it finite": lambda x, grid: x * 2 if not torch.isfinite(x).all() else x * 3,
+    "is it nan": lambda x, grid: x * 2 if torch.isnan(x).any() else x * 3,
+    "labels within the vocabulary": lambda x, grid: x * 2 if grid.max() >= 4 else x * 3,
+    "shapes by tolist()": tiles,
+    "sizes of pieces": pieces,
+    "int()": lambda x, grid: x[: int(grid[0, 0])] * 2,
+    "a bound": lambda x, grid: x[: grid[0, 0].item()] * 2,
+    "range": lambda x, grid: sum(x * i for i in range(grid[0, 1])),
+    "a loop": lambda x, grid: halved(x.clamp(-9, 9)),
+    "a bool that is returned": lambda x, grid: (x * 2, (x > 3).any().item()),
+    "a number that is reckoned with": lambda x, grid: x / grid.sum().item(),
+    "torch.cond": lambda x, grid: torch.cond(x.sum() > 3, lambda t: t * 2, lambda t: t * 3, (x,)),
+}
+RECAPTURES = {"is True of something else": 1, "a number that is reckoned with": 1}
+"""Programs of which one serves all calls; others have one for each way that is gone."""
+
+
+def whole(t: Any) -> Any:
+    return t.full_tensor() if isinstance(t, pt.DTensor) else t
+
+
+def run(name: str, mesh: Any, *layout: Any) -> tuple[list[Any], int]:
+    step = pt.compile(PROGRAMS[name], backend="graph")
+    found = []
+    for x, grid in zip(CALLS, GRIDS, strict=True):
+        if mesh is not None:
+            x = pt.distribute_tensor(x, mesh, [*layout])
+            grid = pt.distribute_tensor(grid, mesh, [pt.Shard(0)] * mesh.ndim)
+        found.append(tree_map(whole, step(x, grid)))
+    return found, len(step.reasons)
+
+
+def check(name: str, found: list[Any], captures: int) -> None:
+    torch._dynamo.reset()
+    truth = [PROGRAMS[name](x, grid) for x, grid in zip(CALLS, GRIDS, strict=True)]
+    torch.testing.assert_close(found, truth, rtol=1e-9, atol=1e-12, equal_nan=True)
+    assert captures == RECAPTURES.get(name, captures) and captures <= len(CALLS)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_plain_tensors_are_read_as_in_one_process(name: str) -> None:
+    check(name, *run(name, None))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_dtensors_are_read_as_in_one_process(name: str) -> None:
+    for found in each_rank(lambda mesh: run(name, mesh, pt.Shard(0)), dp=2):
+        check(name, *found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [(pt.Shard(0), pt.Shard(1)), (pt.Replicate(), pt.Shard(0))])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_values_are_read_on_a_mesh_of_two_axes(name: str, layout: Any) -> None:
+    for found in each_rank(lambda mesh: run(name, mesh, *layout), dp=2, tp=3):
+        check(name, *found)
+
+
+class Counter:
+    said = "nothing"
+
+
+def test_what_the_way_not_gone_writes_is_undone() -> None:
+    counter = Counter()
+
+    def step(x: Any) -> Any:
+        if x.sum() > 3:
+            counter.said = "big"
+            return x * 2
+        counter.said = "small"
+        return x
+
+    fast = pt.compile(step, backend="graph")
+    for value in (0.0, 5.0, 5.0, 0.0, 5.0):
+        counter.said = "nothing"
+        fast(torch.full((2,), value))
+        assert counter.said == ("big" if value else "small")
+    assert len(fast.reasons) == 2
+
+
+def test_a_training_step_skips_what_is_not_finite() -> None:
+    def train(compiled: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(2, 2).double()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+        def step(x: Any) -> Any:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            if torch.isfinite(loss):
+                optimizer.step()
+            return loss
+
+        run = pt.compile(step, backend="graph") if compiled else step
+        losses = [run(x).detach() for x in (X, X * float("inf"), X, X + 1)]
+        return [*losses, *(p.detach() for p in model.parameters())]
+
+    torch.testing.assert_close(train(True), train(False), rtol=1e-9, atol=1e-12, equal_nan=True)
+
+
+def test_a_number_that_each_step_changes_is_refused_as_a_shape() -> None:
+    model = torch.nn.BatchNorm1d(3)
+
+    def step(x: Any) -> Any:
+        return model(x) * torch.ones(int(model.num_batches_tracked), 1, 1).sum()
+
+    with pytest.raises(pt.CaptureError, match="reads a value"):
+        pt.compile(step, backend="graph")(torch.ones(4, 3))

@@ -2,14 +2,15 @@
 
 How long does a checkpoint stop training, beside the copy alone and beside torch's own?
 
-Ranks hold the shards of a few large weights. In turn, within each round: the copy of this
-rank's pieces into memory that it has already (what no asynchronous save can do without), `pt.save`,
-the call of `pt.async_save` without memory from an earlier one (`pt.save` freed it; so is the first
-of a run), the same with that memory (so are all others), and torch.distributed.checkpoint's
-`async_save` and `save` of as many bytes; then `pt.load`, torch's `load`, and the checksums alone,
-of all that a rank reads, which both `pt.save` and `pt.load` look at once. Of an asynchronous save
-the pause is counted; its end is waited for outside of it. What is beside the copy: the pause less
-the copy of the same round.
+Ranks hold the shards of a few large weights. In turn, within each round: the copy of this rank's
+pieces into memory that it has already (what no asynchronous save can do without), `pt.save`, the
+call of `pt.async_save` without memory from an earlier one (`pt.save` freed it; so is the first of a
+run), the same with that memory (so are all others), and torch.distributed.checkpoint's `async_save`
+and `save` of as many bytes, the first with memory of its own each time, which is its default, and
+with that of an earlier one (a `DefaultStager` that is kept); then `pt.load`, torch's `load`, and
+the checksums alone, of all that a rank reads, which both `pt.save` and `pt.load` look at once. Of
+an asynchronous save the pause is counted; its end is waited for outside of it. What is beside the
+copy: the pause less the copy of the same round.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ CHECKSUMS = "the checksums alone"
 def _ways(mesh: Any, mib: int, folder: str) -> dict[str, tuple[Callable[[], Any], Any]]:
     """By name: what is timed, and what waits for its end."""
     import torch.distributed.tensor as theirs
+    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
     from torch.distributed.checkpoint.state_dict_loader import load
     from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
@@ -71,6 +73,14 @@ def _ways(mesh: Any, mib: int, folder: str) -> dict[str, tuple[Callable[[], Any]
     def ended(saving: Any) -> None:
         saving.result()
 
+    options = StagingOptions(
+        use_pinned_memory=pinned,
+        use_shared_memory=False,
+        use_async_staging=False,
+        use_non_blocking_copy=pinned,
+    )
+    stager = DefaultStager(options)
+
     def check() -> None:
         """What this rank wrote and would read: a file of its own."""
         path = Path(at("a"))
@@ -84,7 +94,11 @@ def _ways(mesh: Any, mib: int, folder: str) -> dict[str, tuple[Callable[[], Any]
         "partita async_save, new memory": (lambda: pt.async_save(ours, at("b")), ended),
         COPY: (copy, None),
         "partita async_save": (lambda: pt.async_save(ours, at("b")), ended),
-        "torch async_save": (lambda: async_save(other, checkpoint_id=at("c")), ended),
+        "torch async_save, new memory": (lambda: async_save(other, checkpoint_id=at("c")), ended),
+        "torch async_save": (
+            lambda: async_save(other, checkpoint_id=at("e"), async_stager=stager),
+            ended,
+        ),
         "torch save": (lambda: save(other, checkpoint_id=at("d")), None),
         "partita load": (lambda: pt.load(ours, at("a")), None),
         "torch load": (lambda: load(other, checkpoint_id=at("d")), None),

@@ -1,8 +1,9 @@
 """A bench of dispatch: what does an op on a DTensor cost over the same op on a plain tensor?
 
 One process, torch's fake process group, tiny tensors, so that only the dispatch is timed. Each op
-is run plain, on partita's DTensor and on `torch.distributed.tensor`'s, interleaved in one run, and
-the minimum over many rounds is taken. Overheads are in microseconds per call.
+is run plain and on `torch.distributed.tensor`'s DTensor in turn, and then, once those are done and
+there is a mesh of partita, plain and on partita's; the minimum over many rounds is taken. Overheads
+are in microseconds per call.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch.distributed import tensor as theirs
 
 import partita as ours
 
-from .place import bench_device, make_dp_mesh
+from .place import bench_device, make_dp_mesh, make_rival_mesh
 
 Call = Callable[[dict[str, Any]], Any]
 
@@ -100,7 +101,7 @@ def _plain_tensors() -> dict[str, torch.Tensor]:
     return {name: bench_device().place(t) for name, t in tensors.items()}
 
 
-def _spread(kind: Any, mesh: Any, ranks: int) -> dict[str, Any]:
+def _spread(kind: Any, mesh: Any) -> dict[str, Any]:
     """The tensors of `_plain_tensors` as local shards, whole where they are weights."""
     out = {}
     for name, t in _plain_tensors().items():
@@ -119,32 +120,58 @@ def _time(call: Call, tensors: dict[str, Any], n: int) -> float:
     return seconds / n * 1e6
 
 
-def measure(rounds: int, n: int) -> list[Cost]:
-    """Time every op of `OPS`, the three kinds of tensor in turn, `rounds` rounds of `n` calls."""
-    mesh = make_dp_mesh(2)
-    kinds = {
-        "plain": _plain_tensors(),
-        "partita": _spread(ours, mesh, 2),
-        "torch": _spread(theirs, mesh, 2),
-    }
-    costs = []
-    for name, call in OPS.items():
-        best = dict.fromkeys(kinds, math.inf)
-        for kind, tensors in kinds.items():
-            try:
-                for _ in range(5):
-                    call(tensors)
-            except Exception:
-                if kind != "torch":  # only the rival may have no way to do it
-                    raise
-                best[kind] = math.nan
+@dataclass(frozen=True)
+class KindTimes:
+    """Of one kind of DTensor.
+
+    Attributes:
+        ops: for each op microseconds of a call, plain and on DTensors; nan where it raised.
+        steps: by part of a step how many times as long as on plain tensors it takes.
+        plain_steps: milliseconds of each part on plain tensors.
+    """
+
+    ops: list[tuple[float, float]]
+    steps: dict[str, float]
+    plain_steps: dict[str, float]
+
+
+def measure(kind: Any, mesh: Any, rounds: int, n: int, with_steps: bool) -> KindTimes:
+    """Time every op of `OPS`, `rounds` rounds of `n` calls, and the parts of a training step, on
+    plain tensors and on DTensors in turn.
+
+    Args:
+        kind: `partita` or `torch.distributed.tensor`. Torch's is measured first, while the process
+            has no mesh of partita, and only its DTensors may have no way to do an op.
+    """
+    ops = _time_beside_plain(_spread(kind, mesh), rounds, n, kind is theirs)
+    steps = _step_times(kind, mesh, rounds) if with_steps else {}
+    plain, spread = steps.get("plain", {}), steps.get("spread", {})
+    return KindTimes(ops, {part: spread[part] / plain[part] for part in plain}, plain)
+
+
+def _time_beside_plain(
+    dtensors: dict[str, Any], rounds: int, n: int, may_raise: bool
+) -> list[tuple[float, float]]:
+    """For each op the least microseconds, plain and on `dtensors`; nan where it raises."""
+    plain = _plain_tensors()
+    found = []
+    for call in OPS.values():
+        best = [math.inf, math.inf]
+        try:
+            for _ in range(5):
+                call(dtensors)
+        except Exception:
+            if not may_raise:
+                raise
+            best[1] = math.nan
+        for _ in range(5):
+            call(plain)
         for _ in range(rounds):
-            for kind, tensors in kinds.items():
-                if not math.isnan(best[kind]):
-                    best[kind] = min(best[kind], _time(call, tensors, n))
-        plain = best["plain"]
-        costs.append(Cost(name, plain, best["partita"] - plain, best["torch"] - plain))
-    return costs
+            best[0] = min(best[0], _time(call, plain, n))
+            if not math.isnan(best[1]):
+                best[1] = min(best[1], _time(call, dtensors, n))
+        found.append((best[0], best[1]))
+    return found
 
 
 def geometric_mean(values: Sequence[float]) -> float:
@@ -173,56 +200,54 @@ def _block(d: int) -> torch.nn.Module:
     return Block()
 
 
-def _step_times(rounds: int) -> dict[str, dict[str, float]]:
+def _step_times(kind: Any, mesh: Any, rounds: int) -> dict[str, dict[str, float]]:
     """Milliseconds of forward + backward, and of an AdamW foreach step, of four blocks of d=16."""
-    mesh = make_dp_mesh(2)
     runs: dict[str, tuple[torch.nn.Module, Any, torch.optim.Optimizer]] = {}
-    for kind in ("plain", "partita", "torch"):
+    for name in ("plain", "spread"):
         torch.manual_seed(0)
         model: torch.nn.Module = bench_device().place(
             torch.nn.Sequential(*(_block(16) for _ in range(4)))
         )
         x: Any = bench_device().place(torch.randn(4, 8, 16))
-        if kind != "plain":
-            module = ours if kind == "partita" else theirs
+        if name == "spread":
             for part in model.modules():
                 for key, p in list(part.named_parameters(recurse=False)):
-                    rep = module.DTensor.from_local(
-                        p.detach(), mesh, [module.Replicate()], run_check=False
+                    rep = kind.DTensor.from_local(
+                        p.detach(), mesh, [kind.Replicate()], run_check=False
                     )
                     part.register_parameter(key, torch.nn.Parameter(rep))
-            x = module.DTensor.from_local(x, mesh, [module.Shard(0)], run_check=False)
-        runs[kind] = (model, x, torch.optim.AdamW(model.parameters(), foreach=True))
+            x = kind.DTensor.from_local(x, mesh, [kind.Shard(0)], run_check=False)
+        runs[name] = (model, x, torch.optim.AdamW(model.parameters(), foreach=True))
     best = {k: {"forward + backward": math.inf, "AdamW foreach": math.inf} for k in runs}
-    for kind, (model, x, _) in runs.items():
+    for name, (model, x, _) in runs.items():
         model(x).sum().backward()
         for p in model.parameters():
             # Gradients at rest where the parameters are, so that only the optimizer is timed.
-            if kind != "plain":
+            if name == "spread":
                 g: Any = p.grad
                 p.grad = g.redistribute(placements=p.placements)  # type: ignore[attr-defined]
     grads = {k: [p.grad for p in m.parameters()] for k, (m, _, _) in runs.items()}
     for _ in range(rounds):
-        for kind, (model, x, optimizer) in runs.items():
-            for p, g in zip(model.parameters(), grads[kind], strict=True):
+        for name, (model, x, optimizer) in runs.items():
+            for p, g in zip(model.parameters(), grads[name], strict=True):
                 p.grad = g
             start = time.perf_counter()
             optimizer.step()
             took = time.perf_counter() - start
-            best[kind]["AdamW foreach"] = min(best[kind]["AdamW foreach"], took * 1e3)
+            best[name]["AdamW foreach"] = min(best[name]["AdamW foreach"], took * 1e3)
             for p in model.parameters():
                 p.grad = None
             start = time.perf_counter()
             model(x).sum().backward()
             took = time.perf_counter() - start
-            best[kind]["forward + backward"] = min(best[kind]["forward + backward"], took * 1e3)
+            best[name]["forward + backward"] = min(best[name]["forward + backward"], took * 1e3)
     return best
 
 
 def _miss_time(rounds: int) -> float:
     """Median microseconds of a call that has to be planned, over the ops, without its kernel."""
     mesh = make_dp_mesh(2)
-    tensors = _spread(ours, mesh, 2)
+    tensors = _spread(ours, mesh)
     times = []
     for call in OPS.values():
         call(tensors)
@@ -249,7 +274,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
         gc.disable()
-        costs = measure(options.rounds, options.calls)
+        how = (options.rounds, options.calls, not options.no_step)
+        rival = measure(theirs, make_rival_mesh(2), *how)  # before there is a mesh of partita
+        partita = measure(ours, make_dp_mesh(2), *how)
+        costs = [
+            Cost(name, plain, our - plain, their - same)
+            for name, (plain, our), (same, their) in zip(OPS, partita.ops, rival.ops, strict=True)
+        ]
         both = [c for c in costs if not math.isnan(c.torch)]
         figures = {
             "overhead_us": geometric_mean([c.partita for c in costs]),
@@ -258,11 +289,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             / geometric_mean([c.torch for c in both]),
             "miss_us": _miss_time(5),
         }
-        steps = {} if options.no_step else _step_times(options.rounds)
     finally:
         gc.enable()
         dist.destroy_process_group()
     if options.json:
+        steps = {"partita": partita.steps, "torch": rival.steps}
         print(json.dumps({"ops": [asdict(c) for c in costs], **figures, "steps": steps}))
         return 0
     print(f"{'op':<18}{'plain us':>10}{'partita':>10}{'torch DTensor':>15}{'ratio':>8}")
@@ -277,11 +308,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"ratio {figures['ratio']:.2f}"
     )
     print(f"a cache miss (median over the ops): {figures['miss_us']:.0f} us")
-    for what in ("forward + backward", "AdamW foreach") if steps else ():
-        plain = steps["plain"][what]
+    for part, plain in partita.plain_steps.items():
         print(
-            f"4 blocks, d=16, {what}: plain {plain:.2f} ms, "
-            f"partita {steps['partita'][what] / plain:.2f}x, "
-            f"torch.distributed.tensor {steps['torch'][what] / plain:.2f}x"
+            f"4 blocks, d=16, {part}: plain {plain:.2f} ms, partita {partita.steps[part]:.2f}x, "
+            f"torch.distributed.tensor {rival.steps[part]:.2f}x"
         )
     return 0

@@ -119,7 +119,7 @@ from partita.bench import dispatch as bench_dispatch
 from partita.tensor import plan
 
 def everything(mesh):
-    tensors, found = bench_dispatch._spread(pt, mesh, 2), {}
+    tensors, found = bench_dispatch._spread(pt, mesh), {}
     for name, call in bench_dispatch.OPS.items():
         for _ in range(3):
             outs = call(tensors)

@@ -47,7 +47,7 @@ from partita.report import written_file
 from . import depth as bench_depth
 from . import dry as bench_dry
 from . import moves as bench_moves
-from .interleaved import Step, in_turns, measure, on_ranks, table
+from .interleaved import Step, in_turns, measure, on_ranks, readme_row, table
 from .place import bench_device, make_dp_mesh, make_rival_mesh
 from .rivals import make_rival, training
 from .zero import Shape, choose_ways, measure_ways, sharded_step
@@ -61,6 +61,25 @@ TRAIN_WAYS = (
     *("FSDP2", "FSDP2 compiled", "SimpleFSDP compiled"),
     *("partita zero 3", "partita zero 3 compiled"),
 )
+
+
+_README_ROWS = {
+    "a GPT step over the compute alone": {
+        "DDP": "DDP",
+        "partita dp": "partita's data parallel",
+        "FSDP2": "FSDP2",
+        "partita zero 3": "partita's ZeRO-3",
+    },
+    "the same, compiled, over the eager compute alone": {
+        "alone compiled": "alone",
+        "DDP compiled": "DDP",
+        "partita dp compiled": "partita's data parallel",
+        "FSDP2 compiled": "FSDP2",
+        "SimpleFSDP compiled": "SimpleFSDP",
+        "partita zero 3 compiled": "partita's ZeRO-3",
+    },
+}
+"""What the README says of `train`: a way's name there, and here."""
 
 
 def _small_rivals(names: Sequence[str], rank: int, ranks: int) -> dict[str, Step]:
@@ -96,6 +115,12 @@ def _train(options: argparse.Namespace) -> dict[str, Any]:
         found[str(ranks)] = measure_ways(ways, ranks, options.rounds, shape, warm=3)
         print(f"\n{shape}, AdamW, {ranks} ranks of {bench_device().type}, {options.rounds} rounds")
         print(table(found[str(ranks)], "alone"), flush=True)
+    if len(ways) == len(TRAIN_WAYS):
+        print()
+        for ranks in options.ranks:
+            for what, rows in _README_ROWS.items():
+                row = readme_row(f"{what}, {ranks} ranks", rows, found[str(ranks)], "alone")
+                print(row, flush=True)
     return found
 
 

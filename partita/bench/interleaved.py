@@ -206,11 +206,25 @@ def in_turns(
     return seconds
 
 
+def ratio(seconds: dict[str, list[float]], name: str, base: str) -> float:
+    """The median over rounds of how many times as long as `base` a way takes."""
+    return median(t / a for t, a in zip(seconds[name], seconds[base], strict=True))
+
+
 def table(seconds: dict[str, list[float]], base: str) -> str:
     """A line for each way: milliseconds, and how many times as long as `base` it takes."""
     lines = [f"{'':<24}{'ms':>8}{'over ' + base:>20}{'best':>8}"]
     for name, times in seconds.items():
-        ratios = [t / a for t, a in zip(times, seconds[base], strict=True)]
-        best = min(times) / min(seconds[base])
-        lines.append(f"{name:<24}{1e3 * median(times):>8.1f}{median(ratios):>20.2f}{best:>8.2f}")
+        over, best = ratio(seconds, name, base), min(times) / min(seconds[base])
+        lines.append(f"{name:<24}{1e3 * median(times):>8.1f}{over:>20.2f}{best:>8.2f}")
     return "\n".join(lines)
+
+
+def readme_row(what: str, ways: dict[str, str], seconds: dict[str, list[float]], base: str) -> str:
+    """A row of the README's table, without its command.
+
+    Args:
+        ways: what the README calls each.
+    """
+    said = [f"{title} {ratio(seconds, name, base):.2f}×" for name, title in ways.items()]
+    return f"| {what} | {', '.join(said)} |"

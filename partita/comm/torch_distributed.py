@@ -197,7 +197,7 @@ _OF_TWO_RANKS = frozenset("batch_isend_irecv irecv isend recv send".split())
 
 
 def inspect_collectives(inspect: Callable[[str, Any], Any]) -> None:
-    """Pass the arguments of each collective through `inspect(name, arguments)`.
+    """Pass the arguments of each collective through `inspect(name, (args, kwargs))`.
 
     Not those of partita itself, which go to the process groups directly.
     """
@@ -227,10 +227,10 @@ def _make_inspected_collective(
 ) -> Callable[..., Any]:
     @functools.wraps(original)
     def inspected_collective(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = inspect(name, args), inspect(name, kwargs)
+        args, kwargs = inspect(name, (args, kwargs))
         if name == "batch_isend_irecv":
             lists = (*args, *kwargs.values())
-            inspect(name, [getattr(op, "tensor", None) for ops in lists for op in ops])
+            inspect(name, ([getattr(op, "tensor", None) for ops in lists for op in ops], {}))
         if name in _OF_TWO_RANKS or kwargs.get("async_op"):
             return original(*args, **kwargs)
         group = next(

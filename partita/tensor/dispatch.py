@@ -353,14 +353,24 @@ ON_NEW_RULE.append(_relearn_ops)
 # -- collectives -----------------------------------------------------------------------------------
 
 
-def _operands_of_collective(name: str, given: Any) -> Any:
-    """What a collective of torch.distributed gets for what it was given.
+_MAY_HOLD_DTENSORS = (DTensor, list, tuple, dict)
+
+
+def _operands_of_collective(name: str, given: tuple[Args, Kwargs]) -> Any:
+    """Returns the arguments that a collective of torch.distributed is called with.
 
     What every rank holds whole is, on each, the plain tensor of the same memory.
+
+    Args:
+        given: the arguments by position and by name.
 
     Raises:
         LayoutError: a rank holds a part of a DTensor, which would be taken for its value.
     """
+    args, kwargs = given
+    holders = any(isinstance(v, _MAY_HOLD_DTENSORS) for v in (*args, *kwargs.values()))
+    if not holders and "object" not in name:  # other programs' calls cost them no more than this
+        return given
     dtensors = _collect_dtensors(given)
     if not dtensors:
         return given

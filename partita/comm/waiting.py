@@ -287,6 +287,9 @@ _FIXES_BY_TEXT = {
     "reads a value": Fix(
         "value = x.item()", "on every rank, and then `if rank == 0: print(value)`"
     ),
+    "(torch.save)": Fix(
+        "pt.save(state, path)", "on every rank; or torch.save on every rank, to its own file"
+    ),
     "(pt.": Fix("that call on every rank, not within `if rank == 0:`", "each has a part"),
 }
 """What helps where a line of the error has this text."""

@@ -11,7 +11,7 @@ import copy
 import math
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch._C import DisableTorchFunction  # type: ignore[attr-defined]  # for m
 from torch._C import DisableTorchFunctionSubclass as Local
 from torch._C import _is_torch_function_enabled as _global_view
 
-from partita.comm import describe_saved_mesh, find_saved_wire
+from partita.comm import describe_saved_mesh, find_saved_wire, is_alone
 from partita.comm.device import is_seen_by_processes, keys_of_kernels
 from partita.layout import Fix, Layout, LayoutError
 
@@ -601,14 +601,32 @@ def _rebuild(
 torch.serialization.add_safe_globals([_rebuild])
 
 
-@implements(T.__reduce_ex__)
-def _reduce_dtensor(x: DTensor, protocol: Any) -> Any:
+def _reduce_piece(x: DTensor) -> tuple[Callable[..., DTensor], tuple[Any, ...]]:
+    """The function that makes this rank's `x` again, and its arguments."""
     with Local():
         local = x.detach().requires_grad_(x.requires_grad)
     names = {k: v for k, v in x.__dict__.items() if k not in OURS}
     spec = x._spec
     return _rebuild, (local, describe_saved_mesh(spec.wire), str(spec.layout), spec.wire.at, names)
 
+
+@implements(T.__reduce_ex__)
+def _reduce_dtensor(x: DTensor, protocol: Any) -> Any:
+    if not x._spec.is_whole and not is_alone(x._spec.wire):
+        # A file that one rank writes alone would lack what the others hold. Where all of them write
+        # one, nothing is lost.
+        shown = f" {x.layout_over_mesh}"
+        x._spec.wire.exchange("pickles its piece of a tensor (torch.save):", b"", shown=shown)
+    return _reduce_piece(x)
+
+
+def _copy_dtensor(x: DTensor) -> DTensor:
+    """`copy.copy(x)`, which for a plain tensor pickles it: a DTensor that shares its memory."""
+    rebuild, arguments = _reduce_piece(x)
+    return rebuild(*arguments)
+
+
+DTensor.__copy__ = _copy_dtensor  # type: ignore[attr-defined]
 
 # -- numbers that C++ reads ------------------------------------------------------------------------
 # As `s` in `torch.add(a, b, alpha=s)`, a and b plain: torch takes a tensor of no dimensions for a

@@ -147,7 +147,10 @@ def kind_of_gradient(t: torch.Tensor) -> Any:
         grad = _grad.__get__(t)
         if grad is None:
             return None
-        return (grad.__dict__.get("_spec") or grad.shape, grad.dtype, grad.device, grad.stride())
+        spec = grad.__dict__.get("_spec")
+        # An uneven piece enters a graph contiguous.
+        strides = () if spec is not None and spec.is_uneven else grad.stride()
+        return (spec or grad.shape, grad.dtype, grad.device, strides)
 
 
 FACTS_OF_OBJECTS = ("grad_fn", "grad", "_base", "_backward_hooks")

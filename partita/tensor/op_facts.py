@@ -377,7 +377,7 @@ _FACTS_OF_FUNCTIONS = {
         is_inference is_conj is_neg get_device element_size is_pinned is_shared has_names
         is_nonzero_local result_type can_cast promote_types is_tensor is_storage _is_view
         _is_zerotensor is_distributed register_post_accumulate_grad_hook __hash__
-        has_torch_function""",
+        has_torch_function _has_compatible_shallow_copy_type""",
     "computes_nothing": """size dim numel nelement ndimension backward grad register_hook
         requires_grad_ is_same_size _set_grad_enabled _set_view_replay_enabled _is_view __len__
         __repr__ __str__ __format__ __iter__ __reversed__ is_tensor is_floating_point is_complex

@@ -29,7 +29,7 @@ from torch._C import DisableTorchFunctionSubclass as Local
 # it on again. Without it the view would be taken of the shard.
 from torch._C import _EnableTorchFunction
 
-from partita.comm import Wire, is_alone, user_line, wire_of
+from partita.comm import Wire, is_alone, is_uneven, user_line, wire_of
 from partita.layout import Fix, Layout, LayoutError, Placement, Replicate
 
 Function = Callable[..., Any]
@@ -141,6 +141,11 @@ class Spec:
         """The shape of the first rank's piece, to which smaller ones are padded."""
         mesh = self.wire.mesh
         return self.layout.local_shape(mesh, (0,) * mesh.ndim)
+
+    @cached_property
+    def is_uneven(self) -> bool:
+        """True if some ranks hold less than others. Answered alike on all of them."""
+        return is_uneven(self.layout, self.wire.mesh)
 
     @cached_property
     def is_padded_behind(self) -> bool:

@@ -44,7 +44,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from partita.comm import TraceWire, Wire, is_uneven, user_line
+from partita.comm import TraceWire, Wire, user_line
 from partita.layout import Fix
 from partita.tensor.dtensor import tagged
 from partita.tensor.dtensor_gradients import update_spec
@@ -616,7 +616,7 @@ class GraphInputs:
         maker = FakeMaker(self.mode, locals_)
         for given, local in zip(self.all, locals_, strict=True):
             spec = given.spec
-            if spec is not None and is_uneven(spec.layout, spec.wire.mesh):
+            if spec is not None and spec.is_uneven:
                 fake, snapshot = maker.make_empty(local, spec.padded_shape)
             elif given.kind == "mark":
                 fake, snapshot = maker.make_empty(local)

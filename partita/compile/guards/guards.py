@@ -492,13 +492,25 @@ def signature_of(
 
 def _strides_of_tensors(tensors: list[Any], arguments: int) -> list[tuple[int, ...]]:
     """The strides of arguments and of results of other steps, which may differ from call to call;
-    of the step's own tensors only where they are not contiguous."""
+    of the step's own tensors only where they are not contiguous.
+
+    Not of uneven pieces, which enter a graph contiguous and padded: whether a piece of one row, or
+    of none, is contiguous may differ between ranks, and all must find the same program.
+    """
     with Local():
         return [
-            t.stride() if i >= arguments or not t.is_leaf or not t.is_contiguous() else ()
+            ()
+            if enters_padded(t) or (i < arguments and t.is_leaf and t.is_contiguous())
+            else t.stride()
             for i, t in enumerate(tensors)
             if isinstance(t, torch.Tensor) and t.layout == torch.strided
         ]
+
+
+def enters_padded(t: torch.Tensor) -> bool:
+    """True if a graph takes a piece padded, since the pieces of `t` are uneven."""
+    spec = t.__dict__.get("_spec")
+    return spec is not None and spec.is_uneven
 
 
 def kind_of_tensor(t: torch.Tensor) -> tuple[Any, ...]:
@@ -634,7 +646,8 @@ def _describe_tensor(t: torch.Tensor, first: str, name: str) -> dict[str, str]:
             found["mesh"] = str(t._spec.wire.mesh)
         found |= {"dtype": short_dtype(t.dtype), "device": str(t.device)}
         found["requires_grad"] = str(t.requires_grad)
-        found["strides"] = "contiguous" if t.is_contiguous() else str(t.stride())
+        strides = "contiguous" if enters_padded(t) or t.is_contiguous() else str(t.stride())
+        found["strides"] = strides
         found |= {"conjugated": str(t.is_conj()), "negated": str(t.is_neg())}
         grad = t.grad if t.requires_grad and t.is_leaf else None
     found["gradient"] = "none" if grad is None else "there"

@@ -11,7 +11,7 @@ looked at: there the result is nan where one device has an infinity.
 
 from __future__ import annotations
 
-import math
+from cmath import isfinite
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from .tensor_state import Function, spec_of
 
 _LOOKED_AT = (torch.Tensor, DTensor)
 """The classes of tensors with values: one that stands for another in a captured step has none."""
+_FLOATS = frozenset((float, complex))
 
 
 def wrap_for_infinite_factors(
@@ -55,20 +56,29 @@ def wrap_for_infinite_factors(
         if path not in shares and _is_looked_at(value, layout, wire)
     ]
     divides = form.rule is form_of(torch.div).rule
-    if divides and len(call.operands) == 1:  # a number, which is no operand
-        factors = [(1,)]
-    if not shares or not factors:
+    if not shares or not (factors or divides):
         return kernel
     divides = divides or form.rule is form_of(torch.addcdiv).rule
+    tensors = [
+        path
+        for path in factors
+        if isinstance(get_at_path(call.args, call.kwargs, path), torch.Tensor)
+    ]
     run = kernel or form.local or call.func
 
     def run_on_shares(*args: Any, **kwargs: Any) -> Any:
-        found = [get_at_path(args, kwargs, locate_in_call(f, names, args, kwargs)) for f in factors]
-        if not (
-            any(map(_is_infinite, (*args, *kwargs.values())))
-            or any(_is_infinite_factor(f, divides) for f in found)
-        ):
-            return run(*args, **kwargs)
+        infinite = False
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            if type(value) in _FLOATS:
+                infinite = infinite or not isfinite(value) or (divides and _is_like_zero(value))
+            elif divides and type(value) is int:
+                infinite = infinite or value == 0
+        for path in tensors:
+            at = locate_in_call(path, names, args, kwargs)
+            infinite = infinite or _is_infinite(get_at_path(args, kwargs, at), divides)
+        return (run_reduced if infinite else run)(*args, **kwargs)
+
+    def run_reduced(*args: Any, **kwargs: Any) -> Any:
         new: dict[Path, Any] = {}
         for path, spec in shares.items():
             at = locate_in_call(path, names, args, kwargs)
@@ -95,30 +105,18 @@ def _is_looked_at(value: Any, layout: Layout | None, wire: Wire) -> bool:
     """True if every rank sees the same of a factor."""
     if not isinstance(value, torch.Tensor):
         return value is not None
-    return layout is not None and spec_of(layout, wire).is_whole and _may_be_infinite(value)
+    is_real = value.is_floating_point() or value.is_complex()
+    return layout is not None and spec_of(layout, wire).is_whole and is_real
 
 
-def _may_be_infinite(value: torch.Tensor) -> bool:
-    return value.is_floating_point() or value.is_complex()
+def _is_like_zero(number: complex) -> bool:
+    return number == 0 or not isfinite(1 / number)
 
 
-def _is_infinite(value: Any) -> bool:
-    """True if it is a number that is not finite."""
-    if type(value) is float:
-        return not math.isfinite(value)
-    return type(value) is complex and not (math.isfinite(value.real) and math.isfinite(value.imag))
-
-
-def _is_infinite_factor(value: Any, divides: bool) -> bool:
-    """True if a factor, or the inverse of a divisor, may be infinite."""
-    if type(value) in _LOOKED_AT:
-        if value.device != HOST or not _may_be_infinite(value):
-            return False
-        with torch.no_grad():
-            total = (value.reciprocal() if divides else value).sum()
-            return not bool(torch.isfinite(total))
-    if type(value) not in (int, float, complex):
+def _is_infinite(factor: Any, divides: bool) -> bool:
+    """True if an element of a tensor, or the inverse of a divisor's, may be infinite."""
+    if type(factor) not in _LOOKED_AT or factor.device != HOST:
         return False
-    if divides:
-        return value == 0 or _is_infinite(1 / value)
-    return _is_infinite(value)
+    with torch.no_grad():
+        total = (factor.reciprocal() if divides else factor).sum()
+        return not bool(torch.isfinite(total))

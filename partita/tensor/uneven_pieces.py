@@ -246,10 +246,15 @@ def wrap_for_empty_pieces(kernel: Function | None, call: OpCall, plan: CallPlan)
                     found = _run_on_meta(whole, args, kwargs, given_metas, is_users)
                 except (IndexError, ValueError, AssertionError):
                     continue
-                if found is not None or _takes_shapes(whole, args, kwargs, given_metas):
-                    if asks:
-                        _raise_as_with_elements(whole, args, kwargs, given_metas, wire.device)
+                if found is None and not _takes_shapes(whole, args, kwargs, given_metas):
+                    continue
+                refusal = None
+                if asks:
+                    refusal = _find_refusal(whole, args, kwargs, given_metas, wire.device)
+                if refusal is None:
                     break
+                if shapes is wholes:
+                    raise refusal
             known[kinds] = found
         return known[kinds]
 
@@ -277,10 +282,10 @@ def wrap_for_empty_pieces(kernel: Function | None, call: OpCall, plan: CallPlan)
     return run_in_place if form.inplace else run_on_empty_pieces
 
 
-def _raise_as_with_elements(
+def _find_refusal(
     run: Function, args: Any, kwargs: Any, metas: dict[Path, torch.Tensor], device: torch.device
-) -> None:
-    """Raise what torch raises for operands of these shapes and dtypes, whatever their values are.
+) -> RuntimeError | None:
+    """What torch raises for operands of these shapes and dtypes, whatever their values are.
 
     It is asked with zeros and with ones: what it says of both it says of their kind. Kernels look
     at dtypes on their way to the first element, and without one some never do.
@@ -294,15 +299,14 @@ def _raise_as_with_elements(
                 given, named = replace_at_paths(args, kwargs, filled)
                 run(*given, **named)
         except torch.linalg.LinAlgError:  # of values
-            return
+            return None
         except RuntimeError as error:
             refused.append(error)
         except Exception:  # an index, a value
-            return
+            return None
         else:
-            return
-    if str(refused[0]) == str(refused[1]):
-        raise refused[0]
+            return None
+    return refused[0] if str(refused[0]) == str(refused[1]) else None
 
 
 def _takes_shapes(run: Function, args: Any, kwargs: Any, metas: dict[Path, torch.Tensor]) -> bool:
@@ -387,14 +391,15 @@ def _tie_outputs_to_operands(
     """`out`, with all `operands` in its autograd graph.
 
     Those that are in it already, too: where there is nothing to compute, a kernel's backward may
-    give no gradient, on this rank alone. That of a view gives one, and the node of a leaf is found
-    behind a view of it (`register_multi_grad_hook`).
+    give no gradient, on this rank alone. A view stays one: its backward gives a gradient, and the
+    node of a leaf is found behind it (`register_multi_grad_hook`).
     """
     outs = collect_tensors(out)
     if len(outs) != len(like):
         return out
+    storages = {o.untyped_storage()._cdata for o in operands}
     for i, (t, there) in enumerate(zip(outs, like, strict=True)):
-        if there.requires_grad and operands and not t._is_view():
+        if there.requires_grad and t.untyped_storage()._cdata not in storages:
             outs[i] = tie_to_operands(t, operands)
     if isinstance(out, torch.Tensor):
         return outs[0]

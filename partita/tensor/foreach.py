@@ -9,6 +9,7 @@ Norms of all gradients, and a GradScaler's search for infinities, are one small 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from functools import cache as once
 from typing import Any
@@ -27,6 +28,7 @@ from .arguments import OpCall, admit, replace_at_paths
 from .dtensor import DTensor, moved, tagged
 from .dtensor_gradients import pending_gradients, reduce_pending_gradients
 from .op_facts import OVERRIDES, form_of
+from .origins import note_origins_of
 from .plan import OPS, CallPlan, Op, note_miss, operand_kind
 from .plan_call import make_plan
 from .tensor_state import Args, Function, Kwargs, Spec, spec_of
@@ -79,9 +81,10 @@ def run_foreach(func: Function, args: Args, kwargs: Kwargs, op: Op) -> Any:
         return out
     if plan.specs is None:
         plan.specs = [p.tag(t)._spec for p, t in zip(plan.places, out, strict=True)]
-        return out
-    for t, spec in zip(out, plan.specs, strict=True):
+    for i, (t, spec) in enumerate(zip(out, plan.specs, strict=True)):
         tagged(t, spec)
+        if spec.has_noted_origin:  # as on ranks that run one by one, where a piece is empty
+            note_origins_of(t, spec.wire, _arguments_at_place(i, args), kwargs, sys._getframe(1))
     return out
 
 

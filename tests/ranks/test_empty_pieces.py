@@ -273,3 +273,87 @@ def test_a_call_that_was_made_in_inference_has_gradients_afterwards(op):
     with pt.ranks(dp=3) as world:
         for found in world.run(train):
             torch.testing.assert_close(found, x.grad)
+
+
+def _group_norm(mesh):
+    x = _lay_out(torch.arange(6.0).view(3, 2), mesh, [pt.Shard(1)])
+    w, b = (_lay_out(torch.ones(2) * n, mesh, [pt.Replicate()]) for n in (2, 3))
+    return F.group_norm(x, 2, w, b), [x, w, b]
+
+
+def _batch_of_groups(mesh):
+    x = _lay_out(torch.arange(12.0).view(1, 4, 3), mesh, [pt.Shard(0)])
+    w = _lay_out(torch.ones(4), mesh, [pt.Replicate()])
+    return F.group_norm(x, 2, w), [x, w]
+
+
+def _padded_embedding(row):
+    def run(mesh):
+        w = _lay_out(torch.arange(4.0).view(2, 2), mesh, [pt.Shard(0)])
+        return F.embedding(torch.tensor([0, 1, 1]), w, padding_idx=row), [w]
+
+    return run
+
+
+def _convolution(function, shape, places):
+    def run(mesh):
+        x = _lay_out(torch.arange(6.0).view(1, 2, 3), mesh, places)
+        w = _lay_out(torch.linspace(-1, 2, torch.Size(shape).numel()).view(shape), mesh, [])
+        return function(x, w, groups=2), [x, w]
+
+    return run
+
+
+def _lay_out(t, mesh, placements):
+    t = t.double().clone()
+    if mesh is not None:
+        rest = [pt.Replicate()] * (mesh.ndim - len(placements))
+        t = pt.distribute_tensor(t, mesh, [*placements, *rest])
+    return t.requires_grad_()
+
+
+SPLIT = [[pt.Shard(0), pt.Shard(1)], [pt.Shard(1), pt.Shard(0)], [pt.Shard(0), pt.Shard(0)]]
+ONCE_ALONE = {
+    "group_norm": ({"a": 3}, _group_norm),
+    "group_norm of no samples": ({"a": 2}, _batch_of_groups),
+    "embedding": ({"a": 3}, _padded_embedding(1)),
+    "embedding, from behind": ({"a": 3}, _padded_embedding(-2)),
+    **{
+        f"{f.__name__} {i}": ({"a": 2, "b": 2}, _convolution(f, shape, places))
+        for i, places in enumerate(SPLIT)
+        for f, shape in ((F.conv_transpose1d, (2, 2, 2)), (F.conv1d, (2, 1, 2)))
+    },
+}
+
+
+@pytest.mark.parametrize("name", ONCE_ALONE)
+def test_a_rank_without_elements_does_not_go_alone(name):
+    mesh, run = ONCE_ALONE[name]
+
+    def differentiate(mesh):
+        out, leaves = run(mesh)
+        out.square().sum().backward()
+        found = [out.detach(), *[x.grad for x in leaves]]
+        return [t.full_tensor() if isinstance(t, pt.DTensor) else t for t in found]
+
+    truth = differentiate(None)
+    with pt.ranks(**mesh) as world:
+        for found in world.run(differentiate):
+            torch.testing.assert_close(found, truth)
+
+
+def test_a_view_stays_one_where_there_are_no_rows():
+    def body(mesh):
+        x = _lay_out(X, mesh, [pt.Shard(0)])
+        y = x * 1
+        view = y[:, 1:]
+        y.mul_(2)
+        view.mul_(3)
+        y.sum().backward()
+        return y.detach().full_tensor(), view.detach().full_tensor(), x.grad.full_tensor()
+
+    whole = X * torch.tensor([2.0, 6, 6], dtype=torch.float64)
+    with pt.ranks(a=3) as world:
+        for y, view, grad in world.run(body):
+            assert torch.equal(y, whole) and torch.equal(view, whole[:, 1:])
+            assert torch.equal(grad, torch.tensor([[2.0, 6, 6]] * 2, dtype=torch.float64))

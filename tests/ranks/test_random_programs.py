@@ -275,6 +275,11 @@ ONCE_WRONG = {
         ("t0 = x0 * x1", "t1 = t0.select(0, -1)", "t1.sub_(x1, alpha=2)"),
     ),
     "a difference of bools": ({"a": 3}, ("[5@a, 5]",), ("t0 = (x0 > 0.1).diff(dim=-2)",)),
+    "a part of shares that is written, where a rank has nothing": (
+        {"a": 2, "b": 3},
+        ("[4, 3, 4@b] {sum a}",),
+        ("t0 = torch.cat([x0, -x0], 1)", "t0[0].add_(1)"),
+    ),
     "a copy that torch broadcasts": (
         {"a": 2, "b": 3},
         ("[]", "[3@b, 4] {sum a}"),

@@ -1,6 +1,6 @@
 """Does a convolutional net with batch norm learn the same on ranks as on one device? Yes.
 
-    pip install 'partita[examples]' && torchrun --nproc-per-node=2 examples/cnn.py
+    pip install scikit-learn && torchrun --nproc-per-node=2 examples/cnn.py
 
 The digits of scikit-learn: 1797 images of 8 x 8, in ten classes. The batch is split over the ranks.
 The mean and variance of batch norm are those of the whole batch, as on one device.

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from inspect import signature
 from pathlib import Path
@@ -84,6 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="partita", description=__doc__)
+    version_shown = f"partita {__version__}"
+    parser.add_argument("--version", action="version", version=version_shown, help="and end")
     commands = parser.add_subparsers(dest="command", required=True)
 
     def add(name: str, help: str, run: Callable[..., int]) -> argparse.ArgumentParser:
@@ -198,6 +200,8 @@ def run_train(asked: argparse.Namespace) -> int:
         return _refuse("train", error)
     try:
         if not is_rank():
+            for line in options.leave_out_idle()[1]:
+                progress.say(line)
             progress.say(f"starting {options.ranks} rank{'s' * (options.ranks > 1)}")
             code = launch(asked.argv, options.ranks, logs.show)
             logs.end()
@@ -310,9 +314,9 @@ def run_bench(options: argparse.Namespace) -> int:
 # -- doctor ---------------------------------------------------------------------------------------
 
 _USES = {
-    "rich": "a bar of `partita train`: pip install partita[train]",
-    "safetensors": "weights of that format: pip install partita[train]",
-    "plotly": "reports as pages: pip install partita[report]",
+    "rich": "a bar of `partita train`",
+    "safetensors": "weights of that format",
+    "plotly": "reports as pages",
 }
 """By the packages that partita works without, what each is for."""
 
@@ -321,7 +325,7 @@ def _describe_package(name: str, use: str) -> str:
     try:
         return version(name)
     except PackageNotFoundError:
-        return f"none: for {use}"
+        return f"none: for {use}: pip install {name}"
 
 
 def run_doctor(options: argparse.Namespace) -> int:
@@ -422,8 +426,9 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sequence", action=on_off, default=left_out, help="sequence parallel (no)"
     )
-    each = "sequences a rank of dp, at once (1)"
-    parser.add_argument("--batch", type=int, default=left_out, help=each)
+    parser.add_argument(
+        "--batch", type=int, help="sequences of a step, all ranks (one a micro-batch a rank of dp)"
+    )
     parser.add_argument("--micro-batches", type=int, default=left_out, help="of a step (1)")
     parser.add_argument(
         "--eager", action="store_true", help="memory of the step run eagerly, too: 3 s a block"
@@ -453,7 +458,27 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 def _strategy_of(options: argparse.Namespace) -> Strategy:
     """The strategy that options say."""
     given = vars(options)
-    return Strategy(**{f.name: given[f.name] for f in fields(Strategy) if f.name in given})
+    known = [f.name for f in fields(Strategy) if f.name in given and f.name != "batch"]
+    return Strategy(**{name: given[name] for name in known})
+
+
+def _share_batch(strategy: Strategy, batch: int | None, mesh: dict[str, int]) -> Strategy:
+    """The strategy with its part of a batch of all ranks, as `train` and `plan` take it.
+
+    Raises:
+        ValueError: it does not divide.
+    """
+    if batch is None:
+        return strategy
+    dp, micro_batches = mesh.get("dp", 1), max(1, strategy.micro_batches)
+    each = dp * micro_batches
+    if batch < 1 or batch % each:
+        near = each * max(1, (batch + each // 2) // each)
+        raise ValueError(
+            f"--batch {batch} does not divide into {micro_batches} micro-batch"
+            f"{'es' * (micro_batches > 1)} on each of {dp} ranks of dp; --batch {near} does"
+        )
+    return replace(strategy, batch=batch // each)
 
 
 def _machine_of(options: argparse.Namespace, axes: Collection[str] = ("dp", "tp")) -> Machine:
@@ -479,14 +504,11 @@ def run_simulate(options: argparse.Namespace) -> int:
         mesh = dict(read_mesh(options.mesh))
         if getattr(options, "zero", 0) and "dp" not in mesh:
             raise ValueError(f"--zero has no effect on {options.mesh}: ZeRO spreads over dp")
-        found = simulate(
-            options.model, mesh, _machine_of(options, mesh), strategy=_strategy_of(options)
-        )
+        strategy = _share_batch(_strategy_of(options), options.batch, mesh)
+        found = simulate(options.model, mesh, _machine_of(options, mesh), strategy=strategy)
         print(found, flush=True)
         if options.eager:
-            print(
-                f"  run eagerly: {_find_eager_memory(options.model, mesh, _strategy_of(options))}"
-            )
+            print(f"  run eagerly: {_find_eager_memory(options.model, mesh, strategy)}")
         if options.trace:
             found.save_trace(options.trace)
         if options.report:
@@ -553,7 +575,6 @@ def run_plan(options: argparse.Namespace) -> int:
                 f"--memory {options.memory} is without a unit: write {options.memory}GB or "
                 f"{options.memory}GiB"
             )
-        given = argparse.Namespace(**{k: v for k, v in vars(options).items() if k != "batch"})
         with _showing_progress() as watch:
             found = autoplan(
                 options.model,
@@ -561,7 +582,7 @@ def run_plan(options: argparse.Namespace) -> int:
                 options.memory,
                 _machine_of(options),
                 batch=options.batch,
-                strategy=_strategy_of(given),
+                strategy=_strategy_of(options),
                 most=options.most,
                 watch=watch,
             )

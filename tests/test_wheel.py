@@ -213,6 +213,7 @@ def test_the_wheel_says_what_it_is_and_holds_the_library_alone(wheel, installed)
     }
     data = list((ROOT / "partita").rglob("*.toml"))
     assert data and {path.relative_to(ROOT).as_posix() for path in data} <= set(names)
+    assert "partita/py.typed" in names  # else type checkers see Any
     assert not [name for name in names if name.endswith((".c", ".h"))]
     (said,) = installed.package.parent.glob("partita-*.dist-info/METADATA")
     assert re.search(r"^Requires-Dist: torch", said.read_text(), re.M)

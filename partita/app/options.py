@@ -7,7 +7,7 @@ import json
 import math
 import tomllib
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -219,8 +219,6 @@ class Options:
         Raises:
             ValueError: options that do not go together, or name what is not there.
         """
-        axes = dict(self.mesh)
-        shown = f"--mesh {shown_mesh(self.mesh)}" if self.mesh else "a single rank"
         if self.width % (2 * self.heads):
             near = 2 * self.heads * max(1, round(self.width / (2 * self.heads)))
             raise ValueError(
@@ -228,9 +226,11 @@ class Options:
                 f"--width {near} does"
             )
         choose_device(self.device)
-        if self.zero and "dp" not in axes:
+        # On one rank a configuration for many runs; of many, some other axis was meant.
+        shown, axes = f"--mesh {shown_mesh(self.mesh)}", dict(self.mesh)
+        if self.zero and "dp" not in axes and axes:
             raise ValueError(f"--zero {self.zero} shards over dp, and {shown} has none")
-        if self.sp and "tp" not in axes:
+        if self.sp and "tp" not in axes and axes:
             raise ValueError(f"--sp splits the sequence over tp, and {shown} has none")
         if self.compile and self.detect_nan:
             raise ValueError("--detect-nan looks into modules, of which a --compile step has none")
@@ -251,6 +251,15 @@ class Options:
             raise ValueError(
                 f"--save: {self.save} holds a checkpoint already; --resume goes on from it"
             )
+
+    def leave_out_idle(self) -> tuple[Options, list[str]]:
+        """The options without those that one rank has no use for, and a line for each."""
+        idle = {}
+        if self.zero and not self.mesh:
+            idle["zero"] = f"--zero {self.zero} has no effect on one rank, which shards nothing"
+        if self.sp and not self.mesh:
+            idle["sp"] = "--sp has no effect on one rank, which splits nothing"
+        return replace(self, **dict.fromkeys(idle, 0)), list(idle.values())  # type: ignore[arg-type]
 
     # -- as a file -------------------------------------------------------------------------------
 

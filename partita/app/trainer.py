@@ -56,7 +56,7 @@ def train(options: Options, tell: Tell, text: Text | None = None, mesh: Any = No
         text = read(options.data, context=options.context)
     device = choose_device(options.device) if mesh is None else Device(mesh.device_type)
     device.select()
-    options = replace(options, device=device.type)
+    options, _ = replace(options, device=device.type).leave_out_idle()
     mesh = _make_mesh(options, device) if mesh is None else mesh
     model = build_model(options, mesh)
     optimizer = torch.optim.AdamW(

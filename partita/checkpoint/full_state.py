@@ -594,7 +594,7 @@ def load_safetensors(
 ) -> Loaded:
     """Read `path` into the tensors of `model`, in place; each rank reads its pieces alone.
 
-    Every rank calls this. Needs the package safetensors (`pip install partita[train]`).
+    Every rank calls this. Needs the package safetensors (`pip install safetensors`).
 
     What of a module is on the meta device gets memory now, piece by piece. What no file has then (a
     buffer that is not persistent; with `strict=False` a parameter that is missing) gets its first

@@ -93,11 +93,11 @@ def save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
             rank; a value cannot be saved; there is something at `path` that is no checkpoint.
         OSError: the disk. Whatever the error, every rank raises it, and `path` is as it was.
     """
+    home = _make_absolute(path)
     all_ranks = control_plane()
     all_ranks.wait()
     _memory.pop(all_ranks, None)
     brought = attempt(lambda: stage_state(open_state(state), None))
-    home = _make_absolute(path)
     decide = all_ranks.decide_on("saves a checkpoint (pt.save)", f" to {home}")
     _SaveJob(all_ranks.rank, all_ranks.size, brought, home).run(decide)
 
@@ -113,17 +113,19 @@ def async_save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> Backgr
         A future: `result()` waits until the checkpoint is there, or raises what `save` would. Call
         it before the process groups are destroyed; an error that nobody asks for is warned of.
     """
+    home = _make_absolute(path)
     all_ranks = control_plane()
     all_ranks.wait()
     memory = _memory.setdefault(all_ranks, {})
     brought = attempt(lambda: stage_state(open_state(state), memory))
-    home = _make_absolute(path)
     job = _SaveJob(all_ranks.rank, all_ranks.size, brought, home)
     why = "saves a checkpoint (pt.async_save)"
     return all_ranks.run_in_background(job.run, why, f" to {home}")
 
 
 def _make_absolute(path: str | os.PathLike[str]) -> Path:
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"a path is text or a Path, not a {type(path).__name__}: (state, path)")
     return Path(os.path.abspath(path))  # not resolved: a symbolic link is itself replaced
 
 
@@ -472,9 +474,10 @@ def load(
     """
     if strict not in (True, False, "state"):
         raise ValueError(f'strict={strict!r}: it is True, False or "state"')
+    home = _make_absolute(path)
     all_ranks = control_plane()
     all_ranks.wait()
-    line, home = user_line(), Path(os.path.abspath(path))
+    line = user_line()
     with lock_for_reading(home):
         read = _LoadJob(state, home, strict, weights_only)
         decide = all_ranks.decide_on("loads a checkpoint (pt.load)", f" from {home}")

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from partita.comm.device import default_generator, generators_in_use
+from partita.layout.text import explain_calls
 
 from .object_state import (
     KeyPath,
@@ -189,3 +190,10 @@ class RandomState:
         """Have torch's generators draw what they would have drawn when `state` was taken."""
         for kind, drawn in state.items():
             default_generator(torch.device(kind)).set_state(drawn)
+
+
+explain_calls(
+    "partita.checkpoint",
+    "pt.save(state, path) for files; pt.remat(module) or torch.utils.checkpoint.checkpoint to "
+    "recompute in backward",
+)

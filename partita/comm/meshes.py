@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh as _init_device_mesh
 from torch.utils._python_dispatch import _disable_current_modes
 
-from partita.layout import Fix, LayoutError
+from partita.layout import Fix, LayoutError, Placement
 
 from .backends import prepare_control
 from .groups import GroupWire
@@ -121,6 +121,11 @@ either collects garbage."""
 _world: object = None
 
 
+def _are_placements(value: object) -> bool:
+    each = value if isinstance(value, (list, tuple)) else [value]
+    return bool(each) and all(isinstance(one, Placement) for one in each)
+
+
 def wire_of(device_mesh: object) -> Wire:
     """The wire of this rank on `device_mesh`: one for all meshes that are equal.
 
@@ -138,7 +143,10 @@ def wire_of(device_mesh: object) -> Wire:
         raise LayoutError(
             f"device_mesh is {device_mesh!r}, which is no mesh",
             place=user_line(),
-            fixes=(Fix("pt.init_device_mesh(device, sizes, mesh_dim_names=names)"),),
+            fixes=(
+                *[Fix(f"placements={device_mesh!r}")] * _are_placements(device_mesh),
+                Fix("pt.init_device_mesh(device, sizes, mesh_dim_names=names)"),
+            ),
         )
     if not dist.is_initialized():
         raise LayoutError(

@@ -74,6 +74,11 @@ if TYPE_CHECKING:
     from .program import Built, Program
 
 
+def _as_tuple(given: Any) -> tuple[Any, ...]:
+    """Several, or one: a tuple of them."""
+    return tuple(given) if isinstance(given, Iterable) else (given,)
+
+
 def compile(
     step: Callable[..., Any] | None = None,
     *,
@@ -130,11 +135,13 @@ def compile(
             raises CaptureError where the step does what a graph cannot say, unless there is a
             fallback.
     """
+    if not (step is None or callable(step)):
+        raise TypeError(f"compile takes a function or a module, not a {type(step).__name__}")
     options = StepOptions(
         backend,
         fallback,
-        tuple(without),
-        dict(passes) if isinstance(passes, Mapping) else tuple(passes),
+        (without,) if isinstance(without, str) else tuple(without),
+        dict(passes) if isinstance(passes, Mapping) else _as_tuple(passes),
         max(1, keep),
         budget,
         blocks if blocks is None or isinstance(blocks, bool) else tuple(blocks),
@@ -142,7 +149,7 @@ def compile(
         cuda_graphs,
     )
     BlockChoice.from_option(options.blocks)
-    given = tuple(state)
+    given = _as_tuple(state)
 
     def compile_step(step: Callable[..., Any]) -> Any:
         if not isinstance(step, nn.Module):

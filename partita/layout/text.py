@@ -4,9 +4,11 @@ errors and the command line print them.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from numbers import Number
+from types import ModuleType
 from typing import Any
 
 # -- errors ----------------------------------------------------------------------------------------
@@ -149,3 +151,22 @@ def format_table(
         line = "  ".join(c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in cells)
         lines.append(line.rstrip())
     return "\n".join(lines)
+
+
+# -- names that are modules ------------------------------------------------------------------------
+
+
+class _Uncallable(ModuleType):
+    """A package that has the name of a function of torch's; a call says what to write."""
+
+    _instead = ""
+
+    def __call__(self, *_: object, **__: object) -> None:
+        raise TypeError(f"{self.__name__} is a module, not a function: write {self._instead}")
+
+
+def explain_calls(package: str, instead: str) -> None:
+    """Have a call of a package, which is being imported, say what to write `instead`."""
+    module = sys.modules[package]
+    module.__class__ = _Uncallable
+    module._instead = instead  # type: ignore[attr-defined]

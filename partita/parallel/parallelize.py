@@ -78,6 +78,8 @@ def parallelize(
             lacks, a shard dimension that a parameter lacks, a parameter on another mesh, one that
             has a gradient or hooks already.
     """
+    if not isinstance(plan, (Mapping, type(None))):
+        raise TypeError(f"parallelize: a plan is a dict by pattern of names, not {plan!r}")
     wire = wire_of(device_mesh)
     refuse_wrapped(model, "parallelize")
     parsed = _ParsedPlan(model, wire, dict(plan or {}))

@@ -9,7 +9,7 @@ one device from the same seed, and no rank ever holds more than one whole parame
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
@@ -200,11 +200,15 @@ class Block:
     slots: list[list[ParameterSlot]] = field(default_factory=list)
 
 
-def find_blocks(model: nn.Module, chosen: Sequence[str | nn.Module] | None = None) -> list[Block]:
+Blocks = Iterable[str | nn.Module] | str | nn.Module | None
+"""Modules, or patterns of their names; one, or several."""
+
+
+def find_blocks(model: nn.Module, chosen: Blocks = None) -> list[Block]:
     """The blocks of `model`, in the order of its modules; together they hold every parameter.
 
     Args:
-        chosen: the modules that are to be blocks, themselves or as patterns of names
+        chosen: the modules that are to be blocks, or one, themselves or as patterns of names
             ("layers.*": of what lies within another match, the outermost; "*" is each child of the
             model, and of a ModuleList each of its own); by default the children of the outermost
             ModuleLists and Sequentials.
@@ -233,19 +237,19 @@ def find_blocks(model: nn.Module, chosen: Sequence[str | nn.Module] | None = Non
     return list(blocks.values())
 
 
-def block_modules(
-    model: nn.Module, chosen: Sequence[str | nn.Module] | None = None
-) -> list[nn.Module]:
+def block_modules(model: nn.Module, chosen: Blocks = None) -> list[nn.Module]:
     """The modules that are blocks of `model`; see `find_blocks`."""
     if chosen is None:
         return list(_children_of_lists(model))
+    if isinstance(chosen, str) or not isinstance(chosen, Iterable):
+        chosen = [chosen]
     names = {module: name for name, module in model.named_modules()}
     found: dict[nn.Module, None] = {}
     for one in chosen:
         if isinstance(one, str):
             found.update(dict.fromkeys(_find_matching_modules(names, one)))
         elif one not in names:
-            raise ValueError(f"blocks: a {type(one).__name__} that is no module of the model")
+            raise ValueError(f"blocks: {type(one).__name__} {one!r:.60} is no module of the model")
         else:
             found[one] = None
     return list(found)

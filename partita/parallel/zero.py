@@ -43,7 +43,7 @@ from .batch import find_data_axes, tensors_in
 from .flat_buffer import FlatBuffer
 from .fsdp_group import MixedPrecision, ShardedState, Zero
 from .fsdp_hooks import refuse_no_sync, register_hooks
-from .parameters import find_blocks
+from .parameters import Blocks, find_blocks
 from .wrappers import refuse_wrapped
 
 
@@ -54,7 +54,7 @@ def zero(
     *,
     stage: int = 3,
     precision: MixedPrecision | torch.dtype | None = None,
-    blocks: Sequence[str | nn.Module] | None = None,
+    blocks: Blocks = None,
     persistent: bool = False,
 ) -> nn.Module:
     """Shard a model's training state over the ranks of `axis`. In place; returns the model.

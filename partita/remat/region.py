@@ -8,7 +8,7 @@ then they keep the results that save the most operations, a knapsack.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
@@ -20,7 +20,7 @@ from torch import nn
 from partita.comm import Wire, read_autocast_state
 from partita.compile.passes.remat import Candidate, choose_kept, make_budget_error
 from partita.parallel.batch import tensors_in
-from partita.parallel.parameters import block_modules
+from partita.parallel.parameters import Blocks, block_modules
 from partita.tensor.dtensor import DTensor
 from partita.tensor.tensor_state import HERE
 
@@ -92,7 +92,7 @@ class RematRegion(Wrapped):
         return out
 
 
-def remat(fn: Any, policy: Any = None, *, blocks: Sequence[str | nn.Module] | None = None) -> Any:
+def remat(fn: Any, policy: Any = None, *, blocks: Blocks = None) -> Any:
     """Recompute what `fn` computes when backward needs it, instead of keeping it.
 
     Kept are the inputs, and the results that the policy names. See docs/remat.md.
@@ -135,9 +135,7 @@ def remat(fn: Any, policy: Any = None, *, blocks: Sequence[str | nn.Module] | No
     return _BudgetedFunction(region, None, budget)
 
 
-def _remat_module(
-    module: nn.Module, policy: Policy, blocks: Sequence[str | nn.Module] | None
-) -> nn.Module:
+def _remat_module(module: nn.Module, policy: Policy, blocks: Blocks) -> nn.Module:
     budget = None
     chosen = [module]
     if blocks is not None or policy.budget is not None:

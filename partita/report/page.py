@@ -57,7 +57,7 @@ for (const place of document.querySelectorAll(".figure")) {
 def check_plotly() -> None:
     """Raise ValueError where plotly, which draws, is not installed."""
     if importlib.util.find_spec("plotly") is None:
-        raise ValueError("a report needs plotly: pip install 'partita[report]'")
+        raise ValueError("a report needs plotly: pip install plotly")
 
 
 def write_report(path: str | Path, *runs: RunFacts) -> None:

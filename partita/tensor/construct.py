@@ -30,6 +30,7 @@ from partita.comm import (
     wire_of,
 )
 from partita.layout import Fix, Partial, Placement, own_placement, split_factors
+from partita.layout.text import explain_calls
 from partita.rules.rule import narrow_piece
 
 from .aliasing import global_strides
@@ -315,7 +316,9 @@ def can_hold(p: torch.Tensor, value: torch.Tensor) -> bool:
 
 
 def refuse_lazy(model: nn.Module, by: str) -> None:
-    """Raise if a lazy module has yet to make its parameters, which `by` needs."""
+    """Raise unless `model` is a module, whose parameters, which `by` needs, have been made."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{by} takes a torch.nn.Module, not a {type(model).__name__}")
     for name, part in model.named_modules():
         own = *part.named_parameters(recurse=False), *part.named_buffers(recurse=False)
         for key, tensor in own:
@@ -651,3 +654,6 @@ def from_torch(x: Any) -> DTensor:
             reason="a strided shard of uneven pieces is cut by another rule",
         )
     return tagged(local, spec)
+
+
+explain_calls("partita.tensor", "pt.distribute_tensor(torch.tensor(data), mesh, placements)")

@@ -48,4 +48,4 @@ def test_what_is_missing_is_said_with_what_it_is_for(diagnose, monkeypatch):
     assert found["gpus"] == "none: this torch is built without CUDA"
     assert found["compiler"].startswith("none: no clang++, with which pt.compile")
     assert found["dispatch"].startswith("in Python")
-    assert "partita[report]" in found["plotly"] and "partita[train]" in found["rich"]
+    assert "pip install plotly" in found["plotly"] and "pip install rich" in found["rich"]

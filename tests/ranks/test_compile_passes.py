@@ -496,6 +496,16 @@ def test_a_printed_graph_shows_layout_bytes_reason_and_the_users_line():
     assert "argument argument[0]" in text and "1 collectives" in text
 
 
+def test_a_replacement_of_another_shape_names_the_pass_that_made_it():
+    def double_rows(program):
+        (mul,) = find(program, torch.ops.aten.mul)
+        replace(mul, put(torch.ops.aten.cat.default, [mul, mul], before=mul.next))
+
+    step = pt.compile(lambda x: (x * 2).sum(), passes=[double_rows], backend="graph")
+    with pytest.raises(IllegalGraph, match=r"pass double_rows: cat.* cannot stand for mul"):
+        step(torch.ones(4))
+
+
 # -- the grammar -----------------------------------------------------------------------------------
 
 

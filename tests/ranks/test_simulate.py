@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -848,7 +849,9 @@ def test_the_command_prints_the_table(capsys):
         ("simulate --model gpt --mesh dp=2 --link dp=1s,1B/s --link dp=2s,1B/s", "is given two"),
         ("explain torch.exp(f32[4]) --mesh rank=2", "no axis is called 'rank' here"),
         ("explain torch.exp(f32[4]) --mesh dp=2,latency=2", "no axis is called 'latency' here"),
-        ("simulate --model gpt --mesh dp=2 --batch 99999999999999999999", "than a tensor can hold"),
+        ("simulate --model gpt --mesh dp=2 --batch 99999999999999999998", "than a tensor can hold"),
+        ("simulate --model gpt --mesh dp=2 --batch 3", "--batch 3 does not divide into 1 micro"),
+        ("simulate --model gpt --mesh tp=2,dp=2 --batch 6 --micro-batches 2", "--batch 8 does"),
         ("calibrate --ranks 99999999", "--ranks 99999999: at least 1, at most"),
         ("plan --model gpt --ranks 2 --memory 80", "80 is without a unit"),
         ("calibrate --out nowhere/x.toml", "is no file in a folder"),
@@ -860,6 +863,17 @@ def test_a_wrong_command_is_one_line_at_once(asked, says, capsys):
     assert main(asked.split()) == 2
     told = capsys.readouterr()
     assert says in told.err and not told.out
+
+
+def test_a_batch_is_that_of_all_ranks_in_every_command(capsys):
+    from partita.cli import main
+
+    def tokens(*options):
+        main(["simulate", "--model", "gpt", "--layers", "1", "--context", "32", *options])
+        return re.search(r"([\d,]+) a step, all ranks together", capsys.readouterr().out)[1]
+
+    assert tokens("--mesh", "dp=2", "--batch", "8") == tokens("--mesh", "dp=4", "--batch", "8")
+    assert tokens("--mesh", "dp=2", "--batch", "8", "--micro-batches", "2") == f"{8 * 32}"
 
 
 def test_a_ring_within_a_host_takes_its_link_only_where_every_such_ring_does():

@@ -229,6 +229,27 @@ def test_flags_that_do_not_go_together_are_refused(arguments, said, capsys):
     assert said in capsys.readouterr().err
 
 
+def test_on_one_rank_the_options_of_many_run_and_say_what_has_no_effect(tiny):
+    of_many = replace(tiny, steps=2, zero=3, sp=True, dtype="bf16")
+    of_many.check()
+    used, lines = of_many.leave_out_idle()
+    assert (used.zero, used.sp) == (0, False) and used.dtype == "bf16"
+    assert [line.partition(" has no effect on one rank")[0] for line in lines] == [
+        "--zero 3",
+        "--sp",
+    ]
+    for dtype in ("fp32", "bf16"):
+        same = replace(of_many, dtype=dtype)
+        assert train(same, tell) == train(replace(same, zero=0, sp=False), tell)
+
+
+def test_the_version_is_told(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.strip() == f"partita {pt.__version__}"
+
+
 def test_a_bench_tells_its_own_options(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["bench", "memory", "--help"])

@@ -139,8 +139,10 @@ def _run_one_by_one(program: Program) -> Iterator[tuple[str, Pass, str]]:
 def _run_pass(program: Program, name: str, change: Pass) -> str:
     try:
         did = change(program)
-    except IllegalGraph:
-        raise
+    except IllegalGraph as error:
+        raise IllegalGraph(
+            f"pass {name}: {error.fact}", place=error.place, operands=error.operands
+        ) from error
     except Exception as error:
         if name in PASSES:
             raise

@@ -26,6 +26,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.tensor as theirs
 import torch.multiprocessing as mp
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 import partita as pt
 
@@ -57,11 +58,16 @@ def rank(number: int, options: argparse.Namespace, folder: str) -> None:
         return {f"w{i}": how.distribute_tensor(v, mesh, [placement]) for i, v in enumerate(values)}
 
     torchs, ours = spread(theirs, theirs.Shard(0)), spread(pt, pt.Shard(0))
+    # Which keeps the memory of its copies, as partita does; torch's default takes new memory.
+    options_without_gpu = {"use_pinned_memory": False, "use_non_blocking_copy": False}
+    stager = DefaultStager(
+        StagingOptions(use_shared_memory=False, use_async_staging=False, **options_without_gpu)
+    )
     programs: dict[str, tuple[Callable[..., Any], ...]] = {
         "torch": (
             lambda at: dcp.save(torchs, checkpoint_id=at),
             lambda at: dcp.load(torchs, checkpoint_id=at),
-            lambda at: dcp.async_save(torchs, checkpoint_id=at),
+            lambda at: dcp.async_save(torchs, checkpoint_id=at, async_stager=stager),
         ),
         "partita": (
             lambda at: pt.save(ours, at),

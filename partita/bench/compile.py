@@ -161,6 +161,7 @@ def _tiny(options: argparse.Namespace) -> dict[str, Any]:
 
     steps = {
         "plain PyTorch": lambda: plain(x, y),
+        "torch.compile": make_rival("alone compiled", copy.deepcopy(base), [x, y], None),
         "partita dp": spread(0),
         "partita dp compiled": spread(0, pt.compile),
         "partita zero 3": spread(3),

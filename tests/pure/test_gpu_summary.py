@@ -52,3 +52,16 @@ def test_what_only_a_gpu_shows_is_told_where_there_is_none(tmp_path):
 
 def test_a_run_of_other_tests_says_nothing_of_gpus(tmp_path):
     assert "Not tested" not in run_pytest(tmp_path / "test_other.py", SKIPS)
+
+
+def test_the_tests_run_by_a_python_that_has_torch_where_there_is_no_environment():
+    run = [
+        "make",
+        "test-gpu",
+        "VENV=/nowhere",
+        f"PYTHON={sys.executable}",
+        "ARGS=--collect-only -q",
+    ]
+    done = subprocess.run(run, cwd=_ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert "test_train_on_device.py" in done.stdout and "pip" not in done.stderr

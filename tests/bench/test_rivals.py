@@ -138,6 +138,6 @@ def test_whole_steps_are_measured_on_a_device_and_told_in_one_table(tmp_path, ca
     told = json.loads(path.read_text())
     assert list(told["ways"]) == ways and not told["failed"]
     losses = [told["ways"][way]["loss"] for way in ways]
-    assert losses[0] == pytest.approx(losses[1], rel=0.1)
+    assert losses == pytest.approx([losses[0]] * 3, rel=0.1)  # on a fake group nothing is summed
     table = capsys.readouterr().out.split("\n\n")[-1]
     assert "| way | ms a step | MFU |" in table and "| partita ZeRO-3 |" in table

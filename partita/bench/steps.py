@@ -235,8 +235,8 @@ def _measure_step(
 
 
 def _local(loss: torch.Tensor) -> torch.Tensor:
-    """This rank's share of a loss: reduced on a fake group it is no number that a rank would see."""
-    return loss.detach().to_local() if isinstance(loss, pt.DTensor) else loss.detach()
+    """This rank's share of a loss: a fake group does not reduce it."""
+    return getattr(loss.detach(), "to_local", loss.detach)()
 
 
 def _count_kernels(step: Any) -> tuple[int, float]:

@@ -46,6 +46,11 @@ class PartialGradients:
     sums: torch.Tensor
     used: list[bool]
 
+    def add(self, other: PartialGradients) -> PartialGradients:
+        """The sum of both, in the memory of this one."""
+        used = [a or b for a, b in zip(self.used, other.used, strict=True)]
+        return PartialGradients(self.sums.add_(other.sums), used)
+
 
 @dataclass(frozen=True)
 class _Run:

@@ -46,7 +46,7 @@ from partita.tensor.tensor_state import (
 
 from .batch import replace_instances
 from .flat_buffer import FlatBuffer, PartialGradients
-from .parameters import Block
+from .parameters import Block, has_hooks
 
 
 @dataclass(frozen=True)
@@ -502,7 +502,7 @@ def modified_error(what: str, now: int, expected: int, why: str = "") -> Runtime
 # -- all blocks of a model -------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass
 class CallCounts:
     """The calls of blocks that one token ties to their shards, and the gradients that have come.
 
@@ -513,10 +513,24 @@ class CallCounts:
     Attributes:
         made: by block, the calls in forward whose parameters get gradients.
         came: by block, those whose gradients have come in this backward pass.
+        held: gradients of blocks of which more calls are to come, by block and number of the flat.
+        backward_pass: the number of the pass that is counted.
     """
 
     made: Counter[FsdpGroup] = field(default_factory=Counter)
     came: Counter[FsdpGroup] = field(default_factory=Counter)
+    held: dict[tuple[FsdpGroup, int], PartialGradients] = field(default_factory=dict)
+    backward_pass: int = -1
+
+    def note_gradients(self, group: FsdpGroup) -> bool:
+        """Note that the gradients of a call of `group` came. True if no more calls are to come."""
+        number = backward_pass()
+        if number != self.backward_pass:  # the one before may have been aborted
+            self.backward_pass = number
+            self.came.clear()
+            self.held.clear()
+        self.came[group] += 1
+        return self.came[group] >= self.made[group]
 
 
 @dataclass(frozen=True)
@@ -538,12 +552,14 @@ class _Reducing:
 
     Attributes:
         places: by the group's parameters that have a gradient, its index in `pieces`.
+        counts: of the token whose backward collects them; None where no backward pass does.
         wait: waits for the reduction, and returns this rank's pieces; None when that is over.
         pieces: what it returned.
     """
 
     group: FsdpGroup
     places: dict[DTensor, int]
+    counts: CallCounts | None
     wait: Callable[[], list[torch.Tensor]] | None
     pieces: Sequence[torch.Tensor] = ()
 
@@ -769,7 +785,28 @@ class Zero(ShardedState):
         counts = CallCounts()
         return Token(_ShardsToToken.apply(self, groups, counts, *_find_trained(groups)), counts)
 
-    def reduce(self, group: FsdpGroup, k: int, shares: PartialGradients) -> None:
+    def send_or_keep(
+        self, group: FsdpGroup, k: int, shares: PartialGradients, counts: CallCounts
+    ) -> None:
+        """Begin to reduce gradients of one flat buffer, with those that were kept before; or keep
+        them under `no_sync`.
+
+        The user's hooks run in each backward pass, on what all ranks have summed: with hooks
+        nothing is kept.
+        """
+        before = group.held_gradients.pop(k, None)
+        if before is not None:
+            shares = before.add(shares)
+        shards = group.shards()
+        if self.keeps_partial_gradients and not any(has_hooks(shards[i]) for i in group.members[k]):
+            group.held_gradients[k] = shares
+            self.holds_partial_gradients = True
+        else:
+            self.reduce(group, k, shares, counts)
+
+    def reduce(
+        self, group: FsdpGroup, k: int, shares: PartialGradients, counts: CallCounts | None
+    ) -> None:
         """Begin to reduce gradients of one flat buffer, after waiting for other groups'
         reductions."""
         shards = group.shards()
@@ -781,15 +818,25 @@ class Zero(ShardedState):
                 one.finish()
         wait = group.flats[k].start_reduce_scatter(shares.sums, dtype)
         places = {p: i for i, p in enumerate(params) if shares.used[i]}
-        self._under_way.append(_Reducing(group, places, wait))
+        self._under_way.append(_Reducing(group, places, counts, wait))
 
-    def collect(self, groups: Sequence[FsdpGroup]) -> dict[DTensor, torch.Tensor]:
-        """Wait for the reductions of `groups`; each parameter's gradient, plain and local."""
+    def collect(
+        self, groups: Sequence[FsdpGroup], counts: CallCounts | None
+    ) -> dict[DTensor, torch.Tensor]:
+        """Wait for the reductions of `counts`; each parameter's gradient, plain and local.
+
+        Those of an enclosing backward pass are left to it: hooks see the gradients of each.
+        """
+        if counts is not None:
+            held = list(counts.held.items())  # backward did not come to all calls of these blocks
+            counts.held.clear()
+            for (group, k), shares in held:
+                self.send_or_keep(group, k, shares, counts)
         if not self.keeps_partial_gradients:
-            self._reduce_held_gradients(groups)
+            self._reduce_held_gradients(groups, counts)
         found: dict[DTensor, torch.Tensor] = {}
-        ready = [one for one in self._under_way if one.group in groups]
-        self._under_way = [one for one in self._under_way if one.group not in groups]
+        ready = [one for one in self._under_way if one.counts is counts]
+        self._under_way = [one for one in self._under_way if one.counts is not counts]
         for one in ready:
             pieces = one.finish()
             for p, place in one.places.items():
@@ -824,18 +871,20 @@ class Zero(ShardedState):
         if in_backward():
             return
         with Local(), torch.no_grad():
-            self._reduce_held_gradients(self.groups)
-            for p, g in self.collect(self.groups).items():
+            self._reduce_held_gradients(self.groups, None)
+            for p, g in self.collect(self.groups, None).items():
                 held = torch._C.TensorBase.grad.__get__(p)  # type: ignore[union-attr]
                 if held is None:
                     p.grad = tagged(g, p._spec.gradient)
                 else:
                     held.add_(g)
 
-    def _reduce_held_gradients(self, groups: Sequence[FsdpGroup]) -> None:
+    def _reduce_held_gradients(
+        self, groups: Sequence[FsdpGroup], counts: CallCounts | None
+    ) -> None:
         for group in groups:
             for k in list(group.held_gradients):
-                self.reduce(group, k, group.held_gradients.pop(k))
+                self.reduce(group, k, group.held_gradients.pop(k), counts)
 
     # -- after a step ------------------------------------------------------------------------------
 
@@ -882,9 +931,8 @@ class _ShardsToToken(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> Any:
         with Local():
-            ctx.counts.came.clear()  # another backward pass over this graph counts anew
             with torch.no_grad():
-                found = ctx.zero.collect(ctx.groups)
+                found = ctx.zero.collect(ctx.groups, ctx.counts)
                 ctx.zero.release()
             for p in ctx.shards:
                 if (g := ctx.zero.with_history.pop(p, None)) is not None:

@@ -52,7 +52,6 @@ from .fsdp_group import (
     Zero,
     modified_error,
 )
-from .parameters import has_hooks
 
 # Attributes as C has them: those of a DTensor are Python, which asks these.
 _dtype = torch._C.TensorBase.dtype.__get__  # type: ignore[attr-defined]
@@ -279,27 +278,20 @@ class _ForwardCall:
     def _reduce_gradients(self, grads: Sequence[torch.Tensor | None]) -> None:
         group, zero, at = self.group, self.group.zero, 0
         assert self.counts is not None
-        self.counts.came[group] += 1
-        # Those of an earlier call of the block in this forward are sent together with these. Where
-        # backward does not come to that call, the token's backward sends them.
-        is_last = self.counts.came[group] >= self.counts.made[group]
+        is_last = self.counts.note_gradients(group)
         for k, flat in enumerate(group.flats):
             some = grads[at : at + len(flat.pieces)]
             at += len(flat.pieces)
             if all(g is None for g in some):
                 continue
-            shares = flat.pack_gradients(
-                some, zero.precision.grad_dtype or flat.dtype, group.held_gradients.pop(k, None)
-            )
-            # The user's hooks run in each backward pass, on what all ranks have summed.
-            keeps = zero.keeps_partial_gradients and not any(
-                has_hooks(self.shards[i]) for i in group.members[k]
-            )
-            if keeps or not is_last:
-                group.held_gradients[k] = shares
-                zero.holds_partial_gradients = True
+            # Those of other calls of the block in this forward are sent together with these; where
+            # backward does not come to the last call, by the token's backward.
+            held = self.counts.held.pop((group, k), None)
+            shares = flat.pack_gradients(some, zero.precision.grad_dtype or flat.dtype, held)
+            if is_last:
+                zero.send_or_keep(group, k, shares, self.counts)
             else:
-                zero.reduce(group, k, shares)
+                self.counts.held[group, k] = shares
 
     def _reduce_with_history(self, grads: Sequence[torch.Tensor | None]) -> None:
         """The same where the gradients are to be differentiated again (`create_graph=True`)."""

@@ -247,6 +247,9 @@ def view_sentence(before: Sequence[int], after: Sequence[int]) -> str:
     """
     if math.prod(before) != math.prod(after):
         raise ValueError(f"shape {tuple(before)} cannot be viewed as {tuple(after)}")
+    if tuple(before) == tuple(after):  # nothing moves, though a dimension of one be split
+        same = " ".join(Names.of(len(before)))
+        return f"+ {same} -> {same}"
     names = iter(Names.of(len(before) + len(after)))
     left: list[str] = []
     right: list[str] = []

@@ -12,6 +12,7 @@ import gc
 import io
 import random
 import traceback
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -485,6 +486,9 @@ class Program:
         self.hooks.clear()
 
     def step_in_backward(self) -> None:
+        # A reentrant checkpoint would run a block again with what another call of it has updated.
+        if self.model.recompute == "reentrant" and self.model.again is not None:
+            return
         self.clear()
         params = [p for p in self.params if p.requires_grad]
         optimizers = {p: self.make_optimizer([p]) for p in params}
@@ -852,6 +856,61 @@ def run_program(seed: int, how: OneDevice) -> tuple[Program, BaseException | Non
     finally:
         torch.set_default_dtype(before)
     return program, None
+
+
+@dataclass
+class Report:
+    """What runs of many programs have come to, on one rank.
+
+    Attributes:
+        wrong, unclear: a line for each program that computed other values, or raised an error that
+            one device does not and that is no documented refusal.
+        refused: how many were refused in words.
+        right, skipped: how many were right, and how many one device refuses.
+        moves: a digest of what this rank has sent in each program.
+    """
+
+    wrong: list[str] = field(default_factory=list)
+    unclear: list[str] = field(default_factory=list)
+    refused: int = 0
+    right: int = 0
+    skipped: int = 0
+    moves: list[int] = field(default_factory=list)
+
+
+_REFUSALS = ("no rank keeps that cast", "given other memory")
+
+
+def run_programs(
+    seeds: Any, mesh: Any, stages: Any = (0, 1, 2, 3), garbage: random.Random | None = None
+) -> Report:
+    """Run programs as a rank of `mesh`, under each of `stages`, and compare with one device."""
+    report = Report()
+    for seed in seeds:
+        wanted, error = run_program(seed, OneDevice())
+        if error is not None:
+            report.skipped += 1
+            continue
+        for stage in stages:
+            with pt.ledger() as log:
+                found, error = run_program(seed, OnRanks(mesh, stage, garbage))
+            # A line "kept" is of this rank's memory: nothing is sent.
+            sent = [
+                (r.kind, r.axes, r.nbytes, r.op, r.reason) for r in log.moves if r.kind != "kept"
+            ]
+            report.moves.append(zlib.crc32(repr(sent).encode()))
+            what = f"seed {seed}, stage {stage}: "
+            if error is None:
+                difference = compare(wanted, found)
+                if difference is None:
+                    report.right += 1
+                else:
+                    report.wrong.append(f"{what}{difference} after {found.names}")
+            elif isinstance(error, pt.LayoutError) or any(w in str(error) for w in _REFUSALS):
+                report.refused += 1
+            else:
+                report.unclear.append(f"{what}{error!r} after {found.names}")
+    return report
 
 
 def compare(wanted: Program, found: Program) -> str | None:

@@ -35,6 +35,7 @@ from .tensor_state import (
     HERE,
     ON_NEW_SPEC,
     OURS,
+    WRITTEN_UNSEEN,
     Function,
     Spec,
     count_writes,
@@ -70,6 +71,8 @@ def _get_data(x: DTensor) -> DTensor:
         if known is None or not _show_same_memory(known, now):
             state.unseen_writes += 0 if known is None else count_writes(known)
             state.data = known = now
+            # Views of this memory are copied from other tensors than x: they ask the storage.
+            vars(now.untyped_storage())[WRITTEN_UNSEEN] = True
         return tagged(known.detach(), x._spec)
 
 

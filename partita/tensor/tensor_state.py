@@ -246,6 +246,8 @@ def make_two_meshes_error(op: str, one: Wire, other: Wire) -> LayoutError:
 
 # -- what is remembered of a tensor ----------------------------------------------------------------
 
+WRITTEN_UNSEEN = "written_unseen"
+"""An attribute of a storage that may be written through a `.data`, which torch does not count."""
 _STATE = "_partita"
 OURS = frozenset(("_spec", _STATE, "_origin"))
 """Attributes of a DTensor that belong to us and are not copied as the user's own are."""
@@ -394,8 +396,9 @@ class Origin:
     A view copy has memory of its own and would be a view on one device, where a view shows what is
     written into its base afterwards. So it is taken again when it is read and its source was
     written since. Torch counts a tensor's writes, and every write of ours is counted on all ranks
-    alike, so that all take it again together. In inference mode nothing is counted, and it is taken
-    again at each read.
+    alike, so that all take it again together. In inference mode nothing is counted, nor is what is
+    written through `.data`: then it is taken again at each read. What a rank writes into its piece
+    behind torch's back (`to_local().numpy()`) is not seen.
 
     Attributes:
         source: an alias of the tensor, whose shape stays as it was.
@@ -419,7 +422,8 @@ class Origin:
         source = current(self.source)
         count, graded = count_writes(source), self.graded and torch.is_grad_enabled()
         with Unheard():
-            is_counted = not source.is_inference()
+            unseen = WRITTEN_UNSEEN in vars(source.untyped_storage())
+            is_counted = not (unseen or source.is_inference())
         if is_counted:
             if source is self.source and count == self.source_writes:
                 return copy

@@ -171,3 +171,33 @@ def test_a_view_taken_without_gradients_is_read_anew_where_there_are_some():
 
     with pt.ranks(dp=2) as world:
         assert world.run(run) == [run(None)] * 2
+
+
+UNCOUNTED = {
+    "x.data.mul_": lambda x: x.data.mul_(2),
+    "x.data[0] = y": lambda x: x.data.__setitem__(0, 5.0),
+    "x.detach().data.mul_": lambda x: x.detach().data.mul_(2),
+    "x.view().data.mul_": lambda x: x.view(x.shape).data.mul_(2),
+    "a .data from before": lambda x: x.before.add_(1),
+}
+
+
+@pytest.mark.parametrize("way", UNCOUNTED)
+@pytest.mark.parametrize("view", [lambda x: x.view(-1), lambda x: x[0], lambda x: x[:, 1:].T])
+def test_what_is_written_through_data_is_seen_in_views(way, view):
+    def run(x):
+        x.before = x.data
+        part = view(x)
+        first = part * 1
+        UNCOUNTED[way](x)
+        return first, part * 1
+
+    def body(mesh, placement):
+        x = pt.distribute_tensor(torch.arange(12.0).view(3, 4), mesh, [placement])
+        return [t.full_tensor() for t in run(x)]
+
+    truth = run(torch.arange(12.0).view(3, 4))
+    for placement in (pt.Shard(0), pt.Shard(1), pt.Partial(), pt.Replicate()):
+        with pt.ranks(a=2) as world:
+            for found in world.run(body, placement):
+                assert all(map(torch.equal, found, truth))

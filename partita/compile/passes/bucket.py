@@ -202,17 +202,19 @@ def _join_gathers(graph: fx.Graph, members: list[fx.Node]) -> None:
             assert isinstance(source, fx.Node)
             return make(node.target, make_before(source), *rest, **node.kwargs)
 
-        operands = [_operand_of_collective(m) for m in members]
+        ordered = _even_first(members, [_operand_of_collective(m) for m in members])
+        operands = [_operand_of_collective(m) for m in ordered]
         flats = [make(_aten.reshape.default, make_before(x), [-1]) for x in operands]
         whole = make(ALL_GATHER, make(_aten.cat.default, flats), size, name)
         rows = make(_aten.view.default, make(WAIT, whole), [size, -1])
-        _replace_members(make, members, rows, 1, [(x, [-1]) for x in operands])
+        _replace_members(make, ordered, rows, 1, [(x, [-1]) for x in operands])
 
 
 def _join_scatters(graph: fx.Graph, members: list[fx.Node]) -> None:
     op, size, name = members[0].args[1:]
     with graph.inserting_before(members[-1].next):
         make = Making(graph, _joint_note(members, members[-1]))
+        members = _even_first(members, members)
         rows = [make(_aten.reshape.default, m.args[0], [size, -1]) for m in members]
         flat = make(_aten.reshape.default, make(_aten.cat.default, rows, 1), [-1])
         part = make(WAIT, make(REDUCE_SCATTER, flat, op, size, name))
@@ -224,6 +226,7 @@ def _join_all_reduces(graph: fx.Graph, members: list[fx.Node]) -> None:
     op, name = members[0].args[1:]
     with graph.inserting_before(members[-1].next):
         make = Making(graph, _joint_note(members, members[-1]))
+        members = _even_first(members, members)
         flats = [make(_aten.reshape.default, _skip_packing_copy(m), [-1]) for m in members]
         whole = make(WAIT, make(ALL_REDUCE, make(_aten.cat.default, flats), op, name))
         shown = [(m, list(m.meta["val"].shape)) for m in members]
@@ -232,6 +235,16 @@ def _join_all_reduces(graph: fx.Graph, members: list[fx.Node]) -> None:
 
 
 _JOIN = {ALL_GATHER: _join_gathers, REDUCE_SCATTER: _join_scatters, ALL_REDUCE: _join_all_reduces}
+
+
+def _even_first(members: list[fx.Node], pieces: list[fx.Node]) -> list[fx.Node]:
+    """The members in the order in which their pieces lie in a bucket: even sizes come first.
+
+    The numbers of a complex tensor are an even count of reals, and `view_as_complex` takes them
+    from an even place alone.
+    """
+    odd = {m: piece.meta["val"].numel() % 2 for m, piece in zip(members, pieces, strict=True)}
+    return sorted(members, key=odd.__getitem__)
 
 
 def _joint_note(members: list[fx.Node], one: fx.Node) -> Note:

@@ -458,13 +458,16 @@ class _SavedView(_SavedNote):
     def __init__(self, call: _ForwardCall, flat: FlatBuffer, t: torch.Tensor):
         super().__init__(call, t, t._version)
         self.flat = flat
+        self.is_conj, self.is_neg = t.is_conj(), t.is_neg()
 
     def find_parameter(self) -> int:
         members = self.group.members[self.group.flats.index(self.flat)]
         return members[self.flat.find_piece(self.offset)]
 
     def make_again(self) -> torch.Tensor:
-        return self.flat.make_view(self.dtype, self.offset, self.size, self.stride)
+        view = self.flat.make_view(self.dtype, self.offset, self.size, self.stride)
+        view = view.conj() if self.is_conj else view
+        return torch._neg_view(view) if self.is_neg else view
 
 
 _VIEW_NODES = tuple(

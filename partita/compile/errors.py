@@ -79,6 +79,15 @@ def of_data(op: str, *, place: str | None = None) -> CaptureError:
     )
 
 
+def of_lazy_parameters() -> CaptureError:
+    """The error to raise where a step reaches a parameter that has no shape yet."""
+    return not_captured(
+        "the step reaches a parameter that has no shape yet, as a LazyLinear has",
+        "a lazy module makes its parameters in its first forward, and a graph is of those there are",
+        Fix("model(x)", "once before the first step, under torch.no_grad()"),
+    )
+
+
 def of_anomalies() -> CaptureError:
     """The error to raise where a backward pass runs in anomaly mode."""
     return not_captured(
@@ -129,6 +138,8 @@ def explain_error(error: Exception, line: str, function: str = "") -> Exception:
         return not_captured(error.fact, error.reason, place=error.place)
     if isinstance(error, LayoutError):
         return error
+    if isinstance(error.__cause__, CaptureError):  # torch put words of its own around it
+        return error.__cause__
     if isinstance(error, DynamicOutputShapeException):
         return of_data(error.func._schema.name, place=line)
     text = str(error).strip().split("\n")[0]

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch._C import DisableTorchFunctionSubclass as Local
+from torch.nn.parameter import is_lazy
 
 from partita.comm import (
     GroupWire,
@@ -50,7 +51,7 @@ from .capture.inputs import ReachedMore, State, find_state, names_of_call, tenso
 from .capture.optimizers import MadeState, drop_unused_state, make_optimizer_state
 from .captured_program import CapturedProgram, announce_run, list_sent_moves
 from .conditions import Condition, Conditions
-from .errors import CaptureError, RefusedCall
+from .errors import CaptureError, RefusedCall, of_lazy_parameters
 from .graph_text import Graph
 from .guards import History, describe_call, signature_of
 from .guards.guards import (
@@ -413,6 +414,10 @@ class CompiledStep:
             state = self._search_state(args, kwargs)
         call = _StepCall(args, kwargs, state)
         tensors = call.list_leaves()
+        if any(map(is_lazy, tensors)):
+            if self.options.fallback is None:
+                raise of_lazy_parameters()
+            return None, [], None
         signature = call.find_signature(tensors)
         key, why = self._find_kept_program(signature, tensors, others)
         if key is None:

@@ -591,6 +591,28 @@ def _apply_or_mark(cls: type[Any], function: Any, preserve: bool, *args: Any) ->
 setattr(torchs, BEGINS, _begin_or_mark)
 torchs.CheckpointFunction.apply = classmethod(_apply_or_mark)  # type: ignore[assignment]
 
+# -- modules that convert their tensors ------------------------------------------------------------
+# `module.to(...)` sets `p.data` of a parameter. Of a fake one it swaps two tensors, which a tracer's
+# weak references forbid. While a step is captured it means what it means in eager.
+
+
+def _swap_or_set_data(one: torch.Tensor, other: torch.Tensor) -> None:
+    if not HERE.capturing:
+        _swap_tensors(one, other)
+    elif not _show_the_same(one, other):
+        one.data = other
+
+
+def _show_the_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    with Local():
+        shown = [(t.shape, t.stride(), t.dtype, t.storage_offset()) for t in (one, other)]
+        memory = [t.untyped_storage()._cdata for t in (one, other)]
+        return shown[0] == shown[1] and memory[0] == memory[1]
+
+
+_swap_tensors = torch.utils.swap_tensors
+torch.utils.swap_tensors = _swap_or_set_data
+
 # -- torch.compile ---------------------------------------------------------------------------------
 # Dynamo knows of a tensor only what its class lets it see: of a DTensor the piece's sizes beside
 # the global ones. It must not trace one. Before anything else it reads an attribute of its own from

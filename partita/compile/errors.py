@@ -83,7 +83,7 @@ def of_lazy_parameters() -> CaptureError:
     """The error to raise where a step reaches a parameter that has no shape yet."""
     return not_captured(
         "the step reaches a parameter that has no shape yet, as a LazyLinear has",
-        "a lazy module makes its parameters in its first forward, and a graph is of those there are",
+        "a lazy module makes its parameters in its first forward, and a graph is of known shapes",
         Fix("model(x)", "once before the first step, under torch.no_grad()"),
     )
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import cache as once
 from typing import Any
 
@@ -60,6 +61,8 @@ def _is_clean(plan: CallPlan) -> bool:
 
 def run_foreach(func: Function, args: Args, kwargs: Kwargs, op: Op) -> Any:
     """Run a `torch._foreach_*` function."""
+    if not _OWN_NAMES.issuperset(kwargs):
+        args, kwargs = _place_arguments(func, args, kwargs)
     named = [(k, _kind_of_value(v)) for k, v in kwargs.items() if isinstance(v, torch.Tensor)]
     key = (tuple(map(_kind_of_argument, args)), tuple(named))
     plan = op.plans.get(key) or op.plans.recall(key)
@@ -88,8 +91,32 @@ def run_foreach(func: Function, args: Args, kwargs: Kwargs, op: Op) -> Any:
     return out
 
 
+_OWN_NAMES = frozenset(("alpha", "value", "dtype", "non_blocking"))
+"""Arguments that only have a name, or that the op for one place takes by the same name."""
+
+
+def _place_arguments(func: Function, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    """The arguments with those in their places that are given by name: lists, and numbers to add.
+
+    The op for one place may have another name for them (`scalar`, `tensors1`, `weights`).
+    """
+    packet = getattr(torch.ops.aten, func.__name__)
+    for overload in packet.overloads():
+        places = [a.name for a in getattr(packet, overload)._schema.arguments if not a.kwarg_only]
+        names = [n for n in places[len(args) :] if n in kwargs]
+        if _OWN_NAMES.union(names).issuperset(kwargs):
+            after = [n for n in places[len(args) :] if n in names and n not in _OWN_NAMES]
+            if after == places[len(args) : len(args) + len(after)]:
+                rest = {k: v for k, v in kwargs.items() if k not in after}
+                return (*args, *(kwargs[n] for n in after)), rest
+    return args, kwargs
+
+
 def _run_with_moves(plan: _ListPlan, func: Function, args: Args, kwargs: Kwargs, op: Op) -> Any:
     """Run a call in which something has to move, or whose places are not of one mesh."""
+    by_name = op.form.name in ("addcdiv", "addcmul")  # one for each place
+    if by_name and len(args) == 4 and isinstance(args[3], torch.Tensor):
+        args = (*args[:3], args[3].tolist())
     if plan.wires:
         return _run_by_mesh(plan.wires, func, args, kwargs)
     moving = [i for i, p in enumerate(plan.places) if p is None or p.targets or p.rewrite]
@@ -108,9 +135,9 @@ def _run_by_mesh(
     found: list[Any] = [None] * len(wires)
     for wire in dict.fromkeys(wires):
         mine = [i for i, w in enumerate(wires) if w is wire]
-        outs = func(
-            *[[a[i] for i in mine] if type(a) in (list, tuple) else a for a in args], **kwargs
-        )
+        given = [[a[i] for i in mine] if type(a) in (list, tuple) else a for a in args]
+        with Local() if wire is None else nullcontext():
+            outs = func(*given, **kwargs)
         for i, out in zip(mine, outs or (), strict=False):
             found[i] = out
     if func.__name__.endswith("_"):
@@ -120,7 +147,7 @@ def _run_by_mesh(
 
 def _wire_of_place(i: int, args: Sequence[Any]) -> Wire | None:
     for a in args:
-        if type(a) in (list, tuple) and type(a[i]) is DTensor:
+        if type(a) in (list, tuple) and isinstance(a[i], DTensor):
             return a[i]._spec.wire
     return None
 
@@ -157,7 +184,11 @@ def _find_single_op(op: Op) -> Function:
 
 def _make_op_or_clamp(function: Function, clamp: Function) -> Function:
     def call_or_clamp(x: torch.Tensor, other: Any) -> torch.Tensor:
-        return (function if isinstance(other, torch.Tensor) else clamp)(x, other)
+        if isinstance(other, torch.Tensor):
+            return function(x, other)
+        if x.requires_grad:  # half of it where both are equal: no gradient of a clamp
+            return function(x, torch.full((), other, dtype=x.dtype, device=x.device))
+        return clamp(x, other)
 
     return call_or_clamp
 
@@ -196,8 +227,6 @@ def _plan_place(i: int, args: Args, kwargs: Kwargs, op: Op) -> CallPlan | None:
 def _run_one_by_one(plan: _ListPlan, args: Args, kwargs: Kwargs, op: Op) -> Any:
     single, outs = _find_single_op(op), []
     by_name = op.form.name in ("addcdiv", "addcmul")  # the op itself takes its number so only
-    if by_name and len(args) == 4 and isinstance(args[3], torch.Tensor):  # one for each place
-        args = (*args[:3], args[3].tolist())
     for i, place in enumerate(plan.places):
         mine, options = _arguments_at_place(i, args), kwargs
         if by_name and len(mine) == 4:
@@ -318,14 +347,14 @@ def _reduce_norms(
 
 
 def _foreach_norm(
-    tensors: Sequence[torch.Tensor], ord: float = 2.0, dtype: torch.dtype | None = None
+    self: Sequence[torch.Tensor], ord: float = 2.0, dtype: torch.dtype | None = None
 ) -> Sequence[torch.Tensor]:
     """torch._foreach_norm. Where the tensors live on several meshes the norms are plain."""
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+    if torch.is_grad_enabled() and any(t.requires_grad for t in self):
         given = {} if dtype is None else {"dtype": dtype}
-        return run_foreach(torch._foreach_norm, (tensors, ord), given, OPS[torch._foreach_norm])
-    reduce_pending_gradients(pending_gradients(tensors))
-    tensors = [_reduce_partial(t) for t in tensors]
+        return run_foreach(torch._foreach_norm, (self, ord), given, OPS[torch._foreach_norm])
+    reduce_pending_gradients(pending_gradients(self))
+    tensors = [_reduce_partial(t) for t in self]
     found = [
         n.to(dtype or torch.empty((), dtype=t.dtype).abs().dtype)
         for n, t in zip(norms(tensors, ord), tensors, strict=True)

@@ -592,8 +592,8 @@ setattr(torchs, BEGINS, _begin_or_mark)
 torchs.CheckpointFunction.apply = classmethod(_apply_or_mark)  # type: ignore[assignment]
 
 # -- modules that convert their tensors ------------------------------------------------------------
-# `module.to(...)` sets `p.data` of a parameter. Of a fake one it swaps two tensors, which a tracer's
-# weak references forbid. While a step is captured it means what it means in eager.
+# `module.to(...)` sets `p.data` of a parameter. Of a fake one it swaps two tensors, which the weak
+# references of a tracer forbid. While a step is captured it means what it means in eager.
 
 
 def _swap_or_set_data(one: torch.Tensor, other: torch.Tensor) -> None:

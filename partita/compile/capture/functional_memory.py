@@ -172,6 +172,16 @@ def view_of(node: fx.Node) -> fx.Node | None:
     return source if alias is not None and not alias.is_write and not others else None
 
 
+def drop_needless_sets(graph: fx.Graph) -> None:
+    """Drop each `x.set_(y)` where y shows what x shows, as `register_parametrization` makes it."""
+    for node in graph.find_nodes(op="call_function", target=_aten.set_.source_Tensor):
+        x, y = node.args
+        same = part_of(x.meta["val"]) == part_of(y.meta["val"])
+        if same and views_of(x)[0] is views_of(y)[0]:
+            node.replace_all_uses_with(x)
+            graph.erase_node(node)
+
+
 def refuse_lost_writes(graph: fx.Graph, traced: bool) -> None:
     """Raise CaptureError where what is written through a view, or a `set_`, would be lost.
 

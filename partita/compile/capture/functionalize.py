@@ -57,6 +57,7 @@ from .functional_calls import (
 )
 from .functional_memory import (
     base_on_makers,
+    drop_needless_sets,
     invert_view,
     is_plain_write,
     is_reshaped,
@@ -95,6 +96,7 @@ def functionalize_graph(
             what is written through a view.
         UnsureOfWrites: what a block node takes or gives is written as only a trace could tell.
     """
+    drop_needless_sets(graph.graph)
     refuse_lost_writes(graph.graph, traced=False)
     _without_views_in_place(graph.graph)
     base_on_makers(graph.graph)

@@ -257,7 +257,8 @@ class ReadRecord(PlaceRecord):
         elif name in known.slots:
             self.read_place(place_of_slot(called, owner, known.slots[name]))
         elif (inside := find_module_dict(owner, name)) is not None:
-            self.read_place(Place(called, inside, name))
+            # A module that the step itself has put there is nothing that it read.
+            self.read_place(Place(called, inside, name), self.snapshots.value_before(inside, name))
         else:
             found = self.read_class_attribute(type(owner), name)
             if found is MISSING and not name.startswith("__"):  # a class may come to have it

@@ -290,6 +290,9 @@ class Snapshots:
             copied = self._containers.get(id(held))
             before = dict(held) if copied is None else copied.before
             self._containers[id(held)] = _Copied(name, held, before, value)
+            for inside in INSIDE if isinstance(value, nn.Module) else ():
+                if inside in held:  # a module sets its submodules there without reading it by name
+                    self.snapshot_container(held[inside], f"{name}.{inside}")
         for key, descriptor in slots_of(type(value)).items():
             place = place_of_slot(f"{name}.{key}", value, descriptor)
             self.snapshot_place(place, place.value)
@@ -312,6 +315,12 @@ class Snapshots:
 
         place = Place(f"the cache of {name}", function, "cache", find_fakes, forget)
         self.snapshot_place(place, ())
+
+    def value_before(self, home: Any, key: Any) -> Any:
+        """What stood in a dictionary before the step; what stands there now if it was not
+        copied."""
+        copied = self._containers.get(id(home))
+        return (home if copied is None else copied.before).get(key, MISSING)
 
     def snapshot_container(self, value: Any, name: str) -> None:
         """Copy the items of a container, if it is mutable."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import partita as pt
 from tests.programs.zero_stages import STAGES, X, Y, gradients_of, loss_of, mlp, run, whole
@@ -205,3 +206,49 @@ def test_optimizers_step_in_hooks_though_a_scalar_parameter_steps_first(stage):
         return losses, [whole(p) for p in model.parameters()]
 
     run(program, stage, make=Scaled)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_hook_of_several_tensors_runs_where_a_parameter_has_one_row(stage):
+    class Biased(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = mlp()
+            self.bias = nn.Parameter(torch.ones(1, 4, dtype=torch.float64))
+
+        def forward(self, x):
+            return self.inner(x) + self.bias
+
+    def program(model, spread, _):
+        counts = []
+        torch.autograd.graph.register_multi_grad_hook(
+            [*model.parameters()], lambda grads: counts.append([g is not None for g in grads])
+        )
+        loss_of(model, spread(X)).backward()
+        return counts
+
+    run(program, stage, make=Biased)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_hooks_see_the_gradients_of_a_nested_backward_pass_and_of_the_one_around_it_apart(stage):
+    """A reentrant checkpoint runs a backward pass of its own within the other."""
+
+    class Again(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = mlp(3)
+
+        def forward(self, x):
+            x = self.blocks[0](x)
+            x = checkpoint(self.blocks[1], x, use_reentrant=True)
+            return self.blocks[2](self.blocks[1](x * 0.5))
+
+    def program(model, spread, _):
+        for p in model.parameters():
+            p.register_hook(lambda g: g.clamp(-0.002, 0.002))
+        for x in (X, Y):
+            loss_of(model, spread(x)).backward()
+        return gradients_of(model)
+
+    run(program, stage, make=Again)

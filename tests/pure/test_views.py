@@ -16,6 +16,7 @@ from partita.rules import bind, parse, resolve_shape, view_sentence
         ((12, 4), (3, 4, 4), "+ (a=3 b) c -> a b c"),
         ((3, 4, 4), (12, 4), "+ a b c -> (a b) c"),
         ((2, 3, 4), (2, 3, 4), "+ a b c -> a b c"),
+        ((1, 5), (1, 5), "+ a b -> a b"),
         ((8, 6), (4, 12), "+ (a=4 b) c -> a (b c)"),
         ((2, 1, 3), (6,), "+ a 1 b -> (a b)"),
         ((1, 5), (5, 1), "+ 1 a -> a 1"),

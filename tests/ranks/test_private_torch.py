@@ -636,6 +636,26 @@ def test_the_hooks_of_tensors_and_optimizers_are_in_dictionaries():
     assert not told
 
 
+def test_swap_tensors_leaves_the_dictionaries_of_hooks_and_setting_them_registers_them():
+    base = torch._C.TensorBase
+    tables = [base._backward_hooks, base._post_accumulate_grad_hooks]
+    p, q = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    called = []
+    p.register_hook(lambda g: called.append("before"))
+    p.register_post_accumulate_grad_hook(lambda p: called.append("after"))
+    known = [table.__get__(p) for table in tables]
+    plain = torch.utils.swap_tensors
+    plain(p, q)
+    assert [table.__get__(p) for table in tables] == known  # though they are called for q
+    for table, hooks in zip(tables, known, strict=True):
+        table.__set__(p, None)
+        table.__set__(q, hooks)
+    p.sum().backward()
+    assert called == []
+    q.sum().backward()
+    assert called == ["before", "after"]
+
+
 def test_modes_can_be_taken_from_their_stacks_for_a_while_and_told_from_torchs_own():
     class Function(TorchFunctionMode):
         pass

@@ -58,11 +58,15 @@ read_positive = partial(_read_whole, least=1)
 _read_count = partial(_read_whole, least=0)
 
 
-def _read_number(text: str) -> float:
+def _read_rate(text: str) -> float:
+    """A number above 0, and finite."""
     try:
-        return float(text)
+        number = float(text)
     except ValueError:
         raise ValueError(f"{text!r} is not a number") from None
+    if not 0 < number < math.inf:
+        raise ValueError(f"{text} is not a positive number")
+    return number
 
 
 def _one_of(*allowed: Any) -> Callable[[str], Any]:
@@ -137,7 +141,7 @@ class Options:
     width: int = _option(128, "of the residual stream", read_positive)
     heads: int = _option(4, "of attention, per block", read_positive)
     lr: float = _option(
-        2e-3, "highest learning rate, reached in 20 steps; then a cosine", _read_number
+        2e-3, "highest learning rate, reached in 20 steps; then a cosine", _read_rate
     )
     zero: int = _option(
         0,

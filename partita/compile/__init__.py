@@ -3,7 +3,8 @@
 In reading order:
 
 - The call: `step` (`pt.compile`, `CompiledStep`, is a call like the last one?), `guards/` (is what
-  the step read of Python as it was?), `arguments` (the leaves of a call).
+  the step read of Python as it was?), `arguments` (the leaves of a call), `progress` (what is
+  shown while a first call takes minutes).
 - How a program is made: `pipeline`, which calls `capture/`, `step_forms` (blocks as calls; how
   much is made again for a budget), `passes/`, `verify` (the grammar of graphs) and `backend/`.
 - What a program is: `program` (a graph, its inputs and outputs, its options), `captured_program`

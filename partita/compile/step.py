@@ -16,8 +16,7 @@ import dataclasses
 import functools
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from operator import is_
@@ -64,6 +63,7 @@ from .guards.guards import (
 from .guards.values import AttributesAndHooks, Place, argument_key
 from .memory import scheduled
 from .program import Passes, StepOptions
+from .progress import begin_phase, shown_progress
 from .step_report import explain_passes, facts_of_graph, facts_of_layouts, facts_of_moves
 
 if TYPE_CHECKING:
@@ -514,7 +514,8 @@ class CompiledStep:
         guesses = others.guesses if others is not None else Guesses()
         made_state = make_optimizer_state(call.state.optimizers)
         try:
-            program, tensors = self._prepare_program(call, guesses, made_state)
+            with shown_progress(self.title):
+                program, tensors = self._prepare_program(call, guesses, made_state)
         except BaseException as error:
             drop_unused_state(made_state, lambda t: False)
             if isinstance(error, ReachedMore):
@@ -560,7 +561,7 @@ class CompiledStep:
         blocks = dataclasses.replace(blocks, outline_above=options.outline_above)
 
         def make() -> CapturedProgram:
-            _begin_phase("capture")
+            begin_phase("capture")
             given = self.step, call.args, call.kwargs, call.state, guesses
             values: tuple[float, ...] = ()
             while True:
@@ -623,11 +624,11 @@ class CompiledStep:
         if self.options.backend == "inductor" and all(isinstance(w, GroupWire) for w in wires):
             from .backend.inductor import build
 
-            _begin_phase("compile")
+            begin_phase("compile")
             name = getattr(self.step, "__qualname__", type(self.step).__qualname__)
             what = f"{getattr(self.step, '__module__', '')}.{name}".lstrip(".")
             program.built = build(program, what, wires, self.options.sections)
-            _begin_phase("graph")
+            begin_phase("graph")
             return program.built.call
         return function_of(program.graph, program.groups)
 
@@ -769,24 +770,3 @@ def _kind_of(value: Any) -> tuple[Any, ...]:
         return argument_key(value)  # type: ignore[no-any-return]
     with Local():  # or each attribute of a DTensor would enter it for itself
         return (*kind_of_tensor(value), value.stride())
-
-
-# -- phases, for whoever shows progress ------------------------------------------------------------
-
-_listeners: list[Callable[[str], None]] = []
-
-
-@contextmanager
-def told_of_phases(tell: Callable[[str], None]) -> Iterator[None]:
-    """Within, `tell` is called with "capture", "compile" and "graph" as each begins."""
-    _listeners.append(tell)
-    try:
-        yield
-    finally:
-        _listeners.remove(tell)
-
-
-def _begin_phase(name: str) -> None:
-    """Tell the listeners."""
-    for tell in _listeners:
-        tell(name)

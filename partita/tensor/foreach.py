@@ -394,8 +394,15 @@ def _check_and_unscale(
 OVERRIDES[torch._foreach_norm] = _foreach_norm
 OVERRIDES[torch._amp_foreach_non_finite_check_and_unscale_] = _check_and_unscale
 
+
 # torch's clip and optimizers use foreach functions for the types in these lists. They are private;
 # torch's own DTensor enters itself in the same way.
-for _types in (_in_optimizers, _in_clip):
-    if DTensor not in _types:
-        _types.append(DTensor)
+def let_clip_use_foreach(kind: type[torch.Tensor]) -> None:
+    """Have torch's clip take the norms of tensors of this class by one foreach function."""
+    if kind not in _in_clip:
+        _in_clip.append(kind)
+
+
+if DTensor not in _in_optimizers:
+    _in_optimizers.append(DTensor)
+let_clip_use_foreach(DTensor)

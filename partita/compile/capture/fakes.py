@@ -35,6 +35,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from partita.comm import user_line
 from partita.comm.device import HOST
 from partita.tensor.dtensor import PLAIN, TYPED, DTensor
+from partita.tensor.foreach import let_clip_use_foreach
 from partita.tensor.op_facts import facts_of
 
 from .kernel_strides import KernelStridesMode
@@ -407,6 +408,7 @@ class FakeDTensor(DTensor, FakeTensor):
 
 PLAIN.add(FakeTensor)
 TYPED[FakeTensor] = TYPED[FakeDTensor] = FakeDTensor
+let_clip_use_foreach(FakeDTensor)  # else it would send one all-reduce for each parameter
 
 
 def fake_mode() -> FakeTensorMode:

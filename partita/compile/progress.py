@@ -1,0 +1,97 @@
+"""Progress of a first call: what of a large model takes minutes is shown on standard error.
+
+On a terminal one line says what is done and for how long; elsewhere one line is written, once. It
+is the first rank's, and nothing is shown of what takes seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from partita.layout.text import escape_controls
+
+SHOWN_AFTER = 5.0  # seconds until anything is shown
+SHOWN_EVERY = 1.0  # seconds between updates
+_DOES = {"capture": "is captured", "compile": "is compiled", "graph": "runs as a graph"}
+
+_listeners: list[Callable[[str], None]] = []
+_shows = threading.Lock()
+"""Held by the thread whose step is shown: of ranks that are threads, one."""
+
+
+@contextmanager
+def told_of_phases(tell: Callable[[str], None]) -> Iterator[None]:
+    """Within, `tell` is called with "capture", "compile" and "graph" as each begins."""
+    _listeners.append(tell)
+    try:
+        yield
+    finally:
+        _listeners.remove(tell)
+
+
+def begin_phase(name: str) -> None:
+    """Tell the listeners."""
+    for tell in _listeners:
+        tell(name)
+
+
+@contextmanager
+def shown_progress(title: str) -> Iterator[None]:
+    """Within, a step of this title is captured and compiled. A listener shows it in its own way."""
+    is_first = os.environ.get("RANK", "0") == "0"
+    if _listeners or not is_first or not _shows.acquire(blocking=False):
+        yield
+        return
+    line = _Line(title, sys.stderr)
+    try:
+        with told_of_phases(line.set_phase):
+            yield
+    finally:
+        line.end()
+        _shows.release()
+
+
+class _Line:
+    """The line, which a thread of its own writes."""
+
+    def __init__(self, title: str, stream: Any):
+        self._title, self._stream, self._phase = escape_controls(title), stream, "capture"
+        self._began, self._ended = time.monotonic(), threading.Event()
+        self._width = 0
+        self._thread = threading.Thread(target=self._show, daemon=True, name="partita-progress")
+        self._thread.start()
+
+    def set_phase(self, name: str) -> None:
+        self._phase = name
+
+    def end(self) -> None:
+        """Stop, and clear what stands on a terminal."""
+        self._ended.set()
+        self._thread.join()
+
+    def _show(self) -> None:
+        if self._ended.wait(SHOWN_AFTER):
+            return
+        if not self._stream.isatty():
+            text = f"partita: {self._title} {_DOES[self._phase]} in its first call; "
+            self._stream.write(text + "this may take minutes, later calls do not\n")
+            self._stream.flush()
+            return
+        while True:
+            seconds = time.monotonic() - self._began
+            text = f"partita: {self._title} {_DOES[self._phase]}, {seconds:.0f} s"
+            self._write("\r" + text.ljust(self._width))
+            self._width = len(text)
+            if self._ended.wait(SHOWN_EVERY):
+                break
+        self._write("\r" + " " * self._width + "\r")
+
+    def _write(self, text: str) -> None:
+        self._stream.write(text)
+        self._stream.flush()

@@ -1,0 +1,105 @@
+"""A first call that takes long says so, and a clip of torch's sends as little as partita's."""
+
+from __future__ import annotations
+
+import io
+import time
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+import partita as pt
+from partita.compile import progress
+
+
+class Stream(io.StringIO):
+    def __init__(self, is_terminal):
+        super().__init__()
+        self.isatty = lambda: is_terminal
+
+
+@pytest.fixture
+def shown(monkeypatch):
+    """Captures a step that takes a while, and gives what was written on standard error."""
+
+    def run(is_terminal, after=0.0):
+        stream = Stream(is_terminal)
+        monkeypatch.setattr(progress, "SHOWN_AFTER", after)
+        monkeypatch.setattr(progress, "SHOWN_EVERY", 0.01)
+        monkeypatch.setattr(progress.sys, "stderr", stream)
+
+        def wait(program):
+            until = time.monotonic() + 20
+            while not stream.getvalue() and not after and time.monotonic() < until:
+                time.sleep(0.01)
+
+        def my_step(x):
+            return x * 2
+
+        pt.compile(my_step, passes=wait, backend="graph")(torch.ones(2))
+        monkeypatch.undo()
+        return stream.getvalue()
+
+    return run
+
+
+def test_a_terminal_shows_what_is_done_and_for_how_long_and_is_left_clear(shown):
+    text = shown(is_terminal=True)
+    first, *_, last = text.split("\r")[1:]
+    assert "my_step" in first and "is captured, 0 s" in first
+    assert last == "" and text.split("\r")[-2].strip() == ""
+
+
+def test_what_is_no_terminal_gets_one_line(shown):
+    text = shown(is_terminal=False)
+    assert text.count("\n") == 1 and "my_step" in text and "first call" in text
+
+
+def test_of_what_takes_seconds_nothing_is_shown(shown):
+    assert shown(is_terminal=True, after=60.0) == ""
+
+
+def test_who_listens_to_phases_shows_them_alone(shown):
+    heard = []
+    with progress.told_of_phases(heard.append):
+        step = pt.compile(lambda x: x + 1, backend="graph")
+        step(torch.ones(2))
+    assert heard == ["capture"]
+
+
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_clip_of_torchs_in_a_compiled_step_sends_what_ours_sends(stage, norm_type):
+    def program(mesh, clip, compiled):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(4))).double()
+        if mesh is not None:
+            pt.zero(model, mesh, stage=stage)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x):
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            norm = clip(model.parameters(), 0.01, norm_type)
+            optimizer.step()
+            return loss, norm
+
+        run = pt.compile(step, backend="graph") if compiled else step
+        x = torch.linspace(-1, 1, 30, dtype=torch.float64).view(6, 5)
+        if mesh is not None:
+            x = pt.distribute_tensor(x, mesh, [pt.Shard(0)])
+        run(x)
+        with pt.ledger() as log:
+            loss, norm = run(x)
+        return loss.item(), float(norm), Counter(move.kind for move in log.moves)
+
+    torchs = nn.utils.clip_grad_norm_
+    want = program(None, torchs, False)[:2]
+    with pt.ranks(dp=2) as world:
+        *got, sent = world.run(lambda mesh: program(mesh, torchs, True))[0]
+        *_, by_ours = world.run(lambda mesh: program(mesh, pt.clip_grad_norm_, True))[0]
+    assert got == pytest.approx(want, rel=1e-9)
+    assert sent == by_ours and sent["all_reduce"] <= 2

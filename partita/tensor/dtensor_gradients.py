@@ -592,7 +592,8 @@ def drop_references(x: DTensor) -> Callable[[DTensor], None]:
     _unmark_settled(x)
     own_state(x).reopens = None
     with Local():
-        grad = _grad.__get__(x)
+        # Torch warns of who reads it of a result.
+        grad = _grad.__get__(x) if x.is_leaf or x.retains_grad else None
         hooks = [h for h in (_hooks(x) or {}).values() if hasattr(h, "known")]
     if isinstance(grad, DTensor):
         own_state(grad).gradient_of = None

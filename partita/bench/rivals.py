@@ -79,11 +79,13 @@ class CompiledRival:
         return self.step()
 
     def compile(self) -> None:
-        """Call the step for the first time.
+        """Call the step for the first time; do nothing if it was.
 
         Raises:
             NotCompiledError: Dynamo made no graph.
         """
+        if self.graphs:
+            return
         from torch._dynamo.utils import counters
 
         before, breaks = counters["stats"]["unique_graphs"], dict(counters["graph_break"])

@@ -60,6 +60,7 @@ def test_graph_breaks_are_counted_and_told():
     run = torch.compile(step)
     rival = rivals.CompiledRival("broken", lambda: run(torch.ones(2)))
     rival.compile()
+    rival.compile()  # as a bench does that measures a step twice
     assert rival.graphs == 2 and sum(rival.breaks.values()) == 1
     assert "broken: 2 Dynamo graphs, 1 breaks" in str(rival)
 

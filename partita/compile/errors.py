@@ -97,6 +97,16 @@ def of_anomalies() -> CaptureError:
     )
 
 
+def of_dispatch_mode(mode: Any) -> CaptureError:
+    """The error to raise where a compiled step is called within a mode of the user's."""
+    return not_captured(
+        f"the step is called within {type(mode).__name__}, a TorchDispatchMode",
+        "compiled code makes none of the calls that the mode would see, or change",
+        Fix("enter the mode within the step", "where it becomes a part of the graph"),
+        Fix('pt.compile(step, backend="graph")', "makes the graph's calls one by one"),
+    )
+
+
 def of_recording(error: Exception) -> CaptureError:
     """The kernels of a step could not be recorded as a CUDA graph."""
     return not_captured(

@@ -50,12 +50,13 @@ from .capture.inputs import ReachedMore, State, find_state, names_of_call, tenso
 from .capture.optimizers import MadeState, drop_unused_state, make_optimizer_state
 from .captured_program import CapturedProgram, announce_run, list_sent_moves
 from .conditions import Condition, Conditions
-from .errors import CaptureError, RefusedCall, of_lazy_parameters
+from .errors import CaptureError, RefusedCall, of_dispatch_mode, of_lazy_parameters
 from .graph_text import Graph
 from .guards import History, describe_call, signature_of
 from .guards.guards import (
     TensorGuard,
     active_modes,
+    find_unheard_mode,
     function_modes,
     kind_of_tensor,
     without_function_modes,
@@ -465,9 +466,14 @@ class CompiledStep:
         return None, why or (others.reason if others is not None else "")
 
     def _admit_program(self, program: CapturedProgram, tensors: list[Any]) -> Found:
-        """A kept program and the leaves; none, or CaptureError, where what it writes overlaps."""
-        sharing = program.sharing
-        if sharing.may_overlap(tensors) and (error := sharing.find_error(tensors)) is not None:
+        """A kept program and the leaves; none, or CaptureError, where what it writes overlaps, or a
+        mode of the user's would not see what compiled code calls."""
+        sharing, error = program.sharing, None
+        if sharing.may_overlap(tensors):
+            error = sharing.find_error(tensors)
+        if program.artifact is not None and (mode := find_unheard_mode()) is not None:
+            error = of_dispatch_mode(mode)
+        if error is not None:
             if self.options.fallback is None:
                 raise error
             return None, [], None
@@ -679,6 +685,9 @@ class CallGuard:
         self._arguments = [_kind_of(a) for a in arguments]
         self._modes = active_modes()
         self._marks = AttributesAndHooks(self._held)
+        # The guards look into attributes of the tensors of the capture alone.
+        if self._marks.may_change_within({id(i.tensor) for i in program.inputs}):
+            self.usable = False
         self._modules = [*map(vars, call.state.parts)]
         self._training = [held.get("training") for held in self._modules]
         self._optimizers = [

@@ -21,7 +21,13 @@ import partita as pt
 from partita.app.models import GPT, gpt
 from partita.compile.graph_nodes import note_of
 
-from . import library_changes, number_changes, tensor_changes, world_changes  # noqa: F401 (entries)
+from . import (  # noqa: F401 (entries)
+    exchange_changes,
+    library_changes,
+    number_changes,
+    tensor_changes,
+    world_changes,
+)
 from .state_changes import CHANGES, HOOKS, REFUSED
 
 SLICES = 8

@@ -63,6 +63,7 @@ from .block_programs import (
 )
 from .block_traces import NotABlock, VaryingFloatRead
 from .capture_context import (
+    PlaceAsItem,
     Slot,
     attribute_set,
     set_for_capture,
@@ -125,6 +126,7 @@ def capture(
     """
     # A first run gives a mark as the gradient of each tensor that has none, to see whether the
     # step reads it. Those whose marks were read are given none in the next run.
+    state.refuse_cached_values()
     unmarked: set[int] = set()
     plain, tried_guesses = PlainNumbers(), guesses
     first_failure: tuple[Exception, CaptureRun] | None = None
@@ -695,7 +697,7 @@ class CaptureRun:
             outputs.add_slot(slot, slot.value)
         for write in self._tensor_writes:
             place = write.place
-            outputs.add_slot(Slot(place.name, "value", place.home, place.key), write.after)
+            outputs.add_slot(Slot(place.name, "value", PlaceAsItem(place), place.key), write.after)
         outputs.add_left_gradients()
 
     def _find_slot(self, fake: torch.Tensor) -> Slot | None:

@@ -297,6 +297,34 @@ class Members:
         setattr(next(k for k in self.kind.__mro__ if name in vars(k)), name, value)
 
 
+class Arguments:
+    """The arguments by position of a `functools.partial`, read and written as a list."""
+
+    def __init__(self, function: Any):
+        self.function = function
+
+    def __getitem__(self, i: int) -> Any:
+        return self.function.args[i]
+
+    def __setitem__(self, i: int, value: Any) -> None:
+        function, args, *rest = self.function.__reduce__()[2]
+        args = (*args[:i], value, *args[i + 1 :])
+        self.function.__setstate__((function, args, *rest))
+
+
+class PlaceAsItem:
+    """A place of which guards know how it is written, as a dictionary of one entry."""
+
+    def __init__(self, place: Any):
+        self.place = place
+
+    def __getitem__(self, _: Any) -> Any:
+        return self.place.value
+
+    def __setitem__(self, _: Any, value: Any) -> None:
+        self.place.write(value)
+
+
 class ParamGroup:
     """A parameter group, by number: `load_state_dict` replaces the dictionaries of all groups."""
 

@@ -41,6 +41,7 @@ import torch
 from torch import fx, nn
 from torch._C import DisableTorchFunctionSubclass as Local
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
@@ -58,7 +59,7 @@ from ..graph_nodes import add_input
 from ..guards.calls import codes_within, global_names
 from ..guards.values import INSIDE, Place, hang_hooks, is_recorded, is_user_module, slots_of
 from ..program import Input
-from .capture_context import Attributes, Cell, Defaults, Members, Slot
+from .capture_context import Arguments, Attributes, Cell, Defaults, Members, Slot
 from .equal_calls import set_node_of
 from .fakes import FakeMaker, fake_mode, identity_of, local_of
 
@@ -171,6 +172,20 @@ class State:
         for name, optimizer in self.optimizers.items():
             groups = functools.partial(getattr, optimizer, "param_groups")
             yield Place(f"{name}.param_groups", optimizer, "param_groups", groups)
+        if self.has_parametrizations():
+            yield Place("parametrize.cached()", vars(parametrize), "_cache_enabled")
+
+    def has_parametrizations(self) -> bool:
+        return any("parametrizations" in part._modules for part in self.parts)
+
+    def refuse_cached_values(self) -> None:
+        """Raise CaptureError if values of parametrizations are kept from call to call now."""
+        if self.has_parametrizations() and parametrize._cache_enabled:
+            raise not_captured(
+                "the step runs within parametrize.cached()",
+                "what was computed before the call, and is kept for the next one, is no input",
+                Fix("with parametrize.cached():", "within the step, or not around it"),
+            )
 
 
 class ReachedMore(Exception):
@@ -306,7 +321,8 @@ class _Search:
         if isinstance(f, functools.partial):
             self.state.lists.append((f.keywords, len(f.keywords)))
             for i, value in enumerate(f.args):
-                self.value(f"partial[{i}]", value, None)
+                at = self._slot(f"partial[{i}]", "value", Arguments(f), i)
+                self.value(at.name, value, None if isinstance(value, _SIMPLE) else at)
             for key, value in f.keywords.items():
                 self.value(f"partial[{key}]", value, self._slot(key, "value", f.keywords, key))
             return self.function(f.func)
@@ -339,7 +355,7 @@ class _Search:
         self._search_attributes(
             f"{f.__name__}.",
             f,
-            lambda key, v: not (isinstance(v, _SIMPLE) or callable(v)) and key != "__wrapped__",
+            lambda key, v: _may_hold_tensors(v) and key != "__wrapped__",
         )
         self.state.links.append((Attributes(f), "__kwdefaults__", f.__kwdefaults__))
         for name, value in (f.__kwdefaults__ or {}).items():
@@ -537,7 +553,7 @@ def _may_hold_tensors(value: Any) -> bool:
     """Is it worth searching? Not functions and classes: what they read is seen when they run."""
     if isinstance(value, (*_SIMPLE, type, types.ModuleType)):
         return False
-    return isinstance(value, nn.Module) or not callable(value)
+    return isinstance(value, (nn.Module, functools.partial)) or not callable(value)
 
 
 def _is_of_run(value: Any) -> bool:

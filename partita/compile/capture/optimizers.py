@@ -328,14 +328,14 @@ class CapturedOptimizers:
             for p, entries in optimizer.state.items():
                 held = self._held[optimizer].get(p, {})
                 real = find_slot(p)
-                if real is None and any(isinstance(v, torch.Tensor) for v in entries.values()):
-                    raise not_captured(
-                        f"{name} has a state of a tensor that it does not update",
-                        "where it belongs after the step cannot be told",
-                    )
                 for key, value in entries.items():
                     if value is held.get(key):
                         continue
+                    if isinstance(value, torch.Tensor) and real is None:
+                        raise not_captured(
+                            f"{name} has a state of a tensor that it does not update",
+                            "where it belongs after the step cannot be told",
+                        )
                     if isinstance(value, torch.Tensor) and real is not None:
                         slot = Slot(f"{name}.{key}", "optimizer", ParamState(optimizer, real), key)
                         found.append((slot, value))

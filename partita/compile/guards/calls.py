@@ -223,6 +223,11 @@ _READS_CLOCK = (
     "a graph would always have the time of its capture",
     "",
 )
+_SET_FOR_CAPTURE = (
+    "calls {}()",
+    "while a step is captured it gives another answer than when the step runs",
+    "its answer",
+)
 _SHARES = (
     "calls {}",
     "what other threads and files hold is no part of a graph: it would be read or written once, "
@@ -456,6 +461,8 @@ class Calls:
         name = getattr(function, "__name__", "")
         if function is globals:
             self._reach_globals(frame.f_globals)
+        if function in _CHANGED_BY_CAPTURE:
+            _refuse(self._record, _SET_FOR_CAPTURE, f"{owner.__name__}.{name}")  # type: ignore[union-attr]
         if _is_setting_of_c(function):
             _read_setting(self._record, f"{name}()", function)
         if isinstance(owner, torch._C.Generator) and name in _GENERATOR_METHODS:
@@ -512,7 +519,11 @@ def refuse_if_random(record: PlaceRecord, value: Any, name: str) -> None:
 # -- settings --------------------------------------------------------------------------------------
 
 _SETTING_FUNCTIONS = (os.getcwd, os.getcwdb, threading.get_ident, threading.get_native_id)
-_CHANGED_BY_CAPTURE = (sys.getprofile,)
+# Functions of C whose answers differ while a step is captured.
+_CHANGED_BY_CAPTURE = (
+    *(sys.getprofile, gc.isenabled, torch._C._is_multithreading_enabled),
+    *(torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack),
+)
 
 
 # Functions that look up an object of the process: by name, or for the thread that asks.

@@ -25,6 +25,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 from torch.overrides import _pop_mode_temporarily
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from partita.comm import enabled_autocast_dtypes, read_autocast_state
 from partita.tensor.dtensor import DTensor, short_dtype
@@ -48,6 +49,7 @@ from .values import (
     content_key,
     find_difference,
     find_last_leaf,
+    forget_leaves,
     is_user_module,
     shorten_text,
     text_of,
@@ -176,14 +178,19 @@ class Guards:
             for at in sorted(self._met)
         }
 
-    def differences(self, leaves: Sequence[Any], most: int = 3) -> list[str]:
-        """Up to `most` differences for a call with these leaves: "cfg['k']: 1 became 4"."""
+    def differences(self, leaves: Sequence[Any] | None, most: int = 3) -> list[str]:
+        """Up to `most` differences for a call, as text: "cfg['k']: 1 became 4".
+
+        Args:
+            leaves: of the call; None for all tensors to count as equal.
+        """
         found = self._list_other_names()
-        walk = self._make_walk(find_first_leaves(leaves))
+        walk = self._make_walk(find_first_leaves(leaves or ()))
         for at, place in enumerate(self._places):
             if len(found) >= most:
                 break
-            differs = find_difference(self._keys[at], self._look_at(at, walk)[0])
+            was = self._keys[at] if leaves is not None else forget_leaves(self._keys[at])
+            differs = find_difference(was, self._look_at(at, walk)[0])
             if differs is not None:
                 found.append(f"{place.name}{differs[0]}: {differs[1]} became {differs[2]}")
         return found[:most]
@@ -320,9 +327,9 @@ class ReadInputs:
     numbers: Sequence[Input] = ()
     written: frozenset[int] = frozenset()
 
-    def find_numbers(self) -> set[tuple[int, Any]]:
-        """The identities of the places where the numbers stand now."""
-        return {given.place for given in self.numbers}
+    def find_numbers(self) -> dict[tuple[int, Any], int]:
+        """By the identity of the place where it stands now, the index of each number."""
+        return {given.place: i for i, given in enumerate(self.numbers)}
 
 
 def find_first_leaves(leaves: Sequence[Any]) -> dict[int, int]:
@@ -593,6 +600,17 @@ def without_function_modes() -> Iterator[None]:
         yield
 
 
+def find_unheard_mode() -> Any:
+    """A TorchDispatchMode of the user's that is active now, if there is one.
+
+    Private torch: the stack of modes.
+    """
+    if not torch._C._len_torch_dispatch_stack():  # type: ignore[attr-defined]
+        return None
+    active = _get_current_dispatch_mode_stack()
+    return next((mode for mode in active if is_user_module(type(mode).__module__)), None)
+
+
 def _key_of_mode(mode: Any) -> Any:
     return mode.device if isinstance(mode, _Device) else ByIdentity(mode)
 
@@ -675,7 +693,8 @@ def _explain_difference(
     differences = _list_differences(now, was)
     if guards is not None and len(differences) < _SHOWN:
         names = {text.split(":")[0] for text in differences}
-        found = guards.differences(leaves, _SHOWN)
+        # Where leaves are new or gone, those of one index are not the same ones.
+        found = guards.differences(leaves if now.keys() == was.keys() else None, _SHOWN)
         differences += [text for text in found if text.split(":")[0] not in names]
     text = "; ".join(differences[:_SHOWN]) or "something is not as it was"
     return text if len(differences) <= _SHOWN else f"{text}; and {len(differences) - _SHOWN} more"

@@ -53,6 +53,7 @@ from .values import (
     MISSING,
     PLAIN,
     WITH_FIELDS,
+    CacheEpoch,
     Place,
     brief,
     cell_content,
@@ -62,6 +63,7 @@ from .values import (
     has_raw_content,
     has_settings,
     holds_no_more,
+    hooks_of_user,
     is_container,
     is_iterator,
     is_recorded,
@@ -85,6 +87,8 @@ from .values import (
     variables_of,
 )
 
+_OPTIMIZERS = vars(sys.modules[torch.optim.Optimizer.__module__])
+_OPTIMIZER_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 _MODULES = vars(nn.modules.module)
 _GLOBAL_HOOKS = [  # private torch: hooks of all modules, which each call of a module reads
     key for key in _MODULES if key.startswith("_global_") and key.endswith("_hooks")
@@ -140,6 +144,9 @@ class ReadRecord(PlaceRecord):
         self._super_names: set[str] = set()  # names in code that may call `super()`
         self._classes: dict[int, type] = {}
         self._by_operators: dict[int, tuple[type, str]] = {}  # by code: `__len__` and others
+        # Functions and classes of the user's, and the special attributes that code asks for.
+        self._described: dict[int, tuple[Any, str]] = {}
+        self._special_names: set[str] = set()
         self._substitutes = Substitutes()
 
     @contextmanager
@@ -162,6 +169,9 @@ class ReadRecord(PlaceRecord):
                 self.read_place(Place("the step", self, "step", lambda: step), step)
                 for key in _GLOBAL_HOOKS:
                     self.read_place(Place(key, _MODULES, key), _MODULES[key])
+                for key in _OPTIMIZER_HOOKS:
+                    get = functools.partial(hooks_of_user, _OPTIMIZERS[key])
+                    self.read_place(Place(key, _OPTIMIZERS, key, get), shallow=True)
                 for name, value in arguments:
                     self.reach_value(value, name)
                 for mode in function_modes():
@@ -372,6 +382,7 @@ class ReadRecord(PlaceRecord):
             self.reach_object(value, name)
             if isinstance(value, functools._lru_cache_wrapper):
                 self.snapshots.snapshot_cache(value, name)
+                self.read_place(place_of_answer(f"the cache of {name}", CacheEpoch(value), value))
                 self._reach_cached_function(value.__wrapped__, name)
 
     def reach_object(self, value: Any, name: str) -> None:
@@ -417,6 +428,7 @@ class ReadRecord(PlaceRecord):
             return
         if f.__dict__:
             self.reach_namespace(f, f.__name__)
+        self._describe(f, f.__name__)
         if self._reads_ahead:
             self._enter_function(f, name)
         else:
@@ -425,6 +437,8 @@ class ReadRecord(PlaceRecord):
     def reach_methods(self, kind: type, name: str) -> None:
         """Note the methods of a class, which are entered when they run."""
         self._classes[id(kind)] = kind
+        if is_user_module(kind.__module__):
+            self._describe(kind, kind.__name__)
         self._read_bases(kind)
         for base in kind.__mro__:
             if id(base) in self._codes_of_functions:
@@ -540,12 +554,32 @@ class ReadRecord(PlaceRecord):
         """Note names that reached objects, classes and modules may be asked for."""
         new = names - self._names_asked
         self._names_asked |= new
+        if special := new & _SPECIAL_ATTRIBUTES:
+            self._special_names |= special
+            for value, name in [*self._described.values()]:
+                self._read_special(value, name, special)
         for key in sorted(new):
             if not key.startswith("__"):
                 place = place_of_tensor_attribute(key)
                 self.read_place(place, shallow=not _is_users(place.value))
         for space, name in list(self._namespaces.values()):
             self._read_namespace(space, name, new)
+
+    def _describe(self, value: Any, name: str) -> None:
+        """Record the special attributes of a function or class that code asks for, now or later."""
+        if id(value) not in self._described:
+            self._described[id(value)] = value, name
+            self._read_special(value, name, self._special_names)
+
+    def _read_special(self, value: Any, name: str, keys: set[str]) -> None:
+        for key in sorted(keys):
+            if key == "__subclasses__" and isinstance(value, type):
+                at = f"{name}.{key}()"
+                get = functools.partial(type.__subclasses__, value)  # a new list each time
+                self.read_place(Place(at, value, key, get), shallow=True)
+            elif key != "__subclasses__" and hasattr(value, key):
+                place = place_of_special_attribute(f"{name}.{key}", value, key)
+                self.read_place(place, shallow=isinstance(value, type))
 
     def _enter_function(self, f: types.FunctionType, name: str) -> None:
         self._enter_code(f.__code__, f.__globals__)
@@ -676,6 +710,11 @@ _CLASS_ATTRIBUTES = """__annotations__ __doc__ __name__ __qualname__ __module__ 
     __dataclass_fields__""".split()
 _FUNCTION_ATTRIBUTES = """__code__ __defaults__ __kwdefaults__ __annotations__ __doc__ __name__
     __qualname__ __module__ __signature__""".split()
+
+
+_SPECIAL_ATTRIBUTES = frozenset(
+    (*_CLASS_ATTRIBUTES, *_FUNCTION_ATTRIBUTES, "__subclasses__", "__wrapped__", "__closure__")
+) | {"__mro__", "__bases__", "__base__"}
 
 
 def _read_all_names(record: ReadRecord, space: Any, name: str) -> None:

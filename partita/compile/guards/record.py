@@ -47,6 +47,7 @@ from .values import (
     copy_raw_content,
     dict_of,
     is_container,
+    is_user_module,
     items_of,
     may_have_attributes,
     place_in_namespace,
@@ -252,13 +253,18 @@ class _Copied:
 
     def _find_set_names(self) -> Iterator[Write]:
         """The names set in a class, module or function, or in an object of a library."""
+        users = _is_of_user(self.owner)
+        is_attribute = users and not isinstance(self.owner, dict)
         for key in [*self.value.keys() | self.before.keys()]:
             was, now = self.before.get(key, MISSING), self.value.get(key, MISSING)
             if was is now or key in _SET_BY_PYTHON or _is_same_value(was, now):
                 continue
             if Substitutes.has(was) or Substitutes.has(now):
                 continue
-            yield Write(place_in_namespace(f"{self.name}.{key}", self.owner, key), was, now)
+            if not users and not _holds_fake(now):
+                continue  # as a library's own counters
+            place = place_in_namespace(f"{self.name}.{key}", self.owner, key)
+            yield Write(place, was, now, is_attribute=is_attribute)
 
     def has_content(self, value: Any) -> bool:
         """Is there in `value` what was there?"""
@@ -358,14 +364,12 @@ class Snapshots:
             if copied.owner is not None and copied.is_settings
         }
         for place, before in self._places.values():
-            seen = place.get is None and id(place.home) in with_owner
+            seen = (place.get is None and id(place.home) in with_owner) or self._is_in_copy(place)
             if not seen and place.key != "__dict__" and not _is_same_value(before, place.value):
                 yield Write(place, before, place.value)
         replaced = set()
         for copied in sorted(self._containers.values(), key=lambda copied: copied.owner is None):
             for write in [*copied.find_writes()]:
-                if not copied.is_settings and write.place.identity in self._places:
-                    continue
                 if _is_of_torch(copied.owner) and self._is_replaced(write.before, write.after):
                     replaced.add(id(write.before))
                 elif id(copied.value) in replaced:
@@ -375,6 +379,14 @@ class Snapshots:
         for place, content in self._raw:
             if read_raw_content(place.home) != content:
                 yield Write(place, place.home, "another content", is_repeatable=False)
+
+    def _is_in_copy(self, place: Place) -> bool:
+        """Is it an attribute that `snapshot_namespace` has copied?"""
+        home = place.home
+        owners = (home,) if isinstance(home, dict) else getattr(home, "__mro__", ())
+        copies = [self._containers.get(id(o)) for o in owners]
+        found = [copied for copied in copies if copied is not None and not copied.is_settings]
+        return any(place.key in copied.value or place.key in copied.before for copied in found)
 
     def _is_replaced(self, before: Any, after: Any) -> bool:
         """Is `after` another container, with the content that `before` had when it was copied?
@@ -387,6 +399,24 @@ class Snapshots:
             return False
         factories = {getattr(value, "default_factory", None) for value in (before, after)}
         return len(factories) == 1 and copied.has_content(after)
+
+
+def _is_of_user(space: Any) -> bool:
+    """Is a class, module, function, exception or dictionary of globals the user's?"""
+    if isinstance(space, dict):
+        return is_user_module(space.get("__name__"))
+    if isinstance(space, types.ModuleType):
+        return is_user_module(space.__name__)
+    if isinstance(space, (BaseException, partial)):
+        return True
+    return is_user_module(space.__module__)
+
+
+def _holds_fake(value: Any) -> bool:
+    """Is it, or does a list, tuple or dictionary hold, a fake tensor?"""
+    held = value.values() if isinstance(value, dict) else value
+    inside = held if isinstance(value, (dict, list, tuple)) else (value,)
+    return any(isinstance(v, FakeTensor) for v in inside)
 
 
 def _has_other_dict(owner: Any, held: Any) -> bool:

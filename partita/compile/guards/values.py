@@ -30,7 +30,7 @@ import os
 import sys
 import sysconfig
 import types
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import chain
@@ -86,10 +86,16 @@ class ByIdentity:
 
 
 class ByType(ByIdentity):
-    """A number that is an input of the graph, as a part of a key: only its type counts."""
+    """A number that is an input of the graph, as a part of a key: which one, and its type count."""
+
+    def __init__(self, value: Any, number: int):
+        super().__init__(value)
+        self.number = number
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, ByType) and type(other.value) is type(self.value)
+        if not isinstance(other, ByType) or other.number != self.number:
+            return False
+        return type(other.value) is type(self.value)
 
     def __hash__(self) -> int:
         return hash(type(self.value))
@@ -193,7 +199,7 @@ class ContentWalk:
     Attributes:
         is_whole: whether dataclasses count by their fields, tensors by identity, and two of one
             content are another value than one that is there twice.
-        numbers: identities of the places whose numbers are graph inputs.
+        numbers: by the identity of its place, the index of each number that is a graph input.
         leaves: by id, the first index of each tensor among the leaves of the call.
         huge: by id, containers whose entries count by identity.
         written: ids of containers that the program writes, which count by identity, too.
@@ -203,7 +209,7 @@ class ContentWalk:
     """
 
     is_whole: bool = False
-    numbers: Set[tuple[int, Any]] = frozenset()
+    numbers: Mapping[tuple[int, Any], int] = field(default_factory=dict)
     leaves: Mapping[int, int] = field(default_factory=dict)
     huge: Mapping[int, Any] = field(default_factory=dict)
     written: Set[int] = frozenset()
@@ -257,9 +263,8 @@ class ContentWalk:
 
     def make_part(self, value: Any, home: Any, key: Any) -> Any:
         """The key of `value`, which stands in `home` at `key`."""
-        if self.numbers and (id(home), key) in self.numbers:
-            return ByType(value)
-        return content_key(value, self)
+        number = self.numbers.get((id(home), key)) if self.numbers else None
+        return content_key(value, self) if number is None else ByType(value, number)
 
     def _make_changeable_key(self, value: Any, sort: str) -> Any:
         """The key of a container, or of an array or its like."""
@@ -293,6 +298,15 @@ class ContentWalk:
 
 
 _MET = "met before"
+
+
+def forget_leaves(key: Any) -> Any:
+    """The key, with all tensors equal."""
+    if isinstance(key, LeafKey):
+        return torch.Tensor
+    if isinstance(key, ContainerKey):
+        return ContainerKey(key.kind, key.keys, *map(forget_leaves, (key.parts, key.own)))
+    return tuple(map(forget_leaves, key)) if type(key) is tuple else key
 
 
 def find_last_leaf(key: Any) -> int:
@@ -689,6 +703,22 @@ def place_of_answer(name: str, function: Callable[[], Any], about: Any = None) -
     return Place(name, function if about is None else about, "()", function)
 
 
+class CacheEpoch:
+    """Counts how often a function of `functools.lru_cache` has lost a result that it had kept."""
+
+    def __init__(self, function: Any):
+        self._function, self._known, self._epoch = function, dict[Any, Any](), 0
+
+    def __call__(self) -> int:
+        held = vars(self._function)
+        tables = gc.get_referents(self._function)
+        now = next(({**d} for d in tables if isinstance(d, dict) and d is not held), {})
+        if any(now.get(key, MISSING) is not kept for key, kept in self._known.items()):
+            self._epoch += 1
+        self._known = now  # which keeps the entries alive, so that no other is taken for one
+        return self._epoch
+
+
 def place_of_log_level(name: str, logger: logging.Logger) -> Place:
     """What a logger lets through: by its own level, its parents' and the global one."""
 
@@ -721,9 +751,13 @@ WITH_FIELDS = ("__dataclass_fields__",)  # special names that are guarded like o
 INSIDE = ("_parameters", "_buffers", "_modules")  # dictionaries of an nn.Module
 
 
-@lru_cache(maxsize=1024)
 def names_of_class(kind: type) -> frozenset[str]:
-    """The names that a class and its bases have now. (New ones change their number.)"""
+    """The names that a class and its bases have now."""
+    return _find_names_of_class(kind, tuple([len(vars(base)) for base in kind.__mro__]))
+
+
+@lru_cache(maxsize=1024)
+def _find_names_of_class(kind: type, counts: tuple[int, ...]) -> frozenset[str]:
     return frozenset().union(*(vars(base) for base in kind.__mro__ if base is not object))
 
 
@@ -835,23 +869,23 @@ def user_hooks_of(t: torch.Tensor) -> tuple[Any, ...]:
         one, other = _hooks_of_backward(t), _hooks_of_gradient(t)
     if not one and not other:
         return ()
-    return (*_users_hooks(one), *_users_hooks(other))
+    return (*hooks_of_user(one), *hooks_of_user(other))
 
 
 def hang_hooks(tensor: torch.Tensor, fake: torch.Tensor) -> list[Any]:
     """Register the user's hooks of a leaf on its fake, so that they are traced; the handles."""
     if not tensor.is_leaf:  # autograd calls them outside the graph, when it goes on from there
         return []
-    found = [fake.register_hook(hook) for hook in _users_hooks(tensor._backward_hooks)]
-    for hook in _users_hooks(getattr(tensor, "_post_accumulate_grad_hooks", None)):
+    found = [fake.register_hook(hook) for hook in hooks_of_user(tensor._backward_hooks)]
+    for hook in hooks_of_user(getattr(tensor, "_post_accumulate_grad_hooks", None)):
         found.append(fake.register_post_accumulate_grad_hook(hook))
     return found
 
 
-def _users_hooks(hooks: Any) -> list[Any]:
+def hooks_of_user(hooks: Any) -> tuple[Any, ...]:
     """The hooks that are not partita's own, which do in eager what the graph does by itself."""
     found = [getattr(hook, "hook", hook) for hook in (hooks or {}).values()]
-    return [h for h in found if not str(getattr(h, "__module__", "")).startswith("partita.")]
+    return tuple([h for h in found if not str(getattr(h, "__module__", "")).startswith("partita.")])
 
 
 class AttributesAndHooks:
@@ -864,6 +898,11 @@ class AttributesAndHooks:
         # Nobody deletes our own attributes, so where all are ours an equal number is the same ones.
         self._others = [t for t in self._attributed if not OWN_ATTRIBUTES.issuperset(vars(t))]
         self._state, self._objects = self._read_state()
+
+    def may_change_within(self, known: Container[int]) -> bool:
+        """May a value of an attribute change in place, on a tensor whose id is not `known`?"""
+        others = [vars(t).values() for t in self._others if id(t) not in known]
+        return not all(isinstance(v, (*PLAIN, torch.Tensor)) for v in chain(*others))
 
     def unchanged(self) -> bool:
         """Do torch's dictionaries hold the same?"""

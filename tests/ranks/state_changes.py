@@ -2204,12 +2204,14 @@ def a_number_in_a_tensor_of_a_namespace():
 
 @refused
 def a_number_in_a_tensor_that_nothing_finds():
-    held = [functools.partial(max, torch.zeros(()))]
+    held = [types.MappingProxyType({"total": torch.zeros(())})]
 
     def step(x):
-        return x * (held[0].args[0] * 0.9)
+        return x * (held[0]["total"] * 0.9)
 
-    return Change(step, lambda: held.__setitem__(0, functools.partial(max, torch.tensor(5.0))))
+    return Change(
+        step, lambda: held.__setitem__(0, types.MappingProxyType({"total": torch.ones(())}))
+    )
 
 
 @change

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import json
 import struct
 import time
 from collections.abc import Callable, Sequence
@@ -38,6 +39,8 @@ from .waiting import (
     WatchedWork,
     describe_process,
     find_ended,
+    history_of,
+    last_begun_in,
     make_deadlock_error,
     make_lost_rank_error,
     make_rank_gone_error,
@@ -196,6 +199,10 @@ class GroupWire(Wire):
         waits = self._others_exist() and self.backend.waits_on_host
         return list(self._rank_at.values()) if waits else []
 
+    def last_begun(self, axes: Axes) -> str:
+        group = self._process_groups.get(axes)
+        return "" if group is None else last_begun_in(group.group_name)
+
     @property
     def patience_of_readers(self) -> float:
         return timeout_of_job().total_seconds() / 2
@@ -286,7 +293,8 @@ class ControlGroup:
         """
         text = why + shown
         wait = functools.partial(self._wait, text, deadline, warns)
-        head = _MESSAGE_HEAD.pack(hash_text(why + compared, 8), len(mine))
+        begun = history_of(self._ranks).digest
+        head = _MESSAGE_HEAD.pack(hash_text(f"{why}{compared} {begun}", 8), len(mine))
         rows = self._gather((head + mine).ljust(_MESSAGE_BYTES)[:_MESSAGE_BYTES], wait)
         heads = [_MESSAGE_HEAD.unpack_from(row) for row in rows]
         if any(digest != heads[0][0] for digest, _ in heads):
@@ -366,14 +374,38 @@ class ControlGroup:
             need = Need(_append_user_line(text), self._ranks, None, True, warns, count)
             wait_longer(work, need, deadline)
 
-    def _make_divergence_error(self, why: str, deadline: float | None) -> LayoutError:
-        """The error where ranks come for different reasons; all ranks make this call."""
-        mine = _append_user_line(why).encode()
-        rows = self.exchange("says why it came", mine, deadline)
-        texts = [row.decode(errors="replace") for row in rows]
-        other = next((i for i, text in enumerate(texts) if text != texts[0]), 1)
-        lines = [f"rank {self._ranks[i]:<5} {texts[i]}" for i in (0, other)]
-        return make_deadlock_error("ranks ask for different things", lines)
+    def _make_divergence_error(self, text: str, deadline: float | None) -> LayoutError:
+        """The error where ranks come for different reasons, or have made other moves before; all
+        ranks make this call."""
+        mine = json.dumps([_append_user_line(text), history_of(self._ranks).describe()]).encode()
+        wait = functools.partial(self._wait, text, deadline, True)
+        sizes = self._gather(_LENGTH.pack(len(mine)), wait)
+        longest = max(n for (n,) in map(_LENGTH.unpack, sizes))
+        rows = [json.loads(row) for row in self._gather(mine.ljust(longest), wait)]
+        first, theirs = rows[0]
+        for i, (other, ours) in enumerate(rows):
+            if (other, ours) == (first, theirs):
+                continue
+            lines = [first, other]
+            if ours != theirs:
+                lines = _describe_parting(lines, [theirs, ours])
+            ranks = self._ranks[0], self._ranks[i]
+            lines = [f"rank {r:<5} {line}" for r, line in zip(ranks, lines, strict=True)]
+            return make_deadlock_error("ranks ask for different things", lines)
+        return make_deadlock_error("ranks ask for different things", [f"all ranks  {first}"])
+
+
+def _describe_parting(texts: list[str], begun: list[dict[str, str]]) -> list[str]:
+    """What two ranks do now, each with the first collective in which it parted from the other."""
+    numbers = sorted({int(n) for one in begun for n in one})
+    oldest = max(min(map(int, one), default=0) for one in begun)
+    parted = next(
+        (n for n in numbers if n >= oldest and begun[0].get(str(n)) != begun[1].get(str(n))), None
+    )
+    if parted is None:
+        return texts
+    made = [one.get(str(parted), "none") for one in begun]
+    return [f"{t}; its move {parted} was: {m}" for t, m in zip(texts, made, strict=True)]
 
 
 def _wait_unwatched(work: Any) -> None:

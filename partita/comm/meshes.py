@@ -28,6 +28,7 @@ from .groups import GroupWire
 from .ledger import user_line
 from .ranks import RankWire, running_wire
 from .trace import active_wire
+from .waiting import forget_histories
 from .wire import MeshHandle, Wire, find_handle
 
 
@@ -156,6 +157,7 @@ def wire_of(device_mesh: object) -> Wire:
         )
     if _world is not dist.group.WORLD:  # groups that were destroyed took theirs with them
         _wires.clear()
+        forget_histories()
         _world = dist.group.WORLD
     found = _wires.get(device_mesh)
     if found is None:

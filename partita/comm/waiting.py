@@ -87,7 +87,7 @@ class WatchedWork:
 
     def __init__(self, work: Any, group: dist.ProcessGroup, request: Request):
         self._work, self._group, self._request = work, group, request
-        self._number = _note_begun(group.group_name, request)
+        self._number = _note_begun(group, request)
 
     def wait(self) -> None:
         try:
@@ -310,16 +310,73 @@ _own_posts: dict[int, Post] = {}
 """The posts of this rank's waiting threads, by id; the last of them stands in the store."""
 
 
-def _note_begun(group: str, request: Request) -> int:
-    """Note that this rank has begun a collective in the group of this name; its number, from 1.
+def _note_begun(group: dist.ProcessGroup, request: Request) -> int:
+    """Note that this rank has begun a collective in the group; its number, from 1.
 
     Not torch's sequence number, which counts the user's own collectives, too.
     """
-    number = _NUMBERS[group] = _NUMBERS.get(group, 0) + 1
-    asked = _ASKED.get(group) or _ASKED.setdefault(group, deque(maxlen=_ASKS_KEPT))
+    name, thread = group.group_name, threading.get_ident()
+    number = _NUMBERS[name] = _NUMBERS.get(name, 0) + 1
+    asked = _ASKED.get(name) or _ASKED.setdefault(name, deque(maxlen=_ASKS_KEPT))
     asked.append((number, request))
-    _THREADS.add(threading.get_ident())
+    _THREADS.add(thread)
+    if thread == threading.main_thread().ident:  # others take turns with it as they like
+        history = _history_by_group.get(name)
+        if history is None:
+            ranks = tuple(sorted(dist.get_process_group_ranks(group)))
+            history = _history_by_group[name] = _histories.setdefault(ranks, History())
+        history.add(request)
     return number
+
+
+class History:
+    """The collectives that this rank has begun among some ranks: how many, a digest, the last."""
+
+    def __init__(self) -> None:
+        self.count, self.digest = 0, 0
+        self.last: deque[tuple[int, Request]] = deque(maxlen=_ASKS_KEPT)
+
+    def add(self, request: Request) -> None:
+        """Add a collective that begins."""
+        key = request.kind, id(request.move), request.op
+        found = _digests.get(key)
+        if found is None:
+            if len(_digests) >= _DIGESTS_KEPT:
+                _digests.clear()
+            text = hashlib.blake2b(request.describe().encode(), digest_size=8).digest()
+            found = _digests[key] = int.from_bytes(text, "big"), request.move
+        self.count += 1
+        self.digest = (self.digest * 1000003 ^ found[0]) & _64_BITS
+        self.last.append((self.count, request))
+
+    def describe(self) -> dict[str, str]:
+        """The last collectives in words, by their numbers."""
+        return {str(number): request.describe() for number, request in self.last}
+
+
+_64_BITS = (1 << 64) - 1
+_DIGESTS_KEPT = 1 << 14
+_digests: dict[tuple[str, int, str], tuple[int, Any]] = {}
+"""By kind, move and op; the move is held, so that its id stays its own."""
+_histories: dict[tuple[int, ...], History] = {}
+_history_by_group: dict[str, History] = {}
+
+
+def history_of(ranks: Sequence[int]) -> History:
+    """What this rank has begun among exactly these ranks."""
+    return _histories.get(tuple(sorted(ranks))) or History()
+
+
+def last_begun_in(group: str) -> str:
+    """The kind of the last collective that this rank has begun in the group of this name."""
+    history = _history_by_group.get(group)
+    return history.last[-1][1].kind if history is not None and history.last else ""
+
+
+def forget_histories() -> None:
+    """Forget what was begun in process groups that are gone."""
+    _histories.clear()
+    _history_by_group.clear()
 
 
 def _find_store() -> Any:

@@ -280,6 +280,11 @@ class Wire(Transport):
         """The ranks of the mesh, by their numbers in the job, where a wait may last for ever."""
         return []
 
+    def last_begun(self, axes: Axes) -> str:
+        """The kind of the last collective that this rank has begun along `axes`; "" where that is
+        not known."""
+        return ""
+
     @contextmanager
     def reading(self, value: Reading) -> Iterator[None]:
         """Within, moves bring a value that the program reads: they cannot be mistaken for another
@@ -302,7 +307,8 @@ class Wire(Transport):
             LayoutError: on all ranks, where a rank reads alone, or reads another value.
         """
         compared, shown = read.at(place_of_user())
-        return self.exchange(read.why, mine, self.patience_of_readers, compared, shown)
+        patience = self.patience_of_readers if read.verb == "reads" else None
+        return self.exchange(read.why, mine, patience, compared, shown)
 
     @property
     def patience_of_readers(self) -> float | None:

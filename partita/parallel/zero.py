@@ -13,6 +13,7 @@ its sum is dropped, and it is reduced later.
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -22,7 +23,7 @@ import torch
 from torch import nn
 from torch._C import DisableTorchFunctionSubclass as Local
 
-from partita.comm import Wire, user_line, wire_of
+from partita.comm import Wire, describe_saved_mesh, find_saved_wire, user_line, wire_of
 from partita.layout import Fix, LayoutError, Replicate, Shard
 from partita.tensor.construct import distribute_tensor, hold_value, place_buffer, refuse_lazy
 from partita.tensor.dtensor import DTensor, moved, tagged
@@ -140,7 +141,8 @@ def zero(
             parts.append((block.name, [p for p in params if p.requires_grad and p.ndim]))
         state = GradReducer(parts, axes, stage)
     model.__dict__["_zero"] = state
-    model.register_forward_pre_hook(_WholeBatchWarning(axes, wire), with_kwargs=True)
+    watch = _ForwardWatch(axes, wire, gathers=stage == 3 and not persistent)
+    model.register_forward_pre_hook(watch, with_kwargs=True)
     wire.data_axes = (*wire.data_axes, *(a for a in axes if a not in wire.data_axes))
     state.options, state.applied = (axes, stage, precision or MixedPrecision()), applied
     for p, grad in grads.items():
@@ -149,28 +151,64 @@ def zero(
     return model
 
 
-class _WholeBatchWarning:
-    """A hook before the forward of a model, which warns once where a batch was not split."""
+class _ForwardWatch:
+    """A hook before the forward of a model: warns once where a batch was not split, and compares
+    what kind of forward it is, where that changes.
 
-    def __init__(self, axes: tuple[str, ...], wire: Wire):
+    Where forwards gather weights, one that a rank makes alone would gather together with another
+    forward, or the backward, of the others. It is of another kind than theirs (it trains or not; no
+    backward was between it and the last one), or the next one is. Kinds that follow each other in a
+    loop are compared when it begins.
+    """
+
+    def __init__(self, axes: tuple[str, ...], wire: Wire, *, gathers: bool):
         self.axes = tuple(a for a in axes if wire.mesh.size(a) > 1)
+        self.unwarned, self.wire, self.gathers = bool(self.axes), wire, gathers
+        self.last: object = None
+        self.changes: deque[object] = deque(maxlen=_CHANGES_KEPT)
 
     def __call__(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        if not self.axes or HERE.capturing or not (model.training and torch.is_grad_enabled()):
+        if not self.axes or HERE.capturing:
             return
-        tensors = [*tensors_in((args, kwargs))]
-        rows = [t.shape[0] for t in tensors if t.ndim]
-        if not rows or max(rows) == 1:
+        trains = model.training and torch.is_grad_enabled()
+        if self.gathers and self.wire.ranks_to_wait_for:
+            kind = model.training, torch.is_grad_enabled(), self.wire.last_begun(self.axes)
+            self.last, change = kind, (self.last, kind)
+            if kind != change[0] and change not in self.changes:
+                text = f"{type(model).__name__}, training={kind[0]}, with gradients={kind[1]}"
+                self.wire.exchange("begins a forward under zero:", b"", None, str(kind), f" {text}")
+                self.changes.append(change)
+        if self.unwarned and trains:
+            self._warn_of_whole_batch(model, [*tensors_in((args, kwargs))])
+
+    def _warn_of_whole_batch(self, model: nn.Module, tensors: list[torch.Tensor]) -> None:
+        if max((t.shape[0] for t in tensors if t.ndim), default=1) == 1:
             return
-        axes, self.axes = self.axes, ()
-        if not any(isinstance(t, DTensor) and _is_split(t, axes) for t in tensors):
-            names = " and ".join(axes)
+        self.unwarned = False
+        if not any(isinstance(t, DTensor) and _is_split(t, self.axes) for t in tensors):
+            names = " and ".join(self.axes)
             warnings.warn(
                 f"every rank of {names} computes the whole batch: no input of the "
                 f"{type(model).__name__} is split over {names}, at {user_line() or 'no line'}; "
                 "pt.distribute_batch(batch, mesh) splits its rows",
-                stacklevel=3,
+                stacklevel=4,
             )
+
+    def __deepcopy__(self, memo: object) -> _ForwardWatch:
+        return _ForwardWatch(self.axes, self.wire, gathers=self.gathers)
+
+    def __reduce__(self) -> Any:
+        return _make_forward_watch, (self.axes, describe_saved_mesh(self.wire), self.gathers)
+
+
+def _make_forward_watch(
+    axes: tuple[str, ...], mesh: tuple[Any, ...], gathers: bool
+) -> _ForwardWatch:
+    return _ForwardWatch(axes, find_saved_wire(mesh), gathers=gathers)
+
+
+_CHANGES_KEPT = 8
+"""Changes of the kind of forward that are part of a loop."""
 
 
 def _is_split(t: DTensor, axes: tuple[str, ...]) -> bool:
@@ -235,7 +273,7 @@ def _take_over(
     for module, state in states.items():
         state.detach_from_model()
         for number, hook in list(module._forward_pre_hooks.items()):
-            if isinstance(hook, _WholeBatchWarning):
+            if isinstance(hook, _ForwardWatch):
                 del module._forward_pre_hooks[number]
         del module.__dict__["_zero"]
     return applied

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -129,10 +130,13 @@ def describe_reading(x: torch.Tensor, op: str, spec: Spec, verb: str = "reads") 
 def is_compared_when_moved(before: Spec, after: Spec, op: str, reason: str) -> bool:
     """True if the ranks compare which tensor they move: a small one, or one that all get whole.
 
-    Only where all ranks of the mesh take part, and collectives block the processor anyhow.
+    Only where all ranks of the mesh take part, and collectives block the processor anyhow. Not in
+    a thread beside the program's: other ranks would take its wait for that of the whole rank.
     """
     wire = before.wire
     if reason == "gradient" or wire.runs_in_streams or wire.is_reading:
+        return False
+    if wire.ranks_to_wait_for and threading.current_thread() is not threading.main_thread():
         return False
     if not (before.has_noted_origin or op == "full_tensor") or is_alone(wire):
         return False

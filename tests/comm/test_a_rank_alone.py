@@ -151,6 +151,50 @@ def test_a_rank_alone_beside_other_calls_is_an_error_on_all_that_names_both():
     )
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_forward_that_one_rank_makes_alone_is_an_error_on_all(ranks):
+    with tempfile.TemporaryDirectory() as folder:
+        texts = run_ranks(goes_alone, ranks, "forward", "train", folder, timeout=40)
+    for text in texts:
+        assert "begins a forward under zero: Sequential" in text and HERE in text
+        assert "rank 0     begins" in text and "rank 1     waits in " in text
+
+
+def validates_alone(rank, stage, persistent):
+    """Where weights lie whole on every rank, a forward is for one rank alone."""
+    mesh = pt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    torch.manual_seed(0)
+    model = pt.zero(nn.Linear(4, 3), mesh, stage=stage, persistent=persistent)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, seen = pt.distribute_batch(torch.ones(6, 4), mesh), []
+    for _ in range(3):
+        loss = model(x).square().mean()
+        loss.backward()
+        if rank == 0:
+            with torch.no_grad():
+                model(x)
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(loss.item())
+    return seen
+
+
+@pytest.mark.parametrize(("stage", "persistent"), [(1, False), (3, True)])
+def test_a_forward_without_gathers_is_for_one_rank_alone(stage, persistent):
+    torch.manual_seed(0)
+    model, seen = nn.Linear(4, 3), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        loss = model(torch.ones(6, 4)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(loss.item())
+    for found in run_ranks(validates_alone, 2, stage, persistent):
+        assert found == pytest.approx(seen, rel=1e-5)
+
+
 def cut_off_alone(mesh, rank, path):
     model = pt.zero(nn.Linear(4, 4), mesh, stage=3)
     x = pt.distribute_batch(torch.ones(4, 4), mesh)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -230,3 +232,48 @@ def whole_on_some(rank):
 
 def test_ranks_that_have_no_part_in_a_move_need_not_make_it():
     assert run_ranks(whole_on_some, 4) == [WHOLE.tolist()] * 4
+
+
+# -- other moves before the read -------------------------------------------------------------------
+
+
+def runs_equal_blocks_in_another_order(rank):
+    """Of equal blocks each rank would take another's weights, and none would wait."""
+    mesh = pt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    torch.manual_seed(0)
+    model = pt.zero(torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(4)]), mesh, stage=3)
+    x = pt.distribute_batch(torch.ones(6, 4), mesh)
+    for block in (0, 1, 2, 3) if rank == 0 else (0, 2, 1, 3):
+        x = model[block](x)
+    try:
+        return x.square().mean().item()
+    except LayoutError as error:
+        return str(error)
+
+
+def test_ranks_that_made_other_moves_before_a_read_get_an_error_that_names_the_first():
+    texts = run_ranks(runs_equal_blocks_in_another_order, 2)
+    for text in texts:
+        assert "ranks ask for different things" in text
+        assert "for 1" in text and "for 2" in text and text.count("its move ") == 2
+
+
+def moves_in_a_thread(rank):
+    """A thread beside the program's may make its moves when it likes."""
+    group = dist.new_group([0, 1])
+    mesh = pt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    beside = pt.DeviceMesh.from_group(group, "cpu")
+    x = pt.DTensor.from_local(torch.ones(40), beside, [Partial()])
+    d = pt.distribute_tensor(WHOLE, mesh, [Shard(0)])
+    thread = threading.Thread(target=x.redistribute, kwargs={"placements": [Replicate()]})
+    if rank == 0:
+        thread.start()
+    first = d.sum().item()
+    if rank == 1:
+        thread.start()
+    thread.join()
+    return first, (d * 2).sum().item()
+
+
+def test_moves_of_another_thread_are_no_part_of_the_comparison():
+    assert run_ranks(moves_in_a_thread, 2) == [(28.0, 56.0)] * 2

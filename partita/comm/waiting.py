@@ -324,12 +324,12 @@ def _note_begun(group: dist.ProcessGroup, request: Request) -> int:
         history = _history_by_group.get(name)
         if history is None:
             ranks = tuple(sorted(dist.get_process_group_ranks(group)))
-            history = _history_by_group[name] = _histories.setdefault(ranks, History())
+            history = _history_by_group[name] = _histories.setdefault(ranks, MoveHistory())
         history.add(request)
     return number
 
 
-class History:
+class MoveHistory:
     """The collectives that this rank has begun among some ranks: how many, a digest, the last."""
 
     def __init__(self) -> None:
@@ -358,13 +358,13 @@ _64_BITS = (1 << 64) - 1
 _DIGESTS_KEPT = 1 << 14
 _digests: dict[tuple[str, int, str], tuple[int, Any]] = {}
 """By kind, move and op; the move is held, so that its id stays its own."""
-_histories: dict[tuple[int, ...], History] = {}
-_history_by_group: dict[str, History] = {}
+_histories: dict[tuple[int, ...], MoveHistory] = {}
+_history_by_group: dict[str, MoveHistory] = {}
 
 
-def history_of(ranks: Sequence[int]) -> History:
+def history_of(ranks: Sequence[int]) -> MoveHistory:
     """What this rank has begun among exactly these ranks."""
-    return _histories.get(tuple(sorted(ranks))) or History()
+    return _histories.get(tuple(sorted(ranks))) or MoveHistory()
 
 
 def last_begun_in(group: str) -> str:

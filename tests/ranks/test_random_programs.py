@@ -6,6 +6,8 @@ the same text run on plain tensors in float64.
 A few hundred examples by default; the nightly run draws new ones every time:
 
     PARTITA_EXAMPLES=5000 python -m pytest tests/ranks/test_random_programs.py --timeout 0
+
+The same programs are captured, too, as regions with up to three results.
 """
 
 from __future__ import annotations
@@ -222,6 +224,87 @@ def test_a_program_gives_what_one_device_gives(program: Program) -> None:
         reject()
     except Exception as error:
         raise AssertionError(f"the shortest that fails: {shortest(program)!r}") from error
+
+
+# -- regions ---------------------------------------------------------------------------------------
+
+
+def region_of(program: Program) -> Any:
+    """A function of the inputs that returns up to three values which the program makes."""
+    made = [line.partition(" = ")[0] for line in program.lines]
+    made = [name for name in dict.fromkeys(made) if name[0] == "t" and name.isalnum()]
+    inputs = ", ".join(program.values())
+    results = f"[t * 1 for t in ({', '.join(made[-3:])},) if t.is_floating_point()]"
+    lines = [f"def region({inputs}):", *program.lines, f"return {results}"]
+    code: dict[str, Any] = {"torch": torch, "F": torch.nn.functional}
+    exec(compile("\n    ".join(lines), "<region>", "exec"), code)
+    return code["region"]
+
+
+def run_region(region: Any, leaves: list[Any]) -> list[Any]:
+    """The results, behind a backward pass in which each counts otherwise."""
+    torch.manual_seed(5)
+    results = region(*leaves)
+    loss = loss_of({"t" * (i + 1): t for i, t in enumerate(results)})
+    if isinstance(loss, torch.Tensor) and loss.requires_grad:
+        loss.backward()
+    return results
+
+
+def check_region(program: Program) -> None:
+    on_one_device(program)  # whether the program is suited
+    region = region_of(program)
+    inputs = [x.requires_grad_() for x in program.values().values()]
+    values = [t.detach() for t in run_region(region, inputs)]
+
+    def run_on_a_rank(mesh: Any) -> None:
+        captured = pt.compile(region, backend="graph")
+        for _ in range(2):
+            leaves = [
+                spread(mesh, x.detach(), Layout.parse(text))
+                for x, text in zip(inputs, program.inputs, strict=True)
+            ]
+            results = run_region(captured, leaves)
+        for i, (t, truth) in enumerate(zip(results, values, strict=True)):
+            same(f"result {i}", t.detach(), truth)
+        for i, (x, truth) in enumerate(zip(leaves, inputs, strict=True)):
+            if truth.grad is None:
+                assert x.grad is None or not x.grad.full_tensor().any(), f"gradient {i}"
+            else:
+                same(f"gradient {i}", x.grad, truth.grad)
+
+    try:
+        with pt.ranks(**program.mesh) as world:
+            world.run(run_on_a_rank)
+    except AssertionError:
+        if not left_to_rounding(program):
+            raise
+        raise Unsuited from None
+    except pt.LayoutError as error:  # said to be refused
+        refused = isinstance(error, pt.CaptureError)
+        if not refused and "its operand would have to change its layout" not in error.fact:
+            raise
+        raise Unsuited from error
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@settings(
+    max_examples=EXAMPLES or 40,
+    derandomize=not EXAMPLES,
+    database=None,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+    deadline=None,
+)
+@given(programs())
+def test_a_captured_program_gives_the_results_and_gradients_of_one_device(program: Program) -> None:
+    try:
+        check_region(program)
+    except Unsuited:
+        reject()
+    except Exception as error:
+        raise AssertionError(f"as a region: {program!r}") from error
 
 
 ONCE_WRONG = {

@@ -57,6 +57,7 @@ class CapturedProgram(Program):
         captured: the program before any pass.
         search: finds how it is rewritten for a smaller budget, until it is compiled.
         sharing: finds inputs that overlap one that is written.
+        asked: computes the integers among the answers: with others the graph could not run.
         has_run: True once a run has gone this program's way; a capture makes its writes before.
     """
 
@@ -71,6 +72,7 @@ class CapturedProgram(Program):
     captured: CapturedForms | None = field(init=False, default=None)
     search: FormSearch | None = field(init=False, default=None)
     sharing: Sharing = field(init=False)
+    asked: SideGraph | None = None
     has_run: bool = False
 
     @cached_property
@@ -78,6 +80,11 @@ class CapturedProgram(Program):
         """What each pass did to the graph. The passes run again, which may take seconds."""
         assert self.captured is not None
         return [*changes_of(self.captured)]
+
+    @cached_property
+    def _compute_asked(self) -> Callable[..., Sequence[torch.Tensor]]:
+        assert self.asked is not None
+        return function_of(self.asked.graph, self.groups)
 
     def undo_writes(self) -> None:
         """Put back what the step has changed in Python objects."""
@@ -120,6 +127,11 @@ class CapturedProgram(Program):
             The step's result; or an `OtherAnswers` where this call's answers differ from the
             program's. Nothing has changed then, and generators are as they were.
         """
+        if self.asked is not None:
+            integers = self.asked.compute(tensors, self._compute_asked)
+            otherwise = self.answers.compare_integers([int(t) for t in integers])
+            if otherwise is not None:
+                return otherwise
         if self.answers.values:
             generators = map(default_generator, self.draws_on)
             before = [(generator, generator.get_state()) for generator in generators]
@@ -284,6 +296,16 @@ def extract_values(
             needed.update(node.all_input_nodes)
     graph = extract_graph(made, needed, values)
     return SideGraph(graph, [i for n, i in given.items() if n in needed])
+
+
+def extract_answers(program: CapturedProgram, numbers: Sequence[int]) -> SideGraph:
+    """Copy what computes some of the answers in a program's graph, by their numbers."""
+    graph = program.graph.graph
+    at = [output.kind for output in program.outputs].index("answers")
+    (end,) = graph.find_nodes(op="output")
+    answers = end.args[0][at].args[0]
+    given = dict(zip(graph.find_nodes(op="placeholder"), program.inputs, strict=True))
+    return extract_values(program.graph, given, [answers[i] for i in numbers])
 
 
 def _line_of_node(node: fx.Node) -> str:

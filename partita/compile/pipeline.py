@@ -66,6 +66,8 @@ def make_program(
             verify(program, "capture")
         if program.compared is not None:  # another graph, small
             inline_block_programs(program.compared.side.graph.graph)
+        if program.asked is not None:
+            inline_block_programs(program.asked.graph.graph)
         return FormSearch(CapturedForms(program))
 
     wires = dict.fromkeys(t._spec.wire for t in tensors if hasattr(t, "_spec"))

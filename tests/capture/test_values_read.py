@@ -57,6 +57,7 @@ PROGRAMS: dict[str, Callable[[Any, Any], Any]] = {
     "sizes of pieces": pieces,
     "int()": lambda x, grid: x[: int(grid[0, 0])] * 2,
     "a bound": lambda x, grid: x[: grid[0, 0].item()] * 2,
+    "a key": lambda x, grid: x * {2: 5, 3: 7}[grid[0, 0].item()],
     "range": lambda x, grid: sum(x * i for i in range(grid[0, 1])),
     "a loop": lambda x, grid: halved(x.clamp(-9, 9)),
     "a bool that is returned": lambda x, grid: (x * 2, (x > 3).any().item()),

@@ -287,6 +287,18 @@ class Answers:
     values: tuple[Answer, ...] = ()
     lines: tuple[str, ...] = ()
 
+    @property
+    def integers(self) -> tuple[int, ...]:
+        """The numbers of the questions that ask for an integer."""
+        return tuple([i for i, v in enumerate(self.values) if not isinstance(v, bool)])
+
+    def compare_integers(self, found: Sequence[int]) -> OtherAnswers | None:
+        """The other answers where integers, which are computed before a run, are others."""
+        values = list(self.values)
+        for i, value in zip(self.integers, found, strict=True):
+            values[i] = value
+        return self.compare(values)
+
     def compare(self, found: Sequence[int]) -> OtherAnswers | None:
         """The other answers of a run; None where `found` are these."""
         pairs = zip(self.values, found, strict=True)

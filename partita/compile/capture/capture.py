@@ -29,10 +29,10 @@ from partita.tensor.tensor_state import HERE
 
 from ..arguments import classes_of_call, flatten_call, is_taken_apart, refuse_closed, unflatten_call
 from ..backend.executor import function_of
-from ..captured_program import CapturedProgram, extract_values
+from ..captured_program import CapturedProgram, extract_answers, extract_values
 from ..conditions import Conditions, EqualInputs, GradientCondition, kind_of_gradient
 from ..errors import CaptureError, explain_error, not_an_input, not_captured, user_line_of
-from ..graph_nodes import drop_unused, lazy_graph_modules, note_of
+from ..graph_nodes import drop_unused, has_effect, lazy_graph_modules, note_of
 from ..guards import Guards, ReadRecord, Write
 from ..guards.calls import asks_which_object
 from ..guards.guards import ReadInputs, find_first_leaves, without_function_modes
@@ -351,6 +351,7 @@ class CaptureRun:
         """Raise `wanted`, with a graph that computes what was read; return where marks were."""
         inputs = self.inputs
         inline_blocks(made.graph)
+        _drop_all_but(made.graph, made.graph.find_nodes(op="output")[0].all_input_nodes)
         with inputs.mode:
             made = functionalize_graph(made, places_of_equal(inputs.all, self._equal_counts))
         given = dict(zip(made.graph.find_nodes(op="placeholder"), inputs.all, strict=True))
@@ -396,6 +397,8 @@ class CaptureRun:
             conditions = self._collect_conditions()
             program = program_of_trace(made, inputs, self.wires, self.outputs, conditions)
         program.answers, program.trained = self.questions.answers, self._trained
+        if program.answers.integers:
+            program.asked = extract_answers(program, program.answers.integers)
         apart, updates = self._blocks.apart_by_name, self._updates.structures
         program.blocks = BlocksTraced(structures, apart, updates)
         program.work = [work for wire in self.wires.values() for work in wire.work]
@@ -424,6 +427,7 @@ class CaptureRun:
         recorder = self.recorder = Recorder(mode.tracer.graph, self.inputs.mode)
         self._repeated = RepeatedMoves(recorder, self.inputs.mode)
         recorder.note_read = self._note_read
+        recorder.follows_from_integers = partial(self._follows_from_data, only_integers=True)
         try:
             self._run_step(recorder, inputs, mode)
         except ValuesWanted as wanted:
@@ -431,6 +435,7 @@ class CaptureRun:
             return [*self.questions.reads]
         finally:
             recorder.note_read = lambda number, of: None
+            recorder.follows_from_integers = lambda number: False
         recorder.finish()
         return self.outputs.values
 
@@ -498,20 +503,28 @@ class CaptureRun:
     def _answer(self, question: Any) -> Answer | None:
         if HERE.block is not None:
             HERE.block.refuse_always("it asks for a value")
-        if question.pytype is int and not self._follows_from_data(question):
+        if question.pytype is int and not self._follows_from_data(torch.SymInt(question)):
             return None
         return self.questions.answer(question, self._predict_answer)
 
-    def _follows_from_data(self, question: Any) -> bool:
+    def _follows_from_data(self, number: Any, only_integers: bool = False) -> bool:
         """True if a number follows from arguments and the like, not from what steps update: that
-        would be another number, and another program, in each call."""
-        ahead, done = [self._node_of_number(torch.SymInt(question))], set()
+        would be another number, and another program, in each call.
+
+        Args:
+            only_integers: whether these must be integers or bools, as labels and masks are.
+        """
+        ahead, done = [self._node_of_number(number)], set()
         while ahead:
             node = ahead.pop()
             if node in done:
                 continue
             done.add(node)
-            if self._kinds.get(node, "argument") in _UPDATED_KINDS:
+            kind, value = self._kinds.get(node, ""), node.meta.get("val")
+            if kind in _UPDATED_KINDS:
+                return False
+            is_whole = isinstance(value, torch.Tensor) and not value.is_floating_point()
+            if kind and only_integers and not is_whole:
                 return False
             ahead += node.all_input_nodes
         return True
@@ -733,6 +746,20 @@ def _drop_unused_numbers(graph: fx.Graph) -> None:
     for node in reversed(graph.nodes):
         is_dead = not node.users and is_symbolic(node.meta.get("val")) and node.op != "placeholder"
         if is_dead and all(is_symbolic(n.meta.get("val")) for n in node.all_input_nodes):
+            graph.erase_node(node)
+
+
+def _drop_all_but(graph: fx.Graph, wanted: Iterable[fx.Node]) -> None:
+    """Erase the calls that have no part in the values of `wanted`, as far as calls tell.
+
+    A write through another view is missed: what is computed is a guess, which each run checks.
+    """
+    needed = set(wanted)
+    for node in reversed(graph.nodes):
+        if node in needed or (has_effect(node) and not needed.isdisjoint(node.all_input_nodes)):
+            needed.update((node, *node.all_input_nodes))
+    for node in reversed(graph.nodes):
+        if node.op == "call_function" and node not in needed:
             graph.erase_node(node)
 
 

@@ -15,11 +15,14 @@ Python's where algebra would not (signed zeros, division by zero, powers of nega
 from __future__ import annotations
 
 import operator
+import os
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -114,6 +117,7 @@ class NumberEnv(ShapeEnv):
 
 
 _class = property(lambda self: self.kind)
+_LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, str(Path(__file__).parents[2]) + os.sep)
 
 
 class SymbolicFloat(torch.SymFloat):
@@ -132,6 +136,12 @@ class SymbolicInt(torch.SymInt):
 
     kind: type = int
     __class__ = _class  # type: ignore[assignment]
+
+    def __hash__(self) -> int:
+        """The hash of the value, which becomes a question; refused where a library makes a key."""
+        if sys._getframe(1).f_code.co_filename.startswith(_LIBRARIES):
+            raise TypeError("unhashable type: a number that is known when the graph runs")
+        return hash(int(self))
 
 
 class SymbolicBool(torch.SymBool):

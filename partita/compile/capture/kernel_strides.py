@@ -85,6 +85,8 @@ def _with_kernel_strides(
         if not have_same_strides(t.shape, strides, t.stride()):
             meta = torch.empty_strided(t.shape, strides, dtype=t.dtype, device="meta")
             made[i] = FakeTensor(mode, meta, t.fake_device)
+    if hasattr(found, "_fields"):  # a named tuple, as some decompositions give
+        return type(found)(*made)
     return type(found)(made) if isinstance(found, (tuple, list)) else made[0]
 
 

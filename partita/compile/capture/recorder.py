@@ -107,6 +107,69 @@ def _is_shaped(func: Any, args: Any, kwargs: Any) -> bool:
     return func in REPLACED
 
 
+# -- shapes that depend on data --------------------------------------------------------------------
+
+_Count = Callable[[torch.Tensor], int]
+
+
+def _repeat_counted(count: _Count, repeats: torch.Tensor, output_size: Any = None) -> torch.Tensor:
+    total = count(_aten._to_copy.default(repeats, dtype=torch.int64))
+    found: torch.Tensor = _aten.repeat_interleave.Tensor(repeats, output_size=total)
+    return found
+
+
+def _find_places(count: _Count, x: torch.Tensor) -> torch.Tensor:
+    is_there = _aten.ne.Scalar(x, 0)
+    found: torch.Tensor = _aten.nonzero_static.default(x, size=count(is_there))
+    return found
+
+
+def _select_counted(count: _Count, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    shape = torch.broadcast_shapes(x.shape, mask.shape)
+    flat = _aten.reshape.default(_aten.expand.default(mask, shape), [-1])
+    places = _aten.select.int(_find_places(count, flat), 1, 0)
+    found: torch.Tensor = _aten.take.default(_aten.expand.default(x, shape), places)
+    return found
+
+
+def _index_counted(count: _Count, x: torch.Tensor, indices: Sequence[Any]) -> torch.Tensor:
+    found: list[Any] = []
+    for index in indices:
+        if index is not None and index.dtype in (torch.bool, torch.uint8):
+            places = _find_places(count, index)
+            found += [_aten.select.int(places, 1, dim) for dim in range(index.ndim)]
+        else:
+            found.append(index)
+    out: torch.Tensor = _aten.index.Tensor(x, found)
+    return out
+
+
+def _find_unique_counted(
+    count: _Count, x: torch.Tensor, inverse: bool = False, counts: bool = False, dim: Any = None
+) -> tuple[torch.Tensor, ...]:
+    if counts or dim is not None or not x.numel():
+        raise of_data("aten::unique_consecutive")
+    flat = _aten.reshape.default(x, [-1])
+    before, after = _aten.slice.Tensor(flat, 0, 0, -1), _aten.slice.Tensor(flat, 0, 1)
+    is_new = _aten.constant_pad_nd.default(_aten.ne.Tensor(after, before), [1, 0], 1)
+    found = _index_counted(count, flat, [is_new])
+    none = _aten.new_empty.default(x, [0], dtype=torch.int64)
+    if not inverse:
+        return found, none, none
+    numbers = _aten.sub.Tensor(_aten.cumsum.default(is_new, 0), 1)
+    return found, _aten.reshape.default(numbers, x.shape), none
+
+
+_COUNTED: dict[Any, Callable[..., Any]] = {
+    _aten.unique_consecutive.default: _find_unique_counted,
+    _aten.repeat_interleave.Tensor: _repeat_counted,
+    _aten.nonzero.default: _find_places,
+    _aten.masked_select.default: _select_counted,
+    _aten.index.Tensor: _index_counted,
+}
+"""By op whose output has a shape that depends on data, the same for a known count."""
+
+
 def _other_settings() -> CaptureError:
     return not_captured(
         "the step computes under another default dtype, precision of matrix products or "
@@ -131,6 +194,8 @@ class Recorder(TorchDispatchMode):
         is_behind_forward: is the backward of a region being traced, which the step itself has not
             asked for?
         regions_begun: how many remat regions have begun.
+        follows_from_integers: tells whether a number that was read follows from integers and bools
+            of the step's arguments alone.
         note_read: is called with each number that is read of a tensor, and that tensor.
     """
 
@@ -143,8 +208,10 @@ class Recorder(TorchDispatchMode):
         self.exact: set[int] | None = None
         self.is_behind_forward = False
         self.regions_begun = 0
+        self.follows_from_integers: Callable[[Any], bool] = lambda number: False
         self.note_read: Callable[[Any, torch.Tensor], None] = lambda number, of: None
         self._budgets: list[Any] = []
+        self._outer: list[Any] = []
         self._within = NO_NOTE  # the move, region, policy and budget that nodes belong to now
         self._noted: tuple[Any, ...] = ()  # of what the last note was made
         self._note = NO_NOTE
@@ -176,7 +243,7 @@ class Recorder(TorchDispatchMode):
         if HERE.block is not None:
             HERE.block.refuse(f"torch does not announce that it calls {func}")
         if torch.Tag.dynamic_output_shape in func.tags and not _is_shaped(func, args, kwargs):
-            raise of_data(func._schema.name)
+            return self._call_for_count(func, args, kwargs)
         if func is _ONEDNN_LSTM and args[-1]:
             raise not_captured(
                 "torch.lstm, to be trained, is oneDNN's layer as a whole",
@@ -208,6 +275,23 @@ class Recorder(TorchDispatchMode):
             if isinstance(out, torch.Tensor):
                 self._made.append((newest, out))
         return out
+
+    def _call_for_count(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A call whose output has as many places as a mask, or as repeats add up to, where that
+        follows from the whole numbers of a batch: the count is a question."""
+        call = _COUNTED.get(func)
+        if call is None:
+            raise of_data(func._schema.name)
+
+        def count(x: torch.Tensor) -> int:
+            total = _aten.sum.default(x if x.dtype is torch.int64 else _aten.ne.Scalar(x, 0))
+            number = _READ(total)
+            if not self.follows_from_integers(number):
+                raise of_data(func._schema.name)
+            return int(number)
+
+        with self, Unheard():
+            return call(count, *args, **kwargs)
 
     def _separate_written(self, func: Any, args: Any, kwargs: Any) -> None:
         """Give each tensor whose shape or storage a call will change a node of its own."""
@@ -298,11 +382,12 @@ class Recorder(TorchDispatchMode):
         set_proxy_slot(x, mode.tracer, get_proxy_slot(value, mode.tracer))  # type: ignore[arg-type]
 
     def __enter__(self) -> Any:
+        self._outer.append(HERE.recorder)  # itself, where it traces a call of its own
         HERE.recorder = self
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> Any:
-        HERE.recorder = None
+        HERE.recorder = self._outer.pop()
         return super().__exit__(*error)
 
     def behind_forward(self) -> AbstractContextManager[None]:

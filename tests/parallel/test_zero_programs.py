@@ -26,11 +26,20 @@ SLICE = 50
 """Programs in one launch of ranks."""
 
 
+@pytest.fixture
+def double():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
 def assert_right(reports: list[Report]) -> None:
     assert [line for report in reports for line in report.wrong + report.unclear] == []
     assert all(report.moves == reports[0].moves for report in reports)
 
 
+@pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("first", range(0, 6, 3))
 def test_random_programs_are_right_on_ranks_of_one_process(first, ranks):
@@ -40,6 +49,7 @@ def test_random_programs_are_right_on_ranks_of_one_process(first, ranks):
 
 def run_slice(rank, ranks, seeds, threshold):
     torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
     gc.freeze()  # only what the programs make is looked at
     gc.set_threshold(threshold)
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",))

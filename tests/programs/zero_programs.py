@@ -834,9 +834,10 @@ ACTIONS = tuple(
 
 
 def run_program(seed: int, how: OneDevice) -> tuple[Program, BaseException | None]:
-    """Run the program of `seed`. Returns it with what it computed, and the error that ended it."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
+    """Run the program of `seed`. Returns it with what it computed, and the error that ended it.
+
+    The caller has set float64 as the default dtype, which all ranks of one process share.
+    """
     program = None
     try:
         rng = random.Random(seed)
@@ -853,8 +854,6 @@ def run_program(seed: int, how: OneDevice) -> tuple[Program, BaseException | Non
             raise
         error.add_note("".join(traceback.format_tb(error.__traceback__)[-3:]))
         return program, error
-    finally:
-        torch.set_default_dtype(before)
     return program, None
 
 

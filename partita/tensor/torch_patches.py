@@ -27,12 +27,13 @@ import torch.utils.dlpack
 from torch._C import DisableTorchFunctionSubclass as Local
 from torch._C import _EnableTorchFunction, _len_torch_function_stack
 from torch._C import _is_torch_function_enabled as _global_view
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.jit import _builtins
 from torch.nn.attention import flex_attention as flex_module
 from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.modules import module as torch_module
-from torch.overrides import handle_torch_function
+from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils._device import _device_constructors
 from torch.utils.checkpoint import _CheckpointFrame
 from torch.utils.hooks import BackwardHook
@@ -165,6 +166,64 @@ def _swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
 _plain_swap = put_in_place_of("swap_tensors", _swap_tensors, torch.utils)
 
 
+# -- memory that nobody has written ----------------------------------------------------------------
+# A plain tensor that is written with DTensors is one whole value, so that ranks compare what it
+# holds. What an allocation leaves in memory differs between ranks and means nothing. So it is made
+# zero: then ranks compare only what the program has written.
+
+
+def _clear_unwritten(made: Any) -> Any:
+    """`made`, a fresh tensor, with zeros. In a graph that is traced nothing is compared."""
+    if type(made) is torch.Tensor and not HERE.capturing and not is_functorch_wrapped_tensor(made):
+        made.data.zero_()  # counts no version
+    return made
+
+
+def _clear_results_of(name: str, home: Any) -> None:
+    """Let a function of torch's that allocates return zeros to whoever is not partita."""
+
+    def allocate(*args: Any, **options: Any) -> Any:
+        if has_torch_function(args[:1]):  # C would look a method up by its name, and find this one
+            made = handle_torch_function(plain, args[:1], *args, **options)
+        else:
+            made = plain(*args, **options)
+        if torch.compiler.is_dynamo_compiling():
+            return made
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        return made if caller.startswith("partita.") else _clear_unwritten(made)
+
+    plain = put_in_place_of(name, allocate, home)
+
+
+def _resize_and_clear(self: torch.Tensor, *size: Any, **options: Any) -> Any:
+    if isinstance(self, DTensor) and _global_view():
+        return handle_torch_function(_plain_resize, (self,), self, *size, **options)
+    compiles = torch.compiler.is_dynamo_compiling()
+    if compiles or type(self) is not torch.Tensor or self.is_meta or HERE.capturing:
+        return _plain_resize(self, *size, **options)
+    held = self.untyped_storage().nbytes()
+    made = _plain_resize(self, *size, **options)
+    grown = self.untyped_storage()
+    if grown.nbytes() > held:
+        memory = torch.tensor((), dtype=torch.uint8, device=self.device).set_(grown)  # type: ignore[call-overload]
+        memory[held:].zero_()
+    return made
+
+
+_plain_resize = torch.Tensor.resize_
+
+
+def _clear_allocations() -> None:
+    for name in ("empty", "empty_like", "empty_strided", "empty_permuted"):
+        _clear_results_of(name, torch)
+    for name in ("new_empty", "new_empty_strided"):
+        _clear_results_of(name, torch.Tensor)
+    put_in_place_of("resize_", _resize_and_clear, torch.Tensor)
+
+
+on_first_wire(_clear_allocations)
+
+
 # -- what refuses ----------------------------------------------------------------------------------
 
 
@@ -214,6 +273,8 @@ def _refuse_piece(name: str, x: Any) -> None:
 def _refuse_piece_operands(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
     for value in args:
         _refuse_piece(f"{type(self).__name__}(x)", value)
+    if args and all(isinstance(n, (int, torch.Size)) for n in args):  # sizes
+        _clear_unwritten(self)
 
 
 def _check_new_tensors() -> None:
@@ -416,7 +477,12 @@ def _set_default_tensor_type(t: Any) -> None:
 
 
 def _call_legacy_type(cls: _LegacyType, *args: Any, **options: Any) -> Any:
-    return cls.plain(*_legacy_arguments(cls.__name__, args), **options)
+    made = cls.plain(*_legacy_arguments(cls.__name__, args), **options)
+    return made if any(map(_has_values, args)) else _clear_unwritten(made)
+
+
+def _has_values(argument: Any) -> bool:
+    return not isinstance(argument, (int, torch.Size))
 
 
 def _check_legacy_arguments() -> None:
@@ -444,7 +510,8 @@ def _look_at_arguments(
             if "data" in options:
                 args, options = (options.pop("data"), *args), dict(options)
             args = arguments(f"x.{name}", args)
-        return plain(self, *args, **options)
+        made = plain(self, *args, **options)
+        return made if name != "new" or any(map(_has_values, args)) else _clear_unwritten(made)
 
     setattr(torch.Tensor, name, method)
     OVERRIDES[method] = lambda *args, **options: run_gathered(

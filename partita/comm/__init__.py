@@ -46,6 +46,7 @@ from .ledger import ON_CHECK as ON_CHECK
 from .ledger import Record as Record
 from .ledger import call_site as call_site
 from .ledger import check_ranks as check_ranks
+from .ledger import find_user_frame as find_user_frame
 from .ledger import first_instruction as first_instruction
 from .ledger import ledger as ledger
 from .ledger import own_lines_shown as own_lines_shown

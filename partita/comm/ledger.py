@@ -466,6 +466,15 @@ def call_site(frame: FrameType | None = None) -> tuple[Any, ...]:
     return inner
 
 
+def find_user_frame(frame: FrameType) -> FrameType:
+    """The innermost frame of the user's, from `frame` on; where there is none, the outermost."""
+    while frame.f_back is not None:
+        if not frame.f_code.co_filename.startswith(_PARTITA) and not _is_plumbing(frame):
+            break
+        frame = frame.f_back
+    return frame
+
+
 def first_instruction(code: CodeType, at: int) -> int:
     """Where the call begins that is at work at the instruction `at` of some code.
 

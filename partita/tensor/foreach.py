@@ -87,7 +87,8 @@ def run_foreach(func: Function, args: Args, kwargs: Kwargs, op: Op) -> Any:
     for i, (t, spec) in enumerate(zip(out, plan.specs, strict=True)):
         tagged(t, spec)
         if spec.has_noted_origin:  # as on ranks that run one by one, where a piece is empty
-            note_origins_of(t, spec.wire, _arguments_at_place(i, args), kwargs, sys._getframe(1))
+            at_place = _arguments_at_place(i, args)
+            note_origins_of(t, spec.wire, at_place, kwargs, False, sys._getframe(1))
     return out
 
 

@@ -21,11 +21,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from partita.comm import Reading, Wire, digest_of_text, first_instruction, is_alone
+from partita.comm import (
+    Reading,
+    Wire,
+    digest_of_text,
+    find_user_frame,
+    first_instruction,
+    is_alone,
+)
 
 from .tensor_state import Args, Function, Kwargs, Spec, state_of
 
-_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _ATTRIBUTE = "_origin"
 _MASK = (1 << 62) - 1
 _SITES_KEPT = 1 << 14
@@ -61,9 +67,7 @@ def note_origin(
     out: torch.Tensor, wire: Wire, operands: Sequence[Any] = (), frame: FrameType | None = None
 ) -> None:
     """Note that the calling line of the program has made `out`, of these operands."""
-    frame = frame or sys._getframe(1)
-    while frame.f_code.co_filename.startswith(_OURS) and frame.f_back is not None:
-        frame = frame.f_back
+    frame = find_user_frame(frame or sys._getframe(1))
     code = frame.f_code
     at = first_instruction(code, frame.f_lasti)
     sites = wire.sites
@@ -89,24 +93,38 @@ def note_gradient(grad: torch.Tensor, made: TensorOrigin | None) -> None:
 
 
 class NotingKernel:
-    """A kernel whose results have their origin noted."""
+    """A kernel whose results have their origin noted; see `note_origins_of`."""
 
-    __slots__ = ("_kernel", "_wire")
+    __slots__ = ("_keeps_origin", "_kernel", "_wire")
 
-    def __init__(self, kernel: Function, wire: Wire):
-        self._kernel, self._wire = kernel, wire
+    def __init__(self, kernel: Function, wire: Wire, keeps_origin: bool):
+        self._kernel, self._wire, self._keeps_origin = kernel, wire, keeps_origin
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         out = self._kernel(*args, **kwargs)
-        note_origins_of(out, self._wire, args, kwargs, sys._getframe(1))
+        note_origins_of(out, self._wire, args, kwargs, self._keeps_origin, sys._getframe(1))
         return out
 
 
-def note_origins_of(out: Any, wire: Wire, args: Args, kwargs: Kwargs, frame: FrameType) -> None:
-    """`note_origin` of each new tensor of a result."""
+def note_origins_of(
+    out: Any, wire: Wire, args: Args, kwargs: Kwargs, keeps_origin: bool, frame: FrameType
+) -> None:
+    """`note_origin` of each new tensor of a result.
+
+    Args:
+        keeps_origin: the function shows its operand or converts it. It may return the operand
+            itself on some ranks only (`contiguous` where one row is left), so that its results have
+            the operand's origin on all ranks.
+    """
+    given = (*args, *kwargs.values()) if kwargs else args
+    kept = next((x for x in given if isinstance(x, torch.Tensor)), None) if keeps_origin else None
+    made = None if kept is None else find_origin(kept)
     for x in out if isinstance(out, (tuple, list)) else (out,):
         if isinstance(x, torch.Tensor) and _ATTRIBUTE not in x.__dict__:
-            note_origin(x, wire, (*args, *kwargs.values()) if kwargs else args, frame)
+            if not keeps_origin:
+                note_origin(x, wire, given, frame)
+            elif made is not None:
+                x.__dict__[_ATTRIBUTE] = made
 
 
 def find_origin(x: torch.Tensor) -> TensorOrigin | None:

@@ -39,7 +39,7 @@ from .arguments import (
 )
 from .dtensor import PLAIN, DTensor, alias_without_base, moved, tagged
 from .dtensor_gradients import pending_gradients, reduce_pending_gradients
-from .op_facts import Form, form_of
+from .op_facts import Form, facts_of_function, form_of
 from .origins import NotingKernel, note_origins_of
 from .tensor_state import (
     Args,
@@ -169,8 +169,9 @@ class CallPlan:
             out = (self.kernel or func)(*args, **kwargs)
         out = self.tag(out)
         if self.notes_origin and type(self.kernel) is not NotingKernel:  # in the first call
-            note_origins_of(out, self.wire, args, kwargs, sys._getframe(1))
-            self.kernel = NotingKernel(self.kernel or func, self.wire)
+            keeps = self.keeps_origin
+            note_origins_of(out, self.wire, args, kwargs, keeps, sys._getframe(1))
+            self.kernel = NotingKernel(self.kernel or func, self.wire, keeps)
         copied = self.result_is_view_copy
         if self.may_copy:
             out, copied = copy_as_on_one_device(
@@ -202,6 +203,12 @@ class CallPlan:
         """True if results have their origin noted, which the kernel does."""
         noted = bool(self.outputs) and self.outputs[0][0].has_noted_origin
         return noted and self.work is None
+
+    @property
+    def keeps_origin(self) -> bool:
+        """True if a result may be the operand itself, a view of it, or its conversion."""
+        facts = facts_of_function(self.op)
+        return facts.is_view or facts.may_copy
 
     def tag(self, out: Any) -> Any:
         """Tag each new local tensor of a result with its spec.

@@ -308,6 +308,16 @@ def test_a_captured_program_gives_the_results_and_gradients_of_one_device(progra
 
 
 ONCE_WRONG = {
+    "a result that one rank alone has as another object": (
+        {"a": 3},
+        ("[4@a]",),
+        ("t0 = F.rms_norm(x0, x0.shape[-1:])",),
+    ),
+    "a copy on ranks with rows alone": (
+        {"a": 2},
+        ("[] {sum a}", "[3, 1, 1@a]"),
+        ("t0 = x0 / (x1.abs() + 1)", "t1 = t0.permute(2, 1, 0).contiguous()"),
+    ),
     "a deviation of 0": ({"a": 3}, ("[1@a, 6]",), ("t0 = x0.std(0, unbiased=False)",)),
     "one place of a split vector": ({"a": 2}, ("[5@a]",), ("t0 = x0[x0.argmax(0)]",)),
     "zeros like a scalar": ({"a": 2}, ("[] {sum a}",), ("t0 = x0.new_zeros(x0.shape) - x0",)),

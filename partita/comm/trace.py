@@ -187,7 +187,9 @@ class TraceWire(Wire):
                 _, length = span(size, parts, places)
                 at = torch.arange(padded_length(size, parts), device=x.device)
                 where = self.paddings[key] = at >= _move_to_device(length, x.device)
-            x = _fill_where(x, dim, where, value)
+            # Not by the dimensions of `x`, which may be fewer and may be broadcast here.
+            behind = len(layout.shape) - dim - 1
+            x = x.masked_fill(where.view([-1] + [1] * behind), value)
         return x
 
     # -- moves -------------------------------------------------------------------------------------

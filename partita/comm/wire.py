@@ -356,7 +356,11 @@ class Wire(Transport):
     def fill_padding(
         self, x: torch.Tensor, layout: Layout, value: Any, dims: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """`x` with `value` in its padding along `dims` (None: all); differentiable."""
+        """`x` with `value` in its padding along `dims` (None: all); differentiable.
+
+        Args:
+            layout: of `x`, or of what `x` is broadcast with; then the result is as large as that.
+        """
         return x
 
     def share(self, name: tuple[Any, ...], make: Callable[[], torch.Tensor]) -> torch.Tensor:

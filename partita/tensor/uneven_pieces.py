@@ -171,7 +171,7 @@ def wrap_filling_padding(kernel: Function | None, call: OpCall, plan: CallPlan) 
     if not found:
         return kernel
     run = kernel or call.func
-    places = [(call.operands[f.operand][0], f, choice.inputs[f.operand]) for f in found]
+    places = [(call.operands[f.operand][0], f, choice.inputs[f.like]) for f in found]
 
     def run_with_filled_padding(*args: Any, **kwargs: Any) -> Any:
         for path, fill, layout in places:

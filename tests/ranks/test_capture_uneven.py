@@ -88,6 +88,7 @@ def test_a_move_that_reorders_the_axes_of_a_dimension_gives_the_value_and_says_w
 # -- what is reduced -------------------------------------------------------------------------------
 
 TARGET = torch.tensor([2, -100, 0, 3, 1])
+SIGNS = torch.tensor([1.0, -1.0, -1.0, 1.0]).double()
 REDUCED = {
     "sum": lambda x, y, t: x.sum(0),
     "mean": lambda x, y, t: x.mean(),
@@ -116,6 +117,15 @@ REDUCED = {
     "hinge": lambda x, y, t: F.hinge_embedding_loss(x, (y > 1).double() * 2 - 1),
     "ranking": lambda x, y, t: F.margin_ranking_loss(x, y, torch.ones_like(x), 0.3),
     "cosine": lambda x, y, t: F.cosine_embedding_loss(x, y, (t > 0).double() * 2 - 1),
+    "poisson without eps": lambda x, y, t: F.poisson_nll_loss(x, y, log_input=False, eps=0),
+    # Operands that are broadcast over the padding.
+    "kl and a row": lambda x, y, t: F.kl_div(x.log(), y.mean(0), reduction="batchmean"),
+    "kl of a row": lambda x, y, t: F.kl_div(x.mean(0), y, log_target=True, reduction="sum"),
+    "poisson and a row": lambda x, y, t: F.poisson_nll_loss(x, y.mean(0)),
+    "hinge and a row": lambda x, y, t: F.hinge_embedding_loss(x, SIGNS) + y.sum(),
+    "ranking and rows": lambda x, y, t: F.margin_ranking_loss(
+        x.mean(0, keepdim=True), y, SIGNS.view(1, 4), 0.3
+    ),
     "cross entropy": lambda x, y, t: F.cross_entropy(x, t),
     "cross entropy sum": lambda x, y, t: F.cross_entropy(x, t, reduction="sum"),
     "cross entropy y": lambda x, y, t: F.cross_entropy(x, y, label_smoothing=0.1),
@@ -172,6 +182,38 @@ def test_no_reduction_and_no_gradient_of_one_sees_the_padding(rows):
                 assert all(v is None or not v.any() for v in (a, b)), name
             else:
                 assert torch.allclose(a, b, rtol=1e-6, atol=1e-9), (name, a, b)
+
+
+def kl_of_rows_and_a_row(mesh, spread_rows, spread_row):
+    """The divergence of uneven rows from one row, and gradients of both."""
+    rows, row = X[:5, :5].double(), Y[0].double()
+    if mesh is not None:
+        rows = pt.distribute_tensor(rows, mesh, spread_rows)
+        row = pt.distribute_tensor(row, mesh, spread_row)
+    rows.requires_grad_(), row.requires_grad_()
+
+    def step(rows, row):
+        loss = F.kl_div(rows, row, reduction="batchmean")
+        loss.backward()
+        return loss.detach()
+
+    loss = (step if mesh is None else compiled(step))(rows, row)
+    found = [loss, rows.grad, row.grad]
+    return found if mesh is None else [t.full_tensor() for t in found]
+
+
+def test_a_loss_does_not_count_what_is_broadcast_over_the_padding_of_another_operand():
+    def run(mesh):
+        spread = [pt.Shard(0)] if mesh.ndim == 1 else [pt.Partial(), pt.Shard(0)]
+        found = kl_of_rows_and_a_row(
+            mesh, [pt.Replicate()] * (mesh.ndim - 1) + [pt.Shard(0)], spread
+        )
+        for t, wanted in zip(found, kl_of_rows_and_a_row(None, None, None), strict=True):
+            torch.testing.assert_close(t, wanted, rtol=1e-9, atol=1e-9)
+
+    for axes in ({"b": 2}, {"b": 3}, {"a": 2, "b": 3}):
+        with pt.ranks(**axes) as world:
+            world.run(run)
 
 
 def split_words(mesh, fast):

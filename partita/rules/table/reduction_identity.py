@@ -39,8 +39,8 @@ def _identity_of_power_sum(args: Sequence[Any], kwargs: dict[str, Any]) -> float
 
 
 def _identity_of_poisson_loss(args: Sequence[Any], kwargs: dict[str, Any]) -> float:
-    """exp(x) - 0 * x is 0 far to the left, x - 0 * log(x) at 0."""
-    return -1e4 if argument_getter(2, "log_input", True)(args, kwargs) else 0.0
+    """exp(x) - 0 * x is 0 far to the left, x - 0 * log(x) next to 0, where log(x) is finite."""
+    return -1e4 if argument_getter(2, "log_input", True)(args, kwargs) else 1e-37
 
 
 _n = torch._C._nn
@@ -75,7 +75,10 @@ IDENTITIES: dict[Callable[..., Any], dict[int, Identity]] = {
     torch.Tensor.__getitem__: _NOTHING,
     picked: _NOTHING,
 }
-"""For each function what its operands get, by their places among the tensors of the sentence."""
+"""For each function what its operands get, by their places among the tensors of the sentence.
+
+It adds nothing where all of them have it: each gets it, one that is broadcast over the padding too.
+"""
 
 
 @dataclass(frozen=True)
@@ -84,12 +87,15 @@ class PaddingFill:
 
     Attributes:
         operand: which of the sentence's terms.
-        dims: the operand's dimensions that are padded.
+        like: the term whose layout says where the padding is: the operand, or what it is broadcast
+            with.
+        dims: the dimensions of `like` that are padded.
         value: a number, `EXTREME`, or a function of the call's arguments that gives one.
         reduce: how the padded dimension is reduced: "sum", "max" or "min".
     """
 
     operand: int
+    like: int
     dims: tuple[int, ...]
     value: Identity
     reduce: str
@@ -99,7 +105,8 @@ def find_padding_fills(rule: Rule, bound: Bound, padded: Sequence[str]) -> list[
     """What to put into the operands' padding along the names `padded` before the op runs.
 
     Returns:
-        None where the op reduces one of them and nothing is known of it.
+        None where the op reduces one of them and nothing is known of it, or an operand that has to
+        get a value cannot.
     """
     found: list[PaddingFill] = []
     for name in padded:
@@ -111,11 +118,26 @@ def find_padding_fills(rule: Rule, bound: Bound, padded: Sequence[str]) -> list[
             values = _find_known_values(rule, bound)
         if values is None:
             return None
+        padded_dims = {
+            i: tuple(d for d, dim in enumerate(bound.inputs[i] or ()) if name in dim.names)
+            for i in values
+        }
+        widest = next((i for i, dims in padded_dims.items() if dims), None)
         for i, value in values.items():
-            dims = tuple(d for d, dim in enumerate(bound.inputs[i] or ()) if name in dim.names)
-            if dims:
-                found.append(PaddingFill(i, dims, value, reduce))
+            like = i if padded_dims[i] else widest
+            if like is None or (like != i and not _broadcasts(bound, i, like)):
+                return None
+            found.append(PaddingFill(i, like, padded_dims[like], value, reduce))
     return found
+
+
+def _broadcasts(bound: Bound, *operands: int) -> bool:
+    """True if these are tensors whose dimensions are aligned at the right end."""
+    terms = bound.sentence.terms
+    return all(
+        bound.inputs[i] is not None and [dim.names for dim in terms[i].dims] == [("...",)]
+        for i in operands
+    )
 
 
 def _find_reduction(bound: Bound, name: str) -> str | None:

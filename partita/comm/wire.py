@@ -53,8 +53,8 @@ _beginning = threading.Lock()
 def on_first_wire(act: Callable[[], None]) -> None:
     """Call `act` once this process makes a wire; at once if it has made one.
 
-    Without a wire there is no DTensor. What changes torch only where it meets DTensors waits for
-    it, so that a program that imports partita, and has none, runs torch as it is.
+    Without a wire there is no DTensor. Patches of torch that matter only for DTensors are applied
+    then. A program that imports partita and has no DTensor runs torch as it is.
     """
     with _beginning:
         if _waiting is not None:
@@ -79,7 +79,7 @@ class Reading(NamedTuple):
         value: the layout and dtype of the tensor.
         origin: which tensor it is. Equal on all ranks for the same tensor, and "" where that is not
             known.
-        made: text that says where it was made, or what gives that text.
+        made: where it was made; converted to text for errors.
         verb: "reads", or "moves" where an op needs the value in another layout.
     """
 

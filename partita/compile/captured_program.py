@@ -58,7 +58,7 @@ class CapturedProgram(Program):
         search: finds how it is rewritten for a smaller budget, until it is compiled.
         sharing: finds inputs that overlap one that is written.
         asked: computes the integers among the answers: with others the graph could not run.
-        has_run: True once a run has gone this program's way; a capture makes its writes before.
+        has_run: True after a call has completed with this program.
     """
 
     compared: ReplicatedInputCheck | None = None

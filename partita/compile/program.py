@@ -142,7 +142,7 @@ class Input:
 
     @property
     def may_have_gradient(self) -> bool:
-        """Does the tensor require gradients, or has it one?"""
+        """True if the tensor requires gradients, or has one."""
         if not self.tensor.is_leaf:
             return self.tensor.requires_grad
         return self.tensor.requires_grad or self.tensor.grad is not None

@@ -1,7 +1,7 @@
-"""Progress of a first call: what of a large model takes minutes is shown on standard error.
+"""Progress of a first call: shown on standard error if it takes longer than five seconds.
 
-On a terminal one line says what is done and for how long; elsewhere one line is written, once. It
-is the first rank's, and nothing is shown of what takes seconds.
+On a terminal one line says what is done and for how long; elsewhere one line is written, once. Only
+the first rank writes it.
 """
 
 from __future__ import annotations

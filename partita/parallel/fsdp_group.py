@@ -131,8 +131,8 @@ class FsdpGroup:
         unseen_writes: the writes of the shards until then that autograd does not count.
         largest_nbytes: of what is gathered, on the rank that has most.
         members: for each flat, the numbers of the parameters in it; `order`, of all flats.
-        saves_unseen: in its last forward our hooks saw none of what autograd saved of it. Its
-            recompute saves as much with the hooks of others, which count.
+        saves_unseen: True if the last forward saved tensors only through other hooks (a
+            checkpoint's); its recompute then uses these, too.
         open_forwards: for each forward that has begun: its hooks of saved tensors, or None.
     """
 

@@ -26,7 +26,8 @@ from partita.layout import Fix, LayoutError
 from partita.tensor.dtensor import DTensor
 
 _wrapped: WeakKeyDictionary[nn.Module, tuple[str, Callable[[], Any]]] = WeakKeyDictionary()
-"""Models that were given to a wrapper: its name, and what is None once there is no wrapper."""
+"""Wrapped models: the wrapper's name, and a function that returns None once the wrapper is
+freed."""
 
 
 def _refuse_to_wrap(wrapper: str, models: Sequence[nn.Module], ranks: Sequence[int]) -> None:
@@ -81,7 +82,7 @@ def refuse_wrapped(model: nn.Module, what: str) -> None:
         raise LayoutError(
             f"{what}: {found}",
             place=user_line(),
-            reason="two of them would each exchange parameters and gradients",
+            reason="both would exchange the parameters and reduce the gradients",
             fixes=(
                 Fix(f"pt.{what}(model, mesh)", "of the plain model, without the other"),
                 Fix("pt.from_torch(p)", "a DTensor of partita of each parameter of torch's"),

@@ -156,9 +156,9 @@ class _ForwardWatch:
     what kind of forward it is, where that changes.
 
     Where forwards gather weights, one that a rank makes alone would gather together with another
-    forward, or the backward, of the others. It is of another kind than theirs (it trains or not; no
-    backward was between it and the last one), or the next one is. Kinds that follow each other in a
-    loop are compared when it begins.
+    forward, or the backward, of the others. Such a forward differs from theirs in mode, or in the
+    collective before it; or the next forward does. Kinds that follow each other in a loop are
+    compared when it begins.
     """
 
     def __init__(self, axes: tuple[str, ...], wire: Wire, *, gathers: bool):

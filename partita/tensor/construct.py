@@ -182,8 +182,8 @@ def place_buffer(b: torch.Tensor, wire: Wire, spread: Callable[[torch.Tensor], D
 
 
 _PLACED: Any = WeakIdKeyDictionary()
-"""By a plain buffer that was exchanged, what has its place now. As long as the buffer lives, which
-the caller shows by having it: that another module still lives is no reason to send nothing."""
+"""By a plain buffer that was exchanged, what has its place now. Entries live as long as the plain
+buffer. Whether ranks communicate must not depend on whether another module has been freed."""
 
 
 def _put_on_mesh(part: torch.nn.Module, key: str, before: Any, device_mesh: Any) -> None:

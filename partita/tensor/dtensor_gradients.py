@@ -392,10 +392,10 @@ def has_user_hooks(hooks: Any) -> bool:
 DTensor.grad = property(gradient_of, _set_grad, _del_grad)  # type: ignore[assignment]
 
 # -- nodes of autograd -----------------------------------------------------------------------------
-# A node's hooks get pieces, and a node does not know of which tensors. So a user who reads
-# `x.grad_fn` gets a `NodeOfPieces`, which takes hooks on leaves only: there the tensor is known.
-# This package and torch read the node itself, which C++ takes; but not torch's modules, which
-# register hooks on it.
+# Hooks on a node receive local pieces, and a node does not record which tensor they belong to. So a
+# user who reads `x.grad_fn` gets a `NodeOfPieces`, which takes hooks on leaves only: there the
+# tensor is known. This package and torch read the node itself, because C++ needs it. Modules of
+# torch get a `NodeOfPieces`, because they register hooks on it.
 
 
 @Node.register
@@ -583,7 +583,7 @@ def is_watched(x: torch.Tensor) -> bool:
 
 
 def drop_references(x: DTensor) -> Callable[[DTensor], None]:
-    """Drop our weak references to the leaf `x`, whose contents another object is to take over.
+    """Drop our weak references to the leaf `x` before its contents are swapped with another's.
 
     Returns:
         A function that refers to that object in place of `x`.

@@ -2,11 +2,11 @@
 
     x = 1 = 3 - 2 on two ranks       x * inf = inf       3 * inf - 2 * inf = nan
 
-A rule takes an op as linear in shares, which holds of finite factors. So factors are looked at
-where all ranks see the same and reading costs next to nothing: numbers, and whole tensors in the
-memory of the host. If one is infinite (or a divisor zero) the shares are reduced first, and the
-first rank keeps the result. A factor of which a rank has a piece, or that is on a device, is not
-looked at: there the result is nan where one device has an infinity.
+Rules treat an op as linear in partial values, which holds only for finite factors. So a factor is
+checked where all ranks see the same value and reading it is cheap: numbers, and whole tensors in
+the memory of the host. If one is infinite (or a divisor zero), the partial value is reduced first,
+and the first rank keeps the result. A factor that is sharded or on a device is not checked: there
+the result is nan where one device has an infinity.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class TensorOrigin(NamedTuple):
     """The call that made a tensor.
 
     Attributes:
-        number: equal on all ranks for the same tensor; of others another one.
+        number: the same on all ranks for one tensor, and different for different tensors.
         code, at: of the call, an instruction of some code.
         times: how often it had been made by then.
     """

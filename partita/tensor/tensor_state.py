@@ -276,7 +276,8 @@ class RetypedValue:
     """An alias of a tensor in the layout of `spec`, whose gradient takes another way back.
 
     Attributes:
-        version, grad_fn: the tensor's when the alias was taken, which tell its history.
+        version, grad_fn: of the tensor when the alias was taken; the alias is used while both are
+            unchanged.
     """
 
     spec: Spec

@@ -3,7 +3,7 @@
 A transform of `torch.func` (`vmap`, `grad`, ...) hands the function tensors that wrap others, in
 which no layout has a meaning. So it runs on whole values: each DTensor that it is given, or that
 its function reads, is gathered, all ranks compute the same, and the results are Invariant DTensors.
-The ledger has these moves as implicit. A program without DTensors does not notice.
+The ledger has these moves as implicit. Programs without DTensors are unaffected.
 
 `torch.cond`, `while_loop`, `scan` and `associative_scan` run as the Python that they mean, whose
 ops find their own rules.

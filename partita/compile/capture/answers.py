@@ -263,7 +263,7 @@ class OtherAnswers:
     def reason(self) -> str:
         """Why another program is needed."""
         last = self.answers[self.certain - 1]
-        return f"what is asked of a value at {self.line}: {self.before} became {last}"
+        return f"the value at {self.line} gave {last} in place of {self.before}"
 
     @property
     def guesses(self) -> Guesses:
@@ -396,7 +396,7 @@ class AskedQuestions:
         guesses = self._guesses.values
         value = torch.SymBool(question) if is_bool else torch.SymInt(question)
         found: Answer | None
-        # Integers behind the first wrong answer are those of another way through the step.
+        # Integers after the first wrong answer belong to another branch.
         some = len(guesses) if is_bool else self._guesses.certain
         if number < some and isinstance(guesses[number], bool) is is_bool:
             found = guesses[number]

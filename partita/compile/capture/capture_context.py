@@ -313,7 +313,7 @@ class Arguments:
 
 
 class PlaceAsItem:
-    """A place of which guards know how it is written, as a dictionary of one entry."""
+    """Adapts a guarded Place to the item interface of a Slot's home."""
 
     def __init__(self, place: Any):
         self.place = place

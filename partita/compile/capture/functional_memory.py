@@ -173,7 +173,10 @@ def view_of(node: fx.Node) -> fx.Node | None:
 
 
 def drop_needless_sets(graph: fx.Graph) -> None:
-    """Drop each `x.set_(y)` where y shows what x shows, as `register_parametrization` makes it."""
+    """Drop each `x.set_(y)` where x and y show the same memory.
+
+    `register_parametrization` makes such calls.
+    """
     for node in graph.find_nodes(op="call_function", target=_aten.set_.source_Tensor):
         x, y = node.args
         same = part_of(x.meta["val"]) == part_of(y.meta["val"])

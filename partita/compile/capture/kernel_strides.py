@@ -1,14 +1,14 @@
 """Strides of fake results: those that the kernel gives, found by running it on small operands.
 
 A graph is traced of fakes, and what a step does may depend on their strides: `reshape` is a view
-or a copy, `contiguous` a copy or nothing. For many ops torch computes a fake by a decomposition,
-whose result lies otherwise than the kernel's where operands are transposed:
+or a copy, `contiguous` a copy or nothing. Torch computes many fakes by a decomposition. If operands
+are transposed, its strides differ from the kernel's:
 
-    softplus_backward(grad, x)    the fake lies as x does, what the kernel makes as grad does
+    softplus_backward(grad, x)    the fake has the strides of x, the kernel's result those of grad
 
-So where an operand is not contiguous the kernel is called, on the device of the graph, with zeros
-that lie as the operands do and in which each size above 6 is a small one. The real result has its
-dimensions in memory in the same order. Calls alike are made once in a process.
+So where an operand is not contiguous, the kernel is called on the device of the graph. It gets
+zeros with the operands' order of strides, and a small size in place of each above 6. The real
+result has the same order of strides. Equal calls are made once in a process.
 
 An op that computes with sizes, as padding does, is called with those of its operands if they are
 small. Of large ones torch's own answer stands; the executor takes no view by it that a tensor does

@@ -418,7 +418,7 @@ def is_filled(value: Any) -> bool:
 
 
 def holds_made(value: Any, known: Container[int]) -> bool:
-    """Does an object of any class that the step has made hold a fake tensor, or text of one?
+    """True if an object that the step has made holds a fake tensor, or text of one.
 
     Args:
         known: ids of objects that were there before the step, which hold fakes for a while.

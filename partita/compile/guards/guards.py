@@ -313,7 +313,7 @@ class Guards:
 
 @dataclass(frozen=True)
 class ReadInputs:
-    """What a program has as inputs of what its step has read, and which containers it writes.
+    """The graph inputs among what the step read, and the containers that the program writes.
 
     Attributes:
         leaves: by id, the first index of each tensor among the leaves of the captured call.

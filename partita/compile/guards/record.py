@@ -381,7 +381,7 @@ class Snapshots:
                 yield Write(place, place.home, "another content", is_repeatable=False)
 
     def _is_in_copy(self, place: Place) -> bool:
-        """Is it an attribute that `snapshot_namespace` has copied?"""
+        """True if `place` is an attribute that `snapshot_namespace` has copied."""
         home = place.home
         owners = (home,) if isinstance(home, dict) else getattr(home, "__mro__", ())
         copies = [self._containers.get(id(o)) for o in owners]
@@ -402,7 +402,7 @@ class Snapshots:
 
 
 def _is_of_user(space: Any) -> bool:
-    """Is a class, module, function, exception or dictionary of globals the user's?"""
+    """True if a class, module, function, exception or dictionary of globals is the user's."""
     if isinstance(space, dict):
         return is_user_module(space.get("__name__"))
     if isinstance(space, types.ModuleType):
@@ -413,14 +413,14 @@ def _is_of_user(space: Any) -> bool:
 
 
 def _holds_fake(value: Any) -> bool:
-    """Is it, or does a list, tuple or dictionary hold, a fake tensor?"""
+    """True for a fake tensor, and for a list, tuple or dictionary that holds one."""
     held = value.values() if isinstance(value, dict) else value
     inside = held if isinstance(value, (dict, list, tuple)) else (value,)
     return any(isinstance(v, FakeTensor) for v in inside)
 
 
 def _has_other_dict(owner: Any, held: Any) -> bool:
-    """Has an object another `__dict__` than `held`?"""
+    """True if an object's `__dict__` is not `held`."""
     return owner is not held and not isinstance(owner, type) and dict_of(owner) is not held
 
 

@@ -112,7 +112,7 @@ class ContainerKey(NamedTuple):
 
     Attributes:
         keys: None for lists and tuples.
-        own: the key of its attributes, and itself where the program writes it.
+        own: the key of its attributes; includes its identity if the program writes it.
     """
 
     kind: type
@@ -900,7 +900,7 @@ class AttributesAndHooks:
         self._state, self._objects = self._read_state()
 
     def may_change_within(self, known: Container[int]) -> bool:
-        """May a value of an attribute change in place, on a tensor whose id is not `known`?"""
+        """True if an attribute may change in place, on a tensor whose id is not `known`."""
         others = [vars(t).values() for t in self._others if id(t) not in known]
         return not all(isinstance(v, (*PLAIN, torch.Tensor)) for v in chain(*others))
 

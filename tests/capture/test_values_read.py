@@ -59,12 +59,28 @@ PROGRAMS: dict[str, Callable[[Any, Any], Any]] = {
     "a bound": lambda x, grid: x[: grid[0, 0].item()] * 2,
     "a key": lambda x, grid: x * {2: 5, 3: 7}[grid[0, 0].item()],
     "range": lambda x, grid: sum(x * i for i in range(grid[0, 1])),
+    "half of a size": lambda x, grid: x[: grid[0, 1].item() // 2] * 2,
+    "what a size leaves": lambda x, grid: x[: -grid[0, 1].item() % 3] * 2,
+    "a size in parts": lambda x, grid: x[: sum(divmod(grid[0, 1].item(), 3))] * 2,
+    "parts of a size": lambda x, grid: x[: sum(divmod(7, grid[0, 1].item()))] * 2,
+    "one size by another": lambda x, grid: x[: grid[2, 1].item() // grid[0, 0].item()] * 2,
+    "bits": lambda x, grid: x * ((grid[0, 1].item() ^ 5 | 8) & ~grid[0, 0].item()),
+    "shifts": lambda x, grid: x[: grid[0, 1].item() >> 1] * (1 << grid[0, 0].item()),
+    "range of a half": lambda x, grid: sum(x * i for i in range(grid[0, 1].item() // 2 + 1)),
+    "grids in halves": lambda x, grid: tiles(x, grid)[: grid[0, 0].item() // 2],
+    "is it even": lambda x, grid: x * 2 if grid.sum().item() % 2 == 0 else x * 3,
+    "is it even as computed": lambda x, grid: x * 2 if x.gt(0).sum().item() % 2 else x * 3,
+    "a half that is reckoned with": lambda x, grid: x * (grid.sum().item() // 2),
     "a loop": lambda x, grid: halved(x.clamp(-9, 9)),
     "a bool that is returned": lambda x, grid: (x * 2, (x > 3).any().item()),
     "a number that is reckoned with": lambda x, grid: x / grid.sum().item(),
     "torch.cond": lambda x, grid: torch.cond(x.sum() > 3, lambda t: t * 2, lambda t: t * 3, (x,)),
 }
-RECAPTURES = {"is True of something else": 1, "a number that is reckoned with": 1}
+RECAPTURES = {
+    "is True of something else": 1,
+    "a number that is reckoned with": 1,
+    "a half that is reckoned with": 1,
+}
 """Programs of which one serves all calls; others have one for each way that is gone."""
 
 
@@ -107,6 +123,19 @@ def test_dtensors_are_read_as_in_one_process(name: str) -> None:
 def test_values_are_read_on_a_mesh_of_two_axes(name: str, layout: Any) -> None:
     for found in each_rank(lambda mesh: run(name, mesh, *layout), dp=2, tp=3):
         check(name, *found)
+
+
+def test_a_divisor_of_zero_and_a_negative_shift_raise_as_in_python() -> None:
+    for step, error in (
+        (lambda x, n: x * (5 // n.item()), ZeroDivisionError),
+        (lambda x, n: x * (n.item() % n.item()), ZeroDivisionError),
+        (lambda x, n: x * (5 >> n.item()), ValueError),
+    ):
+        fast = pt.compile(step, backend="graph")
+        for number in (3, 1):
+            assert torch.equal(fast(X, torch.tensor(number)), step(X, torch.tensor(number)))
+        with pytest.raises(error):
+            fast(X, torch.tensor(0 if error is ZeroDivisionError else -1))
 
 
 class Counter:

@@ -236,6 +236,47 @@ def test_what_torch_func_wraps_is_told_from_a_tensor():
     assert seen == [True] and not is_functorch_wrapped_tensor(torch.ones(2))
 
 
+def test_code_within_a_transform_can_run_as_if_there_were_none():
+    from torch._C._functorch import is_functorch_wrapped_tensor
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    outside, wrapped = torch.ones(2), []
+
+    def double(x):
+        with temporarily_clear_interpreter_stack():
+            wrapped.append(is_functorch_wrapped_tensor(torch.vmap(lambda y: y)(outside)))
+            free = outside * 2
+        wrapped.append(is_functorch_wrapped_tensor(free))
+        return x * free
+
+    assert torch.vmap(double)(torch.ones(3, 2)).tolist() == [[2, 2]] * 3
+    assert torch.func.grad(lambda x: double(x).sum())(outside).tolist() == [2, 2]
+    assert wrapped == [False] * 4
+
+
+def test_control_flow_is_functions_whose_place_can_be_taken_and_that_take_what_torch_documents():
+    import torch._higher_order_ops as control_flow
+    from torch._higher_order_ops.associative_scan import generic_associative_scan
+
+    def parameters_of(function):
+        return [*inspect.signature(function).parameters]
+
+    assert isinstance(torch.cond, types.FunctionType)
+    assert parameters_of(torch.cond) == ["pred", "true_fn", "false_fn", "operands"]
+    expected = {
+        "associative_scan": ["combine_fn", "xs", "dim", "reverse", "combine_mode"],
+        "while_loop": ["cond_fn", "body_fn", "carried_inputs"],
+        "scan": ["combine_fn", "init", "xs", "dim", "reverse"],
+    }
+    for name, names in expected.items():
+        assert parameters_of(getattr(control_flow, name)) == names
+    for name in (*expected, "map"):
+        assert isinstance(getattr(control_flow, name), types.FunctionType)
+    x, y = torch.arange(1.0, 6), torch.arange(5.0)
+    found = generic_associative_scan(lambda a, b, c, d: (a + c, b + d), [x, y])
+    assert [t.tolist() for t in found] == [x.cumsum(0).tolist(), y.cumsum(0).tolist()]
+
+
 def test_a_call_can_wait_for_the_end_of_the_backward_pass_that_is_at_work():
     said = []
     x = torch.ones(1, requires_grad=True)

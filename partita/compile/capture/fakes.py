@@ -137,6 +137,9 @@ class SymbolicInt(torch.SymInt):
     kind: type = int
     __class__ = _class  # type: ignore[assignment]
 
+    def __invert__(self) -> Any:
+        return -self - 1
+
     def __hash__(self) -> int:
         """The hash of the value, which becomes a question; refused where a library makes a key."""
         if sys._getframe(1).f_code.co_filename.startswith(_LIBRARIES):
@@ -271,6 +274,8 @@ def _to_torch_symbol(value: Any) -> Any:
 _ASKS = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__bool__", "__float__")
 _DIVIDE = ("__truediv__", "__floordiv__", "__mod__")
 _DIVIDE_BY_SELF = ("__rtruediv__", "__rfloordiv__", "__rmod__")
+_MAY_RAISE = ("__floordiv__", "__mod__", "__lshift__", "__rshift__")
+_MAY_RAISE_BY_SELF = ("__rfloordiv__", "__rmod__", "__rlshift__", "__rrshift__")
 _ZERO_WITH_ZERO = ("__mul__", "__rmul__", "__rtruediv__")
 
 RECKONED: dict[str, Callable[..., Any]] = {
@@ -284,6 +289,15 @@ RECKONED: dict[str, Callable[..., Any]] = {
     "sym_min": torch.minimum,
 }
 """By the name of an operation on Python numbers, the same on zero-dimensional tensors."""
+
+RECKONED_OF_INTS: dict[str, Callable[..., Any]] = {
+    "floordiv": torch.floor_divide,
+    "mod": torch.remainder,
+    "lshift": torch.bitwise_left_shift,
+    "rshift": torch.bitwise_right_shift,
+    **{name: getattr(torch, f"bitwise_{name}") for name in ("and", "or", "xor")},
+}
+"""The same of integers: of floats tensors give other results than Python."""
 
 
 def _is_read_first(name: str) -> bool:
@@ -311,6 +325,22 @@ def _raise_where_divided_by_zero(name: str, self: Any, others: tuple[Any, ...]) 
 def _number_of(value: Any) -> Any:
     """The value of a symbolic float that is known, which becomes a condition."""
     return float(value) if type(value) is SymbolicFloat and _has_value(value) else value
+
+
+def _read_where_it_may_raise(name: str, self: Any, others: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The operands of a division or shift of ints, where Python raises for a divisor of 0 and a
+    negative shift: these are read, if they follow from the call's data."""
+    by_self = name in _MAY_RAISE_BY_SELF
+    if type(self) is not SymbolicInt or not (by_self or name in _MAY_RAISE):
+        return self, *others
+    return (_read_int(self), *others) if by_self else (self, *map(_read_int, others))
+
+
+def _read_int(value: Any) -> Any:
+    """The value of a symbolic int, which becomes a question; itself if nothing answers that."""
+    is_unknown = type(value) is SymbolicInt and not _has_value(value)
+    found = value.node.shape_env.answer(value.node) if is_unknown else None
+    return value if found is None else found
 
 
 def _signed_zero(name: str, self: Any, others: tuple[Any, ...]) -> Any:
@@ -357,7 +387,8 @@ def _make_symbolic_method(name: str) -> Callable[..., Any]:
         for found in (_signed_zero(name, self, others), _odd_power(name, self, others)):
             if found is not None:
                 return found
-        found = getattr(_to_torch_symbol(self), name)(*map(_to_torch_symbol, others))
+        read = _read_where_it_may_raise(name, self, others)
+        found = getattr(_to_torch_symbol(read[0]), name)(*map(_to_torch_symbol, read[1:]))
         # A comparison of known numbers is True or False itself, for `is` and for text.
         if type(found) is torch.SymBool and found.node.has_hint():
             return bool(found)
@@ -398,6 +429,9 @@ for _ours, _torchs in _OF_TORCH.items():
     for _name, _found in list(vars(_torchs).items()):
         if _name.startswith("__") and callable(_found) and _name not in _OWN:
             setattr(_ours, _name, _make_symbolic_method(_name))
+    if _ours is not SymbolicBool:
+        _ours.__divmod__ = lambda self, by: (self // by, self % by)  # type: ignore[attr-defined]
+        _ours.__rdivmod__ = lambda self, x: (x // self, x % self)  # type: ignore[attr-defined]
     for _name in ("__str__", "__repr__", "__format__"):
         setattr(_ours, _name, _make_text_method(_name))
     _ours.__bool__ = _is_true  # type: ignore[attr-defined]

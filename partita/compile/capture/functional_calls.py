@@ -31,7 +31,7 @@ from partita.tensor.op_facts import facts_of
 
 from ..errors import not_captured
 from ..graph_nodes import drop_unused, lazy_graph_modules
-from .fakes import RECKONED, is_symbolic, make_distinct
+from .fakes import RECKONED, RECKONED_OF_INTS, is_symbolic, make_distinct
 
 # -- scalars in the graph --------------------------------------------------------------------------
 
@@ -114,19 +114,30 @@ def compute_scalar(target: Any, args: Sequence[Any], like: Any) -> Scalar:
     Raises:
         CaptureError: tensors cannot do it as Python does.
     """
-    if _name_of(target) not in RECKONED:
+    name = _name_of(target)
+    values = [*map(unwrap_scalar, args)]
+    is_int = isinstance(like, (int, torch.SymInt))
+    whole = all(isinstance(v, (int, torch.Tensor)) for v in values)
+    compute = RECKONED.get(name)
+    if compute is None and is_int and whole and _cannot_raise(name, values):
+        compute = RECKONED_OF_INTS.get(name)
+    if compute is None:
         raise not_captured(
-            f"the step asks for {_name_of(target)}(x) of a number that .item() gave",
+            f"the step asks for {name}(x) of a number that .item() gave",
             "it is known when the graph has run, and tensors do not reckon this as Python does",
-            Fix("return x.item()", f"and take {_name_of(target)}(x) outside of the step"),
+            Fix("return x.item()", f"and take {name}(x) outside of the step"),
             place="",
         )
-    values = [*map(unwrap_scalar, args)]
-    whole = all(isinstance(v, (int, torch.Tensor)) for v in values)
-    exact = isinstance(like, (int, torch.SymInt)) or (whole and not any(map(_is_float, values)))
-    dtype = torch.int64 if exact and _name_of(target) != "truediv" else torch.float64
-    given = [_make_scalar_tensor(a, dtype) for a in args]
-    return Scalar(RECKONED[_name_of(target)](*given))
+    exact = is_int or (whole and not any(map(_is_float, values)))
+    dtype = torch.int64 if exact and name != "truediv" else torch.float64
+    return Scalar(compute(*(_make_scalar_tensor(a, dtype) for a in args)))
+
+
+def _cannot_raise(name: str, values: Sequence[Any]) -> bool:
+    """True if Python does the operation of integers without an error, as tensors do."""
+    if name in ("floordiv", "mod"):
+        return isinstance(values[-1], int) and values[-1] != 0
+    return "shift" not in name or (isinstance(values[-1], int) and 0 <= values[-1] < 63)
 
 
 def unwrap_scalar(value: Any) -> Any:

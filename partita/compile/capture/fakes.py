@@ -401,13 +401,11 @@ def _return_self(self: Any, *_: Any) -> Any:
     return self  # a copied node would be of another graph
 
 
-def _divide_with_rest(x: Any, by: Any) -> tuple[Any, Any]:
-    return x // by, x % by
-
-
-def _divide_by_with_rest(by: Any, x: Any) -> tuple[Any, Any]:
-    return x // by, x % by
-
+_DIVMOD = {
+    "__divmod__": lambda self, by: (self // by, self % by),
+    "__rdivmod__": lambda self, x: (x // self, x % self),
+}
+"""What torch's numbers do not have."""
 
 _UNKNOWN = "<known when the graph has run>"
 
@@ -438,8 +436,8 @@ for _ours, _torchs in _OF_TORCH.items():
         if _name.startswith("__") and callable(_found) and _name not in _OWN:
             setattr(_ours, _name, _make_symbolic_method(_name))
     if _ours is not SymbolicBool:
-        _ours.__divmod__ = _divide_with_rest  # type: ignore[attr-defined]
-        _ours.__rdivmod__ = _divide_by_with_rest  # type: ignore[attr-defined]
+        for _name, _method in _DIVMOD.items():
+            setattr(_ours, _name, _method)
     for _name in ("__str__", "__repr__", "__format__"):
         setattr(_ours, _name, _make_text_method(_name))
     _ours.__bool__ = _is_true  # type: ignore[attr-defined]

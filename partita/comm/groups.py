@@ -298,7 +298,7 @@ class ControlGroup:
         rows = self._gather((head + mine).ljust(_MESSAGE_BYTES)[:_MESSAGE_BYTES], wait)
         heads = [_MESSAGE_HEAD.unpack_from(row) for row in rows]
         if any(digest != heads[0][0] for digest, _ in heads):
-            raise self._make_divergence_error(text, deadline)
+            raise self._make_divergence_error(text, deadline, compared)
         longest = max(length for _, length in heads)
         if longest > _PAYLOAD_INLINE:
             rows = self._gather(mine.ljust(longest), wait)
@@ -374,19 +374,24 @@ class ControlGroup:
             need = Need(_append_user_line(text), self._ranks, None, True, warns, count)
             wait_longer(work, need, deadline)
 
-    def _make_divergence_error(self, text: str, deadline: float | None) -> LayoutError:
+    def _make_divergence_error(
+        self, text: str, deadline: float | None, compared: str
+    ) -> LayoutError:
         """The error where ranks come for different reasons, or have made other moves before; all
         ranks make this call."""
-        mine = json.dumps([_append_user_line(text), history_of(self._ranks).describe()]).encode()
+        told = [_append_user_line(text), history_of(self._ranks).describe(), compared]
+        mine = json.dumps(told).encode()
         wait = functools.partial(self._wait, text, deadline, True)
         sizes = self._gather(_LENGTH.pack(len(mine)), wait)
         longest = max(n for (n,) in map(_LENGTH.unpack, sizes))
         rows = [json.loads(row) for row in self._gather(mine.ljust(longest), wait)]
-        first, theirs = rows[0]
-        for i, (other, ours) in enumerate(rows):
-            if (other, ours) == (first, theirs):
+        first, theirs, of_first = rows[0]
+        for i, (other, ours, of_other) in enumerate(rows):
+            if rows[i] == rows[0]:
                 continue
             lines = [first, other]
+            if first == other and of_first != of_other:
+                lines = [f"{first} (compared:{of_first})", f"{other} (compared:{of_other})"]
             if ours != theirs:
                 lines = _describe_parting(lines, [theirs, ours])
             ranks = self._ranks[0], self._ranks[i]

@@ -191,7 +191,9 @@ class World:
         differing = _find_differing(calls)
         verdict = None
         if differing is not None:
-            what = tuple(call.describe() for call in differing)
+            one, other = differing
+            alike = one.shown == other.shown and one.compared != other.compared
+            what = tuple(call.describe(alike) for call in differing)
             verdict = _Verdict("ranks ask for different things", what)
         else:
             by_rank = {c.rank: c.payload for c in calls}
@@ -322,8 +324,10 @@ class MeetingCall:
             and (a.move is b.move or a.move == b.move)
         )
 
-    def describe(self) -> str:
+    def describe(self, with_compared: bool = False) -> str:
         text = self.request.describe() + self.shown
+        if with_compared:
+            text += f" (compared: {self.compared})"
         if self.dtype:
             amount = "" if self.amount is None else f", numel {self.amount}"
             text += f" ({str(self.dtype).removeprefix('torch.')}{amount})"

@@ -134,7 +134,7 @@ class Wire(Transport):
         self.agreed: set[object] = set()  # what the ranks have compared (`agreement`)
         self._reading: Reading | None = None  # of the value being moved
         self.data_axes: tuple[str, ...] = ()  # over which `zero` has sharded a model
-        self.sites: dict[Any, list[int]] = {}  # where the program makes tensors (`tensor/origins`)
+        self.sites: dict[int, int] = {}  # how often each call brought tensors in (`tensor/origins`)
         self._steps: dict[int, tuple[Move, Step, tuple[int, ...]]] = {}
         self._shared: WeakValueDictionary[tuple[Any, ...], torch.Tensor] = WeakValueDictionary()
 

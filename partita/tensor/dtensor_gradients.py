@@ -85,9 +85,12 @@ def gradient_of(x: DTensor) -> DTensor | None:
         if grad.layout is not torch.strided:  # sparse, as gather(sparse_grad=True) makes it
             grad = grad.to_dense()
         if grad.requires_grad:
-            return tagged(_alias_with_history(grad), spec)
+            typed = tagged(_alias_with_history(grad), spec)
+            note_gradient(typed, find_origin(x))
+            return typed
         typed = tagged(grad.detach(), spec)
         own_state(typed).gradient_of = weakref.ref(x)
+        note_gradient(typed, find_origin(x))
         _grad.__set__(x, typed)
         return typed
 
@@ -109,6 +112,8 @@ def _set_grad(x: torch.Tensor, grad: torch.Tensor | None) -> None:
         )
     else:
         grad = _lay_out_gradient(x, grad)
+        if find_origin(grad) is None:
+            note_gradient(grad, find_origin(x))
         with Unheard():
             fits = grad.shape == x.shape
         if not fits:  # ZeRO leaves each rank a shard of it

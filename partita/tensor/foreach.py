@@ -88,7 +88,7 @@ def run_foreach(func: Function, args: Args, kwargs: Kwargs, op: Op) -> Any:
         tagged(t, spec)
         if spec.has_noted_origin:  # as on ranks that run one by one, where a piece is empty
             at_place = _arguments_at_place(i, args)
-            note_origins_of(t, spec.wire, at_place, kwargs, False, sys._getframe(1))
+            note_origins_of(t, at_place, kwargs, False, sys._getframe(1))
     return out
 
 

@@ -1,21 +1,27 @@
 """Origins: which call of the program made a tensor, so that ranks that read a value can compare it.
 
 A rank that reads `a.sum()` while another reads `b.sum()` exchanges values that look alike. So what
-the ranks of a mesh bring to a read has the place of the call that made the tensor, and how often
-that place had been reached. Both are equal on all ranks for the same tensor, whatever else a rank
-computes by itself.
+the ranks of a mesh bring to a read has the origin of the tensor. It is equal on all ranks for the
+same tensor, whatever else a rank computes by itself.
 
-It is noted where a tensor enters the program (`distribute_tensor`, `from_local`, batches, compiled
-steps) and for small results of which no rank has the value (`Spec.has_noted_origin`): sums, means,
-norms. Larger ones cost nothing.
+The origin of a tensor that enters the program (`distribute_tensor`, `from_local`, batches, compiled
+steps) is the place of that call, and how often that place was reached: all ranks make such calls
+alike. The origin of a result is the place of the call, the origins of its operands and its numbers.
+How often the place was reached does not count, as a rank may compute a sum by itself.
+
+It is noted for small results of which no rank has the value (`Spec.has_noted_origin`): sums, means,
+norms. Larger ones cost nothing. So two sums of larger results by one call have one origin: ranks
+that read different ones of these are not found.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterable
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -30,11 +36,11 @@ from partita.comm import (
     is_alone,
 )
 
-from .tensor_state import Args, Function, Kwargs, Spec, state_of
+from .tensor_state import Args, Function, Kwargs, Spec
 
 _ATTRIBUTE = "_origin"
 _MASK = (1 << 62) - 1
-_SITES_KEPT = 1 << 14
+_FACTOR = 1000003
 
 
 class TensorOrigin(NamedTuple):
@@ -43,7 +49,7 @@ class TensorOrigin(NamedTuple):
     Attributes:
         number: the same on all ranks for one tensor, and different for different tensors.
         code, at: of the call, an instruction of some code.
-        times: how often it had been made by then.
+        times: how often it had been made by then; 0 of a result.
     """
 
     number: int
@@ -56,34 +62,54 @@ class TensorOrigin(NamedTuple):
         return TensorOrigin(self.number ^ 1, self.code, self.at, self.times)
 
     def __str__(self) -> str:
-        line, _, column, _ = list(self.code.co_positions())[self.at // 2]
-        place = f"{os.path.basename(self.code.co_filename)}:{line}"
-        if column is not None:  # two calls may stand in one line
-            place += f":{column + 1}"
-        return f"made at {place}, call {self.times}"
+        place = f"made at {_describe_place(self.code, self.at)}"
+        return f"{place}, call {self.times}" if self.times else place
 
 
-def note_origin(
-    out: torch.Tensor, wire: Wire, operands: Sequence[Any] = (), frame: FrameType | None = None
-) -> None:
-    """Note that the calling line of the program has made `out`, of these operands."""
-    frame = find_user_frame(frame or sys._getframe(1))
-    code = frame.f_code
-    at = first_instruction(code, frame.f_lasti)
-    sites = wire.sites
-    site = sites.get((code, at))
-    if site is None:
-        if len(sites) >= _SITES_KEPT:
-            sites.clear()  # on all ranks at once, since they have as many
-        name = os.path.basename(code.co_filename)
-        text = f"{name}:{code.co_firstlineno}:{code.co_name}:{at}"
-        site = sites[code, at] = [digest_of_text(text), 0]
-    site[1] += 1
-    number = site[0] * 31 + site[1]
-    for x in operands:
-        if isinstance(x, torch.Tensor) and (made := find_origin(x)) is not None:
-            number = number * 1000003 ^ made.number
-    out.__dict__[_ATTRIBUTE] = TensorOrigin(number & _MASK, code, at, site[1])
+@functools.lru_cache(1 << 10)
+def _describe_place(code: CodeType, at: int) -> str:
+    line, _, column, _ = list(code.co_positions())[at // 2]
+    place = f"{os.path.basename(code.co_filename)}:{line}"
+    return place if column is None else f"{place}:{column + 1}"  # two calls may stand in one line
+
+
+@functools.lru_cache(1 << 14)
+def _digest_of_place(code: CodeType, at: int) -> int:
+    name = os.path.basename(code.co_filename)
+    return digest_of_text(f"{name}:{code.co_firstlineno}:{code.co_name}:{at}")
+
+
+def note_origin(out: torch.Tensor, wire: Wire) -> None:
+    """Note that the calling line of the program has brought `out` in, as on all ranks."""
+    code, at = _find_call(sys._getframe(1))
+    place = _digest_of_place(code, at)
+    times = wire.sites[place] = wire.sites.get(place, 0) + 1
+    out.__dict__[_ATTRIBUTE] = TensorOrigin((place * 31 + times) & _MASK, code, at, times)
+
+
+def _find_call(frame: FrameType) -> tuple[CodeType, int]:
+    frame = find_user_frame(frame)
+    return frame.f_code, first_instruction(frame.f_code, frame.f_lasti)
+
+
+def _digest_arguments(given: Iterable[Any], number: int) -> int:
+    """`number` with the numbers among the arguments of a call, and the origins of its tensors."""
+    for x in given:
+        if isinstance(x, torch.Tensor):
+            made = find_origin(x)
+            found = 0 if made is None else made.number
+        elif isinstance(x, (int, float)):
+            found = hash(x) if x == x else 1  # of a NaN, by its identity
+        elif isinstance(x, str):
+            found = zlib.crc32(x.encode())
+        elif isinstance(x, slice):
+            found = _digest_arguments((x.start, x.stop, x.step), 1)
+        elif isinstance(x, (tuple, list)):
+            found = _digest_arguments(x, 1)
+        else:
+            found = 0
+        number = (number * _FACTOR ^ found) & _MASK
+    return number
 
 
 def note_gradient(grad: torch.Tensor, made: TensorOrigin | None) -> None:
@@ -95,21 +121,21 @@ def note_gradient(grad: torch.Tensor, made: TensorOrigin | None) -> None:
 class NotingKernel:
     """A kernel whose results have their origin noted; see `note_origins_of`."""
 
-    __slots__ = ("_keeps_origin", "_kernel", "_wire")
+    __slots__ = ("_keeps_origin", "_kernel")
 
-    def __init__(self, kernel: Function, wire: Wire, keeps_origin: bool):
-        self._kernel, self._wire, self._keeps_origin = kernel, wire, keeps_origin
+    def __init__(self, kernel: Function, keeps_origin: bool):
+        self._kernel, self._keeps_origin = kernel, keeps_origin
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         out = self._kernel(*args, **kwargs)
-        note_origins_of(out, self._wire, args, kwargs, self._keeps_origin, sys._getframe(1))
+        note_origins_of(out, args, kwargs, self._keeps_origin, sys._getframe(1))
         return out
 
 
 def note_origins_of(
-    out: Any, wire: Wire, args: Args, kwargs: Kwargs, keeps_origin: bool, frame: FrameType
+    out: Any, args: Args, kwargs: Kwargs, keeps_origin: bool, frame: FrameType
 ) -> None:
-    """`note_origin` of each new tensor of a result.
+    """Note that the line of the program at `frame` has made each new tensor of a result.
 
     Args:
         keeps_origin: the function shows its operand or converts it. It may return the operand
@@ -117,24 +143,28 @@ def note_origins_of(
             the operand's origin on all ranks.
     """
     given = (*args, *kwargs.values()) if kwargs else args
-    kept = next((x for x in given if isinstance(x, torch.Tensor)), None) if keeps_origin else None
-    made = None if kept is None else find_origin(kept)
-    for x in out if isinstance(out, (tuple, list)) else (out,):
-        if isinstance(x, torch.Tensor) and _ATTRIBUTE not in x.__dict__:
-            if not keeps_origin:
-                note_origin(x, wire, given, frame)
-            elif made is not None:
-                x.__dict__[_ATTRIBUTE] = made
+    made = None
+    if keeps_origin:
+        kept = next((x for x in given if isinstance(x, torch.Tensor)), None)
+        made = None if kept is None else find_origin(kept)
+    several = isinstance(out, (tuple, list))
+    for i, x in enumerate(out if several else (out,)):
+        if not isinstance(x, torch.Tensor) or _ATTRIBUTE in x.__dict__:
+            continue
+        if not keeps_origin:
+            if made is None:
+                code, at = _find_call(frame)
+                number = _digest_arguments(given, _digest_of_place(code, at))
+                made = TensorOrigin(number, code, at, 0)
+            x.__dict__[_ATTRIBUTE] = made._replace(number=made.number + i & _MASK)
+        elif made is not None:
+            x.__dict__[_ATTRIBUTE] = made
 
 
 def find_origin(x: torch.Tensor) -> TensorOrigin | None:
     """The origin of a tensor, where it was noted; of a gradient, that of whose gradient it is."""
     made: TensorOrigin | None = x.__dict__.get(_ATTRIBUTE)
-    if made is not None or (reference := state_of(x).gradient_of) is None:
-        return made
-    owner = reference()
-    made = None if owner is None else owner.__dict__.get(_ATTRIBUTE)
-    return None if made is None else made.of_gradient()
+    return made
 
 
 def describe_reading(x: torch.Tensor, op: str, spec: Spec, verb: str = "reads") -> Reading:

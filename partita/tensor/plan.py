@@ -170,8 +170,8 @@ class CallPlan:
         out = self.tag(out)
         if self.notes_origin and type(self.kernel) is not NotingKernel:  # in the first call
             keeps = self.keeps_origin
-            note_origins_of(out, self.wire, args, kwargs, keeps, sys._getframe(1))
-            self.kernel = NotingKernel(self.kernel or func, self.wire, keeps)
+            note_origins_of(out, args, kwargs, keeps, sys._getframe(1))
+            self.kernel = NotingKernel(self.kernel or func, keeps)
         copied = self.result_is_view_copy
         if self.may_copy:
             out, copied = copy_as_on_one_device(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 
 import pytest
@@ -99,6 +100,22 @@ def of_two_results_of_a_compiled_step(d, r):
     return sums[min(r, 1)].item()
 
 
+def by_one_call_in_a_loop(d, r):
+    sums = [(d * k).sum() for k in range(2)]
+    return sums[min(r, 1)].item()
+
+
+def of_two_stacks(d, r):
+    stacks = [torch.stack([(d * k).sum(), d.sum()]).sum() for k in range(2)]
+    return stacks[min(r, 1)].item()
+
+
+def of_two_gradients(d, r):
+    both = [pt.distribute_tensor(WHOLE, d.device_mesh, [Shard(0)]).requires_grad_() for _ in "ab"]
+    (both[0] * both[1]).sum().backward()
+    return both[min(r, 1)].grad.tolist()
+
+
 def of_two_gradients_in_hooks(d, r):
     seen = []
     both = [pt.distribute_tensor(WHOLE, d.device_mesh, [Shard(0)]).requires_grad_() for _ in "ab"]
@@ -127,6 +144,9 @@ DIFFERENT = {
         of_two_local_tensors,
         of_two_spread_tensors,
         of_two_results_of_a_compiled_step,
+        by_one_call_in_a_loop,
+        of_two_stacks,
+        of_two_gradients,
         of_two_gradients_in_hooks,
     )
 }
@@ -177,6 +197,15 @@ def test_the_error_says_which_call_made_each_value():
     assert all("made at test_what_ranks_read.py:" in line for line in lines)
 
 
+@pytest.mark.parametrize("name", ["in_another_order", "of_two_stacks"])
+def test_the_error_tells_values_of_one_call_apart(name):
+    with pt.ranks(dp=2) as world:
+        texts = world.run(lambda mesh: told(DIFFERENT[name], mesh, mesh.get_rank()))
+    for text in [*texts, *run_ranks(told_on_gloo, 2, name)]:
+        one, other = (line for line in text.splitlines() if line.strip().startswith("rank "))
+        assert " ".join(one.split()).replace("rank 0", "rank 1") != " ".join(other.split())
+
+
 # -- what is right stays right ---------------------------------------------------------------------
 
 
@@ -187,6 +216,27 @@ def local_sums_on_one_rank(d, r):
         (d * 5).sum()
     s = (d * 2).sum().detach()
     return [s.item(), log(s), float(s), bool(s > 3)]
+
+
+def one_helper_more_often_on_one_rank(d, r):
+    """Of noted operands, and of larger ones, which are not."""
+
+    def total(x):
+        return x.sum()
+
+    big = pt.distribute_tensor(WHOLE.repeat(5), d.device_mesh, [Shard(0)]) * 2
+    for _ in range(3 if r == 0 else 1):
+        sums = [total(d), total(d * 2), total(big), (d + 1).mean()]
+    return [x.item() for x in sums]
+
+
+def a_gradient_whose_tensor_one_rank_has_dropped(d, r):
+    w = pt.distribute_tensor(torch.ones(8), d.device_mesh, [Replicate()]).requires_grad_()
+    (d * w).sum().backward()
+    grad, kept = w.grad, w if r == 0 else None
+    del w
+    gc.collect()
+    return [grad.full_tensor().tolist(), kept is None or kept.grad is grad]
 
 
 def called_from_two_lines(d, r):
@@ -215,6 +265,8 @@ def in_a_mesh_of_two_axes(d, r):
     ("fn", "expected"),
     [
         (local_sums_on_one_rank, [56.0, 56.0, 56.0, True]),
+        (one_helper_more_often_on_one_rank, [28.0, 56.0, 280.0, 4.5]),
+        (a_gradient_whose_tensor_one_rank_has_dropped, [WHOLE.tolist(), True]),
         (called_from_two_lines, 28.0),
         (a_running_sum, 28.0 * 190),
     ],

@@ -156,7 +156,8 @@ def note_origins_of(
                 code, at = _find_call(frame)
                 number = _digest_arguments(given, _digest_of_place(code, at))
                 made = TensorOrigin(number, code, at, 0)
-            x.__dict__[_ATTRIBUTE] = made._replace(number=made.number + i & _MASK)
+            number = made.number + i & _MASK
+            x.__dict__[_ATTRIBUTE] = TensorOrigin(number, made.code, made.at, 0)
         elif made is not None:
             x.__dict__[_ATTRIBUTE] = made
 

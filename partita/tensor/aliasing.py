@@ -28,6 +28,7 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map, tree_map_only
 
+from .arguments import is_index_of_view
 from .dtensor import DTensor, moved, tagged
 from .tensor_state import (
     Args,
@@ -47,6 +48,15 @@ T = torch.Tensor
 def mark_copies(out: Any, func: Function, args: Any, kwargs: Kwargs) -> Any:
     """Make the results of a call that views `args[0]` on one device its view copies."""
     source = args[0]
+    if func is T.__getitem__:
+        if not is_index_of_view(args[1]):  # a mask where the plan was made for a number
+            return out
+        # The numbers of now.
+        args = tree_map_only(torch.Tensor, lambda i: i.detach().clone(), args[1:])
+        args = (source, *args)
+        if out is not source and state_of(out).origin is not None:  # of a value between
+            own_state(out).origin = None
+            out._spec = spec_of(out._spec.layout, out._spec.wire)
     alias = _alias_of(source)
     seen = count_writes(alias)
 
@@ -287,6 +297,8 @@ def make_meta_twin(x: DTensor) -> torch.Tensor:
         if origin is None:
             return torch.empty_strided(x._spec.shape, global_strides(x), device="meta")
         args, kwargs = _convert_to_meta(origin.args), _convert_to_meta(origin.kwargs)
+        if origin.view is T.__getitem__:  # strides are alike at each place
+            args = tree_map_only(torch.Tensor, lambda _: 0, args)
         part = origin.view(make_meta_twin(origin.source), *args, **kwargs)
     return part if origin.index is None else part[origin.index]
 

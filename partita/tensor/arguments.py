@@ -51,6 +51,18 @@ A plan has it from the call that it was made for; others of the same key may giv
 gave by place (`locate_in_call`)."""
 
 
+def is_index_of_view(index: Any) -> bool:
+    """True if torch reads a view by `index`: it has ints and slices only. An integer in a tensor of
+    no dimensions is an int."""
+    entries = index if isinstance(index, tuple) else (index,)
+    return not any(isinstance(e, (bool, list)) or _is_list_of_places(e) for e in entries)
+
+
+def _is_list_of_places(entry: Any) -> bool:
+    is_mask = (torch.bool, torch.uint8)
+    return isinstance(entry, torch.Tensor) and (entry.ndim > 0 or entry.dtype in is_mask)
+
+
 @dataclass(frozen=True)
 class OpCall:
     """A call of an op that is planned, or that runs on whole operands.
@@ -110,9 +122,8 @@ class OpCall:
             return False
         if form.func is torch.nn.functional.unfold:  # Tensor.unfold is a view, this one copies
             return False
-        if form.name == "getitem":  # a view if indexed by ints and slices only
-            entries = args[1] if isinstance(args[1], tuple) else (args[1],)
-            return not any(isinstance(e, (bool, list, torch.Tensor)) for e in entries)
+        if form.name == "getitem":
+            return is_index_of_view(args[1])
         return not (form.name.startswith("atleast") and len(args) > 1)
 
     @property

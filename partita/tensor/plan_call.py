@@ -153,9 +153,10 @@ def _plan_rewrite(call: OpCall, answer: Decomposition) -> CallPlan:
     rewrite = _wrap_writing_into_first(rewrite, form) if form.inplace else rewrite
     copies = False
     if call.gives_view:
-        # What the ops inside do to make a view is not known: what is split is taken as copied.
+        # What the ops inside do to make a view is not known: what is split is taken as copied, and
+        # what an index of tensors picks is.
         spec = call.args[0]._spec
-        copies = spec.is_sharded or spec.is_copy
+        copies = spec.is_sharded or spec.is_copy or form.name == "getitem"
     return CallPlan(
         form.name,
         call.wire,

@@ -337,9 +337,11 @@ def _align_value_dims(value: Any, result: list[int], added: list[int], taken: li
 
 
 def _write_traced(x: torch.Tensor, spec: Spec, ranges: list[Any], value: Any) -> None:
-    """Write a range in a captured step, where it is not known at which index a piece begins.
+    """Write a range of which a tensor says an end: a number that picks, or, in a captured step, the
+    index at which a piece begins.
 
-    In such dimensions a mask says which of this rank's places are in the range.
+    In such dimensions, and in those that are split, a mask says which of this rank's places are in
+    the range.
     """
     if not all(len(places) for places in ranges):
         return
@@ -349,7 +351,7 @@ def _write_traced(x: torch.Tensor, spec: Spec, ranges: list[Any], value: Any) ->
         value = torch.full((1,) * x.dim(), value, dtype=x.dtype, device=x.device)
     value = value.to(x.dtype)
     for dim, (places, (offset, length)) in enumerate(zip(ranges, spec.region, strict=True)):
-        if isinstance(places, range) and not isinstance(offset, torch.Tensor):
+        if isinstance(places, range) and length == spec.shape[dim]:  # not split
             local.append(slice(places.start, places.stop, places.step))
             continue
         local.append(slice(None))

@@ -363,3 +363,46 @@ def test_views_of_what_is_conjugated_are_results_and_another_program():
     assert len(captured.reasons) == 2 and "conjugated True became False" in captured.reasons[1]
     captured(x)[1].zero_()
     assert not x.imag.any()
+
+
+# -- numbers in tensors ----------------------------------------------------------------------------
+
+NUMBERED = {
+    "the base is written": lambda t, i: (t[i], t.sigmoid_())[0],
+    "the view is written": lambda t, i: (t[i].mul_(3), t)[1],
+    "beside a slice": lambda t, i: (t[i, 1:], t.sigmoid_())[0],
+    "a part that is written": lambda t, i: (t[1:, i].mul_(3), t)[1],
+    "an index that is written": lambda t, i: (t[i], i.add_(1), t.mul_(2))[0],
+    "a number is assigned": lambda t, i: (t.__setitem__((i, slice(0, 1)), 5.0), t)[1],
+    "rows are assigned": lambda t, i: (t.__setitem__((slice(1, None), i), t[1:, 0] + 1), t)[1],
+    "places": lambda t, i: (t[i, torch.tensor([0, 2])], t.mul_(2))[0],
+}
+
+
+def number(mesh, spread, compiled):
+    """What each program of `NUMBERED` gives, and the gradient of its operand."""
+    found = []
+    for program in NUMBERED.values():
+        x = torch.arange(15.0, dtype=torch.float64).view(5, 3) / 9
+        if mesh is not None:
+            x = pt.distribute_tensor(x, mesh, spread)
+        x.requires_grad_()
+
+        def step(x, program=program):
+            t = x * 1
+            out = program(t, t.detach().argmin()) * 1
+            (out * out).sum().backward()
+            return out.detach()
+
+        out = (pt.compile(step, backend="graph") if compiled else step)(x)
+        found += [out, x.grad] if mesh is None else [out.full_tensor(), x.grad.full_tensor()]
+    return found
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("spread", [[Shard(0)], [Shard(1)], [Replicate()], [pt.Partial()]])
+def test_an_integer_in_a_tensor_picks_a_view_as_an_int_does(spread, compiled):
+    with pt.ranks(a=2) as world:
+        found = world.run(number, spread, compiled)[0]
+    for t, wanted in zip(found, number(None, None, False), strict=True):
+        torch.testing.assert_close(t, wanted, rtol=1e-9, atol=1e-9)

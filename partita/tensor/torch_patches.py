@@ -179,8 +179,12 @@ def _clear_unwritten(made: Any) -> Any:
     return made
 
 
-def _clear_results_of(name: str, home: Any) -> None:
-    """Let a function of torch's that allocates return zeros to whoever is not partita."""
+def _clear_results_of(name: str, home: Any) -> Function:
+    """Let a function of torch's that allocates return zeros to whoever is not partita.
+
+    Returns:
+        The function of torch's.
+    """
 
     def allocate(*args: Any, **options: Any) -> Any:
         if has_torch_function(args[:1]):  # C would look a method up by its name, and find this one
@@ -192,7 +196,8 @@ def _clear_results_of(name: str, home: Any) -> None:
         caller = sys._getframe(1).f_globals.get("__name__", "")
         return made if caller.startswith("partita.") else _clear_unwritten(made)
 
-    plain = put_in_place_of(name, allocate, home)
+    plain: Function = put_in_place_of(name, allocate, home)
+    return plain
 
 
 def _resize_and_clear(self: torch.Tensor, *size: Any, **options: Any) -> Any:
@@ -214,8 +219,10 @@ _plain_resize = torch.Tensor.resize_
 
 
 def _clear_allocations() -> None:
-    for name in ("empty", "empty_like", "empty_strided", "empty_permuted"):
-        _clear_results_of(name, torch)
+    # `torch.device` as a context gives a device to the functions that C calls: torch's own.
+    constructors = ("empty", "empty_strided", "empty_permuted")
+    _device_constructors().update([_clear_results_of(name, torch) for name in constructors])
+    _clear_results_of("empty_like", torch)
     for name in ("new_empty", "new_empty_strided"):
         _clear_results_of(name, torch.Tensor)
     put_in_place_of("resize_", _resize_and_clear, torch.Tensor)

@@ -114,6 +114,9 @@ def test_what_works_on_memory_is_refused_and_works_on_a_piece(name):
 # -- functions that do not ask ---------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script` is deprecated"
+)  # torch loads its formulas by it
 def test_forward_mode_is_refused():
     def body(mesh):
         x = spread(mesh)

@@ -121,3 +121,15 @@ def test_what_a_rank_alone_has_written_is_refused(when, graded):
         return x + h
 
     assert "differs between ranks" in refusal(body, place=__file__, dp=2).fact
+
+
+def test_a_default_device_holds_for_memory_that_nobody_has_written():
+    """torch's context goes by the functions that C calls, which partita wraps."""
+    with pt.ranks(dp=2) as world:
+
+        def body(mesh):
+            with torch.device("meta"):
+                made = torch.empty(2), torch.empty_strided((2,), (1,)), torch.nn.Linear(2, 2).weight
+            return [t.device.type for t in made]
+
+        assert world.run(body) == [["meta"] * 3] * 2

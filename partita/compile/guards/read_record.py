@@ -278,10 +278,6 @@ class ReadRecord(PlaceRecord):
                 for home in (held, *(held[within] for within in INSIDE if of_module)):
                     self.read_place(Place(called, home, name), MISSING)
 
-    def _is_input(self, owner: Any) -> bool:
-        """Is it an optimizer whose state is an input of the graph?"""
-        return isinstance(owner, torch.optim.Optimizer) and id(owner) in self._given_names
-
     def read_all_attributes(self, owner: Any) -> None:
         """Record all attributes of `owner`, if it is an object that was reached."""
         known = self._objects.get(id(owner))

@@ -58,7 +58,7 @@ class CapturedProgram(Program):
         search: finds how it is rewritten for a smaller budget, until it is compiled.
         sharing: finds inputs that overlap one that is written.
         asked: computes the integers among the answers: with others the graph could not run.
-        has_run: True after a call has completed with this program.
+        holds_writes: True while the writes that its capture has made stand, before its first run.
     """
 
     compared: ReplicatedInputCheck | None = None
@@ -73,7 +73,7 @@ class CapturedProgram(Program):
     search: FormSearch | None = field(init=False, default=None)
     sharing: Sharing = field(init=False)
     asked: SideGraph | None = None
-    has_run: bool = False
+    holds_writes: bool = True
 
     @cached_property
     def changes(self) -> list[Any]:
@@ -87,9 +87,10 @@ class CapturedProgram(Program):
         return function_of(self.asked.graph, self.groups)
 
     def undo_writes(self) -> None:
-        """Put back what the step has changed in Python objects."""
-        for write in reversed(self.writes):
+        """Put back what the capture has changed in Python objects, until a run has changed it."""
+        for write in reversed(self.writes) if self.holds_writes else ():
             write.undo()
+        self.holds_writes = False
 
     def compare(self, tensors: Sequence[Any]) -> None:
         """Raise on all ranks if a number, or a plain value used with DTensors, differs."""
@@ -171,6 +172,7 @@ class CapturedProgram(Program):
                 output.slot.put(value)
         for write in self.writes:
             write.redo()
+        self.holds_writes = False
         for i, flag in self.trained:
             tensors[i].requires_grad_(flag)
         of = {"result": leaves, "input": tensors}

@@ -277,14 +277,12 @@ class CompiledStep:
         Raises:
             CaptureError: such a call cannot be captured.
         """
-        count = self._made
         with attribute_set(HERE, "watcher", None), attribute_set(self, "_is_running", False):
             program, _, why = self._find_program(args, kwargs)
         if program is None:
             error = CaptureError(f"{self.title} runs eagerly when it is called like this")
             raise error from (why.error if isinstance(why, StepRaises) else None)
-        if self._made > count:  # a capture makes the writes that its call makes
-            program.undo_writes()
+        program.undo_writes()  # a capture makes the writes that its call makes
         return program
 
     # -- the last program, for people to read ------------------------------------------------------
@@ -391,8 +389,7 @@ class CompiledStep:
                 result = self._run_graph(program, tensors)
             if type(result) is not OtherAnswers:
                 return result
-            if not program.has_run:
-                program.undo_writes()
+            program.undo_writes()
             self.call_guard = None
             with attribute_set(HERE, "watcher", None):
                 found = self._find_program(args, kwargs, result)
@@ -474,6 +471,7 @@ class CompiledStep:
         if program.artifact is not None and (mode := find_unheard_mode()) is not None:
             error = of_dispatch_mode(mode)
         if error is not None:
+            program.undo_writes()
             if self.options.fallback is None:
                 raise error
             return None, [], None
@@ -496,10 +494,12 @@ class CompiledStep:
             begin_graph(self.title, program.ranks)
         try:
             return program.run(tensors, None if known is None else known.inputs(tensors))
-        except RuntimeError as error:  # perhaps of a collective that other ranks do not call
-            for wire in program.wires:
-                if (away := explain_failed_collective(wire, error)) is not None:
-                    raise away from error
+        except BaseException as error:
+            program.undo_writes()
+            if isinstance(error, RuntimeError):  # of a collective that other ranks do not call?
+                for wire in program.wires:
+                    if (away := explain_failed_collective(wire, error)) is not None:
+                        raise away from error
             raise
         finally:
             end_graph()

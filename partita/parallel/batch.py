@@ -111,12 +111,14 @@ _AXES_OF_ONE_ROW = frozenset(("tp", "cp", "sp", "ep", "pp"))
 def find_data_axes(wire: Wire) -> tuple[str, ...]:
     """The axes of a mesh over which the rows of a batch are split, in mesh order.
 
-    "dp", and those over which `zero` has sharded a model. On a mesh that has neither, its only
-    axis, unless its name says otherwise ("tp", "cp", "sp", "ep", "pp").
+    "dp", and those over which `zero` has sharded a model, unless the name says that their ranks
+    work on the same rows ("tp", "cp", "sp", "ep", "pp"). On a mesh that has neither, its only axis,
+    unless its name says so.
     """
     names = wire.mesh.names
-    found = tuple(a for a in names if a == "dp" or a in wire.data_axes)
-    return found or (names if len(names) == 1 and names[0] not in _AXES_OF_ONE_ROW else ())
+    over_rows = [a for a in names if a not in _AXES_OF_ONE_ROW]
+    found = tuple(a for a in over_rows if a == "dp" or a in wire.data_axes)
+    return found or (tuple(over_rows) if len(names) == 1 else ())
 
 
 def _make_error(fact: str, **parts: Any) -> LayoutError:

@@ -81,7 +81,7 @@ def parallelize(
     if not isinstance(plan, (Mapping, type(None))):
         raise TypeError(f"parallelize: a plan is a dict by pattern of names, not {plan!r}")
     wire = wire_of(device_mesh)
-    refuse_wrapped(model, "parallelize")
+    refuse_wrapped(model, "parallelize", wire)
     parsed = _ParsedPlan(model, wire, dict(plan or {}))
     parsed.raise_problems()
     for held, layout in parsed.layouts:

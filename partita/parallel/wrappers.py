@@ -15,6 +15,8 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from partita.comm import (
+    Wire,
+    agree,
     find_torch_dtensor_mesh,
     inspect_wrappers,
     is_wrapper,
@@ -61,11 +63,14 @@ def _has_parts(p: DTensor, ranks: Sequence[int]) -> bool:
     return not ranks or len({*ranks} & {*ranks_of_mesh(p._spec.wire)}) > 1
 
 
-def refuse_wrapped(model: nn.Module, what: str) -> None:
+def refuse_wrapped(model: nn.Module, what: str, wire: Wire) -> None:
     """Raise where `model`, or a part of it, was wrapped or sharded by torch.
+
+    Whether a wrapper is alive may differ between ranks, so they compare what they found.
 
     Args:
         what: the function that is called, for the error.
+        wire: of the mesh that the model is put on.
     """
     found = ""
     for name, module in model.named_modules():
@@ -78,16 +83,21 @@ def refuse_wrapped(model: nn.Module, what: str) -> None:
             if (mesh := find_torch_dtensor_mesh(p)) is not None:
                 found = f"{name} is a DTensor of torch on {mesh}: fully_shard has sharded it"
                 break
+    reason = "both would exchange the parameters and reduce the gradients"
+    fixes = (
+        Fix(f"pt.{what}(model, mesh)", "of the plain model, without the other"),
+        Fix("pt.from_torch(p)", "a DTensor of partita of each parameter of torch's"),
+    )
+    agree(
+        what,
+        found or "the model is not wrapped",
+        wire,
+        fact="the model is wrapped on some ranks",
+        reason=reason,
+        fixes=(*fixes, Fix("del wrapper; gc.collect()", "on every rank")),
+    )
     if found:
-        raise LayoutError(
-            f"{what}: {found}",
-            place=user_line(),
-            reason="both would exchange the parameters and reduce the gradients",
-            fixes=(
-                Fix(f"pt.{what}(model, mesh)", "of the plain model, without the other"),
-                Fix("pt.from_torch(p)", "a DTensor of partita of each parameter of torch's"),
-            ),
-        )
+        raise LayoutError(f"{what}: {found}", place=user_line(), reason=reason, fixes=fixes)
 
 
 def _inspect(wrapper: str, models: Any, ranks: Sequence[int], instance: Any) -> None:

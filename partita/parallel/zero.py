@@ -101,8 +101,8 @@ def zero(
     if "_zero" in model.__dict__:
         raise ValueError("zero: this model is sharded already; shard it once, over all its axes")
     refuse_lazy(model, "zero")
-    refuse_wrapped(model, "zero")
     wire = wire_of(mesh)
+    refuse_wrapped(model, "zero", wire)
     if axis is None:
         axis = find_data_axes(wire)[:1] or (wire.mesh.names[0] if wire.mesh.ndim == 1 else "dp")
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
@@ -451,7 +451,10 @@ class GradReducer(ShardedState):
         """`new`, laid out as `old`, has taken its place in the model (see `materialize`)."""
         for _, params in self._blocks:
             params[:] = [new if p is old else p for p in params]
+        if old is not new and (handle := self._handles.pop(old, None)) is not None:
+            handle.remove()
         for bucket in self._buckets:
+            bucket._flats.clear()
             for i, p in enumerate(bucket.params):
                 if p is old:
                     bucket.params[i] = new

@@ -379,7 +379,14 @@ def note_unseen_write(x: torch.Tensor) -> None:
 def note_other_memory(x: torch.Tensor) -> None:
     """Count that `x` was given other memory, as `x.data = y` does."""
     note_unseen_write(x)
-    own_state(x).replaced_at = count_unseen_writes(x)
+    state = own_state(x)
+    if (known := state.data) is not None:
+        with Unheard():
+            is_same = known.untyped_storage()._cdata == x.untyped_storage()._cdata
+        if not is_same:  # else what is written through it still counts
+            state.unseen_writes += count_writes(known)
+            state.data = None
+    state.replaced_at = count_unseen_writes(x)
 
 
 def was_written_since(x: torch.Tensor, count: int) -> bool:

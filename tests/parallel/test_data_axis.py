@@ -53,6 +53,15 @@ def test_a_batch_is_split_over_dp_and_over_the_axis_of_a_hybrid_shard():
     assert on_ranks(body, dp=2, shard=2) == [(Shard(0), Shard(0))] * 4
 
 
+@pytest.mark.parametrize("axes", [("dp", "cp"), "cp"])
+def test_ranks_that_work_on_the_same_rows_all_get_them_though_zero_shards_over_them(axes):
+    def body(mesh):
+        pt.zero(nn.Linear(4, 2), mesh, axes)
+        return pt.distribute_batch(T, mesh).placements
+
+    assert on_ranks(body, dp=2, cp=2) == [(Shard(0), Replicate())] * 4
+
+
 @pytest.mark.parametrize("name", ["tp", "cp"])
 def test_ranks_that_work_on_the_same_rows_all_get_them(name):
     placements = on_ranks(lambda mesh: pt.distribute_batch(T, mesh).placements, **{name: 2})

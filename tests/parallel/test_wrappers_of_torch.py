@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -109,3 +111,28 @@ def test_ddp_over_ranks_that_hold_the_same_pieces_is_torchs_own():
     for over_dp, over_all in run_ranks(splits_over_another_axis, 4):
         assert over_dp is None or "DTensor of partita" not in over_dp
         assert "DistributedDataParallel: 0.weight is a DTensor of partita" in over_all
+
+
+def keeps_a_wrapper_on_one_rank(rank):
+    mesh, found = mesh_of(), {}
+    for name, of_ours in {
+        "zero": pt.zero,
+        "parallelize": lambda m, mesh: pt.parallelize(m, mesh, {}),
+    }.items():
+        model = a_model()
+        wrapped = DDP(model)
+        if rank:
+            del wrapped
+            gc.collect()
+        found[name] = told(lambda model=model, of_ours=of_ours: of_ours(model, mesh))
+        assert not any(isinstance(p, pt.DTensor) for p in model.parameters())
+    return found
+
+
+@pytest.mark.slow
+def test_a_model_that_is_still_wrapped_on_one_rank_is_refused_on_all():
+    one, other = run_ranks(keeps_a_wrapper_on_one_rank, 2)
+    assert one == other
+    for text in one.values():
+        assert text is not None and "wrapped by DistributedDataParallel" in text
+        assert "test_wrappers_of_torch.py:" in text and "not wrapped" in text

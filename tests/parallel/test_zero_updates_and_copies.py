@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -218,3 +220,32 @@ def test_blocks_without_weights_in_backward_that_are_called_in_turns_find_an_end
         return gradients_of(model)
 
     run(program, stage, make=Turns)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_parameters_that_materialize_has_replaced_are_freed(stage):
+    def body(mesh):
+        model = pt.zero(mlp().to("meta"), mesh, stage=stage)
+        before = [weakref.ref(p) for p in model.parameters()]
+        pt.materialize(model, device="cpu")
+        gc.collect()
+        return [p() is None for p in before], all(
+            p.device.type == "cpu" for p in model.parameters()
+        )
+
+    with pt.ranks(dp=2) as world:
+        assert world.run(body) == [([True] * 4, True)] * 2
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_parameter_that_was_replaced_reports_no_gradient_to_zero(stage):
+    """Its hook would have the gradients reduced before those of the model have come."""
+
+    def body(mesh):
+        model = pt.zero(mlp().to("meta"), mesh, stage=stage)
+        before = [*model.parameters()]
+        pt.materialize(model, device="cpu")
+        return [len(p._post_accumulate_grad_hooks or ()) for p in before]
+
+    with pt.ranks(dp=2) as world:
+        assert world.run(body) == [[0] * 4] * 2

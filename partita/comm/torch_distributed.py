@@ -233,9 +233,10 @@ def _make_inspected_collective(
             inspect(name, ([getattr(op, "tensor", None) for ops in lists for op in ops], {}))
         if name in _OF_TWO_RANKS or kwargs.get("async_op"):
             return original(*args, **kwargs)
-        group = next(
-            (x for x in (*args, *kwargs.values()) if isinstance(x, dist.ProcessGroup)), None
-        )
+        given = (*args, *kwargs.values())
+        if any(x is dist.GroupMember.NON_GROUP_MEMBER for x in given):  # a warning is all it does
+            return original(*args, **kwargs)
+        group = next((x for x in given if isinstance(x, dist.ProcessGroup)), None)
         with watched_collective(name, group):
             return original(*args, **kwargs)
 

@@ -347,7 +347,12 @@ def _register_post_accumulate_grad_hook(x: DTensor, hook: Callable[..., Any]) ->
     _show_gradient(x)
     typed = type_accumulate_hook(x, hook)
     with Local():
-        return x.register_post_accumulate_grad_hook(typed)
+        handle = x.register_post_accumulate_grad_hook(typed)
+        note = typed.note  # type: ignore[attr-defined]
+        hooks = _hooks(x)
+        hooks[handle.id] = hooks.pop(note.id)
+    handle.extra_dict_ref += (note.hooks_dict_ref,)  # so that its `remove` takes off both
+    return handle
 
 
 def type_accumulate_hook(x: torch.Tensor, hook: Callable[..., Any]) -> Callable[[Any], Any]:
@@ -366,7 +371,7 @@ def type_accumulate_hook(x: torch.Tensor, hook: Callable[..., Any]) -> Callable[
         return hook(x) if came[0] else None
 
     with Local(), requiring_grad(x):
-        x.register_hook(note_gradient)
+        call_accumulate_hook.note = x.register_hook(note_gradient)  # type: ignore[attr-defined]
     call_accumulate_hook.hook = hook  # type: ignore[attr-defined]
     return call_accumulate_hook
 

@@ -176,6 +176,12 @@ def describe_reading(x: torch.Tensor, op: str, spec: Spec, verb: str = "reads") 
     return Reading(op, layout, f"{made.number:x}", made, verb)
 
 
+def is_beside_program(wire: Wire) -> bool:
+    """True in a thread beside the program's, whose exchanges would meet those of other threads."""
+    is_main = threading.current_thread() is threading.main_thread()
+    return bool(wire.ranks_to_wait_for) and not is_main
+
+
 def is_compared_when_moved(before: Spec, after: Spec, op: str, reason: str) -> bool:
     """True if the ranks compare which tensor they move: a small one, or one that all get whole.
 
@@ -185,7 +191,7 @@ def is_compared_when_moved(before: Spec, after: Spec, op: str, reason: str) -> b
     wire = before.wire
     if reason == "gradient" or wire.runs_in_streams or wire.is_reading:
         return False
-    if wire.ranks_to_wait_for and threading.current_thread() is not threading.main_thread():
+    if is_beside_program(wire):
         return False
     if not (before.has_noted_origin or op == "full_tensor") or is_alone(wire):
         return False

@@ -30,7 +30,7 @@ from .dispatch import run_gathered
 from .dtensor import DTensor, make_memory_error, moved, tagged
 from .dtensor_gradients import gradient_of
 from .op_facts import ADDRESSES, OVERRIDES, find_getter, form_of, implements
-from .origins import describe_reading
+from .origins import describe_reading, is_beside_program
 from .tensor_state import (
     HERE,
     ON_NEW_SPEC,
@@ -68,7 +68,7 @@ def _get_data(x: DTensor) -> DTensor:
     with Local():
         now = _data.__get__(x)
         known = state.data
-        if known is None or not _show_same_memory(known, now):
+        if known is None or not show_same_memory(known, now):
             state.unseen_writes += 0 if known is None else count_writes(known)
             state.data = known = now
             # Views of this memory are copied from other tensors than x: they ask the storage.
@@ -76,7 +76,7 @@ def _get_data(x: DTensor) -> DTensor:
         return tagged(known.detach(), x._spec)
 
 
-def _show_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+def show_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     return (
         one.untyped_storage()._cdata == other.untyped_storage()._cdata
         and one.storage_offset() == other.storage_offset()
@@ -617,11 +617,12 @@ def _reduce_piece(x: DTensor) -> tuple[Callable[..., DTensor], tuple[Any, ...]]:
 
 @implements(T.__reduce_ex__)
 def _reduce_dtensor(x: DTensor, protocol: Any) -> Any:
-    if not x._spec.is_whole and not is_alone(x._spec.wire):
+    wire = x._spec.wire
+    if not x._spec.is_whole and not is_alone(wire) and not is_beside_program(wire):
         # A file that one rank writes alone would lack what the others hold. Where all of them write
-        # one, nothing is lost.
+        # one, nothing is lost. A thread that saves in the background is not compared.
         shown = f" {x.layout_over_mesh}"
-        x._spec.wire.exchange("pickles its piece of a tensor (torch.save):", b"", shown=shown)
+        wire.exchange("pickles its piece of a tensor (torch.save):", b"", shown=shown)
     return _reduce_piece(x)
 
 

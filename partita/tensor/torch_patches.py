@@ -45,7 +45,7 @@ from partita.rules.rule import own_op
 from partita.rules.rule import table_rule as rule
 from partita.versions import frames_hold_inputs, name_of_checkpoint_generator
 
-from . import tensor_overrides  # noqa: F401  what users hear comes first
+from .tensor_overrides import show_same_memory  # isort: skip  what users hear comes first
 from .arguments import OpCall, make_transform_error, read_number
 from .dispatch import run_gathered
 from .dtensor import DTensor, alias_without_base, moved
@@ -125,6 +125,14 @@ _TABLES_OF_HOOKS = [
 
 
 def _swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
+    if HERE.capturing:
+        # `module.to(...)` swaps fake parameters, which the weak references of a tracer forbid. It
+        # means what `p.data = ...` means in eager.
+        with Local():
+            is_same = show_same_memory(t1, t2)
+        if not is_same:
+            t1.data = t2
+        return
     # torch swaps no tensor with weak references; ours are set anew. Where ZeRO shards a parameter,
     # the object in the model stays the one that it shards.
     before = [t._spec if isinstance(t, DTensor) else None for t in (t1, t2)]
@@ -174,7 +182,9 @@ _plain_swap = put_in_place_of("swap_tensors", _swap_tensors, torch.utils)
 
 def _clear_unwritten(made: Any) -> Any:
     """`made`, a fresh tensor, with zeros. In a graph that is traced nothing is compared."""
-    if type(made) is torch.Tensor and not HERE.capturing and not is_functorch_wrapped_tensor(made):
+    if type(made) is not torch.Tensor or made.is_quantized or HERE.capturing:
+        return made
+    if not is_functorch_wrapped_tensor(made):
         made.data.zero_()  # counts no version
     return made
 
@@ -664,28 +674,6 @@ def _apply_or_mark(cls: type[Any], function: Any, preserve: bool, *args: Any) ->
 
 setattr(torchs, BEGINS, _begin_or_mark)
 torchs.CheckpointFunction.apply = classmethod(_apply_or_mark)  # type: ignore[assignment]
-
-# -- modules that convert their tensors ------------------------------------------------------------
-# `module.to(...)` sets `p.data` of a parameter. Of a fake one it swaps two tensors, which the weak
-# references of a tracer forbid. While a step is captured it means what it means in eager.
-
-
-def _swap_or_set_data(one: torch.Tensor, other: torch.Tensor) -> None:
-    if not HERE.capturing:
-        _swap_tensors(one, other)
-    elif not _show_the_same(one, other):
-        one.data = other
-
-
-def _show_the_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    with Local():
-        shown = [(t.shape, t.stride(), t.dtype, t.storage_offset()) for t in (one, other)]
-        memory = [t.untyped_storage()._cdata for t in (one, other)]
-        return shown[0] == shown[1] and memory[0] == memory[1]
-
-
-_swap_tensors = torch.utils.swap_tensors
-torch.utils.swap_tensors = _swap_or_set_data
 
 # -- torch.compile ---------------------------------------------------------------------------------
 # Dynamo knows of a tensor only what its class lets it see: of a DTensor the piece's sizes beside

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import threading
 
 import pytest
 import torch
@@ -121,3 +122,21 @@ def test_a_shallow_copy_is_for_one_rank_alone():
 
     with pt.ranks(dp=2) as world:
         assert world.run(body) == [7.0, 7.0]
+
+
+def saves_in_a_thread(rank):
+    mesh = pt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    pieces = [pt.distribute_tensor(torch.arange(6.0), mesh, [pt.Shard(0)]) for _ in range(30)]
+    files = []
+    thread = threading.Thread(target=lambda: files.append(save(pieces)))
+    if rank == 0:
+        thread.start()
+    sums = [(x * 2).sum().item() for x in pieces]
+    if rank == 1:
+        thread.start()
+    thread.join(60)
+    return sums, [x.full_tensor().sum().item() for x in torch.load(files[0], weights_only=True)]
+
+
+def test_a_thread_may_save_beside_reads_of_the_program():
+    assert run_ranks(saves_in_a_thread, 2) == [([30.0] * 30, [15.0] * 30)] * 2

@@ -6,6 +6,7 @@ import inspect
 import os
 import subprocess
 import sys
+import warnings
 from collections import Counter
 from contextlib import contextmanager
 
@@ -24,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 import partita as pt
 from partita.app.models import GPT
 from partita.comm.torch_distributed import COLLECTIVES
+from partita.comm.waiting import BEGUN
 from tests.gloo.launch import run_ranks
 
 OURS = os.path.dirname(pt.__file__)
@@ -205,3 +207,18 @@ def test_a_layer_of_a_tensor_subclass_is_made_by_torch_alone_before_there_is_a_d
             return nn.Parameter(x).placements
 
         world.run(body)
+
+
+def call_collective_of_others(rank):
+    pt.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    group = dist.new_group([0])
+    x = torch.ones(2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dist.all_reduce(x, group=group)
+    return sorted(key for key in BEGUN if key.startswith("torch.distributed/"))
+
+
+def test_a_collective_of_a_group_without_this_rank_counts_for_no_group():
+    with_rank, without = run_ranks(call_collective_of_others, 2)
+    assert len(with_rank) == 1 and without == []

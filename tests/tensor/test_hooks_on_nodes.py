@@ -100,3 +100,24 @@ def _walk(mesh):
 def test_the_graph_behind_a_dtensor_can_be_walked():
     with pt.ranks(tp=2) as world:
         world.run(_walk)
+
+
+def test_a_removed_hook_on_an_accumulated_gradient_leaves_none():
+    def body(mesh):
+        p = nn.Parameter(pt.distribute_tensor(torch.ones(4), mesh, [Replicate()]))
+        calls = []
+        kept = p.register_post_accumulate_grad_hook(lambda x: calls.append(x.grad.tolist()))
+        count = len(torch._C.TensorBase._backward_hooks.__get__(p))
+        for _ in range(3):
+            handle = p.register_post_accumulate_grad_hook(lambda x: calls.append("removed"))
+            handle.remove()
+        with p.register_post_accumulate_grad_hook(lambda x: calls.append("left")):
+            pass
+        assert len(torch._C.TensorBase._backward_hooks.__get__(p)) == count
+        (p * 2).sum().backward()
+        kept.remove()
+        (p * 2).sum().backward()
+        return calls
+
+    with pt.ranks(dp=2) as world:
+        assert world.run(body) == [[[2.0] * 4]] * 2

@@ -133,3 +133,10 @@ def test_a_default_device_holds_for_memory_that_nobody_has_written():
             return [t.device.type for t in made]
 
         assert world.run(body) == [["meta"] * 3] * 2
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_a_quantized_tensor_is_allocated_as_torch_does():
+    with pt.ranks(dp=2) as world:
+        made = world.run(lambda mesh: torch.empty(3, dtype=torch.quint8).is_quantized)
+    assert made == [True, True]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import _abc
 import abc
 import dis
+import functools
 import gc
 import importlib
 import inspect
@@ -741,6 +742,20 @@ def test_a_view_of_a_dictionary_refers_to_it_alone():
     for view in (held.keys(), held.values(), held.items(), types.MappingProxyType(held)):
         assert gc.get_referents(view)[0] is held
     assert gc.get_referents(vars(Plain))[0]["__module__"] == __name__
+
+
+def test_a_bounded_cache_refers_to_keys_and_results_in_the_order_of_use():
+    @functools.lru_cache(maxsize=3)
+    def squared(n):
+        return {"n": n * n}
+
+    for n in (1, 2, 3, 2, 4):
+        squared(n)
+    held = gc.get_referents(squared)
+    table = [d for d in held if type(d) is dict and d is not vars(squared)][-1]
+    entry = type(next(iter(table.values())))
+    before = [value for value in held[: held.index(table)] if value is not entry]
+    assert before[-6:] == [3, {"n": 9}, 2, {"n": 4}, 4, {"n": 16}] and sorted(table) == [2, 3, 4]
 
 
 def test_an_abstract_class_tells_what_was_registered():

@@ -378,7 +378,8 @@ class ReadRecord(PlaceRecord):
             self.reach_object(value, name)
             if isinstance(value, functools._lru_cache_wrapper):
                 self.snapshots.snapshot_cache(value, name)
-                self.read_place(place_of_answer(f"the cache of {name}", CacheEpoch(value), value))
+                place = place_of_answer(f"the cache of {name}", CacheEpoch(value), value)
+                self.read_place(place, shallow=True)
                 self._reach_cached_function(value.__wrapped__, name)
 
     def reach_object(self, value: Any, name: str) -> None:

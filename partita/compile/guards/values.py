@@ -704,19 +704,77 @@ def place_of_answer(name: str, function: Callable[[], Any], about: Any = None) -
 
 
 class CacheEpoch:
-    """Counts how often a function of `functools.lru_cache` has lost a result that it had kept."""
+    """Counts how often a function of `functools.lru_cache` lost or changed a result that a step
+    may have used.
+
+    The first call is before the step, the second after it: the entries that it may have used are
+    watched from then on. A full cache may drop a result of the step's own, which would come of the
+    same reads again; a result of before the step, or one that `cache_clear()` takes, may not be
+    missing.
+    """
 
     def __init__(self, function: Any):
-        self._function, self._known, self._epoch = function, dict[Any, Any](), 0
+        self._function, self._epoch = function, 0
+        self._before: frozenset[Any] | None = None  # the keys
+        self._watched: dict[Any, Any] | None = None
+        self._calls = self._misses = 0
 
     def __call__(self) -> int:
-        held = vars(self._function)
-        tables = gc.get_referents(self._function)
-        now = next(({**d} for d in tables if isinstance(d, dict) and d is not held), {})
-        if any(now.get(key, MISSING) is not kept for key, kept in self._known.items()):
+        info = self._function.cache_info()
+        if self._watched is None:
+            found = self._find_results()
+            if self._before is None:
+                self._before, self._calls = frozenset(found), info.hits + info.misses
+            else:
+                # Each call moves the entry that it uses to the end of a bounded cache.
+                used = len(found) if info.maxsize is None else info.hits + info.misses - self._calls
+                first = len(found) - used if 0 <= used < len(found) else 0
+                self._watched = dict([*found.items()][first:])
+                self._before &= self._watched.keys()
+        elif self._watched and not self._has_watched(info.misses < self._misses):
             self._epoch += 1
-        self._known = now  # which keeps the entries alive, so that no other is taken for one
+            self._watched = {}  # what the step used is not there any more
+        self._misses = info.misses
         return self._epoch
+
+    def _has_watched(self, is_cleared: bool) -> bool:
+        assert self._watched is not None and self._before is not None
+        table = _find_table(self._function)
+        there = self._find_results() if any(key in table for key in self._watched) else {}
+        for key, value in self._watched.items():
+            now = there.get(key, MISSING)
+            if now is MISSING:
+                if is_cleared or key in self._before or len(table) < self._most:
+                    return False
+            elif now is not value and not (
+                type(value) in PLAIN and content_key(now) == content_key(value)
+            ):
+                return False
+        return True
+
+    @property
+    def _most(self) -> float:
+        most = self._function.cache_info().maxsize
+        return float("inf") if most is None else most
+
+    def _find_results(self) -> dict[Any, Any]:
+        """The results by key; of a bounded cache those used last at the end."""
+        table = _find_table(self._function)
+        if self._most == float("inf") or not table:
+            return {**table}
+        # Private Python: keys and results in order, each pair followed by the type of its entry.
+        held = gc.get_referents(self._function)
+        held = held[: next(i for i, value in enumerate(held) if value is table)]
+        entry = type(next(iter(table.values())))
+        flat = [value for value in held if value is not entry][-2 * len(table) :]
+        return dict(zip(flat[::2], flat[1::2], strict=True))
+
+
+def _find_table(function: Any) -> dict[Any, Any]:
+    """The dictionary of a function of `functools.lru_cache`: results by key, or entries of C."""
+    held = vars(function)
+    tables = [d for d in gc.get_referents(function) if type(d) is dict and d is not held]
+    return tables[-1]  # the results, which may be dictionaries, come before it
 
 
 def place_of_log_level(name: str, logger: logging.Logger) -> Place:

@@ -502,9 +502,9 @@ def modified_error(what: str, now: int, expected: int, why: str = "") -> Runtime
 # -- all blocks of a model -------------------------------------------------------------------------
 
 
-@dataclass
+@dataclass(eq=False)
 class CallCounts:
-    """The calls of blocks that one token ties to their shards, and the gradients that have come.
+    """The calls of blocks that one token ties to their shards.
 
     What a backward pass sends depends on these counts, which are equal on all ranks. It must not
     depend on which results of a forward are still alive: Python frees them at another time on each
@@ -512,25 +512,40 @@ class CallCounts:
 
     Attributes:
         made: by block, the calls in forward whose parameters get gradients.
-        came: by block, those whose gradients have come in this backward pass.
-        held: gradients of blocks of which more calls are to come, by block and number of the flat.
-        backward_pass: the number of the pass that is counted.
     """
 
     made: Counter[FsdpGroup] = field(default_factory=Counter)
-    came: Counter[FsdpGroup] = field(default_factory=Counter)
-    held: dict[tuple[FsdpGroup, int], PartialGradients] = field(default_factory=dict)
-    backward_pass: int = -1
 
-    def note_gradients(self, group: FsdpGroup) -> bool:
+
+@dataclass
+class BackwardPass:
+    """The gradients that have come in one backward pass. A hook may run another pass within it,
+    over the same forward.
+
+    Attributes:
+        groups: the blocks that it has gathered.
+        came: by token and block, the calls whose gradients have come.
+        held: by token, the gradients of blocks of which more calls are to come, by block and number
+            of the flat.
+        with_history: gradients that are a part of the graph of `create_graph=True`.
+    """
+
+    groups: list[FsdpGroup] = field(default_factory=list)
+    came: Counter[tuple[CallCounts, FsdpGroup]] = field(default_factory=Counter)
+    held: dict[CallCounts, dict[tuple[FsdpGroup, int], PartialGradients]] = field(
+        default_factory=dict
+    )
+    with_history: dict[DTensor, torch.Tensor] = field(default_factory=dict)
+
+    def note_gradients(self, counts: CallCounts, group: FsdpGroup) -> bool:
         """Note that the gradients of a call of `group` came. True if no more calls are to come."""
-        number = backward_pass()
-        if number != self.backward_pass:  # the one before may have been aborted
-            self.backward_pass = number
-            self.came.clear()
-            self.held.clear()
-        self.came[group] += 1
-        return self.came[group] >= self.made[group]
+        self.came[counts, group] += 1
+        return self.came[counts, group] >= counts.made[group]
+
+    def add_with_history(self, p: DTensor, grad: torch.Tensor) -> None:
+        """Add to the gradient of `p`, which is a part of the graph of `create_graph=True`."""
+        before = self.with_history.get(p)
+        self.with_history[p] = grad if before is None else before + grad
 
 
 @dataclass(frozen=True)
@@ -546,13 +561,14 @@ class Token:
     counts: CallCounts
 
 
-@dataclass
+@dataclass(eq=False)
 class _Reducing:
     """Gradients of a group that are being reduced.
 
     Attributes:
         places: by the group's parameters that have a gradient, its index in `pieces`.
         counts: of the token whose backward collects them; None where no backward pass does.
+        backward_pass: the number of the pass that does, or -1.
         wait: waits for the reduction, and returns this rank's pieces; None when that is over.
         pieces: what it returned.
     """
@@ -560,6 +576,7 @@ class _Reducing:
     group: FsdpGroup
     places: dict[DTensor, int]
     counts: CallCounts | None
+    backward_pass: int
     wait: Callable[[], list[torch.Tensor]] | None
     pieces: Sequence[torch.Tensor] = ()
 
@@ -579,7 +596,6 @@ class Zero(ShardedState):
             written; in a captured step, until its last use.
         holds_partial_gradients: there may be unsharded gradients of this or an earlier pass.
         peak: the most bytes that were gathered at once.
-        with_history: gradients that are a part of the graph of `create_graph=True`.
     """
 
     def __init__(
@@ -614,8 +630,7 @@ class Zero(ShardedState):
         self._next: dict[FsdpGroup, FsdpGroup] = {}
         self._before: dict[FsdpGroup, FsdpGroup] = {}
         self._under_way: list[_Reducing] = []
-        self._passes: dict[int, list[FsdpGroup]] = {}
-        self.with_history: dict[DTensor, torch.Tensor] = {}
+        self._passes: dict[int, BackwardPass] = {}
         BROKEN_OFF.watchers.add(self)
 
     def detach_from_model(self) -> None:
@@ -752,19 +767,24 @@ class Zero(ShardedState):
         Not every pass comes to the gradients of a block's parameters: it may be asked for those of
         the inputs alone.
         """
+        groups = self.pass_at_work().groups
+        if group not in groups:
+            groups.append(group)
+
+    def pass_at_work(self) -> BackwardPass:
+        """What is known of the backward pass that is at work."""
         number = backward_pass()
         if number not in self._passes:
-            self._passes[number] = []
+            self._passes[number] = BackwardPass()
             after_backward(lambda: self._end_backward(number))
-        if group not in self._passes[number]:
-            self._passes[number].append(group)
+        return self._passes[number]
 
     def _end_backward(self, number: int) -> None:
         # Groups that an enclosing backward pass uses are left to it.
-        groups = self._passes.pop(number, [])
-        around = {group for others in self._passes.values() for group in others}
+        ended = self._passes.pop(number, BackwardPass())
+        around = {group for other in self._passes.values() for group in other.groups}
         with Local(), torch.no_grad():
-            for group in groups:
+            for group in ended.groups:
                 if group not in around:
                     group.end_backward()
 
@@ -818,36 +838,33 @@ class Zero(ShardedState):
                 one.finish()
         wait = group.flats[k].start_reduce_scatter(shares.sums, dtype)
         places = {p: i for i, p in enumerate(params) if shares.used[i]}
-        self._under_way.append(_Reducing(group, places, counts, wait))
+        self._under_way.append(_Reducing(group, places, counts, backward_pass(), wait))
 
     def collect(
         self, groups: Sequence[FsdpGroup], counts: CallCounts | None
     ) -> dict[DTensor, torch.Tensor]:
-        """Wait for the reductions of `counts`; each parameter's gradient, plain and local.
+        """Wait for the reductions of `counts` in this backward pass; each parameter's gradient,
+        plain and local.
 
         Those of an enclosing backward pass are left to it: hooks see the gradients of each.
         """
         if counts is not None:
-            held = list(counts.held.items())  # backward did not come to all calls of these blocks
-            counts.held.clear()
-            for (group, k), shares in held:
+            # Backward did not come to all calls of these blocks.
+            held = self.pass_at_work().held.pop(counts, {})
+            for (group, k), shares in held.items():
                 self.send_or_keep(group, k, shares, counts)
         if not self.keeps_partial_gradients:
             self._reduce_held_gradients(groups, counts)
         found: dict[DTensor, torch.Tensor] = {}
-        ready = [one for one in self._under_way if one.counts is counts]
-        self._under_way = [one for one in self._under_way if one.counts is not counts]
+        mine = counts, backward_pass()
+        ready = [one for one in self._under_way if (one.counts, one.backward_pass) == mine]
+        self._under_way = [one for one in self._under_way if one not in ready]
         for one in ready:
             pieces = one.finish()
             for p, place in one.places.items():
                 g = pieces[place].to(_dtype(p))
                 found[p] = found[p] + g if p in found else g
         return found
-
-    def add_with_history(self, p: DTensor, grad: torch.Tensor) -> None:
-        """Add to the gradient of `p`, which is a part of the graph of `create_graph=True`."""
-        before = self.with_history.get(p)
-        self.with_history[p] = grad if before is None else before + grad
 
     def replaced(self, old: DTensor, new: DTensor) -> None:
         """`new`, laid out as `old`, has taken its place in the model (see `materialize`)."""
@@ -896,7 +913,6 @@ class Zero(ShardedState):
     def reset_after_abort(self) -> None:
         """Drop all of an earlier step, however it ended: release blocks, wait for reductions."""
         self._passes.clear()
-        self.with_history.clear()
         under_way, self._under_way = self._under_way, []
         for one in under_way:
             one.finish()
@@ -934,7 +950,8 @@ class _ShardsToToken(torch.autograd.Function):
             with torch.no_grad():
                 found = ctx.zero.collect(ctx.groups, ctx.counts)
                 ctx.zero.release()
+            with_history = ctx.zero.pass_at_work().with_history
             for p in ctx.shards:
-                if (g := ctx.zero.with_history.pop(p, None)) is not None:
+                if (g := with_history.pop(p, None)) is not None:
                     found[p] = found[p] + g if p in found else g
         return None, None, None, *[found.pop(p, None) for p in ctx.shards]

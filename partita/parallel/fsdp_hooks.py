@@ -278,7 +278,9 @@ class _ForwardCall:
     def _reduce_gradients(self, grads: Sequence[torch.Tensor | None]) -> None:
         group, zero, at = self.group, self.group.zero, 0
         assert self.counts is not None
-        is_last = self.counts.note_gradients(group)
+        at_work = zero.pass_at_work()
+        is_last = at_work.note_gradients(self.counts, group)
+        held = at_work.held.setdefault(self.counts, {})
         for k, flat in enumerate(group.flats):
             some = grads[at : at + len(flat.pieces)]
             at += len(flat.pieces)
@@ -286,12 +288,12 @@ class _ForwardCall:
                 continue
             # Those of other calls of the block in this forward are sent together with these; where
             # backward does not come to the last call, by the token's backward.
-            held = self.counts.held.pop((group, k), None)
-            shares = flat.pack_gradients(some, zero.precision.grad_dtype or flat.dtype, held)
+            before = held.pop((group, k), None)
+            shares = flat.pack_gradients(some, zero.precision.grad_dtype or flat.dtype, before)
             if is_last:
                 zero.send_or_keep(group, k, shares, self.counts)
             else:
-                self.counts.held[group, k] = shares
+                held[group, k] = shares
 
     def _reduce_with_history(self, grads: Sequence[torch.Tensor | None]) -> None:
         """The same where the gradients are to be differentiated again (`create_graph=True`)."""
@@ -303,7 +305,7 @@ class _ForwardCall:
                 _, sent, summed = zero.precision.dtypes_of(p.dtype)
                 before = zero.make_unsharded_spec(p._spec).gradient
                 g = moved(g.to(sent).to(summed), before, p._spec.gradient, group.name, "gradient")
-                zero.add_with_history(p, g.to(p.dtype))
+                zero.pass_at_work().add_with_history(p, g.to(p.dtype))
 
 
 def _install_gathered(group: FsdpGroup, call: _ForwardCall | None) -> None:

@@ -252,3 +252,49 @@ def test_hooks_see_the_gradients_of_a_nested_backward_pass_and_of_the_one_around
         return gradients_of(model)
 
     run(program, stage, make=Again)
+
+
+class Twice(nn.Module):
+    """A block that is called twice, and a loss of its first call alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = mlp(2)
+
+    def forward(self, x):
+        self.h = self.blocks[0](x)
+        self.side = self.h.square().mean()
+        return self.blocks[0](self.blocks[1](self.h))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("history", [False, True])
+@pytest.mark.parametrize("loss", ["side", "whole"])
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_a_hook_takes_gradients_of_the_forward_that_the_pass_around_it_is_of(
+    loss, history, fails, stage
+):
+    def program(model, spread, _):
+        out = model(spread(X))
+        whole_loss, inner = out.square().mean(), []
+
+        def hook(grad):
+            if inner:
+                if fails and inner == [None]:
+                    raise ZeroDivisionError
+                return
+            inner.append(None)
+            chosen = model.side if loss == "side" else whole_loss
+            options = {"retain_graph": True, "create_graph": history, "allow_unused": True}
+            try:
+                inner[:] = torch.autograd.grad(chosen, [*model.parameters()], **options)
+            except ZeroDivisionError:
+                inner[:] = [None, None]
+
+        model.h.register_hook(hook)
+        whole_loss.backward(retain_graph=True, create_graph=history)
+        whole_loss.backward()
+        return gradients_of(model), [whole(g) for g in inner]
+
+    run(program, stage, ranks=2, make=Twice)

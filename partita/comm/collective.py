@@ -22,6 +22,8 @@ import torch
 
 from partita.layout import Coordinate, LayoutError, Mesh
 
+from .device import empty_like, new_empty
+
 if TYPE_CHECKING:
     from partita.redistribute import Move
 
@@ -256,7 +258,7 @@ class Transport:
             wide = self._widen_for_reduction(x, request.reduce_op).reshape(-1)
             total = wide
             if request.kind == "reduce_scatter":
-                total = wide.new_empty(wide.numel() // self.mesh_size(axes))
+                total = new_empty(wide, wide.numel() // self.mesh_size(axes))
             self._perform(total, wide, axes, request)
             out.view(-1).copy_(_narrow_to_dtype(total, out.view(-1)))
         elif x.dtype in self.moved_dtypes:
@@ -345,7 +347,7 @@ def _all_gather(x: torch.Tensor, group_size: int, group_name: str) -> torch.Tens
     # Private torch: a functional collective's group and its work are known by name and by tensor.
     c10d: Any = torch._C._distributed_c10d
     group = c10d._resolve_process_group(group_name)
-    out = x.new_empty((group_size * x.shape[0], *x.shape[1:]))
+    out = new_empty(x, (group_size * x.shape[0], *x.shape[1:]))
     pieces = out.view(group_size, *x.shape).unbind()
     pieces[group.rank()].copy_(x)
     for rank, piece in enumerate(pieces):
@@ -354,7 +356,7 @@ def _all_gather(x: torch.Tensor, group_size: int, group_name: str) -> torch.Tens
 
 
 def _shape_of_all_gather(x: torch.Tensor, group_size: int, group_name: str) -> torch.Tensor:
-    return x.new_empty((group_size * x.shape[0], *x.shape[1:]))
+    return new_empty(x, (group_size * x.shape[0], *x.shape[1:]))
 
 
 def _all_to_all(x: torch.Tensor, group_size: int, group_name: str) -> torch.Tensor:
@@ -373,17 +375,17 @@ def _sum_of_shares(shares: torch.Tensor, count: int) -> torch.Tensor:
     is read.
     """
     rows = shares.view(count, -1)
-    return reduce_in_rank_order(rows.unbind(), rows.new_empty(rows.shape[1]))
+    return reduce_in_rank_order(rows.unbind(), new_empty(rows, rows.shape[1]))
 
 
 def _shape_of_sum(shares: torch.Tensor, count: int) -> torch.Tensor:
-    return shares.new_empty((shares.numel() // count,))
+    return new_empty(shares, (shares.numel() // count,))
 
 
 _library.impl("all_gather", _all_gather, "CompositeExplicitAutograd")
 torch.library.register_fake("partita::all_gather", _shape_of_all_gather, lib=_library)
 _library.impl("all_to_all", _all_to_all, "CompositeExplicitAutograd")
-torch.library.register_fake("partita::all_to_all", lambda x, *_: torch.empty_like(x), lib=_library)
+torch.library.register_fake("partita::all_to_all", lambda x, *_: empty_like(x), lib=_library)
 _library.impl("sum_of_shares", _sum_of_shares, "CompositeExplicitAutograd")
 torch.library.register_fake("partita::sum_of_shares", _shape_of_sum, lib=_library)
 

@@ -24,6 +24,8 @@ DEVICES = ("auto", "cpu", "cuda")
 """What a user may ask for."""
 HOST = torch.device("cpu")
 """The CPU: files are read into its memory, and values of Python live there."""
+empty, empty_like, new_empty = torch.empty, torch.empty_like, torch.Tensor.new_empty
+"""Torch's own. Those that users call write zeros once there is a mesh (`tensor/torch_patches`)."""
 
 
 Placed = TypeVar("Placed", bound=torch.Tensor | torch.nn.Module)

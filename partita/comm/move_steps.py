@@ -25,6 +25,7 @@ from partita.layout import Layout, LayoutError, Mesh
 from partita.redistribute.move import count_common_axes
 
 from .collective import Axes, Request, Splits, Transport
+from .device import empty_like, new_empty
 
 if TYPE_CHECKING:
     from partita.redistribute import Move
@@ -79,7 +80,7 @@ def _make_all_gather_step(move: Move, transport: Transport) -> Step:
     unpack, whole = side.make_unpacker(side.pad), side.rows_in_memory and gathered == shape
 
     def run_all_gather(x: torch.Tensor, op: str) -> torch.Tensor:
-        out = x.new_empty(gathered)
+        out = new_empty(x, gathered)
         run(out, _pad_to_shape(x, mine), axes, requests[op])
         if whole:
             return out
@@ -98,10 +99,10 @@ def _make_reduce_scatter_step(move: Move, transport: Transport) -> Step:
 
     def run_reduce_scatter(x: torch.Tensor, op: str) -> torch.Tensor:
         if as_it_is:
-            out = x.new_empty(mine)
+            out = new_empty(x, mine)
             run(out, x.contiguous(), axes, requests[op])
             return out
-        out = x.new_empty(side.pad)
+        out = new_empty(x, side.pad)
         rows = _pad_to_shape(x, rows_shape) if side.rows_in_memory else pack(x)
         run(out, rows, axes, requests[op])
         return out.resize_(mine)
@@ -140,7 +141,7 @@ def _make_all_to_all_step(move: Move, transport: Transport) -> Step:
 
     def run_all_to_all(x: torch.Tensor, op: str) -> torch.Tensor:
         source = x.contiguous() if pack is None else pack(x)
-        out = x.new_empty(shape if unpack is None else get.total)
+        out = new_empty(x, shape if unpack is None else get.total)
         run(out, source, axes, requests[op])
         return out if unpack is None else unpack(out)
 
@@ -157,10 +158,10 @@ def _make_restack_step(move: Move, transport: Transport) -> Step:
 
     def run_restack(x: torch.Tensor, op: str) -> torch.Tensor:
         parts = [x[where].reshape(-1) for where in sent]
-        source = torch.cat(parts) if parts else x.new_empty(0)
-        flat = x.new_empty(get.total)
+        source = torch.cat(parts) if parts else new_empty(x, 0)
+        flat = new_empty(x, get.total)
         run(flat, source, axes, requests[op])
-        out = x.new_empty(shape)
+        out = new_empty(x, shape)
         at = 0
         for where in got:
             to = out[where]
@@ -290,7 +291,7 @@ def _pad_to_shape(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     n = x.numel()
     if n == math.prod(shape):
         return x.reshape(shape)
-    buffer = x.new_empty(shape)
+    buffer = new_empty(x, shape)
     flat = buffer.view(-1)
     flat[:n] = x.reshape(-1)
     flat[n:] = 0
@@ -423,7 +424,7 @@ class Side:
                 ((size, strides, offset),) = views
                 flat = x.as_strided(size, strides, first + offset).contiguous().view(-1)
             else:
-                flat = x.new_empty(total) if total == numel else x.new_zeros(total)
+                flat = new_empty(x, total) if total == numel else x.new_zeros(total)
                 for (size, strides, offset), place in zip(views, places, strict=True):
                     flat.as_strided(*place).copy_(x.as_strided(size, strides, first + offset))
             return flat if order is None else flat.view(len(order), -1)[order].view(-1)
@@ -437,10 +438,10 @@ class Side:
 
         def unpack_pieces(flat: torch.Tensor) -> torch.Tensor:
             if order is not None:
-                rows = torch.empty_like(flat)
+                rows = empty_like(flat)
                 rows.view(len(order), -1)[order] = flat.view(len(order), -1)
                 flat = rows
-            out = flat.new_empty(self.shape)
+            out = new_empty(flat, self.shape)
             for there, here in views:
                 out.as_strided(*there).copy_(flat.as_strided(*here))
             return out

@@ -25,7 +25,7 @@ from torch._C import DisableTorchFunction as Unheard
 from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.comm import PendingWork, Wire, user_line
-from partita.comm.device import Device
+from partita.comm.device import Device, empty, new_empty
 from partita.comm.move_steps import contiguous_strides
 from partita.layout import Fix, Layout, LayoutError
 from partita.redistribute import Move
@@ -226,7 +226,7 @@ class FlatBuffer:
         self._lengths = [p.length for p in self.pieces]
         self._is_even = all(p.is_even for p in self.pieces)
         self._is_in_order = all(p.is_in_order for p in self.pieces)
-        self._full = torch.empty(0, dtype=dtype, device=device)
+        self._full = empty(0, dtype=dtype, device=device)
         self._rows: list[torch.Tensor] = []  # of `_full`: each parameter as (n, length)
         self._sums = self._full
         with Local():
@@ -253,7 +253,7 @@ class FlatBuffer:
                 self._allocate_storage()
                 out = self._full[: self.n * self.length]
             else:
-                out = torch.empty(self.n * self.length, dtype=self.dtype, device=self.device)
+                out = empty(self.n * self.length, dtype=self.dtype, device=self.device)
                 self.alive = out.nbytes
             mine = self._end_to_end(shards, out)
             work = self.wire.start(self.gather, mine, out, op=self.name, reason=reason)
@@ -263,7 +263,7 @@ class FlatBuffer:
     def _own_row(self, out: torch.Tensor) -> torch.Tensor:
         """The memory for this rank's flat shard: its row of `out` where that is allowed."""
         if not self.wire.gathers_in_place:
-            return torch.empty(self.length, dtype=self.dtype, device=self.device)
+            return empty(self.length, dtype=self.dtype, device=self.device)
         _, members = self.wire.group(self.gather.axes)
         return out.view(self.n, self.length)[members.index(self.wire.at)]
 
@@ -311,7 +311,7 @@ class FlatBuffer:
         """Wait for the gather, and write each parameter into `wholes`; nothing is kept here."""
         out = self._wait_for_gather()
         # A parameter may have another order in memory, as channels_last.
-        flats = [w if w.is_contiguous() else w.new_empty(w.shape) for w in wholes]
+        flats = [w if w.is_contiguous() else new_empty(w, w.shape) for w in wholes]
         pairs = [
             pair
             for w, p in zip(flats, self.pieces, strict=True)
@@ -335,7 +335,7 @@ class FlatBuffer:
         """A new plain view of each parameter, in its true local shape."""
         storage = self._full.untyped_storage()
         return [
-            torch.empty(0, dtype=self.dtype, device=self.device).set_(
+            empty(0, dtype=self.dtype, device=self.device).set_(
                 storage, p.place, p.whole.local_shape, p.strides
             )
             for p in self.pieces
@@ -358,7 +358,7 @@ class FlatBuffer:
             _resize_storage(self._full.untyped_storage(), 0)
         else:
             self.wire.record_kept_view(self.name, held)
-            self._full, self._rows = torch.empty(0, dtype=self.dtype, device=self.device), []
+            self._full, self._rows = empty(0, dtype=self.dtype, device=self.device), []
 
     def find_piece(self, element: Any) -> int:
         """The number of the parameter that has this element of the gathered storage."""
@@ -368,7 +368,7 @@ class FlatBuffer:
         self, dtype: torch.dtype, offset: Any, size: Sequence[int], stride: Sequence[int]
     ) -> torch.Tensor:
         """A view of the gathered storage."""
-        view = torch.empty(0, dtype=dtype, device=self.device)
+        view = empty(0, dtype=dtype, device=self.device)
         return view.set_(self._full.untyped_storage(), offset, size, stride)
 
     def _allocate_storage(self) -> None:
@@ -424,9 +424,9 @@ class FlatBuffer:
         else:
             # Zeroing a large buffer takes longer than finding its padding.
             is_large = self.n * self.length * dtype.itemsize >= LARGE
-            new = torch.empty if fits or (is_full and is_large) else torch.zeros
+            new = empty if fits or (is_full and is_large) else torch.zeros
             sums = new(self.n, self.length, dtype=dtype, device=self.device)
-            if new is torch.empty and not fits:
+            if new is empty and not fits:
                 each = [p.padding(self._of_each(sums, p)) for p in self.pieces]
                 torch._foreach_zero_([part for parts in each for part in parts])
         to, come = [], []
@@ -470,7 +470,7 @@ class FlatBuffer:
             or known.dtype is not dtype
             or count_holders(known.untyped_storage()) > 2
         ):
-            self._sums = torch.empty(size, dtype=dtype, device=self.device)
+            self._sums = empty(size, dtype=dtype, device=self.device)
         return torch.cat(rows, out=self._sums)
 
     def start_reduce_scatter(
@@ -481,7 +481,7 @@ class FlatBuffer:
         Returns:
             A function that waits, and returns this rank's piece of each gradient.
         """
-        out = torch.empty(self.length, dtype=dtype, device=self.device)
+        out = empty(self.length, dtype=dtype, device=self.device)
         work = self.wire.start(self.scatter, sums.view(-1), out, op=self.name, reason="gradient")
 
         # Dropped by its caller after the wait: the sums take as much memory as the gathered

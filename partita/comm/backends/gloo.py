@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from ..collective import PendingCall, PendingList, PendingSum, PendingWork, Request, shares_memory
+from ..device import new_empty
 from .backend import Backend, WayOfSum
 
 _SMALL = 1 << 15
@@ -97,12 +98,12 @@ class Gloo(Backend):
         if way == "own":
             return super().begin(group, x, x, request)
         if way == "gather":
-            shares = x.new_empty(n * size)
+            shares = new_empty(x, n * size)
             ask = Request("all_gather", request.move, request.op)
             exchange = self.native(group, shares, flat, ask)
             return PendingSum(exchange, shares.view(n, size).unbind(), flat)
         whole = flat if size % n == 0 else torch.nn.functional.pad(flat, (0, -size % n))
-        piece = x.new_empty(whole.numel() // n)
+        piece = new_empty(x, whole.numel() // n)
         scatter = self.exchange_and_sum(group, piece, whole, request)
 
         def gather_pieces() -> None:

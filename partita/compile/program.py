@@ -501,7 +501,7 @@ class PaddingBoundary:
 
     @property
     def in_place(self) -> bool:
-        """Is the tensor padded where it is, and not in a copy?"""
+        """True if the tensor is padded in place, not in a copy."""
         return self.behind and self.stays
 
     def enter(self, local: torch.Tensor) -> torch.Tensor:
@@ -583,7 +583,7 @@ def border_of(
 
 
 def _fills_its_own(value: torch.Tensor) -> bool:
-    """Does it fill a storage that nothing else refers to?"""
+    """True if it fills a storage that nothing else refers to."""
     # On a device others may have it in hand on another stream, of which `record_stream` tells the
     # allocator, and not through memory that is shown.
     at_once = Device(value.device.type).runs_at_once

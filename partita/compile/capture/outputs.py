@@ -294,7 +294,7 @@ class ModuleAttributes:
                     (container.update if isinstance(container, dict) else container.extend)(copy)
 
     def is_of_module(self, home: Any) -> bool:
-        """Is `home` the `__dict__` of one of the modules?"""
+        """True if `home` is the `__dict__` of one of the modules."""
         return any(home is known for _, known in self._homes)
 
     def make_left_error(self, place: Place, value: Any) -> Exception:
@@ -394,7 +394,7 @@ def _check_result(value: Any, known: Container[int]) -> None:
 
 
 def is_held(value: Any, known: Collection[tuple[int, Any]]) -> bool:
-    """Is it a list or dictionary whose tensors all stand at known places?"""
+    """True if it is a list or dictionary whose tensors all stand at known places."""
     if not isinstance(value, (list, dict)):
         return False
     items = value.items() if isinstance(value, dict) else enumerate(value)
@@ -410,7 +410,7 @@ _EMPTIABLE = frozenset((dict, list, tuple, set, collections.OrderedDict))
 
 
 def is_filled(value: Any) -> bool:
-    """Is it, or does a container of it hold, a fake tensor or a symbolic number?"""
+    """True if it is, or as a container holds, a fake tensor or a symbolic number."""
     kind = type(value)
     if kind in _HOLDING_NOTHING or (kind in _EMPTIABLE and not value):
         return False  # as nearly all attributes of modules
@@ -474,7 +474,7 @@ def _stands_in(value: Any) -> bool:
 
 
 def _is_list_of_parameters(value: Any, before: Any) -> bool:
-    """Is it a list of parameters, or of weak references to them, that replaces an equal list?
+    """True if it is a list of parameters, or of weak references to them, for an equal list.
 
     nn.GRU makes such a list whenever its parameters are exchanged.
     """
@@ -529,7 +529,7 @@ def _left_gradient(made: torch.Tensor) -> torch.Tensor | None:
 
 
 def _retains_gradient(made: torch.Tensor) -> bool:
-    """Has the step called `retain_grad()` on a value that it computed?"""
+    """True if the step has called `retain_grad()` on a value that it computed."""
     with Local():
         return made.retains_grad
 

@@ -194,7 +194,7 @@ class ReadRecord(PlaceRecord):
         return {*self._reached}
 
     def is_reached(self, value: Any) -> bool:
-        """Is it an object whose attributes are recorded?"""
+        """True if it is an object whose attributes are recorded."""
         known = self._objects.get(id(value))
         return known is not None and known.value is value
 
@@ -644,7 +644,7 @@ class ReadRecord(PlaceRecord):
 
 
 def _is_users(value: Any) -> bool:
-    """Is it the user's, set as an attribute of something of torch?"""
+    """True if it is the user's, set as an attribute of something of torch."""
     return value is not MISSING and is_user_module(getattr(value, "__module__", None))
 
 
@@ -738,7 +738,7 @@ def _read_all_names(record: ReadRecord, space: Any, name: str) -> None:
 
 
 def _is_special_name(key: Any) -> bool:
-    """Is it a special name of the language? (A dictionary may have keys that are no strings.)"""
+    """True if it is a special name of the language. Keys of a dictionary may be no strings."""
     return isinstance(key, str) and key.startswith("__")
 
 

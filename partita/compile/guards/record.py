@@ -179,7 +179,7 @@ class PlaceRecord:
 
 
 def _has_tensor_keys(value: Any) -> bool:
-    """Is it a set or a dictionary with tensors as keys?"""
+    """True if it is a set or a dictionary with tensors as keys."""
     if not isinstance(value, (dict, set, frozenset)) or len(value) > HUGE:
         return False
     return any(isinstance(key, torch.Tensor) for key in value)
@@ -267,7 +267,7 @@ class _Copied:
             yield Write(place, was, now, is_attribute=is_attribute)
 
     def has_content(self, value: Any) -> bool:
-        """Is there in `value` what was there?"""
+        """True if `value` has the content that was copied."""
         one, other = self.before, _copy(value)
         if isinstance(one, set):
             return bool(one == other)
@@ -389,7 +389,7 @@ class Snapshots:
         return any(place.key in copied.value or place.key in copied.before for copied in found)
 
     def _is_replaced(self, before: Any, after: Any) -> bool:
-        """Is `after` another container, with the content that `before` had when it was copied?
+        """True if `after` is another container, with the content of `before` when that was copied.
 
         A GradScaler makes a new dictionary of its optimizers after each step, so that what it wrote
         into the one before has no effect.
@@ -432,7 +432,7 @@ _SET_BY_PYTHON = frozenset(
 
 
 def _is_of_torch(owner: Any) -> bool:
-    """Is it an object of a class of torch (no module), whose containers nobody else holds?"""
+    """True if it is an object of torch, but no module: nobody else holds its containers."""
     return type(owner).__module__.startswith("torch.") and not isinstance(owner, nn.Module)
 
 
@@ -539,7 +539,7 @@ def count_own_attributes(kind: type) -> int:
 
 
 def has_own_getattribute(kind: type) -> bool:
-    """Has a class, or a base of it, its own `__getattribute__` in Python?"""
+    """True if a class, or a base of it, has its own `__getattribute__` in Python."""
     usual = kind.__getattribute__
     return hasattr(getattr(usual, "_partita_usual", usual), "__code__")
 
@@ -579,7 +579,7 @@ def exclusive_access(objects: Iterable[Any]) -> Iterator[None]:
 
 
 def _others_read() -> bool:
-    """Is another thread within a read of a module's attribute, and not waiting there?"""
+    """True if another thread is reading a module's attribute, and does not wait there."""
     me = get_ident()
     return any(t != me and _is_reading(frame) for t, frame in sys._current_frames().items())
 

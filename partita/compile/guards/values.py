@@ -320,7 +320,7 @@ HUGE = 100_000  # entries above which a container's entries are not looked into
 
 
 def holds_no_more(value: Any) -> bool:
-    """Is an entry immutable, all that it holds included? (Tensors count: they are inputs.)"""
+    """True if an entry and all that it holds are immutable. Tensors count: they are inputs."""
     if type(value) is tuple:
         return all(map(holds_no_more, value))
     return type(value) in PLAIN or isinstance(value, (torch.Tensor, enum.Enum))
@@ -344,7 +344,7 @@ def items_of(value: Any) -> tuple[list[Any] | None, list[Any]]:
 
 
 def is_container(value: Any) -> bool:
-    """Is it a container, compared by its contents?"""
+    """True if it is a container, which is compared by its contents."""
     kind: type = type(value)
     return _sort_of_type(kind) == "container"
 
@@ -478,7 +478,7 @@ _VIEWS = tuple(
 
 
 def has_raw_content(value: Any) -> bool:
-    """Is it an array, a buffer, a file in memory or a decimal context, mutable in place?"""
+    """True if it is an array, a buffer, a file in memory or a decimal context."""
     kind: type = type(value)
     return _sort_of_type(kind) == "raw"
 
@@ -496,7 +496,7 @@ def _has_raw_content(kind: type) -> bool:
 
 
 def is_shared_memory(value: Any) -> bool:
-    """Is it memory that other programs may write (`mmap`), or a pointer of ctypes?"""
+    """True if it is memory that other programs may write (`mmap`), or a pointer of ctypes."""
     return _is_shared_memory(type(value))
 
 
@@ -548,7 +548,7 @@ def restore_raw_content(value: Any, copy: Any) -> None:
 
 
 def _is_of_items(value: Any) -> bool:
-    """Is it a `bytearray` or an `array`, which may become longer?"""
+    """True if it is a `bytearray` or an `array`, which may become longer."""
     return isinstance(value, bytearray) or type(value).__module__ == "array"
 
 
@@ -855,7 +855,7 @@ def slots_of(kind: type) -> dict[str, Any]:
 
 
 def may_be_hidden(name: str, found: Any) -> bool:
-    """May an attribute `found` in a class come to be hidden by one of the object itself?"""
+    """True if an attribute of the object itself may come to hide `found` in its class."""
     if name.startswith("__") and name.endswith("__"):
         return False
     if hasattr(type(found), "__set__"):  # a data descriptor, as a property, comes first
@@ -864,7 +864,7 @@ def may_be_hidden(name: str, found: Any) -> bool:
 
 
 def has_settings(kind: type) -> bool:
-    """Are the attributes of the instances of a class guarded?"""
+    """True if the attributes of the instances of a class are guarded."""
     if issubclass(kind, _OF_TORCH):
         return True
     root = kind.__module__.split(".")[0]
@@ -875,7 +875,7 @@ def has_settings(kind: type) -> bool:
 
 
 def may_have_attributes(value: Any) -> bool:
-    """Is a plain value of a class of the user's (or an enum), which may have attributes?"""
+    """True if a plain value is an enum or of a user's class, so that it may have attributes."""
     kind = type(value)
     return isinstance(value, enum.Enum) or (kind not in PLAIN and is_user_module(kind.__module__))
 
@@ -894,7 +894,7 @@ def cell_content(where: types.CellType, otherwise: Any = None) -> Any:
 
 
 def runs_in_frame(f: types.FunctionType, frame: FrameType) -> bool:
-    """Does the frame run `f`, as far as the variables of its closure tell?"""
+    """True if the frame runs `f`, as far as the variables of its closure tell."""
     local = frame.f_locals
     pairs = zip(f.__code__.co_freevars, f.__closure__ or (), strict=True)
     return all(cell_content(where) is local.get(key) for key, where in pairs)
@@ -963,7 +963,7 @@ class AttributesAndHooks:
         return not all(isinstance(v, (*PLAIN, torch.Tensor)) for v in chain(*others))
 
     def unchanged(self) -> bool:
-        """Do torch's dictionaries hold the same?"""
+        """True if torch's dictionaries hold the same."""
         state, objects = self._read_state()
         return state == self._state and all(map(is_, objects, self._objects))
 
@@ -1003,7 +1003,7 @@ _LIBRARY_MODULES = "torch partita builtins numpy sympy mpmath functorch torchgen
 
 @functools.cache
 def is_recorded(filename: str) -> bool:
-    """Is a file's code recorded: not torch's, partita's or Python's own?"""
+    """True if a file's code is recorded: it is not of torch, partita or Python."""
     if filename.startswith("<frozen"):
         return False
     path = os.path.abspath(filename)
@@ -1018,7 +1018,7 @@ def is_recorded(filename: str) -> bool:
 
 
 def is_user_module(module: Any) -> bool:
-    """Is the module of this name the user's, or of a library whose code is recorded?"""
+    """True if the module of this name is the user's, or of a library whose code is recorded."""
     root = str(module).split(".")[0]
     return (
         root not in _LIBRARY_MODULES and root not in sys.stdlib_module_names

@@ -474,7 +474,7 @@ def _stands_in(value: Any) -> bool:
 
 
 def _is_list_of_parameters(value: Any, before: Any) -> bool:
-    """True if it is a list of parameters, or of weak references to them, for an equal list.
+    """True if a list of parameters, or of weak references to them, replaces an equal list.
 
     nn.GRU makes such a list whenever its parameters are exchanged.
     """

@@ -41,6 +41,7 @@ from .tensor_state import (
     HERE,
     Spec,
     current,
+    in_backward,
     make_layout_error,
     make_two_meshes_error,
     own_state,
@@ -226,8 +227,9 @@ def _autograd_backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwa
     try:
         _plain_backward(roots, seeds, *args, **kwargs)
     except BaseException:
-        for watcher in list(BROKEN_OFF.watchers):
-            watcher.reset_after_abort()
+        if not in_backward():  # else the pass around this one goes on
+            for watcher in list(BROKEN_OFF.watchers):
+                watcher.reset_after_abort()
         raise
 
 

@@ -298,3 +298,25 @@ def test_a_hook_takes_gradients_of_the_forward_that_the_pass_around_it_is_of(
         return gradients_of(model), [whole(g) for g in inner]
 
     run(program, stage, ranks=2, make=Twice)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_nested_backward_that_raises_leaves_the_gradients_of_the_pass_around_it(stage):
+    def program(model, spread, _):
+        loss, begun = model(spread(X)).square().mean(), []
+
+        def hook(grad):
+            begun.append(grad)
+            if len(begun) == 2:
+                raise ZeroDivisionError
+            if len(begun) == 1:
+                with pytest.raises(ZeroDivisionError):
+                    loss.backward(retain_graph=True)
+
+        model.h.register_hook(hook)
+        # Not `.grad`: what a pass that raised has added there depends on when it was added.
+        return [
+            whole(g) for g in torch.autograd.grad(loss, [*model.parameters()], retain_graph=True)
+        ]
+
+    run(program, stage, ranks=2, make=Twice)

@@ -329,3 +329,15 @@ def moves_in_a_thread(rank):
 
 def test_moves_of_another_thread_are_no_part_of_the_comparison():
     assert run_ranks(moves_in_a_thread, 2) == [(28.0, 56.0)] * 2
+
+
+def test_lambdas_in_one_line_are_different_calls():
+    with pt.ranks(dp=2) as world:
+
+        def body(mesh):
+            x = pt.distribute_tensor(torch.arange(8.0), mesh, [pt.Shard(0)])
+            sums = [lambda t: (t * 2).sum(), lambda t: (t * 3).sum()]
+            return sums[mesh.get_rank()](x).item()
+
+        with pytest.raises(pt.LayoutError, match="ask for different things"):
+            world.run(body)

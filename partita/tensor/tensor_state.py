@@ -194,9 +194,9 @@ def spec_of(layout: Layout, wire: Wire) -> Spec:
     return spec
 
 
-def any_spec() -> Spec | None:
-    """A Spec that is in use; None in a program without DTensors."""
-    return next(iter(_INTERNED.values()), None)
+def any_spec(kind: type = Wire) -> Spec | None:
+    """A Spec that is in use, on a wire of this kind; None in a program without such DTensors."""
+    return next((s for s in list(_INTERNED.values()) if isinstance(s.wire, kind)), None)
 
 
 def spec_on_mesh(mesh: Any, shape: Sequence[int], placements: Sequence[Placement] | None) -> Spec:

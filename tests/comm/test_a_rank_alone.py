@@ -72,7 +72,7 @@ NAMES = {
     "three batches": ("waits in all_gather over dp", "begins a forward under zero: Sequential"),
     "rerun": "waits in all_gather",
 }
-"""What errors say of a rank in each call; one of several where the error may come before the gather."""
+"""What errors say of a rank in each call; one of several where it may come before the gather."""
 
 
 def is_named(call, text):

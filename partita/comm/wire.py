@@ -315,12 +315,18 @@ class Wire(Transport):
         """Seconds that a rank which reads a value waits for ranks of which nothing is known."""
         return None
 
-    def gather_ints(self, values: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """Every rank's values, in mesh order. All ranks pass equally many, each within 64 bits."""
+    def gather_ints(
+        self, values: tuple[int, ...], what: str = "gather_ints"
+    ) -> list[tuple[int, ...]]:
+        """Every rank's values, in mesh order. All ranks pass equally many, each within 64 bits.
+
+        Args:
+            what: the values are, in a few words, for the error where other ranks do another thing.
+        """
         if self.mesh.size() == 1:
             return [tuple(values)]
         form = struct.Struct(f"<{len(values)}q")
-        why = f"compares {len(values)} numbers (gather_ints)"
+        why = f"compares {what} ({len(values)} numbers)"
         if self.scope.check is not None:
             self.check(f"{why} at {user_line()}")
         return [form.unpack(row) for row in self.exchange(why, form.pack(*values))]

@@ -239,7 +239,9 @@ class ReplicatedInputCheck:
         values = self.side.compute(tensors, run)
         for wire in dict.fromkeys(self.wires):
             mine = [i for i, w in enumerate(self.wires) if w is wire]
-            checksums = wire.gather_ints(tuple(n for i in mine for n in checksum(values[i])))
+            checksums = wire.gather_ints(
+                tuple(n for i in mine for n in checksum(values[i])), "plain tensors of a program"
+            )
             for rank, theirs in enumerate(checksums):
                 for place, i in enumerate(mine):
                     at = slice(3 * place, 3 * place + 3)

@@ -322,7 +322,7 @@ def agree_on_program(
     """
     if _are_equal(lines, wire):
         return
-    shortest = min(n for (n,) in wire.gather_ints((len(lines),)))
+    shortest = min(n for (n,) in wire.gather_ints((len(lines),), "lengths of captured programs"))
     same, differ = 0, shortest + 1  # the first `same` lines are equal, the first `differ` are not
     while differ - same > 1:
         middle = (same + differ) // 2
@@ -351,8 +351,9 @@ def agree_on_program(
 
 def _find_diverging_pass(stages: Sequence[tuple[str, int]], wire: Wire) -> str:
     """The first pass after which ranks differ; "" if capture or options do."""
-    count = min(n for (n,) in wire.gather_ints((len(stages),)))
-    by_rank = wire.gather_ints(tuple(digest for _, digest in stages[:count])) if count else [()]
+    count = min(n for (n,) in wire.gather_ints((len(stages),), "passes"))
+    digests = tuple(digest for _, digest in stages[:count])
+    by_rank = wire.gather_ints(digests, "passes") if count else [()]
     for i in range(count):
         if len({digests[i] for digests in by_rank}) > 1:
             return stages[i][0] if i else ""
@@ -363,7 +364,7 @@ def _are_equal(lines: Sequence[str], wire: Wire) -> bool:
     """Have all ranks the same lines?"""
     raw = _hash_lines(lines)
     numbers = tuple(int.from_bytes(raw[i : i + 4], "big") for i in range(0, 32, 4))
-    return len(set(wire.gather_ints(numbers))) <= 1
+    return len(set(wire.gather_ints(numbers, "captured programs"))) <= 1
 
 
 def _hash_lines(lines: Sequence[str]) -> bytes:

@@ -132,7 +132,7 @@ def _find_peak_bytes(program: CapturedProgram) -> int:
     """The peak bytes of a program as it runs, the most of all ranks; of a region's of its graph."""
     taken = peak_of(program) if program.built is None else scheduled(program).peak
     for wire in program.wires:
-        taken = max(n for (n,) in wire.gather_ints((taken,)))
+        taken = max(n for (n,) in wire.gather_ints((taken,), "peaks of memory"))
     return taken
 
 

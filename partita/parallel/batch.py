@@ -160,7 +160,9 @@ def _agree_pieces(tensors: list[torch.Tensor], specs: list[Spec], wire: Wire) ->
     key = (call_site(), "distribute_batch", "piece")
     if is_agreed(wire, key):
         return
-    told = wire.gather_ints(tuple(n for t in tensors for n in checksum(t.detach())))
+    told = wire.gather_ints(
+        tuple(n for t in tensors for n in checksum(t.detach())), "pieces of a batch"
+    )
     coordinates = wire.mesh.coordinates()
     for i, spec in enumerate(specs):
         first: dict[object, int] = {}
@@ -198,7 +200,7 @@ def _find_global_specs(tensors: list[torch.Tensor], places: Places, wire: Wire) 
     mesh = wire.mesh
     specs: list[Spec] = []
     mine = tuple(n for t in tensors for n in t.shape)
-    told = [iter(sizes) for sizes in wire.gather_ints(mine)] if mine else []
+    told = [iter(sizes) for sizes in wire.gather_ints(mine, "shapes of a batch")] if mine else []
     for t in tensors:
         sizes = {
             at: tuple(islice(of_rank, t.dim()))

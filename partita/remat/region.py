@@ -307,13 +307,16 @@ class _BudgetStep:
 
 
 def _max_over_ranks(wire: Wire, mine: list[int]) -> list[int]:
-    lengths = wire.gather_ints((len(mine),))
+    lengths = wire.gather_ints((len(mine),), "how many calls a region has")
     if len(set(lengths)) > 1:
         raise RematError(
             f"ranks make different calls in the regions of a budget: {[n for (n,) in lengths]}",
             reason="what is kept must be the same on every rank",
         )
-    return [max(values) for values in zip(*wire.gather_ints(tuple(mine)), strict=True)]
+    return [
+        max(values)
+        for values in zip(*wire.gather_ints(tuple(mine), "bytes of a region"), strict=True)
+    ]
 
 
 class Budget:

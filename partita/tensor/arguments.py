@@ -488,7 +488,7 @@ def admit(
     site = (call_site(), "plain", op, *where)
     if is_agreed(wire, site):
         return
-    checksums = wire.gather_ints(checksum(value))
+    checksums = wire.gather_ints(checksum(value), f"a plain tensor of {op}")
     for rank, theirs in enumerate(checksums):
         if theirs != checksums[0]:
             raise make_layout_error(

@@ -553,7 +553,9 @@ def _wrap_result(out: Any, placements: Placements, wire: Wire, even: bool) -> An
     probe = spec_on_wire(wire, out.shape, placements)
     shape = None
     if not even and probe.is_sharded:
-        shape = shape_of_pieces(wire.gather_ints(tuple(out.shape)), probe.layout.shards, wire.mesh)
+        shape = shape_of_pieces(
+            wire.gather_ints(tuple(out.shape), "shapes of pieces"), probe.layout.shards, wire.mesh
+        )
     spec = DTensor._spec_of_local(out, wire.device_mesh, placements, shape)
     with Local():
         return tagged(out.view_as(out), spec)

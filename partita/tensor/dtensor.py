@@ -732,7 +732,7 @@ def _agree_pieces(local: torch.Tensor, spec: Spec) -> None:
     key = (call_site(), "from_local", spec, local.dtype, graded)
     if not is_agreed(wire, key):
         description = f"{spec.layout} of {local.dtype}{' with a gradient' if graded else ''}"
-        gathered = wire.gather_ints((digest_of_text(description), int(fits)))
+        gathered = wire.gather_ints((digest_of_text(description), int(fits)), "shapes of pieces")
         if len(set(gathered)) > 1:
             raise _make_disagreement_error(local, spec.layout, description, wire)
         if fits:
@@ -751,7 +751,9 @@ def _compare_pieces(local: torch.Tensor, spec: Spec) -> None:
     fits = local.shape == spec.local_shape
     description = f"{layout} of {local.dtype}"
     order = _order_of_memory(local, spec)
-    gathered = wire.gather_ints((digest_of_text(description), int(fits), order, *checksum(local)))
+    gathered = wire.gather_ints(
+        (digest_of_text(description), int(fits), order, *checksum(local)), "pieces of a tensor"
+    )
     if len({digest for digest, *_ in gathered}) > 1 or not all(ok for _, ok, *_ in gathered):
         raise _make_disagreement_error(local, layout, description, wire)
     if {1, 2} <= {order for _, _, order, *_ in gathered}:

@@ -76,9 +76,11 @@ def _describe_place(code: CodeType, at: int) -> str:
 @functools.lru_cache(1 << 14)
 def _digest_of_place(code: CodeType, at: int) -> int:
     name = os.path.basename(code.co_filename)
-    # Lambdas in one line, and text that is run by `exec`, differ in these alone.
+    # Lambdas in one line, and text that is run by `exec`, differ in these alone. A module's differ
+    # between ranks: the text of `python -c` may name the rank.
     column = list(code.co_positions())[at // 2][2]
-    numbers = [c for c in code.co_consts if isinstance(c, (int, float, str))]
+    constants = () if code.co_name == "<module>" else code.co_consts
+    numbers = [c for c in constants if isinstance(c, (int, float, str))]
     return digest_of_text(f"{name}:{code.co_firstlineno}:{code.co_name}:{at}:{column}:{numbers}")
 
 

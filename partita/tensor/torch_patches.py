@@ -10,6 +10,7 @@ operator of ATen in `tensor_overrides`, lists of types in `foreach`.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import operator
@@ -33,14 +34,14 @@ from torch.jit import _builtins
 from torch.nn.attention import flex_attention as flex_module
 from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.modules import module as torch_module
-from torch.overrides import handle_torch_function, has_torch_function
+from torch.overrides import handle_torch_function
 from torch.utils._device import _device_constructors
 from torch.utils.checkpoint import _CheckpointFrame
 from torch.utils.hooks import BackwardHook
 
 from partita.comm import after_import, on_first_wire
 from partita.layout import Fix, LayoutError, Partial, Replicate
-from partita.rules import Arg, Kernel, KernelCall, KernelRule
+from partita.rules import RULES, Arg, Kernel, KernelCall, KernelRule
 from partita.rules.rule import own_op
 from partita.rules.rule import table_rule as rule
 from partita.versions import frames_hold_inputs, name_of_checkpoint_generator
@@ -87,6 +88,9 @@ def put_in_place_of(name: str, function: Function, *homes: Any) -> Any:
         function.__signature__ = inspect.signature(replaced)  # type: ignore[attr-defined]
     for home in homes:
         setattr(home, name, function)
+    for known in (RULES, OVERRIDES):  # C looks methods up by name, and finds `function`
+        if replaced in known:
+            known[function] = known[replaced]  # type: ignore[index]
     # TorchScript knows its builtins by what they are and not by their names.
     builtin = _builtins._find_builtin(replaced)
     if builtin is not None:
@@ -197,10 +201,7 @@ def _clear_results_of(name: str, home: Any) -> Function:
     """
 
     def allocate(*args: Any, **options: Any) -> Any:
-        if has_torch_function(args[:1]):  # C would look a method up by its name, and find this one
-            made = handle_torch_function(plain, args[:1], *args, **options)
-        else:
-            made = plain(*args, **options)
+        made = plain(*args, **options)
         if torch.compiler.is_dynamo_compiling():
             return made
         caller = sys._getframe(1).f_globals.get("__name__", "")
@@ -211,8 +212,6 @@ def _clear_results_of(name: str, home: Any) -> Function:
 
 
 def _resize_and_clear(self: torch.Tensor, *size: Any, **options: Any) -> Any:
-    if isinstance(self, DTensor) and _global_view():
-        return handle_torch_function(_plain_resize, (self,), self, *size, **options)
     compiles = torch.compiler.is_dynamo_compiling()
     if compiles or type(self) is not torch.Tensor or self.is_meta or HERE.capturing:
         return _plain_resize(self, *size, **options)
@@ -720,6 +719,18 @@ def _skip_files(rules: Any) -> None:
         for file in package.rglob("*.py")
         if not file.relative_to(package).as_posix().startswith(_ENTERED)
     )
+
+
+def _skip_dataclasses() -> None:
+    """Have Dynamo skip what `dataclass` writes for classes of this package: it is in no file."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("partita."):
+            for known in vars(module).values():
+                if isinstance(known, type) and dataclasses.is_dataclass(known):
+                    only_entered(known.__init__)
+
+
+on_first_wire(_skip_dataclasses)
 
 
 TOLD: list[str] = []

@@ -183,7 +183,7 @@ def test_a_last_batch_that_is_uneven_is_refused_where_its_line_was_compared_befo
     for text in run_ranks(brings_other_rows, 3, True):
         assert "ranks ask for different things" in text
         assert "rank 0     moves a value (redistribute): float32 scalar {sum dp}, made at" in text
-        assert "rank 2     compares 2 numbers" in text
+        assert "rank 2     compares shapes of pieces" in text
 
 
 def draws_from_other_seeds(rank):

@@ -187,7 +187,7 @@ def fails_alone(rank):
 
     def step(x):
         if rank == 1:
-            bool(x.sum() > 0)
+            x.to_local().data_ptr()
         return x * 2
 
     with pytest.raises(pt.LayoutError, match="different programs") as caught:
@@ -197,4 +197,24 @@ def fails_alone(rank):
 
 def test_a_capture_that_fails_on_one_rank_is_told_on_every_rank():
     told = run_ranks(fails_alone, 2)
-    assert told[0] == told[1] and "the step reads a value" in told[0]
+    assert told[0] == told[1] and "data_ptr" in told[0]
+
+
+def reads_alone(rank):
+    mesh = mesh_of(2, 1)
+    x = pt.distribute_tensor(torch.ones(4, 4), mesh, [pt.Shard(0), pt.Replicate()])
+
+    def step(x):
+        if rank == 1:
+            bool(x.sum() > 0)
+        return x * 2
+
+    with pytest.raises(pt.LayoutError, match="ranks wait for one another") as caught:
+        pt.compile(step, backend="graph")(x)
+    return str(caught.value)
+
+
+def test_a_capture_that_reads_a_value_on_one_rank_is_told_on_every_rank():
+    told = run_ranks(reads_alone, 2)
+    assert told[0] == told[1]
+    assert "compares captured programs" in told[0] and "waits in all_gather" in told[0]

@@ -65,7 +65,7 @@ def test_a_later_piece_of_another_shape_at_the_same_line_is_found():
             x = pt.DTensor.from_local(torch.ones(1 if last else 3, 2), mesh, [Shard(0)])
         return x.sum().item()
 
-    refused(body, "gather_ints", "all_reduce", dp=2)
+    refused(body, "shapes of pieces", "all_reduce", dp=2)
 
 
 def test_one_rank_that_wants_a_gradient_is_refused():

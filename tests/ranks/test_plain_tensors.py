@@ -29,9 +29,9 @@ def exchanges(monkeypatch):
     """The small exchanges that ranks make, one entry for each rank and exchange."""
     made, real = [], RankWire.gather_ints
 
-    def counted(self, values):
+    def counted(self, values, what):
         made.append(self.rank)
-        return real(self, values)
+        return real(self, values, what)
 
     monkeypatch.setattr(RankWire, "gather_ints", counted)
     return made

@@ -184,7 +184,9 @@ def _assign_turns(wanted: Sequence[_BuildRequest], wire: Wire) -> list[int]:
     keys = " ".join(program.key for program in wanted)
     place = f"{_identify_host()} {keys} {wanted[0].store and wanted[0].store.folder}"
     host = int.from_bytes(hashlib.sha256(place.encode()).digest()[:7], "big")
-    by_rank = wire.gather_ints((host, *(int(program.is_missing) for program in wanted)))
+    by_rank = wire.gather_ints(
+        (host, *(int(program.is_missing) for program in wanted)), "what is compiled already"
+    )
     found = []
     for i in range(len(wanted)):
         there = [r for r, (where, *missing) in enumerate(by_rank) if where == host and missing[i]]

@@ -1,6 +1,6 @@
 # Needs Python 3.11 or later with pip. Each target makes .venv and installs what it lacks by itself.
 #   make train    train a small GPT on four ranks of this machine (ARGS="--steps 100 --verify ...")
-#   make test     run the tests that take seconds (ARGS="tests/pure -k layout"): four minutes on two cores
+#   make test     run the tests that take seconds (ARGS="tests/rules -k layout"): four minutes on two cores
 #   make test-all   run all tests (half an hour and more)
 #   make test-clients   train other people's models in every mode; print the table (10 to 20 minutes)
 #   make test-gpu   the main claims on this machine's GPUs (on its CPU where it has none), with figures

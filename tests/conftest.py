@@ -19,6 +19,12 @@ settings.register_profile("partita", deadline=None, derandomize=True, print_blob
 settings.load_profile("partita")
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Marks a test of a module that starts Gloo ranks; the ranks of others are threads, or none."""
+    if "run_ranks" in vars(getattr(item, "module", None) or item):
+        item.add_marker("gloo")
+
+
 @pytest.fixture(autouse=True, scope="session")
 def store(tmp_path_factory: pytest.TempPathFactory) -> None:
     """What tests compile is neither found in the user's store nor left there."""

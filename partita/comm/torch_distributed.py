@@ -5,7 +5,7 @@ for a plain tensor.
 A public collective would exchange the pieces as if each were the whole value: once there are
 DTensors it inspects its arguments. The functions of state dicts would return this rank's piece:
 they are patched once the program imports torch's modules of them, which take seconds and which
-partita itself does not import. `tests/ranks/test_private_torch.py` names what is private.
+partita itself does not import. `tests/tensor/test_private_torch.py` names what is private.
 """
 
 from __future__ import annotations

@@ -545,7 +545,7 @@ HERE = _Here()
 
 
 # -- what the engine of autograd is doing ----------------------------------------------------------
-# Private torch, since there is no public way to ask: `tests/ranks/test_private_torch.py` says what
+# Private torch, since there is no public way to ask: `tests/tensor/test_private_torch.py` says what
 # is expected of it.
 
 

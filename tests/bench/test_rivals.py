@@ -12,7 +12,7 @@ from partita import cli
 from partita.bench import interleaved, rivals
 from partita.bench.place import make_rival_mesh
 from partita.bench.zero import Shape, measure_ways, rival_steps
-from tests.gloo.launch import run_ranks
+from tests.programs.gloo_ranks import run_ranks
 
 TINY = Shape(layers=2, width=16, heads=2, context=8, batch=2)
 

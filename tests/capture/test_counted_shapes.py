@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import partita as pt
-from tests.ranks.refused import each_rank
+from tests.programs.refused import each_rank
 
 X = torch.arange(12, dtype=torch.float64).view(4, 3) + 1
 MASKS = [

@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 import partita as pt
-from tests.ranks.refused import each_rank
+from tests.programs.refused import each_rank
 
 X = torch.arange(6, dtype=torch.float64).view(3, 2) - 2
 CALLS = [X, X + 1, -X, X * float("inf")]

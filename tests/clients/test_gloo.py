@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import partita as pt
-from tests.gloo.launch import run_ranks
+from tests.programs.gloo_ranks import run_ranks
 
 pytestmark = pytest.mark.slow
 

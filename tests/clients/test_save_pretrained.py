@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import partita as pt
-from tests.gloo.launch import run_ranks
+from tests.programs.gloo_ranks import run_ranks
 
 from .adapters import with_adapters
 from .models import CLIENTS

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import partita as pt
-from tests.gloo.launch import run_ranks
+from tests.programs.gloo_ranks import run_ranks
 
 HERE = "test_a_rank_alone.py:"
 SIDE_BY_SIDE = 8

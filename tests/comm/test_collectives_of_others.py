@@ -26,7 +26,7 @@ import partita as pt
 from partita.app.models import GPT
 from partita.comm.torch_distributed import COLLECTIVES
 from partita.comm.waiting import BEGUN
-from tests.gloo.launch import run_ranks
+from tests.programs.gloo_ranks import run_ranks
 
 OURS = os.path.dirname(pt.__file__)
 C10D = ("distributed_c10d.py", "c10d_logger.py")

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import partita as pt
 from partita import LayoutError, Partial, Replicate, Shard
-from tests.gloo.launch import run_ranks
+from tests.programs.gloo_ranks import run_ranks
 
 WHOLE = torch.arange(8.0)
 

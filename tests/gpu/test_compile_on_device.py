@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import partita as pt
-from tests.gloo.launch import run_ranks
 from tests.programs.captured_steps import adamw, losses, plain_step, tiny
+from tests.programs.gloo_ranks import run_ranks
 from tests.programs.zero_training import TOKENS
 
 pytestmark = pytest.mark.slow

@@ -13,7 +13,7 @@ import partita as pt
 from partita.bench.predicted import Asked, off, peaks
 from partita.comm.device import Device
 from partita.testing.allocated_bytes import counted
-from tests.gloo.launch import run_ranks
+from tests.programs.gloo_ranks import run_ranks
 from tests.programs.zero_training import TOKENS, gpt, loss_of, train
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

@@ -13,7 +13,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 import partita as pt
 from partita import LayoutError
-from tests.gloo.launch import run_ranks
+from tests.programs.gloo_ranks import run_ranks
 
 DDP = DistributedDataParallel
 

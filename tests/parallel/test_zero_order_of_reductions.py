@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import partita as pt
 from partita.comm import wire_of
 from partita.tensor.construct import place_buffer
-from tests.gloo.launch import run_ranks
+from tests.programs.gloo_ranks import run_ranks
 
 
 class Heads(nn.Module):

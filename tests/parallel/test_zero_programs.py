@@ -17,7 +17,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import partita as pt
-from tests.gloo.launch import run_ranks
+from tests.programs.gloo_ranks import run_ranks
 from tests.programs.zero_programs import Report, run_programs
 
 pytestmark = pytest.mark.filterwarnings("ignore")

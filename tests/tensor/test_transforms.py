@@ -13,7 +13,7 @@ from torch._higher_order_ops import map as map_over
 from torch.utils._pytree import tree_leaves
 
 import partita as pt
-from tests.ranks.refused import each_rank, refusal
+from tests.programs.refused import each_rank, refusal
 
 pytestmark = [  # of torch's own code
     pytest.mark.filterwarnings("ignore:.torch.jit.script"),

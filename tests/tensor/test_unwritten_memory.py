@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import partita as pt
-from tests.ranks.refused import refusal
+from tests.programs.refused import refusal
 
 ALLOCATE = {
     "empty": lambda: torch.empty(3, 4),

@@ -115,12 +115,14 @@ def async_save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> Backgr
     """
     home = _make_absolute(path)
     all_ranks = control_plane()
-    all_ranks.wait()
     memory = _memory.setdefault(all_ranks, {})
-    brought = attempt(lambda: stage_state(open_state(state), memory))
-    job = _SaveJob(all_ranks.rank, all_ranks.size, brought, home)
+
+    def stage() -> Callable[[Decide], None]:
+        brought = attempt(lambda: stage_state(open_state(state), memory))
+        return _SaveJob(all_ranks.rank, all_ranks.size, brought, home).run
+
     why = "saves a checkpoint (pt.async_save)"
-    return all_ranks.run_in_background(job.run, why, f" to {home}")
+    return all_ranks.run_in_background(stage, why, f" to {home}")
 
 
 def _make_absolute(path: str | os.PathLike[str]) -> Path:

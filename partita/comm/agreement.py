@@ -369,19 +369,24 @@ class ControlPlane:
         self.decide(why, None, lambda brought: brought, shown)
 
     def run_in_background(
-        self, run: Callable[[Decide], Any], why: str, shown: str = ""
+        self, prepare: Callable[[], Callable[[Decide], Any]], why: str, shown: str = ""
     ) -> BackgroundResult:
-        """Start `run(decide)` in another thread of every rank, after the last one has ended.
+        """Start `prepare()(decide)` in another thread of every rank, after the last one has ended.
 
-        Every rank calls this, and waits for the others to do so. Within `run`, only the given
-        `decide` reaches the other ranks. One thread serves all calls: starting a new one would wait
-        until it runs.
+        Every rank calls this and waits until the others do, then calls `prepare` in this thread.
+        What `prepare` returns runs in the other one, and reaches other ranks by the given `decide`
+        alone. One thread serves all calls: starting a new one would wait until it runs.
+
+        Args:
+            prepare: takes its time after the ranks have met, so that no rank waits for another's.
+                It must not raise.
 
         Raises:
             LayoutError: as `decide`.
         """
         self.wait()
         decide = self._start_background(why, shown)
+        run = prepare()
         self._background = outcome = BackgroundResult()
         if self._worker is None or self._worker[0] != os.getpid():
             name = f"partita, beside rank {self.rank}"

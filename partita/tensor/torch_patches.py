@@ -88,9 +88,11 @@ def put_in_place_of(name: str, function: Function, *homes: Any) -> Any:
         function.__signature__ = inspect.signature(replaced)  # type: ignore[attr-defined]
     for home in homes:
         setattr(home, name, function)
-    for known in (RULES, OVERRIDES):  # C looks methods up by name, and finds `function`
-        if replaced in known:
-            known[function] = known[replaced]  # type: ignore[index]
+    # C looks methods up by name, and finds `function`: it has the rule of what it replaces.
+    if replaced in RULES:
+        RULES[function] = RULES[replaced]
+    if replaced in OVERRIDES:
+        OVERRIDES[function] = OVERRIDES[replaced]
     # TorchScript knows its builtins by what they are and not by their names.
     builtin = _builtins._find_builtin(replaced)
     if builtin is not None:

@@ -268,32 +268,9 @@ DTensor.__torch_function__ = MethodType(handle, DTensor) if IN_C is None else IN
 
 # -- methods that skip torch's argument parser -----------------------------------------------------
 # `x + y` on a subclass goes through C++ that parses the arguments, builds tuples and calls
-# `__torch_function__`, which costs more than the kernel. So these are methods of DTensor itself,
-# generated from one template that does what `handle` does.
-
-# With torch-function disabled, or under a TorchFunctionMode, a method leaves the call to torch.
-_METHOD_TEMPLATE = """
-def {name}({signature}, **kwargs):
-    if kwargs or not enabled() or stack_length():
-        return base({signature}, **kwargs)
-    try:
-        plan = find({key})
-    except TypeError:
-        plan = None
-    if plan is None:
-        return _run_unplanned(base, ({signature},), {{}})
-    plan.hits += 1
-    if not plan.direct:
-        return plan.run(base, ({signature},), {{}})
-    with Local():
-        out = (plan.kernel or base)({signature})
-    if type(out) is Tensor and out.shape == plan.local_shape:
-        out.__class__ = DTensor
-        out._spec = plan.spec
-        return out
-    return out if type(out) is DTensor else plan.tag(out)
-"""
-
+# `__torch_function__`, which costs more than the kernel. So `in_c` has methods of DTensor itself
+# that do what `handle` does. With torch-function disabled, or under a TorchFunctionMode, they leave
+# the call to torch.
 
 _installed: dict[str, Any] = {}
 """The key function that each method was made with. A rule that is given later brings another."""
@@ -301,49 +278,19 @@ _installed: dict[str, Any] = {}
 
 def _install_fast_methods() -> None:
     """Make the methods of DTensor whose key function is new."""
-    for signature, names in FREQUENT_METHODS.items():
-        for name in names.split():
-            # Some operators of torch.Tensor are Python around a builtin method, which runs instead.
-            base = getattr(torch.Tensor, METHOD_OF_OPERATOR.get(name, name))
-            op = op_of(base)
-            # An op without a rule, or a function written in Python, has no plan to be found.
-            if op.run is None and _installed.get(name) is not op.key:
-                setattr(DTensor, name, _make_method(name, signature, base, op))
-                _installed[name] = op.key
-
-
-def _make_method(name: str, signature: str, base: Any, op: Op) -> Any:
     if IN_C is None:
-        method = _make_method_in_python(name, signature, base, op)
-    else:
-        method = IN_C.Method(op, base)
-    method.__name__ = name
-    method.__doc__ = f"As torch.Tensor.{name}."
-    method.__qualname__ = f"DTensor.{name}"
-    return method
-
-
-def _make_method_in_python(name: str, signature: str, base: Any, op: Op) -> Any:
-    key = f"key({signature})"
-    if op.form.rule is not None and op.form.rule.derive is None:  # what `key` gives, without a call
-        other = "other._spec if type(other) is DTensor else kind(other)"
-        key = {"self": "self._spec", "self, other": f"(self._spec, {other})"}.get(signature, key)
-    space: dict[str, Any] = {
-        "DTensor": DTensor,
-        "Tensor": torch.Tensor,
-        "Local": Local,
-        "enabled": _is_torch_function_enabled,
-        "stack_length": _len_torch_function_stack,
-        "find": op.find,
-        "key": op.key,
-        "kind": operand_kind,
-        "_run_unplanned": _run_unplanned,
-        "base": base,
-    }
-    source = _METHOD_TEMPLATE.format(name=name, signature=signature, key=key)
-    # Under this file's name, so that a user's line is not sought in generated code.
-    exec(compile(source, __file__, "exec"), space)
-    return space[name]
+        return
+    for name in FREQUENT_METHODS:
+        # Some operators of torch.Tensor are Python around a builtin method, which runs instead.
+        base = getattr(torch.Tensor, METHOD_OF_OPERATOR.get(name, name))
+        op = op_of(base)
+        # An op without a rule, or a function written in Python, has no plan to be found.
+        if op.run is None and _installed.get(name) is not op.key:
+            method = IN_C.Method(op, base)
+            method.__name__, method.__qualname__ = name, f"DTensor.{name}"
+            method.__doc__ = f"As torch.Tensor.{name}."
+            setattr(DTensor, name, method)
+            _installed[name] = op.key
 
 
 _install_fast_methods()

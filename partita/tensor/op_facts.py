@@ -344,16 +344,15 @@ is_conj is_neg _backward_hooks retains_grad output_nr is_pinned""".split()
 """Attributes and methods of what a tensor is beside its values, the same in each call of a step."""
 FACTS_THAT_CHANGE = "_version data_ptr untyped_storage storage _typed_storage".split()
 """Those of which each call may have others."""
-FREQUENT_METHODS = {
-    "self": """abs neg exp log sqrt rsqrt tanh sigmoid relu sin cos square reciprocal detach t erf
-        __neg__ __abs__ __invert__""",
-    "self, other": """add sub mul div matmul mm pow maximum minimum bmm add_ mul_ sub_ div_ __add__
-        __radd__ __sub__ __mul__ __rmul__ __truediv__ __matmul__ __pow__ __eq__ __ne__ __lt__ __le__
-        __gt__ __ge__ __and__ __or__ __iadd__ __isub__ __imul__ __itruediv__""",
-    "self, *args": """view reshape transpose permute sum mean unsqueeze squeeze flatten expand
-        softmax to type_as __getitem__ split chunk amax amin repeat clone contiguous float""",
-}
-"""Names of methods that skip torch's argument parser, by their signature."""
+FREQUENT_METHODS = """
+    abs neg exp log sqrt rsqrt tanh sigmoid relu sin cos square reciprocal detach t erf __neg__
+    __abs__ __invert__ add sub mul div matmul mm pow maximum minimum bmm add_ mul_ sub_ div_
+    __add__ __radd__ __sub__ __mul__ __rmul__ __truediv__ __matmul__ __pow__ __eq__ __ne__
+    __lt__ __le__ __gt__ __ge__ __and__ __or__ __iadd__ __isub__ __imul__ __itruediv__ view
+    reshape transpose permute sum mean unsqueeze squeeze flatten expand softmax to type_as
+    __getitem__ split chunk amax amin repeat clone contiguous float
+""".split()
+"""Names of methods that skip torch's argument parser where the hot path is in C."""
 METHOD_OF_OPERATOR = {f"__{name}__": name for name in "pow eq ne lt le gt ge neg abs".split()}
 """The builtin methods that operators of torch.Tensor written in Python end in."""
 OF_ONE_OPERAND = frozenset("relu silu mish selu relu6 hardswish hardsigmoid".split())

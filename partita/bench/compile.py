@@ -12,8 +12,8 @@ What does a compiled step cost, over the same compute without communication, and
     guards   what share of a call it takes to look at what the step read of Python (and, beside it,
              at tensors and arguments too): a tiny GPT and a Llama of 24 layers, d=256, compiled
     start    a cold store and a warm one: how long until 4 ranks have made their first step
-    depth    what capture and passes take for 4, 16 and 48 blocks (`--blocks`), and what an older
-             checkout takes in the same run (`--before PATH`); with `--cold` Inductor's part, too
+    depth    what capture and passes take for 4, 16 and 48 blocks (`--blocks`); with `--cold`
+             Inductor's part, too
     dry      what it takes to plan 80 blocks of width 8192 for 1,024 x 8 ranks on one core
     moves    what each move and a ZeRO-3 layer of a Llama cost the host, in nodes and time, on dry
              meshes of 8 to 4,096 ranks (`--mesh-sizes`), and the ratio

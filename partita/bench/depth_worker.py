@@ -1,10 +1,5 @@
-"""One process that captures a training step of a model of any depth, and says what that took.
+"""One process that captures training steps of a model of given depths, and says what each took."""
 
-Reads numbers of blocks from its input and prints a line of JSON for each. It is run over any
-checkout of partita, older ones too: it imports only what they have, and times functions by name.
-"""
-
-import inspect
 import json
 import os
 import resource
@@ -12,7 +7,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,25 +16,13 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import partita as pt
+from partita.app.models.llama import Llama
+from partita.compile import pipeline
 
-try:
-    from partita.app.models.llama import Llama
-    from partita.bench.zero import Shape, training
-    from partita.compile import pipeline
-    from partita.parallel.zero import zero
-except ImportError:  # an older checkout, whose rooms were others
-    from partita.compile import made as pipeline  # type: ignore[attr-defined, no-redef]
-    from partita.report.bench_zero import Shape, training  # type: ignore[no-redef]
-    from partita.train.models.llama import Llama  # type: ignore[no-redef]
-    from partita.train.zero import zero  # type: ignore[no-redef]
+from .place import bench_device
+from .zero import Shape, training
 
-try:
-    from partita.bench.place import bench_device
-
-    _DEVICE = bench_device().type
-except ImportError:  # an older checkout, which ran on the processor alone
-    _DEVICE = torch.empty(0).device.type
-
+_DEVICE = bench_device().type
 _CALLS = 10
 _seconds: dict[str, float] = {}
 
@@ -102,8 +85,8 @@ def _training_of(name: str, shape: Shape, mesh: Any) -> tuple[Any, list[Any]]:
     """A step of a sharded model, and what it is called with."""
     if not name.startswith("hf-"):
         rows = [pt.DTensor.from_local(t, mesh, [pt.Shard(0)]) for t in shape.tokens(1)]
-        return training(zero(_model(name, shape), mesh, stage=3)), rows
-    model = zero(_transformer(name, shape.layers, shape.width).to(_DEVICE), mesh, stage=3)
+        return training(pt.zero(_model(name, shape), mesh, stage=3)), rows
+    model = pt.zero(_transformer(name, shape.layers, shape.width).to(_DEVICE), mesh, stage=3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
     if name == "hf-swin":
         given = {"pixel_values": torch.randn(2, 3, 64, 64), "labels": torch.randint(0, 10, (2,))}
@@ -143,9 +126,7 @@ def _first_step(name: str, layers: int, width: int, mesh: Any, backend: str) -> 
     """Seconds of a first call: of capture, of the passes and what else comes before it runs."""
     shape = Shape(layers=layers, width=width, context=16, batch=2)
     train, rows = _training_of(name, shape, mesh)
-    # An older checkout has no blocks.
-    how = {"blocks": True} if "blocks" in inspect.signature(pt.compile).parameters else {}
-    step = pt.compile(train, backend=backend, **how)
+    step = pt.compile(train, backend=backend, blocks=True)
     _seconds.clear()
     start = _seconds_of_all()
     if backend == "graph":
@@ -170,18 +151,18 @@ def _first_step(name: str, layers: int, width: int, mesh: Any, backend: str) -> 
     }
 
 
-def main(name: str, width: int, backend: str) -> None:
-    """Answer until the input ends."""
+def main(name: str, width: int, backend: str, depths: Sequence[int]) -> None:
+    """Print a line of JSON for each depth."""
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     mesh = pt.init_device_mesh(_DEVICE, (2,), mesh_dim_names=("dp",))
     _timed("capture")
     _timed("make_program")
     _first_step(name, 1, width, mesh, backend)  # imports, and tables that are made once
-    for line in sys.stdin:
-        print(json.dumps(_first_step(name, int(line), width, mesh, backend)), flush=True)
+    for layers in depths:
+        print(json.dumps(_first_step(name, layers, width, mesh, backend)), flush=True)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], [*map(int, sys.argv[4:])])

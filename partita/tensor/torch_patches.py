@@ -40,18 +40,18 @@ from torch.utils.checkpoint import _CheckpointFrame
 from torch.utils.hooks import BackwardHook
 
 from partita.comm import after_import, on_first_wire
-from partita.layout import Fix, LayoutError, Partial, Replicate
+from partita.layout import Fix, Partial, Replicate
 from partita.rules import RULES, Arg, Kernel, KernelCall, KernelRule
 from partita.rules.rule import own_op
 from partita.rules.rule import table_rule as rule
 from partita.versions import frames_hold_inputs, name_of_checkpoint_generator
 
 from .tensor_overrides import show_same_memory  # isort: skip  what users hear comes first
-from .arguments import OpCall, make_transform_error, read_number
+from .arguments import OpCall, make_transform_error
 from .dispatch import run_gathered
 from .dtensor import DTensor, alias_without_base, moved
 from .dtensor_gradients import drop_references, specs_of_values, type_gradient, type_pieces
-from .op_facts import OVERRIDES, Form, copy_function, form_of
+from .op_facts import OVERRIDES, copy_function, form_of
 from .tensor_state import (
     HERE,
     Function,
@@ -305,47 +305,43 @@ on_first_wire(_check_new_tensors)  # each tensor of a subclass would pay for it
 # -- TorchScript -----------------------------------------------------------------------------------
 
 
-def _let_script_run_whole(kind: type) -> None:
-    """Let a function or method of TorchScript run as an op without a rule, on whole operands."""
+def _refuse_dtensors(what: str, given: Any) -> None:
+    """Raise LayoutError if there is a DTensor among what `what` is given."""
+    if _global_view() and holds_dtensor(given):
+        raise make_layout_error(
+            f"{what} cannot take a DTensor",
+            Fix("x.full_tensor()", "the whole value, as a plain tensor"),
+            reason="it would take this rank's piece for the whole tensor",
+        )
+
+
+def _refuse_calls(kind: type) -> None:
+    """Let a function or method of TorchScript refuse DTensors."""
     base = kind.__call__  # type: ignore[operator]
 
     @functools.wraps(base)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _global_view() and (holds_dtensor((args, kwargs))):
-            # Not by way of `dispatch`, which remembers each function: here they come and go.
-            form = Form(self, f"TorchScript {self.name}", None)
-            return run_gathered(OpCall(form, functools.partial(base, self), args, kwargs))
+        _refuse_dtensors(f"TorchScript {self.name}", (args, kwargs))
         return base(self, *args, **kwargs)
 
     kind.__call__ = __call__  # type: ignore[method-assign, operator]
 
 
-_let_script_run_whole(torch.jit.ScriptFunction)
-_let_script_run_whole(torch._C.ScriptMethod)
+_refuse_calls(torch.jit.ScriptFunction)
+_refuse_calls(torch._C.ScriptMethod)
 
 
-def _refuse_script(what: str) -> LayoutError:
-    return make_layout_error(
-        f"{what} cannot take a DTensor",
-        Fix("pt.compile(step)", "compiles a program of DTensors"),
-        Fix("x.full_tensor()", "the whole value, for TorchScript"),
-        reason="TorchScript would keep this rank's piece as if that were the whole tensor",
-    )
-
-
-def _has_dtensors(f: Any) -> bool:
-    return isinstance(f, torch.nn.Module) and holds_dtensor([*f.parameters(), *f.buffers()])
+def _tensors_of_module(f: Any) -> list[torch.Tensor]:
+    return [*f.parameters(), *f.buffers()] if isinstance(f, torch.nn.Module) else []
 
 
 def _trace_or_refuse(func: Any, example_inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
-    if holds_dtensor((example_inputs, kwargs)) or _has_dtensors(func):
-        raise _refuse_script("torch.jit.trace")
+    _refuse_dtensors("torch.jit.trace", (example_inputs, kwargs, _tensors_of_module(func)))
     return _plain_trace(func, example_inputs, *args, **kwargs)
 
 
 def _create_script_module(nn_module: Any, *args: Any, **kwargs: Any) -> Any:
-    if _has_dtensors(nn_module):
-        raise _refuse_script(f"torch.jit of {type(nn_module).__name__}")
+    _refuse_dtensors(f"torch.jit of {type(nn_module).__name__}", _tensors_of_module(nn_module))
     return _plain_script_module(nn_module, *args, **kwargs)
 
 
@@ -414,21 +410,7 @@ _plain_as_tensor = put_in_place_of("as_tensor", _as_tensor, torch)
 _plain_asarray = put_in_place_of("asarray", _convert_to_tensor, torch)
 
 
-def _read_one_element(value: Any) -> Any:
-    if type(value) is DTensor and value._spec.shape.numel() == 1 and not value.requires_grad:
-        return read_number(value)
-    return value
-
-
 # -- old constructors ------------------------------------------------------------------------------
-
-
-def _legacy_arguments(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Of `name(x)`, `name([1, 2])` or `name(2, 3)`: a tensor's memory, its values, or sizes."""
-    if len(args) != 1:
-        return tuple(map(_read_one_element, args))
-    _refuse_piece(f"{name}(x)", args[0])
-    return args if isinstance(args[0], torch.Tensor) else (_read_nested_values(args[0]),)
 
 
 class _LegacyType(type):
@@ -495,7 +477,8 @@ def _set_default_tensor_type(t: Any) -> None:
 
 
 def _call_legacy_type(cls: _LegacyType, *args: Any, **options: Any) -> Any:
-    made = cls.plain(*_legacy_arguments(cls.__name__, args), **options)
+    _refuse_dtensors(f"torch.{cls.__name__}", (args, options))
+    made = cls.plain(*args, **options)
     return made if any(map(_has_values, args)) else _clear_unwritten(made)
 
 
@@ -503,11 +486,11 @@ def _has_values(argument: Any) -> bool:
     return not isinstance(argument, (int, torch.Size))
 
 
-def _check_legacy_arguments() -> None:
+def _install_legacy_refusals() -> None:
     _LegacyType.__call__ = _call_legacy_type  # type: ignore[assignment]
 
 
-on_first_wire(_check_legacy_arguments)
+on_first_wire(_install_legacy_refusals)
 for _home in (torch.cuda, torch):
     _stand_for_legacy_types(_home)
 put_in_place_of("set_default_tensor_type", _set_default_tensor_type, torch)
@@ -516,29 +499,35 @@ put_in_place_of("set_default_tensor_type", _set_default_tensor_type, torch)
 # -- methods of plain tensors ----------------------------------------------------------------------
 
 
-def _look_at_arguments(
-    name: str, arguments: Callable[[str, tuple[Any, ...]], tuple[Any, ...]]
-) -> None:
-    """Let a method of plain tensors take `arguments`: it asks no DTensor among those given."""
-    plain = getattr(torch.Tensor, name)
+def _new(self: torch.Tensor, *args: Any, **options: Any) -> Any:
+    if not isinstance(self, DTensor):
+        _refuse_dtensors("x.new", (args, options))
+    made = _plain_new(self, *args, **options)
+    return made if any(map(_has_values, args)) else _clear_unwritten(made)
 
-    @functools.wraps(plain)
-    def method(self: torch.Tensor, *args: Any, **options: Any) -> Any:
-        if not isinstance(self, DTensor) and holds_dtensor((args, options)):
-            if "data" in options:
-                args, options = (options.pop("data"), *args), dict(options)
-            args = arguments(f"x.{name}", args)
-        made = plain(self, *args, **options)
-        return made if name != "new" or any(map(_has_values, args)) else _clear_unwritten(made)
 
-    setattr(torch.Tensor, name, method)
+def _new_tensor(self: torch.Tensor, data: Any, **options: Any) -> Any:
+    if not isinstance(self, DTensor):
+        data = _read_nested_values(data)
+    return _plain_new_tensor(self, data, **options)
+
+
+def _replace_method(method: Function) -> Function:
+    """Replace the method of tensors of that name, which still runs for DTensors, on whole operands.
+
+    Returns:
+        The method that was there.
+    """
+    name = method.__name__[1:]
+    plain: Function = getattr(torch.Tensor, name)
+    setattr(torch.Tensor, name, functools.wraps(plain)(method))
     OVERRIDES[method] = lambda *args, **options: run_gathered(
         OpCall(form_of(plain), plain, args, options)
     )
+    return plain
 
 
-_look_at_arguments("new", _legacy_arguments)
-_look_at_arguments("new_tensor", lambda name, args: (_read_nested_values(args[0]), *args[1:]))
+_plain_new, _plain_new_tensor = _replace_method(_new), _replace_method(_new_tensor)
 torch.overrides.get_ignored_functions.cache_clear()
 _device_constructors.cache_clear()  # what `torch.set_default_device` goes by
 

@@ -20,7 +20,8 @@ from partita.app.models.llama import Llama
 from partita.compile import pipeline
 
 from .place import bench_device
-from .zero import Shape, training
+from .rivals import training
+from .zero import Shape
 
 _DEVICE = bench_device().type
 _CALLS = 10

@@ -3,7 +3,7 @@
 In reading order: `object_state` and `optimizer_state` (state dicts of objects, by name), `state`
 (the named tensors and values in a state), `folder` (a checkpoint gets its name all at once; locks
 and checksums), `save_and_load` (with all that does not fit). Files have torch's own format:
-`comm.dcp_format` writes them, and finds what of each a rank on another mesh has to read. Whole
+`dcp_format` writes them, and finds what of each a rank on another mesh has to read. Whole
 values, also for models that save themselves and for safetensors files: `full_state`.
 """
 

@@ -56,6 +56,25 @@ from .object_state import KIND, KeyPath, Stored
 from .optimizer_state import is_list_of_parameters
 from .state import OpenedState, open_state
 
+
+# torch.distributed.checkpoint calls these methods of a tensor of which a rank holds a piece.
+def _create_write_items(self: DTensor, fqn: str, object: Any) -> list[Any]:
+    from .dcp_format import write_items  # it takes half a second
+
+    return write_items(fqn, piece_held(self))
+
+
+def _create_chunk_list(self: DTensor) -> list[Any]:
+    from .dcp_format import chunks
+
+    piece = piece_held(self)
+    return chunks(piece.region, piece.shape)
+
+
+DTensor.__create_write_items__ = _create_write_items  # type: ignore[attr-defined]
+DTensor.__create_chunk_list__ = _create_chunk_list  # type: ignore[attr-defined]
+DTensor.__get_tensor_shard__ = lambda self, index: piece_held(self).local  # type: ignore[attr-defined]
+
 Strict = bool | Literal["state"]
 """Which names that only one side has are errors: all, those of the state, or none."""
 
@@ -150,7 +169,7 @@ class _SaveJob:
     # -- on every rank ---------------------------------------------------------------------------
 
     def _offer_items(self) -> Any:
-        from partita.comm.dcp_format import Offer, SavePieces, offer_piece
+        from .dcp_format import Offer, SavePieces, offer_piece
 
         staged = self._brought
         if isinstance(staged, Exception):
@@ -164,7 +183,7 @@ class _SaveJob:
         return self._offers, self._home
 
     def _write_items(self, kept: list[int], folder: Path) -> Any:
-        from partita.comm.dcp_format import Writer
+        from .dcp_format import Writer
 
         assert isinstance(self._brought, _StagedState)
         rows: list[Any] = []
@@ -189,7 +208,7 @@ class _SaveJob:
     def _publish_checkpoint(
         self, brought: list[tuple[list[Any], list[int], dict[str, str]]]
     ) -> list[None]:
-        from partita.comm.dcp_format import Writer
+        from .dcp_format import Writer
 
         _compare_fingerprints([marks for _, _, marks in brought])
         assert self._new is not None
@@ -504,7 +523,7 @@ class _LoadJob:
         Raises:
             ValueError: the checkpoint is damaged.
         """
-        from partita.comm.dcp_format import Reader
+        from .dcp_format import Reader
 
         folder = find_checkpoint(self._home)
         path = folder / ".metadata"
@@ -538,7 +557,7 @@ class _LoadJob:
         Raises:
             ValueError: a chunk is missing or damaged.
         """
-        from partita.comm.dcp_format import LoadPieces
+        from .dcp_format import LoadPieces
 
         planner = LoadPieces(pieces or {}, names, self._reader, self._weights_only, self._enums)
         self._planner = planner

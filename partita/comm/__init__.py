@@ -12,8 +12,7 @@ In reading order:
 - what ranks agree on: `agreement` (texts on a mesh; messages; values on all ranks of the job)
 - ranks that wait or are gone: `waiting`
 - how a job begins: `meshes`; where it computes: `device`
-- torch's own: `torch_distributed` (its DTensors, and its functions that meet ours), `dcp_format`
-  (checkpoints)
+- torch's own: `torch_distributed` (its DTensors, and its functions that meet ours)
 """
 
 from torch.distributed.device_mesh import DeviceMesh as DeviceMesh
@@ -67,6 +66,7 @@ from .meshes import wire_of as wire_of
 from .move_steps import identity_of_reduction as identity_of_reduction
 from .ranks import ranks as ranks
 from .torch_distributed import Piece as Piece
+from .torch_distributed import Region as Region
 from .torch_distributed import after_import as after_import
 from .torch_distributed import find_torch_dtensor_mesh as find_torch_dtensor_mesh
 from .torch_distributed import inspect_collectives as inspect_collectives

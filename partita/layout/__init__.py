@@ -2,7 +2,7 @@
 
 In reading order: `placement` (the ranks and their axes, what one axis does to a tensor, its dual,
 and torch's words for it), `layout` (all axes together, as text too), `text` (what a user reads:
-errors, amounts and tables), `picture` (which rank holds what, drawn).
+errors, amounts and tables).
 """
 
 from .layout import Layout as Layout

@@ -13,8 +13,8 @@ from torch import nn
 
 from partita.comm import wire_of
 from partita.layout import Layout
-from partita.layout.picture import Panel, Picture, draw, html_of
 from partita.layout.text import describe_value, escape_controls
+from partita.report.picture import Panel, Picture, draw, html_of
 from partita.tensor.dtensor import DTensor
 
 from .rehearsal import make_refusal

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from partita.layout import Layout
-from partita.layout.picture import draw, html_of
 from partita.layout.text import escape_controls, human
 
+from .picture import draw, html_of
 from .run_facts import RunFacts, TimelineEvent, join_short_events, parse_mesh, trace_bytes
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")

@@ -47,8 +47,8 @@ from partita.layout import (
     Replicate,
     Shard,
 )
-from partita.layout.picture import draw, html_of
 from partita.redistribute import Plan, plan
+from partita.report.picture import draw, html_of
 
 from .op_facts import without_autocast
 from .origins import describe_reading, find_origin, is_compared_when_moved, note_origin
@@ -330,22 +330,6 @@ class DTensor(torch.Tensor):
             raise make_memory_error("set_")
         self.data = source.detach()
         return self
-
-    # -- what torch.distributed.checkpoint asks a tensor that is spread, by these names ----------
-
-    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        from partita.comm.dcp_format import write_items  # it takes half a second
-
-        return write_items(fqn, piece_held(self))
-
-    def __create_chunk_list__(self) -> list[Any]:
-        from partita.comm.dcp_format import chunks
-
-        piece = piece_held(self)
-        return chunks(piece.region, piece.shape)
-
-    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        return piece_held(self).local
 
     # -- text ------------------------------------------------------------------------------------
 

@@ -15,8 +15,7 @@ import pytest
 import torch
 
 import partita as pt
-from partita.checkpoint import folder
-from partita.comm import dcp_format
+from partita.checkpoint import dcp_format, folder
 from tests.programs.checkpoint_samples import (
     SAVED_AS,
     VALUES,

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import partita as pt
+from partita.checkpoint import dcp_format
 from partita.checkpoint.full_state import patch_save_pretrained
-from partita.comm import dcp_format
 from tests.programs.checkpoint_samples import (
     model_of,
     put,

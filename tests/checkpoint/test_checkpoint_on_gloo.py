@@ -144,8 +144,7 @@ def test_nothing_that_comes_from_another_rank_is_unpickled(tmp_path):
 
 def kill_at(moment: str) -> None:
     """Make this process kill itself at a moment of its next save."""
-    from partita.checkpoint import folder
-    from partita.comm import dcp_format
+    from partita.checkpoint import dcp_format, folder
 
     def die(*_: Any, **__: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -264,7 +263,7 @@ def test_training_goes_on_while_it_saves_and_does_not_change(tmp_path):
 
 
 def fail_on_one_disk(rank: int, path: str) -> str:
-    from partita.comm import dcp_format
+    from partita.checkpoint import dcp_format
 
     if rank == 1:
         dcp_format.Writer.write_data = no_space

@@ -61,7 +61,7 @@ def run_ranks(
     """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(
-        ["torch", "torch.distributed.device_mesh", "partita", "partita.comm.dcp_format"]
+        ["torch", "torch.distributed.device_mesh", "partita", "partita.checkpoint.dcp_format"]
     )
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")

@@ -28,7 +28,7 @@ if os.environ.get("RANK") == RANK and not Path(os.environ["DIED"]).exists():
 
     from partita.app.models import GPT
     from partita.app.models.decoder import Block
-    from partita.comm.dcp_format import Writer
+    from partita.checkpoint.dcp_format import Writer
 
     step, saves = -1, 0
     forward_of_model, forward_of_block, write = GPT.forward, Block.forward, Writer.write_data

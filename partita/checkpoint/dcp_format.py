@@ -52,8 +52,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
-from .agreement import message
-from .torch_distributed import Piece, Region
+from partita.comm import Piece, Region, message
 
 MARK = "partita-"
 """The prefix of the `save_id` of checkpoints that have a file of checksums."""

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from partita.layout import Layout, LayoutError, Mesh
-from partita.layout.picture import draw, html_of
+from partita.report.picture import draw, html_of
 
 MESH = Mesh(("dp", "tp", "pp"), (2, 2, 3))
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from html import escape
 from itertools import product
 
-from .layout import Layout
-from .placement import Mesh
-from .text import escape_controls
+from partita.layout import Layout, Mesh
+from partita.layout.text import escape_controls
 
 _PIECES_SHOWN = 8
 """Pieces of a dimension that are drawn; of more, the last of these says how many are left out."""

@@ -34,7 +34,7 @@ from ..conditions import Conditions, EqualInputs, GradientCondition, kind_of_gra
 from ..errors import CaptureError, explain_error, not_an_input, not_captured, user_line_of
 from ..graph_nodes import drop_unused, has_effect, lazy_graph_modules, note_of
 from ..guards import Guards, ReadRecord, Write
-from ..guards.calls import asks_which_object
+from ..guards.bytecode import asks_which_object
 from ..guards.guards import ReadInputs, find_first_leaves, without_function_modes
 from ..guards.record import exclusive_access
 from ..guards.values import MISSING, Place

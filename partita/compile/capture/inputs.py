@@ -56,7 +56,7 @@ from ..arguments import flatten_call
 from ..conditions import FACTS_OF_OBJECTS, FactCondition, read_fact
 from ..errors import not_captured
 from ..graph_nodes import add_input
-from ..guards.calls import codes_within, global_names
+from ..guards.bytecode import codes_within, global_names
 from ..guards.values import INSIDE, Place, hang_hooks, is_recorded, is_user_module, slots_of
 from ..program import Input
 from .capture_context import Arguments, Attributes, Cell, Defaults, Members, Slot

@@ -39,7 +39,7 @@ from partita.tensor.tensor_state import HERE
 from ..conditions import EqualInputs, read_counts
 from ..errors import CaptureError, not_captured
 from ..graph_nodes import is_collective, key_of_operands, note_of
-from ..guards.calls import codes_within
+from ..guards.bytecode import codes_within
 from ..guards.guards import hearing_modes
 from ..program import Input
 from .block_calls import COUNTS, BlockUpdates, WidenedCounts, narrow_counts, widen_counts

@@ -39,7 +39,7 @@ from ..conditions import Conditions
 from ..errors import CaptureError, not_captured
 from ..graph_nodes import drop_unused, written_operands
 from ..guards import ReadRecord, Write
-from ..guards.calls import line_of_write
+from ..guards.bytecode import line_of_write
 from ..guards.values import (
     MISSING,
     Place,

@@ -33,18 +33,15 @@ import torch
 from torch import nn
 
 from ..capture.fakes import Substitutes
-from .calls import (
-    Calls,
+from .bytecode import (
     dotted_names,
     global_names,
     imported_names,
     names_asked_for,
-    read_ambient,
-    read_environment_of,
     reflects,
-    refuse_if_random,
     strings_of,
 )
+from .calls import Calls, read_ambient, read_environment_of, refuse_if_random
 from .guards import Guards, ReadInputs, function_modes
 from .record import PlaceRecord, has_own_getattribute, instrument, recorded_by, uninstrument
 from .values import (

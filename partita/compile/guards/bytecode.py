@@ -1,0 +1,193 @@
+"""Names in bytecode: what code may read or write, found without running it.
+
+Python's compiler differs from version to version. Only this file reads its instructions. It goes by
+what an instruction does: the kind of its operand (`dis.hasname`, `dis.hasfree`), and the number of
+values that it pushes (`dis.stack_effect`). A test in `tests/guards/test_bytecode.py` fails with the
+name of each instruction that a new version adds.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import importlib.util
+import os
+from collections.abc import Iterator
+from types import CodeType
+
+_NAMED = {op: dis.opname[op] for op in dis.hasname if op < len(dis.opname)}
+_GLOBAL_OPS = {
+    op
+    for op, name in _NAMED.items()
+    if "GLOBAL" in name or (name.endswith("_NAME") and not name.startswith("IMPORT"))
+}
+_ATTRIBUTE_OPS = {
+    op for op, name in _NAMED.items() if name.startswith("LOAD_") and op not in _GLOBAL_OPS
+}
+_VARIABLE_OPS = _GLOBAL_OPS | set(dis.hasfree)
+_WRITE_OPS = {
+    op for op in (*_NAMED, *dis.hasfree) if dis.opname[op].startswith(("STORE_", "DELETE_"))
+}
+_JUMPS = {*dis.hasjrel, *dis.hasjabs}
+_ITEM_WRITES = ("STORE_SUBSCR", "STORE_SLICE", "DELETE_SUBSCR")
+_MUTATING_METHODS = frozenset(
+    "append extend insert pop remove clear update setdefault add discard rotate popleft appendleft "
+    "extendleft reverse sort popitem fill subtract".split()
+)
+
+
+def codes_within(code: CodeType) -> Iterator[CodeType]:
+    """Code, and that of the functions that it defines."""
+    yield code
+    for const in code.co_consts:
+        if isinstance(const, CodeType):
+            yield from codes_within(const)
+
+
+def _instructions_of(code: CodeType) -> Iterator[dis.Instruction]:
+    return (i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "EXTENDED_ARG"))
+
+
+@functools.lru_cache(maxsize=4096)
+def global_names(code: CodeType) -> tuple[str, ...]:
+    """The names of the globals that code uses. (`co_names` has names of attributes, too.)"""
+    used = [i.argval for i in _instructions_of(code) if i.opcode in _GLOBAL_OPS]
+    return tuple(dict.fromkeys(used))
+
+
+@functools.lru_cache(maxsize=4096)
+def dotted_names(code: CodeType) -> tuple[tuple[str, ...], ...]:
+    """The chains of attributes that code reads of variables: ("torch", "relu")."""
+    found: dict[tuple[str, ...], None] = {}
+    chain: tuple[str, ...] = ()
+    for i in _instructions_of(code):
+        if i.opcode in _VARIABLE_OPS:
+            chain = (i.argval,)
+        elif i.opcode in _ATTRIBUTE_OPS and chain:
+            chain = (*chain, i.argval)
+            found[chain] = None
+        else:
+            chain = ()
+    return tuple(found)
+
+
+def names_asked_for(code: CodeType) -> set[str]:
+    """The names that code may ask an object for: of attributes, and strings (as for `getattr`)."""
+    return {*code.co_names, *(c for c in code.co_consts if isinstance(c, str) and c.isidentifier())}
+
+
+def strings_of(code: CodeType) -> set[str]:
+    """The string constants of code."""
+    return {c for c in code.co_consts if isinstance(c, str)}
+
+
+def line_of_write(codes: list[CodeType], key: object) -> str | None:
+    """The `"file:line"` where one of `codes` writes the name `key`; None where unsure."""
+    writes_by_name, mutations = [], []
+    for code in codes:
+        line = code.co_firstlineno
+        for step in _instructions_of(code):
+            line = (step.positions and step.positions.lineno) or line
+            if step.opcode in _WRITE_OPS and step.argval == key:
+                writes_by_name.append((code.co_filename, line))
+            elif step.opname in _ITEM_WRITES or (
+                step.opcode in _ATTRIBUTE_OPS and step.argval in _MUTATING_METHODS
+            ):
+                mutations.append((code.co_filename, line))
+    found = writes_by_name or mutations
+    if len(set(found)) == 0 or (not writes_by_name and len(set(found)) > 1):
+        return None
+    name, line = found[0]
+    relative = os.path.relpath(name)
+    return f"{name if relative.startswith('..') else relative}:{line}"
+
+
+def _operands_of_is(code: CodeType) -> Iterator[list[dis.Instruction]]:
+    """The two instructions before each `is` in code."""
+    steps = list(_instructions_of(code))
+    return (steps[max(0, n - 2) : n] for n, i in enumerate(steps) if i.opname == "IS_OP")
+
+
+@functools.lru_cache(maxsize=4096)
+def asks_which_object(code: CodeType) -> bool:
+    """Does code compare two objects, neither a constant, by `is`, or ask for an `id`?"""
+    pairs = _operands_of_is(code)
+    compared = any(all(i.opname != "LOAD_CONST" for i in pair) for pair in pairs)
+    return compared or "id" in global_names(code)
+
+
+@functools.lru_cache(maxsize=4096)
+def imported_names(code: CodeType, package: str | None) -> tuple[str, ...]:
+    """The modules that code, of a module in `package`, imports when it runs."""
+    found, steps = [], list(_instructions_of(code))
+    for n, i in enumerate(steps):
+        if i.opname == "IMPORT_NAME":  # the level and the names imported were pushed
+            dots = steps[n - 2].argval
+            if not dots:
+                found.append(i.argval)
+            elif package:
+                found.append(importlib.util.resolve_name("." * dots + i.argval, package))
+    return tuple(found)
+
+
+# -- reflection ------------------------------------------------------------------------------------
+
+_GETTERS = ("getattr", "hasattr")
+_REFLECTING_NAMES = frozenset(
+    "vars dir globals eval exec attrgetter getmembers signature getattr_static fields "
+    "get_type_hints".split()
+)
+_REFLECTING_ATTRIBUTES = frozenset(
+    "__dict__ __annotations__ __doc__ __name__ __match_args__ __dataclass_fields__ __code__ "
+    "__defaults__ __kwdefaults__ __signature__ __closure__".split()
+)
+
+
+@functools.lru_cache(maxsize=4096)
+def reflects(code: CodeType) -> bool:
+    """True if code may ask for an attribute by a name that does not stand in it.
+
+    A call of `getattr` pushes the function, an empty place and its arguments. So the name is a
+    constant if the last instruction that ends at the depth of the second argument loads one.
+    """
+    if not (_REFLECTING_NAMES | _REFLECTING_ATTRIBUTES).isdisjoint(code.co_names):
+        return True
+    depth, calls = 0, _Calls()
+    at_label: dict[int, tuple[int, _Calls]] = {}  # where a jump ends
+    for step in dis.get_instructions(code):
+        if step.opname == "MATCH_CLASS":  # a class says which attributes a pattern means
+            return True
+        if step.offset in at_label:
+            depth, jumped = at_label.pop(step.offset)
+            calls = _merge(jumped, calls)
+        before = depth
+        depth = before + dis.stack_effect(step.opcode, step.arg, jump=False)
+        if step.opcode in _JUMPS:
+            end = before + dis.stack_effect(step.opcode, step.arg, jump=True)
+            _, others = at_label.get(step.argval, (end, calls))
+            at_label[step.argval] = end, _merge(calls, others)
+            continue
+        constant = step.opname == "LOAD_CONST" and isinstance(step.argval, str)
+        calls = tuple((at, constant if depth == at + 2 else named) for at, named in calls)
+        if calls and depth < calls[-1][0]:
+            if not calls[-1][1]:
+                return True
+            calls = calls[:-1]
+        if step.opname == "LOAD_GLOBAL" and step.argval in _GETTERS:
+            if depth - before < 2:
+                return True  # `getattr` itself is passed on, say to `map`
+            calls = (*calls, (depth, False))
+    return bool(calls)
+
+
+_Calls = tuple[tuple[int, bool], ...]
+"""The calls of `getattr` that are being made: the depth of the stack before the arguments, and
+whether the name is a constant."""
+
+
+def _merge(jumped: _Calls, fallen: _Calls) -> _Calls:
+    """The calls being made where a jump ends: after the jump, or after the line above, which may
+    never go on."""
+    if len(jumped) != len(fallen):
+        return jumped
+    return tuple((at, a and b) for (at, a), (_, b) in zip(jumped, fallen, strict=True))

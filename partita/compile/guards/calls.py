@@ -459,7 +459,8 @@ _EXTERNAL_MODULES = """posix nt io _socket select _posixsubprocess fcntl termios
 _HARMLESS_FUNCTIONS = frozenset(
     """fspath getpid getppid getuid geteuid getgid getegid cpu_count sysconf confstr uname strerror
     putenv unsetenv device_encoding sched_getaffinity get_terminal_size isatty register_at_fork
-    text_encoding sleep strptime getcwd getcwdb getpagesize _path_normpath _path_splitroot_ex""".split()
+    text_encoding sleep strptime getcwd getcwdb getpagesize _path_normpath
+    _path_splitroot_ex""".split()
 )
 _INTERPRETER_COUNTS = (  # they differ from call to call
     *(gc.get_objects, gc.get_count, gc.get_stats, gc.get_referrers, gc.get_freeze_count),

@@ -182,7 +182,7 @@ def test_data_of_another_shape_is_refused_with_its_line():
         weight.data = x
         return weight * 2
 
-    with pytest.raises(pt.CaptureError, match=r"another shape or dtype.*test_capture_hooks"):
+    with pytest.raises(pt.CaptureError, match=r"another shape or dtype.*test_hooks"):
         pt.compile(step, backend="graph")(torch.ones(3))
 
 

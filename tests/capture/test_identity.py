@@ -87,7 +87,7 @@ def test_an_argument_that_may_be_one_known_by_name_is_refused(step, batch):
         pt.CaptureError, match=r"(?s)is another object.*pass it, or read it"
     ) as error:
         pt.compile(step, backend="graph")(batch)
-    assert "test_capture_identity.py" in str(error.value)
+    assert "test_identity.py" in str(error.value)
 
 
 def test_an_argument_is_compared_with_other_things():

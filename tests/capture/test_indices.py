@@ -109,6 +109,6 @@ def test_a_shape_that_depends_on_data_is_refused_with_its_line(index):
     def run(mesh):
         return pt.compile(step, backend="graph")(pt.distribute_tensor(x, mesh, [S(0)]))
 
-    match = r"depends on data.*test_capture_indices"
+    match = r"depends on data.*test_indices"
     with pt.ranks(dp=2) as world, pytest.raises(pt.CaptureError, match=match):
         world.run(run)

@@ -202,4 +202,4 @@ def test_one_that_does_more_than_give_new_tensors_is_refused_with_the_reason(ope
 
     with pytest.raises(pt.CaptureError, match="an operator of a library of its own") as raised:
         pt.compile(step, backend="graph")(torch.ones(2))
-    assert reason in str(raised.value) and "test_capture_own_operators.py" in str(raised.value)
+    assert reason in str(raised.value) and "test_own_operators.py" in str(raised.value)

@@ -110,7 +110,7 @@ def test_packed_sequences_are_refused_with_the_line_and_run_eagerly_where_that_i
         return nn.utils.rnn.pad_packed_sequence(model(packed)[0])[0]
 
     x = torch.randn(3, 2, 3)
-    with pytest.raises(pt.CaptureError, match=r"depends on data.*test_capture_recurrent"):
+    with pytest.raises(pt.CaptureError, match=r"depends on data.*test_recurrent"):
         pt.compile(step, backend="graph")(x)
     with pytest.warns(UserWarning, match="runs eagerly"):
         found = pt.compile(step, backend="graph", fallback="eager")(x)

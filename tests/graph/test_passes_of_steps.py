@@ -372,7 +372,7 @@ def test_what_a_users_pass_puts_in_by_fx_alone_is_noted_and_counted():
         assert torch.equal(found.to_local(), 2 * torch.arange(8.0))
         gather, reduce = (note_of(n) for n in step.graph.moves)
         assert (reduce.kind, reduce.axes, reduce.nbytes) == ("all_reduce", ("dp",), 32)
-        assert reduce.op == "sums_over_ranks" and "test_compile_passes.py" in reduce.source
+        assert reduce.op == "sums_over_ranks" and "test_passes_of_steps.py" in reduce.source
         change = step.program.changes[0]
         assert change.sent == (gather.nbytes, gather.nbytes + 32)
         assert change.seconds[1] > change.seconds[0]
@@ -490,7 +490,7 @@ def test_a_printed_graph_shows_layout_bytes_reason_and_the_users_line():
     assert text == other
     (gather,) = [line for line in text.splitlines() if "all_gather_into_tensor.default" in line]
     assert "128 B" in gather and "all_gather over dp: 8@dp 4 -> 8 4, explicit" in gather
-    assert "test_compile_passes.py:" in gather and "(forward)" in gather
+    assert "test_passes_of_steps.py:" in gather and "(forward)" in gather
     (mul,) = [line for line in text.splitlines() if "aten.mul.Tensor" in line]
     assert "f32[8@dp, 4]" in mul
     assert "argument argument[0]" in text and "1 collectives" in text

@@ -230,7 +230,7 @@ def test_a_number_that_is_branched_on_or_read_is_another_capture_that_names_it(n
     step, reason = BRANCHES[name]
     reasons = check(step, [0.1, 0.3, 0.1], 2)
     assert "argument[1]: 0.1 became 0.3" in reasons[1] and reason in reasons[1]
-    assert "test_capture_floats.py:" in reasons[1]
+    assert "test_floats.py:" in reasons[1]
 
 
 def test_an_int_is_no_float():
@@ -299,7 +299,7 @@ def test_a_value_that_python_must_know_is_refused_with_its_line(name):
     def run(mesh):
         graph_of(READERS[name])(pt.distribute_tensor(x, mesh, [S(0)]))
 
-    match = "reads a value.*test_capture_floats"
+    match = "reads a value.*test_floats"
     with pt.ranks(dp=2) as world, pytest.raises(pt.CaptureError, match=match):
         world.run(run)
 

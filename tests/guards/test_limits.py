@@ -172,7 +172,7 @@ def test_a_zero_that_is_asked_about_is_said_where_it_is_asked_and_the_newest_pro
     line = step.__code__.co_firstlineno + 1
     assert len(fast.reasons) == 3
     assert fast.reasons[1].startswith("argument[1]: 0.0 became 0.1, and argument[1] is read as a")
-    assert fast.reasons[1].endswith(f"test_capture_limits.py:{line}")
+    assert fast.reasons[1].endswith(f"test_limits.py:{line}")
     assert "0.1 became 0.7, and the program asks whether argument[1] <= 0.5" in fast.reasons[2]
 
 
@@ -326,7 +326,7 @@ def test_a_plain_value_that_a_step_makes_and_that_differs_between_ranks_is_refus
     assert (eager, told) == other
     assert "differs between ranks" in eager
     assert "a plain tensor that the step makes, next to DTensors, differs between ranks" in told
-    assert "test_capture_limits.py:" in told
+    assert "test_limits.py:" in told
 
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda f: f.__name__)
@@ -382,7 +382,7 @@ def test_views_of_one_memory_may_be_given_unless_one_is_written_where_they_overl
             step(base[:4], base[2:6])
         assert "argument[0] and argument[1] lie in the same memory" in str(caught.value)
         assert "the step writes argument[0]" in str(caught.value)
-        assert "test_capture_limits.py:" in str(caught.value)
+        assert "test_limits.py:" in str(caught.value)
         assert torch.equal(base, before)
     eager = graph_of(doubles, fallback="eager")
     eager(torch.ones(4), torch.ones(4))
@@ -483,7 +483,7 @@ def test_the_ledger_of_a_compiled_training_step_has_the_bytes_of_its_graph():
         assert log.count() == len(moves) > 0
         assert log.count("all_gather", reason="regather") > 0
         assert log.count("reduce_scatter", reason="gradient") > 0
-        assert all("test_capture_limits.py:" in m.source for m in log.moves)
+        assert all("test_limits.py:" in m.source for m in log.moves)
         assert {m.rank for m in log.moves} == {mesh.get_rank()}
         return log.bytes, sum(c.sent[1] for c in fast.program.changes[-1:])
 
@@ -520,7 +520,7 @@ def test_strict_refuses_an_implicit_move_at_capture_and_in_what_was_captured_bef
             with refused as caught, pt.strict():
                 step(x)
             told.append(str(caught.value))
-        assert all("test_capture_limits.py:" in text for text in told)
+        assert all("test_limits.py:" in text for text in told)
         with pt.strict():
             graph_of(sums)(x)
         fast(x)

@@ -152,7 +152,8 @@ class Options:
     sp: bool = _option(False, "sequence parallel: between blocks, tp splits the sequence")
     remat: str | int = _option(
         "none",
-        "recompute in backward: none, blocks, or what does not fit a budget such as 64MiB",
+        "recompute in backward: none, blocks, or what does not fit a budget such as 64MiB (with "
+        "--compile, of the whole step)",
         _read_remat,
         show=_shown_remat,
         metavar="WHAT",

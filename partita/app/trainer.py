@@ -127,7 +127,7 @@ def build_model(options: Options, mesh: Any) -> GPT:
             pt.zero(model, mesh, "dp", stage=options.zero, precision=_zero_precision(options))
     if options.remat == "blocks":
         pt.remat(model, blocks=list(model.blocks))
-    elif options.remat != "none":
+    elif options.remat != "none" and not options.compile:
         pt.remat(model, policy=options.remat)
     return model
 
@@ -162,6 +162,7 @@ def _make_compiled_step(model: GPT, optimizer: Any, options: Options, tell: Tell
     graph = pt.compile(
         lambda micro_batches: eager(micro_batches, 0),
         state=[model, optimizer],
+        budget=options.remat if isinstance(options.remat, int) else None,
         cuda_graphs=options.cuda_graphs,
     )
 

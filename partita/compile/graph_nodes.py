@@ -56,7 +56,6 @@ class Note:
         region: the number of the call of a `pt.remat` region; 0 outside.
         kept: the region's policy keeps the value.
         again: a pass added the node, to recompute or gather again what forward had.
-        budget: (number, bytes) of the remat budget that applies to it; None for none.
     """
 
     source: str = ""
@@ -73,7 +72,6 @@ class Note:
     region: int = 0
     kept: bool = False
     again: bool = False
-    budget: tuple[int, int] | None = None
 
 
 def note_of(node: fx.Node) -> Note:

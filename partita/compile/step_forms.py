@@ -33,7 +33,7 @@ from .capture.block_traces import (
     inline_bodies,
 )
 from .errors import cannot_be_kept
-from .graph_nodes import Section, copy_graph, lazy_graph_module, note_of, sections_in
+from .graph_nodes import Section, copy_graph, lazy_graph_module, sections_in
 from .memory import peak_of
 from .passes import Change, record_changes, run_passes
 from .passes.pass_manager import OF_STEP, OF_STEP_AND_UPDATES
@@ -236,8 +236,6 @@ class _Lowering:
         return self._bodies[block][node.target is block_backward]
 
     def _lower(self, block: BlockProgram) -> tuple[BlockBody, BlockBody]:
-        if any(note_of(n).budget is not None for n in block.graph.graph.nodes):
-            return block.bodies(block.graph.graph)  # what is kept is chosen over all that share it
         calls = self._calls[block]
         block = block.narrowed(*self._read[block], _find_equal_operands(block, calls))
         part = _program_of_block(block, self.program)

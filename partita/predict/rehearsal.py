@@ -166,7 +166,6 @@ class _NoNodes:
     """Stands for the recorder of a capture where no graph is made: a region is run as it is."""
 
     is_behind_forward = False
-    marks = (None, False, None)
 
     def region(self) -> Any:
         return nullcontext()
@@ -174,8 +173,7 @@ class _NoNodes:
     def keeping(self, keep: bool) -> Any:
         return nullcontext()
 
-    def sharing(self, budget: Any) -> Any:
-        return nullcontext()
+    def refuse_budget(self, nbytes: int, title: str) -> None: ...
 
     def exchange(self, x: Any, value: Any) -> None: ...
 

@@ -4,7 +4,8 @@ rest.
 In reading order: `region` (`remat`, the call; budgets; regions in a captured step), `watched_calls`
 (how a region sees calls, the key of each, and which results a policy keeps), `runs` (the first run,
 which is recorded, and the second), `saved_state` (what is kept for the second: inputs, ambient
-state, results), `counters` (live bytes, and operations that are made again).
+state, results), `kept_results` (which of them a budget has room for), `counters` (live bytes, and
+operations that are made again).
 """
 
 from .counters import Report, remat_report

@@ -18,13 +18,13 @@ import torch
 from torch import nn
 
 from partita.comm import Wire, read_autocast_state
-from partita.compile.passes.remat import Candidate, choose_kept, make_budget_error
 from partita.parallel.batch import tensors_in
 from partita.parallel.parameters import Blocks, block_modules
 from partita.tensor.dtensor import DTensor
 from partita.tensor.tensor_state import HERE
 
 from .counters import MemoryCount, MemoryCountMode
+from .kept_results import Candidate, choose_kept, make_budget_error
 from .runs import ForwardRecord, RecordedCall
 from .saved_state import LearnedNames
 from .watched_calls import (
@@ -109,7 +109,8 @@ def remat(fn: Any, policy: Any = None, *, blocks: Blocks = None) -> Any:
             `keep_collectives`.
             A function of a `Call`, true for what is kept.
             An int: a budget, the most bytes that activations may hold at once. The first step
-            measures, and the most expensive results that fit are kept from then on.
+            measures, and the most expensive results that fit are kept from then on. A captured
+            step refuses it: its own budget is `pt.compile(step, budget=)`.
         blocks: the modules that are recomputed one by one, themselves or as patterns of names; by
             default `fn` as a whole, and for a budget the children of its ModuleLists and
             Sequentials.
@@ -302,7 +303,7 @@ class _BudgetStep:
         each = [Candidate(*rest[i : i + 3]) for i in range(0, len(rest), 3)]
         budget, keys = self.budget, [*self._candidates]
         if peak > budget.nbytes:
-            raise make_budget_error(RematError, budget.nbytes, budget.title, peak)
+            raise make_budget_error(budget.nbytes, budget.title, peak)
         return {keys[i] for i in choose_kept(each, budget.nbytes - peak)}
 
 
@@ -369,9 +370,9 @@ class _BudgetedFunction(Wrapped):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         budget = self.budget
-        if HERE.capturing and HERE.watcher is None:  # the compiler measures
-            with HERE.recorder.sharing(budget):
-                return self.__wrapped__(*args, **kwargs)
+        if HERE.capturing and HERE.watcher is None:
+            HERE.recorder.refuse_budget(budget.nbytes, budget.title)
+            return self.__wrapped__(*args, **kwargs)
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or budget.now is not None:
             return self.__wrapped__(*args, **kwargs)
         if HERE.watcher is not None:  # within another region, whose policy holds

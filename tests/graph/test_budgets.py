@@ -16,7 +16,8 @@ from torch import nn
 
 import partita as pt
 from partita.compile.graph_nodes import nbytes_of, note_of
-from partita.compile.passes.remat import Candidate, choose_kept, flops_of
+from partita.compile.passes.remat import flops_of
+from partita.remat.kept_results import Candidate, choose_kept
 from partita.testing.allocated_bytes import counted
 from tests.programs import stacks
 

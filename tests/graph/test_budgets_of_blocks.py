@@ -174,21 +174,6 @@ def test_a_small_step_has_its_blocks_inlined_under_a_budget_too():
     assert small.memory.peak <= without.memory.peak * 3 // 4
 
 
-def test_regions_that_share_a_budget_keep_it_where_blocks_stay_calls():
-    """What they keep is chosen over all of them, so these are inlined."""
-    found = {}
-    for sections in (False, True):
-        step = compiled(
-            gradients_of(pt.remat(stack(6), 1 << 16, blocks=["blocks.*"])), None, sections
-        )
-        step()
-        found[sections] = counted(step), step.memory.peak
-    assert found[True] == found[False]
-    without = compiled(gradients_of(stack(6)))
-    without()
-    assert found[True][0] < without.memory.peak
-
-
 def test_items_of_one_call_are_made_again_together():
     """An item of what is there still would keep all of its items."""
     step = gradients_of(stack(4))

@@ -643,9 +643,9 @@ class BlockFollower(TorchFunctionMode):
     def _read_modes(self) -> tuple[Any, ...]:
         if dispatch_listeners() != self._listeners:
             raise NotABlock(self.kind, "it follows calls by a mode of its own, or what is saved")
-        region, kept, budget = HERE.recorder.marks
+        region, kept = HERE.recorder.marks
         begun = region - self._regions if region > self._regions else 0
-        return (*current_modes(), begun, kept, budget)
+        return (*current_modes(), begun, kept)
 
     # -- a known tape ------------------------------------------------------------------------------
 

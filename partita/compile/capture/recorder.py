@@ -28,7 +28,7 @@ import sys
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -210,9 +210,8 @@ class Recorder(TorchDispatchMode):
         self.regions_begun = 0
         self.follows_from_integers: Callable[[Any], bool] = lambda number: False
         self.note_read: Callable[[Any, torch.Tensor], None] = lambda number, of: None
-        self._budgets: list[Any] = []
         self._outer: list[Any] = []
-        self._within = NO_NOTE  # the move, region, policy and budget that nodes belong to now
+        self._within = NO_NOTE  # the move, region and policy that nodes belong to now
         self._noted: tuple[Any, ...] = ()  # of what the last note was made
         self._note = NO_NOTE
         self._moves = 0
@@ -347,14 +346,14 @@ class Recorder(TorchDispatchMode):
             self.regions_begun += 1
         return self._noting(region=self._within.region or self.regions_begun)
 
-    def sharing(self, budget: Any) -> AbstractContextManager[None]:
-        """Within, regions share a budget of `budget.nbytes`; the outermost budget applies."""
-        if self._within.budget is not None:
-            return nullcontext()
-        if not any(b is budget for b in self._budgets):
-            self._budgets.append(budget)
-        number = next(i for i, b in enumerate(self._budgets) if b is budget)
-        return self._noting(budget=(number, budget.nbytes))
+    def refuse_budget(self, nbytes: int, title: str) -> None:
+        """Raise the error of regions with a budget of bytes: a captured step has one budget."""
+        raise not_captured(
+            f"pt.remat gives {title} a budget of {nbytes} bytes of its own",
+            "what a captured step makes again is chosen over all of it, for the budget of the step",
+            Fix(f"pt.compile(step, budget={nbytes})", "all that the step needs, gradients too"),
+            Fix("pt.remat(model, blocks=...)", "without a budget: regions keep nothing"),
+        )
 
     def keeping(self, keep: bool) -> AbstractContextManager[None]:
         """Within, values are kept for backward if `keep`."""
@@ -423,9 +422,9 @@ class Recorder(TorchDispatchMode):
         return self._note
 
     @property
-    def marks(self) -> tuple[int, bool, Any]:
-        """(region, kept, budget) of the nodes that are made now."""
-        return self._within.region, self._within.kept, self._within.budget
+    def marks(self) -> tuple[int, bool]:
+        """(region, kept) of the nodes that are made now."""
+        return self._within.region, self._within.kept
 
     def note_made(self, *nodes: fx.Node) -> None:
         """Give a note to nodes that were added without a call."""

@@ -1,43 +1,35 @@
 """Recomputation: what is computed again in backward, so that it need not wait there.
 
-For regions of `pt.remat` all of their nodes are, but those that a policy keeps, that others read,
-and that a budget has room for (`choose_kept`, by which the eager `pt.remat` chooses as well). For a
-budget of the whole step there are choices, in an order (`_make_levels`); a `RecomputeLevel` says by
-number which one is taken in a step's graph and in those of its blocks (`FormSearch` finds the
-number).
+For regions of `pt.remat` all of their nodes are, but those that a policy keeps and that others
+read. For a budget of the step there are choices, in an order (`_make_levels`); a `RecomputeLevel`
+says by number which one is taken in a step's graph and in those of its blocks (`FormSearch` finds
+the number).
 """
 
 from __future__ import annotations
 
-import copy
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from partita.comm.ledger import human
-from partita.layout import Fix, LayoutError
 from partita.tensor.op_facts import facts_of
 
-from ..errors import CaptureError
 from ..graph_nodes import (
     BLOCK_RESULT,
     NOTE,
-    Note,
     Section,
     copy_node,
     is_collective,
-    lazy_graph_module,
     nbytes_of,
     note_of,
     order_by_needs,
     section_of,
 )
-from ..memory import Storages, memory_of, storages_of
+from ..memory import Storages, storages_of
 from ..program import Program
 from ..verify import SPACES
 
@@ -181,16 +173,9 @@ def _estimate_seconds(node: fx.Node) -> float:
 
 # -- regions of pt.remat ---------------------------------------------------------------------------
 
-_RegionsBudget = tuple[int, int]
-"""The number of a budget that regions share, and its bytes."""
-
 
 def _find_recomputed_in_regions(program: Program) -> set[fx.Node]:
-    """The nodes of regions that are to be recomputed.
-
-    Raises:
-        CaptureError: a budget is too small even if nothing is kept; it tells the least.
-    """
+    """The nodes of regions that are to be recomputed."""
     graph = program.graph.graph
     inside = {n for n in graph.nodes if note_of(n).region and _can_be_made_again(n)}
     if not inside:
@@ -202,11 +187,8 @@ def _find_recomputed_in_regions(program: Program) -> set[fx.Node]:
             kept.update(storages.made_by(node))
         if any(_is_read_by_others(node, user) for user in node.users):
             kept.update(storages.of[node])
-    again = _exclude_kept(inside, storages, kept)
-    budgets = {note.budget for n in again if (note := note_of(n)).budget is not None}
-    for budget in sorted(budgets):
-        kept |= _choose_kept_storages(program, again, storages, budget)
-    return _exclude_kept(again, storages, kept)
+    # A view of what is kept is recomputed: it is free.
+    return {n for n in inside if kept.isdisjoint(storages.made_by(n))}
 
 
 def _is_read_by_others(node: fx.Node, user: fx.Node) -> bool:
@@ -220,44 +202,6 @@ def _is_read_by_others(node: fx.Node, user: fx.Node) -> bool:
         return False
     note, its_note = note_of(node), note_of(user)
     return its_note.region != note.region or (note.kept and not its_note.kept)
-
-
-def _exclude_kept(inside: set[fx.Node], storages: Storages, kept: set[int]) -> set[fx.Node]:
-    """The nodes that make no kept storage. (Views of kept ones are recomputed: free.)"""
-    return {n for n in inside if kept.isdisjoint(storages.made_by(n))}
-
-
-def _choose_kept_storages(
-    program: Program, again: set[fx.Node], storages: Storages, budget: _RegionsBudget
-) -> set[int]:
-    """The storages, of those that the nodes `again` make, that are kept within a budget: what saves
-    the most, in the room that the peak of its activations leaves when nothing is kept."""
-    trial, copies = _trial_of(program, {n.name for n in again})
-    made = set(copies.values())
-    activations = {
-        n.name
-        for n in trial.graph.graph.nodes
-        if _is_activation(note_of(n), budget) and (n in made or not _is_late(n))
-    }
-    _, nbytes = budget
-    peak = max(memory_of(trial).live_of(lambda b: b.name in activations), default=0)
-    if peak > nbytes:
-        raise make_budget_error(CaptureError, nbytes, "the model", peak)
-    recomputed = {n.name for n in copies}
-    nodes = [n for n in program.graph.graph.nodes if n.name in recomputed and n in again]
-    candidates = {
-        s: Candidate(storages.nbytes[s], flops_of(node), storages.nbytes[s])
-        for node in nodes
-        if _is_activation(note_of(node), budget)
-        for s in storages.made_by(node)
-    }
-    found = [*candidates]
-    return {found[i] for i in choose_kept([*candidates.values()], nbytes - peak)}
-
-
-def _is_activation(note: Note, budget: _RegionsBudget) -> bool:
-    """Is it of a region with this budget, and no gathered parameter?"""
-    return note.budget == budget and note.reason not in ("gather", "regather")
 
 
 # -- copies in backward, and their cost ------------------------------------------------------------
@@ -318,14 +262,6 @@ def recompute(graph: fx.Graph, chosen: set[fx.Node]) -> dict[fx.Node, fx.Node]:
     return copies
 
 
-def _trial_of(program: Program, names: Collection[str]) -> tuple[Program, dict[fx.Node, fx.Node]]:
-    """A copy of a program in which these nodes are recomputed, and their copies by node."""
-    trial = copy.copy(program)
-    trial.graph = lazy_graph_module(program.graph, copy.deepcopy(program.graph.graph))
-    graph = trial.graph.graph
-    return trial, recompute(graph, {n for n in graph.nodes if n.name in names})
-
-
 _flops: dict[Any, Callable[..., int]] = flop_registry
 
 
@@ -368,78 +304,3 @@ def _is_made_again(node: fx.Node) -> bool:
     if section_of(item_of) is not None:  # type: ignore[arg-type]
         return False  # the section says it
     return note.again and note.reason not in ("gather", "regather")
-
-
-# -- the knapsack of kept results ------------------------------------------------------------------
-
-_STEPS = 8192
-"""Bytes are rounded to a step: the bytes of all candidates, divided by this many."""
-
-
-@dataclass
-class Candidate:
-    """A call whose result could be kept.
-
-    Attributes:
-        nbytes: of its result.
-        flops: floating-point operations of its recompute.
-        written: bytes that its recompute writes: its cost where it has no operations to count.
-    """
-
-    nbytes: int = 0
-    flops: int = 0
-    written: int = 0
-
-
-def choose_kept(candidates: Sequence[Candidate], room: int) -> list[int]:
-    """The indices of the candidates to keep within `room` bytes.
-
-    Those that save the most operations, and then those that save the most bytes written. More room
-    never means more recomputed operations nor, of as many operations, more bytes written: the first
-    of two knapsacks, over operations, is solved exactly, in steps of bytes that do not depend on
-    the room, and of equal solutions takes the one that leaves the second knapsack the most room.
-    """
-    heavy = [i for i, c in enumerate(candidates) if c.flops]
-    light = [i for i, c in enumerate(candidates) if not c.flops and c.written]
-    step = max(1, -(-sum(c.nbytes for c in candidates) // _STEPS))
-    kept: list[int] = []
-    for some, worth in ((heavy, "flops"), (light, "written")):
-        items = [(candidates[i].nbytes, getattr(candidates[i], worth)) for i in some]
-        room_left = room - sum(candidates[i].nbytes for i in kept)
-        kept += [some[i] for i in _solve_knapsack(items, room_left, step)]
-    return sorted(kept)
-
-
-def make_budget_error(error: type[LayoutError], budget: int, title: str, peak: int) -> LayoutError:
-    """The error to raise where `title` needs `peak` bytes when it keeps nothing, over `budget`."""
-    return error(
-        f"a budget of {budget} bytes ({human(budget)}) cannot be kept: {title} needs {peak} bytes "
-        f"({human(peak)}) when it keeps nothing",
-        reason="inputs of regions, what lies between them, and the recompute of one region",
-        fixes=(
-            Fix(f"policy={peak}", "the minimum"),
-            Fix("smaller regions, by blocks=", "less is there at once"),
-        ),
-    )
-
-
-def _solve_knapsack(items: list[tuple[int, int]], room: int, step: int) -> list[int]:
-    """Of items (bytes, worth), the indices of those that fit and are worth the most together."""
-    if sum(size for size, _ in items) <= room:
-        return list(range(len(items)))
-    capacity = max(0, room) // step
-    best = torch.zeros(capacity + 1, dtype=torch.int64)
-    takes = []
-    for size, worth in items:
-        need = -(-size // step)
-        without, best = best, best.clone()
-        if need <= capacity:
-            torch.maximum(without[need:], without[: capacity + 1 - need] + worth, out=best[need:])
-        takes.append(best > without)
-    # Of equal solutions the one that needs the least room, which is the same for any larger room.
-    found, left = [], int(torch.searchsorted(best, best[-1:]))
-    for i in reversed(range(len(items))):
-        if takes[i][left]:
-            found.append(i)
-            left -= -(-items[i][0] // step)
-    return found[::-1]

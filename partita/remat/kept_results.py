@@ -1,0 +1,85 @@
+"""The knapsack of kept results: which calls keep their results within a budget of bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from partita.comm.ledger import human
+from partita.layout import Fix
+
+from .watched_calls import RematError
+
+_STEPS = 8192
+"""Bytes are rounded to a step: the bytes of all candidates, divided by this many."""
+
+
+@dataclass
+class Candidate:
+    """A call whose result could be kept.
+
+    Attributes:
+        nbytes: of its result.
+        flops: floating-point operations of its recompute.
+        written: bytes that its recompute writes: its cost where it has no operations to count.
+    """
+
+    nbytes: int = 0
+    flops: int = 0
+    written: int = 0
+
+
+def choose_kept(candidates: Sequence[Candidate], room: int) -> list[int]:
+    """The indices of the candidates to keep within `room` bytes.
+
+    Those that save the most operations, and then those that save the most bytes written. More room
+    never means more recomputed operations nor, of as many operations, more bytes written: the first
+    of two knapsacks, over operations, is solved exactly, in steps of bytes that do not depend on
+    the room, and of equal solutions takes the one that leaves the second knapsack the most room.
+    """
+    heavy = [i for i, c in enumerate(candidates) if c.flops]
+    light = [i for i, c in enumerate(candidates) if not c.flops and c.written]
+    step = max(1, -(-sum(c.nbytes for c in candidates) // _STEPS))
+    kept: list[int] = []
+    for some, worth in ((heavy, "flops"), (light, "written")):
+        items = [(candidates[i].nbytes, getattr(candidates[i], worth)) for i in some]
+        room_left = room - sum(candidates[i].nbytes for i in kept)
+        kept += [some[i] for i in _solve_knapsack(items, room_left, step)]
+    return sorted(kept)
+
+
+def make_budget_error(budget: int, title: str, peak: int) -> RematError:
+    """The error to raise where `title` needs `peak` bytes when it keeps nothing, over `budget`."""
+    return RematError(
+        f"a budget of {budget} bytes ({human(budget)}) cannot be kept: {title} needs {peak} bytes "
+        f"({human(peak)}) when it keeps nothing",
+        reason="inputs of regions, what lies between them, and the recompute of one region",
+        fixes=(
+            Fix(f"policy={peak}", "the minimum"),
+            Fix("smaller regions, by blocks=", "less is there at once"),
+        ),
+    )
+
+
+def _solve_knapsack(items: list[tuple[int, int]], room: int, step: int) -> list[int]:
+    """Of items (bytes, worth), the indices of those that fit and are worth the most together."""
+    if sum(size for size, _ in items) <= room:
+        return list(range(len(items)))
+    capacity = max(0, room) // step
+    best = torch.zeros(capacity + 1, dtype=torch.int64)
+    takes = []
+    for size, worth in items:
+        need = -(-size // step)
+        without, best = best, best.clone()
+        if need <= capacity:
+            torch.maximum(without[need:], without[: capacity + 1 - need] + worth, out=best[need:])
+        takes.append(best > without)
+    # Of equal solutions the one that needs the least room, which is the same for any larger room.
+    found, left = [], int(torch.searchsorted(best, best[-1:]))
+    for i in reversed(range(len(items))):
+        if takes[i][left]:
+            found.append(i)
+            left -= -(-items[i][0] // step)
+    return found[::-1]

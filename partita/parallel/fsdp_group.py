@@ -194,7 +194,7 @@ class FsdpGroup:
         self.flats = [
             FlatBuffer(
                 self.name,
-                [self._name_of(i) for i in members],
+                [self.name_of(i) for i in members],
                 [wholes[i] for i in members],
                 [shards[i]._spec for i in members],
                 self.zero.axes,
@@ -242,6 +242,10 @@ class FsdpGroup:
         self._places = places
         return True
 
+    def has_hooks(self) -> bool:
+        """True if a parameter has hooks of the user."""
+        return any(has_hooks(p) for p in self.shards())
+
     @property
     def may_recompute_within(self) -> bool:
         """May a part of the block run under a checkpoint of its own, which saves unseen?"""
@@ -284,6 +288,13 @@ class FsdpGroup:
         if started:
             self.zero.note_alive()
 
+    @property
+    def is_current(self) -> bool:
+        """False if a parameter was written after it was gathered."""
+        shards = self.shards()
+        unseen = [count_unseen_writes(p) for p in shards]
+        return self.versions == count_writes_of(shards) and self.unseen_writes == unseen
+
     def gather(self) -> None:
         """Gather, and wait for it."""
         if self._is_ready:
@@ -312,9 +323,9 @@ class FsdpGroup:
         if before == now and replaced_at > saved.unseen_writes[number]:
             before, now, why = saved.unseen_writes[number], replaced_at, _REPLACED
         if before != now:
-            raise modified_error(self._name_of(number), now, before, why)
+            raise modified_error(self.name_of(number), now, before, why)
 
-    def _name_of(self, i: int) -> str:
+    def name_of(self, i: int) -> str:
         slot = self.slots[i][0]
         return f"{slot.attr} of a {type(slot.owner).__name__} in the block {self.name!r}"
 
@@ -396,7 +407,7 @@ class FsdpGroup:
                 rows = whole.detach().narrow(0, mine[0] - held[0], mine[1])
                 if rows.dtype != p.dtype:
                     raise LayoutError(
-                        f"{self._name_of(i)} {WRITTEN_AS} {rows.dtype}",
+                        f"{self.name_of(i)} {WRITTEN_AS} {rows.dtype}",
                         place=user_line(),
                         reason=DIGITS_LOST,
                         fixes=(WRITE_AFTER,),
@@ -512,9 +523,11 @@ class CallCounts:
 
     Attributes:
         made: by block, the calls in forward whose parameters get gradients.
+        hooked: True if the parameters had hooks of the user in the forward.
     """
 
     made: Counter[FsdpGroup] = field(default_factory=Counter)
+    hooked: bool = False
 
 
 @dataclass
@@ -524,14 +537,19 @@ class BackwardPass:
 
     Attributes:
         groups: the blocks that it has gathered.
-        came: by token and block, the calls whose gradients have come.
+        came: by token and block (or parameter with hooks), the calls whose gradients have come.
+        complete: parameters with hooks whose gradient has come of all calls, while their block's
+            backward goes on.
+        nested: parameters with hooks to whose gradient a pass within this one has added.
         held: by token, the gradients of blocks of which more calls are to come, by block and number
             of the flat.
         with_history: gradients that are a part of the graph of `create_graph=True`.
     """
 
     groups: list[FsdpGroup] = field(default_factory=list)
-    came: Counter[tuple[CallCounts, FsdpGroup]] = field(default_factory=Counter)
+    came: Counter[tuple[CallCounts, FsdpGroup | DTensor]] = field(default_factory=Counter)
+    complete: set[DTensor] = field(default_factory=set)
+    nested: set[DTensor] = field(default_factory=set)
     held: dict[CallCounts, dict[tuple[FsdpGroup, int], PartialGradients]] = field(
         default_factory=dict
     )
@@ -541,6 +559,12 @@ class BackwardPass:
         """Note that the gradients of a call of `group` came. True if no more calls are to come."""
         self.came[counts, group] += 1
         return self.came[counts, group] >= counts.made[group]
+
+    def note_gradient(self, counts: CallCounts, group: FsdpGroup, p: DTensor) -> None:
+        """Note that the gradient of `p`, which has hooks, came of a call of `group`."""
+        self.came[counts, p] += 1
+        if self.came[counts, p] >= counts.made[group]:
+            self.complete.add(p)
 
     def add_with_history(self, p: DTensor, grad: torch.Tensor) -> None:
         """Add to the gradient of `p`, which is a part of the graph of `create_graph=True`."""
@@ -625,7 +649,8 @@ class Zero(ShardedState):
         # Weak: a capture has specs of its own, which hold its wires.
         self._unsharded = WeakKeyDictionary[Spec, Spec]()
         self._forwards = 0
-        self._token: Token | None = None
+        self._hooked: set[FsdpGroup] = set()
+        self._tokens: dict[FsdpGroup | None, Token] = {}
         self._last: FsdpGroup | None = None
         self._next: dict[FsdpGroup, FsdpGroup] = {}
         self._before: dict[FsdpGroup, FsdpGroup] = {}
@@ -699,7 +724,7 @@ class Zero(ShardedState):
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> Any:
         self._forwards = max(0, self._forwards - 1)
-        self._token = None
+        self._tokens = {}
         if not in_backward():
             self.release()
         dtype = self.precision.output_dtype
@@ -787,22 +812,33 @@ class Zero(ShardedState):
             for group in ended.groups:
                 if group not in around:
                     group.end_backward()
+            for group in around:
+                if group.calls_in_backward and not group.is_current:
+                    next(iter(group.calls_in_backward)).gather_again()
+            if not self._passes:
+                self.release()  # what was prefetched and not used
 
     def token(self, group: FsdpGroup) -> Token:
         """The token that ties the gathered parameters of `group` to their shards.
 
         One serves a whole forward of the model, so that its backward comes after every block's,
         and there waits for all gradients that are under way. A block that is called alone has its
-        own.
+        own. So has a block whose parameters have hooks of the user: a hook may write a parameter
+        that a reentrant checkpoint reads later in the same backward, so it must run as soon as the
+        gradient is complete.
         """
         if not self._forwards or in_backward():
             return self._make_token([group])
-        if self._token is None:
-            self._token = self._make_token(self.groups)
-        return self._token
+        if not self._tokens:
+            self._hooked = {other for other in self.groups if other.has_hooks()}
+        key = group if group in self._hooked else None
+        if key not in self._tokens:
+            others = [other for other in self.groups if other not in self._hooked]
+            self._tokens[key] = self._make_token(others if key is None else [group])
+        return self._tokens[key]
 
     def _make_token(self, groups: Sequence[FsdpGroup]) -> Token:
-        counts = CallCounts()
+        counts = CallCounts(hooked=len(groups) == 1 and groups[0].has_hooks())
         return Token(_ShardsToToken.apply(self, groups, counts, *_find_trained(groups)), counts)
 
     def send_or_keep(
@@ -864,7 +900,56 @@ class Zero(ShardedState):
             for p, place in one.places.items():
                 g = pieces[place].to(_dtype(p))
                 found[p] = found[p] + g if p in found else g
+        self._check_order_of_hooks(found, counts)
         return found
+
+    def _check_order_of_hooks(
+        self, found: Mapping[DTensor, torch.Tensor], counts: CallCounts | None
+    ) -> None:
+        """Raise unless hooks get the gradients `found` in the order of one process.
+
+        A reentrant checkpoint runs a backward pass within another, and hooks run in both.
+
+        Raises:
+            LayoutError: a hook would run on the gradient of a nested pass before that of a pass
+                around it, which one process has first; or that cannot be known any more.
+        """
+        if counts is None:
+            return
+        here, number = self.pass_at_work(), backward_pass()
+        here.complete.difference_update(found)
+        around = [other for other in self._passes.values() if other is not here]
+        if not around and not here.nested:
+            return
+        waiting = {p for other in around for p in other.complete}
+        waiting.update(
+            p for one in self._under_way if one.backward_pass != number for p in one.places
+        )
+        for p in found:
+            if not has_hooks(p):
+                continue
+            if p in waiting or (p in here.nested and not counts.hooked):
+                raise LayoutError(
+                    f"a hook of {self._name_of(p)} would run on the gradient of a reentrant "
+                    "checkpoint before that of a direct call",
+                    place=user_line(),
+                    reason="in one process the direct call's gradient is complete first; stage 3 "
+                    "of ZeRO has it when the backward of its block ends",
+                    fixes=(
+                        Fix("checkpoint(..., use_reentrant=False)", "hooks run once a backward"),
+                        Fix("zero(..., blocks=[...])", "a block of its own for this layer"),
+                        Fix("p.register_hook(...)", "before the forward, if it was set after it"),
+                    ),
+                )
+            for other in around:
+                other.nested.add(p)
+
+    def _name_of(self, p: DTensor) -> str:
+        for group in self.groups:
+            for i, other in enumerate(group.shards()):
+                if other is p:
+                    return group.name_of(i)
+        return "a parameter"
 
     def replaced(self, old: DTensor, new: DTensor) -> None:
         """`new`, laid out as `old`, has taken its place in the model (see `materialize`)."""
@@ -949,7 +1034,6 @@ class _ShardsToToken(torch.autograd.Function):
         with Local():
             with torch.no_grad():
                 found = ctx.zero.collect(ctx.groups, ctx.counts)
-                ctx.zero.release()
             with_history = ctx.zero.pass_at_work().with_history
             for p in ctx.shards:
                 if (g := with_history.pop(p, None)) is not None:

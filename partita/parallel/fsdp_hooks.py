@@ -52,6 +52,7 @@ from .fsdp_group import (
     Zero,
     modified_error,
 )
+from .parameters import has_hooks
 
 # Attributes as C has them: those of a DTensor are Python, which asks these.
 _dtype = torch._C.TensorBase.dtype.__get__  # type: ignore[attr-defined]
@@ -245,8 +246,36 @@ class _ForwardCall:
         group.zero.enter_backward(group)  # which finds what has been written since
         group.calls_in_backward.add(self)
         if self.runs_again and not group.installed:
-            with torch.enable_grad():
-                _install_gathered(group, _ForwardCall(group, False))
+            self._install_for_reruns()
+
+    def _install_for_reruns(self) -> None:
+        with torch.enable_grad():
+            _install_gathered(self.group, _ForwardCall(self.group, False))
+
+    def gather_again(self) -> None:
+        """Gather the block again: a hook has written its parameters in a nested backward pass."""
+        group, installed = self.group, self.group.installed
+        group.put_shards_back()
+        for flat in group.flats:
+            flat.release()
+        group.gather()
+        if installed:
+            self._install_for_reruns()
+
+    def watch_gradients(self, plain: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Aliases of the gathered parameters, so that it is noted when a gradient is complete."""
+
+        def watch(t: torch.Tensor, p: DTensor) -> torch.Tensor:
+            assert self.counts is not None
+            note, group = self.group.zero.pass_at_work, self.group
+            t = t.view_as(t)
+            t.register_hook(lambda _: note().note_gradient(self.counts, group, p))
+            # As soon as the gradient is complete, as torch accumulates those of leaves.
+            t.grad_fn._set_sequence_nr(2**64 - 1)  # type: ignore[union-attr]
+            return t
+
+        pairs = zip(plain, (self.shards[i] for i in self.group.order), strict=True)
+        return [watch(t, p) if t.requires_grad and has_hooks(p) else t for t, p in pairs]
 
     def release_when_complete(self, what: str) -> None:
         """The gradients of the "parameters", or of the "inputs", are complete."""
@@ -316,6 +345,8 @@ def _install_gathered(group: FsdpGroup, call: _ForwardCall | None) -> None:
             token.counts.made[group] += 1
             call.counts = token.counts
             plain = _GatherBlock.apply(token.tensor, call)
+            if token.counts.hooked:
+                plain = call.watch_gradients(plain)
         else:
             plain = group.views()
     group.install(plain)

@@ -108,10 +108,12 @@ def plain_name(name: str) -> str:
 
 def has_hooks(p: torch.Tensor) -> bool:
     """True if the user has registered hooks on this tensor, or on its gradient's accumulation."""
-    # There is no public way to ask.
+    # There is no public way to find out.
     with Local():
-        return has_user_hooks(p._backward_hooks) or has_user_hooks(
-            getattr(p, "_post_accumulate_grad_hooks", None)
+        return (
+            state_of(p).has_node_hooks
+            or has_user_hooks(p._backward_hooks)
+            or has_user_hooks(getattr(p, "_post_accumulate_grad_hooks", None))
         )
 
 

@@ -431,10 +431,14 @@ class NodeOfPieces:
         Raises:
             LayoutError: another node.
         """
-        leaf = self._find_leaf()
-        return self.node.register_hook(
-            lambda _, grads: fn((), (type_gradient(grads[0], leaf._spec),))
-        )
+        leaf = self._hook_leaf()
+
+        def call_typed_hook(_: Any, grads: tuple[Any, ...]) -> Any:
+            # Under ZeRO, torch comes here for a parameter without a gradient, too.
+            if grads[0] is not None or state_of(leaf).rest is None:
+                fn((), (type_gradient(grads[0], leaf._spec),))
+
+        return self.node.register_hook(call_typed_hook)
 
     def register_prehook(self, fn: Callable[..., Any]) -> Any:
         """A hook before the node of a leaf, which gets `(gradient,)` and may return another.
@@ -442,18 +446,21 @@ class NodeOfPieces:
         Raises:
             LayoutError: another node.
         """
-        leaf = self._find_leaf()
+        leaf = self._hook_leaf()
 
         def call_typed_hook(grads: tuple[Any, ...]) -> Any:
+            if grads[0] is None and state_of(leaf).rest is not None:
+                return None
             out = fn((type_gradient(grads[0], leaf._spec),))
             return out and (_lay_out_as_dual(out[0], leaf._spec, "hook"),)
 
         return self.node.register_prehook(call_typed_hook)
 
-    def _find_leaf(self) -> DTensor:
+    def _hook_leaf(self) -> DTensor:
         leaf = getattr(self.node, "variable", None)
         if not isinstance(leaf, DTensor):
             raise _make_node_error(self.node.name())
+        own_state(leaf).has_node_hooks = True
         return leaf
 
     def __getattr__(self, name: str) -> Any:

@@ -311,6 +311,7 @@ class TensorState:
         data: the alias through which each `.data` of it is taken: it counts their writes.
         gathered_from: the parameter at rest that this is the gathered value of, and its version.
         node: what a user got for its `grad_fn`.
+        has_node_hooks: a user has registered hooks on the node that accumulates its gradient.
         given_up: its name in the model that now holds another in its place, and what replaced it.
     """
 
@@ -324,6 +325,7 @@ class TensorState:
     data: torch.Tensor | None = None
     gathered_from: tuple[torch.Tensor, int] | None = None
     node: Any = None
+    has_node_hooks: bool = False
     given_up: tuple[str, str] | None = None
 
     @property

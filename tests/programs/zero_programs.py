@@ -486,9 +486,6 @@ class Program:
         self.hooks.clear()
 
     def step_in_backward(self) -> None:
-        # A reentrant checkpoint would run a block again with what another call of it has updated.
-        if self.model.recompute == "reentrant" and self.model.again is not None:
-            return
         self.clear()
         params = [p for p in self.params if p.requires_grad]
         optimizers = {p: self.make_optimizer([p]) for p in params}

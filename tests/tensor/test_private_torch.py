@@ -302,6 +302,20 @@ def test_the_nodes_of_autograd_are_numbered_in_the_order_in_which_they_are_made(
     assert before.grad_fn._sequence_nr() < since <= after.grad_fn._sequence_nr()
 
 
+@pytest.mark.parametrize("early", [False, True])
+def test_a_node_with_the_highest_number_runs_as_soon_as_its_gradient_is_complete(early):
+    ran = []
+    x = torch.ones(1, requires_grad=True)
+    alias = x.view_as(x)  # made first, so it would run last
+    alias.register_hook(lambda _: ran.append("alias"))
+    if early:
+        alias.grad_fn._set_sequence_nr(2**64 - 1)
+    other = torch.ones(1, requires_grad=True) * 2
+    other.register_hook(lambda _: ran.append("other"))
+    (alias + other).backward()
+    assert ran == (["alias", "other"] if early else ["other", "alias"])
+
+
 def test_inductor_keeps_its_files_where_it_is_told_or_in_a_folder_it_can_name(
     monkeypatch,
 ):

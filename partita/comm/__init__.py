@@ -34,6 +34,7 @@ from .agreement import remember_agreed as remember_agreed
 from .agreement import unpack as unpack
 from .collective import PendingWork as PendingWork
 from .collective import Request as Request
+from .collective import run_in_one_process as run_in_one_process
 from .device import enabled_autocast_dtypes as enabled_autocast_dtypes
 from .device import read_autocast_state as read_autocast_state
 from .device import switch_off as switch_off

@@ -18,6 +18,7 @@ from .capture.block_calls import BlockChoice
 from .capture.block_programs import inline_block_programs
 from .capture.capture import capture
 from .capture.inputs import State, tensors_of_call
+from .capture.predicted_values import ValuesOfCall
 from .captured_program import CapturedProgram
 from .conditions import Sharing
 from .errors import CaptureError, cannot_be_kept
@@ -38,7 +39,7 @@ def make_program(
     kwargs: Any,
     state: State,
     guesses: Guesses,
-    values: Sequence[float],
+    values: ValuesOfCall,
     options: StepOptions,
     blocks: BlockChoice,
     counts_apart: bool = False,
@@ -48,7 +49,7 @@ def make_program(
     Args:
         state: what the step reaches.
         guesses: answers to what is asked of values.
-        values: of what the step reads first of tensors, in order.
+        values: what is known of the call's values.
         blocks: which modules are traced once for all that are built alike.
         counts_apart: optimizers' step counts of parameters may differ: none stands for all.
 

@@ -43,6 +43,7 @@ from .capture.block_calls import BlockChoice
 from .capture.capture_context import Slot, attribute_set
 from .capture.inputs import ReachedMore, State, find_state, names_of_call, tensors_of_call
 from .capture.optimizers import MadeState, drop_unused_state, make_optimizer_state
+from .capture.predicted_values import ValuesOfCall
 from .captured_program import CapturedProgram, announce_run, list_sent_moves
 from .errors import CaptureError, RefusedCall, of_dispatch_mode, of_lazy_parameters
 from .graph_text import Graph
@@ -561,7 +562,7 @@ class CompiledStep:
         def make() -> CapturedProgram:
             begin_phase("capture")
             given = self.step, call.args, call.kwargs, call.state, guesses
-            values: tuple[float, ...] = ()
+            values = ValuesOfCall()
             while True:
                 try:
                     return make_program(*given, values, options, blocks, self._counts_apart)

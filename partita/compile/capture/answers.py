@@ -39,6 +39,7 @@ from ..passes.rewrite import Making
 from ..program import Input
 from .capture_context import ParamGroup
 from .fakes import NumberEnv
+from .predicted_values import ValuesOfCall
 
 # -- floats as inputs ------------------------------------------------------------------------------
 
@@ -313,13 +314,11 @@ class ValuesWanted(BaseException):
     """A capture needs values that nothing predicts. (A step's `except Exception` must not see it.)
 
     Attributes:
-        compute: gives, of the leaves of the call, the values that the step has read so far, in
-            order. Every rank calls it.
+        compute: gives, of the leaves of the call, what the step has read so far, and what else is
+            known of the call's values then. Every rank calls it.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.compute: Callable[[Sequence[Any]], tuple[float, ...]] = lambda tensors: ()
+    compute: Callable[[Sequence[Any]], ValuesOfCall]
 
 
 class StepRaises(Exception):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from types import CodeType
 from typing import Any
@@ -75,7 +76,6 @@ from .equal_calls import node_of
 from .fakes import is_symbolic
 from .functionalize import UnsureOfWrites, functionalize_graph
 from .inputs import WITHOUT_GRADIENT, GraphInputs, State, TensorFacts
-from .known_masks import KnownNode
 from .optimizers import CapturedOptimizers, find_equal_counts, places_of_equal
 from .outputs import (
     GraphOutputs,
@@ -89,6 +89,7 @@ from .outputs import (
     program_of_trace,
     unrepeated_write_error,
 )
+from .predicted_values import PredictedValues, ValuesOfCall, gather_small_integers
 from .recorder import (
     Recorder,
     RepeatedMoves,
@@ -105,7 +106,7 @@ def capture(
     kwargs: Any,
     state: State,
     guesses: Guesses,
-    values: Sequence[float],
+    values: ValuesOfCall,
     blocks: BlockChoice,
     counts_apart: bool,
 ) -> CapturedProgram:
@@ -114,7 +115,7 @@ def capture(
     Args:
         state: the modules, optimizers and tensors that the step reaches.
         guesses: answers to what is asked of values.
-        values: of what the step reads first of tensors, in order.
+        values: what is known of the call's values.
         blocks: which modules are traced once for all that are built alike.
         counts_apart: optimizers' step counts of parameters may differ: none stands for all.
 
@@ -241,8 +242,6 @@ def _attach_guards(run: CaptureRun, program: CapturedProgram) -> None:
 
 
 _UPDATED_KINDS = ("parameter", "buffer", "optimizer", "gradient", "mark")
-_FEW = 64
-"""Elements of an input whose value may be read to guess an answer."""
 
 
 class CaptureRun:
@@ -252,7 +251,7 @@ class CaptureRun:
         unmarked: places, among the leaves of the call, of tensors that are given no mark.
         plain: which floats stay Python numbers.
         guesses: answers to what is asked of values.
-        values: of what the step reads first of tensors, in order.
+        values: what is known of the call's values.
         blocks: which modules are traced once for all that are built alike.
         counts_apart: optimizers' step counts of parameters may differ: none stands for all.
 
@@ -277,7 +276,7 @@ class CaptureRun:
         unmarked: set[int],
         plain: PlainNumbers,
         guesses: Guesses,
-        values: Sequence[float],
+        values: ValuesOfCall,
         blocks: BlockChoice,
         counts_apart: bool,
     ):
@@ -293,7 +292,8 @@ class CaptureRun:
             self._equal_counts = find_equal_counts(self.inputs.all, state.optimizers.values())
         self.read_marks: set[int] = set()
         self.unmarked = unmarked
-        self.questions = AskedQuestions(guesses, values)
+        self.questions = AskedQuestions(guesses, values.reads)
+        self._values_of_call = values
         self._numbers_of_nodes = EqualNodes()
         self._wanted: ValuesWanted | None = None
         numbers: Any = self.inputs.mode.shape_env
@@ -361,7 +361,15 @@ class CaptureRun:
             return
         groups = {name: (t.real, a) for t in self.wires.values() for name, a in t.groups.items()}
         run = function_of(side.graph, groups)
-        wanted.compute = lambda tensors: tuple(t.item() for t in side.compute(tensors, run))
+        known, given_all, real = self._values_of_call, [*inputs.all], [*self.wires]
+
+        def compute(tensors: Sequence[Any]) -> ValuesOfCall:
+            reads = tuple(t.item() for t in side.compute(tensors, run))
+            # What ranks bring to a call is gathered once.
+            held = known if known.reads else gather_small_integers(given_all, tensors, real)
+            return replace(held, reads=reads)
+
+        wanted.compute = compute
         raise wanted
 
     def _outline_blocks(self, made: fx.GraphModule) -> bool:
@@ -446,7 +454,10 @@ class CaptureRun:
             self._make_wires()
             pairs = [*zip(inputs, self.inputs.all, strict=True)]
             self._kinds = {n: i.kind for n, i in pairs}
-            self._readable_inputs = {n: i.tensor for n, i in pairs if _is_whole(i)}
+            root = getattr(mode.tracer, "root", None)
+            self._predicted = PredictedValues(
+                recorder.graph, root, dict(pairs), self.wires, self._values_of_call
+            )
             self._hooks = self.inputs.tag_fakes(self.wires, self._input_attributes.copy)
             stack.enter_context(substitute_wires(dict(self.wires)))
             stack.enter_context(set_for_capture(self.modules))
@@ -543,17 +554,9 @@ class CaptureRun:
         node = self._node_of_number(question)
         kind = bool if isinstance(question, torch.SymBool) else int
         try:
-            return kind(KnownNode(node, {}, self._read_small_input).find_value())
+            return kind(self._predicted.find_value(node))
         except Exception:  # a guess raises nothing
             return guess_by_kind(node) if kind is bool else None
-
-    def _read_small_input(self, node: fx.Node) -> Any:
-        """The value in this call of an input of few elements; None of another."""
-        stands_in: Any = node.meta.get("val")
-        if is_symbolic(stands_in):
-            return stands_in.node.hint
-        few = isinstance(stands_in, torch.Tensor) and stands_in.numel() <= _FEW
-        return self._readable_inputs.get(node) if few else None
 
     def _make_symbolic_number(
         self, name: str, value: float, home: Any = None, path: Any = (), index: int = -1
@@ -761,12 +764,6 @@ def _drop_all_but(graph: fx.Graph, wanted: Iterable[fx.Node]) -> None:
     for node in reversed(graph.nodes):
         if node.op == "call_function" and node not in needed:
             graph.erase_node(node)
-
-
-def _is_whole(given: Input) -> bool:
-    """Is what this rank holds of an input its whole value?"""
-    whole = given.spec is None or not (given.spec.layout.shards or given.spec.is_pending)
-    return whole and given.kind not in ("mark", "number")
 
 
 # -- checks of a run -------------------------------------------------------------------------------

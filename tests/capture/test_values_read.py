@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -139,6 +141,41 @@ def test_a_divisor_of_zero_and_a_negative_shift_raise_as_in_python() -> None:
             assert torch.equal(fast(X, torch.tensor(number)), step(X, torch.tensor(number)))
         with pytest.raises(error):
             fast(X, torch.tensor(0 if error is ZeroDivisionError else -1))
+
+
+CHAIN = [torch.tensor([3, 0, 5, 1, 2, 4]), torch.tensor([2, 5, 4, 0, 3, 1])]
+
+
+def follow(x: Any, chain: Any) -> Any:
+    """Each read says where the next one is."""
+    at = 0
+    for _ in range(6):
+        at = chain[at].item()
+        x = x.repeat(at + 1, 1)[:7] * (at + 1)
+    return x
+
+
+@pytest.mark.parametrize("layout", [(pt.Shard(0),), (pt.Shard(0), pt.Replicate())])
+def test_reads_that_follow_from_one_another_do_not_each_begin_a_capture_anew(
+    monkeypatch: pytest.MonkeyPatch, layout: Any
+) -> None:
+    runs: list[Any] = []
+    module = importlib.import_module("partita.compile.capture.capture")
+    trace_once = module.trace_once
+    monkeypatch.setattr(module, "trace_once", lambda run: (runs.append(run), trace_once(run))[1])
+
+    def run_chains(mesh: Any) -> list[Any]:
+        step, found = pt.compile(follow, backend="graph"), []
+        for chain in CHAIN:
+            x = pt.distribute_tensor(X, mesh, [pt.Replicate()] * mesh.ndim)
+            found.append(whole(step(x, pt.distribute_tensor(chain, mesh, [*layout]))))
+        return found
+
+    axes = {"dp": 2, "tp": 2} if len(layout) == 2 else {"dp": 3}
+    for found in each_rank(run_chains, **axes):
+        assert [*map(torch.equal, found, (follow(X, chain) for chain in CHAIN))] == [True, True]
+    per_capture = len(runs) / len(CHAIN) / math.prod(axes.values())
+    assert per_capture <= 2
 
 
 class Counter:

@@ -60,7 +60,8 @@ from partita.tensor.tensor_state import HERE, own_state
 
 from ..errors import CaptureError, not_an_input, not_captured, of_data
 from ..graph_nodes import NO_NOTE, NOTE, Note, add_call, copy_node, nodes_since, note_of
-from ..guards.guards import function_modes, kernel_settings
+from ..guards.guards import function_modes
+from ..guards.torch_settings import read_kernel_settings
 from ..guards.values import is_recorded
 from .capture_context import attribute_set, dispatch_listeners, profiled_again, unprofiled
 from .equal_calls import (
@@ -218,7 +219,7 @@ class Recorder(TorchDispatchMode):
         self._last = self.newest()
         self._lines: dict[int, str] = {}
         self._here = os.getcwd()
-        self._settings = kernel_settings()
+        self._settings = read_kernel_settings()
         self._made: list[tuple[fx.Node, torch.Tensor]] = []
 
     @classmethod
@@ -237,7 +238,7 @@ class Recorder(TorchDispatchMode):
         return unprofiled(self._call_and_note, func, args, kwargs or {})
 
     def _call_and_note(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if kernel_settings() != self._settings:
+        if read_kernel_settings() != self._settings:
             raise _other_settings()
         if HERE.block is not None:
             HERE.block.refuse(f"torch does not announce that it calls {func}")

@@ -33,6 +33,7 @@ from partita.tensor.tensor_state import state_of
 
 from ..arguments import flatten_call
 from .record import count_own_attributes
+from .torch_settings import SETTINGS, read_settings
 from .values import (
     INSIDE,
     MISSING,
@@ -556,24 +557,9 @@ def active_modes() -> tuple[Any, ...]:
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
-        torch.is_anomaly_enabled(),
         read_autocast_state(),
-        *kernel_settings(),
-        # By these kernels are chosen when a graph is captured or compiled.
-        torch.backends.cuda.flash_sdp_enabled(),
-        torch.backends.cuda.mem_efficient_sdp_enabled(),
-        torch.backends.cuda.math_sdp_enabled(),
+        *read_settings(),
         *map(_key_of_mode, function_modes()),
-    )
-
-
-def kernel_settings() -> tuple[Any, ...]:
-    """The settings that kernels read when they run; a graph's kernels read those of its caller."""
-    return (
-        torch.get_default_dtype(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-        torch.get_float32_matmul_precision(),
     )
 
 
@@ -650,7 +636,7 @@ def describe_call(
         "gradients": "on" if torch.is_grad_enabled() else "off",
         "inference mode": "on" if torch.is_inference_mode_enabled() else "off",
         "autocast": ", ".join(casts) or "off",
-        "default dtype": short_dtype(torch.get_default_dtype()),
+        **{name: str(value) for name, value in zip(SETTINGS, read_settings(), strict=True)},
     }
     found["the arguments"] = {"structure": str(pytree.tree_structure(call))}
     return found

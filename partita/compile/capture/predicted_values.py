@@ -66,9 +66,10 @@ def gather_small_integers(
         inputs: of the graph.
         tensors: the leaves of the call.
     """
-    wire, *others = [*wires] or [None]
-    if wire is None or others:
+    among = [*wires]
+    if len(among) != 1:
         return ValuesOfCall()
+    (wire,) = among
     chosen = [i for i in inputs if _is_small_integer(i)]
     mine = []
     for given in chosen:
@@ -158,26 +159,26 @@ class PredictedValues:
         return [local_of(value).to(HOST, copy=True) for _ in self._at]
 
     def _read_input(self, node: fx.Node) -> Values | None:
-        given, like = self._inputs.get(node), node.meta.get("val")
+        given, like = self._inputs.get(node), node.meta["val"]
         if is_symbolic(like):
             return [like.node.hint for _ in self._at]
-        if given is None or given.kind == "mark":
+        if given is None or given.kind in ("mark", "gradient"):
             return None
-        if given.index in self._known.integers and given.kind != "gradient":
+        if given.index in self._known.integers:
             return [x.clone() for x in self._known.integers[given.index]]
         if given.kind == "coordinate":
             return self._read_coordinate(given)
         spec, few = given.spec, given.tensor.numel() <= FEW
         if not few or (spec is not None and (spec.layout.shards or spec.is_pending)):
             return None
-        held = given.tensor.grad if given.kind == "gradient" else given.tensor
-        return self._for_each_rank(held)
+        return self._for_each_rank(given.tensor)
 
     def _read_coordinate(self, given: Input) -> Values:
         if not self._known.integers:
             return [given.tensor.clone()]
-        axis = self._known.mesh.index(given.name.removeprefix("at "))
-        return [torch.tensor(at[axis]) for at in self._at]
+        mesh: Any = self._known.mesh
+        axis = mesh.index(given.name.removeprefix("at "))
+        return [torch.tensor(at[axis]) for at in mesh.coordinates()]
 
     def _run_on_rank(self, node: fx.Node, operands: Mapping[fx.Node, Any], i: int) -> Any:
         target: Any = node.target

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import partita as pt
-from partita.compile.guards.torch_settings import SETTINGS, read_settings
+from partita.compile.guards.torch_settings import OF_C, SETTINGS, read_settings
 
 Change = tuple[Callable[[], Any], Callable[[Any], None], Any]
 """How a setting is read, and set, and a value other than its default."""
@@ -172,6 +172,10 @@ def test_the_walk_finds_the_settings_of_every_backend() -> None:
     found = {name.removeprefix("torch.backends.").split(".")[0] for name in CHANGES}
     assert {"cuda", "cudnn", "mkldnn", "miopen", "mha", "nnpack", "fp32_precision"} <= found
     assert len(CHANGES) >= 30
+
+
+def test_torch_has_the_functions_that_read_its_settings() -> None:
+    assert [name for name in OF_C.values() if not hasattr(torch._C, name)] == []
 
 
 def test_a_recurrent_layer_without_onednn_is_captured_for_itself(

@@ -289,10 +289,24 @@ def describe_hardware(device: torch.device) -> str:
     return f"{device} {torch.version.cuda} {found.name} {found.major}.{found.minor}"
 
 
-# -- autocast --------------------------------------------------------------------------------------
+# -- precision, and autocast -----------------------------------------------------------------------
 
 AutocastState = tuple[tuple[str, bool, torch.dtype], ...]
 """For each kind of device: (its type, is autocast on, the dtype that it casts to)."""
+
+
+KERNELS_WITH_PRECISIONS = {
+    "torch.backends": ("generic", "all"),
+    "torch.backends.cuda.matmul": ("cuda", "matmul"),
+    "torch.backends.cudnn": ("cuda", "all"),
+    "torch.backends.cudnn.conv": ("cuda", "conv"),
+    "torch.backends.cudnn.rnn": ("cuda", "rnn"),
+    "torch.backends.mkldnn": ("mkldnn", "all"),
+    "torch.backends.mkldnn.matmul": ("mkldnn", "matmul"),
+    "torch.backends.mkldnn.conv": ("mkldnn", "conv"),
+    "torch.backends.mkldnn.rnn": ("mkldnn", "rnn"),
+}
+"""By what has an attribute `fp32_precision`, the backend and the kind of kernel."""
 
 
 def read_autocast_state() -> AutocastState:

@@ -8,7 +8,8 @@ In reading order:
   these lie in memory) and `equal_calls`
   (computed once, traced once).
 - What the step reads: `inputs` (the state that it reaches, inputs of the graph, and facts that are
-  asked of them), `optimizers`, `answers` (floats as inputs; what torch asks of tensors' values).
+  asked of them), `optimizers`, `answers` (floats as inputs; what torch asks of tensors' values),
+  `predicted_values` (what small inputs lead to, on every rank).
   Constants: `known_masks` (what is computed from them alone; of attention, masks).
 - What it leaves: `outputs` (results, slots, attributes; which of them the program keeps),
   `differentiate` (gradients of a region).

@@ -7,7 +7,8 @@ before each later call: where something differs, the step is captured again, and
 In reading order:
 
 - A guard: `values` (what a value is, how another differs from it, and the place where it stands),
-  `guards` (may a program be used again, and if not, why), `call_guard` (is a call like the last).
+  `guards` (may a program be used again, and if not, why), `call_guard` (is a call like the last),
+  `torch_settings` (what a process sets for all calls).
 - What a step reads: `record` (places that are read, and writes), `calls` (names in bytecode,
   settings that are asked for; what is refused) and `read_record` (what each value that is reached
   leads to: `ReadRecord`).

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from partita.comm.device import KERNELS_WITH_PRECISIONS
+
 
 def read_matmul_precision() -> str:
     """`torch.get_float32_matmul_precision()`, which raises where backends differ in it."""
@@ -76,19 +78,6 @@ OF_C = {
 }
 """By the name of a setting, the function of torch's C code that reads it."""
 
-_PRECISIONS = {
-    "torch.backends": ("generic", "all"),
-    "torch.backends.cuda.matmul": ("cuda", "matmul"),
-    "torch.backends.cudnn": ("cuda", "all"),
-    "torch.backends.cudnn.conv": ("cuda", "conv"),
-    "torch.backends.cudnn.rnn": ("cuda", "rnn"),
-    "torch.backends.mkldnn": ("mkldnn", "all"),
-    "torch.backends.mkldnn.matmul": ("mkldnn", "matmul"),
-    "torch.backends.mkldnn.conv": ("mkldnn", "conv"),
-    "torch.backends.mkldnn.rnn": ("mkldnn", "rnn"),
-}
-"""By what has an attribute `fp32_precision`, the backend and the kind of kernel."""
-
 _opt_einsum: Any = torch.backends.opt_einsum.m  # type: ignore[attr-defined]
 SETTINGS: dict[str, Callable[[], Any]] = {
     **OF_KERNELS,
@@ -109,7 +98,7 @@ SETTINGS: dict[str, Callable[[], Any]] = {
     **{name: getattr(torch._C, of_c) for name, of_c in OF_C.items() if hasattr(torch._C, of_c)},
     **{
         f"{name}.fp32_precision": partial(torch._C._get_fp32_precision_getter, *key)
-        for name, key in _PRECISIONS.items()
+        for name, key in KERNELS_WITH_PRECISIONS.items()
     },
 }
 """By name, the function that reads a setting."""

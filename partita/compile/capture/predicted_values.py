@@ -111,7 +111,7 @@ class PredictedValues:
         wires: Mapping[Wire, TraceWire],
         known: ValuesOfCall,
     ):
-        self._graph, self._root, self._inputs, self._known = graph, root, inputs, known
+        self._graph, self._holder, self._inputs, self._known = graph, root, inputs, known
         self._wires = [*wires.values()]
         # Of several ranks where the values of all are known, else of this one.
         self._at = known.mesh.coordinates() if known.integers else (None,)
@@ -139,7 +139,7 @@ class PredictedValues:
             return self._read_input(node)
         like = node.meta.get("val")
         if node.op == "get_attr":
-            constant = reduce(getattr, str(node.target).split("."), self._root)
+            constant = reduce(getattr, str(node.target).split("."), self._holder)
             is_known = type(constant) is torch.Tensor and not constant.is_meta
             return self._for_each_rank(constant) if is_known and _is_small(constant) else None
         operands = {n: self._values.get(n) for n in node.all_input_nodes}

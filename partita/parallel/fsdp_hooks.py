@@ -89,7 +89,7 @@ class _BlockHooks:
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if HERE.capturing:
             HERE.unfinished.append(self._in_graph.end)
-            HERE.unheard(self._in_graph.begin)
+            HERE.recorder.run_without_profiling(self._in_graph.begin)
             return self._prepare_inputs(args, kwargs, None)
         group = self.group
         group.open_forwards.append(None)
@@ -592,7 +592,7 @@ class _GraphGather:
     def end(self) -> None:
         """The forward has ended, or was aborted."""
         with HERE.outside_block():
-            HERE.unheard(self._end_forward)
+            HERE.recorder.run_without_profiling(self._end_forward)
 
     def _end_forward(self) -> None:
         self.depth -= 1

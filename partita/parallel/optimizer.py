@@ -121,7 +121,7 @@ def _before_step(optimizer: Optimizer, args: _Args, kwargs: _Kwargs) -> _StepCal
         return None
     _after_step(optimizer, args, kwargs)  # of a step that failed
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    HERE.unheard(refuse_given_up, params)
+    HERE.recorder.run_without_profiling(refuse_given_up, params)
     spread = [p for p in params if isinstance(p, DTensor)]
     # A closure computes new gradients, which only the step itself sees.
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -133,22 +133,22 @@ def _before_step(optimizer: Optimizer, args: _Args, kwargs: _Kwargs) -> _StepCal
         _run_step(optimizer, {}, args, kwargs)
         return _make_idle_step_args(optimizer, args, kwargs)
     _agree_settings(optimizer, spread)
-    owners = HERE.unheard(_find_owners, spread)
+    owners = HERE.recorder.run_without_profiling(_find_owners, spread)
     if owners and plain and HERE.capturing:
         args, kwargs = _run_own_hooks(optimizer, args, kwargs)
         with _step_on_parts(optimizer, spread) as parts:
             originals = dict(zip(parts, spread, strict=True))
             _step_as_plain(optimizer, parts, args, kwargs, originals)
         return _make_idle_step_args(optimizer, args, kwargs)
-    alike = not owners and HERE.unheard(_lie_alike, optimizer, spread)
+    alike = not owners and HERE.recorder.run_without_profiling(_lie_alike, optimizer, spread)
     if not alike:
-        HERE.unheard(reduce_gradients, spread)
+        HERE.recorder.run_without_profiling(reduce_gradients, spread)
     if not plain:
-        HERE.unheard(_lay_out_states, optimizer, spread)
+        HERE.recorder.run_without_profiling(_lay_out_states, optimizer, spread)
         return None
-    if not alike and not HERE.unheard(_lie_alike, optimizer, spread):
-        HERE.unheard(_lay_out_states, optimizer, spread)
-        if not HERE.unheard(_lie_alike, optimizer, spread):
+    if not alike and not HERE.recorder.run_without_profiling(_lie_alike, optimizer, spread):
+        HERE.recorder.run_without_profiling(_lay_out_states, optimizer, spread)
+        if not HERE.recorder.run_without_profiling(_lie_alike, optimizer, spread):
             return None
     args, kwargs = _run_own_hooks(optimizer, args, kwargs)
     with _narrow_to_updated([p for p in spread if update_spec(p) is not p._spec]):
@@ -247,7 +247,7 @@ def _step_as_plain(
         originals: by a tensor that the optimizer updates, the parameter of which it is a part.
     """
     state = optimizer.state
-    tensors = HERE.unheard(_list_tensors, optimizer, params)
+    tensors = HERE.recorder.run_without_profiling(_list_tensors, optimizer, params)
     typed = type(params[0])  # another class than DTensor while a step is captured
     plain = next(cls for cls, kind in TYPED.items() if kind is typed)
     try:

@@ -19,7 +19,7 @@ import inspect
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -42,6 +42,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from partita.comm import DryWire, Wire, substitute_wires, user_line, user_line_of_error, wire_of
 from partita.compile import CompiledStep
 from partita.compile.capture.capture_context import (
+    attribute_set,
     compiling,
     hidden_from_watchers,
     slots_swapped,
@@ -57,6 +58,7 @@ from partita.remat.counters import HeldStorage, MemoryCount, told_of_resizes
 from partita.remat.watched_calls import KernelMode
 from partita.tensor.dtensor import DTYPES, DTensor, tagged
 from partita.tensor.tensor_state import HERE, in_backward, spec_of
+from partita.tensor.trace_hooks import TraceHooks
 
 VALUE_ASKED = (DataDependentOutputException, DynamicOutputShapeException)
 _RUNS_NOTHING = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
@@ -91,7 +93,7 @@ def rehearse(
         stack.enter_context(compiling())
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(hidden_from_watchers())
-        stack.enter_context(_without_nodes())
+        stack.enter_context(attribute_set(HERE, "recorder", TraceHooks()))
         for optimizer in state.optimizers.values():  # whose state has no fakes
             stack.enter_context(optimizer.register_step_pre_hook(_refuse_step))
         stack.enter_context(ModuleAttributes(state).restored())
@@ -160,31 +162,6 @@ class _Fakes:
             fake.requires_grad_(value.requires_grad)
         fake._is_param = isinstance(value, torch.nn.Parameter)  # type: ignore[attr-defined]
         return fake
-
-
-class _NoNodes:
-    """Stands for the recorder of a capture where no graph is made: a region is run as it is."""
-
-    is_behind_forward = False
-
-    def region(self) -> Any:
-        return nullcontext()
-
-    def keeping(self, keep: bool) -> Any:
-        return nullcontext()
-
-    def refuse_budget(self, nbytes: int, title: str) -> None: ...
-
-    def exchange(self, x: Any, value: Any) -> None: ...
-
-
-@contextmanager
-def _without_nodes() -> Iterator[None]:
-    before, HERE.recorder = HERE.recorder, _NoNodes()
-    try:
-        yield
-    finally:
-        HERE.recorder = before
 
 
 def _refuse_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

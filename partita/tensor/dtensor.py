@@ -598,7 +598,7 @@ def _refuse_to_guess(grad: torch.Tensor, spec: Spec, op: str, line: str) -> None
         return f"from_local(x, mesh, placements, grad_placements=[{text}])"
 
     axes = " and ".join(spec.used_differently)
-    ahead = HERE.recorder is not None and HERE.recorder.is_behind_forward
+    ahead = HERE.recorder.is_behind_forward
     if op == "to_local":
         whose = f"a gradient {'may come' if ahead else 'came'} back to what left as Replicate"
     else:

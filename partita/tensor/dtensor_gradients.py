@@ -753,11 +753,7 @@ def _reduce_scatter_gradient(p: DTensor, grad: DTensor) -> None:
         rest = state_of(p).rest
         name = (rest and rest.name) or "gradients"
         shard = moved(grad, grad._spec, wanted, name, "settle")
-    if HERE.recorder is None:
-        with Local():
-            _data.__set__(grad, shard)
-    else:  # while a step is captured
-        HERE.recorder.exchange(grad, shard)
+    HERE.recorder.replace_value(grad, shard)
     grad._spec = wanted
     mark_settled(p)
 
@@ -804,10 +800,7 @@ def _reduce_bucket(params: list[DTensor], wire: Wire, partial: tuple[tuple[str, 
             whole = piece.view(g.shape)
             if not g.is_contiguous():  # it keeps the order in memory that autograd gave it
                 whole = torch.empty_like(g).copy_(whole)
-            if HERE.recorder is None:
-                _data.__set__(g, whole)
-            else:  # traced: a graph knows a tensor by its object, and sees only what is written
-                g.copy_(whole)
+            HERE.recorder.fill_value(g, whole)
     for p, g in zip(params, grads, strict=True):
         g._spec = p._spec
         mark_settled(p)

@@ -32,6 +32,8 @@ from torch._C import _EnableTorchFunction
 from partita.comm import Wire, is_alone, is_uneven, user_line, wire_of
 from partita.layout import Fix, Layout, LayoutError, Placement, Replicate
 
+from .trace_hooks import TraceHooks
+
 Function = Callable[..., Any]
 """A function of torch, or what runs in its place."""
 Args = Sequence[Any]
@@ -495,13 +497,12 @@ class _Here(threading.local):
     Attributes:
         watcher: the `Watcher` that is told of calls.
         capturing: is a step being captured (see `compile.capture`)? Its tensors have no memory.
-        recorder: notes where the nodes of a captured step come from, while it is captured.
+        recorder: what tensors and regions report to; a capture makes nodes of it.
         block: follows the block of a captured step that runs now, if one does.
         explainer: is told how each call is planned; while there is one, all are planned anew.
         step_in_blocks: while a step of a model with blocks is captured, makes the update of an
             elementwise optimizer, given it, what runs its step, and of which parameter each tensor
             that it updates is a part (itself where it is none).
-        call_own: while a step is captured, makes a call of which the capture need not hear.
         resized: is told of each storage whose memory its owner has freed or allocated again.
         rerunnable: counts what may run a part of the program again in backward: hooks of saved
             tensors (a checkpoint's), autograd.Functions.
@@ -509,17 +510,12 @@ class _Here(threading.local):
 
     watcher: Any = None
     capturing: bool = False
-    recorder: Any = None
+    recorder: Any = TraceHooks()
     block: Any = None
     explainer: Any = None
     step_in_blocks: Any = None
-    call_own: Any = None
     resized: Any = None
     rerunnable: int = 0
-
-    def unheard(self, function: Function, *args: Any) -> Any:
-        """`function(*args)`, a function of partita's during which no code of the user's runs."""
-        return function(*args) if self.call_own is None else self.call_own(function, *args)
 
     @cached_property
     def unfinished(self) -> list[Callable[[], None]]:

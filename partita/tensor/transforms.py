@@ -295,7 +295,7 @@ for _name in _TRANSFORMS:
 
 def _meets_dtensors(*values: Any) -> bool:
     """True if a DTensor is among values, or among what functions among them refer to."""
-    if HERE.recorder is not None:
+    if HERE.capturing:
         return True
     for value in tree_leaves(values):
         while isinstance(value, functools.partial):

@@ -482,7 +482,8 @@ class CaptureRun:
                 self.record.watch_new(optimizer.param_groups, "param_groups")
             self.record.watch_new((args, kwargs), "argument")
             functions = StepFunctionMode(self.inputs, self.tensor_facts)
-            stack.enter_context(attribute_set(HERE, "call_own", functions.calls.call_own))
+            own = functions.calls.call_own
+            stack.enter_context(attribute_set(recorder, "run_without_profiling", own))
             try:
                 with functions, self.record.recording(self.step, self._list_plain_arguments()):
                     result = self.step(*args, **kwargs)

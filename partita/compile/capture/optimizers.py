@@ -231,7 +231,7 @@ class CapturedOptimizers:
                     raise _steps_under_mode()
                 recorder.updating = True
                 if _is_of_torch(optimizer):
-                    HERE.unheard(_check_state_is_apart, optimizer)
+                    HERE.recorder.run_without_profiling(_check_state_is_apart, optimizer)
                 recorder.exact = self._kept if _is_of_torch(optimizer) else None
                 if not updates.has_blocks:
                     self._counts += widen_counts(optimizer.state.values(), self._kept)

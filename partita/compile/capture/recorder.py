@@ -57,6 +57,7 @@ from partita.tensor.op_facts import (
 )
 from partita.tensor.tensor_overrides import is_read_in_part
 from partita.tensor.tensor_state import HERE, own_state
+from partita.tensor.trace_hooks import TraceHooks
 
 from ..errors import CaptureError, not_an_input, not_captured, of_data
 from ..graph_nodes import NO_NOTE, NOTE, Note, add_call, copy_node, nodes_since, note_of
@@ -182,7 +183,7 @@ def _other_settings() -> CaptureError:
     )
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TraceHooks, TorchDispatchMode):
     """Traces each call and notes the nodes that it adds to `graph`.
 
     Calls see local shapes: kernels that Python implements ask for shapes, and in backward, where
@@ -370,7 +371,11 @@ class Recorder(TorchDispatchMode):
                 if made.untyped_storage()._cdata == wanted:
                     node.meta[NOTE] = replace(note_of(node), kept=True)
 
-    def exchange(self, x: torch.Tensor, value: torch.Tensor) -> None:
+    def fill_value(self, x: torch.Tensor, value: torch.Tensor) -> None:
+        """Write `value` into `x`: a graph finds a tensor by its object, and has writes alone."""
+        x.copy_(value)
+
+    def replace_value(self, x: torch.Tensor, value: torch.Tensor) -> None:
         """Have `x` be the value of `value` from now on, as `x.data = value` does in eager."""
         mode = get_proxy_mode()
         assert mode is not None
@@ -606,7 +611,7 @@ class StepFunctionMode(TorchFunctionMode):
             value = _laid_out_like(x, value.detach())
         if id(x) in self._inputs.identities:
             self._written.setdefault(id(x), (x, before))
-        HERE.recorder.exchange(x, value)
+        HERE.recorder.replace_value(x, value)
 
     def copy_back(self) -> None:
         """Write what the step has left in the `.data` of its inputs into their memory."""

@@ -1,0 +1,53 @@
+"""Trace hooks: what tensors, optimizers and regions report, of which a capture makes nodes.
+
+`HERE.recorder` has the hooks of this thread. These do what eager code does; a capture installs its
+own (`compile.capture.recorder`), so that no room below knows what a capture is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as Local
+
+_set_data = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
+
+
+class TraceHooks:
+    """What this thread reports.
+
+    Attributes:
+        is_behind_forward: whether a backward is traced that the program has not called yet.
+    """
+
+    is_behind_forward = False
+
+    def run_without_profiling(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Run a function of partita's during which no code of the user's runs."""
+        return function(*args)
+
+    def replace_value(self, x: torch.Tensor, value: torch.Tensor) -> None:
+        """Set `x.data = value`, which may have another shape."""
+        with Local():
+            _set_data(x, value)
+
+    def fill_value(self, x: torch.Tensor, value: torch.Tensor) -> None:
+        """Set `x.data = value`, which has the shape of `x`."""
+        _set_data(x, value)
+
+    def region(self) -> AbstractContextManager[None]:
+        """A context in which calls belong to a remat region."""
+        return nullcontext()
+
+    def keeping(self, keep: bool) -> AbstractContextManager[None]:
+        """A context in which the region keeps what is made, if `keep`."""
+        return nullcontext()
+
+    def keep(self, x: torch.Tensor) -> None:
+        """The region keeps the memory of `x`."""
+
+    def refuse_budget(self, nbytes: int, title: str) -> None:
+        """Regions of `title` with a budget of bytes begin; raises where they cannot have one."""

@@ -17,7 +17,6 @@ from __future__ import annotations
 import operator
 import os
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -227,12 +226,9 @@ class Substitutes:
         "id": identity_of,
         "hash": _hash_of_tensor,
     }
-    _lock = threading.Lock()
-    _put: ClassVar[dict[tuple[int, str], list[Any]]] = {}
-    """By id of globals and name, the globals and how many captures use the replacement."""
 
     def __init__(self) -> None:
-        self._mine: dict[tuple[int, str], dict[str, Any]] = {}
+        self._put: list[tuple[dict[str, Any], str]] = []
 
     @classmethod
     def has(cls, value: Any) -> bool:
@@ -240,29 +236,18 @@ class Substitutes:
         return any(value is ours for ours in cls.of_builtins.values())
 
     def put(self, variables: dict[str, Any], name: str) -> None:
-        """Put our `name` into the globals `variables`, unless these have a `name` of their own."""
-        key = id(variables), name
-        with self._lock:
-            found = self._put.get(key)
-            if key in self._mine or (found is None and name in variables):
-                return
-            self._mine[key] = variables
-            if found is None:
-                found = self._put[key] = [variables, 0]
-                variables[name] = self.of_builtins[name]
-            found[1] += 1
+        """Put our `name` into the globals `variables`, unless these have a `name` of their own, or
+        have ours already: of a capture around this one (captures take turns)."""
+        if name not in variables:
+            variables[name] = self.of_builtins[name]
+            self._put.append((variables, name))
 
     def take_away(self) -> None:
         """Take back all that was put."""
-        with self._lock:
-            for key, variables in self._mine.items():
-                found, name = self._put[key], key[1]
-                found[1] -= 1
-                if not found[1]:
-                    del self._put[key]
-                    if variables.get(name) is self.of_builtins[name]:
-                        del variables[name]
-            self._mine.clear()
+        for variables, name in self._put:
+            if self.has(variables.get(name)):
+                del variables[name]
+        self._put.clear()
 
 
 def _to_torch_symbol(value: Any) -> Any:

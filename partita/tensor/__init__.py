@@ -4,7 +4,7 @@ In reading order:
 
 - the class: `dtensor` (the DTensor whole, and how its value and its gradient cross a change of
   layout), `tensor_state` (its spec, that is its layout and its rank's wire, and what is remembered
-  of it and of a thread)
+  of it and of a thread), `trace_hooks` (what a capture makes nodes of)
 - a call: `dispatch` (its twin in C is in `in_c/`), `arguments` (where its tensors stand), `plan`
   (how its plan is found, and run); the first of its kind: `plan_call` (its rule, and the cheapest
   row for each axis), with `op_facts` (which op a function is, and what an op does). `x + y` runs

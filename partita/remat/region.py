@@ -33,7 +33,7 @@ from .watched_calls import (
     OneCall,
     Policy,
     RematError,
-    TensorOrigins,
+    TensorProducers,
     Wrapped,
     current_watcher,
     find_call_site,
@@ -190,7 +190,7 @@ class _RegionMarker:
         self.policy, self.recorder = policy, recorder
 
     def _keeps(self, what: Any, args: Any, kwargs: Any, op: str, name: str | None = None) -> bool:
-        inputs = make_inputs_key(args, kwargs, TensorOrigins(), [])
+        inputs = make_inputs_key(args, kwargs, TensorProducers(), [])
         return self.policy.keeps(op, what, (what, find_call_site(), inputs), name, False)
 
     def _run_marked(self, keep: bool, run: Callable[[], Any]) -> Any:
@@ -342,7 +342,7 @@ class Budget:
 
     def begin(self, args: Any, kwargs: Any, module: nn.Module | None) -> _BudgetStep:
         """The step for these inputs: measured the first time, planned from then on."""
-        key = (*make_inputs_key(args, kwargs, TensorOrigins(), []), _settings_of_module(module))
+        key = (*make_inputs_key(args, kwargs, TensorProducers(), []), _settings_of_module(module))
         step = self._steps.get(key)
         if step is not None:  # a result of a region was not used: its backward did not come
             step.choose()

@@ -60,7 +60,7 @@ from .watched_calls import (
     OneCall,
     Policy,
     RematError,
-    TensorOrigins,
+    TensorProducers,
     describe_call,
     find_call_site,
     is_internal,
@@ -158,11 +158,11 @@ class _RegionRun:
 
     Attributes:
         policy: of the region.
-        origins: which call made which tensor.
+        producers: which call made which tensor.
     """
 
-    def __init__(self, policy: Policy, origins: TensorOrigins):
-        self.policy, self.origins = policy, origins
+    def __init__(self, policy: Policy, producers: TensorProducers):
+        self.policy, self.producers = policy, producers
         self._counts: dict[Any, int] = {}
         self._event: RecordedCall | None = None  # the call that runs now
         self._kernels: KernelsOfCall | None = None  # sees those of the call that runs now
@@ -175,7 +175,7 @@ class _RegionRun:
     def _make_key(self, what: Any, args: Any, kwargs: Any) -> tuple[Key, list[torch.Tensor]]:
         """The key of a call, and its tensors."""
         tensors: list[torch.Tensor] = []
-        inputs = make_inputs_key(args, kwargs, self.origins, tensors)
+        inputs = make_inputs_key(args, kwargs, self.producers, tensors)
         return (what, find_call_site(), inputs), tensors
 
     def run_call(self, kind: FunctionKind, args: Any, kwargs: Any) -> Any:
@@ -208,7 +208,7 @@ class _RegionRun:
         return self._learn_outputs(event, self._run_opaque(event, tensors, run), tensors)
 
     def _learn_outputs(self, event: RecordedCall, out: Any, tensors: list[torch.Tensor]) -> Any:
-        self.origins.learn_outputs(out, event.number, tensors)
+        self.producers.learn_outputs(out, event.number, tensors)
         return out
 
     def _count_redistribution(self, op: str, what: Any, x: torch.Tensor) -> Any:
@@ -262,7 +262,7 @@ class ForwardRecord(_RegionRun):
     """
 
     def __init__(self, region: Any, args: tuple[Any, ...], kwargs: dict[str, Any]):
-        super().__init__(region.policy, TensorOrigins())
+        super().__init__(region.policy, TensorProducers())
         self.region, self.budget_step = region, region.budget_step
         self.reports = open_reports()
         self.events: dict[tuple[Key, int], RecordedCall] = {}
@@ -274,7 +274,7 @@ class ForwardRecord(_RegionRun):
         self._kept: dict[int, KeptKernels | KeptCall] = {}
         self._outer = saving_hooks()
         self.ambient = AmbientState(t.device for t in tensors_in((args, kwargs)))
-        self.inputs = RegionInputs(args, kwargs, self.origins)
+        self.inputs = RegionInputs(args, kwargs, self.producers)
         self._names = ResultsToName(region.names) if self.policy.wants_names else None
         self.is_counted = False
 
@@ -306,7 +306,7 @@ class ForwardRecord(_RegionRun):
     def _enter_call(self, key: Key, tensors: list[torch.Tensor]) -> RecordedCall:
         event = self._record_event(key)
         for i, t in enumerate(tensors):
-            if self.origins.of(t) is None:
+            if self.producers.of(t) is None:
                 held, version = _find_source(t)
                 event.reads += ((i, weakref.ref(held), version),)
         return event
@@ -432,7 +432,7 @@ class ForwardRecord(_RegionRun):
 
     def announce_write(self, one: torch.Tensor) -> None:
         """`one` is about to be written."""
-        if self.origins.of(one) is None:
+        if self.producers.of(one) is None:
             self._note_write(one)
         else:
             with Local():
@@ -447,7 +447,7 @@ class ForwardRecord(_RegionRun):
     def _note_write(self, t: torch.Tensor) -> None:
         """Note a write to a buffer from outside of this region, and of those around it."""
         self.ambient.writes.note(t)
-        if isinstance(self._around, ForwardRecord) and self._around.origins.of(t) is None:
+        if isinstance(self._around, ForwardRecord) and self._around.producers.of(t) is None:
             self._around._note_write(t)
 
     # -- what autograd saves -----------------------------------------------------------------------
@@ -482,7 +482,7 @@ class ForwardRecord(_RegionRun):
     def close(self) -> None:
         """The run is over."""
         self._around = None
-        self.origins.forget_the_dead()
+        self.producers.forget_the_dead()
         if self._names is not None:
             self._names.close(self.order)
         self._kept = {}
@@ -548,7 +548,7 @@ class Recomputation(_RegionRun):
     """The second run of a region: a `Watcher` while it lasts."""
 
     def __init__(self, forward: ForwardRecord):
-        super().__init__(forward.policy, TensorOrigins(forward.origins))
+        super().__init__(forward.policy, TensorProducers(forward.producers))
         self.forward, self._title = forward, forward.region.title
         self._done: set[RecordedCall] = set()
         self._slot = 0
@@ -561,7 +561,7 @@ class Recomputation(_RegionRun):
         """Fill the slots of the first run."""
         forward = self.forward
         forward.check_unchanged()
-        inputs = forward.inputs.rebuild(self.origins)
+        inputs = forward.inputs.rebuild(self.producers)
         meters = [r for r in {*forward.reports, *open_reports()} if r.is_open]
         if meters or forward.measures:
             self._flops = FlopMode()

@@ -26,7 +26,7 @@ from partita.tensor.dtensor import DTensor, tagged
 from partita.tensor.op_facts import facts_of, facts_of_function
 from partita.tensor.tensor_state import Spec
 
-from .watched_calls import KernelMode, RematError, TensorOrigins, make_local_alias
+from .watched_calls import KernelMode, RematError, TensorProducers, make_local_alias
 
 States = list[tuple[torch.Generator, torch.Tensor]]
 
@@ -180,14 +180,14 @@ class RegionInputs:
     keeps or recomputes them too, and with a check that they have not been changed since.
     """
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], origins: TensorOrigins):
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], producers: TensorProducers):
         tensors: list[torch.Tensor] = []
 
         def put_away(t: torch.Tensor) -> _InputPlace:
             for i, known in enumerate(tensors):
                 if known is t:
                     return _InputPlace(i)
-            origins.learn(t, ("input", len(tensors)))
+            producers.learn(t, ("input", len(tensors)))
             tensors.append(t)
             return _InputPlace(len(tensors) - 1)
 
@@ -198,7 +198,7 @@ class RegionInputs:
             # Torch 2.11 lets go of them without that name.
             self._saver: Any = _SaveInputs.apply(graded, *tensors)
 
-    def rebuild(self, origins: TensorOrigins) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def rebuild(self, producers: TensorProducers) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments like those of the first run, over the same memory, without history.
 
         Raises:
@@ -213,7 +213,7 @@ class RegionInputs:
                 t.requires_grad_(requires_grad)
             if spec is not None:
                 tagged(t, spec)
-            origins.learn(t, ("input", i))
+            producers.learn(t, ("input", i))
         args, kwargs = replace_instances(
             self._emptied, _InputPlace, lambda place: saved[place.number]
         )

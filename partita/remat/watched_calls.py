@@ -190,7 +190,7 @@ Key = tuple[Any, tuple[int, ...], Any]
     ("matmul", (code, instruction, ...), ((("input", 0), Size([8, 16]), float32), ...))
 """
 
-Origin = tuple[str, int, int] | tuple[str, int]
+Producer = tuple[str, int, int] | tuple[str, int]
 """What made a tensor of a run: ("call", number, output), or ("input", number)."""
 
 
@@ -254,7 +254,7 @@ def line_of_site(where: tuple[int, ...]) -> str:
 # -- arguments -------------------------------------------------------------------------------------
 
 
-class TensorOrigins:
+class TensorProducers:
     """Which call of a run made which tensor.
 
     Args:
@@ -262,12 +262,12 @@ class TensorOrigins:
             has kept itself, and so does not compute again.
     """
 
-    def __init__(self, first: TensorOrigins | None = None):
-        self._known: dict[int, tuple[weakref.ref[torch.Tensor], Origin]] = {}
+    def __init__(self, first: TensorProducers | None = None):
+        self._known: dict[int, tuple[weakref.ref[torch.Tensor], Producer]] = {}
         self._first = first
 
-    def learn(self, t: torch.Tensor, origin: Origin) -> None:
-        self._known[id(t)] = (weakref.ref(t), origin)
+    def learn(self, t: torch.Tensor, producer: Producer) -> None:
+        self._known[id(t)] = (weakref.ref(t), producer)
 
     def learn_outputs(self, out: Any, number: int, inputs: list[torch.Tensor]) -> None:
         """Note that call `number` made the tensors in `out`, except those that are its inputs."""
@@ -278,7 +278,7 @@ class TensorOrigins:
             else:
                 self._known[id(one)] = (weakref.ref(one), ("call", number, k))
 
-    def of(self, t: torch.Tensor) -> Origin | None:
+    def of(self, t: torch.Tensor) -> Producer | None:
         found = self._known.get(id(t))
         if found is not None and found[0]() is t:
             return found[1]
@@ -295,7 +295,7 @@ _PLAIN = frozenset(
 )
 
 
-def _make_argument_key(value: Any, origins: TensorOrigins, tensors: list[torch.Tensor]) -> Any:
+def _make_argument_key(value: Any, producers: TensorProducers, tensors: list[torch.Tensor]) -> Any:
     """The key of an argument: hashable, and equal for equal calls. Appends its tensors to
     `tensors`."""
     kind = type(value)
@@ -303,30 +303,32 @@ def _make_argument_key(value: Any, origins: TensorOrigins, tensors: list[torch.T
         return value if value == value else "nan"
     if isinstance(value, torch.Tensor):
         tensors.append(value)
-        origin: Any = origins.of(value)
+        producer: Any = producers.of(value)
         with Local():
-            if origin is None and value.requires_grad and value.is_leaf:
-                origin = ("leaf", id(value))  # a parameter is itself
+            if producer is None and value.requires_grad and value.is_leaf:
+                producer = ("leaf", id(value))  # a parameter is itself
             shape = value._spec if isinstance(value, DTensor) else value.shape
-            return (origin, shape, value.dtype)
+            return (producer, shape, value.dtype)
     if kind is tuple or kind is list or isinstance(value, (tuple, list)):
-        return tuple([_make_argument_key(v, origins, tensors) for v in value])
+        return tuple([_make_argument_key(v, producers, tensors) for v in value])
     if isinstance(value, dict):
-        return tuple([(k, _make_argument_key(v, origins, tensors)) for k, v in value.items()])
+        return tuple([(k, _make_argument_key(v, producers, tensors)) for k, v in value.items()])
     if kind is slice:
         parts = (value.start, value.stop, value.step)
-        return ("slice", *[_make_argument_key(v, origins, tensors) for v in parts])
+        return ("slice", *[_make_argument_key(v, producers, tensors) for v in parts])
     return kind
 
 
 def make_inputs_key(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    origins: TensorOrigins,
+    producers: TensorProducers,
     tensors: list[torch.Tensor],
 ) -> Any:
     """The keys of a call's positional and keyword arguments. Appends its tensors to `tensors`."""
-    return _make_argument_key(args, origins, tensors), _make_argument_key(kwargs, origins, tensors)
+    return _make_argument_key(args, producers, tensors), _make_argument_key(
+        kwargs, producers, tensors
+    )
 
 
 def key_of_shape(

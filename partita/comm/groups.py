@@ -29,7 +29,7 @@ from partita.layout import Coordinate, Fix, LayoutError, Mesh
 from .backends import backend_of, rendezvous_group
 from .backends.backend import begin_in_group
 from .collective import Axes, PendingWork, Request, reduce_in_rank_order
-from .device import HOST, Device, copy_bytes
+from .device import HOST, Device, copy_bytes, new_empty
 from .ledger import user_line
 from .waiting import (
     BEGUN,
@@ -335,7 +335,7 @@ class ControlGroup:
 
     def _gather(self, mine: bytes, wait: Callable[[Any], None]) -> list[bytes]:
         x = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-        out = x.new_empty((len(self._ranks), len(mine)))
+        out = new_empty(x, (len(self._ranks), len(mine)))
         wait(self._group._allgather_base(out.view(-1), x))
         return [copy_bytes(row) for row in out.unbind()]
 

@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakValueDictionary
 
 import torch
@@ -417,12 +417,13 @@ def user_line(frame: FrameType | None = None, here: str = "") -> str:
     fallback, shown = "", _SHOWN.get()
     while frame is not None:
         name = frame.f_code.co_filename
-        if name.startswith(_PARTITA):
+        kind = _kind_of_file(name)
+        if kind == "partita":
             if shown and name.startswith(shown):
                 return f"{_shorten_path(name, here)}:{frame.f_lineno}"
             if not fallback and name.startswith(_OURS_TO_SHOW):
                 fallback = f"{_shorten_path(name, here)}:{frame.f_lineno}"
-        elif not _is_plumbing(frame):
+        elif kind == "user" or (kind == "no file" and _is_of_script(frame)):
             return f"{_shorten_path(name, here)}:{frame.f_lineno}"
         frame = frame.f_back
     return fallback
@@ -457,9 +458,10 @@ def call_site(frame: FrameType | None = None) -> tuple[Any, ...]:
     inner: tuple[Any, ...] = ()
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith(_PARTITA):
+        kind = _kind_of_file(name)
+        if kind != "partita":
             here = (name, frame.f_lineno, first_instruction(frame.f_code, frame.f_lasti))
-            if not _is_plumbing(frame):
+            if kind == "user" or (kind == "no file" and _is_of_script(frame)):
                 return here + inner
             inner = inner or here
         frame = frame.f_back
@@ -469,7 +471,8 @@ def call_site(frame: FrameType | None = None) -> tuple[Any, ...]:
 def find_user_frame(frame: FrameType) -> FrameType:
     """The innermost frame of the user's, from `frame` on; where there is none, the outermost."""
     while frame.f_back is not None:
-        if not frame.f_code.co_filename.startswith(_PARTITA) and not _is_plumbing(frame):
+        kind = _kind_of_file(frame.f_code.co_filename)
+        if kind == "user" or (kind == "no file" and _is_of_script(frame)):
             break
         frame = frame.f_back
     return frame
@@ -498,19 +501,21 @@ _begins: dict[tuple[int, int], tuple[CodeType, int]] = {}
 """By a code's id, which it keeps as long as it is held here."""
 
 
-def _is_plumbing(frame: FrameType) -> bool:
-    name = frame.f_code.co_filename
-    if name.startswith("<"):  # of no file: made by a library, but for `python -c` and notebooks
-        return name.startswith("<frozen ") or frame.f_globals.get("__name__") != "__main__"
-    return _is_library_file(name)
+def _is_of_script(frame: FrameType) -> bool:
+    """True if a frame whose code has no file is of `python -c` or a notebook, not of a library."""
+    return frame.f_globals.get("__name__") == "__main__"
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_library_file(name: str) -> bool:
-    """Is it a file of torch, numpy or Python's library?"""
-    if name.startswith(_TORCH) or _NUMPY in name:
-        return True
-    return name.startswith(_STDLIB) and "site-packages" not in name
+def _kind_of_file(name: str) -> Literal["partita", "library", "no file", "user"]:
+    """Whose code a file has: a library is torch, numpy or Python's own."""
+    if name.startswith(_PARTITA):
+        return "partita"
+    if name.startswith((_TORCH, "<frozen ")) or _NUMPY in name:
+        return "library"
+    if name.startswith(_STDLIB) and "site-packages" not in name:
+        return "library"
+    return "no file" if name.startswith("<") else "user"
 
 
 def _shorten_path(name: str, here: str) -> str:

@@ -206,20 +206,32 @@ def inspect_collectives(inspect: Callable[[str, Any], Any]) -> None:
     for name in COLLECTIVES:
         collective = getattr(dist.distributed_c10d, name, None)
         if collective is not None:  # it may be of another version of torch
-            _call_through(collective, partial(_make_inspected_collective, name, inspect=inspect))
+            wrap_in_place(collective, partial(_make_inspected_collective, name, inspect=inspect))
 
 
-def _call_through(function: types.FunctionType, wrap: Callable[[Any], Any]) -> None:
-    """Wrap what `function` does, for everybody who holds it."""
+def wrap_in_place(function: Any, wrap: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Let a Python function of torch's run `wrap(original)`, whoever has imported it by now.
+
+    Returns:
+        `original`: a function that does what `function` did.
+    """
+    original: types.FunctionType
     for cell in function.__closure__ or ():
-        if isinstance(cell.cell_contents, types.FunctionType):  # what a decorator of torch calls
-            cell.cell_contents = wrap(cell.cell_contents)
-            return
-    original = types.FunctionType(function.__code__, function.__globals__, function.__name__)
-    original.__defaults__, original.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
-    function.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
-    function.__code__ = (lambda *args, _run, **kwargs: _run(*args, **kwargs)).__code__
-    function.__defaults__, function.__kwdefaults__ = None, {"_run": wrap(original)}
+        if isinstance(original := cell.cell_contents, types.FunctionType):
+            cell.cell_contents = wrap(original)  # what a decorator of torch calls
+            return original
+    name, code, space = function.__name__, function.__code__, function.__globals__
+    original = types.FunctionType(code, space, name, function.__defaults__)
+    original.__kwdefaults__ = function.__kwdefaults__
+    function.__signature__ = inspect.signature(original)
+    space[f"_partita_{name}"] = wrap(original)
+    source = f"def {name}(*args, **kwargs): return _partita_{name}(*args, **kwargs)"
+    made: dict[str, Any] = {}
+    # Under torch's file name: Dynamo enters it, and no line of the user's is sought in it.
+    exec(compile(source, code.co_filename, "exec"), made)
+    function.__code__ = made[name].__code__
+    function.__defaults__ = function.__kwdefaults__ = None
+    return original
 
 
 def _make_inspected_collective(
@@ -289,7 +301,7 @@ def _inspect_wrapper(name: str, inspect: InspectWrapper, module: Any) -> None:
     if isinstance(taker, type):
         taker.__init__ = wrap(taker.__init__)  # type: ignore[misc]
     else:
-        _call_through(taker, wrap)
+        wrap_in_place(taker, wrap)
 
 
 def _is_model(x: Any) -> bool:

@@ -296,14 +296,10 @@ _FIXES_BY_TEXT = {
 _post_numbers = itertools.count(1)
 BEGUN: dict[str, int] = {}
 """How many collectives this rank has begun, by the name of a group that torch does not list."""
-_NUMBERS: dict[str, int] = {}
-"""How many collectives this rank has begun and will wait for, by the group's name."""
-_ASKED: dict[str, deque[tuple[int, Request]]] = {}
-"""The last collectives that this rank has begun, as (number, request), by the group's name."""
-_ASKS_KEPT = 32
-_THREADS: set[int] = set()
-"""The threads that have begun collectives. A post may give its number only where that is the main
-thread alone: another thread might be about to begin what other ranks wait for."""
+_REQUESTS_KEPT = 32
+_is_main_thread: dict[int, bool] = {}
+"""The threads that have begun collectives: True for the main one. A post may give its number only
+where that is the only one: another thread might be about to begin what other ranks wait for."""
 _announces_exit = False
 _posts_lock = threading.Lock()
 _own_posts: dict[int, Post] = {}
@@ -315,68 +311,100 @@ def _note_begun(group: dist.ProcessGroup, request: Request) -> int:
 
     Not torch's sequence number, which counts the user's own collectives, too.
     """
-    name, thread = group.group_name, threading.get_ident()
-    number = _NUMBERS[name] = _NUMBERS.get(name, 0) + 1
-    asked = _ASKED.get(name) or _ASKED.setdefault(name, deque(maxlen=_ASKS_KEPT))
-    asked.append((number, request))
-    _THREADS.add(thread)
-    if thread == threading.main_thread().ident:  # others take turns with it as they like
-        history = _history_by_group.get(name)
-        if history is None:
-            ranks = tuple(sorted(dist.get_process_group_ranks(group)))
-            history = _history_by_group[name] = _histories.setdefault(ranks, MoveHistory())
-        history.add(request)
+    thread, begun = threading.get_ident(), _begun_in.get(group.group_name)
+    if begun is None:
+        begun = _begun_in[group.group_name] = _BegunCollectives(group)
+    begun.number = number = begun.number + 1
+    begun.last.append((number, request))
+    is_main = _is_main_thread.get(thread)
+    if is_main is None:
+        is_main = _is_main_thread[thread] = thread == threading.main_thread().ident
+    if is_main:  # others take turns with it as they like
+        begun.history.new.append(request)
+        if not number % _NEW_KEPT:
+            begun.history.add_new()
     return number
 
 
 class MoveHistory:
-    """The collectives that this rank has begun among some ranks: how many, a digest, the last."""
+    """The collectives that this rank has begun among some ranks: how many, a digest, the last.
+
+    Attributes:
+        new: those that `count`, `digest` and `last` lack, because nobody has read these since.
+    """
 
     def __init__(self) -> None:
         self.count, self.digest = 0, 0
-        self.last: deque[tuple[int, Request]] = deque(maxlen=_ASKS_KEPT)
+        self.last: deque[tuple[int, Request]] = deque(maxlen=_REQUESTS_KEPT)
+        self.new: deque[Request] = deque()
 
-    def add(self, request: Request) -> None:
-        """Add a collective that begins."""
-        key = request.kind, id(request.move), request.op
-        found = _digests.get(key)
-        if found is None:
-            if len(_digests) >= _DIGESTS_KEPT:
-                _digests.clear()
-            text = hashlib.blake2b(request.describe().encode(), digest_size=8).digest()
-            found = _digests[key] = int.from_bytes(text, "big"), request.move
-        self.count += 1
-        self.digest = (self.digest * 1000003 ^ found[0]) & _64_BITS
-        self.last.append((self.count, request))
+    def add_new(self) -> MoveHistory:
+        """Take up the new collectives; this history."""
+        # Other threads may read this history, while the main one adds to it.
+        new = [self.new.popleft() for _ in range(len(self.new))]
+        self.last.extend(enumerate(new, self.count + 1))
+        self.count += len(new)
+        for request in new:
+            key = request.kind, id(request.move), request.op
+            found = _digests.get(key)
+            if found is None:
+                if len(_digests) >= _DIGESTS_KEPT:
+                    _digests.clear()
+                text = hashlib.blake2b(request.describe().encode(), digest_size=8).digest()
+                found = _digests[key] = int.from_bytes(text, "big"), request.move
+            self.digest = (self.digest * 1000003 ^ found[0]) & _64_BITS
+        return self
 
     def describe(self) -> dict[str, str]:
         """The last collectives in words, by their numbers."""
         return {str(number): request.describe() for number, request in self.last}
 
 
+class _BegunCollectives:
+    """The collectives that this rank has begun in one process group and will wait for.
+
+    Attributes:
+        number: how many.
+        last: the last of them, as (number, request).
+        history: of what the main thread has begun among the same ranks.
+    """
+
+    __slots__ = ("history", "last", "number")
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.number = 0
+        self.last: deque[tuple[int, Request]] = deque(maxlen=_REQUESTS_KEPT)
+        ranks = tuple(sorted(dist.get_process_group_ranks(group)))
+        self.history = _histories.setdefault(ranks, MoveHistory())
+
+
 _64_BITS = (1 << 64) - 1
 _DIGESTS_KEPT = 1 << 14
 _digests: dict[tuple[str, int, str], tuple[int, Any]] = {}
 """By kind, move and op; the move is held, so that its id stays its own."""
+_NEW_KEPT = 256
 _histories: dict[tuple[int, ...], MoveHistory] = {}
-_history_by_group: dict[str, MoveHistory] = {}
+_begun_in: dict[str, _BegunCollectives] = {}
+"""By the group's name."""
 
 
 def history_of(ranks: Sequence[int]) -> MoveHistory:
     """What this rank has begun among exactly these ranks."""
-    return _histories.get(tuple(sorted(ranks))) or MoveHistory()
+    history = _histories.get(tuple(sorted(ranks)))
+    return MoveHistory() if history is None else history.add_new()
 
 
 def last_begun_in(group: str) -> str:
     """The kind of the last collective that this rank has begun in the group of this name."""
-    history = _history_by_group.get(group)
-    return history.last[-1][1].kind if history is not None and history.last else ""
+    begun = _begun_in.get(group)
+    last = None if begun is None else begun.history.add_new().last
+    return last[-1][1].kind if last else ""
 
 
 def forget_histories() -> None:
     """Forget what was begun in process groups that are gone."""
     _histories.clear()
-    _history_by_group.clear()
+    _begun_in.clear()
 
 
 def _find_store() -> Any:
@@ -410,11 +438,11 @@ def make_post(need: Need) -> Post:
         # "" for a graph, which may be waiting in any group.
         "group": need.count[0] if need.group is None else need.group.group_name,
         "meets": need.meets,
-        "number": need.number if {threading.main_thread().ident} == _THREADS else 0,
-        "numbers": _NUMBERS,
+        "number": need.number if list(_is_main_thread.values()) == [True] else 0,
+        "numbers": {name: begun.number for name, begun in _begun_in.items()},
         "asked": {
-            name: {str(n): str(request.move or request.kind) for n, request in asks}
-            for name, asks in _ASKED.items()
+            name: {str(n): str(request.move or request.kind) for n, request in begun.last}
+            for name, begun in _begun_in.items()
         },
         # Private torch: all groups, and the sequence number of each, by its name.
         "begun": BEGUN

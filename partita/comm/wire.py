@@ -98,7 +98,6 @@ class Reading(NamedTuple):
         """What must be equal on all ranks where the value is read at `place`, and what errors show
         behind `why`."""
         told = ", ".join(filter(None, (self.value, str(self.made))))
-        place = place if self.verb == "reads" else ""
         return f"{self.why} {self.value} {self.origin} {place}", told and f": {told}"
 
 
@@ -306,8 +305,9 @@ class Wire(Transport):
         Raises:
             LayoutError: on all ranks, where a rank reads alone, or reads another value.
         """
-        compared, shown = read.at(place_of_user())
-        patience = self.patience_of_readers if read.verb == "reads" else None
+        reads = read.verb == "reads"
+        compared, shown = read.at(place_of_user() if reads else "")
+        patience = self.patience_of_readers if reads else None
         return self.exchange(read.why, mine, patience, compared, shown)
 
     @property

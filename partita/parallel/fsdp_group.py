@@ -12,7 +12,6 @@ in.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from torch import nn
 from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.comm import user_line
+from partita.comm.device import empty
 from partita.layout import Fix, LayoutError, Replicate, Shard
 from partita.tensor.construct import keep_attributes, stand_for
 from partita.tensor.dtensor import DTensor, tagged
@@ -34,6 +34,7 @@ from partita.tensor.tensor_state import (
     after_backward,
     backward_pass,
     count_unseen_writes,
+    count_unseen_writes_of,
     count_writes,
     count_writes_of,
     in_backward,
@@ -46,7 +47,7 @@ from partita.tensor.tensor_state import (
 
 from .batch import replace_instances
 from .flat_buffer import FlatBuffer, PartialGradients
-from .parameters import Block, has_hooks
+from .parameters import Block, find_hooked
 
 
 @dataclass(frozen=True)
@@ -213,6 +214,11 @@ class FsdpGroup:
             ]
         return self._shards
 
+    def shards_in(self, k: int) -> list[DTensor]:
+        """The parameters at rest that one flat buffer gathers."""
+        shards = self.shards()
+        return [shards[i] for i in self.members[k]]
+
     @property
     def holds_own_shards(self) -> bool:
         """Are the shards in their places?
@@ -244,7 +250,7 @@ class FsdpGroup:
 
     def has_hooks(self) -> bool:
         """True if a parameter has hooks of the user."""
-        return any(has_hooks(p) for p in self.shards())
+        return bool(find_hooked(self.shards()))
 
     @property
     def may_recompute_within(self) -> bool:
@@ -274,7 +280,7 @@ class FsdpGroup:
         if self._is_ready or not self.holds_own_shards:
             return
         shards = self.shards()
-        versions, unseen = count_writes_of(shards), [count_unseen_writes(p) for p in shards]
+        versions, unseen = count_writes_of(shards), count_unseen_writes_of(shards)
         if not self.depth and not self.calls_in_backward:
             self._rebuild_buffers(shards)
             if versions != self.versions or unseen != self.unseen_writes:
@@ -394,12 +400,12 @@ class FsdpGroup:
             LayoutError: it was written in a dtype that holds less than the shard's.
         """
         written: dict[int, tuple[int, int]] = {}
-        writes = count_writes_of([one.whole for one in self.installed])
-        for one, now in zip(self.installed, writes, strict=True):
+        wholes = [one.whole for one in self.installed]
+        # By counts: only some ranks may find other values in their rows.
+        counts = count_writes_of(wholes), count_unseen_writes_of(wholes)
+        for one, now, unseen in zip(self.installed, *counts, strict=True):
             i, p, whole, before = one.number, one.shard, one.whole, one.writes
             keep_attributes(whole, p, one.attributes)
-            # By counts: only some ranks may find other values in their rows.
-            unseen = count_unseen_writes(whole)
             if now == before and not unseen:
                 continue
             mine, held = p._spec.region[0], whole._spec.region[0]
@@ -526,7 +532,7 @@ class CallCounts:
         hooked: True if the parameters had hooks of the user in the forward.
     """
 
-    made: Counter[FsdpGroup] = field(default_factory=Counter)
+    made: dict[FsdpGroup, int] = field(default_factory=dict)
     hooked: bool = False
 
 
@@ -547,7 +553,7 @@ class BackwardPass:
     """
 
     groups: list[FsdpGroup] = field(default_factory=list)
-    came: Counter[tuple[CallCounts, FsdpGroup | DTensor]] = field(default_factory=Counter)
+    came: dict[tuple[CallCounts, FsdpGroup | DTensor], int] = field(default_factory=dict)
     complete: set[DTensor] = field(default_factory=set)
     nested: set[DTensor] = field(default_factory=set)
     held: dict[CallCounts, dict[tuple[FsdpGroup, int], PartialGradients]] = field(
@@ -557,13 +563,13 @@ class BackwardPass:
 
     def note_gradients(self, counts: CallCounts, group: FsdpGroup) -> bool:
         """Note that the gradients of a call of `group` came. True if no more calls are to come."""
-        self.came[counts, group] += 1
-        return self.came[counts, group] >= counts.made[group]
+        came = self.came[counts, group] = self.came.get((counts, group), 0) + 1
+        return came >= counts.made[group]
 
     def note_gradient(self, counts: CallCounts, group: FsdpGroup, p: DTensor) -> None:
         """Note that the gradient of `p`, which has hooks, came of a call of `group`."""
-        self.came[counts, p] += 1
-        if self.came[counts, p] >= counts.made[group]:
+        came = self.came[counts, p] = self.came.get((counts, p), 0) + 1
+        if came >= counts.made[group]:
             self.complete.add(p)
 
     def add_with_history(self, p: DTensor, grad: torch.Tensor) -> None:
@@ -853,8 +859,7 @@ class Zero(ShardedState):
         before = group.held_gradients.pop(k, None)
         if before is not None:
             shares = before.add(shares)
-        shards = group.shards()
-        if self.keeps_partial_gradients and not any(has_hooks(shards[i]) for i in group.members[k]):
+        if self.keeps_partial_gradients and not find_hooked(group.shards_in(k)):
             group.held_gradients[k] = shares
             self.holds_partial_gradients = True
         else:
@@ -865,8 +870,7 @@ class Zero(ShardedState):
     ) -> None:
         """Begin to reduce gradients of one flat buffer, after waiting for other groups'
         reductions."""
-        shards = group.shards()
-        params = [shards[i] for i in group.members[k]]
+        params = group.shards_in(k)
         _, _, dtype = self.precision.dtypes_of(params[0].dtype)
         for one in self._under_way:
             # A small group has computed too briefly to hide what came before it.
@@ -925,9 +929,7 @@ class Zero(ShardedState):
         waiting.update(
             p for one in self._under_way if one.backward_pass != number for p in one.places
         )
-        for p in found:
-            if not has_hooks(p):
-                continue
+        for p in find_hooked([*found]):
             if p in waiting or (p in here.nested and not counts.hooked):
                 raise LayoutError(
                     f"a hook of {self._name_of(p)} would run on the gradient of a reentrant "
@@ -1027,7 +1029,7 @@ class _ShardsToToken(torch.autograd.Function):
         ctx: Any, zero: Zero, groups: Sequence[FsdpGroup], counts: CallCounts, *shards: torch.Tensor
     ) -> torch.Tensor:
         ctx.zero, ctx.groups, ctx.counts, ctx.shards = zero, groups, counts, shards
-        return torch.empty(0)
+        return empty(0)
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> Any:

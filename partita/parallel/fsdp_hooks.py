@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from partita.comm import user_line
+from partita.comm.device import empty
 from partita.compile.errors import not_captured
 from partita.layout import Fix, LayoutError
 from partita.redistribute import Plan, plan
@@ -52,7 +53,7 @@ from .fsdp_group import (
     Zero,
     modified_error,
 )
-from .parameters import has_hooks
+from .parameters import find_hooked
 
 # Attributes as C has them: those of a DTensor are Python, which asks these.
 _dtype = torch._C.TensorBase.dtype.__get__  # type: ignore[attr-defined]
@@ -150,7 +151,7 @@ class _BlockHooks:
             call.runs_again = HERE.rerunnable != call.rerunnable
             with Unheard():
                 for t in tensors_in(output):
-                    if t.requires_grad and call.has_computed(t):
+                    if _requires_grad(t) and call.has_computed(t):
                         t.register_hook(call.begin_backward)
 
     def _finish_forward(self) -> None:
@@ -235,8 +236,8 @@ class _ForwardCall:
 
         The gradient of what others made may come when the block is done.
         """
-        node = t.grad_fn
-        return node is not None and node._sequence_nr() >= self.since  # type: ignore[attr-defined]
+        node = _grad_fn(t)
+        return node is not None and node._sequence_nr() >= self.since
 
     def begin_backward(self, *_: Any) -> None:
         """The first gradient of an output is here."""
@@ -274,8 +275,9 @@ class _ForwardCall:
             t.grad_fn._set_sequence_nr(2**64 - 1)  # type: ignore[union-attr]
             return t
 
+        hooked = set(find_hooked(self.shards))
         pairs = zip(plain, (self.shards[i] for i in self.group.order), strict=True)
-        return [watch(t, p) if t.requires_grad and has_hooks(p) else t for t, p in pairs]
+        return [watch(t, p) if t.requires_grad and p in hooked else t for t, p in pairs]
 
     def release_when_complete(self, what: str) -> None:
         """The gradients of the "parameters", or of the "inputs", are complete."""
@@ -342,7 +344,8 @@ def _install_gathered(group: FsdpGroup, call: _ForwardCall | None) -> None:
     with Local():
         if call is not None and call.trains:
             token = group.zero.token(group)
-            token.counts.made[group] += 1
+            made = token.counts.made
+            made[group] = made.get(group, 0) + 1
             call.counts = token.counts
             plain = _GatherBlock.apply(token.tensor, call)
             if token.counts.hooked:
@@ -372,7 +375,7 @@ class _GatherBlock(torch.autograd.Function):
             # Frees what was gathered, before its gradients are copied.
             ctx.call.release_when_complete("parameters")
             ctx.call.reduce(grads)
-        return torch.empty(0), None
+        return empty(0), None
 
 
 def _watch_input_gradient(t: torch.Tensor, call: _ForwardCall) -> torch.Tensor:
@@ -491,7 +494,7 @@ class _SavedView(_SavedNote):
     def __init__(self, call: _ForwardCall, flat: FlatBuffer, t: torch.Tensor):
         super().__init__(call, t, t._version)
         self.flat = flat
-        self.is_conj, self.is_neg = t.is_conj(), t.is_neg()
+        self.is_conj, self.is_neg = t.dtype.is_complex and t.is_conj(), t.is_neg()
 
     def find_parameter(self) -> int:
         members = self.group.members[self.group.flats.index(self.flat)]
@@ -514,7 +517,7 @@ node does not tell its operator."""
 def _find_cast_parameter(t: torch.Tensor, group: FsdpGroup) -> int | None:
     """The number of the gathered parameter that `t` is a cast of, or a view of a cast; None where
     it is neither. Autocast makes such."""
-    node: Any = t.grad_fn
+    node: Any = _grad_fn(t)
     while node is not None and node.name().startswith(_VIEW_NODES):
         node = node.next_functions[0][0]
     if node is None or not node.name().startswith("ToCopyBackward"):

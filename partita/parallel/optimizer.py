@@ -277,7 +277,7 @@ def _list_tensors(optimizer: Optimizer, params: list[DTensor]) -> list[Any]:
         tensors: list[Any] = [g for p in params if (g := _grad(p)) is not None]
     tensors += params
     for p in params:
-        tensors += [v for v in state[p].values() if isinstance(v, DTensor)] if p in state else ()
+        tensors += [v for v in (state.get(p) or {}).values() if isinstance(v, DTensor)]
     return tensors
 
 
@@ -307,11 +307,12 @@ def _lie_alike(optimizer: Optimizer, params: list[DTensor]) -> bool:
     for p in params:
         if p._spec.is_pending:
             return False
-        for value in states[p].values() if p in states else ():
-            if isinstance(value, DTensor):
-                if value._spec is not update_spec(p):
+        update = update_spec(p)
+        for value in (states.get(p) or {}).values():
+            if type(value) is DTensor or isinstance(value, DTensor):
+                if value._spec is not update:
                     return False
-            elif is_whole_state(p, value):
+            elif (type(value) is not torch.Tensor or value.ndim) and is_whole_state(p, value):
                 return False
     return True
 

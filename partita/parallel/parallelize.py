@@ -32,8 +32,8 @@ from partita.tensor.uneven_pieces import with_room
 from .batch import Places, place_on_axis, remake_sequence
 from .parameters import (
     HeldParameter,
+    find_hooked,
     find_parameters_and_buffers,
-    has_hooks,
     plain_name,
     replace_tensor,
 )
@@ -428,7 +428,7 @@ class _ParsedPlan:
                 return
             if t.grad is not None:
                 self.wrong.append(f"{held.name} has a gradient, which would be lost: zero_grad()")
-            if has_hooks(t):
+            if find_hooked([t]):
                 self.wrong.append(f"{held.name} has hooks, which would be lost: add them after")
 
     # -- modules -----------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ one device from the same seed, and no rank ever holds more than one whole parame
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
@@ -24,8 +24,15 @@ from partita.comm.device import HOST
 from partita.layout import Fix, LayoutError
 from partita.tensor.construct import can_hold, hold_value, spread
 from partita.tensor.dtensor import DTensor, tagged
-from partita.tensor.dtensor_gradients import has_user_hooks
-from partita.tensor.tensor_state import OURS, count_writes, own_state, state_of, was_written_since
+from partita.tensor.dtensor_gradients import hooks_of_backward, hooks_of_gradient, user_hooks_of
+from partita.tensor.tensor_state import (
+    OURS,
+    count_writes,
+    own_state,
+    state_of,
+    states_of,
+    was_written_since,
+)
 from partita.tensor.uneven_pieces import empty_with_room
 
 _WRAPPERS = frozenset(("_orig_mod", "_checkpoint_wrapped_module"))
@@ -106,15 +113,17 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def has_hooks(p: torch.Tensor) -> bool:
-    """True if the user has registered hooks on this tensor, or on its gradient's accumulation."""
-    # There is no public way to find out.
+def find_hooked(tensors: Sequence[Any]) -> list[Any]:
+    """The tensors on which, or on the accumulation of whose gradients, the user has registered
+    hooks."""
+    # Called in each step, where hardly any tensor has a hook.
     with Local():
-        return (
-            state_of(p).has_node_hooks
-            or has_user_hooks(p._backward_hooks)
-            or has_user_hooks(getattr(p, "_post_accumulate_grad_hooks", None))
-        )
+        maybe = [
+            t
+            for t, state in zip(tensors, states_of(tensors), strict=True)
+            if hooks_of_backward(t) or hooks_of_gradient(t) or state.has_node_hooks
+        ]
+    return [t for t in maybe if state_of(t).has_node_hooks or user_hooks_of(t)]
 
 
 def replace_tensor(held: HeldParameter, new: torch.Tensor, *, by: str) -> None:

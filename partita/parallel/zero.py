@@ -12,6 +12,7 @@ its sum is dropped, and it is reduced later.
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,8 +33,8 @@ from partita.tensor.tensor_state import (
     HERE,
     Rest,
     Spec,
-    count_unseen_writes,
-    count_writes,
+    count_unseen_writes_of,
+    count_writes_of,
     own_state,
     spec_of,
     state_of,
@@ -346,7 +347,7 @@ class _Bucket:
     Attributes:
         ready: the parameters whose gradients have come, in this step or, since a step need not use
             all of them, in an earlier one.
-        sent: the gradients being reduced, each with how often it had been written.
+        sent: the gradients being reduced; `writes`, how often each had been written.
         wait: waits for the reduction, and returns the sums.
         reduced: the specs of the gradients then.
     """
@@ -355,7 +356,8 @@ class _Bucket:
         self.name, self.params, self.pieces, self.axes = name, params, pieces, axes
         self._flats: dict[tuple[DTensor, ...], FlatBuffer] = {}
         self.ready: set[int] = set()
-        self.sent: list[tuple[torch.Tensor, tuple[int, int]]] = []
+        self.sent: list[torch.Tensor] = []
+        self.writes: tuple[list[int], list[int]] = [], []
         self.wait: Callable[[], list[torch.Tensor]] = list
         self.reduced: list[Spec] = []
 
@@ -367,13 +369,14 @@ class _Bucket:
     def flat_of(self, params: Sequence[DTensor]) -> FlatBuffer:
         """The flat buffer of some of the parameters, in the dtype that they have now."""
         dtype, device = params[0].dtype, params[0].device
-        flat = self._flats.get(tuple(params))
+        key = () if params is self.params else tuple(params)
+        flat = self._flats.get(key)
         if flat is None or flat.dtype != dtype or flat.given_device != device:
             specs, names = [p._spec for p in params], [self.name] * len(params)
             piece = dict(zip(self.params, self.pieces, strict=True))
             pieces = [piece[p] for p in params]
             flat = FlatBuffer(self.name, names, specs, pieces, self.axes, dtype, device)
-            self._flats[tuple(params)] = flat
+            self._flats[key] = flat
         return flat
 
     def grads(self) -> list[torch.Tensor | None]:
@@ -479,7 +482,7 @@ class GradReducer(ShardedState):
     def _send_bucket(self, bucket: _Bucket, grads: list[torch.Tensor]) -> None:
         with Local(), torch.no_grad():
             self.finish()
-            bucket.sent = [(g, _count_all_writes(g)) for g in grads]
+            bucket.sent, bucket.writes = grads, _count_all_writes_of(grads)
             if self.stage == 2:
                 shares = bucket.flat.pack_gradients(grads, bucket.flat.dtype)
                 bucket.wait = bucket.flat.start_reduce_scatter(shares.sums, bucket.flat.dtype)
@@ -493,13 +496,11 @@ class GradReducer(ShardedState):
         if bucket is None:
             return
         with Local(), torch.no_grad():
-            sums, grads = bucket.wait(), [sent for sent, _ in bucket.sent]
-            current = all(
-                g is sent and _count_all_writes(g) == writes
-                for g, (sent, writes) in zip(bucket.grads(), bucket.sent, strict=True)
-            )
+            sums, grads = bucket.wait(), bucket.sent
+            are_same = all(map(operator.is_, bucket.grads(), grads))
+            are_current = are_same and _count_all_writes_of(grads) == bucket.writes
             bucket.wait, bucket.sent = list, []
-            if not current:
+            if not are_current:
                 return
             # Each stays the object that the program may have read, and where it stays whole it
             # keeps its order in memory.
@@ -530,8 +531,8 @@ class GradReducer(ShardedState):
                     before[0].flat_of(before[1]).finish_gather_into([p.data for p in before[1]])
 
 
-def _count_all_writes(g: torch.Tensor) -> tuple[int, int]:
-    return count_writes(g), count_unseen_writes(g)
+def _count_all_writes_of(grads: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
+    return count_writes_of(grads), count_unseen_writes_of(grads)
 
 
 def _join_small_blocks(

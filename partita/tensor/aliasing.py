@@ -4,9 +4,9 @@ On one device the result of a view op (`x[1]`, `x.view(-1)`) shares x's memory, 
 written into one of them is read from the other. Here it may have memory of its own: a layout had to
 change to make it, or a rank holds shares of it. Such a result is a *view copy*. Its spec says so
 (`Spec.as_copy`: the same layout, another identity), so that no other call pays for asking, and its
-`Origin` says what it is a view of.
+`CopiedView` says what it is a view of.
 
-- x is written: the view copy is taken again when it is next read (`origin.current`).
+- x is written: the view copy is taken again when it is next read (`current`).
 - The view copy is written: it is written as a value, and then its place in x
   (`write_through_copy`).
 - An op copies only where it must (`contiguous`, `reshape`, `to`): one device's strides decide, on
@@ -32,9 +32,9 @@ from .arguments import is_index_of_view
 from .dtensor import DTensor, moved, tagged
 from .tensor_state import (
     Args,
+    CopiedView,
     Function,
     Kwargs,
-    Origin,
     Spec,
     count_writes,
     own_state,
@@ -54,14 +54,14 @@ def mark_copies(out: Any, func: Function, args: Any, kwargs: Kwargs) -> Any:
         # The numbers of now.
         args = tree_map_only(torch.Tensor, lambda i: i.detach().clone(), args[1:])
         args = (source, *args)
-        if out is not source and state_of(out).origin is not None:  # of a value between
-            own_state(out).origin = None
+        if out is not source and state_of(out).copied_view is not None:  # of a value between
+            own_state(out).copied_view = None
             out._spec = spec_of(out._spec.layout, out._spec.wire)
     alias = _alias_of(source)
     seen = count_writes(alias)
 
     def mark_output(t: DTensor, index: int | None) -> DTensor:
-        return _mark_copy_of_view(t, source, Origin(alias, func, args[1:], kwargs, index, seen))
+        return _mark_copy_of_view(t, source, CopiedView(alias, func, args[1:], kwargs, index, seen))
 
     if isinstance(out, torch.Tensor):
         return mark_output(out, None)  # type: ignore[arg-type]
@@ -73,21 +73,21 @@ def _alias_of(x: DTensor) -> DTensor:
     with Local():
         # `view_as` would make the stride of a dimension of one element anew.
         alias = tagged(torch.ops.aten.alias(x), x._spec)
-    origin: Origin | None = state_of(x).origin
-    if origin is not None:
-        own_state(alias).origin = origin
+    copied: CopiedView | None = state_of(x).copied_view
+    if copied is not None:
+        own_state(alias).copied_view = copied
     return alias
 
 
-def _mark_copy_of_view(copy: DTensor, source: DTensor, origin: Origin) -> DTensor:
-    if copy is source or state_of(copy).origin is not None:
+def _mark_copy_of_view(copy: DTensor, source: DTensor, copied: CopiedView) -> DTensor:
+    if copy is source or state_of(copy).copied_view is not None:
         return copy
     spec = copy._spec
     if not set(spec.layout.partial) <= set(source._spec.layout.partial):
         # The rank that has the place must not share it: its share and the value would be one.
         with Local():
             copy = tagged(copy.clone(), spec)
-    own_state(copy).origin = origin
+    own_state(copy).copied_view = copied
     copy._spec = spec.as_copy
     return copy
 
@@ -97,8 +97,8 @@ def write_through_copy(write: Function, copy: DTensor, *args: Any, **kwargs: Any
     that it is a copy of."""
     spec = copy._spec
     held = spec_of(spec.layout, spec.wire)
-    origin: Origin | None = state_of(copy).origin
-    if origin is None:  # another tensor of the same spec: nothing is behind it
+    copied: CopiedView | None = state_of(copy).copied_view
+    if copied is None:  # another tensor of the same spec: nothing is behind it
         copy._spec = held
         write(copy, *args, **kwargs)
         return copy
@@ -110,29 +110,29 @@ def write_through_copy(write: Function, copy: DTensor, *args: Any, **kwargs: Any
     with Local():
         # First, since on some ranks a copy that is not pending may share its source's memory.
         T.copy_(copy, moved(value, settled, held, "write", "implicit"))
-    origin, own = _before_expand(origin), origin
-    source = origin.source
+    copied, own = _before_expand(copied), copied
+    source = copied.source
     # What is written through a detached tensor has no history on one device either.
-    with torch.set_grad_enabled(torch.is_grad_enabled() and origin.view.__name__ != "detach"):
-        if origin.view is T.__getitem__:
-            source[origin.args[0]] = value
+    with torch.set_grad_enabled(torch.is_grad_enabled() and copied.view.__name__ != "detach"):
+        if copied.view is T.__getitem__:
+            source[copied.args[0]] = value
         else:
-            source.copy_(_replace_viewed_part(source, origin, value))
+            source.copy_(_replace_viewed_part(source, copied, value))
     own.source_writes, own.retaken = count_writes(own.source), None
     return copy
 
 
-def _before_expand(origin: Origin) -> Origin:
-    """`origin`, where its source is a view copy by `expand`, as a view of what was expanded: an
+def _before_expand(copied: CopiedView) -> CopiedView:
+    """`copied`, where its source is a view copy by `expand`, as a view of what was expanded: an
     expanded tensor cannot be written."""
-    wide: Origin | None = state_of(origin.source).origin
+    wide: CopiedView | None = state_of(copied.source).copied_view
     if wide is None or wide.view.__name__ not in ("expand", "expand_as", "broadcast_to"):
-        return origin
+        return copied
 
     def apply_view_to_wide(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return origin.view(wide.view(x, *wide.args, **wide.kwargs), *args, **kwargs)
+        return copied.view(wide.view(x, *wide.args, **wide.kwargs), *args, **kwargs)
 
-    part = Origin(wide.source, apply_view_to_wide, origin.args, origin.kwargs, origin.index, 0)
+    part = CopiedView(wide.source, apply_view_to_wide, copied.args, copied.kwargs, copied.index, 0)
     return _before_expand(part)
 
 
@@ -140,25 +140,25 @@ def reshape_copy(reshape: Function, copy: DTensor, *args: Any, **kwargs: Any) ->
     """Run `reshape(copy, ...)`, which changes the shape of a view copy in place: it becomes a view
     copy of what it was."""
     before, spec = _alias_of(copy), copy._spec
-    own_state(copy).origin = None
+    own_state(copy).copied_view = None
     copy._spec = spec_of(spec.layout, spec.wire)
     reshape(copy, *args, **kwargs)
     view = getattr(T, reshape.__name__.removesuffix("_"))
     return _mark_copy_of_view(
-        copy, before, Origin(before, view, args, kwargs, None, count_writes(before))
+        copy, before, CopiedView(before, view, args, kwargs, None, count_writes(before))
     )
 
 
-def _replace_viewed_part(source: DTensor, origin: Origin, value: DTensor) -> DTensor:
-    """`source` with the part that `origin` views replaced by `value`; both are gathered for it."""
+def _replace_viewed_part(source: DTensor, copied: CopiedView, value: DTensor) -> DTensor:
+    """`source` with the part that `copied` views replaced by `value`; both are gathered for it."""
     spec = source._spec
     whole = spec.invariant_of(spec.shape)
     with Local():
         copy = moved(source, spec, whole, "write", "implicit")
         copy = copy.clone(memory_format=torch.contiguous_format)
-        part = origin.view(copy, *origin.args, **origin.kwargs)
-        if origin.index is not None:
-            part = part[origin.index]
+        part = copied.view(copy, *copied.args, **copied.kwargs)
+        if copied.index is not None:
+            part = part[copied.index]
         of_part = spec.invariant_of(value._spec.shape)
         part.copy_(moved(value, value._spec, of_part, "write", "implicit"))
     return tagged(copy, whole)
@@ -249,7 +249,7 @@ _stride = torch._C.TensorBase.stride
 def global_strides(x: DTensor) -> tuple[int, ...]:
     """The strides in elements of the global tensor, where each rank's piece lies as x's does. Of a
     view copy they are the view's."""
-    if state_of(x).origin is not None:
+    if state_of(x).copied_view is not None:
         with _disable_current_modes():
             return make_meta_twin(x).stride()
     return strides_of_whole(x, x._spec.shape)
@@ -292,15 +292,15 @@ def _fills_memory(x: torch.Tensor) -> bool:
 
 def make_meta_twin(x: DTensor) -> torch.Tensor:
     """A tensor on "meta" with the global shape and strides of x."""
-    origin: Origin | None = state_of(x).origin
+    copied: CopiedView | None = state_of(x).copied_view
     with Local():
-        if origin is None:
+        if copied is None:
             return torch.empty_strided(x._spec.shape, global_strides(x), device="meta")
-        args, kwargs = _convert_to_meta(origin.args), _convert_to_meta(origin.kwargs)
-        if origin.view is T.__getitem__:  # strides are alike at each place
+        args, kwargs = _convert_to_meta(copied.args), _convert_to_meta(copied.kwargs)
+        if copied.view is T.__getitem__:  # strides are alike at each place
             args = tree_map_only(torch.Tensor, lambda _: 0, args)
-        part = origin.view(make_meta_twin(origin.source), *args, **kwargs)
-    return part if origin.index is None else part[origin.index]
+        part = copied.view(make_meta_twin(copied.source), *args, **kwargs)
+    return part if copied.index is None else part[copied.index]
 
 
 def _convert_to_meta(value: Any) -> Any:

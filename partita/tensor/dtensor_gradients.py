@@ -36,7 +36,7 @@ from partita.redistribute import plan
 from .arguments import admit
 from .dtensor import DTensor, carry_all, moved, tagged
 from .op_facts import enter_function, find_getter, implements
-from .origins import find_origin, note_gradient
+from .origins import ORIGIN, find_origin, note_gradient
 from .tensor_state import (
     HERE,
     Spec,
@@ -52,7 +52,10 @@ from .tensor_state import (
 T: Any = torch.Tensor
 _base: Any = torch._C.TensorBase
 _data, _grad = _base.data, _base.grad
-_requires_grad, _hooks = _base.requires_grad.__get__, _base._backward_hooks.__get__
+_requires_grad = _base.requires_grad.__get__
+# Private torch: the dictionaries of a tensor's hooks, which no public function returns.
+hooks_of_backward = _base._backward_hooks.__get__
+hooks_of_gradient = _base._post_accumulate_grad_hooks.__get__
 
 
 def _show_gradient(x: torch.Tensor) -> None:
@@ -87,11 +90,11 @@ def gradient_of(x: DTensor) -> DTensor | None:
             grad = grad.to_dense()
         if grad.requires_grad:
             typed = tagged(_alias_with_history(grad), spec)
-            note_gradient(typed, find_origin(x))
+            note_gradient(typed, x)
             return typed
         typed = tagged(grad.detach(), spec)
         own_state(typed).gradient_of = weakref.ref(x)
-        note_gradient(typed, find_origin(x))
+        note_gradient(typed, x)
         _grad.__set__(x, typed)
         return typed
 
@@ -114,7 +117,7 @@ def _set_grad(x: torch.Tensor, grad: torch.Tensor | None) -> None:
     else:
         grad = _lay_out_gradient(x, grad)
         if find_origin(grad) is None:
-            note_gradient(grad, find_origin(x))
+            note_gradient(grad, x)
         with Unheard():
             fits = grad.shape == x.shape
         if not fits:  # ZeRO leaves each rank a shard of it
@@ -317,7 +320,8 @@ def type_hook(x: torch.Tensor, hook: Callable[..., Any]) -> Callable[[torch.Tens
         leaf = None if known[0] is None else known[0]()
         now: Spec = spec if leaf is None else leaf._spec  # type: ignore[attr-defined, assignment]
         typed = tagged(_alias_with_history(grad), now.gradient)
-        note_gradient(typed, made)
+        if made is not None:
+            typed.__dict__[ORIGIN] = made.gradient
         out = hook(typed)
         if not isinstance(out, torch.Tensor):
             return out
@@ -351,7 +355,7 @@ def _register_post_accumulate_grad_hook(x: DTensor, hook: Callable[..., Any]) ->
     with Local():
         handle = x.register_post_accumulate_grad_hook(typed)
         note = typed.note  # type: ignore[attr-defined]
-        hooks = _hooks(x)
+        hooks = hooks_of_backward(x)
         hooks[handle.id] = hooks.pop(note.id)
     handle.extra_dict_ref += (note.hooks_dict_ref,)  # so that its `remove` takes off both
     return handle
@@ -393,12 +397,19 @@ def requiring_grad(x: torch.Tensor) -> Iterator[None]:
                 x.requires_grad_(False)
 
 
-def has_user_hooks(hooks: Any) -> bool:
-    """True if any of a tensor's hooks is the user's. Those of ours do not show in one process."""
-    return any(
-        hasattr(hook, "hook") or not str(getattr(hook, "__module__", "")).startswith("partita.")
-        for hook in (hooks or {}).values()
-    )
+def user_hooks_of(t: torch.Tensor) -> tuple[Any, ...]:
+    """The hooks that the user has registered on a tensor, and on its gradient's accumulation."""
+    with Local():
+        one, other = hooks_of_backward(t), hooks_of_gradient(t)
+    if not one and not other:
+        return ()
+    return (*select_user_hooks(one), *select_user_hooks(other))
+
+
+def select_user_hooks(hooks: Any) -> tuple[Any, ...]:
+    """The hooks that are not partita's own, which do not show in one process."""
+    found = [getattr(hook, "hook", hook) for hook in (hooks or {}).values()]
+    return tuple([h for h in found if not str(getattr(h, "__module__", "")).startswith("partita.")])
 
 
 DTensor.grad = property(gradient_of, _set_grad, _del_grad)  # type: ignore[assignment]
@@ -575,11 +586,11 @@ def mark_settled(x: DTensor) -> None:
                 handle = x.register_hook(
                     lambda g: None if g is None else _restore_partial_gradient(known())
                 )
-            watch = own_state(x).reopens = (handle.id, _hooks(x)[handle.id])
+            watch = own_state(x).reopens = (handle.id, hooks_of_backward(x)[handle.id])
         # Private torch: to register a hook costs 3 microseconds for each parameter and step, a hook
         # that is called for nothing 6.
         number, hook = watch
-        _hooks(x)[number] = hook
+        hooks_of_backward(x)[number] = hook
 
 
 def _unmark_settled(x: DTensor) -> None:
@@ -588,7 +599,7 @@ def _unmark_settled(x: DTensor) -> None:
     if watch is not None:
         number, _ = watch
         with Local():
-            _hooks(x).pop(number, None)
+            hooks_of_backward(x).pop(number, None)
 
 
 def is_watched(x: torch.Tensor) -> bool:
@@ -598,7 +609,7 @@ def is_watched(x: torch.Tensor) -> bool:
         return False
     number, _ = watch
     with Local():
-        return number in _hooks(x)
+        return number in hooks_of_backward(x)
 
 
 def drop_references(x: DTensor) -> Callable[[DTensor], None]:
@@ -613,7 +624,7 @@ def drop_references(x: DTensor) -> Callable[[DTensor], None]:
     with Local():
         # Torch warns of who reads it of a result.
         grad = _grad.__get__(x) if x.is_leaf or x.retains_grad else None
-        hooks = [h for h in (_hooks(x) or {}).values() if hasattr(h, "known")]
+        hooks = [h for h in (hooks_of_backward(x) or {}).values() if hasattr(h, "known")]
     if isinstance(grad, DTensor):
         own_state(grad).gradient_of = None
     for hook in hooks:

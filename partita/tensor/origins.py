@@ -22,8 +22,9 @@ import sys
 import threading
 import zlib
 from collections.abc import Iterable
+from dataclasses import dataclass
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -38,12 +39,14 @@ from partita.comm import (
 
 from .tensor_state import Args, Function, Kwargs, Spec
 
-_ATTRIBUTE = "_origin"
+ORIGIN = "_origin"
+"""The attribute of a tensor that has its `TensorOrigin`."""
 _MASK = (1 << 62) - 1
 _FACTOR = 1000003
 
 
-class TensorOrigin(NamedTuple):
+@dataclass(eq=False)
+class TensorOrigin:
     """The call that made a tensor.
 
     Attributes:
@@ -57,7 +60,8 @@ class TensorOrigin(NamedTuple):
     at: int
     times: int
 
-    def of_gradient(self) -> TensorOrigin:
+    @functools.cached_property
+    def gradient(self) -> TensorOrigin:
         """The origin of the gradient of this tensor."""
         return TensorOrigin(self.number ^ 1, self.code, self.at, self.times)
 
@@ -89,7 +93,7 @@ def note_origin(out: torch.Tensor, wire: Wire) -> None:
     code, at = _find_call(sys._getframe(1))
     place = _digest_of_place(code, at)
     times = wire.sites[place] = wire.sites.get(place, 0) + 1
-    out.__dict__[_ATTRIBUTE] = TensorOrigin((place * 31 + times) & _MASK, code, at, times)
+    out.__dict__[ORIGIN] = TensorOrigin((place * 31 + times) & _MASK, code, at, times)
 
 
 def _find_call(frame: FrameType) -> tuple[CodeType, int]:
@@ -100,7 +104,9 @@ def _find_call(frame: FrameType) -> tuple[CodeType, int]:
 def _digest_arguments(given: Iterable[Any], number: int) -> int:
     """`number` with the numbers among the arguments of a call, and the origins of its tensors."""
     for x in given:
-        if isinstance(x, torch.Tensor):
+        if x is None:
+            found = 0
+        elif isinstance(x, torch.Tensor):
             made = find_origin(x)
             found = 0 if made is None else made.number
         elif isinstance(x, (int, float)):
@@ -117,10 +123,11 @@ def _digest_arguments(given: Iterable[Any], number: int) -> int:
     return number
 
 
-def note_gradient(grad: torch.Tensor, made: TensorOrigin | None) -> None:
-    """Note that `grad` is the gradient of a tensor of this origin, if that is known."""
+def note_gradient(grad: torch.Tensor, x: torch.Tensor) -> None:
+    """Note that `grad` is the gradient of `x`, if the origin of `x` is known."""
+    made: TensorOrigin | None = x.__dict__.get(ORIGIN)
     if made is not None:
-        grad.__dict__[_ATTRIBUTE] = made.of_gradient()
+        grad.__dict__[ORIGIN] = made.gradient
 
 
 class NotingKernel:
@@ -154,7 +161,7 @@ def note_origins_of(
         made = None if kept is None else find_origin(kept)
     several = isinstance(out, (tuple, list))
     for i, x in enumerate(out if several else (out,)):
-        if not isinstance(x, torch.Tensor) or _ATTRIBUTE in x.__dict__:
+        if not isinstance(x, torch.Tensor) or ORIGIN in x.__dict__:
             continue
         if not keeps_origin:
             if made is None:
@@ -162,14 +169,14 @@ def note_origins_of(
                 number = _digest_arguments(given, _digest_of_place(code, at))
                 made = TensorOrigin(number, code, at, 0)
             number = made.number + i & _MASK
-            x.__dict__[_ATTRIBUTE] = TensorOrigin(number, made.code, made.at, 0)
+            x.__dict__[ORIGIN] = TensorOrigin(number, made.code, made.at, 0)
         elif made is not None:
-            x.__dict__[_ATTRIBUTE] = made
+            x.__dict__[ORIGIN] = made
 
 
 def find_origin(x: torch.Tensor) -> TensorOrigin | None:
     """The origin of a tensor, where it was noted; of a gradient, that of whose gradient it is."""
-    made: TensorOrigin | None = x.__dict__.get(_ATTRIBUTE)
+    made: TensorOrigin | None = x.__dict__.get(ORIGIN)
     return made
 
 

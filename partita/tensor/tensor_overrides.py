@@ -651,11 +651,14 @@ def is_read_in_part(x: torch.Tensor) -> bool:
     return isinstance(x, DTensor) and _global_view() and not x._spec.is_whole
 
 
-def _read_scalar(x: torch.Tensor | float) -> Any:
-    if not isinstance(x, torch.Tensor):  # a number that C++ had wrapped, as a node saves it
+_NUMBERS = frozenset((int, float, bool, complex))
+
+
+def _read_scalar(x: Any) -> Any:
+    if type(x) in _NUMBERS:  # C++ had wrapped it, as a node saves it
         return x
     if is_read_in_part(x):
-        return read_number(x)  # type: ignore[arg-type]
+        return read_number(x)
     with DisableTorchFunction():
         value = _value_held(x)
     while type(value) is list:

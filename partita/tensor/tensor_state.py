@@ -6,8 +6,8 @@ a plan is looked up by the identity of its operands' specs.
 
 What else is remembered of a tensor is one `TensorState` in one attribute, so that it is clear what
 a copy does not take over, and what a tensor that takes another's place must be given. A view copy
-(see `aliasing`) has its `Origin` there. Of a thread, which runs a rank, `HERE` has who is told of
-what runs in it, where torch has no hook for that: rematerialisation, a capture, `explain`.
+has its `CopiedView` there (see `aliasing`). For a thread, which runs a rank, `HERE` has what
+follows its calls where torch has no hook for that: rematerialisation, a capture, `explain`.
 """
 
 from __future__ import annotations
@@ -304,7 +304,7 @@ class TensorState:
     Attributes:
         rest: the layouts in which ZeRO keeps its gradient and its update.
         gradient_of: the tensor whose `.grad` this object is, or was.
-        origin: of a view copy, what it was copied from (an `Origin`).
+        copied_view: of a view copy, what it was copied from (a `CopiedView`).
         retyped: an alias of it in the last other layout that an op needed.
         reopens: the number of a hook that makes a reduced gradient partial again before backward
             adds to it, and the hook. It is taken off and registered again in every step.
@@ -319,7 +319,7 @@ class TensorState:
 
     rest: Rest | None = None
     gradient_of: weakref.ref[Any] | None = None
-    origin: Any = None
+    copied_view: Any = None
     retyped: RetypedValue | None = None
     reopens: tuple[int, Any] | None = None
     unseen_writes: int = 0
@@ -345,6 +345,11 @@ def state_of(x: torch.Tensor) -> TensorState:
     return state
 
 
+def states_of(tensors: Iterable[torch.Tensor]) -> list[TensorState]:
+    """`state_of` each."""
+    return [x.__dict__.get(_STATE, _NOTHING) for x in tensors]
+
+
 def own_state(x: torch.Tensor) -> TensorState:
     """The state of `x` alone, to be written."""
     state: TensorState | None = x.__dict__.get(_STATE)
@@ -359,10 +364,13 @@ def count_writes(x: torch.Tensor) -> int:
         return 0 if x.is_inference() else x._version
 
 
-def count_writes_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+def count_writes_of(tensors: Sequence[torch.Tensor]) -> list[int]:
     """`count_writes` of each."""
     with Unheard():
-        return [0 if x.is_inference() else x._version for x in tensors]
+        try:
+            return [x._version for x in tensors]
+        except RuntimeError:  # one was made in inference mode and has no version
+            return [count_writes(x) for x in tensors]
 
 
 def count_unseen_writes(x: torch.Tensor) -> int:
@@ -373,6 +381,15 @@ def count_unseen_writes(x: torch.Tensor) -> int:
     """
     state = state_of(x)
     return state.unseen_writes + (0 if state.data is None else count_writes(state.data))
+
+
+def count_unseen_writes_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """`count_unseen_writes` of each."""
+    # Of nearly all there is nothing to count, and a step of ZeRO calls this for each gradient.
+    return [
+        state.unseen_writes if state.data is None else count_unseen_writes(x)
+        for x, state in zip(tensors, states_of(tensors), strict=True)
+    ]
 
 
 def note_unseen_write(x: torch.Tensor) -> None:
@@ -402,7 +419,7 @@ def was_written_since(x: torch.Tensor, count: int) -> bool:
 
 
 @dataclass(slots=True)
-class Origin:
+class CopiedView:
     """What a view copy is of: `view(source, *args, **kwargs)`, of several results number `index`.
 
     A view copy has memory of its own and would be a view on one device, where a view shows what is
@@ -454,8 +471,8 @@ class Origin:
 def current(x: Any) -> Any:
     """`x`; where it is a view copy that is out of date, the same part of its source as it is
     now."""
-    origin = state_of(x).origin
-    return x if origin is None else origin.take_again(x)
+    copied = state_of(x).copied_view
+    return x if copied is None else copied.take_again(x)
 
 
 # -- who watches a thread --------------------------------------------------------------------------
@@ -547,14 +564,13 @@ HERE = _Here()
 # is expected of it.
 
 
+backward_pass = torch._C._current_graph_task_id
+"""Returns the number of the backward pass that is at work: no two have the same. -1 if none is."""
+
+
 def in_backward() -> bool:
-    """Is a backward pass at work?"""
-    return torch._C._current_graph_task_id() != -1
-
-
-def backward_pass() -> int:
-    """The number of the backward pass that is at work: no two have the same. -1 if none is."""
-    return torch._C._current_graph_task_id()
+    """True if a backward pass is at work."""
+    return backward_pass() != -1
 
 
 def frees_graph() -> bool:

@@ -66,11 +66,13 @@ from .tensor_state import (
 
 
 def holds_dtensor(value: Any) -> bool:
-    """Is it a DTensor, or are there any in its lists and dicts?"""
+    """True if it is a DTensor, or a module, list or dictionary that holds one."""
     if isinstance(value, DTensor):
         return True
-    if isinstance(value, dict):
-        return any(map(holds_dtensor, value.values()))
+    if isinstance(value, torch.nn.Module):
+        value = [*value.parameters(), *value.buffers()]
+    elif isinstance(value, dict):
+        value = [*value.values()]
     return isinstance(value, (tuple, list)) and any(map(holds_dtensor, value))
 
 
@@ -98,25 +100,6 @@ def put_in_place_of(name: str, function: Function, *homes: Any) -> Any:
     if builtin is not None:
         _builtins._register_builtin(function, builtin)
     return replaced
-
-
-def take_place_of(found: Any, make: Callable[[Function], Function]) -> Function:
-    """Have a Python function of torch's run `make(plain)`, whoever has imported it by now.
-
-    Returns:
-        `plain`: a function that does what `found` did.
-    """
-    plain: Function = copy_function(found, found.__globals__)
-    name = f"_partita_{found.__name__}"
-    found.__globals__[name] = make(plain)
-    found.__signature__ = inspect.signature(plain)
-    source = f"def {found.__name__}(*args, **kwargs): return {name}(*args, **kwargs)"
-    space: dict[str, Any] = {}
-    # Under torch's file name: Dynamo enters it, and no line of the user's is sought in it.
-    exec(compile(source, found.__code__.co_filename, "exec"), space)
-    found.__code__ = space[found.__name__].__code__
-    found.__defaults__ = found.__kwdefaults__ = None
-    return plain
 
 
 # -- tensors that exchange their contents ----------------------------------------------------------
@@ -331,17 +314,13 @@ _refuse_calls(torch.jit.ScriptFunction)
 _refuse_calls(torch._C.ScriptMethod)
 
 
-def _tensors_of_module(f: Any) -> list[torch.Tensor]:
-    return [*f.parameters(), *f.buffers()] if isinstance(f, torch.nn.Module) else []
-
-
 def _trace_or_refuse(func: Any, example_inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
-    _refuse_dtensors("torch.jit.trace", (example_inputs, kwargs, _tensors_of_module(func)))
+    _refuse_dtensors("torch.jit.trace", (func, example_inputs, kwargs))
     return _plain_trace(func, example_inputs, *args, **kwargs)
 
 
 def _create_script_module(nn_module: Any, *args: Any, **kwargs: Any) -> Any:
-    _refuse_dtensors(f"torch.jit of {type(nn_module).__name__}", _tensors_of_module(nn_module))
+    _refuse_dtensors(f"torch.jit of {type(nn_module).__name__}", nn_module)
     return _plain_script_module(nn_module, *args, **kwargs)
 
 

@@ -32,6 +32,7 @@ from partita.comm import Wire
 from partita.comm.agreement import is_alone
 from partita.comm.device import default_generator
 from partita.comm.ranks import RankWire
+from partita.comm.torch_distributed import wrap_in_place
 from partita.layout import Fix, LayoutError
 
 from .arguments import admit, spec_of_plain
@@ -47,7 +48,7 @@ from .tensor_state import (
     make_two_meshes_error,
     next_node,
 )
-from .torch_patches import holds_dtensor, take_place_of
+from .torch_patches import holds_dtensor
 
 # -- transforms ------------------------------------------------------------------------------------
 
@@ -285,7 +286,7 @@ def _make_transform(name: str, transform: Function) -> Function:
 
 
 for _name in _TRANSFORMS:
-    take_place_of(getattr(torch.func, _name), functools.partial(_make_transform, _name))
+    wrap_in_place(getattr(torch.func, _name), functools.partial(_make_transform, _name))
 
 
 # -- control flow ----------------------------------------------------------------------------------
@@ -304,23 +305,13 @@ def _meets_dtensors(*values: Any) -> bool:
             value = value.func
         if isinstance(value, types.MethodType):
             value = value.__self__
-        if isinstance(value, torch.nn.Module):
-            if holds_dtensor([*value.parameters(), *value.buffers()]):
-                return True
-        elif isinstance(value, types.FunctionType):
+        if isinstance(value, types.FunctionType):
             used = inspect.getclosurevars(value)
             held = [*used.nonlocals.values(), *used.globals.values()]
-            if any(map(_holds_dtensors, (*held, *(value.__defaults__ or ())))):
-                return True
-        elif isinstance(value, DTensor):
+            value = [*held, *(value.__defaults__ or ())]
+        if holds_dtensor(value):
             return True
     return False
-
-
-def _holds_dtensors(value: Any) -> bool:
-    if isinstance(value, torch.nn.Module):
-        return holds_dtensor([*value.parameters(), *value.buffers()])
-    return holds_dtensor(value)
 
 
 def _run_in_python(meaning: Function, plain: Function) -> Function:
@@ -430,7 +421,7 @@ def _slice_by_rule(
 OVERRIDES[torch.ops.aten.slice] = _slice_by_rule  # with which torch's scan takes x apart
 
 
-_plain_associative_scan = take_place_of(
+_plain_associative_scan = wrap_in_place(
     control_flow.associative_scan, functools.partial(_run_in_python, _run_associative_scan)
 )
 for _function, _meaning in (
@@ -439,4 +430,4 @@ for _function, _meaning in (
     (control_flow.map, _run_map),
     (control_flow.scan, _run_scan),
 ):
-    take_place_of(_function, functools.partial(_run_in_python, _meaning))
+    wrap_in_place(_function, functools.partial(_run_in_python, _meaning))

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ..collective import PendingSum, PendingWork, Request, Splits
+from ..device import empty_like
 
 WayOfSum = Literal["own", "gather", "exchange"]
 """How an all-reduce sums: "own", by the backend's own; "gather", every rank gathers all shares and
@@ -109,10 +110,10 @@ class Backend:
         shares: Sequence[torch.Tensor]
         if n == 2:  # one message each, and no copy
             mine, x = x.view(2, -1).unbind()[:: 1 - 2 * rank]
-            came, splits = torch.empty_like(mine), Splits.of([each, 0] if rank else [0, each])
+            came, splits = empty_like(mine), Splits.of([each, 0] if rank else [0, each])
             shares = mine, came  # a + b is b + a: in rank order whichever is whose
         else:
-            came, splits = torch.empty_like(x), Splits.evenly(n, each)
+            came, splits = empty_like(x), Splits.evenly(n, each)
             shares = came.view(n, -1).unbind()
         ask = Request("all_to_all", request.move, request.op, get=splits, send=splits)
         return PendingSum(self.native(group, came.view(-1), x.view(-1), ask), shares, out.view(-1))

@@ -37,6 +37,7 @@ from partita.comm.collective import (
     all_gather,
     all_to_all,
 )
+from partita.comm.device import new_empty
 
 from ..graph_nodes import Section, note_of, section_of
 from ..program import Axes, Call, Groups
@@ -279,7 +280,7 @@ def _request_of(node: fx.Node) -> Request:
 def _run_into_new(
     wire: Wire, axes: Axes, request: Request, shape: torch.Size, x: torch.Tensor
 ) -> torch.Tensor:
-    out = x.new_empty(shape)
+    out = new_empty(x, shape)
     wire.run_collective(out, x.contiguous(), axes, request)
     return out
 

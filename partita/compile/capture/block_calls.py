@@ -406,7 +406,7 @@ class _BlockCall:
 
     def _check_unwritten(self) -> None:
         """Raise NotABlock if a tensor that backward may read was written since."""
-        if count_writes_of(t for t, _ in self._versions) != [n for _, n in self._versions]:
+        if count_writes_of([t for t, _ in self._versions]) != [n for _, n in self._versions]:
             raise NotABlock(self.trace.kind, "what it takes or gives is written before backward")
 
     def backward(

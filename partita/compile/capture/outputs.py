@@ -31,6 +31,7 @@ from torch.utils import _pytree as pytree
 from partita.comm import TraceWire, Wire, user_line
 from partita.layout import Fix
 from partita.tensor.dtensor import DTensor, tagged
+from partita.tensor.dtensor_gradients import user_hooks_of
 from partita.tensor.tensor_state import Spec, spec_of, state_of
 
 from ..arguments import flatten_call
@@ -46,7 +47,6 @@ from ..guards.values import (
     brief,
     is_user_module,
     user_attributes_of,
-    user_hooks_of,
 )
 from ..program import Input, Output, ResultPlace, border_of
 from .block_traces import is_block_node

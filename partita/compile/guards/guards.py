@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from partita.comm import enabled_autocast_dtypes, read_autocast_state
 from partita.tensor.dtensor import DTensor, short_dtype
+from partita.tensor.dtensor_gradients import user_hooks_of
 from partita.tensor.tensor_state import state_of
 
 from ..arguments import flatten_call
@@ -55,7 +56,6 @@ from .values import (
     shorten_text,
     text_of,
     user_attributes_of,
-    user_hooks_of,
     whole_key,
 )
 

@@ -32,6 +32,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from partita.tensor.dtensor_gradients import select_user_hooks
+
 from ..capture.fakes import Substitutes
 from .bytecode import (
     dotted_names,
@@ -60,7 +62,6 @@ from .values import (
     has_raw_content,
     has_settings,
     holds_no_more,
-    hooks_of_user,
     is_container,
     is_iterator,
     is_recorded,
@@ -167,7 +168,7 @@ class ReadRecord(PlaceRecord):
                 for key in _GLOBAL_HOOKS:
                     self.read_place(Place(key, _MODULES, key), _MODULES[key])
                 for key in _OPTIMIZER_HOOKS:
-                    get = functools.partial(hooks_of_user, _OPTIMIZERS[key])
+                    get = functools.partial(select_user_hooks, _OPTIMIZERS[key])
                     self.read_place(Place(key, _OPTIMIZERS, key, get), shallow=True)
                 for name, value in arguments:
                     self.reach_value(value, name)

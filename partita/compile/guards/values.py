@@ -42,6 +42,11 @@ import torch
 from torch import nn
 from torch._C import DisableTorchFunctionSubclass as Local
 
+from partita.tensor.dtensor_gradients import (
+    hooks_of_backward,
+    hooks_of_gradient,
+    select_user_hooks,
+)
 from partita.tensor.tensor_state import OURS
 
 from ..capture.fakes import Substitutes
@@ -905,11 +910,6 @@ def runs_in_frame(f: types.FunctionType, frame: FrameType) -> bool:
 # Attributes that partita sets, and that torch sets on a parameter.
 OWN_ATTRIBUTES = OURS | {"_is_param"}
 
-# Private torch: the dictionaries of a tensor's hooks, which no public function returns.
-_base: Any = torch._C.TensorBase
-_hooks_of_backward = _base._backward_hooks.__get__
-_hooks_of_gradient = _base._post_accumulate_grad_hooks.__get__
-
 
 def user_attributes_of(t: torch.Tensor) -> tuple[str, ...]:
     """The names of the attributes that a program has set on a tensor, as `_no_weight_decay`."""
@@ -921,29 +921,14 @@ def _names_of_user(names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple([n for n in names if n not in OWN_ATTRIBUTES and not n.startswith("_dynamo")])
 
 
-def user_hooks_of(t: torch.Tensor) -> tuple[Any, ...]:
-    """The hooks that the user has registered on a tensor, and on its gradient's accumulation."""
-    with Local():
-        one, other = _hooks_of_backward(t), _hooks_of_gradient(t)
-    if not one and not other:
-        return ()
-    return (*hooks_of_user(one), *hooks_of_user(other))
-
-
 def hang_hooks(tensor: torch.Tensor, fake: torch.Tensor) -> list[Any]:
     """Register the user's hooks of a leaf on its fake, so that they are traced; the handles."""
     if not tensor.is_leaf:  # autograd calls them outside the graph, when it goes on from there
         return []
-    found = [fake.register_hook(hook) for hook in hooks_of_user(tensor._backward_hooks)]
-    for hook in hooks_of_user(getattr(tensor, "_post_accumulate_grad_hooks", None)):
+    found = [fake.register_hook(hook) for hook in select_user_hooks(tensor._backward_hooks)]
+    for hook in select_user_hooks(getattr(tensor, "_post_accumulate_grad_hooks", None)):
         found.append(fake.register_post_accumulate_grad_hook(hook))
     return found
-
-
-def hooks_of_user(hooks: Any) -> tuple[Any, ...]:
-    """The hooks that are not partita's own, which do in eager what the graph does by itself."""
-    found = [getattr(hook, "hook", hook) for hook in (hooks or {}).values()]
-    return tuple([h for h in found if not str(getattr(h, "__module__", "")).startswith("partita.")])
 
 
 class AttributesAndHooks:
@@ -971,8 +956,8 @@ class AttributesAndHooks:
         """Numbers and names of attributes and the numbers of hooks; the dictionaries and hooks."""
         with Local():
             tables = [
-                *map(_hooks_of_backward, self._hooked),
-                *map(_hooks_of_gradient, self._hooked),
+                *map(hooks_of_backward, self._hooked),
+                *map(hooks_of_gradient, self._hooked),
             ]
         there = [table for table in tables if table is not None]
         counts = [*map(len, map(vars, self._attributed))], [*map(len, there)]

@@ -903,7 +903,8 @@ class Zero(ShardedState):
             pieces = one.finish()
             for p, place in one.places.items():
                 g = pieces[place].to(_dtype(p))
-                found[p] = found[p] + g if p in found else g
+                if (before := found.setdefault(p, g)) is not g:
+                    found[p] = before + g
         self._check_order_of_hooks(found, counts)
         return found
 
@@ -921,7 +922,8 @@ class Zero(ShardedState):
         if counts is None:
             return
         here, number = self.pass_at_work(), backward_pass()
-        here.complete.difference_update(found)
+        if here.complete:
+            here.complete.difference_update(found)
         around = [other for other in self._passes.values() if other is not here]
         if not around and not here.nested:
             return

@@ -451,7 +451,7 @@ def _keep_from_the_next_graph(group: FsdpGroup) -> None:
     The engine restores the thread's state, hooks included, for each node: nobody has to remove
     these.
     """
-    if in_backward() and torch.is_grad_enabled():
+    if torch.is_grad_enabled() and in_backward():
         _SavedTensorHooks(_ForwardCall(group, False))
 
 

@@ -262,7 +262,7 @@ def _step_as_plain(
         for t in tensors:
             t.__class__ = typed
     for p in params:
-        for name, value in state[p].items() if p in state else ():
+        for name, value in (state.get(p) or {}).items():
             # A scalar that belongs to no element (the count of steps, ASGD's eta) stays plain.
             if type(value) is not plain or name == "step":
                 continue
@@ -277,7 +277,9 @@ def _list_tensors(optimizer: Optimizer, params: list[DTensor]) -> list[Any]:
         tensors: list[Any] = [g for p in params if (g := _grad(p)) is not None]
     tensors += params
     for p in params:
-        tensors += [v for v in (state.get(p) or {}).values() if isinstance(v, DTensor)]
+        tensors += [
+            v for v in (state.get(p) or {}).values() if type(v) is DTensor or isinstance(v, DTensor)
+        ]
     return tensors
 
 
@@ -301,7 +303,8 @@ def _lie_alike(optimizer: Optimizer, params: list[DTensor]) -> bool:
     for p, grad in zip(params, grads, strict=True):
         if grad is None:
             continue
-        if not isinstance(grad, DTensor) or grad._spec is not settled_spec(p):
+        is_dtensor = type(grad) is DTensor or isinstance(grad, DTensor)
+        if not is_dtensor or grad._spec is not settled_spec(p):
             return False
     states = optimizer.state
     for p in params:

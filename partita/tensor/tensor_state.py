@@ -388,7 +388,8 @@ def count_unseen_writes_of(tensors: Sequence[torch.Tensor]) -> list[int]:
     # Of nearly all there is nothing to count, and a step of ZeRO calls this for each gradient.
     return [
         state.unseen_writes if state.data is None else count_unseen_writes(x)
-        for x, state in zip(tensors, states_of(tensors), strict=True)
+        for x in tensors
+        for state in [x.__dict__.get(_STATE, _NOTHING)]
     ]
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -108,6 +109,12 @@ class ShardedState:
 
 # -- one block -------------------------------------------------------------------------------------
 
+
+def are_same(some: Sequence[DTensor], others: Sequence[DTensor]) -> bool:
+    """True if both are the same parameters in the same order."""
+    return some is others or (len(some) == len(others) and all(map(is_, some, others)))
+
+
 _dtype = torch._C.TensorBase.dtype.__get__  # type: ignore[attr-defined]
 _device = torch._C.TensorBase.device.__get__  # type: ignore[attr-defined]
 _requires_grad = torch._C.TensorBase.requires_grad.__get__  # type: ignore[attr-defined]
@@ -126,9 +133,11 @@ class FsdpGroup:
         depth: forwards of the block that have begun and not ended.
         needed: the last backward read the parameters, as far as is known.
         calls_in_backward: the forwards whose backward has begun and not ended.
-        held_gradients: unsharded gradients that were kept, by number of the flat.
+        held_gradients: unsharded gradients that were kept, and the shards that they are of, by
+            number of the flat.
         installed: the gathered parameters that the modules hold.
-        versions: of the shards when they were gathered, as autograd counts them.
+        gathered: the shards of what is gathered or under way; empty where nothing is.
+        versions: of these shards when they were gathered, as autograd counts them.
         unseen_writes: the writes of the shards until then that autograd does not count.
         largest_nbytes: of what is gathered, on the rank that has most.
         members: for each flat, the numbers of the parameters in it; `order`, of all flats.
@@ -139,25 +148,25 @@ class FsdpGroup:
 
     def __init__(self, zero: Zero, block: Block):
         self._begin_with(zero, block)
-        self._rebuild_buffers(self.shards())
+        self.fit_buffers(self.shards())
 
     def _begin_with(self, zero: Zero, block: Block) -> None:
         self.zero, self.name, self.slots = zero, block.name, block.slots
         self.modules = block.modules
         self.depth = 0
         self.calls_in_backward: set[Any] = set()
-        self.held_gradients: dict[int, PartialGradients] = {}
+        self.held_gradients: dict[int, tuple[Sequence[DTensor], PartialGradients]] = {}
         self.installed: list[InstalledParameter] = []
         self.versions: list[int] = []
         self.unseen_writes: list[int] = []
-        self._shards: list[DTensor] = []
+        self.gathered: Sequence[DTensor] = ()
         self.members: list[list[int]] = []
         self.flats: list[FlatBuffer] = []
         self._kinds: list[Any] = []
         self.largest_nbytes = 0
         self._specs: list[Spec] = []
         self.order: list[int] = []
-        self._places: list[tuple[nn.Module, str, DTensor, Spec]] = []
+        self._places: list[tuple[nn.Module, str, int, Spec]] = []
         self.saves_unseen = False
         self.open_forwards: list[Any] = []
 
@@ -169,9 +178,9 @@ class FsdpGroup:
     def __setstate__(self, state: Any) -> None:
         self._begin_with(*state)
 
-    def _rebuild_buffers(self, shards: Sequence[DTensor]) -> None:
-        """Make the flat buffers for the parameters as they are now: `model.to(dtype)` changes
-        them."""
+    def fit_buffers(self, shards: Sequence[DTensor]) -> None:
+        """Make flat buffers for `shards`, if those that there are do not fit: `model.to(dtype)`
+        changes the parameters."""
         with Local():
             kinds = [(_dtype(p), _device(p), p._spec) for p in shards]
         if kinds == self._kinds:
@@ -205,31 +214,28 @@ class FsdpGroup:
             for (dtype, _), members in by_kind.items()
         ]
 
-    def shards(self) -> list[DTensor]:
+    def shards(self) -> Sequence[DTensor]:
         """The parameters at rest, as the modules hold them now."""
-        if not self.installed:
-            self._shards = [
-                p if (p := s[0].owner._parameters.get(s[0].attr)) is not None else s[0].parameter  # type: ignore[misc]
-                for s in self.slots
-            ]
-        return self._shards
-
-    def shards_in(self, k: int) -> list[DTensor]:
-        """The parameters at rest that one flat buffer gathers."""
-        shards = self.shards()
-        return [shards[i] for i in self.members[k]]
+        if self.installed:
+            return self.gathered
+        return [
+            p if (p := s[0].owner._parameters.get(s[0].attr)) is not None else s[0].parameter  # type: ignore[misc]
+            for s in self.slots
+        ]
 
     @property
-    def holds_own_shards(self) -> bool:
-        """Are the shards in their places?
+    def holds_shards(self) -> bool:
+        """True if the modules hold parameters that are sharded as `zero` shards them.
 
-        `torch.func.functional_call` puts other values there, a program sets `p.data` to one of
-        another layout, or unties a weight. Such values are not gathered: ops use them as they lie.
+        They may be others than before (`torch.func.functional_call` with parameters of a copy). If
+        a program puts other values there, sets `p.data` to one of another layout, or unties a
+        weight, nothing is gathered: ops use such values as they lie.
         """
         if self.installed:
             return True
-        for owner, attr, p, spec in self._places:
-            if owner._parameters.get(attr) is not p or p._spec is not spec:  # type: ignore[comparison-overlap]
+        for owner, attr, identity, spec in self._places:
+            p: Any = owner._parameters.get(attr)
+            if id(p) != identity or p._spec is not spec:
                 break
         else:
             if self._places:
@@ -237,14 +243,18 @@ class FsdpGroup:
         return self._find_places()
 
     def _find_places(self) -> bool:
-        """`holds_own_shards` in full; notes the places for a quick comparison next time."""
+        """`holds_shards` in full; notes the places for a quick comparison next time.
+
+        By id: the group must not keep a parameter that is replaced. If a new one has the id of one
+        that is gone, and its layout, it is gathered as rightly.
+        """
         self._places = []
-        places: list[tuple[nn.Module, str, DTensor, Spec]] = []
+        places: list[tuple[nn.Module, str, int, Spec]] = []
         for some in self.slots:
             held: list[Any] = [s.owner._parameters.get(s.attr) for s in some]
             if not self.zero.has_sharded(held[0]) or any(p is not held[0] for p in held):
                 return False
-            places += [(s.owner, s.attr, p, p._spec) for s, p in zip(some, held, strict=True)]
+            places += [(s.owner, s.attr, id(p), p._spec) for s, p in zip(some, held, strict=True)]
         self._places = places
         return True
 
@@ -275,18 +285,24 @@ class FsdpGroup:
     def _is_ready(self) -> bool:
         return bool(self.depth or self.calls_in_backward) and all(flat.here for flat in self.flats)
 
-    def start(self) -> None:
-        """Begin to gather."""
-        if self._is_ready or not self.holds_own_shards:
+    def start(self, shards: Sequence[DTensor] | None = None) -> None:
+        """Begin to gather `shards`, or the parameters that the modules hold now."""
+        if shards is None:
+            if not self.holds_shards:
+                return
+            shards = self.shards()
+        is_other = not are_same(shards, self.gathered)
+        if self._is_ready and not is_other:
             return
-        shards = self.shards()
         versions, unseen = count_writes_of(shards), count_unseen_writes_of(shards)
-        if not self.depth and not self.calls_in_backward:
-            self._rebuild_buffers(shards)
-            if versions != self.versions or unseen != self.unseen_writes:
+        if is_other or (not self.depth and not self.calls_in_backward):
+            if is_other and not self.depth:
+                self.put_shards_back()
+            self.fit_buffers(shards)
+            if is_other or versions != self.versions or unseen != self.unseen_writes:
                 for flat in self.flats:  # what is gathered, or under way, is out of date
                     flat.release()
-        self.versions, self.unseen_writes = versions, unseen
+        self.gathered, self.versions, self.unseen_writes = shards, versions, unseen
         reason = "regather" if in_backward() else "gather"
         started = False
         for flat, members in zip(self.flats, self.members, strict=True):
@@ -297,17 +313,16 @@ class FsdpGroup:
     @property
     def is_current(self) -> bool:
         """False if a parameter was written after it was gathered."""
-        shards = self.shards()
-        unseen = [count_unseen_writes(p) for p in shards]
-        return self.versions == count_writes_of(shards) and self.unseen_writes == unseen
+        unseen = count_unseen_writes_of(self.gathered)
+        return self.versions == count_writes_of(self.gathered) and self.unseen_writes == unseen
 
-    def gather(self) -> None:
-        """Gather, and wait for it."""
-        if self._is_ready:
+    def gather(self, shards: Sequence[DTensor] | None = None) -> None:
+        """Gather `shards`, or the parameters that the modules hold now, and wait for it."""
+        if self._is_ready and are_same(shards or self.shards(), self.gathered):
             return
         if in_backward():
             self.zero.release_after_backward(self)
-        self.start()
+        self.start(shards)
         for flat in self.flats:
             flat.finish_gather()
         self.zero.note_alive()
@@ -325,7 +340,7 @@ class FsdpGroup:
             counted, unseen = saved.written[number]
             before, now = saved.version, counted + unseen if saved.is_cast else counted
         why = _CAST if saved.is_cast else ""
-        replaced_at = state_of(self.shards()[number]).replaced_at
+        replaced_at = state_of(self.gathered[number]).replaced_at
         if before == now and replaced_at > saved.unseen_writes[number]:
             before, now, why = saved.unseen_writes[number], replaced_at, _REPLACED
         if before != now:
@@ -345,6 +360,7 @@ class FsdpGroup:
         if not self.depth and not self.calls_in_backward and not self.zero.persistent:
             for flat in self.flats:
                 flat.release()
+            self.gathered = ()
 
     def end_backward(self) -> None:
         """A backward pass that gathered this block has ended, whichever gradients it computed."""
@@ -368,7 +384,7 @@ class FsdpGroup:
 
     def install(self, plain: Sequence[torch.Tensor]) -> None:
         """Put `plain`, the gathered parameters in the order of the flats, in the modules."""
-        shards = self.shards()
+        shards = self.gathered
         wholes = []
         for i, t, spec in zip(self.order, plain, self._specs, strict=True):
             whole = tagged(t, spec)
@@ -379,7 +395,7 @@ class FsdpGroup:
 
     def install_wholes(self, wholes: Sequence[tuple[int, DTensor]]) -> None:
         """Put gathered parameters in the modules, each with its number."""
-        shards = self.shards()
+        self.gathered = shards = self.shards()
         writes = count_writes_of([whole for _, whole in wholes])
         self.installed = [
             InstalledParameter(i, shards[i], whole, before, stand_for(whole, shards[i]))
@@ -529,11 +545,13 @@ class CallCounts:
 
     Attributes:
         made: by block, the calls in forward whose parameters get gradients.
-        hooked: True if the parameters had hooks of the user in the forward.
+        shards: by block, the parameters that are gathered in the forward.
+        hooked: True if they had hooks of the user then.
     """
 
+    shards: Mapping[FsdpGroup, Sequence[DTensor]]
+    hooked: bool
     made: dict[FsdpGroup, int] = field(default_factory=dict)
-    hooked: bool = False
 
 
 @dataclass
@@ -679,9 +697,8 @@ class Zero(ShardedState):
 
     def adopt_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
         """Mark the model's parameters: their gradients and updates are laid out as they are."""
-        self.parameters: list[Any] = list(parameters)
-        for p in self.parameters:
-            own_state(p).rest = Rest(p._spec, p._spec, self)
+        for p in parameters:
+            own_state(p).rest = Rest(p._spec, p._spec, self)  # type: ignore[attr-defined]
 
     # A copy of the model has a state of its own, over its own parameters, at rest.
 
@@ -692,7 +709,7 @@ class Zero(ShardedState):
         else:
             self.reset_after_abort()
         begun = self.model, self.axes, self.precision
-        return begun, self.persistent, self.groups, self.parameters
+        return begun, self.persistent, self.groups, list(self.model.parameters())
 
     def __setstate__(self, state: Any) -> None:
         begun, persistent, self.groups, parameters = state
@@ -754,9 +771,9 @@ class Zero(ShardedState):
         self._last = group
         self._gather_and_prefetch(group, self._next.get)
 
-    def enter_backward(self, group: FsdpGroup) -> None:
-        """Gather `group`, and prefetch the group that came before it in forward."""
-        self._gather_and_prefetch(group, self._find_needed_before)
+    def enter_backward(self, group: FsdpGroup, shards: Sequence[DTensor]) -> None:
+        """Gather `shards` of `group`, and prefetch the group that came before it in forward."""
+        self._gather_and_prefetch(group, self._find_needed_before, shards)
 
     def _find_needed_before(self, group: FsdpGroup) -> FsdpGroup | None:
         before = self._before.get(group)
@@ -767,7 +784,10 @@ class Zero(ShardedState):
         return None
 
     def _gather_and_prefetch(
-        self, group: FsdpGroup, follow: Callable[[FsdpGroup], FsdpGroup | None]
+        self,
+        group: FsdpGroup,
+        follow: Callable[[FsdpGroup], FsdpGroup | None],
+        shards: Sequence[DTensor] | None = None,
     ) -> None:
         """Gather `group`, and begin to gather the group that follows.
 
@@ -781,14 +801,14 @@ class Zero(ShardedState):
                 break
         waits_later = group.is_small_beside(follow(group))
         if waits_later:
-            group.start()
+            group.start(shards)
         else:
-            group.gather()
+            group.gather(shards)
         if not any(other.alive for other in self.groups if other not in coming):
             for after in coming[1:]:
                 after.start()
         if waits_later:
-            group.gather()
+            group.gather(shards)
 
     # -- backward ----------------------------------------------------------------------------------
 
@@ -841,36 +861,54 @@ class Zero(ShardedState):
         if key not in self._tokens:
             others = [other for other in self.groups if other not in self._hooked]
             self._tokens[key] = self._make_token(others if key is None else [group])
-        return self._tokens[key]
+        token = self._tokens[key]
+        # `functional_call` within a forward exchanges parameters that were there when it began.
+        if not are_same(token.counts.shards[group], group.gathered):
+            return self._make_token([group])
+        return token
 
     def _make_token(self, groups: Sequence[FsdpGroup]) -> Token:
-        counts = CallCounts(hooked=len(groups) == 1 and groups[0].has_hooks())
-        return Token(_ShardsToToken.apply(self, groups, counts, *_find_trained(groups)), counts)
+        shards = {group: group.shards() for group in groups}
+        counts = CallCounts(shards, len(groups) == 1 and groups[0].has_hooks())
+        with Local():
+            trained = [p for some in shards.values() for p in some if _requires_grad(p)]
+        return Token(_ShardsToToken.apply(self, groups, counts, *trained), counts)
 
     def send_or_keep(
         self, group: FsdpGroup, k: int, shares: PartialGradients, counts: CallCounts
     ) -> None:
-        """Begin to reduce gradients of one flat buffer, with those that were kept before; or keep
-        them under `no_sync`.
+        """Begin to reduce gradients of one flat buffer; or keep them under `no_sync`.
 
         The user's hooks run in each backward pass, on what all ranks have summed: with hooks
         nothing is kept.
         """
-        before = group.held_gradients.pop(k, None)
-        if before is not None:
-            shares = before.add(shares)
-        if self.keeps_partial_gradients and not find_hooked(group.shards_in(k)):
-            group.held_gradients[k] = shares
+        shards = counts.shards[group]
+        params = [shards[i] for i in group.members[k]]
+        if self.keeps_partial_gradients and self._may_keep(params):
+            before = group.held_gradients.get(k)
+            shares = shares if before is None else before[1].add(shares)
+            group.held_gradients[k] = shards, shares
             self.holds_partial_gradients = True
         else:
-            self.reduce(group, k, shares, counts)
+            self.reduce(group, k, shares, counts, shards)
+
+    def _may_keep(self, params: list[DTensor]) -> bool:
+        """True if partial gradients of `params` may be kept: no hook waits for them, and `finish`
+        finds them."""
+        rests = [state_of(p).rest for p in params]
+        return all(r is not None and r.owner is self for r in rests) and not find_hooked(params)
 
     def reduce(
-        self, group: FsdpGroup, k: int, shares: PartialGradients, counts: CallCounts | None
+        self,
+        group: FsdpGroup,
+        k: int,
+        shares: PartialGradients,
+        counts: CallCounts | None,
+        shards: Sequence[DTensor],
     ) -> None:
         """Begin to reduce gradients of one flat buffer, after waiting for other groups'
         reductions."""
-        params = group.shards_in(k)
+        params = [shards[i] for i in group.members[k]]
         _, _, dtype = self.precision.dtypes_of(params[0].dtype)
         for one in self._under_way:
             # A small group has computed too briefly to hide what came before it.
@@ -958,7 +996,6 @@ class Zero(ShardedState):
     def replaced(self, old: DTensor, new: DTensor) -> None:
         """`new`, laid out as `old`, has taken its place in the model (see `materialize`)."""
         own_state(new).rest = state_of(old).rest
-        self.parameters = [new if p is old else p for p in self.parameters]
 
     def show_gradient(self) -> None:
         """The program reads a gradient, or clears it: reduce the partial ones that were kept."""
@@ -989,8 +1026,10 @@ class Zero(ShardedState):
         self, groups: Sequence[FsdpGroup], counts: CallCounts | None
     ) -> None:
         for group in groups:
-            for k in list(group.held_gradients):
-                self.reduce(group, k, group.held_gradients.pop(k), counts)
+            for k, (shards, shares) in list(group.held_gradients.items()):
+                if counts is None or are_same(shards, counts.shards[group]):
+                    del group.held_gradients[k]
+                    self.reduce(group, k, shares, counts, shards)
 
     # -- after a step ------------------------------------------------------------------------------
 
@@ -1016,11 +1055,6 @@ class Zero(ShardedState):
 
     def note_alive(self) -> None:
         self.peak = max(self.peak, self.alive)
-
-
-def _find_trained(groups: Sequence[FsdpGroup]) -> list[DTensor]:
-    with Local():
-        return [p for group in groups for p in group.shards() if _requires_grad(p)]
 
 
 class _ShardsToToken(torch.autograd.Function):

@@ -23,10 +23,9 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from partita.comm import user_line
 from partita.comm.device import empty
 from partita.compile.errors import not_captured
-from partita.layout import Fix, LayoutError
+from partita.layout import Fix
 from partita.redistribute import Plan, plan
 from partita.tensor.construct import keep_attributes
 from partita.tensor.dtensor import DTensor, carry_all, keep_missing_gradients, moved, tagged
@@ -42,7 +41,6 @@ from partita.tensor.tensor_state import (
 )
 
 from .batch import replace_instances, tensors_in
-from .flat_buffer import FlatBuffer
 from .fsdp_group import (
     DIGITS_LOST,
     WRITE_AFTER,
@@ -51,6 +49,7 @@ from .fsdp_group import (
     FsdpGroup,
     SavedVersions,
     Zero,
+    are_same,
     modified_error,
 )
 from .parameters import find_hooked
@@ -96,7 +95,7 @@ class _BlockHooks:
         group.open_forwards.append(None)
         HERE.unfinished.append(self._finish_forward)
         # Nested: a tied weight's other module, or the same module again.
-        if group.depth or not group.holds_own_shards:
+        if group.depth or not group.holds_shards:
             group.depth += 1
             return None
         graded = any(t.requires_grad for t in tensors_in((args, kwargs)))
@@ -244,9 +243,10 @@ class _ForwardCall:
         group = self.group
         if self in group.calls_in_backward or not self.needs:
             return
-        group.zero.enter_backward(group)  # which finds what has been written since
+        group.zero.enter_backward(group, self.shards)  # which finds what has been written since
         group.calls_in_backward.add(self)
-        if self.runs_again and not group.installed:
+        # What runs again reads the parameters that the modules hold now.
+        if self.runs_again and not group.installed and are_same(group.shards(), self.shards):
             self._install_for_reruns()
 
     def _install_for_reruns(self) -> None:
@@ -259,7 +259,7 @@ class _ForwardCall:
         group.put_shards_back()
         for flat in group.flats:
             flat.release()
-        group.gather()
+        group.gather(self.shards)
         if installed:
             self._install_for_reruns()
 
@@ -292,14 +292,7 @@ class _ForwardCall:
 
     def reduce(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Reduce the gradients of the gathered parameters, which are in the order of the flats."""
-        group = self.group
-        if any(a is not b for a, b in zip(self.shards, group.shards(), strict=True)):
-            raise LayoutError(
-                f"the block {group.name!r} holds other parameters than in the forward of this pass",
-                place=user_line(),
-                reason="their gradients would be lost",
-                fixes=(Fix("exchange parameters after backward", "or take no nn.Parameter there"),),
-            )
+        self.group.fit_buffers(self.shards)
         if torch.is_grad_enabled() and any(g is not None and g.requires_grad for g in grads):
             self._reduce_with_history(grads)
         else:
@@ -328,8 +321,7 @@ class _ForwardCall:
 
     def _reduce_with_history(self, grads: Sequence[torch.Tensor | None]) -> None:
         """The same where the gradients are to be differentiated again (`create_graph=True`)."""
-        group, zero = self.group, self.group.zero
-        shards = group.shards()
+        group, zero, shards = self.group, self.group.zero, self.shards
         for i, g in zip(group.order, grads, strict=True):
             if g is not None:
                 p = shards[i]
@@ -419,11 +411,11 @@ class _SavedTensorHooks:
     def _pack(self, t: torch.Tensor) -> Any:
         with Local():
             at = t.data_ptr() if self._have_addresses else 0
-            for flat in self._flats:
+            for number, flat in enumerate(self._flats):
                 start, end = flat.span
                 if start <= at < end or (not at and flat.is_view_here(t)):
                     self.has_notes = self.call.needs = self.call.group.needed = True
-                    return _SavedView(self.call, flat, t)
+                    return _SavedView(self.call, number, t)
             if _dtype(t) is not self._no_cast:
                 place = _find_cast_parameter(t, self.call.group)
                 if place is not None and not self.call.group.was_written(place):
@@ -462,13 +454,14 @@ class _SavedNote(SavedVersions):
 
     def __init__(self, call: _ForwardCall, t: torch.Tensor, version: int):
         self.group, self.version, self.written = call.group, version, call.written
+        self.shards = call.shards
         self.versions, self.unseen_writes = call.group.versions, call.group.unseen_writes
         self.dtype, self.size, self.stride = t.dtype, t.size(), t.stride()
         self.offset = t.storage_offset()
 
     def tensor(self) -> torch.Tensor:
         group = self.group
-        group.gather()
+        group.gather(self.shards)
         _keep_from_the_next_graph(group)
         if (
             self.written
@@ -491,17 +484,18 @@ class _SavedNote(SavedVersions):
 class _SavedView(_SavedNote):
     """A note of a view of a gathered parameter."""
 
-    def __init__(self, call: _ForwardCall, flat: FlatBuffer, t: torch.Tensor):
+    def __init__(self, call: _ForwardCall, flat: int, t: torch.Tensor):
         super().__init__(call, t, t._version)
-        self.flat = flat
+        self.flat = flat  # by number: other parameters of the block may have other buffers
         self.is_conj, self.is_neg = t.dtype.is_complex and t.is_conj(), t.is_neg()
 
     def find_parameter(self) -> int:
-        members = self.group.members[self.group.flats.index(self.flat)]
-        return members[self.flat.find_piece(self.offset)]
+        piece = self.group.flats[self.flat].find_piece(self.offset)
+        return self.group.members[self.flat][piece]
 
     def make_again(self) -> torch.Tensor:
-        view = self.flat.make_view(self.dtype, self.offset, self.size, self.stride)
+        flat = self.group.flats[self.flat]
+        view = flat.make_view(self.dtype, self.offset, self.size, self.stride)
         view = view.conj() if self.is_conj else view
         return torch._neg_view(view) if self.is_neg else view
 
@@ -603,6 +597,7 @@ class _GraphGather:
             return
         installed = self.group.installed
         self.group.put_shards_back()
+        self.group.gathered = ()
         for one in installed:
             keep_attributes(one.whole, one.shard, one.attributes)
             if was_written_since(one.whole, one.writes):

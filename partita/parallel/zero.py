@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
@@ -45,7 +46,7 @@ from .batch import find_data_axes, tensors_in
 from .flat_buffer import FlatBuffer
 from .fsdp_group import MixedPrecision, ShardedState, Zero
 from .fsdp_hooks import refuse_no_sync, register_hooks
-from .parameters import Blocks, find_blocks
+from .parameters import Blocks, ParameterSlot, find_blocks
 from .wrappers import refuse_wrapped
 
 
@@ -138,9 +139,10 @@ def zero(
     else:
         parts = []
         for block in found:
-            params: list[Any] = [s[0].owner._parameters[s[0].attr] for s in block.slots]
-            parts.append((block.name, [p for p in params if p.requires_grad and p.ndim]))
+            held = [(some[0], some[0].parameter) for some in block.slots]
+            parts.append((block.name, [(s, p) for s, p in held if p.requires_grad and p.ndim]))
         state = GradReducer(parts, axes, stage)
+        model.register_forward_pre_hook(state.adopt_replaced)
     model.__dict__["_zero"] = state
     watch = _ForwardWatch(axes, wire, gathers=stage == 3 and not persistent)
     model.register_forward_pre_hook(watch, with_kwargs=True)
@@ -274,7 +276,7 @@ def _take_over(
     for module, state in states.items():
         state.detach_from_model()
         for number, hook in list(module._forward_pre_hooks.items()):
-            if isinstance(hook, _ForwardWatch):
+            if isinstance(hook, _ForwardWatch) or getattr(hook, "__self__", None) is state:
                 del module._forward_pre_hooks[number]
         del module.__dict__["_zero"]
     return applied
@@ -341,6 +343,10 @@ _BUCKET_BYTES = 25 << 20
 """Where gradients stay whole, small blocks are joined up to about this size: DDP's default."""
 
 
+_Held = tuple[ParameterSlot, DTensor]
+"""A parameter and a place in the model that holds it."""
+
+
 class _Bucket:
     """Parameters of one dtype, of one block or of several small ones, and their gradients.
 
@@ -352,8 +358,10 @@ class _Bucket:
         reduced: the specs of the gradients then.
     """
 
-    def __init__(self, name: str, params: list[DTensor], pieces: list[Spec], axes: tuple[str, ...]):
-        self.name, self.params, self.pieces, self.axes = name, params, pieces, axes
+    def __init__(self, name: str, held: list[_Held], axes: tuple[str, ...]):
+        self.name, self.axes = name, axes
+        self.slots, self.params = [slot for slot, _ in held], [p for _, p in held]
+        self.pieces = [shard_spec(p._spec, axes) for p in self.params]
         self._flats: dict[tuple[DTensor, ...], FlatBuffer] = {}
         self.ready: set[int] = set()
         self.sent: list[torch.Tensor] = []
@@ -407,30 +415,29 @@ class GradReducer(ShardedState):
     """Reduces the gradients of blocks as their backward ends.
 
     Args:
-        blocks: a name and the trained parameters of each.
+        blocks: a name of each, its trained parameters and where the model holds them.
         axes: the mesh axes over which gradients are partial.
         stage: 0, 1 (each rank updates its shard) or 2 (and holds its shard of a gradient only).
     """
 
     def __init__(
-        self, blocks: Iterable[tuple[str, list[DTensor]]], axes: tuple[str, ...], stage: int
+        self, blocks: Iterable[tuple[str, list[_Held]]], axes: tuple[str, ...], stage: int
     ):
         self.axes, self.stage = axes, stage
         self.options = (axes, stage, MixedPrecision())
         self._handles: dict[DTensor, Any] = {}
-        self._blocks = [(name, list(params)) for name, params in blocks]
+        self._blocks = [(name, list(held)) for name, held in blocks]
         self._buckets: list[_Bucket] = []
         self._under_way: _Bucket | None = None
-        for name, params in self._blocks if stage == 2 else _join_small_blocks(self._blocks):
-            groups: dict[torch.dtype, list[DTensor]] = {}
-            for p in params:
-                groups.setdefault(p.dtype, []).append(p)
+        for name, held in self._blocks if stage == 2 else _join_small_blocks(self._blocks):
+            groups: dict[torch.dtype, list[_Held]] = {}
+            for slot, p in held:
+                groups.setdefault(p.dtype, []).append((slot, p))
             for group in groups.values():
-                pieces = [shard_spec(p._spec, axes) for p in group]
-                bucket = _Bucket(name, group, pieces, axes)
-                bucket.reduced = [_spec_after_reduction(p._spec, axes, stage) for p in group]
+                bucket = _Bucket(name, group, axes)
+                bucket.reduced = [_spec_after_reduction(p._spec, axes, stage) for _, p in group]
                 self._buckets.append(bucket)
-                for i, (p, piece) in enumerate(zip(group, pieces, strict=True)):
+                for i, (p, piece) in enumerate(zip(bucket.params, bucket.pieces, strict=True)):
                     gradient = piece if stage == 2 else p._spec
                     update = piece if stage else p._spec
                     self._adopt_parameter(bucket, i, p, Rest(gradient, update, self, name))
@@ -452,8 +459,8 @@ class GradReducer(ShardedState):
 
     def replaced(self, old: DTensor, new: DTensor) -> None:
         """`new`, laid out as `old`, has taken its place in the model (see `materialize`)."""
-        for _, params in self._blocks:
-            params[:] = [new if p is old else p for p in params]
+        for _, held in self._blocks:
+            held[:] = [(slot, new if p is old else p) for slot, p in held]
         if old is not new and (handle := self._handles.pop(old, None)) is not None:
             handle.remove()
         for bucket in self._buckets:
@@ -463,15 +470,34 @@ class GradReducer(ShardedState):
                     bucket.params[i] = new
                     self._adopt_parameter(bucket, i, new, state_of(old).rest)
 
+    def adopt_replaced(self, *_: Any) -> None:
+        """A hook before the forward: take over parameters that the program has put in the places of
+        others, as `load_state_dict(assign=True)` does."""
+        if HERE.capturing:
+            return
+        for bucket in self._buckets:
+            for slot, old in zip(bucket.slots, bucket.params, strict=True):
+                new = slot.owner._parameters.get(slot.attr)
+                if new is not old and isinstance(new, DTensor) and new.is_leaf:  # type: ignore[comparison-overlap]
+                    alike = new._spec is old._spec and new.dtype is old.dtype
+                    rest = state_of(new).rest
+                    if alike and new.requires_grad and (rest is None or rest.owner is self):
+                        self.replaced(old, new)
+
     def _adopt_parameter(self, bucket: _Bucket, i: int, p: DTensor, rest: Rest | None) -> None:
         own_state(p).rest = rest
         if (handle := self._handles.pop(p, None)) is not None:
             handle.remove()
 
+        # Weak: the garbage collector does not look into a tensor's hooks after accumulation.
+        find_self, find_bucket = ref(self), ref(bucket)
+
         def note_gradient(_: Any) -> None:
-            grads = bucket.note_gradient(i)
-            if grads is not None and not self.keeps_partial_gradients:
-                self._send_bucket(bucket, grads)
+            reducer, bucket = find_self(), find_bucket()
+            if reducer is not None and bucket is not None:
+                grads = bucket.note_gradient(i)
+                if grads is not None and not reducer.keeps_partial_gradients:
+                    reducer._send_bucket(bucket, grads)
 
         # A copy of the model may be frozen now, and trained later.
         with Local(), requiring_grad(p):
@@ -536,19 +562,19 @@ def _count_all_writes_of(grads: Sequence[torch.Tensor]) -> tuple[list[int], list
 
 
 def _join_small_blocks(
-    blocks: Iterable[tuple[str, list[DTensor]]],
-) -> Iterator[tuple[str, list[DTensor]]]:
+    blocks: Iterable[tuple[str, list[_Held]]],
+) -> Iterator[tuple[str, list[_Held]]]:
     names: list[str] = []
-    together: list[DTensor] = []
+    together: list[_Held] = []
     size = 0
-    for name, params in blocks:
+    for name, held in blocks:
         # The largest pieces: every rank joins the same blocks.
-        more = sum(p._spec.largest * p.element_size() for p in params)
+        more = sum(p._spec.largest * p.element_size() for _, p in held)
         if together and size + more > _BUCKET_BYTES:
             yield " ".join(names), together
             names, together, size = [], [], 0
         names.append(name)
-        together = together + params
+        together = together + held
         size += more
     if together:
         yield " ".join(names), together

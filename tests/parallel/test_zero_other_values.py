@@ -5,6 +5,7 @@ Each program runs in one process in float64 and on two ranks, and gives the same
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
 
 import pytest
@@ -166,18 +167,46 @@ def test_a_gradient_that_is_read_has_what_was_kept_of_it(program, stage):
     run(program, stage)
 
 
-def test_parameters_that_are_exchanged_before_backward_are_an_error():
-    def body(mesh):
-        model = pt.zero(nn.Sequential(Block(), Block()), mesh)
-        x = pt.distribute_tensor(torch.ones(4, 3), mesh, [pt.Shard(0)])
-        loss = model(x).sum()
-        held = model[0].up.weight
-        model[0].up.weight = nn.Parameter(held.detach().clone())
-        with pytest.raises(pt.LayoutError, match="other parameters than in the forward"):
-            loss.backward()
+def exchanged_before_backward(model, x, _):
+    loss = model(x).square().mean()
+    held = [block.up.weight for block in model]
+    for block, weight in zip(model, held, strict=True):
+        block.up.weight = nn.Parameter(weight.detach().clone() * 2)
+    loss = loss + model(x).square().mean()
+    loss.backward()
+    return [full(p.grad) for p in held], grads(model)
 
-    with pt.ranks(dp=2) as world:
-        world.run(body)
+
+def exchanged_in_forward(model, x, _):
+    """A block is called with its own parameters, and with others, in one forward."""
+    params = {n: nn.Parameter(2 * p.detach()) for n, p in model[0].named_parameters()}
+    model[0].register_forward_hook(lambda m, args, out: functional_call(model[1], params, (out,)))
+    model(x).square().mean().backward()
+    return [full(p.grad) for p in params.values()], grads(model)
+
+
+def called_with_parameters_of_copies(model, x, _):
+    """Some of which are trained. The model itself runs, too."""
+    found = []
+    for trained in (".up.", ".", "no"):
+        copied = copy.deepcopy(model)
+        params = {n: p.requires_grad_(trained in n) for n, p in copied.named_parameters()}
+        for p in params.values():
+            p.data.mul_(1.5)
+        rows = x.detach().clone().requires_grad_()
+        out = functional_call(model, params, (rows,))
+        (out * model(x)).sum().backward()
+        given = [None if p.grad is None else full(p.grad) for p in params.values()]
+        found += [full(rows.grad), given, grads(model)]
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize(
+    "program", [exchanged_before_backward, exchanged_in_forward, called_with_parameters_of_copies]
+)
+def test_a_gradient_is_that_of_the_parameters_of_its_forward(program, stage):
+    run(program, stage)
 
 
 def test_ranks_whose_batches_have_other_keys_or_dtypes_raise_one_error():

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dis
 import sys
+from collections.abc import Callable
 from types import CodeType
 
 import pytest
+import torch
 
+import partita as pt
 from partita.compile.guards.bytecode import (
     codes_within,
     dotted_names,
@@ -206,3 +209,28 @@ def test_code_reflects_where_a_name_is_computed_and_not_where_it_is_spelled(form
 def test_a_pattern_of_a_class_may_ask_for_any_of_its_attributes():
     assert reflects(code_of("match x:\n    case int(real=1): return y"))
     assert not reflects(code_of("match x:\n    case {'a': 1}: return y\n    case [1]: return key"))
+
+
+class Scales:
+    one, other = 2.0, 5.0
+
+
+NAME, BRANCH = "other", False
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda: getattr(Scales, "one" if BRANCH else NAME),
+        lambda: getattr(Scales, NAME if not BRANCH else "one"),
+        lambda: getattr(Scales, BRANCH or NAME),
+        lambda: sum([getattr(Scales, name) for name in [NAME]]),
+    ],
+)
+def test_a_step_that_computes_a_name_is_captured_again_when_the_attribute_changes(
+    read: Callable[[], float], monkeypatch: pytest.MonkeyPatch
+):
+    step = pt.compile(lambda x: x * read(), backend="graph")
+    assert [step(torch.ones(1)).item() for _ in range(2)] == [5.0, 5.0]
+    monkeypatch.setattr(Scales, "other", 7.0)
+    assert step(torch.ones(1)).item() == 7.0

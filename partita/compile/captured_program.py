@@ -57,7 +57,7 @@ class CapturedProgram(Program):
         captured: the program before any pass.
         search: finds how it is rewritten for a smaller budget, until it is compiled.
         sharing: finds inputs that overlap one that is written.
-        asked: computes the integers among the answers: with others the graph could not run.
+        asked: computes the numbers among the answers: with others the graph could not run.
         holds_writes: True while the writes that its capture has made stand, before its first run.
     """
 
@@ -129,8 +129,8 @@ class CapturedProgram(Program):
             program's. Nothing has changed then, and generators are as they were.
         """
         if self.asked is not None:
-            integers = self.asked.compute(tensors, self._compute_asked)
-            otherwise = self.answers.compare_integers([int(t) for t in integers])
+            numbers = self.asked.compute(tensors, self._compute_asked)
+            otherwise = self.answers.compare_numbers([int(t) for t in numbers])
             if otherwise is not None:
                 return otherwise
         if self.answers.values:

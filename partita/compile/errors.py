@@ -128,7 +128,20 @@ def cannot_be_kept(budget: int, least: int) -> CaptureError:
 
 # -- errors of torch, explained --------------------------------------------------------------------
 
-_NUMBERS = [f"{stem}{kind}" for stem in ("Sym", "Symbolic") for kind in ("Float", "Int", "Bool")]
+_NUMBERS = [f"passed to Sym{kind}." for kind in ("Float", "Int", "Bool")]
+_NUMBERS += [
+    "SymbolicFloat",
+    "SymbolicInt",
+    "required argument is not a",
+    "is not JSON serializable",
+]
+"""Parts of messages where code in C is given what stands for a number that a step has read."""
+
+
+def is_of_number(error: BaseException | None) -> bool:
+    """True if code in C has raised an error because it was given no number of Python's."""
+    return any(part in str(error).strip().split("\n")[0] for part in _NUMBERS)
+
 
 _TORCH, _PARTITA = Path(torch.__file__).parent, Path(__file__).parents[1]
 
@@ -165,7 +178,7 @@ def explain_error(error: Exception, line: str, function: str = "") -> Exception:
         or "_local_scalar_dense" in str(error)
         or "data-dependent" in str(error).lower()
         or "data is not allocated yet" in text  # a kernel that reads what has no memory
-        or any(f"passed to {name}." in text for name in _NUMBERS)
+        or is_of_number(error)
     ):
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         asking = file_of_torch(reversed(frames), _MACHINERY)

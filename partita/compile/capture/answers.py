@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import re
+import struct
 import sys
 import traceback
 from collections.abc import Callable, Container, Sequence
@@ -210,8 +211,28 @@ _MOST_QUESTIONS = 4096  # of a step
 _MOST_TRIES = 8  # of guesses, where the step raises
 
 
-Answer = bool | int
-"""To the question whether something is true, or which integer a value is."""
+Answer = bool | float
+"""To the question whether something is true, or which number a value is."""
+
+
+def _encode(answer: Answer) -> int:
+    """An answer as the graph gives it: of a float the bits."""
+    return (
+        struct.unpack("<q", struct.pack("<d", answer))[0] if type(answer) is float else int(answer)
+    )
+
+
+def _decode(found: int, like: Answer) -> Answer:
+    """The answer, of the type of `like`, that a graph has given."""
+    if type(like) is float:
+        return float(struct.unpack("<d", struct.pack("<q", found))[0])
+    return bool(found) if type(like) is bool else found
+
+
+def as_symbol(question: Any) -> torch.SymBool | torch.SymInt | torch.SymFloat:
+    """The symbolic number of a node."""
+    kinds: Any = {bool: torch.SymBool, int: torch.SymInt, float: torch.SymFloat}
+    return kinds[question.pytype](question)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -289,25 +310,25 @@ class Answers:
     lines: tuple[str, ...] = ()
 
     @property
-    def integers(self) -> tuple[int, ...]:
-        """The numbers of the questions that ask for an integer."""
+    def numeric(self) -> tuple[int, ...]:
+        """The places of the questions that ask which number a value is."""
         return tuple([i for i, v in enumerate(self.values) if not isinstance(v, bool)])
 
-    def compare_integers(self, found: Sequence[int]) -> OtherAnswers | None:
-        """The other answers where integers, which are computed before a run, are others."""
-        values = list(self.values)
-        for i, value in zip(self.integers, found, strict=True):
+    def compare_numbers(self, found: Sequence[int]) -> OtherAnswers | None:
+        """The other answers where numbers, which are computed before a run, are others."""
+        values = [*map(_encode, self.values)]
+        for i, value in zip(self.numeric, found, strict=True):
             values[i] = value
         return self.compare(values)
 
     def compare(self, found: Sequence[int]) -> OtherAnswers | None:
-        """The other answers of a run; None where `found` are these."""
-        pairs = zip(self.values, found, strict=True)
-        answers = tuple([type(expected)(answer) for expected, answer in pairs])
-        for i, (expected, answer) in enumerate(zip(self.values, answers, strict=True)):
-            if expected != answer:
-                return OtherAnswers(answers, i + 1, self.lines[i], expected)
-        return None
+        """The other answers of a run; None where `found`, as the graph gives them, are these."""
+        if [*map(_encode, self.values)] == [*found]:
+            return None
+        pairs = [*zip(self.values, found, strict=True)]
+        first = next(i for i, (expected, n) in enumerate(pairs) if _encode(expected) != n)
+        answers = tuple([_decode(n, expected) for expected, n in pairs])
+        return OtherAnswers(answers, first + 1, self.lines[first], self.values[first])
 
 
 class ValuesWanted(BaseException):
@@ -376,7 +397,7 @@ class AskedQuestions:
         """The answer with which capture goes on; None where nothing tells.
 
         Args:
-            question: the node of a symbolic bool or int.
+            question: the node of a symbolic number.
             predict: gives the likely answer where there is no guess; None if it knows of none.
 
         Raises:
@@ -385,7 +406,7 @@ class AskedQuestions:
         known = self._known.get(question.expr)
         if known is not None:
             return known
-        number, is_bool = len(self._answers), question.pytype is bool
+        number, kind = len(self._answers), question.pytype
         if number == _MOST_QUESTIONS:
             raise not_captured(
                 f"the step asks for more than {_MOST_QUESTIONS} values",
@@ -393,16 +414,16 @@ class AskedQuestions:
                 Fix("pt.compile(part of the step)", "leave out what asks"),
             )
         guesses = self._guesses.values
-        value = torch.SymBool(question) if is_bool else torch.SymInt(question)
+        value = as_symbol(question)
         found: Answer | None
-        # Integers after the first wrong answer belong to another branch.
-        some = len(guesses) if is_bool else self._guesses.certain
-        if number < some and isinstance(guesses[number], bool) is is_bool:
+        # Numbers after the first wrong answer belong to another branch.
+        some = len(guesses) if kind is bool else self._guesses.certain
+        if number < some and type(guesses[number]) is kind:
             found = guesses[number]
         elif (found := self._compute(question)) is None and (found := predict(value)) is None:
             stack = (frame for frame, _ in traceback.walk_stack(sys._getframe()))
             file = file_of_torch(stack, _MACHINERY)
-            if not (is_bool and file):
+            if not (kind is bool and file):
                 raise ValuesWanted
             # A distribution checks its arguments, which are most likely valid.
             found = file.startswith(_CHECKS)
@@ -419,7 +440,8 @@ class AskedQuestions:
             return None
         found = question.expr.xreplace({s: _as_sympy(self._values[s]) for s in symbols})
         try:
-            return bool(found) if question.pytype is bool else int(found)
+            answer: Answer = question.pytype(found)
+            return answer
         except TypeError:  # sympy leaves something open
             return None
 
@@ -543,10 +565,11 @@ def gate_writes(graph: fx.Graph, answers: Sequence[Answer]) -> None:
             )
     with graph.inserting_before(copies[0] if copies else end):
         make = Making(graph, note_of(found[-1]))
-        numbers = [make(_aten._to_copy.default, v, dtype=torch.int64) for v in found]
+        numbers = [_make_integer(make, v) for v in found]
         answers_found = make(_aten.stack.default, numbers)
         if copies:
-            held = [make(_aten.eq.Scalar, v, int(a)) for v, a in zip(numbers, answers, strict=True)]
+            pairs = zip(numbers, map(_encode, answers), strict=True)
+            held = [make(_aten.eq.Scalar, v, a) for v, a in pairs]
             all_hold = make(_aten.all.default, make(_aten.stack.default, held))
     for copy in copies:
         into, value = copy.args[:2]
@@ -560,3 +583,10 @@ def gate_writes(graph: fx.Graph, answers: Sequence[Answer]) -> None:
                 holds = make(_aten._to_copy.default, holds, device=was.device)
             copy.args = (into, make(_aten.where.self, holds, value, into), *copy.args[2:])
     end.args = ([*results, answers_found],)
+
+
+def _make_integer(make: Making, value: fx.Node) -> Any:
+    """A number of the graph as an integer: of a float the bits."""
+    if value.meta["val"].dtype is torch.float64:
+        return make(_aten.view.dtype, value, torch.int64)
+    return make(_aten._to_copy.default, value, dtype=torch.int64)

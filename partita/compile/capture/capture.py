@@ -32,7 +32,14 @@ from ..arguments import classes_of_call, flatten_call, is_taken_apart, refuse_cl
 from ..backend.executor import function_of
 from ..captured_program import CapturedProgram, extract_answers, extract_values
 from ..conditions import Conditions, EqualInputs, GradientCondition, kind_of_gradient
-from ..errors import CaptureError, explain_error, not_an_input, not_captured, user_line_of
+from ..errors import (
+    CaptureError,
+    explain_error,
+    is_of_number,
+    not_an_input,
+    not_captured,
+    user_line_of,
+)
 from ..graph_nodes import drop_unused, has_effect, lazy_graph_modules, note_of
 from ..guards import Guards, ReadRecord, Write
 from ..guards.bytecode import asks_which_object
@@ -51,6 +58,7 @@ from .answers import (
     PlainNumbers,
     StepRaises,
     ValuesWanted,
+    as_symbol,
     gate_writes,
     guess_by_kind,
 )
@@ -167,11 +175,13 @@ def capture(
             error, run = first_failure
             if isinstance(error, LayoutError):
                 _note_guards(error, run)
-            if run.raised and guesses.certain:
-                raise StepRaises(error) from error
-            if isinstance(error, LayoutError) or plain.why or not run.numbers.traced:
+            has_symbols = run.numbers.traced or run.questions.reads
+            is_final = isinstance(error, LayoutError) and not is_of_number(error.__cause__)
+            if is_final or plain.why or not has_symbols:
+                if run.raised and guesses.certain:
+                    raise StepRaises(error) from error
                 raise error
-            # Symbolic numbers cannot do all that floats can: try once more with Python's own.
+            # Symbolic numbers cannot do all that Python's can: try once more with these.
             plain.why = str(error).strip().split("\n")[0] or type(error).__name__
             tried_guesses, first_failure = guesses, None
             continue
@@ -405,8 +415,8 @@ class CaptureRun:
             conditions = self._collect_conditions()
             program = program_of_trace(made, inputs, self.wires, self.outputs, conditions)
         program.answers, program.trained = self.questions.answers, self._trained
-        if program.answers.integers:
-            program.asked = extract_answers(program, program.answers.integers)
+        if program.answers.numeric:
+            program.asked = extract_answers(program, program.answers.numeric)
         apart, updates = self._blocks.apart_by_name, self._updates.structures
         program.blocks = BlocksTraced(structures, apart, updates)
         program.work = [work for wire in self.wires.values() for work in wire.work]
@@ -481,7 +491,8 @@ class CaptureRun:
             for optimizer in self.state.optimizers.values():
                 self.record.watch_new(optimizer.param_groups, "param_groups")
             self.record.watch_new((args, kwargs), "argument")
-            functions = StepFunctionMode(self.inputs, self.tensor_facts)
+            reads_values = bool(self.numbers.plain.why)
+            functions = StepFunctionMode(self.inputs, self.tensor_facts, reads_values)
             own = functions.calls.call_own
             stack.enter_context(attribute_set(recorder, "run_without_profiling", own))
             try:
@@ -515,7 +526,11 @@ class CaptureRun:
     def _answer(self, question: Any) -> Answer | None:
         if HERE.block is not None:
             HERE.block.refuse_always("it asks for a value")
-        if question.pytype is int and not self._follows_from_data(torch.SymInt(question)):
+        number = as_symbol(question)
+        # A float of the data is another in each call: so is one that follows from it.
+        if not isinstance(number, torch.SymBool) and not self._follows_from_data(
+            number, only_integers=isinstance(number, torch.SymFloat)
+        ):
             return None
         return self.questions.answer(question, self._predict_answer)
 
@@ -535,7 +550,7 @@ class CaptureRun:
             kind, value = self._kinds.get(node, ""), node.meta.get("val")
             if kind in _UPDATED_KINDS:
                 return False
-            is_whole = isinstance(value, torch.Tensor) and not value.is_floating_point()
+            is_whole = isinstance(value, torch.Tensor) and not value.dtype.is_floating_point
             if kind and only_integers and not is_whole:
                 return False
             ahead += node.all_input_nodes
@@ -553,9 +568,10 @@ class CaptureRun:
         It is a guess, which spares a run and a capture where it is right.
         """
         node = self._node_of_number(question)
-        kind = bool if isinstance(question, torch.SymBool) else int
+        kind = question.node.pytype
         try:
-            return kind(self._predicted.find_value(node))
+            found: Answer = kind(self._predicted.find_value(node))
+            return found
         except Exception:  # a guess raises nothing
             return guess_by_kind(node) if kind is bool else None
 

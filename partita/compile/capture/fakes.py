@@ -61,8 +61,7 @@ class NumberEnv(ShapeEnv):
         lines: by the index of a guard, the user's line.
         asked: the symbols of numbers that were compared or read, and the first line that did.
         of_blocks: the symbols of floats that differ between blocks, which must not be read.
-        answer: gives the answer to a bool or int without a hint, by its node; None if there is
-            none.
+        answer: gives the value of a number without a hint, by its node; None if nothing tells.
 
     Private torch: `ShapeEnv`, which is what can trace a Python number.
     """
@@ -77,7 +76,7 @@ class NumberEnv(ShapeEnv):
         self.lines: dict[int, str] = {}
         self.asked: dict[str, str] = {}
         self.of_blocks: set[str] = set()
-        self.answer: Callable[[Any], bool | int | None] = lambda question: None
+        self.answer: Callable[[Any], bool | float | None] = lambda question: None
         self._made: list[Any] = []
 
     def evaluate_expr(self, *args: Any, **kwargs: Any) -> Any:
@@ -90,7 +89,7 @@ class NumberEnv(ShapeEnv):
         return found
 
     def evaluate_sym_node(self, sym_node: Any, *args: Any, **kwargs: Any) -> Any:
-        if sym_node.pytype in (bool, int) and not sym_node.has_hint():
+        if not sym_node.has_hint():
             found = self.answer(sym_node)
             if found is not None:
                 return found
@@ -146,14 +145,7 @@ class SymbolicInt(torch.SymInt):
         return hash(int(self))
 
 
-class SymbolicBool(torch.SymBool):
-    """A bool that is known when the graph runs."""
-
-    kind: type = bool
-    __class__ = _class  # type: ignore[assignment]
-
-
-_OF_TORCH = {SymbolicFloat: torch.SymFloat, SymbolicInt: torch.SymInt, SymbolicBool: torch.SymBool}
+_OF_TORCH = {SymbolicFloat: torch.SymFloat, SymbolicInt: torch.SymInt}
 _OURS = {torchs: ours for ours, torchs in _OF_TORCH.items()}
 
 
@@ -209,7 +201,9 @@ def identity_of(x: Any) -> int:
     return id(x)
 
 
-def _hash_of_tensor(x: Any, /) -> int:
+def _hash_of_value(x: Any, /) -> int:
+    if type(x) is SymbolicInt:
+        return hash(int(x))
     return identity_of(x) if isinstance(x, FakeTensor) else hash(x)
 
 
@@ -224,7 +218,7 @@ class Substitutes:
     of_builtins: ClassVar[dict[str, Any]] = {
         "type": _Type("type", (type,), {}),
         "id": identity_of,
-        "hash": _hash_of_tensor,
+        "hash": _hash_of_value,
     }
 
     def __init__(self) -> None:
@@ -318,12 +312,13 @@ def _read_where_it_may_raise(name: str, self: Any, others: tuple[Any, ...]) -> t
     by_self = name in _MAY_RAISE_BY_SELF
     if type(self) is not SymbolicInt or not (by_self or name in _MAY_RAISE):
         return self, *others
-    return (_read_int(self), *others) if by_self else (self, *map(_read_int, others))
+    return (read_unknown(self), *others) if by_self else (self, *map(read_unknown, others))
 
 
-def _read_int(value: Any) -> Any:
-    """The value of a symbolic int, which becomes a question; itself if nothing answers that."""
-    is_unknown = type(value) is SymbolicInt and not _has_value(value)
+def read_unknown(value: Any) -> Any:
+    """The value of a number that is known when the graph runs, which becomes a question; itself
+    if nothing answers that."""
+    is_unknown = type(value) in _OF_TORCH and not _has_value(value)
     found = value.node.shape_env.answer(value.node) if is_unknown else None
     return value if found is None else found
 
@@ -366,18 +361,21 @@ def _make_symbolic_method(name: str) -> Callable[..., Any]:
             for symbol in self.node.expr.free_symbols:
                 self.node.shape_env.asked.setdefault(str(symbol), user_line())
         _raise_where_divided_by_zero(name, self, others)
-        of_float = is_read_first and type(self) is SymbolicFloat
-        if of_float and all(map(_has_value, (self, *others))):
-            return getattr(float(self), name)(*(_number_of(other) for other in others))
+        if type(self) is SymbolicInt and name in ("__floor__", "__ceil__", "__trunc__"):
+            return self
+        if len(others) == 2:  # pow(self, exponent, modulus)
+            return pow(int(self), *map(int, others))
+        if is_read_first and type(self) is SymbolicFloat:
+            value, *operands = map(read_unknown, (self, *others))
+            if all(map(_has_value, (value, *operands))):
+                return getattr(float(value), name)(*map(_number_of, operands))
         for found in (_signed_zero(name, self, others), _odd_power(name, self, others)):
             if found is not None:
                 return found
         read = _read_where_it_may_raise(name, self, others)
         found = getattr(_to_torch_symbol(read[0]), name)(*map(_to_torch_symbol, read[1:]))
-        # A comparison of known numbers is True or False itself, for `is` and for text.
-        if type(found) is torch.SymBool and found.node.has_hint():
-            return bool(found)
-        return as_number(found)
+        # A comparison is True or False itself, for `is` and for text.
+        return bool(found) if type(found) is torch.SymBool else as_number(found)
 
     return method
 
@@ -392,40 +390,57 @@ _DIVMOD = {
 }
 """What torch's numbers do not have."""
 
-_UNKNOWN = "<known when the graph has run>"
-
 
 def is_text_of_unknown(value: Any) -> bool:
-    """Is it text into which a fake tensor, or an unknown number, was formatted?"""
-    return isinstance(value, str) and ("FakeTensor(" in value or _UNKNOWN in value)
+    """True if a fake tensor was formatted into a text."""
+    return isinstance(value, str) and "FakeTensor(" in value
+
+
+def _value_of(number: Any) -> Any:
+    """The Python number, whose value becomes a condition or a question. Raises where it is neither
+    known nor follows from the integers of a call."""
+    return _BUILTIN[type(number)](_to_torch_symbol(number))
 
 
 def _make_text_method(name: str) -> Callable[..., Any]:
-    def method(self: Any, *spec: str) -> Any:
-        if any(spec) or self.node.has_hint():  # its value becomes a condition
-            return getattr(_BUILTIN[type(self)](_to_torch_symbol(self)), name)(*spec)
-        return _UNKNOWN
+    return lambda self, *spec: getattr(_value_of(self), name)(*spec)
 
-    return method
+
+def _read_attribute(self: Any, name: str) -> Any:
+    """An attribute that torch's numbers do not have, of the Python number."""
+    if hasattr(_BUILTIN[type(self)], name):
+        return getattr(_value_of(self), name)
+    raise AttributeError(f"'{self.kind.__name__}' object has no attribute '{name}'")
+
+
+def _reduce_to_value(self: Any, protocol: Any) -> Any:
+    return _BUILTIN[type(self)], (_value_of(self),)
+
+
+def _make_array(self: Any, dtype: Any = None, copy: Any = None) -> Any:
+    import numpy  # which torch need not have
+
+    return numpy.array(_value_of(self), dtype)
 
 
 def _is_true(self: Any) -> bool:
     """`bool(x)`; torch's own would read a float's value."""
-    return bool(_to_torch_symbol(self) if type(self) is SymbolicBool else self != 0)
+    return bool(self != 0)
 
 
-_BUILTIN = {SymbolicFloat: float, SymbolicInt: int, SymbolicBool: bool}
+_BUILTIN = {SymbolicFloat: float, SymbolicInt: int}
 _OWN = ("__init__", "__new__", "__hash__", "__class__")
 for _ours, _torchs in _OF_TORCH.items():
     for _name, _found in list(vars(_torchs).items()):
         if _name.startswith("__") and callable(_found) and _name not in _OWN:
             setattr(_ours, _name, _make_symbolic_method(_name))
-    if _ours is not SymbolicBool:
-        for _name, _method in _DIVMOD.items():
-            setattr(_ours, _name, _method)
+    for _name, _method in _DIVMOD.items():
+        setattr(_ours, _name, _method)
     for _name in ("__str__", "__repr__", "__format__"):
         setattr(_ours, _name, _make_text_method(_name))
     _ours.__bool__ = _is_true  # type: ignore[attr-defined]
+    _ours.__getattr__, _ours.__array__ = _read_attribute, _make_array  # type: ignore[attr-defined]
+    _ours.__reduce_ex__ = _reduce_to_value  # type: ignore[method-assign]
     _ours.__copy__ = _ours.__deepcopy__ = _return_self  # type: ignore[attr-defined]
 
 

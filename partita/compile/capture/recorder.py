@@ -80,6 +80,7 @@ from .fakes import (
     as_number,
     count_writes_of_lists,
     has_memory,
+    read_unknown,
     tensors_written,
 )
 from .functional_calls import REPLACED, taken_as_numbers, takes_number, with_exact_numbers
@@ -557,6 +558,7 @@ class StepFunctionMode(TorchFunctionMode):
     Args:
         inputs: of the graph.
         facts: answers what is asked of their metadata.
+        reads_values: what `.item()` gives is the value, where that follows from the call's data.
 
     Attributes:
         called_last: the name of the function that was called last.
@@ -564,9 +566,9 @@ class StepFunctionMode(TorchFunctionMode):
             the step?
     """
 
-    def __init__(self, inputs: GraphInputs, facts: TensorFacts):
+    def __init__(self, inputs: GraphInputs, facts: TensorFacts, reads_values: bool = False):
         super().__init__()
-        self._inputs, self._facts = inputs, facts
+        self._inputs, self._facts, self._reads_values = inputs, facts, reads_values
         self.called_last = ""
         self.meets_unknown_tensors = False
         self._written: dict[int, tuple[Any, torch.Tensor]] = {}
@@ -593,9 +595,10 @@ class StepFunctionMode(TorchFunctionMode):
         if type(func) in _C_FUNCTION_TYPES and not _is_followed(func):
             return self.calls.call(func, args, kwargs)
         if name in _READING:
-            return pytree.tree_map(_read_number, func(*args, **kwargs))
+            numbers = pytree.tree_map(_read_number, func(*args, **kwargs))
+            return pytree.tree_map(read_unknown, numbers) if self._reads_values else numbers
         if name in _ASKING:  # torch would ask for a number first
-            return bool(as_number(torch.Tensor.item(*args, **kwargs)))
+            return bool(_read_number(torch.Tensor.item(*args, **kwargs)))
         if facts_of_function(name).changes_shape and id(args[0]) in self._inputs.identities:
             raise _shape_is_changed(name)
         _check_function(func)

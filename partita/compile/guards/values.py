@@ -497,7 +497,7 @@ def _has_raw_content(kind: type) -> bool:
     if kind.__module__ == "array":
         return kind.__name__ == "array"
     is_of_ctypes = any(base.__module__ == "_ctypes" for base in kind.__mro__)
-    return is_of_ctypes and not _is_shared_memory(kind)
+    return is_of_ctypes and not (issubclass(kind, type) or _is_shared_memory(kind))
 
 
 def is_shared_memory(value: Any) -> bool:

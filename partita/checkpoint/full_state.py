@@ -58,6 +58,7 @@ from partita.tensor import DTensor
 from partita.tensor.arguments import admit
 from partita.tensor.construct import piece_of, refuse_lazy, stand_for
 from partita.tensor.dtensor import checksum, destination, piece_held, tagged
+from partita.tensor.tensor_state import make_argument_error
 
 from .folder import Replacement, compute_crcs, lock_for_reading
 from .object_state import Stored, pack_containers, unpack_containers
@@ -99,6 +100,9 @@ def full_state_dict(
         LayoutError: a parameter is on the meta device.
     """
     refuse_lazy(model, "full_state_dict")
+    if optimizer is not None and not hasattr(optimizer, "param_groups"):
+        fix = "pt.full_state_dict(model, optimizer)"
+        raise make_argument_error("full_state_dict", "an optimizer", optimizer, fix)
     keeps = not rank0_only or control_plane().rank == 0
     copies, tensors = _FullCopies(keeps, device), collect_model_tensors(model)
     spread = {name: x for name, x in tensors.items() if isinstance(x, DTensor)}

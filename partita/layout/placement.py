@@ -125,6 +125,15 @@ class Shard(Placement):
 
     dim: int
 
+    def __post_init__(self) -> None:
+        if type(self.dim) is not int and (
+            isinstance(self.dim, bool) or not isinstance(self.dim, Integral)
+        ):
+            raise TypeError(
+                f"Shard takes a dimension of the tensor, not {self.dim!r}: write Shard(0); the "
+                'mesh axis is its place in a list of placements, or the key in {"dp": Shard(0)}'
+            )
+
     def dual(self) -> Placement:
         return self
 

@@ -30,7 +30,7 @@ from partita.layout import Coordinate, Fix, Layout, LayoutError, Placement, Shar
 from partita.tensor.construct import piece_of
 from partita.tensor.dtensor import DTensor, checksum, tagged
 from partita.tensor.origins import note_origin
-from partita.tensor.tensor_state import Spec, spec_of
+from partita.tensor.tensor_state import Spec, make_argument_error, spec_of
 
 Places = Mapping[str, Placement]
 """Placements by mesh axis. Of an activation, an axis that is not named is left as it is."""
@@ -70,6 +70,9 @@ def distribute_batch(
     wire = wire_of(device_mesh)
     if places is None:
         places = dict.fromkeys(find_data_axes(wire), Shard(0))
+    if not isinstance(places, Mapping):
+        fix = 'distribute_batch(batch, mesh, {"dp": pt.Shard(0)})'
+        raise make_argument_error("distribute_batch", "placements by mesh axis", places, fix)
     for axis, placement in places.items():
         if axis not in wire.mesh.names:
             raise _make_error(f"the mesh ({wire.mesh}) has no axis {axis!r}")

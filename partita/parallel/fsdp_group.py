@@ -39,6 +39,7 @@ from partita.tensor.tensor_state import (
     count_writes,
     count_writes_of,
     in_backward,
+    make_argument_error,
     note_other_memory,
     note_unseen_write,
     own_state,
@@ -68,6 +69,16 @@ class MixedPrecision:
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_inputs: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "grad_dtype", "reduce_dtype", "output_dtype"):
+            dtype = getattr(self, name)
+            if isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex):
+                continue
+            if dtype is not None:
+                takes = f"a floating-point torch.dtype as {name}"
+                fix = f"MixedPrecision({name}=torch.bfloat16)"
+                raise make_argument_error("MixedPrecision", takes, dtype, fix)
 
     def dtypes_of(self, own: torch.dtype) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
         """The dtypes in which a parameter of dtype `own` is gathered, its gradient sent, and

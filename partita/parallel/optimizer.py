@@ -35,7 +35,7 @@ from partita.tensor.dtensor_gradients import (
     update_spec,
 )
 from partita.tensor.foreach import norms
-from partita.tensor.tensor_state import HERE, state_of
+from partita.tensor.tensor_state import HERE, make_argument_error, state_of
 from partita.tensor.torch_patches import only_entered
 
 from .parameters import refuse_given_up
@@ -49,7 +49,26 @@ def reduce_gradients(params: Iterable[torch.Tensor]) -> None:
     Gradients that are not partial, and plain ones, are left alone, so calling it twice reduces
     once; shares that arrive later still add up. Noted in the ledger with the reason "settle".
     """
-    reduce_pending_gradients(p for p in params if isinstance(p, DTensor))
+    listed = _list_parameters(params, "reduce_gradients")
+    reduce_pending_gradients(p for p in listed if isinstance(p, DTensor))
+
+
+def _list_parameters(given: Any, by: str) -> list[Any]:
+    """The tensors `given`.
+
+    Raises:
+        TypeError: a model, an optimizer, names with parameters, or what is no tensor.
+    """
+    fix = f"{by}(model.parameters(){', max_norm' if 'clip' in by else ''})"
+    if isinstance(given, torch.Tensor):
+        return [given]
+    if isinstance(given, torch.nn.Module) or not isinstance(given, Iterable):
+        raise make_argument_error(by, "parameters", given, fix)
+    listed = list(given)
+    for p in listed:
+        if not isinstance(p, torch.Tensor):
+            raise make_argument_error(by, "parameters", p, fix)
+    return listed
 
 
 @only_entered
@@ -71,8 +90,7 @@ def clip_grad_norm_(
     Raises:
         RuntimeError: the norm is not finite and `error_if_nonfinite` is set.
     """
-    params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    params = [p for p in params if p.grad is not None]
+    params = [p for p in _list_parameters(parameters, "clip_grad_norm_") if p.grad is not None]
     reduce_gradients(params)
     grads: list[Any] = [p.grad for p in params]
     if not grads:

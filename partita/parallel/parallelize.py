@@ -26,7 +26,7 @@ from partita.layout import Fix, Layout, LayoutError, Partial, Placement, own_pla
 from partita.tensor.arguments import admit
 from partita.tensor.construct import place_buffer, spread
 from partita.tensor.dtensor import DTensor, laid_out_as, moved, tagged
-from partita.tensor.tensor_state import Spec, spec_of, state_of
+from partita.tensor.tensor_state import Spec, make_argument_error, spec_of, state_of
 from partita.tensor.uneven_pieces import with_room
 
 from .batch import Places, place_on_axis, remake_sequence
@@ -78,8 +78,15 @@ def parallelize(
             lacks, a shard dimension that a parameter lacks, a parameter on another mesh, one that
             has a gradient or hooks already.
     """
+    if not isinstance(model, nn.Module):
+        fix = "pt.parallelize(model, mesh, plan)"
+        raise make_argument_error("parallelize", "a torch.nn.Module", model, fix)
+    takes, fix = "a dict by patterns of names as plan", '{"*.weight": {"tp": pt.Shard(0)}}'
     if not isinstance(plan, (Mapping, type(None))):
-        raise TypeError(f"parallelize: a plan is a dict by pattern of names, not {plan!r}")
+        raise make_argument_error("parallelize", takes, plan, fix)
+    for key in plan or ():
+        if not isinstance(key, str):
+            raise make_argument_error("parallelize", takes, key, fix)
     wire = wire_of(device_mesh)
     refuse_wrapped(model, "parallelize", wire)
     parsed = _ParsedPlan(model, wire, dict(plan or {}))

@@ -28,6 +28,7 @@ from partita.tensor.dtensor_gradients import hooks_of_backward, hooks_of_gradien
 from partita.tensor.tensor_state import (
     OURS,
     count_writes,
+    make_argument_error,
     own_state,
     state_of,
     states_of,
@@ -323,6 +324,16 @@ def materialize(
     Raises:
         LayoutError: naming each parameter and buffer that was left without values.
     """
+    if not isinstance(model, nn.Module):
+        raise make_argument_error(
+            "materialize", "a torch.nn.Module", model, "pt.materialize(model)"
+        )
+    if not isinstance(device, (torch.device, str, type(None))):
+        fix = 'pt.materialize(model, device="cuda")'
+        raise make_argument_error("materialize", "a device, or none for the mesh's", device, fix)
+    if init_fn is not None and not callable(init_fn):
+        fix = "pt.materialize(model, init_fn=function)"
+        raise make_argument_error("materialize", "a function of the model as init_fn", init_fn, fix)
     bare = [held for held in find_parameters_and_buffers(model) if held.tensor.is_meta]
     if not bare:
         return model

@@ -36,6 +36,7 @@ from partita.tensor.tensor_state import (
     Spec,
     count_unseen_writes_of,
     count_writes_of,
+    make_argument_error,
     own_state,
     spec_of,
     state_of,
@@ -98,22 +99,27 @@ def zero(
         ValueError: another stage, a model that is sharded already, blocks that do not fit it.
         TypeError: `precision` is of another type.
     """
-    if stage not in (0, 1, 2, 3):
-        raise ValueError(f"zero: stage {stage} is none of 0, 1, 2, 3")
+    refuse_lazy(model, "zero")
+    if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
+        raise ValueError(f"zero: stage {stage!r} is none of 0, 1, 2, 3")
     if "_zero" in model.__dict__:
         raise ValueError("zero: this model is sharded already; shard it once, over all its axes")
-    refuse_lazy(model, "zero")
     wire = wire_of(mesh)
     refuse_wrapped(model, "zero", wire)
     if axis is None:
         axis = find_data_axes(wire)[:1] or (wire.mesh.names[0] if wire.mesh.ndim == 1 else "dp")
-    axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    axes = (axis,) if isinstance(axis, str) else axis
+    is_names = isinstance(axes, Sequence) and all(isinstance(a, str) for a in axes)
+    if not is_names or not axes or len({*axes}) < len(axes):
+        fix = "zero(model, mesh, stage=3)" if isinstance(axis, int) else 'zero(model, mesh, "dp")'
+        raise make_argument_error("zero", "the names of mesh axes, each once, as axis", axis, fix)
     places = sorted(wire.mesh.index(a) for a in axes)  # raises for an axis that there is not
     axes = tuple(wire.mesh.names[i] for i in places)
     if isinstance(precision, torch.dtype):
         precision = MixedPrecision(precision)
     if precision is not None and not isinstance(precision, MixedPrecision):
-        raise TypeError(f"zero: precision is {precision!r}: a torch.dtype or a pt.MixedPrecision")
+        takes = "a torch.dtype or a pt.MixedPrecision as precision"
+        raise make_argument_error("zero", takes, precision, "zero(..., precision=torch.bfloat16)")
     _refuse_other_meshes(model, mesh)
     applied = _take_over(model, axes, stage, precision)
     if applied and blocks is None:
@@ -301,6 +307,8 @@ def no_sync(model: nn.Module) -> Iterator[None]:
             with pt.no_sync(model) if k + 1 < len(micro_batches) else nullcontext():
                 loss_of(model(x), y).backward()
     """
+    if not isinstance(model, nn.Module):
+        raise make_argument_error("no_sync", "a torch.nn.Module", model, "pt.no_sync(model)")
     state: Zero | GradReducer | None = model.__dict__.get("_zero")
     if state is None:  # partial gradients add up as they are, and settle in the step
         yield

@@ -43,6 +43,7 @@ from .tensor_state import (
     OURS,
     Function,
     Spec,
+    make_argument_error,
     make_layout_error,
     note_other_memory,
     own_state,
@@ -107,6 +108,11 @@ def distribute_tensor(
                 Fix("pt.distribute_tensor(x.full_tensor(), mesh, placements)"),
             )
         return tensor.redistribute(placements=placements)
+    if not isinstance(tensor, torch.Tensor):
+        fix = "pt.distribute_tensor(torch.as_tensor(values), mesh, placements)"
+        if isinstance(tensor, nn.Module):
+            fix = "pt.distribute_module(module, mesh), or pt.parallelize(model, mesh, plan)"
+        raise make_argument_error("distribute_tensor", "a torch.Tensor", tensor, fix)
     if not tensor.is_leaf:
         raise make_layout_error(
             "distribute_tensor needs a leaf: the gradient of this tensor flows on",
@@ -154,6 +160,14 @@ def distribute_module(
     As `torch.distributed.tensor.distribute_module`; the arguments mean the same.
     """
     refuse_lazy(module, "distribute_module")
+    for key, fn in {
+        "partition_fn": partition_fn,
+        "input_fn": input_fn,
+        "output_fn": output_fn,
+    }.items():
+        if fn is not None and not callable(fn):
+            fix = "pt.parallelize(module, mesh, plan) takes a dict of placements"
+            raise make_argument_error("distribute_module", f"a function as {key}", fn, fix)
     wire = wire_of(device_mesh)
     for name, part in module.named_modules():
         before = dict(part.named_parameters(recurse=False))
@@ -318,7 +332,7 @@ def can_hold(p: torch.Tensor, value: torch.Tensor) -> bool:
 def refuse_lazy(model: nn.Module, by: str) -> None:
     """Raise unless `model` is a module, whose parameters, which `by` needs, have been made."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"{by} takes a torch.nn.Module, not a {type(model).__name__}")
+        raise make_argument_error(by, "a torch.nn.Module", model, f"pt.{by}(model, ...)")
     for name, part in model.named_modules():
         own = *part.named_parameters(recurse=False), *part.named_buffers(recurse=False)
         for key, tensor in own:

@@ -58,6 +58,7 @@ from .tensor_state import (
     Label,
     Spec,
     current,
+    make_argument_error,
     make_layout_error,
     make_two_meshes_error,
     spec_on_mesh,
@@ -210,6 +211,9 @@ class DTensor(torch.Tensor):
                 Fix("x.redistribute(placements=...)"),
                 Fix("from_local(x.to_local(), ...)"),
             )
+        if not isinstance(local_tensor, torch.Tensor):
+            fix = "from_local(torch.as_tensor(values), mesh, placements)"
+            raise make_argument_error("from_local", "a torch.Tensor", local_tensor, fix)
         if local_tensor.layout is not torch.strided:
             raise make_no_strides_error("from_local", local_tensor)
         if shape is None:

@@ -45,6 +45,20 @@ def make_layout_error(fact: str, *fixes: Fix, **more: Any) -> LayoutError:
     return LayoutError(fact, place=user_line(), fixes=fixes, **more)
 
 
+def make_argument_error(by: str, takes: str, given: Any, fix: str) -> TypeError:
+    """The error of an argument of another type than `by` takes; it names the user's line.
+
+    Args:
+        fix: what to write in its place.
+    """
+    is_class = isinstance(given, type)
+    text = "the class " + given.__name__ if is_class else f"a {type(given).__name__}"
+    if isinstance(given, (str, int, float, type(None))):
+        text = repr(given)
+    place = user_line()
+    return TypeError(f"{by} takes {takes}, not {text}{f' (at {place})' if place else ''}: {fix}")
+
+
 _MOST_NOTED = 8
 """Elements of a result whose origin is noted."""
 

@@ -408,8 +408,15 @@ def user_hooks_of(t: torch.Tensor) -> tuple[Any, ...]:
 
 def select_user_hooks(hooks: Any) -> tuple[Any, ...]:
     """The hooks that are not partita's own, which do not show in one process."""
-    found = [getattr(hook, "hook", hook) for hook in (hooks or {}).values()]
-    return tuple([h for h in found if not str(getattr(h, "__module__", "")).startswith("partita.")])
+    if not hooks:
+        return ()
+    found = [
+        hook
+        for typed in hooks.values()
+        for hook in [getattr(typed, "hook", typed)]
+        if not str(getattr(hook, "__module__", "")).startswith("partita.")
+    ]
+    return tuple(found)
 
 
 DTensor.grad = property(gradient_of, _set_grad, _del_grad)  # type: ignore[assignment]

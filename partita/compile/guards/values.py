@@ -33,7 +33,7 @@ import types
 from collections.abc import Callable, Container, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from itertools import chain
+from itertools import chain, repeat
 from operator import is_
 from types import FrameType
 from typing import Any, NamedTuple
@@ -745,6 +745,10 @@ class CacheEpoch:
     def _has_watched(self, is_cleared: bool) -> bool:
         assert self._watched is not None and self._before is not None
         table = _find_table(self._function)
+        if self._most == float("inf"):  # each of its entries is watched: their number has no limit
+            now = map(table.get, self._watched, repeat(MISSING))
+            if all(map(is_, now, self._watched.values())):
+                return True
         there = self._find_results() if any(key in table for key in self._watched) else {}
         for key, value in self._watched.items():
             now = there.get(key, MISSING)

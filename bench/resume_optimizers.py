@@ -1,12 +1,13 @@
-"""Does a run go on as if nothing had happened, with every optimizer that is installed?
+"""A test of resumed runs with every optimizer that is installed.
 
     pip install --no-deps --target site schedulefree pytorch_optimizer
     PYTHONPATH=site python bench/resume_optimizers.py [--stage 3] [--only NAME]
 
 Each optimizer of torch.optim, schedulefree and pytorch_optimizer trains a small model in float64
-for six steps on two ranks under ZeRO. The run is saved after three of them, and goes on from there
-on two ranks, on three and without any. Its losses are those of the uninterrupted run, but for the
-order of sums, or a line says what they are. Some optimizers cannot run here at all.
+for six steps on two ranks under ZeRO. The run is saved after the third step. It is resumed on two
+ranks, on three, and in one process without partita. Then its losses are compared with those of the
+uninterrupted run; they may differ in their last bits, because sums have another order. A line per
+optimizer says whether they are equal. Some optimizers do not run here at all; their line says so.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from torch import nn
 import partita as pt
 
 MODULES = "torch.optim", "schedulefree", "pytorch_optimizer"
-_WAYS = "plain", "graph", "closure"  # how a step is called
+_WAYS = "plain", "graph", "closure"
+"""How a step is called: plainly, after `backward(create_graph=True)`, or with a closure."""
 
 
 def main() -> None:
@@ -60,7 +62,7 @@ def find_optimizers() -> Iterator[tuple[str, type]]:
 
 
 def make(kind: type, model: nn.Module) -> Any:
-    """An optimizer, by the first of the usual signatures that it takes."""
+    """Returns an optimizer, made by the first of the usual signatures that its class accepts."""
     params = list(model.parameters())
     matrices, others = ([p for p in params if (p.ndim == 2) is is_so] for is_so in (True, False))
     groups = [{"params": matrices, "use_muon": True}, {"params": others, "use_muon": False}]
@@ -89,7 +91,7 @@ def make(kind: type, model: nn.Module) -> Any:
 
 
 def compare(kind: type, stage: int) -> str:
-    """What becomes of a run with this optimizer that is interrupted."""
+    """Returns in words how a resumed run with this optimizer compares with an uninterrupted one."""
     way = [""]
 
     def start(mesh: Any, seed: int) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Interleaved timing of several ways to train, in one run.
 
-Each way is a step that is ready to run on every rank of a set of Gloo ranks. All take turns, in
-another order in each round, and a step begins and ends with a barrier. What counts is the ratio of
-two steps of the same round, and of these ratios the median: what else the machine does slows both.
+Each way is a step that every rank of a team of Gloo ranks can call. The ways take turns, in
+another order in each round, and each step begins and ends with a barrier. The result is the median
+over rounds of the ratio of two steps in the same round, because other load slows both steps.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Make = Callable[..., dict[str, Step]]
 
 
 def on_ranks(body: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
-    """What `body(rank, ranks, *args)` returns on each of so many ranks of one thread.
+    """Returns the results of `body(rank, ranks, *args)` on `ranks` processes of one thread each.
 
     Args:
-        body: at the top level of a module; the default process group is there when it is called.
+        body: a function at the top level of a module. It runs after `init_process_group`.
 
     Raises:
         EOFError: a rank died; its traceback is on stderr.
@@ -49,10 +49,10 @@ def on_ranks(body: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
             theirs.close()
             ends.append(ours)
             processes.append(process)
-        told = [end.recv() for end in ends]
+        found = [end.recv() for end in ends]
         for process in processes:
             process.join()
-    return told
+    return found
 
 
 def _rank(
@@ -69,13 +69,13 @@ def _rank(
 def measure(
     makes: Sequence[Make], ranks: int, rounds: int, *args: Any, warm: int = 2
 ) -> dict[str, list[float]]:
-    """Seconds per step of each way, round by round, as the slowest rank had it.
+    """Returns the seconds per step of each way, round by round, on the slowest rank.
 
     Args:
-        makes: each at the top level of a module; `make(rank, ranks, *args)` gives each way's step.
-            The ways of each have ranks of their own: what partita changes in a process that has
-            DTensors is not there for the ways of others.
-        warm: steps of each way that are not timed.
+        makes: functions at the top level of a module; `make(rank, ranks, *args)` returns the steps
+            of some ways by name. Each function has its own processes, so that what partita changes
+            in a process with DTensors does not affect rivals.
+        warm: the number of steps of each way that are not timed.
 
     Raises:
         SystemExit: a rank failed; its traceback is the message.
@@ -89,17 +89,17 @@ def measure(
         ways = [(name, team) for team in teams for name in team.names]
         for i in range(rounds):
             for name, team in ways[i % len(ways) :] + ways[: i % len(ways)]:
-                seconds[name].append(max(team.ask(name)))
+                seconds[name].append(max(team.time_step(name)))
         for team in teams:
             team.end()
     return seconds
 
 
 class _Team:
-    """Ranks, each a process, that call the steps of some ways when they are told to.
+    """The processes of some ranks, which call the steps of their ways on request.
 
     Attributes:
-        names: of the ways.
+        names: the names of the ways.
     """
 
     def __init__(self, make: Make, ranks: int, warm: int, args: Sequence[Any], store: str):
@@ -114,13 +114,13 @@ class _Team:
             theirs.close()
             self._ends.append(ours)
             self._processes.append(process)
-        self.names: list[str] = self._hear()[0]
+        self.names: list[str] = self._receive()[0]
 
-    def ask(self, name: str) -> list[float]:
-        """The seconds that a step of one way takes on each rank."""
+    def time_step(self, name: str) -> list[float]:
+        """Returns the seconds that a step of one way takes on each rank."""
         for end in self._ends:
             end.send(name)
-        return self._hear()
+        return self._receive()
 
     def end(self) -> None:
         for end in self._ends:
@@ -128,7 +128,7 @@ class _Team:
         for process in self._processes:
             process.join()
 
-    def _hear(self) -> list[Any]:
+    def _receive(self) -> list[Any]:
         answers: dict[int, Any] = {}
         while len(answers) < len(self._ends):
             left = {end: i for i, end in enumerate(self._ends) if i not in answers}
@@ -143,7 +143,7 @@ class _Team:
 def _serve(
     end: Any, store: str, rank: int, ranks: int, make: Make, warm: int, args: Sequence[Any]
 ) -> None:
-    """A rank of a team."""
+    """The main function of a rank of a team: times a step for each name that it receives."""
     torch.set_num_threads(1)
     try:
         begin_ranks(rank, ranks, store=dist.FileStore(store, ranks))
@@ -159,12 +159,12 @@ def _serve(
     os._exit(0)
 
 
-def _warm_up(steps: dict[str, Step], warm: int, tells: bool) -> None:
-    """Call each step so many times; of a rival that is compiled, say what Dynamo made of it."""
+def _warm_up(steps: dict[str, Step], warm: int, prints: bool) -> None:
+    """Call each step `warm` times, and print the number of Dynamo graphs of compiled rivals."""
     for step in steps.values():
         if isinstance(step, CompiledRival):
             step.compile()
-            if tells:
+            if prints:
                 print(step, flush=True)
         for _ in range(warm):
             step()
@@ -189,13 +189,13 @@ def in_turns(
     together: Callable[[], Any] = lambda: None,
     calls: int = 1,
 ) -> dict[str, list[float]]:
-    """Seconds of each step, round by round.
+    """Returns the seconds of each step, round by round.
 
     Args:
-        warm: steps of each that are not timed.
+        warm: the number of calls of each step that are not timed.
         together: waits for the other ranks.
-        calls: how often each is called in its turn, whose mean counts. Called once, a small step
-            finds the processor's caches full of the others' code and data.
+        calls: the number of calls in a turn, of which the mean is taken. A small step that is
+            called once finds the processor's caches full of the code and data of others.
     """
     _warm_up(steps, warm, True)
     seconds: dict[str, list[float]] = {name: [] for name in steps}
@@ -207,12 +207,12 @@ def in_turns(
 
 
 def ratio(seconds: dict[str, list[float]], name: str, base: str) -> float:
-    """The median over rounds of how many times as long as `base` a way takes."""
+    """Returns the median over rounds of a way's time divided by that of `base`."""
     return median(t / a for t, a in zip(seconds[name], seconds[base], strict=True))
 
 
 def table(seconds: dict[str, list[float]], base: str) -> str:
-    """A line for each way: milliseconds, and how many times as long as `base` it takes."""
+    """Returns a line for each way: its milliseconds, and its time divided by that of `base`."""
     lines = [f"{'':<24}{'ms':>8}{'over ' + base:>20}{'best':>8}"]
     for name, times in seconds.items():
         over, best = ratio(seconds, name, base), min(times) / min(seconds[base])
@@ -221,10 +221,10 @@ def table(seconds: dict[str, list[float]], base: str) -> str:
 
 
 def readme_row(what: str, ways: dict[str, str], seconds: dict[str, list[float]], base: str) -> str:
-    """A row of the README's table, without its command.
+    """Returns a row of the README's table, without its command.
 
     Args:
-        ways: what the README calls each.
+        ways: the names in the README, by the names of the ways.
     """
     said = [f"{title} {ratio(seconds, name, base):.2f}×" for name, title in ways.items()]
     return f"| {what} | {', '.join(said)} |"

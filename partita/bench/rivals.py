@@ -1,8 +1,8 @@
-"""The rivals of benches, as their users run them, and the loop that all train in.
+"""The rivals in benches, run as their users run them, and the training step that all ways share.
 
-Each has the model, the batch, the dtype and the optimizer of the others. Those that are compiled
-are `CompiledRival`s: a bench fails unless Dynamo made graphs of them. Nothing of partita is used
-here, and no process that runs rivals alone has a mesh of partita, so that nothing of it runs there.
+All have the same model, batch, dtype and optimizer. Compiled ones are `CompiledRival`s: a bench
+fails unless Dynamo made graphs of them. This module uses nothing of partita. The processes of
+rivals have no mesh of partita, so that no code of partita runs in them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Step = Callable[..., Any]
 
 
 def cross_entropy(logits_btv: torch.Tensor, targets_bt: torch.Tensor) -> torch.Tensor:
-    """The mean loss of all tokens, in float32."""
+    """Returns the mean loss of all tokens, in float32."""
     return F.cross_entropy(logits_btv.flatten(0, 1).float(), targets_bt.flatten())
 
 
@@ -31,12 +31,12 @@ def training(
     fused: bool = False,
     capturable: bool = False,
 ) -> Step:
-    """A step of AdamW as a plain loop has it.
+    """Returns a training step with AdamW, written as a plain loop has it.
 
     Args:
-        autocast: of forward and loss.
-        fused: the optimizer's kernels are fused; otherwise they are `foreach`.
-        capturable: its counts of steps lie where the parameters do.
+        autocast: the dtype of autocast in forward and loss; None for no autocast.
+        fused: use the fused kernels of the optimizer instead of `foreach`.
+        capturable: keep the optimizer's step counts on the device of the parameters.
     """
     how: dict[str, Any] = {"fused": True} if fused else {"foreach": True}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, capturable=capturable, **how)
@@ -59,15 +59,15 @@ def training(
 
 
 class NotCompiledError(RuntimeError):
-    """A rival that should be compiled is not: what would be timed is an eager run."""
+    """A rival that should be compiled runs eagerly, so its time would be that of an eager run."""
 
 
 class CompiledRival:
-    """A step of which Dynamo must make graphs.
+    """A step that Dynamo must compile.
 
     Attributes:
-        graphs: how many it made.
-        breaks: how often it left a graph, by the reason.
+        graphs: the number of graphs that Dynamo made.
+        breaks: the number of graph breaks, by reason.
     """
 
     def __init__(self, name: str, step: Step):
@@ -79,7 +79,7 @@ class CompiledRival:
         return self.step()
 
     def compile(self) -> None:
-        """Call the step for the first time; do nothing if it was.
+        """Call the step for the first time. Later calls do nothing.
 
         Raises:
             NotCompiledError: Dynamo made no graph.
@@ -108,13 +108,13 @@ class CompiledRival:
 
 
 def compiled_loss() -> Step:
-    """`cross_entropy`, compiled, as torchtitan compiles the loss beside the blocks."""
+    """Returns `cross_entropy`, compiled by itself, as torchtitan compiles the loss."""
     found: Step = torch.compile(cross_entropy, fullgraph=True)
     return found
 
 
 def compile_blocks(model: nn.Module) -> nn.Module:
-    """The model with each block compiled by itself, as torchtitan does before it shards them."""
+    """Compile each block by itself, as torchtitan does before it shards them; returns the model."""
     blocks: Any = model.blocks
     for name, block in list(blocks.named_children()):
         blocks.register_module(name, torch.compile(block, fullgraph=True))
@@ -125,12 +125,13 @@ def compile_blocks(model: nn.Module) -> nn.Module:
 
 
 def shard_by_fsdp(model: nn.Module, mesh: Any, dtype: torch.dtype | None = None) -> nn.Module:
-    """The model sharded by FSDP2, block by block, with its defaults: what is gathered of a block is
-    freed behind its forward, and the next block's is prefetched.
+    """Shard the model by FSDP2, block by block, with its defaults; returns the model.
+
+    FSDP2 frees the gathered parameters of a block after its forward and prefetches the next block.
 
     Args:
-        dtype: of compute, if it is another than that of the parameters; gradients are reduced in
-            float32.
+        dtype: the dtype of computation if it is not that of the parameters. Gradients are reduced
+            in float32 then.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -145,7 +146,7 @@ def shard_by_fsdp(model: nn.Module, mesh: Any, dtype: torch.dtype | None = None)
 
 
 class _Gathered(nn.Module):
-    """A parameter is shown whole by a gather, whose transpose reduces its gradient."""
+    """A parametrization that gathers a parameter; its backward reduce-scatters the gradient."""
 
     def forward(self, x: Any) -> torch.Tensor:
         from torch.distributed.tensor import Partial, Replicate
@@ -155,9 +156,12 @@ class _Gathered(nn.Module):
 
 
 def shard_by_simple_fsdp(model: nn.Module, mesh: Any) -> nn.Module:
-    """The model with every parameter a `torch.distributed.tensor` DTensor that is gathered at use.
+    """Make every parameter a `torch.distributed.tensor` DTensor that is gathered at each use.
 
-    As the SimpleFSDP paper has it (arXiv 2411.00284): one parametrization, no hooks.
+    This follows the SimpleFSDP paper (arXiv 2411.00284): one parametrization, no hooks.
+
+    Returns:
+        The model.
     """
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -173,17 +177,17 @@ SIMPLE_FSDP_OPTIONS: dict[str, Any] = {
     "bucket_all_gathers_fx": "all",
     "bucket_reduce_scatters_fx": "all",
 }
-"""Of Inductor, for SimpleFSDP: without buckets each parameter is a collective of its own."""
+"""Options of Inductor for SimpleFSDP: without buckets each parameter needs its own collective."""
 
 
 def make_rival(
     name: str, model: nn.Module, batch: Sequence[torch.Tensor], mesh: Any
 ) -> Callable[[], Any]:
-    """A rival's step, ready to be called.
+    """Returns the step of a rival.
 
     Args:
-        name: "alone", "DDP", "FSDP2", "SimpleFSDP", each also with " compiled" behind it.
-        batch: this rank's samples.
+        name: "alone", "DDP", "FSDP2" or "SimpleFSDP", each also followed by " compiled".
+        batch: the samples of this rank.
     """
     from torch.nn.parallel import DistributedDataParallel
 

@@ -1,15 +1,16 @@
 """A bench of whole training steps on one device, beside rivals.
 
-What does a step take on one GPU: alone, sharded by FSDP2 and by partita's ZeRO-3, eager and
+How long does a step take on one GPU: alone, sharded by FSDP2 and by partita's ZeRO-3, eager and
 compiled? Sharded ways run on a fake process group: each rank's share of the work, its copies and
-the host's time are real, and collectives move nothing. Models compute in bfloat16 with parameters
-in float32, by fused AdamW: alone by autocast, sharded by the policies of FSDP2 and of ZeRO-3, which
-gather bfloat16 and reduce float32.
+the host's time are real, but collectives move nothing. Models compute in bfloat16, and their
+parameters are float32, updated by fused AdamW. The model alone uses autocast. Sharded models use
+the mixed-precision policies of FSDP2 and of ZeRO-3, which gather bfloat16 and reduce float32.
 
-Each way has a process of its own, one after another, so that none pays for another. Of each: the
-mean of steps in a row, the share of the device's peak that the model's products reach (MFU), the
-time until Python goes on, how many kernels run and how long, MiB held between steps and above them,
-and the first step, with what it compiled; the second way that compiles the same finds it again.
+The ways run one after another, each in its own process, so that none affects another. The table has
+for each way: the mean time of steps in a row; the share of the device's peak that the model's
+matrix products reach (MFU); the host's time until the call returns; the number of kernels and their
+time; the MiB held between steps, and those above them in a step; and the time of the first step,
+compilation included. A way that compiles the same code as one before it finds that code in a cache.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class StepShape:
     """A model and the batch of one rank.
 
     Attributes:
-        hidden: of a Llama's MLP; 0 for a GPT.
+        hidden: the width of a Llama's MLP; 0 for a GPT.
     """
 
     layers: int
@@ -84,8 +85,8 @@ class StepShape:
         return list(bench_device().place(torch.randint(0, self.vocab, size)))
 
     def flops(self, parameters: int) -> float:
-        """Operations of a step: each parameter is multiplied three times a token, and attention is
-        causal, so that a token looks at half of the others."""
+        """The floating-point operations of a step: six for each parameter and token, and those of
+        causal attention, in which a token attends to half of the others."""
         attention = 6 * self.layers * self.width * self.context
         return float((6 * parameters + attention) * self.batch * self.context)
 
@@ -113,12 +114,12 @@ _RECORDED = [name for name in WAYS if name.endswith("-graphs")]
 _WARM, _IN_A_ROW = 5, 10  # steps
 
 PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
-"""Operations a second of dense products in bfloat16, by a part of the device's name."""
+"""Operations per second of dense bfloat16 matrix products, by a part of the device's name."""
 
 
 @dataclass
 class StepFigures:
-    """What was measured of one way; of an accelerator alone: kernels and peaks."""
+    """The measurements of one way. Kernels, MFU and held memory are None on a CPU."""
 
     ms: float
     host_ms: float
@@ -135,7 +136,7 @@ class StepFigures:
 
 
 def _make_step(way: str, shape: StepShape, ranks: int) -> tuple[Any, Any]:
-    """The step of a way, and the compiled step of partita if it is one."""
+    """Returns the step of a way, and partita's `CompiledStep` if it is one."""
     model, batch = shape.make(), shape.tokens()
     kind, _, how = way.partition("-")
     bf16 = torch.bfloat16
@@ -168,7 +169,7 @@ def _rival(way: str, step: Step, compiled: str) -> Any:
 def _measure_way(
     end: Any, way: str, shape: StepShape, ranks: int, rounds: int, peak: float | None
 ) -> None:
-    """In a process of its own: send the figures of a way, or why there are none."""
+    """The main function of a way's process: sends its figures, or the traceback of its failure."""
     try:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -235,12 +236,13 @@ def _measure_step(
 
 
 def _local(loss: torch.Tensor) -> torch.Tensor:
-    """This rank's share of a loss: a fake group does not reduce it."""
+    """Returns this rank's part of a loss, because a fake group does not reduce it."""
     return getattr(loss.detach(), "to_local", loss.detach)()
 
 
 def _count_kernels(step: Any) -> tuple[int, float]:
-    """How many kernels and copies a step has on the device, and their milliseconds together."""
+    """Returns the number of kernels and copies of a step on the device, and their total time in
+    milliseconds."""
     # `acc_events`: torch 2.12 and earlier warn without it, though there is one cycle.
     with torch.profiler.profile(activities=activities_to_profile(), acc_events=True) as found:
         step()
@@ -252,7 +254,7 @@ def _count_kernels(step: Any) -> tuple[int, float]:
 def _run_way(
     way: str, shape: StepShape, ranks: int, rounds: int, peak: float | None
 ) -> StepFigures | str:
-    """The figures of a way; its traceback where it failed."""
+    """Returns the figures of a way, or the traceback of its failure."""
     context = mp.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_measure_way, args=(theirs, way, shape, ranks, rounds, peak))
@@ -281,7 +283,7 @@ def _format_row(way: str, f: StepFigures) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the bench; the exit code is 1 where a way did not run."""
+    """Run the bench. The exit code is 1 if a way failed."""
     parser = argparse.ArgumentParser(
         prog="partita bench steps",
         description=__doc__,
@@ -324,9 +326,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _empty_stores() -> Iterator[None]:
-    """Within, nothing that was compiled before is found; what one way compiles the next one finds.
+    """Use empty caches of compiled code, which all ways share.
 
-    The processes of ways have the environment of this one.
+    The processes of the ways inherit the environment variables that are set here.
     """
     with tempfile.TemporaryDirectory() as folder:
         os.environ["PARTITA_CACHE"] = f"{folder}/store"

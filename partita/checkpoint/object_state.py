@@ -1,9 +1,9 @@
-"""State dicts of objects as trees of dicts and lists, and their growth from a checkpoint.
+"""State dicts of objects as trees of dicts and lists, and the entries that a fresh object lacks.
 
-A name in a checkpoint is a path of text and indices. A container that such a path cannot express (a
-deque, a tuple of tensors, a dict whose keys are numbers or that is empty) is packed into a dict of
-its items, with its kind under `KIND`. What an object makes only as it runs, such as an optimizer's
-state, is absent from a fresh object: `grow_from_checkpoint` adds it.
+A name in a checkpoint is a path of strings and indices. Such a path cannot express every container:
+a deque, a tuple of tensors, an empty dict, a dict with numbers as keys. These are packed into a
+dict of their items, with their kind under `KIND`. An object makes some entries only as it runs, as
+an optimizer makes its state. A fresh object lacks them, so `grow_from_checkpoint` adds them.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ KIND = "__kind__"
 @message
 @dataclass(frozen=True)
 class Stored:
-    """What a checkpoint has by some name, without its values.
+    """The metadata of an entry of a checkpoint.
 
     Attributes:
-        path: the keys on the way to it.
-        size, dtype: of a tensor; None of a value.
+        path: the keys that lead to the entry.
+        size, dtype: those of a tensor; None for another value.
     """
 
     path: KeyPath = ()
@@ -41,7 +41,7 @@ class Stored:
 
     @classmethod
     def of(cls, value: Any, path: KeyPath = ()) -> Stored:
-        """How `value` would be stored."""
+        """Returns the metadata that `value` would have in a checkpoint."""
         if isinstance(value, torch.Tensor):
             return cls(path, tuple(value.shape), value.dtype)
         return cls(path)
@@ -56,10 +56,11 @@ class Stored:
 
 
 def pack_containers(value: Any) -> Any:
-    """`value` as dicts with text as keys, lists, and leaves, which are the objects that they were.
+    """Returns `value` as dicts with strings as keys, lists and leaves. Leaves are not copied.
 
     Raises:
-        ValueError: a dict with a key that is no number or text, or with two that read alike.
+        ValueError: a dict has a key that is neither a number nor a string, or two keys that are
+            equal as strings.
     """
     if isinstance(value, Mapping):
         packed = {str(k): pack_containers(v) for k, v in value.items()}
@@ -89,11 +90,11 @@ def _is_plain_key(key: Any) -> bool:
 
 
 def unpack_containers(packed: Any, like: Any = None) -> Any:
-    """What `pack_containers` packed; a list or dict is a new one.
+    """Returns the value that `pack_containers` packed, in new lists and dicts.
 
     Args:
-        like: what an object has at this place. A dict of another class, such as a Counter, is
-            copied from it, since a checkpoint names no classes.
+        like: the value that the object holds in this place. If it is a dict of another class, such
+            as a Counter, the result has that class: a checkpoint stores no classes.
     """
     if isinstance(packed, list):
         likes = like[: len(packed)] if isinstance(like, list) else []
@@ -115,14 +116,15 @@ def unpack_containers(packed: Any, like: Any = None) -> Any:
 
 
 def is_one_value(value: Any) -> bool:
-    """True of what a state holds as one value; of a list, if it has no tensor, dict or object."""
+    """True if a state stores `value` as one entry. A list is one if it has no tensor, dict or
+    stateful object in it."""
     if isinstance(value, list):
         return all(map(is_one_value, value))
     return not (isinstance(value, (torch.Tensor, Mapping)) or is_stateful(value))
 
 
 def _is_packed(value: Any) -> bool:
-    """True of what `pack_containers` leaves as it is."""
+    """True if `pack_containers` returns `value` itself."""
     if isinstance(value, list) or type(value) is tuple:
         return all(map(_is_packed, value))
     return is_one_value(value) and not isinstance(value, deque)
@@ -133,7 +135,7 @@ def _is_leaf(value: Any) -> bool:
 
 
 def is_stateful(value: Any) -> bool:
-    """True of an object with `state_dict` and `load_state_dict`."""
+    """True if `value` is an object with `state_dict` and `load_state_dict`."""
     return (
         callable(getattr(value, "state_dict", None))
         and callable(getattr(value, "load_state_dict", None))
@@ -141,14 +143,15 @@ def is_stateful(value: Any) -> bool:
     )
 
 
-# -- what a fresh object lacks ---------------------------------------------------------------------
+# -- entries that a fresh object lacks -------------------------------------------------------------
 
 Allocate = Callable[[KeyPath, Stored], "torch.Tensor | None"]
-"""Makes memory for what the checkpoint has by a path within the object."""
+"""`(path within the object, metadata)`: allocates a tensor for an entry of the checkpoint."""
 
 
 def find_stored_tree(stored: Mapping[str, Stored] | None, path: KeyPath) -> Any:
-    """What the checkpoint has below `path`, as dicts and lists of `Stored`; {} if nothing."""
+    """Returns the entries of a checkpoint below `path`, as dicts and lists of `Stored`; {} if there
+    are none."""
     root: dict[str | int, Any] = {}
     for one in (stored or {}).values():
         if len(one.path) > len(path) and one.path[: len(path)] == path:
@@ -171,12 +174,14 @@ def _with_lists(node: Any) -> Any:
 def grow_from_checkpoint(
     live: Any, there: Any, allocate: Allocate, replace: bool = False, path: KeyPath = ()
 ) -> Any:
-    """A packed state dict with all that the checkpoint has; tensors that fit are those of `live`.
+    """Returns a packed state dict with all entries of a checkpoint. Tensors of `live` that fit are
+    kept.
 
     Args:
-        live: the packed state dict as it is.
-        there: what the checkpoint has (`find_stored_tree`).
-        replace: drop what only `live` has, and what has another size or dtype.
+        live: the packed state dict of the object.
+        there: the entries of the checkpoint (`find_stored_tree`).
+        allocate: makes the tensors that `live` lacks.
+        replace: drop the entries that only `live` has, and those of another size or dtype.
     """
 
     def grow(part: Any, one: Any, key: str | int) -> Any:

@@ -1,17 +1,17 @@
-"""Origins: which call of the program made a tensor, so that ranks that read a value can compare it.
+"""Origins: the call of the program that made a tensor, which ranks compare when they read a value.
 
-A rank that reads `a.sum()` while another reads `b.sum()` exchanges values that look alike. So what
-the ranks of a mesh bring to a read has the origin of the tensor. It is equal on all ranks for the
-same tensor, whatever else a rank computes by itself.
+If one rank reads `a.sum()` while another reads `b.sum()`, the values that they exchange look alike.
+So ranks that read a value also compare the origin of the tensor. The origin is equal on all ranks
+for the same tensor, whatever else a rank computes by itself.
 
-The origin of a tensor that enters the program (`distribute_tensor`, `from_local`, batches, compiled
-steps) is the place of that call, and how often that place was reached: all ranks make such calls
-alike. The origin of a result is the place of the call, the origins of its operands and its numbers.
-How often the place was reached does not count, as a rank may compute a sum by itself.
+A tensor enters the program by `distribute_tensor`, `from_local`, as a batch, or as the result of a
+compiled step. Its origin is the place of that call and how often the place was reached, because all
+ranks make these calls. The origin of an op's result is made of the place of the call, the origins
+of its operands and its numbers. It does not count calls: a rank may compute a sum by itself.
 
-It is noted for small results of which no rank has the value (`Spec.has_noted_origin`): sums, means,
-norms. Larger ones cost nothing. So two sums of larger results by one call have one origin: ranks
-that read different ones of these are not found.
+Origins of results are noted only for small ones of which no rank has the value
+(`Spec.has_noted_origin`), such as sums, means and norms. Larger results cost nothing. So two sums
+of larger results by one call have the same origin, and ranks that read one each are not detected.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class TensorOrigin:
     """The call that made a tensor.
 
     Attributes:
-        number: the same on all ranks for one tensor, and different for different tensors.
-        code, at: of the call, an instruction of some code.
-        times: how often it had been made by then; 0 of a result.
+        number: equal on all ranks for the same tensor, and different for different tensors.
+        code, at: the code that makes the call, and the offset of its instruction.
+        times: the number of such calls until then; 0 for the result of an op.
     """
 
     number: int
@@ -89,7 +89,7 @@ def _digest_of_place(code: CodeType, at: int) -> int:
 
 
 def note_origin(out: torch.Tensor, wire: Wire) -> None:
-    """Note that the calling line of the program has brought `out` in, as on all ranks."""
+    """Note that the program's current call, which all ranks make, has made `out`."""
     code, at = _find_call(sys._getframe(1))
     place = _digest_of_place(code, at)
     times = wire.sites[place] = wire.sites.get(place, 0) + 1
@@ -102,7 +102,8 @@ def _find_call(frame: FrameType) -> tuple[CodeType, int]:
 
 
 def _digest_arguments(given: Iterable[Any], number: int) -> int:
-    """`number` with the numbers among the arguments of a call, and the origins of its tensors."""
+    """Returns `number` combined with the arguments of a call: the origins of its tensors, its
+    numbers and its strings."""
     for x in given:
         if x is None:
             found = 0
@@ -131,7 +132,7 @@ def note_gradient(grad: torch.Tensor, x: torch.Tensor) -> None:
 
 
 class NotingKernel:
-    """A kernel whose results have their origin noted; see `note_origins_of`."""
+    """A kernel that notes the origins of its results; see `note_origins_of`."""
 
     __slots__ = ("_keeps_origin", "_kernel")
 
@@ -147,12 +148,12 @@ class NotingKernel:
 def note_origins_of(
     out: Any, args: Args, kwargs: Kwargs, keeps_origin: bool, frame: FrameType
 ) -> None:
-    """Note that the line of the program at `frame` has made each new tensor of a result.
+    """Note the call of the program at `frame` as the origin of each new tensor in `out`.
 
     Args:
-        keeps_origin: the function shows its operand or converts it. It may return the operand
-            itself on some ranks only (`contiguous` where one row is left), so that its results have
-            the operand's origin on all ranks.
+        keeps_origin: True if the function returns a view or a conversion of its operand. On some
+            ranks it may return the operand itself (`contiguous` where one row is left), so its
+            results have the operand's origin on all ranks.
     """
     given = (*args, *kwargs.values()) if kwargs else args
     made = None
@@ -175,13 +176,13 @@ def note_origins_of(
 
 
 def find_origin(x: torch.Tensor) -> TensorOrigin | None:
-    """The origin of a tensor, where it was noted; of a gradient, that of whose gradient it is."""
+    """Returns the origin of a tensor, or None if it was not noted."""
     made: TensorOrigin | None = x.__dict__.get(ORIGIN)
     return made
 
 
 def describe_reading(x: torch.Tensor, op: str, spec: Spec, verb: str = "reads") -> Reading:
-    """What ranks compare of a value of `spec` that the program reads by `op`."""
+    """Returns what ranks compare when the program reads a value of `spec` by `op`."""
     made, layout = find_origin(x), f"{str(x.dtype).removeprefix('torch.')} {spec.layout.brief()}"
     if made is None:
         return Reading(op, layout, verb=verb)
@@ -189,7 +190,8 @@ def describe_reading(x: torch.Tensor, op: str, spec: Spec, verb: str = "reads") 
 
 
 def is_beside_program(wire: Wire) -> bool:
-    """True in a thread beside the program's, whose exchanges would meet those of other threads."""
+    """True in a thread other than the main one, if ranks wait for each other: their exchanges in
+    several threads would be mixed up."""
     is_main = threading.current_thread() is threading.main_thread()
     return bool(wire.ranks_to_wait_for) and not is_main
 
@@ -197,8 +199,9 @@ def is_beside_program(wire: Wire) -> bool:
 def is_compared_when_moved(before: Spec, after: Spec, op: str, reason: str) -> bool:
     """True if the ranks compare which tensor they move: a small one, or one that all get whole.
 
-    Only where all ranks of the mesh take part, and collectives block the processor anyhow. Not in
-    a thread beside the program's: other ranks would take its wait for that of the whole rank.
+    Ranks compare only if all ranks of the mesh take part and collectives block the host anyhow.
+    They do not in threads other than the main one: other ranks would take the wait of such a thread
+    for a wait of the whole rank.
     """
     wire = before.wire
     if reason == "gradient" or wire.runs_in_streams or wire.is_reading:

@@ -1,12 +1,13 @@
 """Function transforms and control flow of torch, on DTensors.
 
-A transform of `torch.func` (`vmap`, `grad`, ...) hands the function tensors that wrap others, in
-which no layout has a meaning. So it runs on whole values: each DTensor that it is given, or that
-its function reads, is gathered, all ranks compute the same, and the results are Invariant DTensors.
-The ledger has these moves as implicit. Programs without DTensors are unaffected.
+A transform of `torch.func` (`vmap`, `grad`, ...) passes tensors that wrap others to its function.
+A layout has no meaning for these, so the transform runs on whole values. Each DTensor among its
+arguments, or that its function reads, is gathered. All ranks compute the same, and the results are
+Invariant DTensors. The ledger records these moves as implicit. Programs without DTensors are
+unaffected.
 
-`torch.cond`, `while_loop`, `scan` and `associative_scan` run as the Python that they mean, whose
-ops find their own rules.
+`torch.cond`, `while_loop`, `scan` and `associative_scan` run as equivalent Python code, in which
+each op has its own rule.
 """
 
 from __future__ import annotations
@@ -57,13 +58,13 @@ _TRANSFORMS = (
 ).split()
 """The function transforms of torch.func."""
 _FORWARD_MODE = ("hessian", "jacfwd", "jvp", "linearize")
-"""Those that derive in forward mode, whose levels torch counts for all threads at once."""
+"""The transforms that use forward-mode AD. Torch counts its levels for all threads together."""
 _FORWARD_LOCK = threading.RLock()
 _PATIENCE = 60.0  # seconds
 
 
 class _Active(threading.local):
-    """The outermost transform that runs in this thread."""
+    """The outermost transform that runs in this thread, if any."""
 
     wholes: WholeValues | None = None
 
@@ -72,17 +73,17 @@ _active = _Active()
 
 
 class WholeValues(TorchFunctionMode):
-    """Replaces DTensors by plain tensors of their whole value, in all that a transform calls.
+    """A mode that replaces DTensors by plain tensors of their whole value while a transform runs.
 
-    A plain tensor from outside of the transform is compared across ranks, as everywhere beside
-    DTensors.
+    Plain tensors from outside the transform are compared across ranks, as in every op that also
+    takes DTensors.
 
     Args:
-        maker: what was replaced in the transform that made the function which is called.
+        maker: the mode of the transform that returned the function, as `vjp` returns one.
 
     Attributes:
-        name: of the transform.
-        wire: of the DTensors that were replaced; None before the first.
+        name: the name of the transform.
+        wire: the wire of the DTensors that were replaced; None before the first.
     """
 
     def __init__(self, name: str, maker: WholeValues | None):
@@ -104,7 +105,7 @@ class WholeValues(TorchFunctionMode):
         if self._is_gathering:
             return func(*args, **(kwargs or {}))
         given = (args, kwargs or {})
-        # What a derived function reads was made by the transform that made it.
+        # A function that `vjp` returned reads tensors that `vjp` has made.
         for leaf in () if self._is_derived else tree_leaves(given):
             self._note_entered(leaf)
         args, kwargs = self.replace(given)
@@ -115,15 +116,15 @@ class WholeValues(TorchFunctionMode):
         return out
 
     def _note_entered(self, leaf: Any) -> None:
-        """Note a plain tensor that the transform has not made."""
+        """Note `leaf` if it is a plain tensor that the transform has not made."""
         if not _is_plain(leaf) or self._made.get(id(leaf)) is leaf:
             return
-        # What an inner transform returns is made by no function that a mode intercepts.
+        # No mode intercepts what makes the results of an inner transform. Their nodes are new.
         if leaf.grad_fn is None or leaf.grad_fn._sequence_nr() < self._first_node:
             self._entered[id(leaf)] = leaf
 
     def replace(self, value: Any) -> Any:
-        """`value` with a whole plain tensor for each DTensor in it."""
+        """Returns `value` with each DTensor in it replaced by a plain tensor of its whole value."""
         return tree_map_only(DTensor, self._find_whole, value)
 
     def _find_whole(self, x: DTensor) -> torch.Tensor:
@@ -144,14 +145,14 @@ class WholeValues(TorchFunctionMode):
             raise _make_closure_error(self.name)
         self.wire, self._is_gathering = wire, True
         try:
-            # A redistribution is no part of what is transformed.
+            # The transform does not apply to a redistribution.
             with temporarily_clear_interpreter_stack():
                 return moved(x, x._spec, spec_of_plain(x, wire), self.name, "implicit")
         finally:
             self._is_gathering = False
 
     def call(self, name: str, function: Function, args: Any, kwargs: Any) -> Any:
-        """`function(*args, **kwargs)`; ranks that are threads take turns in forward mode."""
+        """Call `function`. Ranks that are threads take turns in forward mode."""
         if name not in _FORWARD_MODE or any_spec(RankWire) is None:
             return function(*args, **kwargs)
         if not _FORWARD_LOCK.acquire(timeout=_PATIENCE):
@@ -164,14 +165,14 @@ class WholeValues(TorchFunctionMode):
             _FORWARD_LOCK.release()
 
     def finish(self, given: Any) -> None:
-        """Check what has taken part beside DTensors, once the transform has run.
+        """Check gathered values, plain tensors and random states after the transform has run.
 
         Args:
             given: the arguments of the transformed function.
 
         Raises:
-            LayoutError: a gathered value was written, or plain tensors or the states of random
-                generators differ across ranks.
+            LayoutError: a gathered value was written, plain tensors differ across ranks, or states
+                of random generators do.
         """
         wire = self.wire
         if wire is None:
@@ -189,7 +190,7 @@ class WholeValues(TorchFunctionMode):
             compare_draws(self.name, wire, self._generator, self._state)
 
     def type_result(self, leaf: Any) -> Any:
-        """A plain tensor among the results as a DTensor, if DTensors have taken part."""
+        """Returns a plain tensor of the results as a DTensor, if a DTensor was replaced."""
         if self.wire is None or not _is_plain(leaf):
             return leaf
         with Local():  # others may hold the tensor itself
@@ -197,7 +198,7 @@ class WholeValues(TorchFunctionMode):
 
 
 def _is_plain(value: Any) -> bool:
-    """True for a tensor that is no DTensor and of no level of a transform."""
+    """True if `value` is a tensor that is neither a DTensor nor wrapped by a transform."""
     is_tensor = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
     return is_tensor and not is_functorch_wrapped_tensor(value)
 
@@ -222,10 +223,11 @@ def _make_closure_error(name: str) -> LayoutError:
 
 
 def _run_on_wholes(name: str, function: Function, maker: WholeValues | None = None) -> Function:
-    """`function`, run on whole values; its results are DTensors if DTensors take part.
+    """Returns a function that runs `function` on whole values. Its results are DTensors if DTensors
+    were replaced.
 
     Args:
-        maker: of the transform that made `function`, as `vjp` does.
+        maker: the mode of the transform that returned `function`, as `vjp` returns one.
     """
 
     @functools.wraps(function)
@@ -256,7 +258,7 @@ def _run_on_wholes(name: str, function: Function, maker: WholeValues | None = No
 
 
 def _with_whole_results(function: Function) -> Function:
-    """`function`, with a whole value in the place of each DTensor that it returns."""
+    """Returns a function that calls `function` and replaces the DTensors in its result."""
 
     @functools.wraps(function, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -277,7 +279,7 @@ def _make_transform(name: str, transform: Function) -> Function:
         elif "func" in kwargs:
             kwargs = {**kwargs, "func": _with_whole_results(kwargs["func"])}
         made = run(*args, **kwargs)
-        # A function that was made without a DTensor may be given some later.
+        # A function that was made before there were DTensors may be called with some later.
         if any_spec() is None and isinstance(made, types.FunctionType):
             return _run_on_wholes(name, made)
         return made
@@ -290,12 +292,12 @@ for _name in _TRANSFORMS:
 
 
 # -- control flow ----------------------------------------------------------------------------------
-# Torch compiles these functions even in eager, and Dynamo takes no DTensor. Where they meet one, or
-# while a step is captured, they run as the Python that torch documents as their meaning.
+# Torch compiles these functions even in eager, and Dynamo does not support our DTensors. So with
+# DTensors, and while a step is captured, they run as the Python code that torch documents.
 
 
 def _meets_dtensors(*values: Any) -> bool:
-    """True if a DTensor is among values, or among what functions among them refer to."""
+    """True if one of `values` is a DTensor, holds one, or is a function that refers to one."""
     if HERE.capturing:
         return True
     for value in tree_leaves(values):
@@ -315,7 +317,7 @@ def _meets_dtensors(*values: Any) -> bool:
 
 
 def _run_in_python(meaning: Function, plain: Function) -> Function:
-    """A function that runs `meaning` where it meets DTensors, and otherwise `plain`."""
+    """Returns a function that runs `meaning` with DTensors and `plain` without."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling() or not _meets_dtensors(args, kwargs):
@@ -361,7 +363,7 @@ def _slices(xs: Any, dim: int) -> list[Any]:
 
 
 def _stack_results(found: list[Any], dim: int) -> Any:
-    """Results of equal structure, stacked; those of fewer dimensions along the first."""
+    """Stack results of equal structure along `dim`, or along 0 where they have fewer dimensions."""
 
     def stack(*some: torch.Tensor) -> torch.Tensor:
         return torch.stack(some, dim if dim <= some[0].ndim else 0)
@@ -370,11 +372,11 @@ def _stack_results(found: list[Any], dim: int) -> Any:
 
 
 class _NotPointwiseError(Exception):
-    """A function that is scanned with does more than pointwise ops on its operands."""
+    """The function of a scan calls an op that is not pointwise."""
 
 
 class _PointwiseOnly(TorchFunctionMode):
-    """Lets pointwise ops on tensors of one shape pass, and raises for others."""
+    """A mode that raises for every op but pointwise ones on tensors of one shape."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tensors = [t for t in (*args, *(kwargs or {}).values()) if isinstance(t, torch.Tensor)]
@@ -394,7 +396,8 @@ def _run_associative_scan(
     reverse: bool = False,
     combine_mode: str = "pointwise",
 ) -> Any:
-    """Scan by the rules of pointwise ops; by torch's `vmap`, so on whole values, with others."""
+    """Scan by the rules of pointwise ops. Other functions are scanned by torch's `vmap`, on whole
+    values."""
     leaves, structure = tree_flatten(xs)
 
     def combine(*values: torch.Tensor) -> Any:
@@ -418,7 +421,7 @@ def _slice_by_rule(
     return x[(slice(None),) * (dim % x.ndim) + (slice(start, end, step),)]
 
 
-OVERRIDES[torch.ops.aten.slice] = _slice_by_rule  # with which torch's scan takes x apart
+OVERRIDES[torch.ops.aten.slice] = _slice_by_rule  # torch's scan calls it
 
 
 _plain_associative_scan = wrap_in_place(

@@ -9,8 +9,18 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from partita.comm import waiting
-from partita.comm.waiting import Need, collect_posts, make_post, put_post, withdraw_post
+from partita.comm import Request, waiting
+from partita.comm.waiting import (
+    MoveHistory,
+    Need,
+    WatchedWork,
+    collect_posts,
+    forget_histories,
+    history_of,
+    make_post,
+    put_post,
+    withdraw_post,
+)
 
 
 @pytest.fixture
@@ -62,3 +72,34 @@ def test_that_a_rank_has_ended_is_the_last_that_it_says(store):
 def test_what_waits_nowhere_is_nothing(store):
     withdraw_post(store, 0, make_post(Need("gathers", [0, 1])))
     assert text_that_is_seen(store) is None
+
+
+def test_a_history_is_the_same_whenever_it_is_read():
+    requests = [Request("all_gather", None, f"op{i % 7}") for i in range(300)]
+    often, once = MoveHistory(), MoveHistory()
+    for i, request in enumerate(requests):
+        often.new.append(request)
+        once.new.append(request)
+        if i % 11 == 0:
+            often.add_new()
+    for history in (often, once):
+        assert history.add_new().count == 300
+        assert history.describe()["300"] == "all_gather, for op5"
+    assert often.digest == once.digest
+    once.new.append(requests[0])
+    assert often.digest != once.add_new().digest
+
+
+def test_collectives_that_nobody_compares_are_not_kept(monkeypatch):
+    class Group:
+        group_name = "group of the test"
+
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [97, 98])
+    request = Request("all_gather", None, "op")
+    WatchedWork(None, Group(), request)
+    history = history_of([97, 98])
+    for _ in range(1000):
+        WatchedWork(None, Group(), request)
+    assert len(history.new) < 300 and history_of([98, 97]).count == 1001
+    forget_histories()
+    assert history_of([97, 98]).count == 0

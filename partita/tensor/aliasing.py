@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from .arguments import is_index_of_view
 from .dtensor import DTensor, moved, tagged
+from .origins import ORIGIN, find_origin
 from .tensor_state import (
     Args,
     CopiedView,
@@ -201,7 +202,11 @@ def copy_as_on_one_device(
         with Local():
             mode = modes[0] if modes else torch.contiguous_format
             copy = T.clone(out, memory_format=mode)
-        return (tagged(copy, out._spec) if isinstance(out, DTensor) else copy), False
+        if isinstance(out, DTensor):
+            copy = tagged(copy, out._spec)
+            if (made := find_origin(out)) is not None:  # as on ranks whose kernels copy
+                copy.__dict__[ORIGIN] = made
+        return copy, False
     return out, False
 
 
@@ -295,7 +300,8 @@ def make_meta_twin(x: DTensor) -> torch.Tensor:
     copied: CopiedView | None = state_of(x).copied_view
     with Local():
         if copied is None:
-            return torch.empty_strided(x._spec.shape, global_strides(x), device="meta")
+            strides = global_strides(x)
+            return torch.empty_strided(x._spec.shape, strides, dtype=x.dtype, device="meta")
         args, kwargs = _convert_to_meta(copied.args), _convert_to_meta(copied.kwargs)
         if copied.view is T.__getitem__:  # strides are alike at each place
             args = tree_map_only(torch.Tensor, lambda _: 0, args)

@@ -100,3 +100,42 @@ def test_a_captured_step_copies_as_eager_does():
 
     with pt.ranks(dp=2) as world:
         world.run(body)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.bfloat16, torch.complex64])
+def test_a_conversion_to_the_dtype_that_a_tensor_has_is_the_tensor(dtype):
+    base = torch.arange(24.0).view(2, 12).to(dtype)
+    same = (lambda x: x.to(dtype), lambda x: x.to("cpu", dtype), lambda x: x.type(dtype))
+    other = (lambda x: x.to(dtype, copy=True), lambda x: x.to(torch.complex128).real.to(dtype))
+
+    def body(mesh):
+        for op in (*same, *other):
+            wanted = written(base, BASES["columns"], op)
+            spread = pt.distribute_tensor(base, mesh, [pt.Shard(0)])
+            for mine, theirs in zip(written(spread, BASES["columns"], op), wanted, strict=True):
+                assert torch.equal(mine.full_tensor(), theirs)
+
+    with pt.ranks(dp=2) as world:
+        world.run(body)
+
+
+def test_ranks_with_short_pieces_move_the_value_that_the_others_move():
+    """Ranks compare which value they move by the call that made it, also where one has copied it.
+
+    The gradient lies in a buffer with others: its piece on the last rank is empty, its memory not.
+    """
+
+    def body(mesh):
+        torch.manual_seed(0)
+        model = pt.zero(torch.nn.Linear(6, 4).double(), mesh)
+        x = pt.distribute_tensor(torch.ones(6, 6).double(), mesh, [pt.Shard(0)])
+        model(x).square().sum().backward()
+        g = model.bias.grad
+        found = [
+            op(g) for op in (lambda g: g.reshape(-1).to(torch.float64), lambda g: g.contiguous())
+        ]
+        return [t.norm(2).item() for t in found], g.full_tensor().norm(2).item()
+
+    with pt.ranks(dp=3) as world:
+        for norms, wanted in world.run(body):
+            assert norms == pytest.approx([wanted] * 2)

@@ -1,4 +1,5 @@
-# Needs Python 3.11 or later with pip. Each target makes .venv and installs what it lacks by itself.
+# Needs Python 3.11 to 3.13 with pip. Each target makes .venv and installs what it lacks by itself.
+# Another Python: make test PYTHON=python3.13 VENV=../venv313
 #   make train    train a small GPT on four ranks of this machine (ARGS="--steps 100 --verify ...")
 #   make test     run the tests that take seconds (ARGS="tests/rules -k layout"): four minutes on two cores
 #   make test-all   run all tests (half an hour and more)

@@ -714,13 +714,14 @@ class CaptureRun:
         self._trained = list_trained(self.inputs)
         new_state = self.optimizers.list_new_state(self._find_slot)
         for slot, first in zip(self.slots, self._slot_values_before, strict=True):
-            if slot.value is not first and slot.kind != "optimizer":
-                if not isinstance(slot.value, torch.Tensor):
+            value = slot.find_value()
+            if value is not first and slot.kind != "optimizer":
+                if not isinstance(value, torch.Tensor):
                     raise not_captured(
                         f"{slot.name} is no tensor after the step",
                         "it would be one before the next step",
                     )
-                outputs.add_slot(slot, slot.value)
+                outputs.add_slot(slot, value)
         for slot, value in new_state:
             outputs.add_slot(slot, value)
         for slot, first in self._number_slots:

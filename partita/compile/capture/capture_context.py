@@ -388,6 +388,13 @@ class Slot:
     def value(self) -> Any:
         return self.home[self.key]
 
+    def find_value(self) -> Any:
+        """The value; None where nothing stands there any more."""
+        try:
+            return self.value
+        except (LookupError, AttributeError, ValueError):  # of a cell the last
+            return None
+
     def put(self, value: Any) -> None:
         self.home[self.key] = value
 
@@ -395,6 +402,8 @@ class Slot:
     def identity(self) -> tuple[int, Any]:
         """Equal for slots of one place; as `Place.identity`."""
         home = self.home
+        if isinstance(home, PlaceAsItem):
+            return home.place.identity  # type: ignore[no-any-return]
         if isinstance(home, (Cell, Members, Attributes)):
             home = next(iter(vars(home).values()))
         return id(home), self.key

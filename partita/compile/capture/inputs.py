@@ -25,11 +25,14 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextvars
+import enum
 import functools
 import inspect
 import itertools
 import operator
 import sys
+import threading
 import types
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -59,7 +62,7 @@ from ..graph_nodes import add_input
 from ..guards.bytecode import codes_within, global_names
 from ..guards.values import INSIDE, Place, hang_hooks, is_recorded, is_user_module, slots_of
 from ..program import Input
-from .capture_context import Arguments, Attributes, Cell, Defaults, Members, Slot
+from .capture_context import Arguments, Attributes, Cell, Defaults, Members, PlaceAsItem, Slot
 from .equal_calls import set_node_of
 from .fakes import FakeMaker, fake_mode, identity_of, local_of
 
@@ -363,7 +366,8 @@ class _Search:
         return None
 
     def search_places(self, places: Iterable[Place]) -> None:
-        """Search the cells, globals and class attributes that functions were seen to read."""
+        """Search the cells, globals, class attributes, context variables, members of enums and
+        objects of `threading.local` that functions were seen to read."""
         known = {slot.identity for slot in self.state.slots}
         for place in places:
             home, value = place.home, place.value
@@ -373,6 +377,8 @@ class _Search:
                 home = Cell(home)
             elif isinstance(home, type):
                 home = Members(home)
+            elif isinstance(home, (contextvars.ContextVar, threading.local, enum.Enum)):
+                home = PlaceAsItem(place)
             elif not isinstance(home, dict) or "__builtins__" not in home:
                 continue
             known.add(place.identity)

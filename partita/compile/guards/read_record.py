@@ -309,6 +309,7 @@ class ReadRecord(PlaceRecord):
         if isinstance(value, enum.Enum):
             if dict_of(value) is not None and is_user_module(kind.__module__):
                 self.read_place(place_of_dict(name, value))  # its value may be mutable
+                self.snapshots.snapshot_object(value, name)
                 self.reach_methods(kind, kind.__name__)
         elif isinstance(value, threading.local):
             _reach_local(self, value, name)
@@ -696,6 +697,7 @@ def _reach_local(record: ReadRecord, value: threading.local, name: str) -> None:
     """Record what this thread holds in a `threading.local`, and which thread it is."""
     record.read_place(Place("the thread", value, "thread", threading.current_thread), shallow=True)
     record.read_place(Place(name, value, "__dict__", lambda: value.__dict__))
+    record.snapshots.snapshot_object(value, name)
 
 
 # -- reflection ------------------------------------------------------------------------------------

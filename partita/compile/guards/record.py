@@ -199,7 +199,7 @@ class Write:
         before, after: the value before the step, and the value now.
         is_repeatable: whether a later call can make the same change: not where an order or a length
             is.
-        is_attribute: whether the place is an attribute of a user's object.
+        is_attribute: whether the place is a variable, or an attribute of a user's object.
     """
 
     place: Place
@@ -254,7 +254,6 @@ class _Copied:
     def _find_set_names(self) -> Iterator[Write]:
         """The names set in a class, module or function, or in an object of a library."""
         users = _is_of_user(self.owner)
-        is_attribute = users and not isinstance(self.owner, dict)
         for key in [*self.value.keys() | self.before.keys()]:
             was, now = self.before.get(key, MISSING), self.value.get(key, MISSING)
             if was is now or key in _SET_BY_PYTHON or _is_same_value(was, now):
@@ -264,7 +263,7 @@ class _Copied:
             if not users and not _holds_fake(now):
                 continue  # as a library's own counters
             place = place_in_namespace(f"{self.name}.{key}", self.owner, key)
-            yield Write(place, was, now, is_attribute=is_attribute)
+            yield Write(place, was, now, is_attribute=users)
 
     def has_content(self, value: Any) -> bool:
         """True if `value` has the content that was copied."""
@@ -366,7 +365,9 @@ class Snapshots:
         for place, before in self._places.values():
             seen = (place.get is None and id(place.home) in with_owner) or self._is_in_copy(place)
             if not seen and place.key != "__dict__" and not _is_same_value(before, place.value):
-                yield Write(place, before, place.value)
+                is_global = isinstance(place.home, dict) and "__builtins__" in place.home
+                is_attribute = is_global or place.put is not None
+                yield Write(place, before, place.value, is_attribute=is_attribute)
         replaced = set()
         for copied in sorted(self._containers.values(), key=lambda copied: copied.owner is None):
             for write in [*copied.find_writes()]:

@@ -29,6 +29,7 @@ import logging
 import os
 import sys
 import sysconfig
+import threading
 import types
 from collections.abc import Callable, Container, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -837,8 +838,8 @@ def dict_of(value: Any) -> Any:
     """The `__dict__` of an object, past its `__getattribute__`; None where it has none."""
     try:
         return object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        return None
+    except AttributeError:  # a thread has a dictionary of its own of a `threading.local`
+        return value.__dict__ if isinstance(value, threading.local) else None
 
 
 def find_module_dict(owner: Any, name: str) -> Any:

@@ -14,8 +14,7 @@ Every element is looked at. A mask that an input or a draw has a part in stays.
 A value depends on constants alone where factories (`arange`, `full`), metadata and arithmetic make
 it, and no input of the graph, no number that may change, no generator and no operator of others has
 a part in it: it is then the same in every call of the program. `KnownNode.find_value` computes it
-on the CPU, whatever the device of the step. (For guesses of what torch asks, small inputs count as
-constants, too.)
+on the CPU, whatever the device of the step.
 
     places = arange(8)                                            a tensor
     mask = places <= unsqueeze(places, 1)                         a tensor, or if large a LargeValue
@@ -50,7 +49,7 @@ from partita.comm import read_autocast_state, switch_off, use_autocast_state
 from partita.comm.device import HOST
 from partita.tensor.op_facts import facts_of
 
-from .fakes import is_symbolic, local_of
+from .fakes import is_symbolic
 from .functional_memory import operands_written, shown_operand
 
 ATTENTION: Any = F.scaled_dot_product_attention
@@ -419,19 +418,13 @@ class KnownNode:
         node: of the graph that is being traced.
         entered: by the node that stands in a traced block for a tensor from outside, the node of
             that tensor in the block that follows the trace.
-        read_input: gives the value of an input that counts as a constant; None of another.
 
     Raises:
         NotKnown: something else has a part in it, or it is written in a way that is not followed.
     """
 
-    def __init__(
-        self,
-        node: fx.Node,
-        entered: Mapping[fx.Node, fx.Node],
-        read_input: Callable[[fx.Node], Any] = lambda node: None,
-    ):
-        self._entered, self._read_input = entered, read_input
+    def __init__(self, node: fx.Node, entered: Mapping[fx.Node, fx.Node]):
+        self._entered = entered
         self._end = self._resolve(node)
         self._order: list[fx.Node] = []
         self._collect()
@@ -450,11 +443,7 @@ class KnownNode:
         last_reader = {read: node for node in self._order for read in reads[node]}
         with computing():
             for node in self._order:
-                if node.op == "placeholder":
-                    value = self._read_input(node)
-                    known[node] = local_of(value).to(HOST) if _is_value(value) else value
-                else:
-                    known[node] = _compute_node(node, lambda n: known.get(self._resolve(n)), root)
+                known[node] = _compute_node(node, lambda n: known.get(self._resolve(n)), root)
                 for read in reads[node]:
                     if last_reader[read] is node:  # values may be large
                         known.pop(read, None)
@@ -478,8 +467,7 @@ class KnownNode:
                 if len(done) > _MOST_NODES:
                     raise NotKnown
                 ahead.append((node, True))
-                is_read = node.op == "placeholder" and self._read_input(node) is not None
-                for operand in () if is_read else _operands_of(node):
+                for operand in _operands_of(node):
                     read = self._resolve(operand)
                     self._refuse_later_writes(read, node if read is operand else None, writes)
                     ahead.append((read, False))

@@ -269,9 +269,9 @@ def _gather_last_words(selector: selectors.BaseSelector, show: Show) -> None:
         _read_events(selector, show, timeout=0.05)
 
 
-def _last_lines(log: IO[bytes], count: int = 15) -> str:
+def _last_lines(log: IO[bytes]) -> str:
     log.seek(max(0, log.seek(0, os.SEEK_END) - (1 << 16)))
-    return "\n".join(log.read().decode(errors="replace").splitlines()[-count:])
+    return "\n".join(log.read().decode(errors="replace").splitlines()[-15:])
 
 
 def _end_children(children: list[_Child]) -> None:

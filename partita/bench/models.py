@@ -126,9 +126,9 @@ def mlp(wide: int = 1) -> nn.Sequential:
 class MLP(nn.Module):
     """A regression by `mlp`."""
 
-    def __init__(self, wide: int = 1, loss: nn.Module | None = None):
+    def __init__(self, wide: int = 1):
         super().__init__()
-        self.net, self.loss = mlp(wide), loss or nn.HuberLoss(delta=0.5)
+        self.net, self.loss = mlp(wide), nn.HuberLoss(delta=0.5)
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
         loss: Tensor = self.loss(self.net(x), target)

@@ -145,7 +145,7 @@ def _before_step(optimizer: Optimizer, args: _Args, kwargs: _Kwargs) -> _StepCal
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     plain = type(optimizer) in _ELEMENTWISE and closure is None
     if not spread:
-        if not plain or HERE.step_in_blocks is None:
+        if not plain or not HERE.recorder.updates_blocks:
             return None
         args, kwargs = _run_own_hooks(optimizer, args, kwargs)
         _run_step(optimizer, {}, args, kwargs)
@@ -306,10 +306,7 @@ def _run_step(
 ) -> None:
     """Run the optimizer's own step without its hooks; in a captured step block by block."""
     step = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]
-    if HERE.step_in_blocks is None:
-        step(*args, **kwargs)
-    else:
-        HERE.step_in_blocks(optimizer, lambda: step(*args, **kwargs), originals)
+    HERE.recorder.step(optimizer, lambda: step(*args, **kwargs), originals)
 
 
 def _lie_alike(optimizer: Optimizer, params: list[DTensor]) -> bool:

@@ -532,9 +532,6 @@ class _Here(threading.local):
         recorder: what tensors and regions report to; a capture makes nodes of it.
         block: follows the block of a captured step that runs now, if one does.
         explainer: is told how each call is planned; while there is one, all are planned anew.
-        step_in_blocks: while a step of a model with blocks is captured, makes the update of an
-            elementwise optimizer, given it, what runs its step, and of which parameter each tensor
-            that it updates is a part (itself where it is none).
         resized: is told of each storage whose memory its owner has freed or allocated again.
         rerunnable: counts what may run a part of the program again in backward: hooks of saved
             tensors (a checkpoint's), autograd.Functions.
@@ -545,7 +542,6 @@ class _Here(threading.local):
     recorder: Any = TraceHooks()
     block: Any = None
     explainer: Any = None
-    step_in_blocks: Any = None
     resized: Any = None
     rerunnable: int = 0
 

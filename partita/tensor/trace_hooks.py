@@ -6,7 +6,7 @@ own (`compile.capture.recorder`), so that no room below knows what a capture is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -21,9 +21,11 @@ class TraceHooks:
 
     Attributes:
         is_behind_forward: whether a backward is traced that the program has not called yet.
+        updates_blocks: whether `step` makes the updates of a model's blocks.
     """
 
     is_behind_forward = False
+    updates_blocks = False
 
     def run_without_profiling(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run a function of partita's during which no code of the user's runs."""
@@ -37,6 +39,18 @@ class TraceHooks:
     def fill_value(self, x: torch.Tensor, value: torch.Tensor) -> None:
         """Set `x.data = value`, which has the shape of `x`."""
         _set_data(x, value)
+
+    def step(
+        self, optimizer: Any, run: Callable[[], Any], originals: Mapping[Any, torch.Tensor]
+    ) -> None:
+        """An elementwise optimizer makes its update.
+
+        Args:
+            run: makes it.
+            originals: by a tensor that it updates, the parameter of which that is a part; without
+                those that are parameters.
+        """
+        run()
 
     def region(self) -> AbstractContextManager[None]:
         """A context in which calls belong to a remat region."""

@@ -6,10 +6,10 @@ may be used for other values.
 
 Where the step branches on a tensor's value, or makes a shape of it, each question gets a guess: the
 answer of an earlier run, or what follows from the values of the call's small inputs
-(`predicted_values`). Where nothing predicts it, what has been read so far is computed (`ValuesWanted`),
-and the capture starts again with the values. The graph computes the true answers as one more
-output. Where one differs, `gate_writes` has kept the graph from writing anything, and the call runs
-the program of the other answers (`OtherAnswers`).
+(`predicted_values`). Where nothing predicts it, what has been read so far is computed
+(`ValuesWanted`), and the capture starts again with the values. The graph computes the true answers
+as one more output. Where one differs, `gate_writes` has kept the graph from writing anything, and
+the call runs the program of the other answers (`OtherAnswers`).
 """
 
 from __future__ import annotations

@@ -276,10 +276,10 @@ class CapturedOptimizers:
                     for i, group in enumerate(groups)
                 ]
             updates.note_parameters()
-            HERE.step_in_blocks = step_in_blocks if updates.has_blocks else None
+            if updates.has_blocks:
+                recorder.step, recorder.updates_blocks = step_in_blocks, True  # type: ignore[method-assign]
             yield
         finally:
-            HERE.step_in_blocks = None
             for hook in hooks:
                 hook.remove()
             for _, optimizer, state, groups in before:

@@ -79,7 +79,6 @@ class TraceWire(Wire):
         noting: a context manager within which a move's nodes are made.
         repeating: traces a move, or repeats the trace of an equal one.
         admitted: copies of plain tensors that were taken for equal on all ranks.
-        admit_otherwise: asked first to note such a tensor; True where it did.
         paddings: masks of padding, and tensors that calls share, by name.
     """
 
@@ -94,7 +93,6 @@ class TraceWire(Wire):
         self.repeating: _Repeating = _no_repeating
         self.groups: dict[str, Axes] = {}
         self.admitted: list[torch.Tensor] = []
-        self.admit_otherwise: Callable[[TraceWire, torch.Tensor], bool] | None = None
         self._seen: dict[tuple[int, int], torch.Tensor] = {}
         self.zeros = False
         self.paddings: dict[Any, torch.Tensor] = {}
@@ -108,7 +106,7 @@ class TraceWire(Wire):
 
         Plans are cached by wire, and one that is not used again keeps its wire for a while.
         """
-        self.coordinate, self.noting, self.admit_otherwise = {}, _no_noting, None
+        self.coordinate, self.noting = {}, _no_noting
         self.repeating = _no_repeating
         self._steps.clear()
         self._instead.clear()
@@ -118,8 +116,6 @@ class TraceWire(Wire):
 
     def admit(self, value: torch.Tensor) -> None:
         """Note that a plain tensor is taken for equal on all ranks; it may be written later."""
-        if self.admit_otherwise is not None and self.admit_otherwise(self, value):
-            return
         if self._seen.setdefault((id(value), value._version), value) is value:
             with torch.no_grad():
                 self.admitted.append(value.clone())

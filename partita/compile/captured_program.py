@@ -32,7 +32,7 @@ from partita.tensor.uneven_pieces import give_room
 from .arguments import unflatten_call
 from .backend.executor import function_of
 from .capture.answers import Answers
-from .capture.block_calls import BlocksTraced
+from .capture.block_choice import BlocksTraced
 from .conditions import Conditions, Sharing
 from .graph_nodes import Note, extract_graph, is_collective, note_of
 from .guards import Guards, Write

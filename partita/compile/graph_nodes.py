@@ -42,6 +42,10 @@ BLOCK_RESULT = "result of a block"
 the last to be let go (`passes.remat`)."""
 
 
+BLOCK = "block"
+"""The key, in the `meta` of a traced node, of the number of the block call that it belongs to."""
+
+
 @dataclass(frozen=True)
 class Note:
     """Where a node comes from.

@@ -14,7 +14,7 @@ from typing import Any
 from partita.comm import Wire
 
 from .capture.answers import Guesses
-from .capture.block_calls import BlockChoice
+from .capture.block_choice import BlockChoice
 from .capture.block_programs import inline_block_programs
 from .capture.capture import capture
 from .capture.inputs import State, tensors_of_call

@@ -39,7 +39,7 @@ from partita.tensor.tensor_state import HERE
 
 from .backend.executor import function_of
 from .capture.answers import Guesses, OtherAnswers, StepRaises, ValuesWanted
-from .capture.block_calls import BlockChoice
+from .capture.block_choice import BlockChoice
 from .capture.capture_context import Slot, attribute_set
 from .capture.inputs import ReachedMore, State, find_state, names_of_call, tensors_of_call
 from .capture.optimizers import MadeState, drop_unused_state, make_optimizer_state

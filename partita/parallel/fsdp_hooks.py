@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -571,25 +570,17 @@ class _GraphGather:
             refuse_no_sync()
         # Passes know by the reason whether the gathered value may be freed.
         reason = "persistent" if group.zero.persistent else "gather"
-        # A block's gathers are a call of it; that a parameter is exchanged for its gathered value
-        # is not.
-        gather: Callable[..., Sequence[DTensor]] = _gather_parameters
-        if HERE.block is not None:
-            gather = partial(HERE.block.call_ours, gather)
-        with HERE.outside_block():
-            # Others are of a module that the block has no more.
-            taken = {i: p for i, p in enumerate(group.shards()) if isinstance(p, FakeTensor)}
-            gathers = [_describe_gather(p, group.zero) for p in taken.values()]
+        # Others are of a module that the block has no more.
+        taken = {i: p for i, p in enumerate(group.shards()) if isinstance(p, FakeTensor)}
+        gathers = [_describe_gather(p, group.zero) for p in taken.values()]
         if not taken:
             return
-        wholes = gather(list(taken.values()), gathers, Label(group.name), reason)
-        with HERE.outside_block():
-            group.install_wholes(list(zip(taken, wholes, strict=True)))
+        wholes = _gather_parameters(list(taken.values()), gathers, Label(group.name), reason)
+        group.install_wholes(list(zip(taken, wholes, strict=True)))
 
     def end(self) -> None:
         """The forward has ended, or was aborted."""
-        with HERE.outside_block():
-            HERE.recorder.run_without_profiling(self._end_forward)
+        HERE.recorder.run_without_profiling(self._end_forward)
 
     def _end_forward(self) -> None:
         self.depth -= 1

@@ -55,7 +55,6 @@ from .origins import describe_reading, find_origin, is_compared_when_moved, note
 from .tensor_state import (
     HERE,
     Function,
-    Label,
     Spec,
     current,
     make_argument_error,
@@ -386,12 +385,6 @@ for _name in "dtype device requires_grad is_leaf is_sparse is_cuda is_cpu is_met
 
 def laid_out_as(x: DTensor, after: Spec, op: str) -> DTensor:
     """The same global value in the layout of `after`, as the user asks for it. Differentiable."""
-    if HERE.block is not None:
-        return HERE.block.call_ours(_laid_out_as, x, after, Label(op))
-    return _laid_out_as(x, after, op)
-
-
-def _laid_out_as(x: DTensor, after: Spec, op: str) -> DTensor:
     return tagged(moved(x, x._spec, after, op, "explicit"), after)
 
 

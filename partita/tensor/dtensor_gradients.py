@@ -838,8 +838,6 @@ _saved = BackwardCFunction.saved_tensors.__get__  # type: ignore[attr-defined]
 def _apply_watched(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
     if not (cls.__module__.startswith("partita.") or cls is BackwardHookFunction):
         HERE.rerunnable += 1  # torch's own, of full backward hooks, runs nothing again
-    if HERE.block is not None:
-        HERE.block.refuse(f"it applies the autograd.Function {cls.__name__}")
     watcher = HERE.watcher
     if watcher is None:
         return _apply_to_dtensors(cls, *args, **kwargs)

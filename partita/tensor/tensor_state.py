@@ -16,7 +16,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
@@ -530,7 +530,6 @@ class _Here(threading.local):
         watcher: the `Watcher` that is told of calls.
         capturing: is a step being captured (see `compile.capture`)? Its tensors have no memory.
         recorder: what tensors and regions report to; a capture makes nodes of it.
-        block: follows the block of a captured step that runs now, if one does.
         explainer: is told how each call is planned; while there is one, all are planned anew.
         resized: is told of each storage whose memory its owner has freed or allocated again.
         rerunnable: counts what may run a part of the program again in backward: hooks of saved
@@ -540,7 +539,6 @@ class _Here(threading.local):
     watcher: Any = None
     capturing: bool = False
     recorder: Any = TraceHooks()
-    block: Any = None
     explainer: Any = None
     resized: Any = None
     rerunnable: int = 0
@@ -561,10 +559,6 @@ class _Here(threading.local):
         finally:
             while len(self.unfinished) > n:
                 self.unfinished.pop()()
-
-    def outside_block(self) -> AbstractContextManager[None]:
-        """A context in which calls are not taken for a part of the block that is followed."""
-        return nullcontext() if self.block is None else self.block.suspended()
 
 
 HERE = _Here()

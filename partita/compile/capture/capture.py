@@ -11,14 +11,14 @@ inputs and outputs. `capture` repeats this where a run shows that another is nee
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from types import CodeType
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.utils import _pytree as pytree
 
@@ -62,15 +62,10 @@ from .answers import (
     gate_writes,
     guess_by_kind,
 )
-from .block_calls import BlockCalls, BlockChoice, BlocksTraced, BlockUpdates
-from .block_programs import (
-    Structures,
-    count_blocks,
-    inline_block_programs,
-    inline_blocks,
-    outline_blocks,
-)
-from .block_traces import NotABlock, VaryingFloatRead
+from .block_choice import BlockChoice, BlocksTraced
+from .block_programs import inline_block_programs
+from .block_traces import NotABlock
+from .block_updates import BlockUpdates
 from .capture_context import (
     PlaceAsItem,
     Slot,
@@ -82,6 +77,7 @@ from .capture_context import (
 from .differentiate import make_seeds_inputs
 from .equal_calls import node_of
 from .fakes import is_symbolic
+from .fold import StepBlocks, Structures
 from .functionalize import UnsureOfWrites, functionalize_graph
 from .inputs import WITHOUT_GRADIENT, GraphInputs, State, TensorFacts
 from .optimizers import CapturedOptimizers, find_equal_counts, places_of_equal
@@ -103,6 +99,7 @@ from .recorder import (
     RepeatedMoves,
     StepFunctionMode,
 )
+from .update_programs import count_inlined_nodes, inline_updates, outline_updates
 
 # -- runs until one is complete --------------------------------------------------------------------
 
@@ -158,9 +155,6 @@ def capture(
         run = make_run()
         try:
             program = trace_once(run)
-        except VaryingFloatRead as refusal:
-            blocks = blocks.with_constants(refusal.kind)
-            continue
         except NotABlock as refusal:
             blocks = blocks.without_class(refusal.kind, refusal.reason)
             continue
@@ -346,9 +340,11 @@ class CaptureRun:
         check_constants(made.graph)
         check_operators(made.graph)
         inputs.drop_unread_marks(made.graph)
-        structures = count_blocks(made.graph)
-        if not self._outline_blocks(made):
-            inline_blocks(made.graph)
+        drop_unused(made.graph)
+        blocks = self._find_blocks(made)
+        structures = blocks.structures
+        if not self._outline_blocks(made, blocks):
+            inline_updates(made.graph)
         try:
             program = self._make_program(made, structures)
         except UnsureOfWrites:
@@ -360,7 +356,7 @@ class CaptureRun:
     def _want_values(self, wanted: ValuesWanted, made: fx.GraphModule) -> None:
         """Raise `wanted`, with a graph that computes what was read; return where marks were."""
         inputs = self.inputs
-        inline_blocks(made.graph)
+        inline_updates(made.graph)
         _drop_all_but(made.graph, made.graph.find_nodes(op="output")[0].all_input_nodes)
         with inputs.mode:
             made = functionalize_graph(made, places_of_equal(inputs.all, self._equal_counts))
@@ -382,14 +378,23 @@ class CaptureRun:
         wanted.compute = compute
         raise wanted
 
-    def _outline_blocks(self, made: fx.GraphModule) -> bool:
+    def _find_blocks(self, made: fx.GraphModule) -> StepBlocks:
+        pairs = zip(made.graph.find_nodes(op="placeholder"), self.inputs.all, strict=True)
+        coordinates = {node for node, given in pairs if given.kind == "coordinate"}
+        kinds, env = self.recorder.block_kinds, self.inputs.mode.shape_env
+        return StepBlocks(made, kinds, coordinates, env)
+
+    def _outline_blocks(self, made: fx.GraphModule, blocks: StepBlocks) -> bool:
         """Have blocks stand as calls in a traced graph; False where they have to be inlined."""
         if self._blocks.outline_above is None or self.outputs.seeds or self.questions.values:
             return False
         try:
             with self.inputs.mode:
+                if count_inlined_nodes(made.graph) < self._blocks.outline_above:
+                    return False
+                are_folded = blocks.fold()
                 equal = places_of_equal(self.inputs.all, self._equal_counts)
-                return outline_blocks(made, self._blocks.outline_above, equal)
+                return outline_updates(made, equal) or are_folded
         except UnsureOfWrites:
             return False
 
@@ -471,9 +476,7 @@ class CaptureRun:
             self._hooks = self.inputs.tag_fakes(self.wires, self._input_attributes.copy)
             stack.enter_context(substitute_wires(dict(self.wires)))
             stack.enter_context(set_for_capture(self.modules))
-            calls = BlockCalls(recorder, self.inputs.mode, self.wires, self._blocks, self.modules)
-            stack.enter_context(calls.intercepting(mode.tracer))
-            self.record.before_backward = calls.check_results
+            stack.enter_context(_noting_blocks(self._blocks, self.modules, recorder, mode.tracer))
             parts = [part for module in self.modules for part in module.modules()]
             stack.enter_context(exclusive_access(parts))  # whose tensors are exchanged meanwhile
             stack.enter_context(self.attributes.restored())
@@ -524,8 +527,6 @@ class CaptureRun:
             self.questions.note_read(number, self._numbers_of_nodes.number(node))
 
     def _answer(self, question: Any) -> Answer | None:
-        if HERE.block is not None:
-            HERE.block.refuse_always("it asks for a value")
         number = as_symbol(question)
         # A float of the data is another in each call: so is one that follows from it.
         if not isinstance(number, torch.SymBool) and not self._follows_from_data(
@@ -751,9 +752,28 @@ class CaptureRun:
             hook
         ) in self._hooks:  # the tensors' own hooks will see the gradients that backward gives
             hook.remove()
-        if len(self.outputs.differentiable) > 1:
-            self.record.before_backward(self.outputs.differentiable)
         self.outputs.add_cotangents(self.recorder)
+
+
+@contextmanager
+def _noting_blocks(
+    choice: BlockChoice, models: Iterable[nn.Module], recorder: Recorder, tracer: Any
+) -> Iterator[None]:
+    """Within, the nodes of each block that `tracer` (fx's) meets are noted as its own."""
+    blocks, usual = choice.find(models), tracer.call_module
+
+    def call_module(m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        with recorder.block(type(m)) if m in blocks else nullcontext():
+            return usual(m, forward, args, kwargs)
+
+    if not blocks:
+        yield
+        return
+    tracer.call_module = call_module
+    try:
+        yield
+    finally:
+        del tracer.call_module
 
 
 def _keep_dead_code(graph: fx.Graph) -> None:

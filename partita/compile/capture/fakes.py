@@ -50,17 +50,12 @@ def is_symbolic(value: Any) -> bool:
     return isinstance(value, (torch.SymFloat, torch.SymInt, torch.SymBool))
 
 
-class BlockNumberRead(Exception):
-    """Torch reads a float that differs between the blocks of one structure."""
-
-
 class NumberEnv(ShapeEnv):
     """A shape environment that notes what a step asks of its numbers, and at which user's line.
 
     Attributes:
         lines: by the index of a guard, the user's line.
         asked: the symbols of numbers that were compared or read, and the first line that did.
-        of_blocks: the symbols of floats that differ between blocks, which must not be read.
         answer: gives the value of a number without a hint, by its node; None if nothing tells.
 
     Private torch: `ShapeEnv`, which is what can trace a Python number.
@@ -75,13 +70,10 @@ class NumberEnv(ShapeEnv):
         )
         self.lines: dict[int, str] = {}
         self.asked: dict[str, str] = {}
-        self.of_blocks: set[str] = set()
         self.answer: Callable[[Any], bool | float | None] = lambda question: None
         self._made: list[Any] = []
 
     def evaluate_expr(self, *args: Any, **kwargs: Any) -> Any:
-        if self.of_blocks and not self.of_blocks.isdisjoint(map(str, args[0].free_symbols)):
-            raise BlockNumberRead
         before = len(self.guards)
         found = super().evaluate_expr(*args, **kwargs)
         for i in range(before, len(self.guards)):

@@ -3,7 +3,7 @@
 Its state and parameters are inputs like all others, and so are the floats of its groups, which
 schedules change: as constants they would make another graph in every step. State that the first
 step would make is made before (`make_optimizer_state`), so that the first step is the same program
-as the others. Where the model has blocks, `block_calls` has each updated by itself.
+as the others. Where the model has blocks, `block_updates` has each updated by itself.
 
 Step counts of parameters, a dozen scalar calls for each, are equal as a rule. That they are becomes
 a condition (`EqualInputs`), under which one stands for all (`share_equal_counts`).
@@ -42,7 +42,7 @@ from ..graph_nodes import is_collective, key_of_operands, note_of
 from ..guards.bytecode import codes_within
 from ..guards.guards import hearing_modes
 from ..program import Input
-from .block_calls import COUNTS, BlockUpdates, WidenedCounts, narrow_counts, widen_counts
+from .block_updates import COUNTS, BlockUpdates, WidenedCounts, narrow_counts, widen_counts
 from .capture_context import ParamGroup, ParamState, Slot, dispatch_listeners
 from .fakes import device_at_capture
 from .recorder import Recorder

@@ -26,9 +26,10 @@ import inspect
 import os
 import sys
 import types
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -60,7 +61,7 @@ from partita.tensor.tensor_state import HERE, own_state
 from partita.tensor.trace_hooks import TraceHooks
 
 from ..errors import CaptureError, not_an_input, not_captured, of_data
-from ..graph_nodes import NO_NOTE, NOTE, Note, add_call, copy_node, nodes_since, note_of
+from ..graph_nodes import BLOCK, NO_NOTE, NOTE, Note, add_call, copy_node, nodes_since, note_of
 from ..guards.guards import function_modes
 from ..guards.torch_settings import read_kernel_settings
 from ..guards.values import is_recorded
@@ -200,6 +201,7 @@ class Recorder(TraceHooks, TorchDispatchMode):
         follows_from_integers: tells whether a number that was read follows from integers and bools
             of the step's arguments alone.
         note_read: is called with each number that is read of a tensor, and that tensor.
+        block_kinds: for each call of a block the class of the block.
     """
 
     def __init__(self, graph: fx.Graph, mode: FakeTensorMode):
@@ -223,6 +225,12 @@ class Recorder(TraceHooks, TorchDispatchMode):
         self._here = os.getcwd()
         self._settings = read_kernel_settings()
         self._made: list[tuple[fx.Node, torch.Tensor]] = []
+        self.block_kinds: list[type] = []
+        self._running_block: int | None = None
+        self._last_block: int | None = None
+        # The first and the last sequence number of the autograd nodes that each block call made.
+        self._first_numbers: list[int] = []
+        self._last_numbers: list[int] = []
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -233,7 +241,7 @@ class Recorder(TraceHooks, TorchDispatchMode):
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             # Kernels over lists ask it for each operand, several times: a sixth of a trace.
             return args[0].device
-        if func is DETACH and HERE.block is None:
+        if func is DETACH:
             out = unprofiled(self._repeated.detach, args[0])
             if out is not None:
                 return out
@@ -242,8 +250,6 @@ class Recorder(TraceHooks, TorchDispatchMode):
     def _call_and_note(self, func: Any, args: Any, kwargs: Any) -> Any:
         if read_kernel_settings() != self._settings:
             raise _other_settings()
-        if HERE.block is not None:
-            HERE.block.refuse(f"torch does not announce that it calls {func}")
         if torch.Tag.dynamic_output_shape in func.tags and not _is_shaped(func, args, kwargs):
             return self._call_for_count(func, args, kwargs)
         if func is _ONEDNN_LSTM and args[-1]:
@@ -270,9 +276,7 @@ class Recorder(TraceHooks, TorchDispatchMode):
             raise of_data(func._schema.name)
         newest = self.newest()
         if newest is not self._last:
-            note = self._make_note()
-            for node in nodes_since(self.graph, self._last):
-                node.meta[NOTE] = note
+            self._note_nodes(nodes_since(self.graph, self._last), self._make_note())
             self._last = newest
             if isinstance(out, torch.Tensor):
                 self._made.append((newest, out))
@@ -364,8 +368,6 @@ class Recorder(TraceHooks, TorchDispatchMode):
 
     def keep(self, x: torch.Tensor) -> None:
         """Have the nodes that made the memory of `x` kept for backward."""
-        if HERE.block is not None:
-            HERE.block.refuse("it names a value that is kept")
         with Local():
             wanted = x.untyped_storage()._cdata
             for node, made in self._made:
@@ -435,9 +437,7 @@ class Recorder(TraceHooks, TorchDispatchMode):
 
     def note_made(self, *nodes: fx.Node) -> None:
         """Give a note to nodes that were added without a call."""
-        note = unprofiled(self._make_note)
-        for node in nodes:
-            node.meta[NOTE] = note
+        self._note_nodes(nodes, unprofiled(self._make_note))
         self._note_new_nodes()
 
     def _note_new_nodes(self) -> None:
@@ -445,7 +445,7 @@ class Recorder(TraceHooks, TorchDispatchMode):
         tells."""
         for node in nodes_since(self.graph, self._last):
             if NOTE not in node.meta:
-                node.meta[NOTE] = unprofiled(self._make_note)
+                self._note_nodes([node], unprofiled(self._make_note))
         self._last = self.newest()
 
     def note_copies(self, nodes: Sequence[fx.Node], made: fx.Node, out: torch.Tensor) -> None:
@@ -459,17 +459,51 @@ class Recorder(TraceHooks, TorchDispatchMode):
         shown = node_of(made)
         assert shown is not None
         node = add_call(self.graph, DETACH, (shown,))
-        node.meta.update({"val": shown.meta["val"], NOTE: note_of(shown)})
+        node.meta["val"] = shown.meta["val"]
+        self._note_nodes([node], note_of(shown))
         set_node_of(made, node)
         self._note_new_nodes()
         self._made.append((node, made))
         return node
 
-    def erase(self, node: fx.Node) -> None:
-        """Erase the node that was added last."""
-        self._made = [(n, out) for n, out in self._made if n is not node]
-        self.graph.erase_node(node)
-        self._last = self.newest()
+    # -- blocks ------------------------------------------------------------------------------------
+
+    @contextmanager
+    def block(self, kind: type) -> Iterator[None]:
+        """Within, nodes belong to one call of a block of class `kind`, and so do the nodes of its
+        backward. A block within a block belongs to the outer one."""
+        if self._running_block is not None:
+            yield
+            return
+        self._running_block = len(self.block_kinds)
+        self.block_kinds.append(kind)
+        self._first_numbers.append(torch.autograd._get_sequence_nr())
+        self._last_numbers.append(sys.maxsize)
+        try:
+            yield
+        finally:
+            self._last_numbers[self._running_block] = torch.autograd._get_sequence_nr() - 1
+            self._running_block = None
+
+    def _find_block(self) -> int | None:
+        """The number of the block call that a node added now belongs to."""
+        if self._running_block is not None:
+            return self._running_block
+        if torch._C._current_graph_task_id() == -1 or not self.block_kinds:
+            self._last_block = None
+            return None
+        backward = torch._C._current_autograd_node()
+        if backward is not None:  # else the engine adds gradients that it has just computed
+            number = backward._sequence_nr()
+            block = bisect_right(self._first_numbers, number) - 1
+            is_within = block >= 0 and number <= self._last_numbers[block]
+            self._last_block = block if is_within else None
+        return self._last_block
+
+    def _note_nodes(self, nodes: Iterable[fx.Node], note: Note) -> None:
+        block = self._find_block()
+        for node in nodes:
+            node.meta[NOTE], node.meta[BLOCK] = note, block
 
     def newest(self) -> fx.Node:
         """The node that was added last."""
@@ -590,7 +624,7 @@ class StepFunctionMode(TorchFunctionMode):
         if _has_symbolic_int((args, kwargs)) and not takes_number(name):
             # A shape, a place, a count: a graph is for one.
             args, kwargs = _with_ints((args, kwargs))
-        if func is ATTENTION and HERE.block is None:  # a block leaves it out by itself
+        if func is ATTENTION:
             args, kwargs = HERE.recorder.masks.leave_out(args, kwargs, _find_node)
         if type(func) in _C_FUNCTION_TYPES and not _is_followed(func):
             return self.calls.call(func, args, kwargs)

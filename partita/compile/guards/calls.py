@@ -257,7 +257,6 @@ class Calls:
             if torch.is_anomaly_enabled():
                 self._record.error = self._record.error or of_anomalies()
                 raise self._record.error
-            self._record.before_backward(frame.f_locals.get("inputs"))
             return
         caller = frame.f_back
         while caller is not None and _forwards_call(caller.f_code, code):

@@ -78,12 +78,9 @@ class PlaceRecord:
         snapshots: of what was reached, to find what the step writes.
         error: the refusal to raise when the step is over, whoever caught it meanwhile.
         reached_by_name: see `reaching_by_name`.
-        before_backward: called where a backward begins, with the `inputs` whose gradients it asks:
-            one tensor, several or None.
     """
 
     def __init__(self) -> None:
-        self.before_backward: Callable[[Any], None] = lambda _: None
         self.places: dict[tuple[int, Any], Place] = {}
         self.huge: dict[int, Any] = {}
         self.snapshots = Snapshots()

@@ -1,0 +1,130 @@
+"""Which modules of a step are blocks: `BlockChoice`, from the argument `blocks` of `pt.compile`.
+
+Equal blocks become calls of one program (`fold`), and the updates of their parameters, too
+(`block_updates`). `BlocksTraced` says which were found.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+_LISTS = (nn.ModuleList, nn.ModuleDict)
+_LAYER_PARAMETERS = 2
+"""A module with no more parameters is a layer, not a block: tracing it costs next to nothing."""
+_LEAST_BY_DEFAULT = 6
+"""Alike modules that make blocks where `blocks` is None: fewer are traced soon enough."""
+
+
+@dataclass(frozen=True)
+class BlocksTraced:
+    """The blocks of a step.
+
+    Attributes:
+        structures: for each structure the name of its class and the number of its blocks.
+        apart: the names of optimizers whose updates were traced as they run, and why.
+        updates: for each update that was traced once what it is of ("AdamW of Block"), and how many
+            are like it.
+    """
+
+    structures: tuple[tuple[str, int], ...] = ()
+    apart: tuple[tuple[str, str], ...] = ()
+    updates: tuple[tuple[str, int], ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"{kind}: {count} equal calls" for kind, count in self.structures]
+        lines += [f"{name}: {count} updates, traced once" for name, count in self.updates]
+        lines += [f"{kind}: each traced as it runs ({reason})" for kind, reason in self.apart]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class BlockChoice:
+    """Which modules are blocks.
+
+    Attributes:
+        named: the modules and classes that the user names; None to search for them: the outermost
+            modules that are alike in class and in the names and shapes of their parameters.
+        least: how many must be alike to be found by the search.
+        outline_above: the nodes of a graph above which blocks stay calls; None for never.
+        apart: classes of optimizers whose updates cannot be blocks, and why.
+    """
+
+    named: tuple[nn.Module | type, ...] | None = None
+    least: int = 2
+    outline_above: int | None = None
+    apart: tuple[tuple[type, str], ...] = ()
+
+    @classmethod
+    def from_option(cls, blocks: bool | Iterable[nn.Module | type] | None) -> BlockChoice:
+        """The choice that the argument `blocks` of `pt.compile` means.
+
+        Raises:
+            ValueError: something that is neither a module nor a class of modules.
+        """
+        if blocks is True:
+            return cls()
+        if blocks is None:
+            return cls(least=_LEAST_BY_DEFAULT)
+        named = tuple(blocks) if blocks else ()
+        for block in named:
+            if not isinstance(block, nn.Module) and not (
+                isinstance(block, type) and issubclass(block, nn.Module)
+            ):
+                raise ValueError(f"compile: a block is a module or a class of them, not {block!r}")
+        return cls(named)
+
+    def without_class(self, kind: type, reason: str) -> BlockChoice:
+        """The same choice without updates of this class of optimizers."""
+        return replace(self, apart=(*self.apart, (kind, reason)))
+
+    @property
+    def apart_by_name(self) -> tuple[tuple[str, str], ...]:
+        """The names of the classes in `apart`, and why."""
+        return tuple((kind.__name__, reason) for kind, reason in self.apart)
+
+    def find(self, models: Iterable[nn.Module]) -> set[nn.Module]:
+        """The blocks of these models."""
+        search = self._find_repeated if self.named is None else self._find_named
+        return {block for model in models for block in search(model)}
+
+    def _find_named(self, model: nn.Module) -> Iterator[nn.Module]:
+        named = self.named or ()
+        kinds = tuple(k for k in named if isinstance(k, type))
+        for module in model.modules():
+            is_named = isinstance(module, kinds) or any(module is m for m in named)
+            if is_named and not isinstance(module, _LISTS):
+                yield module
+
+    def _find_repeated(self, model: nn.Module) -> Iterator[nn.Module]:
+        found: dict[nn.Module, _Parameters] = {}
+        _describe_parameters(model, found)
+        structures = {module: (type(module), parameters) for module, parameters in found.items()}
+        counts = Counter(structures.values())
+        around = [model]
+        for module in around:
+            for child in module.children():
+                structure = structures[child]
+                is_block = counts[structure] >= self.least and len(structure[1]) > _LAYER_PARAMETERS
+                if is_block and not isinstance(child, _LISTS):
+                    yield child
+                else:
+                    around.append(child)
+
+
+_Parameters = tuple[tuple[str, torch.Size], ...]
+
+
+def _describe_parameters(module: nn.Module, found: dict[nn.Module, _Parameters]) -> _Parameters:
+    """The names and shapes of a module's parameters; `found` gets those of all modules within."""
+    if module not in found:
+        own = [(name, p.shape) for name, p in module._parameters.items() if p is not None]
+        for name, child in module.named_children():
+            parameters = _describe_parameters(child, found)
+            own += ((f"{name}.{inner}", shape) for inner, shape in parameters)
+        found[module] = tuple(own)
+    return found[module]

@@ -17,7 +17,7 @@ neighbouring blocks at once.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -153,8 +153,8 @@ class StepBlocks:
         return {move for move, blocks in holders.items() if len(blocks) > 1}
 
     def _has_own_writes(self, run: _BlockRun) -> bool:
-        """True if a block writes memory of its own alone, and reads in backward what nobody has
-        written since forward."""
+        """True if a block writes memory of its own alone, reads in backward what nobody has written
+        since forward, and gives nobody two views of one memory that is written."""
         memory = self._memory
         of_forward = {memory[n] for n in run.forward if n in memory}
         outside = {memory[n] for n in run.taken if n in memory}
@@ -163,6 +163,11 @@ class StepBlocks:
             for node in nodes:
                 if any(memory.get(n) in others for n in operands_written(node)):
                     return False
+        views = Counter(memory[n] for n in _nodes_read(run) if n in memory)
+        for shown, times in views.items():
+            is_shared = times > 1 or shown in outside
+            if is_shared and any(w not in run.own for w in self._writers[shown]):
+                return False
         if not run.backward:
             return True
         start, end = self._places[run.forward[-1]], self._places[run.backward[-1]]

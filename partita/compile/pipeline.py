@@ -50,7 +50,7 @@ def make_program(
         state: what the step reaches.
         guesses: answers to what is asked of values.
         values: what is known of the call's values.
-        blocks: which modules are traced once for all that are built alike.
+        blocks: which modules are blocks.
         counts_apart: optimizers' step counts of parameters may differ: none stands for all.
 
     Raises:

@@ -112,9 +112,10 @@ def compile(
         keep: how many programs are kept.
         budget: the most bytes that the step may take above what it holds between calls; what is
             cheapest to make again for backward is not kept until then.
-        blocks: modules, or classes of modules, of which one is traced for all that are built
-            alike, so that capture costs less; True for those that are found: the outermost of
-            which a model has several; None for those of which it has six or more; False for none.
+        blocks: modules, or classes of modules, of which equal ones become calls of one program in
+            a deep step, so that everything after tracing costs less; True for those that are
+            found: the outermost of which a model has several; None for those of which it has six
+            or more; False for none.
         sections: compile the graph in sections, of which equal ones are compiled once, or as one;
             None for sections where the graph has more than 3,000 calls, and at most half of them
             are left of what is equal.

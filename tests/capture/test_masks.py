@@ -328,18 +328,13 @@ BLOCKS = {  # the mask of a block, what blocks take, calls of attention, blocks 
         [2, 2],
     ),
     "made of what is taken": (shows, in_turn, [CAUSAL, CAUSAL, MASKED, CAUSAL], [3, 1]),
-    "made after more": (shows_after_more, in_turn, [CAUSAL, CAUSAL, MASKED, CAUSAL], [1, 2, 1]),
-    # The second block's is not known: where the first one attends it asks of another mask.
-    "made of two": (shows_by_another, in_turn, [CAUSAL, MASKED, MASKED, CAUSAL], [2, 2]),
+    "made after more": (shows_after_more, in_turn, [CAUSAL, CAUSAL, MASKED, CAUSAL], [3, 1]),
+    "made of two": (shows_by_another, in_turn, [CAUSAL, CAUSAL, MASKED, CAUSAL], [3, 1]),
 }
 
 
-ONE_BY_ONE = {"made of two": [CAUSAL, CAUSAL, MASKED, CAUSAL]}
-"""The calls where blocks are each traced as they run, if they are others."""
-
-
 @pytest.mark.parametrize("name", BLOCKS)
-def test_blocks_that_are_traced_once_have_each_its_own_mask(name):
+def test_blocks_have_each_its_own_mask(name):
     mask_of, masks, calls, structures = BLOCKS[name]
     torch.manual_seed(0)
     model = Layers(mask_of, masks)
@@ -355,7 +350,7 @@ def test_blocks_that_are_traced_once_have_each_its_own_mask(name):
     for blocks in (True, False):
         fast = pt.compile(step, backend="graph", blocks=blocks)
         check_equal(fast(x), wanted, 1e-5)
-        assert attention_of(fast) == (calls if blocks else ONE_BY_ONE.get(name, calls))
+        assert attention_of(fast) == calls
         if blocks:
             traced = [n for kind, n in fast.program.blocks.structures if kind == "Block"]
             assert traced == structures

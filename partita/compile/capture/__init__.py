@@ -15,7 +15,7 @@ In reading order:
   `differentiate` (gradients of a region).
 - Writes become values: `functionalize`, `functional_calls` (what one call becomes, and
   numbers as tensors), `functional_memory` (which nodes show the same memory).
-- Blocks traced once: `block_calls` (which modules, and what becomes of their calls; of the updates
-  of optimizers), `block_follower` (a block along the tape of another, or recorded as a new one),
-  `block_traces` (blocks in the graph), `block_programs` (each structure as a graph of its own).
+- Blocks: `block_choice` (which modules), `fold` (equal ones become calls of one program),
+  `block_updates` (equal updates of optimizers are traced once), `update_programs` (these as graphs
+  of their own), `block_traces` (blocks in the graph), `block_programs` (a structure as a graph).
 """

@@ -1,12 +1,11 @@
-"""Block traces: the nodes of a block's forward and backward, and how blocks stand in the graph.
+"""Block traces: how blocks stand in the graph of a step.
 
-    f = block_forward(block, floats, *operands)    block_output(f, number), for each result
-    b = block_backward(back, f, *cotangents)       block_output(b, number), for each gradient
+    f = block_forward(block, (), *operands)        block_output(f, number), for each result
+    b = block_backward(block, f, *cotangents)      block_output(b, number), for each gradient
 
-These targets are never called. `block` and `back` are each a `BlockBody`; where they have
-become a graph of its own both are one `BlockProgram`. `inline_bodies` replaces the block nodes of a
-graph by copies of the nodes for which they stand. While a step is traced `BlockTracing` marks the
-nodes that a block adds, and a `BlockTrace` keeps them, with those of backward.
+These targets are never called. `block` is a `BlockProgram`; of an update, until it is outlined, a
+`BlockTrace`, whose nodes `BlockTracing` marks while it is traced. `inline_bodies` replaces block
+nodes by copies of the nodes of a `BlockBody`.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from .recorder import Recorder
 
 
 class NotABlock(BaseException):
-    """A module cannot be traced once for all alike: capture starts again with its class excluded.
+    """Updates of a class of optimizers cannot be traced once: capture starts again without them.
 
     A BaseException, so that no `except Exception` of the user's catches it.
     """
@@ -227,12 +226,11 @@ def _is_alias(node: fx.Node) -> bool:
 
 @dataclass(eq=False, repr=False)
 class BlockTrace(BlockBody):
-    """The traced forward of a block structure, and what is needed to differentiate it.
+    """The traced update of the parameters of a block.
 
     Attributes:
-        kind: the class of the blocks.
-        written: the numbers of the tensors from outside that it writes in place. Not empty for the
-            update of an optimizer, and for no other block.
+        kind: the class of the optimizer.
+        written: the places of the operands that it writes.
     """
 
     kind: type = field(kw_only=True)
@@ -243,7 +241,7 @@ class BlockTrace(BlockBody):
 
 
 def traced_node(t: torch.Tensor, kind: type) -> fx.Node:
-    """The node that makes `t`. Raises NotABlock, for a block of class `kind`, if none does."""
+    """The node that makes `t`. Raises NotABlock, for an optimizer of class `kind`."""
     node = node_of(t)
     if node is None:
         raise NotABlock(kind, "it takes a tensor that the graph does not make")
@@ -251,10 +249,10 @@ def traced_node(t: torch.Tensor, kind: type) -> fx.Node:
 
 
 class BlockTracing:
-    """Traces a block into the graph, and notes which nodes are its own.
+    """Traces an update into the graph, and notes which nodes are its own.
 
     Attributes:
-        nodes: of the block, in order.
+        nodes: of the update, in order.
         entered: the node of each tensor that is traced in place of one from outside.
     """
 
@@ -266,7 +264,7 @@ class BlockTracing:
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
-        """Within, the nodes that are added belong to the block."""
+        """Within, the nodes that are added belong to the update."""
         first = self.recorder.newest()
         try:
             yield

@@ -121,7 +121,7 @@ def capture(
         state: the modules, optimizers and tensors that the step reaches.
         guesses: answers to what is asked of values.
         values: what is known of the call's values.
-        blocks: which modules are traced once for all that are built alike.
+        blocks: which modules are blocks.
         counts_apart: optimizers' step counts of parameters may differ: none stands for all.
 
     Raises:
@@ -256,7 +256,7 @@ class CaptureRun:
         plain: which floats stay Python numbers.
         guesses: answers to what is asked of values.
         values: what is known of the call's values.
-        blocks: which modules are traced once for all that are built alike.
+        blocks: which modules are blocks.
         counts_apart: optimizers' step counts of parameters may differ: none stands for all.
 
     Attributes:

@@ -7,7 +7,7 @@ In reading order:
 - Collectives: `moves` (`dedupe`, `cancel`, `cast`: those that are not needed; `merge_views`),
   `regather` (of what ZeRO gathers, by the runs in which it is used), `bucket`, `overlap`,
   `backend_ways`.
-- Memory: `remat` (regions, budgets, and what is worth keeping), `lifetime`.
+- Memory: `remat` (regions, and what the step's budget has no room for), `lifetime`.
 
 A new pass is a function `(Program) -> str` in a file here and an entry of `PASSES`. The first line
 of its docstring is what `explain()` shows. Its nodes need their value's metadata and a note, which

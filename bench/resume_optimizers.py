@@ -1,13 +1,17 @@
-"""A test of resumed runs with every optimizer that is installed.
+"""Does a run go on as if nothing had happened, with every optimizer that is installed?
 
     pip install --no-deps --target site schedulefree pytorch_optimizer
     PYTHONPATH=site python bench/resume_optimizers.py [--stage 3] [--only NAME]
 
 Each optimizer of torch.optim, schedulefree and pytorch_optimizer trains a small model in float64
-for six steps on two ranks under ZeRO. The run is saved after the third step. It is resumed on two
-ranks, on three, and in one process without partita. Then its losses are compared with those of the
-uninterrupted run; they may differ in their last bits, because sums have another order. A line per
-optimizer says whether they are equal. Some optimizers do not run here at all; their line says so.
+for six steps on two ranks under ZeRO. The run is saved after three of them, and goes on from there
+on two ranks, on three and without any. Its losses are those of the uninterrupted run, but for the
+order of sums (1e-6), or a line says what they are. Some optimizers cannot run here at all.
+
+Some optimizers compute in bfloat16, whatever the parameters are. There the order of sums, which
+differs with the number of ranks, shows in the losses: also those of uninterrupted runs differ
+between numbers of ranks. For these the three runs are repeated with float64 in place of bfloat16.
+Nothing else is changed, and they are compared as all others are. The line gives both differences.
 """
 
 from __future__ import annotations
@@ -19,18 +23,23 @@ import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import partita as pt
 
 MODULES = "torch.optim", "schedulefree", "pytorch_optimizer"
 _WAYS = "plain", "graph", "closure"
-"""How a step is called: plainly, after `backward(create_graph=True)`, or with a closure."""
+"""How a step is called. SAM and its like want gradients before `step(closure)`: otherwise they use
+those that the step before has left, which are no state and in no checkpoint."""
 
 
 def main() -> None:
@@ -61,118 +70,189 @@ def find_optimizers() -> Iterator[tuple[str, type]]:
                 yield f"{home}.{name}", kind
 
 
-def make(kind: type, model: nn.Module) -> Any:
-    """Returns an optimizer, made by the first of the usual signatures that its class accepts."""
-    params = list(model.parameters())
-    matrices, others = ([p for p in params if (p.ndim == 2) is is_so] for is_so in (True, False))
-    groups = [{"params": matrices, "use_muon": True}, {"params": others, "use_muon": False}]
+def find_makers(kind: type) -> list[Callable[[nn.Module], Any]]:
+    """What makes an optimizer of a model, by each of the usual signatures."""
 
-    def base() -> Any:
-        return torch.optim.AdamW(params, lr=1e-2)
+    def base(model: nn.Module) -> Any:
+        return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
-    ways: list[Callable[[], Any]] = [
-        *([lambda: kind(params, lr=1e-2, max_iter=2)] if kind.__name__ == "LBFGS" else ()),
-        lambda: kind(params, lr=1e-2),
-        lambda: kind(params),
-        lambda: kind(matrices, lr=1e-2),
-        lambda: kind(groups),
-        lambda: kind(base()),
-        lambda: kind(params, base_optimizer=torch.optim.AdamW, lr=1e-2),
-        lambda: kind(model, lr=1e-2),
-        lambda: kind(model),
-        lambda: kind(params, num_iterations=100),
+    def matrices(model: nn.Module) -> list[Any]:
+        return [p for p in model.parameters() if p.ndim == 2]
+
+    def groups(model: nn.Module) -> list[dict[str, Any]]:
+        others = [p for p in model.parameters() if p.ndim != 2]
+        return [
+            {"params": matrices(model), "use_muon": True},
+            {"params": others, "use_muon": False},
+        ]
+
+    adamw: Any = torch.optim.AdamW
+    call: Any = kind
+    return [
+        *([lambda m: call(m.parameters(), max_iter=2)] if kind.__name__ == "LBFGS" else ()),
+        lambda m: call(list(m.parameters()), lr=1e-2),
+        lambda m: call(list(m.parameters())),
+        lambda m: call(matrices(m), lr=1e-2),
+        lambda m: call(groups(m)),
+        lambda m: call(base(m)),
+        lambda m: call(m.parameters(), base_optimizer=adamw, lr=1e-2),
+        lambda m: call(m, lr=1e-2),
+        lambda m: call(m),
+        lambda m: call(m.parameters(), num_iterations=100),
+        lambda m: call(m.parameters(), lr=1e-2, num_data=12),
+        lambda m: call(m, m.parameters(), adamw, lr=1e-2),
     ]
-    for way in ways:
-        try:
-            return way()
-        except Exception as error:
-            last = error
-    raise last
+
+
+class InFloat64(TorchFunctionMode):
+    """Has what asks for bfloat16 get float64. Counts how often."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.bfloat16:
+            self.count += 1
+            return args[0].double()
+        given = [*args, *(kwargs or {}).values()]
+        if any(value is torch.bfloat16 for value in given):
+            self.count += 1
+            args = tuple(torch.float64 if a is torch.bfloat16 else a for a in args)
+            named = (kwargs or {}).items()
+            kwargs = {k: torch.float64 if v is torch.bfloat16 else v for k, v in named}
+        return func(*args, **(kwargs or {}))
 
 
 def compare(kind: type, stage: int) -> str:
-    """Returns in words how a resumed run with this optimizer compares with an uninterrupted one."""
-    way = [""]
+    """What becomes of a run with this optimizer that is interrupted."""
+    for make, way in product(find_makers(kind), _WAYS):
+        case = Case(make, way, stage)
+        try:
+            uninterrupted(2, case)
+            break
+        except Exception as error:
+            failed = error
+    else:
+        return f"does not run: {' '.join(str(failed).split())[:100]}"
+    try:
+        off = differences(case)
+    except Refused as error:
+        return str(error)
+    if max(off.values()) < _NEAR:
+        return "equal"
+    if off[2] >= _NEAR:
+        return f"differs: by {off[2]:.0e}"
+    want = uninterrupted(2, case)
+    apart = max(off_by(uninterrupted(n, case), want) for n in (3, 1))
+    found = f"in its own dtype off by {max(off.values()):.0e} on other ranks"
+    found += f", uninterrupted runs by {apart:.0e}"
+    mode = InFloat64()
+    exact = differences(replace(case, mode=mode))
+    if mode.count and max(exact.values()) < _NEAR:
+        return f"equal in float64: it computes in bfloat16; {found}"
+    return f"equal on as many ranks: {found}"
 
-    def start(mesh: Any, seed: int) -> dict[str, Any]:
-        torch.manual_seed(seed)
-        model: nn.Module = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4)).double()
+
+_NEAR = 1e-6
+
+
+class Refused(Exception):
+    """A save or a load that was refused, in words."""
+
+
+def off_by(got: list[float], want: list[float]) -> float:
+    return max(abs(a / b - 1) for a, b in zip(got, want, strict=True))
+
+
+def run(ranks: int, program: Callable[[Any], Any]) -> Any:
+    torch.manual_seed(5)
+    if ranks == 1:
+        return program(None)
+    with pt.ranks(dp=ranks) as world:
+        return world.run(program)[0]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is run: an optimizer, the way in which it is called, and where."""
+
+    make: Callable[[nn.Module], Any]
+    way: str
+    stage: int
+    mode: AbstractContextManager[Any] = field(default_factory=nullcontext)
+
+
+def start(mesh: Any, seed: int, case: Case) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model: nn.Module = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4)).double()
+    if mesh is not None:
+        model = pt.zero(model, mesh, stage=case.stage)
+    return {"model": model, "optimizer": case.make(model), "random": pt.RandomState()}
+
+
+def train(state: dict[str, Any], mesh: Any, steps: range, case: Case) -> list[float]:
+    model, optimizer = state["model"], state["optimizer"]
+    if callable(getattr(optimizer, "train", None)):
+        optimizer.train()
+    losses = []
+    for step in steps:
+        g = torch.Generator().manual_seed(step)
+        x, y = (torch.randn(12, n, generator=g, dtype=torch.float64) for n in (6, 4))
         if mesh is not None:
-            model = pt.zero(model, mesh, stage=stage)
-        optimizer = make(kind, model)
-        return {"model": model, "optimizer": optimizer, "random": pt.RandomState()}
+            x, y = (pt.distribute_tensor(t, mesh, [pt.Shard(0)]) for t in (x, y))
+        of_step: list[float] = []
 
-    def train(state: dict[str, Any], mesh: Any, steps: range) -> list[float]:
-        model, optimizer = state["model"], state["optimizer"]
-        if callable(getattr(optimizer, "train", None)):
-            optimizer.train()
-        losses = []
-        for step in steps:
-            g = torch.Generator().manual_seed(step)
-            x, y = (torch.randn(12, n, generator=g, dtype=torch.float64) for n in (6, 4))
-            if mesh is not None:
-                x, y = (pt.distribute_tensor(t, mesh, [pt.Shard(0)]) for t in (x, y))
-            of_step: list[float] = []
+        @torch.enable_grad()
+        def closure(x: Any = x, y: Any = y, of_step: list[float] = of_step) -> Any:
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(x), y)
+            loss.backward(create_graph=case.way == "graph")
+            of_step.append(loss.item())
+            return loss
 
-            def closure(x: Any = x, y: Any = y, of_step: list[float] = of_step) -> Any:
-                optimizer.zero_grad()
-                loss = F.mse_loss(model(x), y)
-                loss.backward(create_graph=way == ["graph"])
-                of_step.append(loss.item())
-                return loss
+        closure()
+        with case.mode:
+            optimizer.step(*([closure] if case.way == "closure" else []))
+        losses.append(of_step[0])
+    return losses
 
-            if way == ["closure"]:
-                optimizer.step(closure)
-            else:
-                closure()
-                optimizer.step()
-            losses.append(of_step[0])
-        return losses
 
-    def run(ranks: int, program: Callable[[Any], Any]) -> Any:
-        torch.manual_seed(5)
-        if ranks == 1:
-            return program(None)
-        with pt.ranks(dp=ranks) as world:
-            return world.run(program)[0]
+def uninterrupted(ranks: int, case: Case) -> list[float]:
+    """The losses of the last three of six steps."""
+    losses: list[float] = run(ranks, lambda mesh: train(start(mesh, 0, case), mesh, range(6), case))
+    return losses[3:]
 
+
+def differences(case: Case) -> dict[int, float]:
+    """By the number of ranks on which the run goes on: by how much its losses are off."""
+    want = uninterrupted(2, case)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "c"
 
         def save(mesh: Any) -> None:
-            state = start(mesh, 0)
-            train(state, mesh, range(3))
+            state = start(mesh, 0, case)
+            train(state, mesh, range(3), case)
             pt.save(state, path)
 
         def resume(mesh: Any) -> list[float]:
-            state = start(mesh, 1)
+            state = start(mesh, 1, case)
             pt.load(state, path)
-            return train(state, mesh, range(3, 6))
+            return train(state, mesh, range(3, 6), case)
 
-        for way[0] in _WAYS:
-            try:
-                want = run(2, lambda mesh: train(start(mesh, 0), mesh, range(6)))[3:]
-                break
-            except Exception as error:
-                failed = error
-        else:
-            return f"does not run: {' '.join(str(failed).split())[:100]}"
         try:
             run(2, save)
         except ValueError as error:
-            return f"is refused where it is saved: {' '.join(str(error).split())[:100]}"
+            text = " ".join(str(error).split())[:100]
+            raise Refused(f"is refused where it is saved: {text}") from None
         off = {}
         for ranks in (2, 3, 1):
             try:
-                got = run(ranks, resume)
+                off[ranks] = off_by(run(ranks, resume), want)
             except Exception as error:
-                return f"is refused where it is loaded: {' '.join(str(error).split())[:100]}"
-            off[ranks] = max(abs(a / b - 1) for a, b in zip(got, want, strict=True))
-    if max(off.values()) < 1e-6:
-        return "equal"
-    if off[2] < 1e-6:
-        return f"equal on as many ranks: elsewhere off by {max(off.values()):.0e}"
-    return f"differs: by {off[2]:.0e}"
+                text = " ".join(str(error).split())[:100]
+                raise Refused(f"fails where it goes on: on {ranks} ranks: {text}") from None
+    return off
 
 
 if __name__ == "__main__":

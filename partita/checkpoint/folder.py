@@ -304,7 +304,7 @@ def find_checkpoint(home: Path) -> Path:
 
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
-    """Would `load` find a checkpoint at `path`? For a run that goes on if it can."""
+    """True if there is a checkpoint at `path`, so that a run can resume from it."""
     try:
         find_checkpoint(Path(os.path.abspath(path)))
     except ValueError:

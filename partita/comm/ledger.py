@@ -354,12 +354,15 @@ def enter_check_hooks() -> Iterator[None]:
 def check_ranks(timeout: float = 60.0) -> Iterator[None]:
     """Before each collective on process groups, compare what the ranks ask for.
 
-    Ranks that differ in move, axes, shapes, dtype, op or source line all raise LayoutError naming
-    both, where they would otherwise hang or mix up data. What is compared the first time at each
-    place otherwise (pieces, batches, generators, an optimizer's settings, plain tensors) is
-    compared each time, and so are the numbers that ops on DTensors take. So do ranks that go on
-    while another leaves the region, in order or with an error. Costs one small collective per move
-    and per op that takes numbers; moves of ranks of one process (`ranks`) are compared anyhow.
+    If ranks differ in move, axes, shapes, dtype, op or source line, all of them raise a LayoutError
+    that names two that differ. Without it they would hang or mix up data. The same error is raised
+    if a rank leaves the region while others continue.
+
+    Pieces, batches, generators, an optimizer's settings and plain tensors are compared each time,
+    not only the first time at each place. Numbers that ops on DTensors take are compared, too.
+
+    It costs one small collective per move and per op that takes numbers. In `ranks`, moves are
+    always compared.
 
     Args:
         timeout: seconds to wait for the other ranks.

@@ -236,19 +236,18 @@ def pad_to_bucket(x: T, lengths: Iterable[int], *, value: float, dim: int = -1) 
         targets = pt.pad_to_bucket(targets, lengths, value=-100)    # cross_entropy's ignore_index
         loss = step(tokens, targets)
 
-    Then a step is captured once for each length. What padding must hold only whoever makes the
-    batch knows. The mean loss is that of the batch as it was where
-    targets are padded with what the loss ignores, and where no place of the model reads those that
-    come after it: a causal transformer. Where places read all others (attention without a mask, a
-    mean or a batch norm over the length), give the model a mask, padded with `value=False`.
+    A step is then captured once for each length. The mean loss does not change if two conditions
+    hold: targets are padded with a value that the loss ignores, and no position of the model reads
+    later ones (a causal transformer). If positions read all others (attention without a mask, a
+    mean or a batch norm over the length), pass the model a mask, padded with `value=False`.
 
     Args:
-        x: a tensor, or a DTensor that is not split along `dim`; dimensions of any number.
+        x: a tensor, or a DTensor that is not split along `dim`.
         lengths: in elements, in any order.
-        value: what padding holds.
+        value: the value of the padding.
 
     Returns:
-        `x` itself where it has one of the lengths.
+        The padded tensor; `x` itself if it has one of the lengths.
 
     Raises:
         ValueError: `x` is longer than all of `lengths`, or has no dimension `dim`.

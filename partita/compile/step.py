@@ -90,10 +90,9 @@ def compile(
 ) -> Any:
     """Capture a training step, forward, loss, backward and update, into one compiled graph.
 
-    Or a region, a part of a model that runs eagerly, as two: a module, whose forward is then
-    compiled in place, or a function through whose results no backward has run when it returns.
-    Their results have a history as in eager: gradients flow through a region to its arguments and
-    parameters, laid out as ever.
+    A region is a part of a model that otherwise runs eagerly. It is captured as two graphs, forward
+    and backward. A region is a module, which is compiled in place, or a function that runs no
+    backward through its results. Gradients flow through it to its arguments and parameters.
 
     Args:
         step: a module, or an ordinary function over DTensors (or plain tensors). Modules,
@@ -103,15 +102,15 @@ def compile(
         state: modules, optimizers, and lists, dictionaries and objects that hold tensors, that it
             reaches in another way.
         backend: "inductor", or "graph" to run the graph node by node without compiling it, which
-            is also done where ranks are no processes (`pt.ranks`, a dry mesh).
-        fallback: "eager" to run a step that cannot be captured as it is.
-        without: passes that are left out, by name, such as "bucket".
+            is also done if ranks are not processes (`pt.ranks`, a dry mesh).
+        fallback: "eager": a step that cannot be captured runs eagerly.
+        without: names of passes to leave out, such as "bucket".
         passes: of your own, run in order before all others; or by the name of the pass ("end" after
             the last) before which they run. Each is a function of a `Program` that changes its
             graph and says in a few words what it did.
-        keep: how many programs are kept.
-        budget: the most bytes that the step may take above what it holds between calls; what is
-            cheapest to make again for backward is not kept until then.
+        keep: the most programs that are kept.
+        budget: the most bytes that the step may use above what it holds between calls. To stay
+            below, backward recomputes the results that are cheapest to recompute.
         blocks: modules, or classes of modules, of which equal ones become calls of one program in
             a deep step, so that everything after tracing costs less; True for those that are
             found: the outermost of which a model has several; None for those of which it has six
@@ -119,12 +118,12 @@ def compile(
         sections: compile the graph in sections, of which equal ones are compiled once, or as one;
             None for sections where the graph has more than 3,000 calls, and at most half of them
             are left of what is equal.
-        cuda_graphs: record the kernels of a step as a CUDA graph in its second call, and launch
-            them as one in later ones; a step that cannot be recorded runs as ever, with a warning
-            that says why. What a step takes stays with its recording between calls.
+        cuda_graphs: record the kernels of a step as a CUDA graph in its second call; each later
+            call is one launch. If a step cannot be recorded, it runs without, and a warning says
+            why. The recording keeps the peak memory of the step between calls.
 
     Returns:
-        A `CompiledStep`; of a module the module itself, whose `forward` is one.
+        A `CompiledStep`. For a module: the module itself, whose `forward` is a `CompiledStep`.
 
     Raises:
         ValueError: an unknown backend or fallback, blocks that are no modules. The call
@@ -231,7 +230,7 @@ class CompiledStep:
 
     @property
     def title(self) -> str:
-        """How errors and reports call it."""
+        """The name of the step in errors and reports."""
         owner = getattr(self.step, "__self__", None)
         if isinstance(owner, nn.Module):
             return type(owner).__name__
@@ -283,7 +282,7 @@ class CompiledStep:
 
     @property
     def reasons(self) -> list[str]:
-        """For each capture, why it was made."""
+        """The reason of each capture, in order."""
         return self._history.reasons
 
     @property
@@ -336,7 +335,7 @@ class CompiledStep:
     def memory(self) -> Memory:
         """The lifetimes of the last program's buffers, and its peak. Raises as `program`.
 
-        Of a region those of its graphs as they run call by call, the backward behind the forward.
+        For a region: the schedule of the forward and that of the backward, concatenated.
 
         Raises:
             ValueError: also where this torch generates code of an unknown form.
@@ -354,7 +353,7 @@ class CompiledStep:
 
     @property
     def is_recorded(self) -> bool:
-        """Is the next call of the last program one launch of a CUDA graph? Raises as `program`."""
+        """True if the next call of the last program launches a CUDA graph. Raises as `program`."""
         return bool(getattr(self.program.call, "is_recorded", False))
 
     @property

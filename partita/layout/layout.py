@@ -128,7 +128,7 @@ class Layout:
         return (*split, *(axis for axis, _ in self.partial), *self.invariant)
 
     def placement(self, axis: str) -> Placement:
-        """What `axis` does to this tensor."""
+        """The placement of this tensor on `axis`."""
         for dim, axes in enumerate(self.shards):
             if axis in axes:
                 return Shard(dim)
@@ -167,7 +167,7 @@ class Layout:
         return out
 
     def check_axes(self, mesh: Mesh) -> None:
-        """Raise LayoutError where an axis that it mentions is not on the mesh."""
+        """Raise LayoutError if the layout names an axis that the mesh lacks."""
         for axis in self.axes:
             if axis not in mesh.names:
                 raise LayoutError(
@@ -183,7 +183,7 @@ class Layout:
         return tuple(length for _, length in self.local_region(mesh, at))
 
     def is_empty_at(self, mesh: Mesh, at: Coordinate) -> bool:
-        """Does the rank at `at` hold no element of a tensor that has some?"""
+        """True if the rank at `at` holds no element although the tensor has some."""
         return 0 not in self.shape and 0 in self.local_shape(mesh, at)
 
     def local_region(self, mesh: Mesh, at: Coordinate) -> tuple[tuple[int, int], ...]:

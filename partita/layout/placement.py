@@ -103,19 +103,19 @@ class Placement:
         raise NotImplementedError
 
     def is_shard(self, dim: int | None = None) -> bool:
-        """Does every rank hold a slice, of dimension `dim` if that is given?"""
+        """True if every rank holds a slice; if `dim` is given, a slice of that dimension."""
         return False
 
     def is_replicate(self) -> bool:
-        """Does every rank hold the whole value, which each may use differently?"""
+        """True if every rank holds the whole value and may use it differently."""
         return False
 
     def is_partial(self, reduce_op: str | None = None) -> bool:
-        """Does every rank hold a share, pending a reduction (by `reduce_op` if that is given)?"""
+        """True if every rank holds a share that is not yet reduced (by `reduce_op`, if given)."""
         return False
 
     def is_invariant(self) -> bool:
-        """Does every rank hold the whole value, in the same computation on each?"""
+        """True if every rank holds the whole value and does the same computation with it."""
         return False
 
 

@@ -295,13 +295,12 @@ def _format_options(options: tuple[tuple[str, ...], int, MixedPrecision]) -> str
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Keep the gradients of the backward passes within where they are: nothing is sent.
+    """Send no gradients in the backward passes within.
 
-    Of a model without `zero` nothing is sent before the step anyhow: there it does nothing.
-
-    The first backward pass outside, or else the optimizer's step, sends the sum of all. Meanwhile
-    each rank holds its shares whole, as many bytes as the model has; without `no_sync` stages 2 and
-    3 hold shards, and each micro-batch sends (n-1)/n of the model's bytes.
+    The first backward pass after it, or the optimizer's step, sends the sum of all gradients. Until
+    then each rank holds gradients of the whole size, as many bytes as the model has. Without
+    `no_sync`, stages 2 and 3 hold shards, and each micro-batch sends (n-1)/n of the model's bytes.
+    For a model without `zero` it does nothing: such a model sends its gradients in the step.
 
         for k, (x, y) in enumerate(micro_batches):
             with pt.no_sync(model) if k + 1 < len(micro_batches) else nullcontext():

@@ -144,12 +144,12 @@ def autoplan(
 ) -> ModelPlan:
     """The meshes, ZeRO stages, tensor and sequence parallelism, remat and micro-batches that fit.
 
-    Ways whose weights and optimizer alone exceed `memory`, those that keep all that a way keeps
-    that was too big, and those whose least time exceeds what was found already are not simulated.
-    Of the others the one that is thought to hold least is simulated first, then those that are
-    thought to be fastest of those that fit. A deep model is ranked by one block and two, as a block
-    costs what the one before costs; the best are then simulated whole, and left out where that
-    shows more than `memory`.
+    A way is not simulated if its weights and optimizer alone exceed `memory`, if it keeps all that
+    another way keeps which was too big, or if its lower bound of time exceeds the best time so far.
+    Of the others, the one with the least estimated memory is simulated first, then those with the
+    least estimated time. A deep model is ranked by simulations of one block and of two, because
+    each further block costs the same. The best ways are then simulated as a whole, and left out if
+    they need more than `memory`.
 
     Args:
         model: a name of `partita.predict.MODELS`, or a `ModelShape` of one's own.
@@ -159,8 +159,8 @@ def autoplan(
             rest of it is what is searched, and is not to be given.
         most: ways that are simulated.
         prune: leave out what bounds exclude.
-        watch: is told, before each simulation, how many ways were simulated, how many will be at
-            most, and which is next.
+        watch: called before each simulation with the number of ways simulated, the most that will
+            be, and the next way.
 
     Raises:
         StrategyError: nothing fits; says what comes nearest. Or a model that is not known, an

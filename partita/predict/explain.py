@@ -52,8 +52,8 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
     Each call on DTensors is planned as it would be: its rule, the rows that were priced on each
     mesh axis, what the chosen one moves, and what the next best would cost more. A function or a
-    module gives all of its calls in order, and totals. Where it goes backward, the moves of that
-    are told, too. It is one rank's question: other ranks need not ask it.
+    module gives all of its calls in order, and totals. If it runs backward,
+    the moves of backward are listed, too. One rank can call this alone.
 
     Args:
         fn: a function of torch, one of yours, or a module; on any mesh, dry ones (`pt.dry_mesh`)
@@ -64,8 +64,8 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     Returns:
         An `Explanation`. Its `ops` have the rows and prices (seconds by round figures, see
         `partita.redistribute.move`), layouts, moves, bytes that a rank sends, and operations of
-        matrix products on a rank. Of uneven splits both are the first rank's, which holds the
-        largest pieces. Printed it is a table; an op by itself is told in full.
+        matrix products on a rank. With uneven splits both are those of the first rank, which
+        holds the largest pieces. It prints as a table; a single op prints in full.
 
     Raises:
         LayoutError: what the call itself would raise; or `fn` cannot be called, is a generator or a
@@ -497,8 +497,8 @@ class Explanation:
         title: what was explained.
         mesh: the meshes of its tensors, such as "dp=2 tp=4".
         ops: its calls on DTensors and its redistributions, in the order in which they are made.
-        goes_backward: did it send gradients itself? Then these moves, of reason "gradient", are
-            among the others.
+        goes_backward: True if it ran backward itself. Then `ops` contain the moves of gradients,
+            with the reason "gradient".
     """
 
     title: str

@@ -359,10 +359,10 @@ def eager_memory(make: Callable[[], tuple[Callable[..., Any], Sequence[Any]]]) -
 
         print(pt.eager_memory(make).peak)      # bytes that the step allocates, at most at once
 
-    What `make` creates has no memory, whatever its size. The step is run twice: the first run
-    makes the optimizer's state, and the second is counted. What a kernel holds while it runs is
-    counted where torch's CPU kernels take a fixed amount, and what collectives hold where the dry
-    mesh is told its `backend`.
+    Tensors that `make` creates have no memory, whatever their size. The step is run twice: the
+    first run makes the optimizer's state, and the second is counted. The workspace of kernels is
+    counted if torch's CPU kernels use a fixed amount. The buffers of collectives are counted if the
+    dry mesh has a `backend`.
 
     Args:
         make: creates model, optimizer and batch on a `pt.dry_mesh`, and returns a step that is not

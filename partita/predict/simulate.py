@@ -828,7 +828,7 @@ class Simulation:
 
     @property
     def fits(self) -> bool:
-        """Is the peak within the machine's memory?"""
+        """True if the peak is within the machine's memory."""
         return self.peak <= self.machine.memory_bytes
 
     @cached_property

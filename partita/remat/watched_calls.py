@@ -463,7 +463,7 @@ class Call:
 
 
 def keep_collectives(call: Call) -> bool:
-    """A policy, alone or in a list: what redistributions brought is kept, not carried again."""
+    """A policy, alone or in a list: keep the results of redistributions, so none is repeated."""
     return call.is_collective
 
 
@@ -478,11 +478,11 @@ class OneCall(Wrapped):
 
 
 def one_call(fn: Any) -> Any:
-    """Let policies name `fn`: `pt.remat(block, policy=[attention])` keeps what its calls give.
+    """Let policies name `fn`: `pt.remat(block, policy=[attention])` keeps the results of its calls.
 
-    For functions of the user's own and for compiled ones, which torch announces to nobody; a
-    policy that names an `nn.Module` does this by itself. A call that is kept is not made again, and
-    what autograd saved inside is kept with it. Elsewhere it is the function that it was.
+    Use it for functions of your own and for compiled ones, because torch does not intercept calls
+    of them. Modules in a policy need no mark. A kept call is not recomputed, and what autograd
+    saved inside is kept with it. Outside of `pt.remat` the function behaves as before.
 
         @pt.one_call
         def attention(q, k, v): ...

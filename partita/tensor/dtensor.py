@@ -70,7 +70,7 @@ _numel = torch._C.TensorBase.numel
 
 
 class DTensor(torch.Tensor):
-    """A tensor spread over a mesh. Made by `distribute_tensor`, `from_local`, `zeros`, ...
+    """A tensor distributed over a mesh, made by `distribute_tensor`, `from_local`, `zeros`, ...
 
     A subclass has no `__slots__` and no `__init__`: an instance is a plain tensor re-tagged.
 

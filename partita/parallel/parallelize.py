@@ -24,7 +24,7 @@ from torch import nn
 from partita.comm import Wire, user_line, wire_of
 from partita.layout import Fix, Layout, LayoutError, Partial, Placement, own_placement
 from partita.tensor.arguments import admit
-from partita.tensor.construct import place_buffer, spread
+from partita.tensor.construct import place_buffer, refuse_all_but_modules, spread
 from partita.tensor.dtensor import DTensor, laid_out_as, moved, tagged
 from partita.tensor.tensor_state import Spec, make_argument_error, spec_of, state_of
 from partita.tensor.uneven_pieces import with_room
@@ -78,9 +78,7 @@ def parallelize(
             lacks, a shard dimension that a parameter lacks, a parameter on another mesh, one that
             has a gradient or hooks already.
     """
-    if not isinstance(model, nn.Module):
-        fix = "pt.parallelize(model, mesh, plan)"
-        raise make_argument_error("parallelize", "a torch.nn.Module", model, fix)
+    refuse_all_but_modules(model, "parallelize")
     takes, fix = "a dict by patterns of names as plan", '{"*.weight": {"tp": pt.Shard(0)}}'
     if not isinstance(plan, (Mapping, type(None))):
         raise make_argument_error("parallelize", takes, plan, fix)

@@ -22,7 +22,7 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from partita.comm import user_line
 from partita.comm.device import HOST
 from partita.layout import Fix, LayoutError
-from partita.tensor.construct import can_hold, hold_value, spread
+from partita.tensor.construct import can_hold, hold_value, refuse_all_but_modules, spread
 from partita.tensor.dtensor import DTensor, tagged
 from partita.tensor.dtensor_gradients import hooks_of_backward, hooks_of_gradient, user_hooks_of
 from partita.tensor.tensor_state import (
@@ -324,10 +324,7 @@ def materialize(
     Raises:
         LayoutError: naming each parameter and buffer that was left without values.
     """
-    if not isinstance(model, nn.Module):
-        raise make_argument_error(
-            "materialize", "a torch.nn.Module", model, "pt.materialize(model)"
-        )
+    refuse_all_but_modules(model, "materialize")
     if not isinstance(device, (torch.device, str, type(None))):
         fix = 'pt.materialize(model, device="cuda")'
         raise make_argument_error("materialize", "a device, or none for the mesh's", device, fix)

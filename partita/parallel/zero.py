@@ -27,7 +27,13 @@ from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.comm import Wire, describe_saved_mesh, find_saved_wire, user_line, wire_of
 from partita.layout import Fix, LayoutError, Replicate, Shard
-from partita.tensor.construct import distribute_tensor, hold_value, place_buffer, refuse_lazy
+from partita.tensor.construct import (
+    distribute_tensor,
+    hold_value,
+    place_buffer,
+    refuse_all_but_modules,
+    refuse_lazy,
+)
 from partita.tensor.dtensor import DTensor, moved, tagged
 from partita.tensor.dtensor_gradients import mark_settled, requiring_grad, update_spec
 from partita.tensor.tensor_state import (
@@ -306,8 +312,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
             with pt.no_sync(model) if k + 1 < len(micro_batches) else nullcontext():
                 loss_of(model(x), y).backward()
     """
-    if not isinstance(model, nn.Module):
-        raise make_argument_error("no_sync", "a torch.nn.Module", model, "pt.no_sync(model)")
+    refuse_all_but_modules(model, "no_sync")
     state: Zero | GradReducer | None = model.__dict__.get("_zero")
     if state is None:  # partial gradients add up as they are, and settle in the step
         yield

@@ -329,10 +329,15 @@ def can_hold(p: torch.Tensor, value: torch.Tensor) -> bool:
     return p.is_meta == value.is_meta and p.device.type == value.device.type
 
 
+def refuse_all_but_modules(given: Any, by: str) -> None:
+    """Raise TypeError unless `given`, the first argument of `by`, is a module."""
+    if not isinstance(given, nn.Module):
+        raise make_argument_error(by, "a torch.nn.Module", given, f"pt.{by}(model, ...)")
+
+
 def refuse_lazy(model: nn.Module, by: str) -> None:
     """Raise unless `model` is a module, whose parameters, which `by` needs, have been made."""
-    if not isinstance(model, nn.Module):
-        raise make_argument_error(by, "a torch.nn.Module", model, f"pt.{by}(model, ...)")
+    refuse_all_but_modules(model, by)
     for name, part in model.named_modules():
         own = *part.named_parameters(recurse=False), *part.named_buffers(recurse=False)
         for key, tensor in own:

@@ -57,7 +57,7 @@ from partita.tensor.op_facts import (
     facts_of_function,
 )
 from partita.tensor.tensor_overrides import is_read_in_part
-from partita.tensor.tensor_state import HERE, own_state
+from partita.tensor.tensor_state import HERE, next_node, own_state
 from partita.tensor.trace_hooks import TraceHooks
 
 from ..errors import CaptureError, not_an_input, not_captured, of_data
@@ -412,7 +412,7 @@ class Recorder(TraceHooks, TorchDispatchMode):
         line = user_line(here=self._here)
         if torch.is_grad_enabled() or self._within.kind:
             # The autograd node of this call has the number before the next one.
-            self._lines[torch.autograd._get_sequence_nr() - 1] = line
+            self._lines[next_node() - 1] = line
         return line
 
     def _make_note(self) -> Note:
@@ -477,12 +477,12 @@ class Recorder(TraceHooks, TorchDispatchMode):
             return
         self._running_block = len(self.block_kinds)
         self.block_kinds.append(kind)
-        self._first_numbers.append(torch.autograd._get_sequence_nr())
+        self._first_numbers.append(next_node())
         self._last_numbers.append(sys.maxsize)
         try:
             yield
         finally:
-            self._last_numbers[self._running_block] = torch.autograd._get_sequence_nr() - 1
+            self._last_numbers[self._running_block] = next_node() - 1
             self._running_block = None
 
     def _find_block(self) -> int | None:

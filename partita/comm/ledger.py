@@ -241,11 +241,6 @@ def _set_within(**changes: Any) -> Iterator[None]:
         here.set(**before)
 
 
-def noting_work_in(log: Ledger) -> AbstractContextManager[None]:
-    """Within, repeated work of a step that is captured is noted in `log`."""
-    return _set_within(captured=log)
-
-
 def enter_rank_thread(own: Scope) -> None:
     """Make `own` the scope of this thread, which is a rank from now on."""
     _thread.scope = own

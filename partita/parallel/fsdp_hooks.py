@@ -30,7 +30,6 @@ from partita.tensor.construct import keep_attributes
 from partita.tensor.dtensor import DTensor, carry_all, keep_missing_gradients, moved, tagged
 from partita.tensor.tensor_state import (
     HERE,
-    Label,
     Spec,
     in_backward,
     next_node,
@@ -572,11 +571,10 @@ class _GraphGather:
         reason = "persistent" if group.zero.persistent else "gather"
         # Others are of a module that the block has no more.
         taken = {i: p for i, p in enumerate(group.shards()) if isinstance(p, FakeTensor)}
-        gathers = [_describe_gather(p, group.zero) for p in taken.values()]
-        if not taken:
-            return
-        wholes = _gather_parameters(list(taken.values()), gathers, Label(group.name), reason)
-        group.install_wholes(list(zip(taken, wholes, strict=True)))
+        if taken:
+            group.install_wholes(
+                [(i, _gather_parameter(p, group, reason)) for i, p in taken.items()]
+            )
 
     def end(self) -> None:
         """The forward has ended, or was aborted."""
@@ -606,41 +604,16 @@ def _write_back(whole: DTensor, p: DTensor) -> None:
 # -- gathers in a graph ----------------------------------------------------------------------------
 
 
-_GatherDtypes = tuple[torch.dtype, torch.dtype, torch.dtype]
-
-
-def _describe_gather(p: DTensor, zero: Zero) -> tuple[Spec, _GatherDtypes | None]:
-    """What `p` is when it is gathered, and the dtypes in which it is gathered, its gradient sent,
-    and summed; None for its own."""
-    dtypes = zero.precision.dtypes_of(p.dtype)
-    return zero.make_unsharded_spec(p._spec), None if set(dtypes) == {p.dtype} else dtypes
-
-
-def _gather_parameters(
-    params: Sequence[DTensor],
-    gathers: Sequence[tuple[Spec, _GatherDtypes | None]],
-    name: str,
-    reason: str,
-) -> list[DTensor]:
-    """`params` gathered, with a history.
-
-    Args:
-        gathers: for each what `_describe_gather` says.
-    """
-    pairs = zip(params, gathers, strict=True)
-    return [_gather_parameter(p, *gather, name, reason) for p, gather in pairs]
-
-
-def _gather_parameter(
-    p: DTensor, after: Spec, dtypes: _GatherDtypes | None, name: str, reason: str
-) -> DTensor:
-    """`p` gathered as `after`, with a history."""
-    if dtypes is None:
-        found = moved(p, p._spec, after, name, reason)
+def _gather_parameter(p: DTensor, group: FsdpGroup, reason: str) -> DTensor:
+    """`p` gathered, with a history."""
+    after = group.zero.make_unsharded_spec(p._spec)
+    dtypes = group.zero.precision.dtypes_of(p.dtype)
+    if set(dtypes) == {p.dtype}:
+        found = moved(p, p._spec, after, group.name, reason)
     else:
         moves = plan(p._spec.layout, after.layout, p._spec.wire.mesh, dtypes[0].itemsize)
         with Local():
-            found = _Gather.apply(p, moves, p._spec, name, dtypes, reason)
+            found = _Gather.apply(p, moves, p._spec, group.name, dtypes, reason)
     whole = tagged(found, after)
     own_state(whole).gathered_from = (p, 0)
     return whole

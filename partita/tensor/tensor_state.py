@@ -519,10 +519,6 @@ class Watcher(Protocol):
         out."""
 
 
-class Label(str):
-    """The name of a call in reports. Calls that differ in nothing else are the same call."""
-
-
 class _Here(threading.local):
     """What watches this thread, which runs a rank.
 

@@ -515,17 +515,6 @@ def test_a_tensor_that_is_traced_is_had_without_a_call():
     assert torch.equal(traced(x), x.sin() + 1)
 
 
-def test_an_object_can_be_given_the_tensor_of_another_which_something_refers_to_weakly():
-    stand = torch.ones(2)
-    x = torch.ones(3, requires_grad=True)
-    made = x * 2
-    held = weakref.ref(made)
-    torch._C._swap_tensor_impl(stand, made)
-    assert stand.shape == (3,) and stand.grad_fn is not None and held() is made
-    (gradient,) = torch.autograd.grad(stand.sum(), x)
-    assert torch.equal(gradient, torch.full((3,), 2.0))
-
-
 def test_a_tracer_is_asked_to_call_each_module():
     called = []
 

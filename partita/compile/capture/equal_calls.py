@@ -222,20 +222,6 @@ def _make_fake_like(t: torch.Tensor, mode: FakeTensorMode) -> FakeTensor:
     return make_fake(mode, meta, t.device)
 
 
-def replace_tensor(stand: FakeTensor, made: FakeTensor) -> None:
-    """Turn the object `stand`, which others hold, into the tensor `made`, which nobody holds.
-
-    As `torch.utils.swap_tensors`, which refuses tensors with weak references, as a tracer has.
-    """
-    tracer = get_proxy_mode().tracer  # type: ignore[union-attr]
-    slot = get_proxy_slot(made, tracer)
-    with Unheard():
-        torch._C._swap_tensor_impl(stand, made)  # type: ignore[attr-defined]
-        set_proxy_slot(stand, tracer, slot)
-    for name, value in made.__dict__.items():
-        stand.__dict__.setdefault(name, value)
-
-
 # -- calls that are not traced again ---------------------------------------------------------------
 
 DETACH = torch.ops.aten.detach.default

@@ -123,6 +123,11 @@ OTHERS: dict[str, Change] = {
         torch._C._set_multithreading_enabled,
         [False],
     ),
+    "torch.distributions.Distribution.set_default_validate_args": (
+        lambda: torch.distributions.Distribution._validate_args,
+        torch.distributions.Distribution.set_default_validate_args,
+        [not torch.distributions.Distribution._validate_args],
+    ),
     "torch.__future__.set_swap_module_params_on_conversion": (
         torch.__future__.get_swap_module_params_on_conversion,
         torch.__future__.set_swap_module_params_on_conversion,

@@ -91,6 +91,9 @@ SETTINGS: dict[str, Callable[[], Any]] = {
     "torch.__future__.get_swap_module_params_on_conversion()": (
         torch.__future__.get_swap_module_params_on_conversion
     ),
+    "torch.distributions.Distribution.set_default_validate_args": partial(
+        getattr, torch.distributions.Distribution, "_validate_args"
+    ),
     "torch.backends.mha.get_fastpath_enabled()": torch.backends.mha.get_fastpath_enabled,
     "torch.backends.opt_einsum.enabled": partial(getattr, _opt_einsum, "enabled"),
     "torch.backends.opt_einsum.strategy": partial(getattr, _opt_einsum, "strategy"),

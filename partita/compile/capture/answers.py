@@ -23,7 +23,6 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, track_tensor_tree
@@ -35,7 +34,7 @@ from partita.tensor.op_facts import facts_of
 
 from ..conditions import Condition
 from ..errors import file_of_torch, not_captured
-from ..graph_nodes import has_effect, key_of_operands, note_of
+from ..graph_nodes import has_effect, note_of
 from ..passes.rewrite import Making
 from ..program import Input
 from .capture_context import ParamGroup
@@ -359,39 +358,21 @@ class AskedQuestions:
 
     Args:
         guesses: answers of an earlier run.
-        values: of what the step reads first, in order, as `ValuesWanted` computes them.
 
     Attributes:
         values: for each question the symbolic value of its answer, an output of the graph.
         reads: the numbers that the step has read of tensors (`.item()`), in order.
+        last_line: the user's line that asks for a value that has to be computed first.
     """
 
-    def __init__(self, guesses: Guesses, values: Sequence[float]):
-        self._guesses, self._values_of_reads = guesses, values
+    def __init__(self, guesses: Guesses):
+        self._guesses = guesses
         self.values: list[Any] = []
         self.reads: list[Any] = []
         self._answers: list[Answer] = []
         self._lines: list[str] = []
         self._known: dict[Any, Answer] = {}
-        self._values: dict[Any, float] = {}  # by symbol
-
-    def note_read(self, number: Any, like: Any) -> None:
-        """Note a number that is read of a tensor.
-
-        Args:
-            number: a symbolic one.
-            like: the same for reads of equal values, as far as the graph tells.
-        """
-        i = len(self.reads)
-        self.reads.append(number)
-        symbols = number.node.expr.free_symbols
-        if len(symbols) != 1:
-            return
-        value = self._values.get(like)
-        if i < len(self._values_of_reads):
-            value = self._values[like] = self._values_of_reads[i]
-        if value is not None:
-            self._values[next(iter(symbols))] = value
+        self.last_line = ""
 
     def answer(self, question: Any, predict: Callable[[Any], Answer | None]) -> Answer | None:
         """The answer with which capture goes on; None where nothing tells.
@@ -420,10 +401,11 @@ class AskedQuestions:
         some = len(guesses) if kind is bool else self._guesses.certain
         if number < some and type(guesses[number]) is kind:
             found = guesses[number]
-        elif (found := self._compute(question)) is None and (found := predict(value)) is None:
+        elif (found := predict(value)) is None:
             stack = (frame for frame, _ in traceback.walk_stack(sys._getframe()))
             file = file_of_torch(stack, _MACHINERY)
             if not (kind is bool and file):
+                self.last_line = user_line()
                 raise ValuesWanted
             # A distribution checks its arguments, which are most likely valid.
             found = file.startswith(_CHECKS)
@@ -433,18 +415,6 @@ class AskedQuestions:
         self._lines.append(user_line())
         return found
 
-    def _compute(self, question: Any) -> Answer | None:
-        """The answer that follows from values that were read; None where one is not known."""
-        symbols = question.expr.free_symbols
-        if not symbols <= self._values.keys():
-            return None
-        found = question.expr.xreplace({s: _as_sympy(self._values[s]) for s in symbols})
-        try:
-            answer: Answer = question.pytype(found)
-            return answer
-        except TypeError:  # sympy leaves something open
-            return None
-
     def other_way(self) -> Guesses | None:
         """Guesses with which the step may not raise; None where all were tried."""
         return self._guesses.try_other_way(self._answers)
@@ -453,52 +423,6 @@ class AskedQuestions:
     def answers(self) -> Answers:
         """The answers with which capture went on."""
         return Answers(tuple(self._answers), tuple(self._lines))
-
-
-def _as_sympy(value: float) -> Any:
-    return sympy.Float(value) if isinstance(value, float) else sympy.Integer(int(value))
-
-
-class EqualNodes:
-    """Numbers the nodes of a graph that is being traced: equal calls have the same number.
-
-    A write in between may make them differ: what follows from equal numbers is a guess.
-    """
-
-    def __init__(self) -> None:
-        self._numbers: dict[fx.Node, int] = {}
-        self._by_call: dict[Any, int] = {}
-
-    def number(self, node: fx.Node) -> int:
-        """The number of a node."""
-        ahead = [node]
-        while ahead:
-            last = ahead[-1]
-            missing = [n for n in last.all_input_nodes if n not in self._numbers]
-            ahead.extend(missing)
-            if not missing:
-                ahead.pop()
-                self._numbers[last] = self._by_call.setdefault(self._key(last), len(self._by_call))
-        return self._numbers[node]
-
-    def _key(self, node: fx.Node) -> Any:
-        if node.op != "call_function":
-            return node
-        number: Any = lambda n: _Numbered(self._numbers[n])  # noqa: E731
-        given = fx.node.map_arg((node.args, node.kwargs), number)
-        key = node.target, key_of_operands(given)
-        try:
-            hash(key)
-        except TypeError:
-            return node
-        return key
-
-
-@dataclass(frozen=True)
-class _Numbered:
-    """An operand, by the number of its node."""
-
-    number: int
 
 
 def guess_by_kind(node: fx.Node) -> bool | None:

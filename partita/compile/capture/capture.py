@@ -53,7 +53,6 @@ from .answers import (
     Answer,
     AskedQuestions,
     CapturedNumbers,
-    EqualNodes,
     Guesses,
     PlainNumbers,
     StepRaises,
@@ -296,9 +295,8 @@ class CaptureRun:
             self._equal_counts = find_equal_counts(self.inputs.all, state.optimizers.values())
         self.read_marks: set[int] = set()
         self.unmarked = unmarked
-        self.questions = AskedQuestions(guesses, values.reads)
+        self.questions = AskedQuestions(guesses)
         self._values_of_call = values
-        self._numbers_of_nodes = EqualNodes()
         self._wanted: ValuesWanted | None = None
         numbers: Any = self.inputs.mode.shape_env
         numbers.answer = self._answer
@@ -356,6 +354,13 @@ class CaptureRun:
     def _want_values(self, wanted: ValuesWanted, made: fx.GraphModule) -> None:
         """Raise `wanted`, with a graph that computes what was read; return where marks were."""
         inputs = self.inputs
+        if len(self._values_of_call.reads) >= len(self.questions.reads):  # all that there is
+            raise not_captured(
+                "the step asks for a value that does not follow from the numbers that it reads",
+                "while it is captured there are no others",
+                Fix("return the tensor", "and read it outside"),
+                place=self.questions.last_line,
+            )
         inline_updates(made.graph)
         _drop_all_but(made.graph, made.graph.find_nodes(op="output")[0].all_input_nodes)
         with inputs.mode:
@@ -522,9 +527,9 @@ class CaptureRun:
                 self.outputs.add_unreturned("answers", self.questions.values)
 
     def _note_read(self, number: Any, of: torch.Tensor) -> None:
-        node = node_of(of)
-        if is_symbolic(number) and not number.node.has_hint() and node is not None:
-            self.questions.note_read(number, self._numbers_of_nodes.number(node))
+        if is_symbolic(number) and not number.node.has_hint() and node_of(of) is not None:
+            self._predicted.note_read(self._node_of_number(number), len(self.questions.reads))
+            self.questions.reads.append(number)
 
     def _answer(self, question: Any) -> Answer | None:
         number = as_symbol(question)

@@ -118,6 +118,16 @@ class PredictedValues:
         self._own = self._at.index(tuple(self._wires[0].real.at)) if known.integers else 0
         self._values: dict[fx.Node, Values | None] = {}
         self._lost: set[int] = set()  # memory into which something unknown was written
+        self._reads: dict[fx.Node, float] = {}  # values of numbers that were computed by a run
+        self._read_of: dict[fx.Node, float] = {}  # likewise, by the node that is read
+
+    def note_read(self, node: fx.Node, place: int) -> None:
+        """Note the node of the number that the step reads at a place among its reads."""
+        of, reads = node.all_input_nodes[0], self._known.reads
+        if place < len(reads):
+            self._read_of[of] = reads[place]
+        if of in self._read_of:
+            self._reads[node] = self._read_of[of]
 
     def find_value(self, node: fx.Node) -> Any:
         """The likely value of a number's node on this rank. Raises NotKnown."""
@@ -137,6 +147,8 @@ class PredictedValues:
     def _find_values(self, node: fx.Node) -> Values | None:
         if node.op == "placeholder":
             return self._read_input(node)
+        if node in self._reads:
+            return [self._reads[node] for _ in self._at]
         like = node.meta.get("val")
         if node.op == "get_attr":
             constant = reduce(getattr, str(node.target).split("."), self._holder)
@@ -178,7 +190,7 @@ class PredictedValues:
             return [given.tensor.clone()]
         mesh: Any = self._known.mesh
         axis = mesh.index(given.name.removeprefix("at "))
-        return [torch.tensor(at[axis]) for at in mesh.coordinates()]
+        return [torch.full((), at[axis]) for at in mesh.coordinates()]
 
     def _run_on_rank(self, node: fx.Node, operands: Mapping[fx.Node, Any], i: int) -> Any:
         target: Any = node.target

@@ -97,11 +97,6 @@ class Ledger:
         """Note that `rank` did so many operations, and every other rank along `axes` as well."""
         self._work[rank, op, source, axes] += operations
 
-    def add_work(self, other: Ledger) -> None:
-        """Note the work that `other` has noted, once more."""
-        for name, operations in other._work.items():
-            self._work[name] += operations
-
     @property
     def work(self) -> list[tuple[str, str, tuple[str, ...], float]]:
         """`(op, source, axes, operations)` of each `note_work`."""

@@ -22,9 +22,10 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from partita.comm import user_line
 from partita.comm.device import empty
 from partita.compile.errors import not_captured
-from partita.layout import Fix
+from partita.layout import Fix, LayoutError
 from partita.redistribute import Plan, plan
 from partita.tensor.construct import keep_attributes
 from partita.tensor.dtensor import DTensor, carry_all, keep_missing_gradients, moved, tagged
@@ -212,10 +213,10 @@ class _ForwardCall:
             parameter gets none: else no node reads a parameter after its own gradient is complete.
     """
 
-    def __init__(self, group: FsdpGroup, graded: bool):
+    def __init__(self, group: FsdpGroup, graded: bool, shards: Sequence[DTensor] | None = None):
         self.group = group
         self.needs = group.may_recompute_within
-        self.shards = group.shards()
+        self.shards = group.shards() if shards is None else shards
         with Local():
             self.wanting = [_requires_grad(p) for p in self.shards]
         self.trains = any(self.wanting)
@@ -243,8 +244,18 @@ class _ForwardCall:
             return
         group.zero.enter_backward(group, self.shards)  # which finds what has been written since
         group.calls_in_backward.add(self)
-        # What runs again reads the parameters that the modules hold now.
-        if self.runs_again and not group.installed and are_same(group.shards(), self.shards):
+        if self.runs_again and not group.installed:
+            if not are_same(group.shards(), self.shards):
+                raise LayoutError(
+                    f"a checkpoint in the block {group.name!r} would run again with other "
+                    "parameters than in its forward",
+                    place=user_line(),
+                    reason="it reads those that the modules hold now",
+                    fixes=(
+                        Fix("exchange parameters after backward"),
+                        Fix("torch.func.functional_call(...)", "of a model without checkpoints"),
+                    ),
+                )
             self._install_for_reruns()
 
     def _install_for_reruns(self) -> None:
@@ -442,7 +453,7 @@ def _keep_from_the_next_graph(group: FsdpGroup) -> None:
     these.
     """
     if torch.is_grad_enabled() and in_backward():
-        _SavedTensorHooks(_ForwardCall(group, False))
+        _SavedTensorHooks(_ForwardCall(group, False, group.gathered))
 
 
 class _SavedNote(SavedVersions):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 import partita as pt
 
@@ -201,12 +202,60 @@ def called_with_parameters_of_copies(model, x, _):
     return found
 
 
+def scaled_copy(model, factor):
+    params = dict(copy.deepcopy(model).named_parameters())
+    for p in params.values():
+        p.data.mul_(factor)
+    return params
+
+
+def two_sets_at_once(model, x, no_sync):
+    some, others = scaled_copy(model, 1.1), scaled_copy(model, 0.7)
+    for held in (no_sync(), nullcontext()):
+        with held:
+            out = functional_call(model, some, (functional_call(model, others, (model(x),)),))
+            out.square().mean().backward()
+    return [full(p.grad) for p in (*some.values(), *others.values())], grads(model)
+
+
+def differentiated_twice(model, x, _):
+    params = scaled_copy(model, 1.1)
+    loss = functional_call(model, params, (model(x),)).square().mean()
+    wanted = [*params.values(), *model.parameters()]
+    first = torch.autograd.grad(loss, wanted, create_graph=True)
+    sum(g.square().sum() for g in first).backward()
+    return [full(g) for g in first], [full(p.grad) for p in wanted]
+
+
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize(
-    "program", [exchanged_before_backward, exchanged_in_forward, called_with_parameters_of_copies]
+    "program",
+    [
+        exchanged_before_backward,
+        exchanged_in_forward,
+        called_with_parameters_of_copies,
+        two_sets_at_once,
+        differentiated_twice,
+    ],
 )
 def test_a_gradient_is_that_of_the_parameters_of_its_forward(program, stage):
     run(program, stage)
+
+
+def test_a_checkpoint_that_would_run_again_with_other_parameters_is_refused():
+    class Checkpointed(Block):
+        def forward(self, x):
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    def body(mesh):
+        model = pt.zero(nn.Sequential(Checkpointed(), Checkpointed()), mesh)
+        x = pt.distribute_tensor(torch.ones(4, 3), mesh, [pt.Shard(0)])
+        loss = functional_call(model, scaled_copy(model, 1.1), (x,)).sum()
+        with pytest.raises(pt.LayoutError, match="again with other parameters than in its forward"):
+            loss.backward()
+
+    with pt.ranks(dp=2) as world:
+        world.run(body)
 
 
 def test_ranks_whose_batches_have_other_keys_or_dtypes_raise_one_error():

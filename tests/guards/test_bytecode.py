@@ -12,6 +12,7 @@ import torch
 
 import partita as pt
 from partita.compile.guards.bytecode import (
+    asks_which_object,
     codes_within,
     dotted_names,
     global_names,
@@ -209,6 +210,30 @@ def test_code_reflects_where_a_name_is_computed_and_not_where_it_is_spelled(form
 def test_a_pattern_of_a_class_may_ask_for_any_of_its_attributes():
     assert reflects(code_of("match x:\n    case int(real=1): return y"))
     assert not reflects(code_of("match x:\n    case {'a': 1}: return y\n    case [1]: return key"))
+
+
+@pytest.mark.parametrize(
+    ("text", "compares"),
+    [
+        ("return x is y", True),
+        ("return f(1, x is y)", True),
+        ("return f(None, x.a is not y)", True),
+        ("return x is key['a']", True),
+        ("return x is f(None)", True),
+        ("return f(None) is y", True),
+        ("return x[0] is y[1]", True),
+        ("return x if y is key else 1", True),
+        ("return f(1, [i for i in x if i is y])", True),
+        ("return id(x)", True),
+        ("return x is None", False),
+        ("return None is x.a", False),
+        ("return f(x, y, key['a'] is not None, 1)", False),
+        ("return x if y is None else key is True", False),
+        ("return f(x) is None or y is ...", False),
+    ],
+)
+def test_code_that_compares_two_objects_is_found(text: str, compares: bool):
+    assert any(map(asks_which_object, codes_within(code_of(text)))) == compares
 
 
 class Scales:

@@ -102,18 +102,28 @@ def line_of_write(codes: list[CodeType], key: object) -> str | None:
     return f"{name if relative.startswith('..') else relative}:{line}"
 
 
-def _operands_of_is(code: CodeType) -> Iterator[list[dis.Instruction]]:
-    """The two instructions before each `is` in code."""
-    steps = list(_instructions_of(code))
-    return (steps[max(0, n - 2) : n] for n, i in enumerate(steps) if i.opname == "IS_OP")
+def _with_depths(code: CodeType) -> Iterator[tuple[dis.Instruction, int, int]]:
+    """Yields each instruction, with the depth of the stack before and after it."""
+    depth = 0
+    at_label: dict[int, int] = {}  # where a jump ends
+    for step in dis.get_instructions(code):
+        before = at_label.pop(step.offset, depth)
+        if step.opcode in _JUMPS:
+            at_label[step.argval] = before + dis.stack_effect(step.opcode, step.arg, jump=True)
+        depth = before + dis.stack_effect(step.opcode, step.arg, jump=False)
+        yield step, before, depth
 
 
 @functools.lru_cache(maxsize=4096)
 def asks_which_object(code: CodeType) -> bool:
-    """Does code compare two objects, neither a constant, by `is`, or ask for an `id`?"""
-    pairs = _operands_of_is(code)
-    compared = any(all(i.opname != "LOAD_CONST" for i in pair) for pair in pairs)
-    return compared or "id" in global_names(code)
+    """True if code compares two objects, neither a constant, by `is`, or calls `id`."""
+    constant: dict[int, bool] = {}  # by depth: a constant stands there
+    for step, before, depth in _with_depths(code):
+        if step.opname == "IS_OP" and not (constant.get(before - 1) or constant.get(before)):
+            return True
+        for at in range(min(before + 1, depth), depth + 1):
+            constant[at] = step.opname == "LOAD_CONST"
+    return "id" in global_names(code)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -152,20 +162,15 @@ def reflects(code: CodeType) -> bool:
     """
     if not (_REFLECTING_NAMES | _REFLECTING_ATTRIBUTES).isdisjoint(code.co_names):
         return True
-    depth, calls = 0, _Calls()
-    at_label: dict[int, tuple[int, _Calls]] = {}  # where a jump ends
-    for step in dis.get_instructions(code):
+    calls = _Calls()
+    at_label: dict[int, _Calls] = {}  # where a jump ends
+    for step, before, depth in _with_depths(code):
         if step.opname == "MATCH_CLASS":  # a class says which attributes a pattern means
             return True
         if step.offset in at_label:
-            depth, jumped = at_label.pop(step.offset)
-            calls = _merge(jumped, calls)
-        before = depth
-        depth = before + dis.stack_effect(step.opcode, step.arg, jump=False)
+            calls = _merge(at_label.pop(step.offset), calls)
         if step.opcode in _JUMPS:
-            end = before + dis.stack_effect(step.opcode, step.arg, jump=True)
-            _, others = at_label.get(step.argval, (end, calls))
-            at_label[step.argval] = end, _merge(calls, others)
+            at_label[step.argval] = _merge(calls, at_label.get(step.argval, calls))
             continue
         constant = step.opname == "LOAD_CONST" and isinstance(step.argval, str)
         calls = tuple((at, constant if depth == at + 2 else named) for at, named in calls)

@@ -286,7 +286,6 @@ class FunctionFacts:
         draws: it may draw random numbers.
         answered_by_piece: it neither depends on how a DTensor is laid out nor changes it.
         computes_nothing: it asks what is so of a tensor or of torch, or enters autograd.
-        is_question: it asks what a tensor is, but for its values, and makes none.
         needs_itself: it asks a tensor for what another of the same shape cannot answer, or hangs
             something on it.
         is_twin: of torch.nn.functional, it passes its arguments on to the builtin of its name, and
@@ -302,7 +301,6 @@ class FunctionFacts:
     draws: bool = False
     answered_by_piece: bool = False
     computes_nothing: bool = False
-    is_question: bool = False
     needs_itself: bool = False
     is_twin: bool = False
     autocast: Cast | None = None
@@ -382,10 +380,6 @@ _FACTS_OF_FUNCTIONS = {
         __repr__ __str__ __format__ __iter__ __reversed__ is_tensor is_floating_point is_complex
         is_contiguous retain_grad __dir__ __array__ __reduce_ex__ __setstate__ __deepcopy__
         share_memory_ refine_names align_as __hash__""",
-    "is_question": """size dim ndimension numel nelement stride storage_offset element_size
-        is_contiguous is_floating_point is_complex is_signed is_cuda is_sparse get_device __len__
-        is_same_size is_tensor is_inference is_conj is_neg is_pinned is_shared result_type can_cast
-        type dtype""",
     "needs_itself": """backward register_hook register_post_accumulate_grad_hook retain_grad
         requires_grad_ detach_ set_ resize_ resize_as_ item tolist __bool__ __float__ __int__
         __index__ is_nonzero numpy data_ptr untyped_storage storage register_multi_grad_hook

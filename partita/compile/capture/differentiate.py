@@ -12,7 +12,7 @@ sum.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -82,14 +82,11 @@ def differentiate(
     results: Sequence[torch.Tensor],
     inputs: Sequence[torch.Tensor],
     recorder: Recorder,
-    like: Mapping[int, torch.Tensor] | None = None,
     again: bool = False,
 ) -> tuple[list[Seed], list[torch.Tensor | None]] | None:
     """Trace the gradients of `inputs` with respect to `results`.
 
     Args:
-        like: by the number of a result, a gradient with the strides that it will have; the history
-            is then kept.
         again: keep the history, for another call.
 
     Returns:
@@ -100,21 +97,15 @@ def differentiate(
         return None
     seeds, values = [], []
     with recorder.behind_forward():
-        pairs = zip(results, (like or {}).values() or results, strict=True)
-        for number, (result, as_given) in enumerate(pairs):
+        for number, result in enumerate(results):
             spec = getattr(result, "_spec", None)
             with Local(), torch.no_grad():
-                x = as_given.detach()
-                value = (
-                    torch.empty_like(x)
-                    if like is None
-                    else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-                )
+                value = torch.empty_like(result.detach())
             seeds.append(Seed(recorder.newest().name, spec and spec.gradient, number))
             values.append(value if spec is None else tagged(value, spec.gradient))
         try:
             found = torch.autograd.grad(
-                results, inputs, values, retain_graph=again or like is not None, allow_unused=True
+                results, inputs, values, retain_graph=again, allow_unused=True
             )
         except RuntimeError as error:
             if any(message in str(error) for message in _SPENT):

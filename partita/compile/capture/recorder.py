@@ -430,11 +430,6 @@ class Recorder(TraceHooks, TorchDispatchMode):
             self._noted = made
         return self._note
 
-    @property
-    def marks(self) -> tuple[int, bool]:
-        """(region, kept) of the nodes that are made now."""
-        return self._within.region, self._within.kept
-
     def note_made(self, *nodes: fx.Node) -> None:
         """Give a note to nodes that were added without a call."""
         self._note_nodes(nodes, unprofiled(self._make_note))

@@ -236,6 +236,7 @@ def names_of_call(slots: Sequence[Slot], args: Any, kwargs: Any) -> list[tuple[s
 _SIMPLE = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 _NOT_USERS = ("torch", "partita", "builtins")
 _NAMESPACES = (
+    BaseException,
     *(types.SimpleNamespace, argparse.Namespace),
     *(collections.UserDict, collections.UserList, collections.ChainMap),
 )
@@ -332,6 +333,10 @@ class _Search:
         if isinstance(f, types.MethodType):
             self._search_object(f.__self__)
             return self.function(f.__func__)
+        if isinstance(f, functools._lru_cache_wrapper):
+            if self._first_time(f):
+                self._search_attributes(f"{f.__name__}.", f, lambda _, v: _may_hold_tensors(v))
+            return None
         if not isinstance(f, types.FunctionType):
             if callable(f) and not isinstance(f, type) and hasattr(type(f).__call__, "__code__"):
                 self._search_object(f)

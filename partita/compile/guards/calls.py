@@ -58,6 +58,11 @@ _READS_CLOCK = (
     "a graph would always have the time of its capture",
     "",
 )
+_COUNTS_CALLS = (
+    "asks how often a cache was asked ({}())",
+    "a graph does not call the cached function: the counts would be those of its capture",
+    "its answer",
+)
 _SET_FOR_CAPTURE = (
     "calls {}()",
     "while a step is captured it gives another answer than when the step runs",
@@ -297,6 +302,8 @@ class Calls:
             self._reach_globals(frame.f_globals)
         if function in _CHANGED_BY_CAPTURE:
             _refuse(self._record, _SET_FOR_CAPTURE, f"{owner.__name__}.{name}")  # type: ignore[union-attr]
+        if isinstance(owner, functools._lru_cache_wrapper) and name == "cache_info":
+            _refuse(self._record, _COUNTS_CALLS, name)
         if _is_setting_of_c(function):
             _read_setting(self._record, f"{name}()", function)
         if isinstance(owner, torch._C.Generator) and name in _GENERATOR_METHODS:
@@ -535,3 +542,15 @@ def _find_user_frame(frame: FrameType | None) -> FrameType | None:
             return None
         frame = frame.f_back
     return found
+
+
+def reads_for_user(frame: FrameType | None) -> bool:
+    """True if Python's library, or the `__dir__` of a module of torch, runs for the user."""
+    while frame is not None and not is_recorded(frame.f_code.co_filename):
+        if frame.f_code is not _DIR and not _is_stdlib_file(frame.f_code.co_filename):
+            return False
+        frame = frame.f_back
+    return frame is not None
+
+
+_DIR = torch.nn.Module.__dir__.__code__

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, compress, cycle, islice, repeat
@@ -78,8 +78,8 @@ class Guards:
         inputs: what of this the graph has as inputs.
         huge: containers that are not compared deeply.
         classes: classes whose number of attributes is guarded: a new one may hide another.
-        namespaces: name, variables and read names of modules, classes and functions: of the read
-            names none may be added or removed.
+        namespaces: name, variables and read names (None for all) of modules, functions and
+            objects: of the read names none may be added or removed.
         owners: name and object, where attributes were read: its `__dict__`, the home of these
             places, must stay the same one.
     """
@@ -91,7 +91,7 @@ class Guards:
         inputs: ReadInputs | None = None,
         huge: Sequence[Any] = (),
         classes: Sequence[type] = (),
-        namespaces: Sequence[tuple[str, dict[str, Any], frozenset[str]]] = (),
+        namespaces: Sequence[tuple[str, dict[str, Any], frozenset[str] | None]] = (),
         owners: Sequence[tuple[str, Any]] = (),
     ):
         self._arguments = (places, types, inputs, huge, classes, namespaces, owners)
@@ -101,7 +101,7 @@ class Guards:
         self._objects = [o for o, _ in types]
         self._types = [t for _, t in types]
         self._namespaces = [
-            (name, held, names, names & held.keys()) for name, held, names in namespaces
+            (name, held, names, _select_names(held, names)) for name, held, names in namespaces
         ]
         self._namespace_dicts = [held for _, held, _ in namespaces]
         self._class_dicts = [vars(kind) for kind in classes]
@@ -206,7 +206,7 @@ class Guards:
             if (there := count_own_attributes(kind)) != size:
                 found.append(f"{kind.__name__}: {size} attributes became {there}")
         for name, held, names, known in self._namespaces:
-            found += [f"{name}.{key} is new" for key in sorted((names & held.keys()) - known)]
+            found += [f"{name}.{key} is new" for key in sorted(_select_names(held, names) - known)]
         for name, held, now in zip(self._owner_names, self._dicts, self._read_dicts(), strict=True):
             if now is not held:
                 found.append(f"{name}.__dict__ is another dictionary")
@@ -232,10 +232,15 @@ class Guards:
         return (
             all(map(is_, map(type, self._objects), self._types))
             and [*map(len, self._class_dicts)] == self._class_sizes
-            and [*map(len, self._namespace_dicts)] == self._namespace_sizes
+            and self._read_ends() == self._namespace_ends
             and all(map(is_, self._read_dicts(), self._dicts))
             and all(map(is_, map(dict.get, self._modules, cycle(INSIDE)), self._inside))
         )
+
+    def _read_ends(self) -> list[Any]:
+        """The size and the last name of each namespace: a new name is the last."""
+        held = self._namespace_dicts
+        return [*map(len, held), *map(next, map(reversed, held), repeat(None))]
 
     def _read_dicts(self) -> Iterator[Any]:
         return map(object.__getattribute__, self._owners, repeat("__dict__"))
@@ -304,12 +309,17 @@ class Guards:
             known = chain.from_iterable(self._parts.values())
             self._shared = (self._shared | walk.shared).intersection(known)
         self._were = [*self._read_objects()]
-        self._namespace_sizes = [*map(len, self._namespace_dicts)]
+        self._namespace_ends = self._read_ends()
         before, self._moving = self._moving, moving.union(self._moving or ())
         if self._moving != before:
             resting = self._parts.keys() - self._moving
             self._resting_items = WatchedItems({at: self._parts[at] for at in resting})
         self._moving_items = WatchedItems({at: self._parts[at] for at in self._moving})
+
+
+def _select_names(held: dict[str, Any], names: frozenset[str] | None) -> Set[str]:
+    """The names that variables have, of those that were read (None for all)."""
+    return {*held} if names is None else names & held.keys()
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import contextvars
 import enum
 import functools
 import gc
+import itertools
 import logging
 import operator
 import sys
@@ -43,7 +44,7 @@ from .bytecode import (
     reflects,
     strings_of,
 )
-from .calls import Calls, read_ambient, read_environment_of, refuse_if_random
+from .calls import Calls, read_ambient, read_environment_of, reads_for_user, refuse_if_random
 from .guards import Guards, ReadInputs, function_modes
 from .record import PlaceRecord, has_own_getattribute, instrument, recorded_by, uninstrument
 from .values import (
@@ -59,6 +60,7 @@ from .values import (
     dict_of,
     dict_of_view,
     find_module_dict,
+    functions_of_descriptor,
     has_raw_content,
     has_settings,
     holds_no_more,
@@ -135,16 +137,20 @@ class ReadRecord(PlaceRecord):
         self._users_classes: list[type] = []  # whose number of attributes is guarded
         self._waiting: dict[int, list[Any]] = {}  # by code: functions that have not run
         self._codes_of_functions: set[int] = set()
-        # The user's modules and classes, and their names.
+        # What is recorded by the names that code asks for, since reads of it are not seen: modules,
+        # classes, functions, and objects whose class cannot be instrumented. With their names.
         self._namespaces: dict[int, tuple[Any, str]] = {}
-        self._without_attributes: dict[int, tuple[Any, str]] = {}  # functions without attributes
+        self._unread_methods: dict[int, types.FunctionType] = {}  # reached with their class alone
+        self._reads_methods = False
+        # Whether code reads attributes past the `__getattribute__` of a class.
+        self._reads_unseen = False
+        self._all_names_asked = False  # whether code may ask by names that do not stand in it
         self._names_asked: set[str] = set()  # names that code may ask objects for
         self._super_names: set[str] = set()  # names in code that may call `super()`
         self._classes: dict[int, type] = {}
         self._by_operators: dict[int, tuple[type, str]] = {}  # by code: `__len__` and others
-        # Functions and classes of the user's, and the special attributes that code asks for.
+        # Functions and classes of the user's, and others with attributes that stand in C.
         self._described: dict[int, tuple[Any, str]] = {}
-        self._special_names: set[str] = set()
         self._substitutes = Substitutes()
 
     @contextmanager
@@ -203,22 +209,24 @@ class ReadRecord(PlaceRecord):
             inputs: what of this the graph has as inputs.
             extra: places to be guarded beside those that were read.
         """
-        spaces = (self._without_attributes | self._namespaces).values()
-        functions = [(name, f) for f, name in spaces if isinstance(f, types.FunctionType)]
+        spaces = [(o, name) for o, name in self._namespaces.values() if not isinstance(o, type)]
+        asked = frozenset(self._names_asked | {"__getattr__"})
         objects = [(known.name, known.value) for known in self._objects.values()]
+        objects += [(name, o) for o, name in spaces if not _is_of_globals(o)]
         return Guards(
             [*self.places.values(), *extra],
             [*self._types.values()],
             inputs,
             [*self.huge.values()],
             self._users_classes,
-            [
-                (name, variables_of(space), frozenset(self._names_asked))
-                for space, name in spaces
-                if not isinstance(space, type)
-            ],
-            [(name, o) for name, o in (*objects, *functions) if dict_of(o) is not None],
+            [(name, variables_of(o), self._names_asked_of(o, asked)) for o, name in spaces],
+            [(name, o) for name, o in objects if dict_of(o) is not None],
         )
+
+    def _names_asked_of(self, space: Any, asked: frozenset[str]) -> frozenset[str] | None:
+        """The names that code may ask of a namespace; None for all."""
+        is_library = isinstance(space, types.ModuleType) and not is_user_module(space.__name__)
+        return asked if is_library or not self._all_names_asked else None
 
     def watch_new(self, value: Any, name: str) -> None:
         """Take snapshots of objects that capture has made, so that writes into them are found."""
@@ -234,8 +242,9 @@ class ReadRecord(PlaceRecord):
         if name in known.names:
             return
         known.names[name] = None
-        by_user = is_recorded(sys._getframe(2).f_code.co_filename)
-        if name == "__dict__" and not by_user:
+        frame = sys._getframe(2)
+        by_user = is_recorded(frame.f_code.co_filename)
+        if name == "__dict__" and not by_user and not reads_for_user(frame):
             # Torch's own code looks parameters up there, which is no read of all attributes.
             del known.names[name]
             return
@@ -292,12 +301,16 @@ class ReadRecord(PlaceRecord):
             return value
         if not isinstance(value, types.MemberDescriptorType):
             self.read_place(place, value)
-            for inner in ("fget", "__func__", "func", "dispatcher"):
-                if (function := getattr(value, inner, None)) is not None:
-                    self.reach_value(function, place.name)
+            for function in functions_of_descriptor(value):
+                self.reach_value(function, place.name)
         return value
 
     # -- what is reached ---------------------------------------------------------------------------
+
+    def reach_value(self, value: Any, name: str) -> None:
+        if (f := self._unread_methods.pop(id(value), None)) is not None and not self._reads_methods:
+            self.reach_namespace(f, f.__name__)
+        super().reach_value(value, name)
 
     def reach_by_kind(self, value: Any, name: str) -> None:
         """Record what `value`, which is reached for the first time, leads to.
@@ -318,6 +331,7 @@ class ReadRecord(PlaceRecord):
         elif has_raw_content(value):
             read_ambient(self, kind.__module__)
             self.snapshots.snapshot_raw(value, name)
+            self.reach_object(value, name)
         elif (under := dict_of_view(value)) is not None:
             self.reach_value(under, name)
         elif is_shared_memory(value):
@@ -335,15 +349,17 @@ class ReadRecord(PlaceRecord):
         elif isinstance(value, types.ModuleType):
             read_ambient(self, value.__name__)
             self.snapshots.snapshot_namespace(value, name)
-            if is_user_module(value.__name__):
-                self.reach_namespace(value, name)
-            elif value.__name__ == "os" and self._reads_ahead:
+            self.reach_namespace(value, name)
+            if value.__name__ == "os" and self._reads_ahead:
                 read_environment_of(self, self._constants)
         elif isinstance(value, type):
             read_ambient(self, value.__module__)
             self.snapshots.snapshot_namespace(value, name)
             _read_registry(self, value, name)
             if is_user_module(value.__module__):
+                if vars(value).get("_is_protocol"):  # `isinstance` asks objects for its members
+                    annotations = vars(value).get("__annotations__", {})
+                    self.note_asked_names({*annotations, *vars(value)})
                 self.reach_class(value)
                 self.reach_methods(value, name)
                 self.reach_value(kind, kind.__name__)
@@ -386,14 +402,15 @@ class ReadRecord(PlaceRecord):
         kind = type(value)
         is_heap_type = kind.__flags__ & (1 << 9)
         if not is_heap_type or not has_settings(kind) or not self._instrument_type(kind):
-            if isinstance(value, BaseException):
-                self.snapshots.snapshot_namespace(value, name)
+            self._reach_by_names(value, name)
             return
         name = self._given_names.get(id(value), name)
         known = _ReachedObject(value, name, dict(dict_of(value) or {}), slots_of(kind))
         self._objects[id(value)] = known
         self._types[id(value)] = (value, kind)
         self.snapshots.snapshot_object(value, name)
+        if self._reads_unseen:
+            self._reach_unseen(known)
         self.reach_methods(kind, kind.__name__)
         if self._types_read:
             self.reach_class(kind)
@@ -401,6 +418,18 @@ class ReadRecord(PlaceRecord):
             self.read_all_attributes(value)
             for key, v in known.attributes.items():
                 self.reach_value(v, f"{name}.{key}")
+
+    def _reach_by_names(self, value: Any, name: str) -> None:
+        """Record the attributes of an object by the names that code asks for.
+
+        Objects of partita keep what it computes, which no step reads.
+        """
+        if type(value).__module__.split(".")[0] == "partita":
+            return
+        self._describe(value, name)
+        if dict_of(value) is not None:
+            self.snapshots.snapshot_namespace(value, name)
+            self.reach_namespace(value, name)
 
     def _instrument_type(self, kind: type) -> bool:
         if kind not in self._instrumented and instrument(kind):
@@ -410,8 +439,12 @@ class ReadRecord(PlaceRecord):
     def reach_function(self, f: types.FunctionType, name: str) -> None:
         """Note a function that the step may call; what it names is read when it runs."""
         self.snapshots.snapshot_namespace(f, name)
-        if hasattr(f, "__wrapped__"):
-            self.reach_value(f.__wrapped__, name)
+        if self._reads_methods:
+            self._unread_methods[id(f)] = f
+        else:
+            self.reach_namespace(f, f.__name__)
+        if "__wrapped__" in vars(f):
+            self.reach_value(vars(f)["__wrapped__"], name)
         if not is_recorded(f.__code__.co_filename):
             read_ambient(self, f.__module__)
             # A library's wrapper (as of torch.no_grad): what its closure has of the user's.
@@ -422,8 +455,6 @@ class ReadRecord(PlaceRecord):
                 elif type(inner) in (dict, list, set):  # as functools.singledispatch has them
                     self.read_place(place_of_cell(f"what {name} holds", where))
             return
-        if f.__dict__:
-            self.reach_namespace(f, f.__name__)
         self._describe(f, f.__name__)
         if self._reads_ahead:
             self._enter_function(f, name)
@@ -447,11 +478,19 @@ class ReadRecord(PlaceRecord):
             self._users_classes.append(base)
             self.snapshots.snapshot_namespace(base, base.__name__)
             for key, value in list(vars(base).items()):
-                for f in (value, getattr(value, "fget", None), getattr(value, "__func__", None)):
+                for f in (value, *functions_of_descriptor(value)):
                     if isinstance(f, types.FunctionType):
-                        self.reach_value(f, f"{name}.{key}")
+                        self._reach_method(f, f"{name}.{key}")
                         if key.startswith("__"):
                             self._by_operators[id(f.__code__)] = (base, key)
+
+    def _reach_method(self, f: types.FunctionType, name: str) -> None:
+        """Note a function that stands in a class: its attributes are read if it is."""
+        before, self._reads_methods = self._reads_methods, True
+        try:
+            self.reach_value(f, name)
+        finally:
+            self._reads_methods = before
 
     def _reach_layer(self, kind: type) -> None:
         """Record functions that a class of torch's layers calls: a program may replace them."""
@@ -478,6 +517,8 @@ class ReadRecord(PlaceRecord):
         if id(space) not in self._namespaces:
             self._namespaces[id(space)] = (space, name)
             self._read_namespace(space, name, self._names_asked)
+            if self._all_names_asked:
+                self._read_whole_namespace(space, name)
 
     def reach_class(self, kind: type) -> None:
         """Record the attributes of a class of the user's by the names in use."""
@@ -544,16 +585,18 @@ class ReadRecord(PlaceRecord):
             self._super_names |= names_asked_for(code)
             for kind in list(self._classes.values()):
                 self._read_bases(kind)
+        if reflects(code):
+            self._ask_all_names()
+        if not _UNSEEN_READS.isdisjoint(code.co_names):
+            self._read_objects_unseen()
         self.note_asked_names(names_asked_for(code))
 
     def note_asked_names(self, names: set[str]) -> None:
         """Note names that reached objects, classes and modules may be asked for."""
         new = names - self._names_asked
         self._names_asked |= new
-        if special := new & _SPECIAL_ATTRIBUTES:
-            self._special_names |= special
-            for value, name in [*self._described.values()]:
-                self._read_special(value, name, special)
+        for value, name in [*self._described.values()]:
+            self._read_special(value, name, new)
         for key in sorted(new):
             if not key.startswith("__"):
                 place = place_of_tensor_attribute(key)
@@ -565,17 +608,19 @@ class ReadRecord(PlaceRecord):
         """Record the special attributes of a function or class that code asks for, now or later."""
         if id(value) not in self._described:
             self._described[id(value)] = value, name
-            self._read_special(value, name, self._special_names)
+            self._read_special(value, name, self._names_asked)
 
     def _read_special(self, value: Any, name: str, keys: set[str]) -> None:
-        for key in sorted(keys):
+        kind: Any = type(value)
+        for key in sorted(keys & _names_in_c(kind)):
             if key == "__subclasses__" and isinstance(value, type):
                 at = f"{name}.{key}()"
                 get = functools.partial(type.__subclasses__, value)  # a new list each time
                 self.read_place(Place(at, value, key, get), shallow=True)
-            elif key != "__subclasses__" and hasattr(value, key):
+            elif key != "__subclasses__":
                 place = place_of_special_attribute(f"{name}.{key}", value, key)
-                self.read_place(place, shallow=isinstance(value, type))
+                with self.reaching_by_name():
+                    self.read_place(place, shallow=isinstance(value, type))
 
     def _enter_function(self, f: types.FunctionType, name: str) -> None:
         self._enter_code(f.__code__, f.__globals__)
@@ -585,10 +630,7 @@ class ReadRecord(PlaceRecord):
                 _read_all_names(self, value, key)
             if isinstance(value, types.ModuleType):
                 self._read_libraries(f.__code__, {key: value})
-        if f.__dict__:
-            self.reach_namespace(f, f.__name__)
-        else:
-            self._without_attributes[id(f)] = (f, f.__name__)
+        self.reach_namespace(f, f.__name__)
         self.read_place(place_of_special_attribute(name, f, "__code__"))
         for key in ("__defaults__", "__kwdefaults__"):
             self.read_place(place_of_special_attribute(f"default of {f.__name__}", f, key))
@@ -632,14 +674,56 @@ class ReadRecord(PlaceRecord):
             for key in sorted(names & names_of_class(space)):
                 self.read_class_attribute(space, key)
             return
-        held = variables_of(space)
-        found = sorted(names & held.keys())
+        for key in sorted(names & slots_of(type(space)).keys()):
+            self.read_place(place_of_slot(f"{name}.{key}", space, slots_of(type(space))[key]))
+        held = space if type(space) is dict else dict_of(space)
+        found = sorted(names & held.keys()) if held else ()
         if not found:  # as of most: they are asked for the names of each new code
             return
+        of_globals = _is_of_globals(space)
+        of_library = isinstance(space, types.ModuleType) and not is_user_module(space.__name__)
         with self.reaching_by_name():
             for key in found:
-                if not key.startswith("__") and not Substitutes.has(held[key]):
-                    self.read_place(Place(f"{name}.{key}", held, key))
+                value = self.snapshots.value_before(held, key)
+                if value is MISSING or value is sys.modules or Substitutes.has(held[key]):
+                    continue  # the step has set it, or its names are recorded one by one
+                if not key.startswith("_" if of_library else "__" if of_globals else "__dict__"):
+                    self.read_place(Place(f"{name}.{key}", held, key), value, shallow=of_library)
+
+    def _read_whole_namespace(self, space: Any, name: str) -> None:
+        """Record all that a function, a class or an object has."""
+        if isinstance(space, type):
+            users = [base for base in space.__mro__ if is_user_module(base.__module__)]
+            self._read_namespace(space, name, {*itertools.chain(*map(vars, users))})
+        elif not _is_of_globals(space):
+            self._read_namespace(space, name, {*(dict_of(space) or ())})
+
+    def _ask_all_names(self) -> None:
+        """Note that code may ask for any name."""
+        if not self._all_names_asked:
+            self._all_names_asked = True
+            for space, name in list(self._namespaces.values()):
+                self._read_whole_namespace(space, name)
+
+    def _read_objects_unseen(self) -> None:
+        """Note that code reads attributes that no class shows: record them by name."""
+        if not self._reads_unseen:
+            self._reads_unseen = True
+            for known in list(self._objects.values()):
+                self._reach_unseen(known)
+
+    def _reach_unseen(self, known: _ReachedObject) -> None:
+        self.reach_class(type(known.value))
+        self.reach_namespace(known.value, known.name)
+
+
+_UNSEEN_READS = frozenset(("__getattribute__", "getattr_static"))
+"""Names of functions that read an attribute past the `__getattribute__` of a class."""
+
+
+def _is_of_globals(space: Any) -> bool:
+    """True if a namespace is a module or its dictionary, which has names of Python's own."""
+    return isinstance(space, types.ModuleType) or type(space) is dict
 
 
 def _is_users(value: Any) -> bool:
@@ -712,6 +796,21 @@ _FUNCTION_ATTRIBUTES = """__code__ __defaults__ __kwdefaults__ __annotations__ _
 _SPECIAL_ATTRIBUTES = frozenset(
     (*_CLASS_ATTRIBUTES, *_FUNCTION_ATTRIBUTES, "__subclasses__", "__wrapped__", "__closure__")
 ) | {"__mro__", "__bases__", "__base__"}
+
+
+@functools.lru_cache(maxsize=1024)
+def _names_in_c(kind: type) -> frozenset[str]:
+    """The attributes of the instances of a class that stand in no dictionary of theirs.
+
+    Of other objects of C than these, a program sets none.
+    """
+    if issubclass(kind, (type, types.FunctionType)):
+        return _SPECIAL_ATTRIBUTES
+    if not issubclass(kind, BaseException):
+        return frozenset()
+    in_c = (types.MemberDescriptorType, types.GetSetDescriptorType)
+    found = {key for base in kind.__mro__ for key, v in vars(base).items() if isinstance(v, in_c)}
+    return frozenset(found - {"__dict__", "__weakref__", "__class__"})
 
 
 def _read_all_names(record: ReadRecord, space: Any, name: str) -> None:

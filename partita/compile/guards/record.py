@@ -381,7 +381,7 @@ class Snapshots:
     def _is_in_copy(self, place: Place) -> bool:
         """True if `place` is an attribute that `snapshot_namespace` has copied."""
         home = place.home
-        owners = (home,) if isinstance(home, dict) else getattr(home, "__mro__", ())
+        owners = home.__mro__ if isinstance(home, type) else (home,)
         copies = [self._containers.get(id(o)) for o in owners]
         found = [copied for copied in copies if copied is not None and not copied.is_settings]
         return any(place.key in copied.value or place.key in copied.before for copied in found)
@@ -400,14 +400,16 @@ class Snapshots:
 
 
 def _is_of_user(space: Any) -> bool:
-    """True if a class, module, function, exception or dictionary of globals is the user's."""
-    if isinstance(space, dict):
+    """True if a class, module, function or dictionary of globals is the user's, or the attributes
+    of another object are: only a program sets them on an exception or another object of C."""
+    if type(space) is dict:
         return is_user_module(space.get("__name__"))
     if isinstance(space, types.ModuleType):
         return is_user_module(space.__name__)
-    if isinstance(space, (BaseException, partial)):
-        return True
-    return is_user_module(space.__module__)
+    if isinstance(space, (type, types.FunctionType)):
+        return is_user_module(space.__module__)
+    kind = type(space)
+    return kind.__module__ in ("builtins", "functools", "_io") or is_user_module(kind.__module__)
 
 
 def _holds_fake(value: Any) -> bool:

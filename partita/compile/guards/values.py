@@ -660,7 +660,7 @@ def place_of_class_attribute(kind: type, key: str) -> Place:
 
 def place_in_namespace(name: str, space: Any, key: str) -> Place:
     """An attribute that a class, module, function or another object has itself."""
-    if isinstance(space, dict):
+    if type(space) is dict:
         return Place(name, space, key)
     home = space if isinstance(space, type) else vars(space)
 
@@ -829,9 +829,27 @@ def _find_names_of_class(kind: type, counts: tuple[int, ...]) -> frozenset[str]:
     return frozenset().union(*(vars(base) for base in kind.__mro__ if base is not object))
 
 
+def functions_of_descriptor(value: Any) -> list[Any]:
+    """The functions that a descriptor of Python's in a class calls; none of other values."""
+    for kind, names in _FUNCTIONS_OF_DESCRIPTORS.items():
+        if isinstance(value, kind):
+            return [f for name in names if (f := object.__getattribute__(value, name)) is not None]
+    return []
+
+
+_FUNCTIONS_OF_DESCRIPTORS: dict[type, tuple[str, ...]] = {
+    property: ("fget", "fset", "fdel"),
+    staticmethod: ("__func__",),
+    classmethod: ("__func__",),
+    functools.cached_property: ("func",),
+    functools.partialmethod: ("func",),
+    functools.singledispatchmethod: ("func", "dispatcher"),
+}
+
+
 def variables_of(space: Any) -> dict[str, Any]:
     """The variables of a namespace: a dictionary of globals, or what has a `__dict__`."""
-    return space if isinstance(space, dict) else vars(space)
+    return space if type(space) is dict else vars(space)
 
 
 def dict_of(value: Any) -> Any:
@@ -987,8 +1005,10 @@ _INSTALLED = (os.sep + "site-packages" + os.sep, os.sep + "dist-packages" + os.s
 _LIBRARIES_OF_TORCH = tuple(
     os.sep + name + os.sep
     for name in "filelock functorch mpmath networkx numpy optree sympy torchgen triton z3".split()
+) + (os.sep + "typing_extensions.py",)
+_LIBRARY_MODULES = (
+    "torch partita builtins numpy sympy mpmath functorch torchgen typing_extensions".split()
 )
-_LIBRARY_MODULES = "torch partita builtins numpy sympy mpmath functorch torchgen".split()
 
 
 @functools.cache

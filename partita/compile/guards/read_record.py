@@ -357,7 +357,8 @@ class ReadRecord(PlaceRecord):
             self.snapshots.snapshot_namespace(value, name)
             _read_registry(self, value, name)
             if is_user_module(value.__module__):
-                if vars(value).get("_is_protocol"):  # `isinstance` asks objects for its members
+                if any(base.__name__ == "Protocol" for base in value.__bases__):
+                    # `isinstance` asks objects for its members.
                     annotations = vars(value).get("__annotations__", {})
                     self.note_asked_names({*annotations, *vars(value)})
                 self.reach_class(value)

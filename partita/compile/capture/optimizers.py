@@ -53,6 +53,11 @@ _UNSCALES = "_step_supports_amp_scaling"
 """Private torch: the attribute by which fused optimizers tell a GradScaler that they unscale."""
 
 
+_CAPTURED = {"capturable": True, "foreach": True, "fused": False}
+"""Settings of an optimizer while it is captured: capturable, so that no count is read as a number;
+foreach, because the compiler fuses it."""
+
+
 def make_optimizer_state(optimizers: dict[str, Optimizer]) -> MadeState:
     """Have torch's optimizers make their state now, as their first step would.
 
@@ -68,10 +73,14 @@ def make_optimizer_state(optimizers: dict[str, Optimizer]) -> MadeState:
             if isinstance(optimizer, torch.optim.SGD):
                 found += _make_momentum(optimizer)
             found += _make_state(optimizer)
-            for p, state in optimizer.state.items():
-                if isinstance(p, DTensor) and update_spec(p) is not p._spec:  # ZeRO 1 and 2
-                    lay_out_state(p, state)
+            _lay_out_states(optimizer)
     return found
+
+
+def _lay_out_states(optimizer: Optimizer) -> None:
+    for p, state in optimizer.state.items():
+        if isinstance(p, DTensor) and update_spec(p) is not p._spec:  # ZeRO 1 and 2
+            lay_out_state(p, state)
 
 
 def _check_state_is_apart(optimizer: Optimizer) -> None:
@@ -133,22 +142,25 @@ def _steps_under_mode() -> CaptureError:
     )
 
 
-def _make_state(optimizer: Optimizer) -> MadeState:
+def _make_state(optimizer: Any, only_with_gradient: bool = False) -> MadeState:
+    """Make the state of parameters, as their first step would, or of those with a gradient."""
     found: MadeState = []
-    make: Any = getattr(optimizer, "_init_group", None)
+    make = getattr(optimizer, "_init_group", None)
     lists = 0 if make is None else len(inspect.signature(make).parameters) - 1
     for group in optimizer.param_groups if make is not None else ():
         new = [p for p in group["params"] if p.requires_grad and not optimizer.state.get(p)]
+        if only_with_gradient:
+            new = [p for p in new if p.grad is not None]
         if not new:
             continue
-        before = [(p, p.grad) for p in group["params"]]
-        for p, _ in before:
-            p.grad = p.detach() if any(p is q for q in new) else None
+        without = [p for p in new if p.grad is None]
+        for p in without:
+            p.grad = p.detach()
         try:
-            make(_without_fused(group, new), *[[] for _ in range(lists)])
+            make(_without_fused(group, new) | {"params": new}, *[[] for _ in range(lists)])
         finally:
-            for p, grad in before:
-                p.grad = grad
+            for p in without:
+                p.grad = None
         found += [(optimizer, p) for p in new]
     return found
 
@@ -201,6 +213,7 @@ class CapturedOptimizers:
         self._counts: WidenedCounts = []
         self._kept: set[int] = set()
         self._stepped: list[Optimizer] = []
+        self._settings: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._held: dict[Optimizer, dict[Any, dict[Any, Any]]] = {}
 
     @contextmanager
@@ -232,6 +245,13 @@ class CapturedOptimizers:
                 recorder.updating = True
                 if _is_of_torch(optimizer):
                     HERE.recorder.run_without_profiling(_check_state_is_apart, optimizer)
+                if not any(optimizer is o for o in self.optimizers.values()):
+                    self._set_up_made_optimizer(optimizer)
+                if _leaves_state_to_torch(optimizer):
+                    # The step has made the optimizer, or deleted state. A closure makes gradients.
+                    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+                    if _make_state(optimizer, only_with_gradient=closure is None):
+                        _lay_out_states(optimizer)
                 recorder.exact = self._kept if _is_of_torch(optimizer) else None
                 if not updates.has_blocks:
                     self._counts += widen_counts(optimizer.state.values(), self._kept)
@@ -251,6 +271,7 @@ class CapturedOptimizers:
                 recorder.exact = None
                 narrow_counts(self._counts)
                 self._stepped.clear()
+                self._restore_settings()
                 recorder.updating = False
 
         hooks = [
@@ -282,6 +303,7 @@ class CapturedOptimizers:
         finally:
             for hook in hooks:
                 hook.remove()
+            self._restore_settings()
             for _, optimizer, state, groups in before:
                 optimizer.state, optimizer.param_groups = state, groups
             for optimizer in fused:
@@ -306,11 +328,20 @@ class CapturedOptimizers:
             return stand_in(value)
 
         now = {key: stand_in_for(value, key) for key, value in group.items()}
-        # Capturable, so that no count is read as a number; foreach, since the compiler fuses it.
-        for name, value in (("capturable", True), ("foreach", True), ("fused", False)):
-            if name in group:
-                now[name] = value
-        return now
+        return now | {name: _CAPTURED[name] for name in _CAPTURED.keys() & group.keys()}
+
+    def _set_up_made_optimizer(self, optimizer: Optimizer) -> None:
+        """Have an optimizer that the step has made update as those do that are there before."""
+        if _is_of_torch(optimizer):
+            for group in optimizer.param_groups:
+                own = {name: group[name] for name in _CAPTURED if name in group}
+                self._settings.append((group, own))
+                group.update({name: _CAPTURED[name] for name in own})
+
+    def _restore_settings(self) -> None:
+        for group, settings in self._settings:
+            group.update(settings)
+        self._settings.clear()
 
     def list_new_state(
         self, find_slot: Callable[[torch.Tensor], Slot | None]

@@ -464,10 +464,7 @@ class _Moved(torch.autograd.Function):
         if not x.is_floating_point() and not x.is_complex():
             ctx.set_materialize_grads(False)
         keep_missing_gradients(ctx)
-        found = carry_all(moves, x, wire, op, reason)
-        # A part of what was gathered is a view, and autograd refuses to write one that a Function
-        # returns.
-        return found.detach() if found._is_view() else found
+        return _carry_to_write(moves, x, wire, op, reason)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
@@ -486,7 +483,17 @@ def _move_with_gradient(
     if torch.is_grad_enabled() and x.requires_grad:
         return _Moved.apply(x, moves, wire, op, reason)
     with torch.no_grad():
-        return carry_all(moves, x, wire, op, reason)
+        return _carry_to_write(moves, x, wire, op, reason)
+
+
+def _carry_to_write(moves: Plan, x: torch.Tensor, wire: Wire, op: str, reason: str) -> torch.Tensor:
+    """Run the moves. The result can be written with autograd.
+
+    A part of what was gathered is a view. Autograd refuses to write a view that a Function returns
+    or that was made without gradients.
+    """
+    found = carry_all(moves, x, wire, op, reason)
+    return found.detach() if found._is_view() else found
 
 
 def moved(x: torch.Tensor, before: Spec, after: Spec, op: str, reason: str) -> torch.Tensor:

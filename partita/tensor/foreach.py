@@ -76,7 +76,9 @@ def run_foreach(func: Function, args: Args, kwargs: Kwargs, op: Op) -> Any:
             plan = _ListPlan([_plan_place(i, args, kwargs, op) for i in range(count)])
         op.plans.remember(key, plan)
     plan.hits += 1
-    if not plan.clean:
+    # One autograd node for all places would give zeros, and not no gradient, to the operands of a
+    # result that is not used.
+    if not plan.clean or (torch.is_grad_enabled() and _require_gradients(args)):
         return _run_with_moves(plan, func, args, kwargs, op)
     with Local():
         out = func(*args, **kwargs)
@@ -90,6 +92,14 @@ def run_foreach(func: Function, args: Args, kwargs: Kwargs, op: Op) -> Any:
             at_place = _arguments_at_place(i, args)
             note_origins_of(t, at_place, kwargs, False, sys._getframe(1))
     return out
+
+
+def _require_gradients(args: Args) -> bool:
+    """True if several places of the lists may have a gradient."""
+    lists = [a for a in args if type(a) in (list, tuple)]
+    return len(lists[0]) > 1 and any(
+        isinstance(t, torch.Tensor) and t.requires_grad for a in lists for t in a
+    )
 
 
 _OWN_NAMES = frozenset(("alpha", "value", "dtype", "non_blocking"))

@@ -62,6 +62,19 @@ def test_a_conversion_to_another_dtype_is_refused_and_changes_nothing():
     assert model.weight.dtype is torch.float32
 
 
+def test_a_module_that_the_step_makes_and_converts_is_refused_with_what_to_write():
+    x = torch.ones(2, 3, dtype=torch.float64)
+    step = pt.compile(lambda x: nn.Linear(3, 4).double()(x).sum(), backend="graph")
+    with pytest.raises(pt.CaptureError, match=r"module\.double\(\)") as raised:
+        step(x)
+    assert "dtype=" in str(raised.value)
+    made = pt.compile(lambda x: nn.Linear(3, 4, dtype=torch.float64)(x).sum(), backend="graph")
+    torch.manual_seed(0)
+    found = made(x)
+    torch.manual_seed(0)
+    assert torch.equal(found, nn.Linear(3, 4, dtype=torch.float64)(x).sum())
+
+
 @pytest.mark.parametrize("fallback", [None, "eager"])
 def test_a_lazy_module_is_refused_until_it_has_parameters(fallback):
     model, x = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d()), torch.randn(6, 3)

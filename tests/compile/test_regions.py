@@ -848,3 +848,32 @@ def test_a_hook_within_a_region_hears_of_all_that_comes():
         found.append(w.grad)
         w.grad = None
     torch.testing.assert_close(*found)
+
+
+def _write_a_view_of_new(x):
+    t = torch.zeros_like(x.detach())
+    t[:2].copy_(x[:2])
+    return t * 2
+
+
+def _write_a_view_without_gradient(x):
+    t = x.detach() * 1
+    t.narrow(0, 1, 3).mul_(x[1:4])
+    t[4:] = x[4:]
+    return t * 2
+
+
+def _gradient_of_region(function, compiled, mesh=None):
+    x = torch.arange(15.0, dtype=torch.float64).view(5, 3)
+    x = x if mesh is None else pt.distribute_tensor(x, mesh, [pt.Shard(0)])
+    x.requires_grad_()
+    (pt.compile(function, backend="graph") if compiled else function)(x).square().sum().backward()
+    return x.grad if mesh is None else x.grad.full_tensor()
+
+
+@pytest.mark.parametrize("function", [_write_a_view_of_new, _write_a_view_without_gradient])
+def test_a_region_writes_a_view_of_a_tensor_without_gradient(function):
+    wanted = _gradient_of_region(function, False)
+    with pt.ranks(dp=2) as world:
+        for found in world.run(lambda mesh: _gradient_of_region(function, True, mesh)):
+            torch.testing.assert_close(found, wanted)

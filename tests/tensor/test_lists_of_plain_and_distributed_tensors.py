@@ -59,3 +59,38 @@ def test_each_place_of_a_mixed_list_is_what_one_device_gives(name):
                 for compiled in (False, True) if placement is PLACEMENTS[0] else (False,):
                     (found, _) = world.run(run, placement, compiled, turn)
                     torch.testing.assert_close(found, wanted)
+
+
+UNUSED = {
+    "mul": lambda x, z: torch._foreach_mul([x, z], 0.5)[0],
+    "two calls": lambda x, z: torch._foreach_add([torch._foreach_mul([x, z], 0.5)[0]] * 2, 1)[0],
+    "lists": lambda x, z: torch._foreach_mul([x, z], [x, z])[0],
+    "exp": lambda x, z: torch._foreach_exp([x, z])[0],
+    "in place": lambda x, z: _add_in_place([x * 1, z])[0],
+    "norm": lambda x, z: torch._foreach_norm([x, z])[0],
+}
+
+
+def _add_in_place(tensors):
+    torch._foreach_add_(tensors, 1.0)
+    return tensors
+
+
+def _gradients_of_an_unused_result(call, mesh=None):
+    whole = torch.linspace(-1, 1, 15, dtype=torch.float64).view(5, 3)
+    x, y = whole.clone(), whole.clone()
+    if mesh is not None:
+        x, y = (pt.distribute_tensor(t, mesh, [pt.Shard(d)]) for d, t in enumerate((x, y)))
+    x.requires_grad_(), y.requires_grad_()
+    call(x, x * y).sum().backward()
+    return (x.grad if mesh is None else x.grad.full_tensor()), y.grad
+
+
+@pytest.mark.parametrize("name", UNUSED)
+def test_an_operand_of_an_unused_result_has_no_gradient(name):
+    wanted, none = _gradients_of_an_unused_result(UNUSED[name])
+    assert none is None
+    with pt.ranks(dp=2) as world:
+        for found, none in world.run(lambda m: _gradients_of_an_unused_result(UNUSED[name], m)):
+            torch.testing.assert_close(found, wanted)
+            assert none is None

@@ -142,10 +142,10 @@ def _steps_under_mode() -> CaptureError:
     )
 
 
-def _make_state(optimizer: Any, only_with_gradient: bool = False) -> MadeState:
+def _make_state(optimizer: Optimizer, only_with_gradient: bool = False) -> MadeState:
     """Make the state of parameters, as their first step would, or of those with a gradient."""
     found: MadeState = []
-    make = getattr(optimizer, "_init_group", None)
+    make: Any = getattr(optimizer, "_init_group", None)
     lists = 0 if make is None else len(inspect.signature(make).parameters) - 1
     for group in optimizer.param_groups if make is not None else ():
         new = [p for p in group["params"] if p.requires_grad and not optimizer.state.get(p)]

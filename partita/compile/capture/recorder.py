@@ -761,8 +761,11 @@ def _laid_out_like(x: Any, value: Any) -> Any:
     if (one is None) != (other is None) or not alike:
         raise not_captured(
             "x.data = y with a y of another shape or dtype",
-            "the memory of x, which stays, cannot hold it",
-            Fix("x.data.copy_(y)", "keeps what x is"),
+            "the memory of x cannot hold it; module.double(), module.to(dtype) and others set the "
+            "data of parameters so",
+            Fix("x.data.copy_(y)", "keeps the shape and the dtype of x"),
+            Fix("dtype=", "makes the module in its dtype, as in nn.Linear(2, 2, dtype=...)"),
+            Fix("module.double()", "or another conversion, before the step"),
         )
     return value if one is None else tagged(value, one)
 

@@ -634,8 +634,10 @@ class CaptureRun:
         try:
             yield
         except BaseException:
+            known = self._ids_known()
             for write in [*self.record.snapshots.find_writes()]:
-                write.undo()
+                if _counts(write, known):
+                    write.undo()
             raise
         for write in self._tensor_writes:
             write.undo()
@@ -672,9 +674,9 @@ class CaptureRun:
             *(slot for slot, _ in self._number_slots),
         ]
         slots = {slot.identity for slot in seen}
-        self._known = self.record.ids_reached() | self.state.ids_searched()
+        self._known = self._ids_known()
         for write in self.record.snapshots.find_writes():
-            if write.place.identity in slots:
+            if write.place.identity in slots or not _counts(write, self._known):
                 continue
             if is_filled(write.after):
                 if is_held(write.after, slots):  # another container, which was there before
@@ -690,6 +692,10 @@ class CaptureRun:
                 raise self.make_unrepeated_write_error(write)
             else:
                 self.writes.append(write)
+
+    def _ids_known(self) -> set[int]:
+        """The ids of objects that were there before the step."""
+        return self.record.ids_reached() | self.state.ids_searched()
 
     def _is_argument(self, write: Write) -> bool:
         return write.place.name.startswith(("argument", "param_groups"))
@@ -779,6 +785,13 @@ def _noting_blocks(
         yield
     finally:
         del tracer.call_module
+
+
+def _counts(write: Write, known: set[int]) -> bool:
+    """True if a write is the user's, or leaves a tensor in an object of a library."""
+    if not write.is_of_library:
+        return True
+    return is_filled(write.after) or holds_made(write.after, known)
 
 
 def _keep_dead_code(graph: fx.Graph) -> None:

@@ -60,7 +60,18 @@ from ..conditions import FACTS_OF_OBJECTS, FactCondition, read_fact
 from ..errors import not_captured
 from ..graph_nodes import add_input
 from ..guards.bytecode import codes_within, global_names
-from ..guards.values import INSIDE, Place, hang_hooks, is_recorded, is_user_module, slots_of
+from ..guards.values import (
+    INSIDE,
+    MISSING,
+    Place,
+    dict_of,
+    hang_hooks,
+    is_recorded,
+    is_user_module,
+    read_field,
+    results_of_cache,
+    slots_of,
+)
 from ..program import Input
 from .capture_context import Arguments, Attributes, Cell, Defaults, Members, PlaceAsItem, Slot
 from .equal_calls import set_node_of
@@ -336,6 +347,9 @@ class _Search:
         if isinstance(f, functools._lru_cache_wrapper):
             if self._first_time(f):
                 self._search_attributes(f"{f.__name__}.", f, lambda _, v: _may_hold_tensors(v))
+                for v in results_of_cache(f):
+                    if _may_hold_tensors(v) and not _is_of_run(v):
+                        self.value(f"{f.__name__}()", v, None)
             return None
         if not isinstance(f, types.FunctionType):
             if callable(f) and not isinstance(f, type) and hasattr(type(f).__call__, "__code__"):
@@ -384,7 +398,7 @@ class _Search:
                 home = Members(home)
             elif isinstance(home, (contextvars.ContextVar, threading.local, enum.Enum)):
                 home = PlaceAsItem(place)
-            elif not isinstance(home, dict) or "__builtins__" not in home:
+            elif not isinstance(home, dict) or not {"__builtins__", "__import__"} & home.keys():
                 continue
             known.add(place.identity)
             before, slots = self.count_found(), len(self.state.slots)
@@ -406,7 +420,7 @@ class _Search:
     def _search_object(self, owner: Any) -> None:
         if isinstance(owner, (nn.Module, Optimizer)):
             self.value(type(owner).__name__.lower(), owner, None)
-        elif hasattr(owner, "__dict__") and self._first_time(owner):
+        elif dict_of(owner) is not None and self._first_time(owner):
             self._search_attributes("", owner, lambda key, v: True)
 
     def _search_attributes(
@@ -501,7 +515,7 @@ class _Search:
         library = package in _NOT_USERS or package in sys.stdlib_module_names - {"__main__"}
         if library and not isinstance(value, _NAMESPACES):
             keeps_state = package == "torch" and hasattr(value, "load_state_dict")  # a GradScaler
-            if keeps_state and hasattr(value, "__dict__") and self._first_time(value):
+            if keeps_state and dict_of(value) is not None and self._first_time(value):
                 self._search_attributes(f"{name}.", value, lambda _, v: isinstance(v, torch.Tensor))
             return
         if id(value) in self._named or not self._first_time(value):
@@ -511,12 +525,12 @@ class _Search:
             many = isinstance(v, (list, dict)) and len(v) > _SEARCHED
             return isinstance(v, float) or not (many or isinstance(v, _SIMPLE))
 
-        if hasattr(value, "__dict__"):
+        if dict_of(value) is not None:
             self._search_attributes(f"{name}.", value, is_wanted)
         home = Attributes(value)
         for key in slots_of(type(value)):
-            v = getattr(value, key, None)
-            if is_wanted(key, v):
+            v = read_field(value, key)
+            if v is not MISSING and is_wanted(key, v):
                 self.value(f"{name}.{key}", v, self._slot(f"{name}.{key}", "value", home, key))
 
     def _module(self, name: str, module: nn.Module) -> None:

@@ -456,12 +456,12 @@ def _in_container(value: Any) -> Iterable[Any]:
 def _in_object(value: Any) -> Iterable[Any]:
     """What an object refers to, without what its code does."""
     kind = type(value)
+    if isinstance(value, type):
+        return [*vars(value).values()] if is_user_module(value.__module__) else ()
     if kind in _HOLDING_NOTHING or isinstance(value, _SHARED):
         return ()
     if isinstance(value, types.FunctionType):
         return [value.__closure__, value.__defaults__, value.__kwdefaults__, vars(value)]
-    if isinstance(value, type):
-        return [*vars(value).values()] if is_user_module(value.__module__) else ()
     if kind.__module__.startswith("partita."):
         return ()
     return gc.get_referents(value)

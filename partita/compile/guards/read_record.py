@@ -24,7 +24,8 @@ import sys
 import threading
 import types
 import warnings
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
@@ -195,7 +196,7 @@ class ReadRecord(PlaceRecord):
 
     def ids_reached(self) -> set[int]:
         """The ids of what was reached: it was there before the step."""
-        return {*self._reached}
+        return {*self._reached, *self._classes, *self._namespaces}
 
     def is_reached(self, value: Any) -> bool:
         """True if it is an object whose attributes are recorded."""
@@ -455,6 +456,8 @@ class ReadRecord(PlaceRecord):
                     self.reach_value(inner, name)
                 elif type(inner) in (dict, list, set):  # as functools.singledispatch has them
                     self.read_place(place_of_cell(f"what {name} holds", where))
+                elif isinstance(inner, weakref.WeakKeyDictionary):
+                    self.snapshots.snapshot_cache(inner, name)
             return
         self._describe(f, f.__name__)
         if self._reads_ahead:
@@ -767,7 +770,7 @@ def _read_factory(record: ReadRecord, value: collections.defaultdict[Any, Any], 
 def _record_entries(record: ReadRecord, value: Any, name: str) -> None:
     """Record a huge container by its entries, and warn where an entry may change in place."""
     record.huge[id(value)] = value
-    entries = value.values() if hasattr(value, "values") else value
+    entries = value.values() if isinstance(value, Mapping) else value
     inner = next((v for v in entries if not holds_no_more(v)), None)
     if inner is not None and not record.reached_by_name:
         warnings.warn(
@@ -828,7 +831,9 @@ def _read_all_names(record: ReadRecord, space: Any, name: str) -> None:
         held = variables_of(space)
         shallow = isinstance(space, types.ModuleType) and not is_user_module(space.__name__)
         for key in _names_in_space(space):
-            record.read_place(Place(f"{name}.{key}", held, key), shallow=shallow)
+            value = record.snapshots.value_before(held, key)
+            if value is not MISSING:  # else the step has set it
+                record.read_place(Place(f"{name}.{key}", held, key), value, shallow=shallow)
     else:
         return
     for key in special:

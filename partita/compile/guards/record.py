@@ -13,7 +13,9 @@ module whose parameters are exchanged for fakes at the moment waits until they a
 from __future__ import annotations
 
 import collections
+import functools
 import gc
+import itertools
 import sys
 import threading
 import time
@@ -29,7 +31,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from partita.layout import Fix
 
@@ -196,6 +197,8 @@ class Write:
         before, after: the value before the step, and the value now.
         is_repeatable: whether a later call can make the same change: not where an order or a length
             is.
+        is_of_library: whether a library writes there, as its own counters: it counts only where it
+            leaves a tensor.
         is_attribute: whether the place is a variable, or an attribute of a user's object.
     """
 
@@ -204,6 +207,7 @@ class Write:
     after: Any
     is_repeatable: bool = True
     is_attribute: bool = False
+    is_of_library: bool = False
 
     def undo(self) -> None:
         """Write the value before."""
@@ -257,10 +261,8 @@ class _Copied:
                 continue
             if Substitutes.has(was) or Substitutes.has(now):
                 continue
-            if not users and not _holds_fake(now):
-                continue  # as a library's own counters
             place = place_in_namespace(f"{self.name}.{key}", self.owner, key)
-            yield Write(place, was, now, is_attribute=users)
+            yield Write(place, was, now, is_attribute=users, is_of_library=not users)
 
     def has_content(self, value: Any) -> bool:
         """True if `value` has the content that was copied."""
@@ -306,16 +308,20 @@ class Snapshots:
         if of not in self._containers:
             self._containers[of] = _Copied(name, held, dict(held), value, is_settings=False)
 
-    def snapshot_cache(self, function: Any, name: str) -> None:
-        """Note a function that keeps its results (`functools.lru_cache`)."""
+    def snapshot_cache(self, cache: Any, name: str) -> None:
+        """Note a function of `functools.lru_cache`, or a library's weak dictionary of results."""
+        before = {id(v): v for v in _list_held(cache)}
 
-        def find_fakes() -> tuple[Any, ...]:
-            return tuple([v for v in gc.get_referents(function) if isinstance(v, FakeTensor)])
+        def list_made() -> tuple[Any, ...]:
+            return tuple([v for v in _list_held(cache) if id(v) not in before])
 
         def forget(_: Any) -> None:
-            function.cache_clear()
+            if isinstance(cache, functools._lru_cache_wrapper):
+                cache.cache_clear()
+            else:
+                cache.clear()
 
-        place = Place(f"the cache of {name}", function, "cache", find_fakes, forget)
+        place = Place(f"the cache of {name}", cache, "cache", list_made, forget)
         self.snapshot_place(place, ())
 
     def value_before(self, home: Any, key: Any) -> Any:
@@ -364,7 +370,14 @@ class Snapshots:
             if not seen and place.key != "__dict__" and not _is_same_value(before, place.value):
                 is_global = isinstance(place.home, dict) and "__builtins__" in place.home
                 is_attribute = is_global or place.put is not None
-                yield Write(place, before, place.value, is_attribute=is_attribute)
+                is_cache = place.key == "cache" and isinstance(place.home, _CACHES)
+                yield Write(
+                    place,
+                    before,
+                    place.value,
+                    is_attribute=is_attribute and not is_cache,
+                    is_of_library=is_cache,
+                )
         replaced = set()
         for copied in sorted(self._containers.values(), key=lambda copied: copied.owner is None):
             for write in [*copied.find_writes()]:
@@ -395,7 +408,10 @@ class Snapshots:
         copied = self._containers.get(id(before))
         if copied is None or before is after or type(before) is not type(after):
             return False
-        factories = {getattr(value, "default_factory", None) for value in (before, after)}
+        factories = {
+            v.default_factory if isinstance(v, collections.defaultdict) else None
+            for v in (before, after)
+        }
         return len(factories) == 1 and copied.has_content(after)
 
 
@@ -412,11 +428,15 @@ def _is_of_user(space: Any) -> bool:
     return kind.__module__ in ("builtins", "functools", "_io") or is_user_module(kind.__module__)
 
 
-def _holds_fake(value: Any) -> bool:
-    """True for a fake tensor, and for a list, tuple or dictionary that holds one."""
-    held = value.values() if isinstance(value, dict) else value
-    inside = held if isinstance(value, (dict, list, tuple)) else (value,)
-    return any(isinstance(v, FakeTensor) for v in inside)
+_CACHES = (functools._lru_cache_wrapper, weakref.WeakKeyDictionary)
+
+
+def _list_held(cache: Any) -> list[Any]:
+    """The results that a cache keeps, among other objects."""
+    if isinstance(cache, weakref.WeakKeyDictionary):
+        return [*cache.values()]
+    held = [v for v in gc.get_referents(cache) if v is not vars(cache)]
+    return [*held, *itertools.chain(*[v.values() for v in held if type(v) is dict])]
 
 
 def _has_other_dict(owner: Any, held: Any) -> bool:

@@ -280,7 +280,7 @@ class ContentWalk:
             return (type(value), read_raw_content(value))
         if sort == "object":
             keys: Any = [f.name for f in dataclasses.fields(value)]
-            values = [getattr(value, key, MISSING) for key in keys]
+            values = [read_field(value, key) for key in keys]
         else:
             keys, values = items_of(value)
         home = vars(value) if isinstance(value, types.SimpleNamespace) else value
@@ -301,6 +301,14 @@ class ContentWalk:
         if not held:
             return None
         return tuple([(key, self.make_part(v, held, key)) for key, v in held.items()])
+
+
+def read_field(value: Any, key: str) -> Any:
+    """An attribute, past a `__getattr__` of the user's, which may make one."""
+    try:
+        return object.__getattribute__(value, key)
+    except AttributeError:
+        return MISSING
 
 
 _MET = "met before"
@@ -778,6 +786,11 @@ class CacheEpoch:
         entry = type(next(iter(table.values())))
         flat = [value for value in held if value is not entry][-2 * len(table) :]
         return dict(zip(flat[::2], flat[1::2], strict=True))
+
+
+def results_of_cache(function: Any) -> list[Any]:
+    """The results that a function of `functools.lru_cache` keeps now."""
+    return [*CacheEpoch(function)._find_results().values()]
 
 
 def _find_table(function: Any) -> dict[Any, Any]:

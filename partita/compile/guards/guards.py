@@ -463,13 +463,12 @@ class TensorGuard:
         self._were = self._read_tensor_state()
 
     def same(self) -> bool:
-        """Are the same tensors there, and are they what they were?
-
-        Raises:
-            LookupError: a list or a dictionary in which one was has become shorter.
-        """
-        if not all(map(is_, map(getitem, self._homes, self._keys), self._found)):
-            return False
+        """True if the same tensors are there, and are what they were."""
+        try:
+            if not all(map(is_, map(getitem, self._homes, self._keys), self._found)):
+                return False
+        except (LookupError, AttributeError, ValueError):
+            return False  # an item, an attribute or a variable that held one is deleted
         *now, specs = self._read_tensor_state()
         *were, known = self._were
         return now == were and all(map(is_, specs, known))

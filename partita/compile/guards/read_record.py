@@ -128,6 +128,7 @@ class ReadRecord(PlaceRecord):
         self.codes: dict[int, CodeType] = {}
         self._given_names = names
         self._objects: dict[int, _ReachedObject] = {}
+        self._made_anew: set[int] = set()  # ids of what capture has made
         self._types: dict[int, tuple[Any, type]] = {}  # objects whose type is guarded
         self._instrumented: list[type] = []
         # Whether a function's names are recorded when it is reached and not when it runs: where
@@ -203,6 +204,16 @@ class ReadRecord(PlaceRecord):
         known = self._objects.get(id(value))
         return known is not None and known.value is value
 
+    def values_reached(self) -> Iterator[tuple[Any, str]]:
+        """What was reached, with names: values of places, what they hold, entries of huge ones."""
+        for place in self.places.values():
+            yield place.value, place.name
+        for value in [v for i, v in self._reached.items() if i not in self._made_anew]:
+            yield value, f"a {type(value).__name__} that the step reaches"
+        for huge in self.huge.values():
+            for value in items_of(huge)[1]:
+                yield value, f"an entry of a {type(huge).__name__}"
+
     def make_guards(self, inputs: ReadInputs, extra: Iterable[Place]) -> Guards:
         """The guards of what was read, which expect the values of now.
 
@@ -231,7 +242,9 @@ class ReadRecord(PlaceRecord):
 
     def watch_new(self, value: Any, name: str) -> None:
         """Take snapshots of objects that capture has made, so that writes into them are found."""
+        before = self._reached.keys() | ()
         self.snapshots.snapshot_new(value, name, self._reached)
+        self._made_anew |= self._reached.keys() - before
 
     # -- attributes --------------------------------------------------------------------------------
 

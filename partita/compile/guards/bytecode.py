@@ -165,8 +165,8 @@ def imported_names(code: CodeType, package: str | None) -> tuple[str, ...]:
 
 _GETTERS = ("getattr", "hasattr")
 _REFLECTING_NAMES = frozenset(
-    "vars dir globals eval exec attrgetter getmembers signature getattr_static fields "
-    "get_type_hints".split()
+    "vars dir globals eval exec attrgetter methodcaller __getattribute__ getmembers signature "
+    "getattr_static fields get_type_hints".split()
 )
 _REFLECTING_ATTRIBUTES = frozenset(
     "__dict__ __annotations__ __doc__ __name__ __match_args__ __dataclass_fields__ __code__ "

@@ -402,3 +402,26 @@ def test_a_rank_without_rows_differentiates_twice(name, split):
     with pt.ranks(a=4) as world:
         for found in world.run(body):
             torch.testing.assert_close(found, truth, rtol=1e-9, atol=1e-12)
+
+
+CONVERSIONS = {
+    "to": lambda x: x.to(x.dtype),
+    "double": lambda x: x.double(),
+    "type": lambda x: x.type(torch.float64),
+    "contiguous": lambda x: x.contiguous(),
+    "cpu": lambda x: x.cpu(),
+}
+
+
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_a_conversion_of_nothing_is_the_leaf_where_there_are_no_rows(name):
+    def body(mesh):
+        x = pt.distribute_tensor(SCORES, mesh, [pt.Shard(0)]).requires_grad_()
+        y = CONVERSIONS[name](x)
+        (x * y).sum().backward()
+        return y is x, x.grad.full_tensor()
+
+    with pt.ranks(a=3) as world:
+        for is_same, grad in world.run(body):
+            assert is_same
+            torch.testing.assert_close(grad, 2 * SCORES)

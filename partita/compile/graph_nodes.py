@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import struct
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -152,13 +153,14 @@ def extract_graph(
 
 
 def key_of_operands(value: Any) -> Any:
-    """A key of operands, in which 1 is not 1.0, nor True, and 0.0 is not -0.0."""
+    """A key of operands. 1, 1.0 and True have different keys; floats and complex numbers have one
+    key if they have the same bits, as 0.0 and -0.0 have not."""
     if isinstance(value, (list, tuple)):
         return tuple(key_of_operands(v) for v in value)
     if isinstance(value, dict):
         return tuple((k, key_of_operands(v)) for k, v in value.items())
-    if isinstance(value, float):
-        return float, value.hex()
+    if isinstance(value, (float, complex)):
+        return type(value), struct.pack("dd", value.real, value.imag)
     return (type(value), value) if isinstance(value, (bool, int)) else value
 
 

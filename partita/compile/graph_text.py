@@ -14,6 +14,7 @@ import functools
 import hashlib
 import platform
 import re
+import struct
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -213,6 +214,8 @@ def _format_value(value: Any, number: Mapping[fx.Node, str]) -> str:
         return "[" + ", ".join(_format_value(v, number) for v in value) + "]"
     if isinstance(value, torch.device):
         return value.type
+    if isinstance(value, (float, complex)) and value != value:  # repr has no sign of a NaN
+        return f"{value!r} {struct.pack('dd', value.real, value.imag).hex()}"
     return repr(value)
 
 

@@ -196,8 +196,10 @@ class RewrittenBlock:
 
 
 def _lower_blocks(program: Program, recorded: list[RewrittenBlock] | None = None) -> None:
-    """Replace the block nodes of a program by calls of sections, and collectives; where a part of a
-    block gives another what is no tensor of its own, by copies of the block's calls.
+    """Replace the block nodes of a program by calls of sections, and collectives.
+
+    They are replaced by copies of the calls of their blocks if a part of a block gives another part
+    a value that is not a tensor with memory of its own.
 
     Collectives and waits become nodes of the step's graph, in which later passes place them; what
     stands between two is a section. Forward and backward are never in one.

@@ -19,7 +19,7 @@ from partita.comm.ledger import Record
 from partita.layout.text import human
 from partita.tensor.dtensor import DTensor
 
-from .graph_nodes import call_section, section_of
+from .graph_nodes import call_section, section_of, sections_in
 from .memory import Buffer, Memory, memory_of
 from .passes import Change, record_changes
 from .passes.pass_manager import GraphFigures, format_figure
@@ -130,8 +130,13 @@ def explain_passes(captured: CapturedForms) -> str:
         texts.append(_summarize_changes(changes[0], changes[-1], peaks))
     if (budget := program.options.budget) is not None:
         texts.insert(0, f"budget\n{indent(_describe_budget(program, peaks[-1], budget), '  ')}")
-    if blocks := str(program.blocks):
-        texts.insert(0, f"blocks\n{indent(blocks, '  ')}")
+    blocks = program.blocks
+    if not captured.form.in_blocks:
+        blocks = blocks.left_flat("for the budget")
+    elif not sections_in(program.graph.graph):
+        blocks = blocks.left_flat("a part of a block gives another part no tensor")
+    if lines := str(blocks):
+        texts.insert(0, f"blocks\n{indent(lines, '  ')}")
     return "\n".join(texts)
 
 

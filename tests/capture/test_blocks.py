@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import partita as pt
 from partita.compile.capture import fold
+from partita.compile.capture.block_choice import BlockCalls
 from partita.compile.captured_program import list_sent_moves
 from partita.compile.graph_nodes import call_section, note_of, sections_in
 from partita.compile.graph_text import canonical
@@ -359,12 +360,43 @@ def test_what_writes_memory_of_others_is_no_call(name):
     _, step = made(lambda: Stack(PROGRAMS[name], 4), squares, None, True, sections=True)
     assert sections_of_forward(step) == (0, 0)
     assert step.program.blocks.structures == ((name, 4),)
+    assert step.program.blocks.folded == ()
+    assert f"{name}: 4 equal calls, left flat (it writes memory from outside)" in step.explain()
 
 
 @pytest.mark.slow
-def test_explain_tells_which_blocks_are_equal():
+def test_explain_tells_which_blocks_are_folded_and_why_others_are_not():
     _, step = made(lambda: Stack(Block), squares, None, True)
-    assert f"Block: {BLOCKS} equal calls" in step.explain()
+    small = rf"Block: {BLOCKS} equal calls, left flat \(the step has \d+ calls, fewer than 2800\)"
+    assert re.search(small, step.explain())
+    _, step = made(lambda: Stack(Block), squares, None, True, sections=False)
+    assert f"Block: {BLOCKS} equal calls, left flat (sections=False" in step.explain()
+    _, step = made(lambda: PartlyFrozen(Block), squares, None, True, sections=True)
+    assert "Block: 1 call, left flat (no other call is equal to it)" in step.explain()
+    assert f"Block: {BLOCKS - 1} equal calls, folded into one program" in step.explain()
+    assert step.program.blocks.folded == (("Block", BLOCKS - 1),)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["penalized", "twice_backward", "writing", "sparse", "mode"])
+def test_explain_says_why_a_block_is_not_folded(name):
+    """What may look like a reason, as a mode or a sparse gradient, is none."""
+    model, step_of, reason = {
+        "penalized": (Stack, penalized, "a result is a view of memory that is written"),
+        "twice_backward": (Stack, twice_backward, "it needs what others compute from a part of it"),
+        "writing": (WritingData, squares, "what its backward reads is written after its forward"),
+        "sparse": (Stack, squares_by_sgd, ""),
+        "mode": (Stack, squares, ""),
+    }[name]
+    kind = {"writing": Sigmoids, "sparse": Looking, "mode": Announced}.get(name, Block)
+    mode = OfTheLayer() if name == "mode" else nullcontext()
+    with mode:
+        step = check(lambda: model(kind), step_of, text=False)
+        _, step = made(lambda: model(kind), step_of, None, True, sections=True)
+    (calls,) = step.program.blocks.calls
+    assert calls == BlockCalls(kind.__name__, BLOCKS, reason)
+    how = f"left flat ({reason})" if reason else "folded into one program"
+    assert f"{kind.__name__}: {BLOCKS} equal calls, {how}" in step.explain()
 
 
 @pytest.mark.slow
@@ -531,37 +563,39 @@ def test_micro_batches_are_calls_of_one_structure():
     assert step.program.blocks.structures == (("Block", 2 * BLOCKS),)
 
 
+def twice_backward(model, optimizer):
+    def step(x):
+        optimizer.zero_grad()
+        out = model(x)
+        out.square().mean().backward(retain_graph=True)
+        out.abs().sum().backward()
+        optimizer.step()
+        return out.sum()
+
+    return step
+
+
 @pytest.mark.slow
 def test_two_losses_go_back_through_one_forward():
-    def twice_backward(model, optimizer):
-        def step(x):
-            optimizer.zero_grad()
-            out = model(x)
-            out.square().mean().backward(retain_graph=True)
-            out.abs().sum().backward()
-            optimizer.step()
-            return out.sum()
-
-        return step
-
     check(lambda: Stack(Block), twice_backward, text=False)
+
+
+def penalized(model, optimizer):
+    def step(x):
+        optimizer.zero_grad()
+        x = x.detach().clone().requires_grad_()
+        out = model(x).sum()
+        (grad,) = torch.autograd.grad(out, x, create_graph=True)
+        loss = out.square() + grad.square().sum()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
 
 
 @pytest.mark.slow
 def test_gradients_of_gradients_cross_blocks():
-    def penalized(model, optimizer):
-        def step(x):
-            optimizer.zero_grad()
-            x = x.detach().clone().requires_grad_()
-            out = model(x).sum()
-            (grad,) = torch.autograd.grad(out, x, create_graph=True)
-            loss = out.square() + grad.square().sum()
-            loss.backward()
-            optimizer.step()
-            return loss
-
-        return step
-
     check(lambda: Stack(Block), penalized)
 
 
@@ -679,6 +713,17 @@ class WritingOutside(Stack):
         return self.last(x)
 
 
+class WritingData(Stack):
+    """What a block gives is written so that autograd does not notice."""
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+            x.data.mul_(0.5)
+        return self.last(x)
+
+
 @pytest.mark.slow
 def test_what_a_block_gives_may_be_written():
     check(lambda: WritingOutside(Block), squares)
@@ -785,7 +830,7 @@ def test_a_backward_under_other_modes_is_another_trace():
 class OfTheLayer(TorchFunctionMode):
     """Multiplies what gelu gives by the number of the block that runs."""
 
-    running: int
+    running = 0
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -1034,11 +1079,12 @@ class Looking(Block):
         return super().forward(x) + self.table((x.detach() > 0).long()).sum(1)
 
 
-def test_blocks_with_sparse_gradients_are_the_same():
-    def step_of(model, _):
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        return squares(model, optimizer)
+def squares_by_sgd(model, _):
+    return squares(model, torch.optim.SGD(model.parameters(), 0.1))
 
+
+def test_blocks_with_sparse_gradients_are_the_same():
+    step_of = squares_by_sgd
     wanted, _ = made(lambda: Stack(Looking), step_of, None, False)
     for sections in (None, True):
         found, _ = made(lambda: Stack(Looking), step_of, None, True, sections=sections)

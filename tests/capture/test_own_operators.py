@@ -137,7 +137,7 @@ def test_it_trains_in_blocks_that_are_traced_once_and_sharded(rule):
         eager, _ = world.run(train, False)[0]
         captured, explained = world.run(train, True)[0]
     assert captured == pytest.approx(eager, rel=1e-5)
-    assert "Block: 5 calls, traced once" in explained
+    assert "Block: 5 equal calls, left flat (the step has " in explained
 
 
 def test_what_it_gives_is_kept_where_a_region_is_made_again():

@@ -82,7 +82,9 @@ def check(mesh=None, **how):
     assert len(as_calls) == len(wanted)
     for one, other in zip(as_calls, wanted, strict=True):
         assert torch.equal(one, other)
-    assert calling.program.blocks == step.program.blocks
+    called, blocks = calling.program.blocks, step.program.blocks
+    assert called.structures == blocks.structures
+    assert (called.apart, called.updates) == (blocks.apart, blocks.updates)
     assert lines(step) == lines(flat)
     assert not flat.program.blocks.updates
     return step.program.blocks

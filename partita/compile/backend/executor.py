@@ -223,8 +223,8 @@ class GraphWriter:
         if isinstance(value, (list, tuple)):
             inner = "".join(f"{self.text(v)}, " for v in value)
             return f"[{inner}]" if isinstance(value, list) else f"({inner})"
-        if value is None or type(value) in (int, bool, float, str):
-            return repr(value)
+        if value is None or (type(value) in (int, bool, float, str) and value == value):
+            return repr(value)  # a NaN's text has no sign
         return self.bind(value)
 
     def bind(self, value: Any) -> str:

@@ -1,7 +1,7 @@
-"""Which modules of a step are blocks: `BlockChoice`, from the argument `blocks` of `pt.compile`.
+"""The choice of blocks: `BlockChoice`, from the argument `blocks` of `pt.compile`.
 
 Equal blocks become calls of one program (`fold`), and the updates of their parameters, too
-(`block_updates`). `BlocksTraced` says which were found.
+(`block_updates`). `BlocksTraced` lists which were, and why the others were not.
 """
 
 from __future__ import annotations
@@ -15,9 +15,29 @@ from torch import nn
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)
 _LAYER_PARAMETERS = 2
-"""A module with no more parameters is a layer, not a block: tracing it costs next to nothing."""
+"""A module with at most so many parameters is a layer, not a block."""
 _LEAST_BY_DEFAULT = 6
-"""Alike modules that make blocks where `blocks` is None: fewer are traced soon enough."""
+"""With `blocks=None`, so many alike modules are blocks; folding fewer saves little."""
+
+
+@dataclass(frozen=True)
+class BlockCalls:
+    """Equal calls of a block in a step.
+
+    Attributes:
+        kind: the name of the block's class.
+        count: how many calls are equal.
+        reason: why they were left flat; "" if they are calls of one program.
+    """
+
+    kind: str
+    count: int
+    reason: str
+
+    def __str__(self) -> str:
+        many = "call" if self.count == 1 else "equal calls"
+        how = f"left flat ({self.reason})" if self.reason else "folded into one program"
+        return f"{self.kind}: {self.count} {many}, {how}"
 
 
 @dataclass(frozen=True)
@@ -25,18 +45,33 @@ class BlocksTraced:
     """The blocks of a step.
 
     Attributes:
-        structures: for each structure the name of its class and the number of its blocks.
+        calls: the calls of blocks, by structure and by the reason why they were left flat.
         apart: the names of optimizers whose updates were traced as they run, and why.
-        updates: for each update that was traced once what it is of ("AdamW of Block"), and how many
-            are like it.
+        updates: for each update that was traced once its name ("AdamW of Block"), and how many are
+            like it.
     """
 
-    structures: tuple[tuple[str, int], ...] = ()
+    calls: tuple[BlockCalls, ...] = ()
     apart: tuple[tuple[str, str], ...] = ()
     updates: tuple[tuple[str, int], ...] = ()
 
+    @property
+    def structures(self) -> tuple[tuple[str, int], ...]:
+        """The class and number of equal calls, whether they were folded or left flat."""
+        return tuple((calls.kind, calls.count) for calls in self.calls)
+
+    @property
+    def folded(self) -> tuple[tuple[str, int], ...]:
+        """The class and number of equal calls that are calls of one program."""
+        return tuple((calls.kind, calls.count) for calls in self.calls if not calls.reason)
+
+    def left_flat(self, reason: str) -> BlocksTraced:
+        """The same blocks where those that were folded are inlined again."""
+        calls = (c if c.reason else replace(c, reason=reason) for c in self.calls)
+        return replace(self, calls=tuple(calls))
+
     def __str__(self) -> str:
-        lines = [f"{kind}: {count} equal calls" for kind, count in self.structures]
+        lines = [str(calls) for calls in self.calls]
         lines += [f"{name}: {count} updates, traced once" for name, count in self.updates]
         lines += [f"{kind}: each traced as it runs ({reason})" for kind, reason in self.apart]
         return "\n".join(lines)
@@ -44,7 +79,7 @@ class BlocksTraced:
 
 @dataclass(frozen=True)
 class BlockChoice:
-    """Which modules are blocks.
+    """The modules of a step that are blocks.
 
     Attributes:
         named: the modules and classes that the user names; None to search for them: the outermost

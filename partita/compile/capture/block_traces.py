@@ -1,4 +1,4 @@
-"""Block traces: how blocks stand in the graph of a step.
+"""Block traces: the calls of blocks in the graph of a step.
 
     f = block_forward(block, (), *operands)        block_output(f, number), for each result
     b = block_backward(block, f, *cotangents)      block_output(b, number), for each gradient
@@ -59,10 +59,10 @@ class BlockBody(GraphPart):
     """The nodes of a block's forward or backward, for one block or for all of one structure.
 
     Attributes:
-        entered: for each operand the node that stands for it; of backward, for each gradient of a
-            result, and for what else backward is given.
-        made: by number, the node of each tensor that it makes; of backward, by the number of an
-            operand, that of its gradient.
+        entered: the node of each operand. The operands of backward are the gradients of results,
+            and other tensors that backward alone reads.
+        made: the node of each result, by its number. The results of backward are gradients, by the
+            numbers of operands.
         nodes: its nodes, in order.
         labels: of the calls of forward that have one, in order, as the notes have them.
     """
@@ -74,7 +74,7 @@ class BlockBody(GraphPart):
 
     @cached_property
     def has_effect(self) -> bool:  # type: ignore[override]
-        """Does a call of it write, draw or check?"""
+        """True if a call of it writes, draws random numbers or checks a value."""
         return any(map(has_effect, self.nodes))
 
     def __repr__(self) -> str:
@@ -105,8 +105,8 @@ def block_output(made: Any, number: int) -> Any:
 def add_block_node(
     recorder: Recorder, target: Any, args: Sequence[Any], numbers: Iterable[int]
 ) -> tuple[fx.Node, list[fx.Node]]:
-    """Add a block's node to the graph that is being traced, and nodes of what it gives, by
-    `numbers`."""
+    """Add a block's node to the graph that is being traced, and a node for each of the results with
+    these `numbers`."""
     graph = recorder.graph
     node = add_call(graph, target, tuple(args))
     outputs = [add_call(graph, block_output, (node, n)) for n in numbers]
@@ -115,12 +115,12 @@ def add_block_node(
 
 
 def is_block_node(node: fx.Node) -> bool:
-    """Does it stand for a block's forward or backward, or for one of their results?"""
+    """True if a node is the call of a block's forward or backward, or one of its results."""
     return node.target in (block_forward, block_backward, block_output)
 
 
 def calls_of_blocks(graph: fx.Graph) -> list[fx.Node]:
-    """The nodes that stand for a block's forward or backward, in order."""
+    """The calls of the forward and backward of blocks, in order."""
     return [n for n in graph.nodes if n.target in (block_forward, block_backward)]
 
 
@@ -128,7 +128,7 @@ def calls_of_blocks(graph: fx.Graph) -> list[fx.Node]:
 
 
 def inline_bodies(graph: fx.Graph, body_of: Callable[[fx.Node], Any]) -> None:
-    """Replace block nodes by copies of what they stand for.
+    """Replace block nodes by copies of the nodes of their bodies.
 
     Args:
         body_of: gives the `BlockBody` of a block node; None for those that stay.
@@ -147,9 +147,7 @@ def inline_bodies(graph: fx.Graph, body_of: Callable[[fx.Node], Any]) -> None:
             labels = dict(zip(body.labels, node.meta[LABELS], strict=True))
             copies[node] = copy = _Copy({}, labels, *free)
         else:
-            # A copy for each backward: there may be several of one forward.
-            forward_copy = copies[forward]
-            copy = replace(forward_copy, of=dict(forward_copy.of))
+            copy = copies[forward]
         copy.of.update(zip(body.entered, operands, strict=True))
         with graph.inserting_before(node):
             copy.add_nodes(graph, body.nodes)
@@ -213,7 +211,7 @@ class _Copy:
 
 
 def _is_alias(node: fx.Node) -> bool:
-    """Does it give its operand as it is: an alias, or a view of the same shape and strides?"""
+    """True if a call returns an alias of its operand, or a view of the same shape and strides."""
     if facts_of(node.target).is_alias:
         return True
     if node.target is not torch.ops.aten.view.default:

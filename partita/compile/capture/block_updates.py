@@ -88,16 +88,16 @@ class BlockUpdates:
 
     @property
     def has_blocks(self) -> bool:
-        """Has the step any blocks?"""
+        """True if the step has blocks."""
         return bool(self._blocks)
 
     @property
     def structures(self) -> tuple[tuple[str, int], ...]:
-        """For each traced update what it is of, and how many updates are like it."""
+        """The name of each traced update, and the number of updates that are like it."""
         return tuple((t.name, t.calls) for t in self._traces.values())
 
     def note_parameters(self) -> None:
-        """Note which parameter is of which block, when the modules hold those that are traced.
+        """Note the block of each parameter, when the modules hold the traced parameters.
 
         One that several blocks share is updated with the first of them.
         """
@@ -109,7 +109,7 @@ class BlockUpdates:
     def update_blocks(
         self, optimizer: Optimizer, run: Run, originals: Mapping[torch.Tensor, torch.Tensor]
     ) -> None:
-        """Have an optimizer update its parameters, those of each block by themselves.
+        """Trace the step of an optimizer, with a separate update for the parameters of each block.
 
         Args:
             run: calls the optimizer's own step.
@@ -146,7 +146,7 @@ class BlockUpdates:
     def _find_updates(
         self, optimizer: Optimizer, originals: Mapping[torch.Tensor, torch.Tensor]
     ) -> list[_Update]:
-        """The updates of blocks that have an equal."""
+        """The updates of blocks that are equal to the update of another block."""
         try:
             writer = _UpdateWriter(optimizer)
         except NotABlock:
@@ -167,7 +167,7 @@ class BlockUpdates:
         return [u for u in updates if counts[u.key] > 1 or u.key in self._traces]
 
     def _can_be_split(self, optimizer: Optimizer) -> bool:
-        """Is it an update of torch's own, of which nobody hears while it runs?"""
+        """True if torch's own code runs the update, and no hook or mode intercepts its calls."""
         own = vars(optimizer)
         return (
             type(optimizer) not in self._apart
@@ -191,8 +191,11 @@ class BlockUpdates:
     def _step_rest(
         self, optimizer: Optimizer, run: Run, updates: Sequence[_Update]
     ) -> tuple[set[int], set[int]]:
-        """Trace the update of all parameters that are not in `updates`; the memory that it takes,
-        and what of it it writes."""
+        """Trace the update of all parameters that are not in `updates`.
+
+        Returns:
+            The memory that it takes, and the part of that memory that it writes.
+        """
         if not updates:
             self._step_whole(optimizer, run)
             return set(), set()
@@ -218,7 +221,7 @@ class BlockUpdates:
         """Trace the update of one block, over aliases of what it takes.
 
         Raises:
-            NotABlock: it does what no trace can say.
+            NotABlock: no trace can describe the update.
         """
         kind = type(optimizer)
         tracing = BlockTracing(self._recorder)
@@ -289,7 +292,7 @@ class _Update:
         """The groups and the state of an optimizer that has this update alone.
 
         Args:
-            inner: what stands for each tensor of `taken`.
+            inner: the tensor to use in place of each tensor of `taken`.
         """
 
         def bind(value: Any) -> Any:
@@ -366,7 +369,7 @@ def _describe(t: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _is_closed(value: Any) -> bool:
-    """Is it a function that holds nothing but what is written in it?"""
+    """True if a function has no closure and no defaults, so that its code alone decides."""
     if isinstance(value, FunctionType):
         return not value.__closure__ and not value.__defaults__ and not value.__kwdefaults__
     return isinstance(value, (BuiltinFunctionType, torch._ops.OpOverload))
@@ -445,8 +448,9 @@ class _UpdateWriter:
     def describe_update(
         self, kind: type, params: Sequence[tuple[int, torch.Tensor]]
     ) -> _Update | None:
-        """The update of parameters of one block of class `kind`; None if it cannot be compared with
-        others, or is of no parameter.
+        """The update of parameters of one block of class `kind`.
+
+        None if there are no parameters, or if it cannot be compared with other updates.
 
         Args:
             params: with the number of the group of each.
@@ -517,7 +521,7 @@ def _results_of(
 
 
 def _order_state(optimizer: Optimizer, held: Sequence[torch.Tensor]) -> None:
-    """Have the state of parameters that got some just now stand in the order of the parameters.
+    """Put new entries of an optimizer's state in the order of its parameters.
 
     Args:
         held: those that had some before.
@@ -551,7 +555,7 @@ def _without_numbers(nodes: Sequence[Any], entered: Sequence[Any], kind: type) -
 
 
 def _share_writes(uses: Sequence[tuple[set[int], set[int]]]) -> bool:
-    """Does one of several updates write memory that another one takes?
+    """True if one of several updates writes memory that another one takes.
 
     One after the other they would not compute what they compute together.
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from types import CodeType
 from typing import Any
 
 import torch
@@ -41,10 +42,10 @@ from ..errors import (
 )
 from ..graph_nodes import drop_unused, has_effect, lazy_graph_modules, note_of
 from ..guards import Guards, ReadRecord, Write
-from ..guards.bytecode import asks_which_object, compares_objects
+from ..guards.bytecode import asks_which_object
 from ..guards.guards import ReadInputs, find_first_leaves, without_function_modes
 from ..guards.record import exclusive_access
-from ..guards.values import MISSING, is_container, items_of
+from ..guards.values import MISSING, Place
 from ..program import Input
 from ..verify import SPACES
 from .answers import (
@@ -60,7 +61,7 @@ from .answers import (
     gate_writes,
     guess_by_kind,
 )
-from .block_choice import BlockChoice, BlocksTraced
+from .block_choice import BlockCalls, BlockChoice, BlocksTraced
 from .block_programs import inline_block_programs
 from .block_traces import NotABlock
 from .block_updates import BlockUpdates
@@ -75,7 +76,7 @@ from .capture_context import (
 from .differentiate import make_seeds_inputs
 from .equal_calls import node_of
 from .fakes import is_symbolic
-from .fold import StepBlocks, Structures
+from .fold import StepBlocks
 from .functionalize import UnsureOfWrites, functionalize_graph
 from .inputs import WITHOUT_GRADIENT, GraphInputs, State, TensorFacts
 from .optimizers import CapturedOptimizers, find_equal_counts, places_of_equal
@@ -339,14 +340,14 @@ class CaptureRun:
         inputs.drop_unread_marks(made.graph)
         drop_unused(made.graph)
         blocks = self._find_blocks(made)
-        structures = blocks.structures
         if not self._outline_blocks(made, blocks):
             inline_updates(made.graph)
         try:
-            program = self._make_program(made, structures)
+            program = self._make_program(made, blocks.calls)
         except UnsureOfWrites:
             inline_block_programs(made.graph)
-            program = self._make_program(made, structures)
+            blocks.leave_flat("around calls of blocks, the step has no graph without writes")
+            program = self._make_program(made, blocks.calls)
         self.numbers.env.forget()
         return program
 
@@ -389,12 +390,22 @@ class CaptureRun:
         return StepBlocks(made, kinds, coordinates, env)
 
     def _outline_blocks(self, made: fx.GraphModule, blocks: StepBlocks) -> bool:
-        """Have blocks stand as calls in a traced graph; False where they have to be inlined."""
-        if self._blocks.outline_above is None or self.outputs.seeds or self.questions.values:
+        """Replace blocks by calls in a traced graph; False where all have to be inlined."""
+        least = self._blocks.outline_above
+        if least is None:
+            blocks.leave_flat("sections=False, or passes of your own")
+            return False
+        if self.outputs.seeds:
+            blocks.leave_flat("a result of the step has a history")
+            return False
+        if self.questions.values:
+            blocks.leave_flat("the step reads values of tensors")
             return False
         try:
             with self.inputs.mode:
-                if count_inlined_nodes(made.graph) < self._blocks.outline_above:
+                size = count_inlined_nodes(made.graph)
+                if size < least:
+                    blocks.leave_flat(f"the step has {size} calls, fewer than {least}")
                     return False
                 are_folded = blocks.fold()
                 equal = places_of_equal(self.inputs.all, self._equal_counts)
@@ -402,7 +413,9 @@ class CaptureRun:
         except UnsureOfWrites:
             return False
 
-    def _make_program(self, made: fx.GraphModule, structures: Structures) -> CapturedProgram | None:
+    def _make_program(
+        self, made: fx.GraphModule, calls: tuple[BlockCalls, ...]
+    ) -> CapturedProgram | None:
         """The program of a traced graph; None where the step has read marks.
 
         Raises:
@@ -427,7 +440,7 @@ class CaptureRun:
         if program.answers.numeric:
             program.asked = extract_answers(program, program.answers.numeric)
         apart, updates = self._blocks.apart_by_name, self._updates.structures
-        program.blocks = BlocksTraced(structures, apart, updates)
+        program.blocks = BlocksTraced(calls, apart, updates)
         program.work = [work for wire in self.wires.values() for work in wire.work]
         return program
 
@@ -510,7 +523,8 @@ class CaptureRun:
                 self._called_last = functions.called_last
                 self.raised = not isinstance(error, LayoutError)
                 raise
-            check_arguments((self.args, self.kwargs), self.record)
+            codes = [*self.record.codes.values()]
+            check_arguments((self.args, self.kwargs), self.record.places.values(), codes)
             self._input_attributes.check_unchanged()
             functions.copy_back()
             self.meets_unknown_tensors = functions.meets_unknown_tensors
@@ -855,54 +869,34 @@ def check_operators(graph: fx.Graph) -> None:
             )
 
 
-def check_arguments(call: Any, record: ReadRecord) -> None:
-    """Raise CaptureError if the step may compare an argument with an object that it reaches.
+def check_arguments(call: Any, places: Iterable[Place], codes: Iterable[CodeType]) -> None:
+    """Raise CaptureError if the step may ask whether an argument is an object known by name.
 
     Containers and objects of tensors are made anew for the step, which would find two.
 
     Args:
         call: the arguments and keyword arguments.
-        record: what the step reached, and the functions that ran.
+        places: what the step reads.
+        codes: of the functions that ran.
     """
-    codes = record.codes.values()
     asking = next(filter(asks_which_object, codes), None)
-    comparing = asking or next(filter(compares_objects, codes), None)
-    made_anew = _made_anew(call) if comparing else []
-    # The `==` of other classes compares their contents, which the step has.
-    asked = [(v, asking or (comparing if _is_equal_by_identity(v) else None)) for v in made_anew]
-    for v, code in asked:
-        for value, name in record.values_reached() if code else ():
-            if code and _may_be_argument(value, v):
-                raise not_captured(
-                    f"{code.co_name} asks whether something is another object, an argument is a "
-                    f"{type(value).__name__}, and so is {name}",
-                    "a step is given its arguments made anew: `is` would find two objects for one",
-                    Fix("pass it, or read it by its name", "not both"),
-                    place=f"{code.co_filename}:{code.co_firstlineno}",
-                )
+    if asking is None:
+        return
+    made_anew = _made_anew(call)
+    for place in places if made_anew else ():
+        if any(place.value is v or type(place.value) is _own_class(v) for v in made_anew):
+            raise not_captured(
+                f"{asking.co_name} asks whether something is another object, an argument is a "
+                f"{type(place.value).__name__}, and so is {place.name}",
+                "a step is given its arguments made anew: `is` would find two objects for one",
+                Fix("pass it, or read it by its name", "not both"),
+                place=f"{asking.co_filename}:{asking.co_firstlineno}",
+            )
 
 
-def _is_equal_by_identity(value: Any) -> bool:
-    """True if the class of `value` has no `__eq__` of its own."""
-    equal: Any = type(value).__eq__
-    return equal is object.__eq__
-
-
-def _may_be_argument(value: Any, given: Any) -> bool:
-    """True if a call like that with the argument `given` may have `value` in its place."""
-    if value is given or type(value) is not type(given):
-        return value is given
-    if not is_container(value):
-        return True
-    form = _form_of(value)
-    return bool(form[1]) and form == _form_of(given)
-
-
-def _form_of(container: Any) -> tuple[Any, list[type]]:
-    """The keys of a container, and the kinds of its values."""
-    keys, values = items_of(container)
-    kinds = [torch.Tensor if isinstance(v, torch.Tensor) else type(v) for v in values]
-    return None if keys is None else [*keys], kinds
+def _own_class(value: Any) -> type | None:
+    """The class of an object of the user's; None of a list or dictionary."""
+    return None if type(value).__module__ == "builtins" else type(value)
 
 
 def _made_anew(call: Any) -> list[Any]:
@@ -911,11 +905,9 @@ def _made_anew(call: Any) -> list[Any]:
 
     def look(value: Any) -> bool:
         apart = not pytree.tree_is_leaf(value) or is_taken_apart(value)
-        if apart:
+        if apart and not isinstance(value, tuple):
             found.append(value)
         return False
 
-    args, kwargs = call
-    for argument in (*args, *kwargs.values()):
-        pytree.tree_leaves(argument, is_leaf=look)
+    pytree.tree_leaves(call, is_leaf=look)
     return found

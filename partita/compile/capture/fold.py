@@ -9,16 +9,17 @@ the labels of calls, and floats where a tensor in their place gives the same bit
     f = block_forward(program, (), *operands)      block_output(f, number), for each result
     b = block_backward(program, f, *cotangents)    block_output(b, number), for each gradient
 
-A block stays as it was traced where a call could not say all of it: where it writes memory from
-outside, where something between its nodes needs a part of it, or where a weight is gathered for
-neighbouring blocks at once.
+A block is left flat, as it was traced, where a call would change what the step computes. Examples
+are a block that writes memory from outside, and one whose parts something between its nodes needs.
+`StepBlocks` decides on the nodes as they were traced which blocks it replaces. Only then does it
+replace the first, so that no decision depends on the result of another.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import count
@@ -42,9 +43,11 @@ from ..graph_nodes import (
     drop_unused,
     has_effect,
     is_collective,
+    key_of_operands,
     lazy_graph_module,
     note_of,
 )
+from .block_choice import BlockCalls
 from .block_programs import BlockProgram
 from .block_traces import LABELS, block_backward, block_forward, block_output
 from .equal_calls import tensors_in
@@ -52,8 +55,6 @@ from .fakes import is_symbolic, make_distinct
 from .functional_calls import takes_number_exactly
 from .functional_memory import memory_that_is_written, operands_written, overlapping_results
 from .functionalize import UnsureOfWrites, functionalize_graph
-
-Structures = tuple[tuple[str, int], ...]
 
 _SCALAR = torch.ops.aten.scalar_tensor.default
 _NEIGHBOURS = 2
@@ -80,10 +81,10 @@ class StepBlocks:
         env: Any,
     ):
         self.step, self.graph, self._env = step, step.graph, env
-        self._runs = _find_runs(step.graph, kinds, coordinates)
+        self._runs, self._odd_runs = _find_runs(step.graph, kinds, coordinates)
         self._by_key: defaultdict[Any, list[_BlockRun]] = defaultdict(list)
         self._exchanged: dict[fx.Node, fx.Node] = {}
-        if len(self._runs) < 2:
+        if not self._runs:
             return
         self._memory = memory_that_is_written(step.graph)
         self._places: dict[fx.Node, int] = {}
@@ -100,29 +101,91 @@ class StepBlocks:
             self._by_key[run.key].append(run)
 
     @property
-    def structures(self) -> Structures:
-        """For each structure the name of its class and the number of its blocks."""
-        return tuple((runs[0].kind.__name__, len(runs)) for runs in self._by_key.values())
+    def calls(self) -> tuple[BlockCalls, ...]:
+        """The calls of blocks by structure, and why those of a structure were left flat."""
+        found: Counter[tuple[Any, type, str]] = Counter()
+        for key, runs in self._by_key.items():
+            found.update((key, run.kind, run.reason) for run in runs)
+        found.update((None, run.kind, run.reason) for run in self._odd_runs)
+        return tuple(BlockCalls(kind.__name__, n, why) for (_, kind, why), n in found.items())
+
+    def leave_flat(self, reason: str) -> None:
+        """Note a reason for which no block is folded."""
+        for run in self._runs:
+            run.reason = run.reason or reason
 
     def fold(self) -> bool:
         """Replace equal blocks by calls of one program; returns whether there are any."""
-        sharing, regions = self._find_sharing_neighbours(), self._find_regions_of_several()
-        moves = self._find_moves_of_several()
-        folded = False
-        for runs in self._by_key.values():
-            usable = [
-                run
-                for run in runs
-                if run not in sharing
-                and regions.isdisjoint(run.regions)
-                and moves.isdisjoint(run.moves)
-                and self._has_own_writes(run)
-            ]
-            for equal in _split_by_use(usable):
-                folded |= len(equal) > 1 and self._fold_equal(equal)
-        return folded
+        groups = self._plan()  # all of it, before the first node is replaced
+        for group in groups:
+            for run in group.runs:
+                self._replace_run(run, group)
+        return bool(groups)
 
     # -- which can be folded -----------------------------------------------------------------------
+
+    def _plan(self) -> list[_EqualRuns]:
+        """The groups of equal blocks to replace; the other blocks get the reason why not."""
+        sharing = self._find_sharing_neighbours()
+        regions = self._find_split(lambda note: note.region)
+        moves = self._find_split(lambda note: note.move)
+        groups: list[_EqualRuns] = []
+        for equal in self._by_key.values():
+            for run in equal:
+                if len(equal) == 1:
+                    run.reason = run.reason or "no other call is equal to it"
+                elif run in sharing:
+                    run.reason = "a neighbour gathers the same weight"
+                elif not regions.isdisjoint(run.regions):
+                    run.reason = "a region that is computed again holds more than this block"
+                elif not moves.isdisjoint(run.moves):
+                    run.reason = "a move belongs to this block and to something else"
+                else:
+                    run.reason = self._find_foreign_write(run) or self._find_order(run)
+            for runs in _split_by_use([run for run in equal if not run.reason]):
+                if (group := self._make_group(runs)) is not None:
+                    groups.append(group)
+        self._drop_overlapping(groups)
+        return [group for group in groups if group.runs]
+
+    def _make_group(self, runs: list[_BlockRun]) -> _EqualRuns | None:
+        """Equal blocks and their program; None where a program cannot replace them."""
+        reason = "no equal call is used in the same way"
+        if len(runs) > 1:
+            varying = _find_varying_floats(runs)
+            try:
+                return _EqualRuns(runs, self._make_program(runs[0], varying), varying)
+            except (UnsureOfWrites, CaptureError):
+                reason = "no graph without writes computes the same"
+        for run in runs:
+            run.reason = reason
+        return None
+
+    def _drop_overlapping(self, groups: Sequence[_EqualRuns]) -> None:
+        """Leave blocks flat that have nodes between the nodes of another block to replace.
+
+        Each of two such blocks may be one call, and both together not: each may need a part of the
+        other.
+        """
+        spans = [
+            (self._places[nodes[0]], self._places[nodes[-1]], run)
+            for group in groups
+            for run in group.runs
+            for nodes in (run.forward, run.backward)
+            if nodes
+        ]
+        end = -1
+        for first, last, run in sorted(spans, key=lambda span: span[:2]):
+            if run.reason:
+                continue
+            if first < end:
+                run.reason = "its nodes alternate with those of another block"
+            else:
+                end = last
+        for group in groups:
+            group.runs = [run for run in group.runs if not run.reason]
+            if len(group.runs) == 1:
+                group.runs.pop().reason = "the calls that are equal to it were left flat"
 
     def _find_sharing_neighbours(self) -> set[_BlockRun]:
         """Blocks that gather one weight next to each other, or to keep it gathered."""
@@ -136,25 +199,20 @@ class StepBlocks:
                 last[shard] = i
         return found
 
-    def _find_regions_of_several(self) -> set[int]:
-        """The remat regions that hold more than one block, or a block and something else."""
+    def _find_split(self, number_of: Callable[[Note], int]) -> set[int]:
+        """The regions or moves that have nodes of more than one block, or of a block and of none.
+
+        Args:
+            number_of: the number of the region or move in a note; 0 for none.
+        """
         holders: defaultdict[int, set[Any]] = defaultdict(set)
         for node in self.graph.nodes:
-            if node.op == "call_function" and (region := note_of(node).region):
-                holders[region].add(node.meta.get(BLOCK))
-        return {region for region, blocks in holders.items() if len(blocks) > 1}
+            if node.op == "call_function" and (number := number_of(note_of(node))):
+                holders[number].add(node.meta.get(BLOCK))
+        return {number for number, blocks in holders.items() if len(blocks) > 1}
 
-    def _find_moves_of_several(self) -> set[int]:
-        """The moves that have nodes within a block and without."""
-        holders: defaultdict[int, set[Any]] = defaultdict(set)
-        for node in self.graph.nodes:
-            if node.op == "call_function" and (move := note_of(node).move):
-                holders[move].add(node.meta.get(BLOCK))
-        return {move for move, blocks in holders.items() if len(blocks) > 1}
-
-    def _has_own_writes(self, run: _BlockRun) -> bool:
-        """True if a block writes memory of its own alone, reads in backward what nobody has written
-        since forward, and gives nobody two views of one memory that is written."""
+    def _find_foreign_write(self, run: _BlockRun) -> str:
+        """The write for which a block cannot be a program without writes; "" if there is none."""
         memory = self._memory
         of_forward = {memory[n] for n in run.forward if n in memory}
         outside = {memory[n] for n in run.taken if n in memory}
@@ -162,14 +220,14 @@ class StepBlocks:
         for nodes, others in ((run.forward, outside), (run.backward, late_outside)):
             for node in nodes:
                 if any(memory.get(n) in others for n in operands_written(node)):
-                    return False
+                    return "it writes memory from outside"
         views = Counter(memory[n] for n in _nodes_read(run) if n in memory)
         for shown, times in views.items():
             is_shared = times > 1 or shown in outside
             if is_shared and any(w not in run.own for w in self._writers[shown]):
-                return False
+                return "a result is a view of memory that is written"
         if not run.backward:
-            return True
+            return ""
         start, end = self._places[run.forward[-1]], self._places[run.backward[-1]]
         for node in run.backward:
             for read in node.all_input_nodes:
@@ -177,20 +235,18 @@ class StepBlocks:
                     continue
                 for writer in self._writers[memory[read]]:
                     if writer not in run.own and start < self._places[writer] < end:
-                        return False
-        return True
+                        return "what its backward reads is written after its forward"
+        return ""
+
+    def _find_order(self, run: _BlockRun) -> str:
+        """The reason why the nodes of a block cannot be moved next to each other; "" for none."""
+        try:
+            run.later = self._find_later(run, run.forward), self._find_later(run, run.backward)
+        except _OrderMatters as matter:
+            return str(matter)
+        return ""
 
     # -- calls -------------------------------------------------------------------------------------
-
-    def _fold_equal(self, runs: Sequence[_BlockRun]) -> bool:
-        """Replace blocks by calls of one program; False where none could say what they do."""
-        varying = _find_varying_floats(runs)
-        try:
-            program = self._make_program(runs[0], varying)
-        except (UnsureOfWrites, CaptureError):
-            return False
-        folded = [self._fold_run(run, program, varying) for run in runs]
-        return any(folded)
 
     def _make_program(self, run: _BlockRun, varying: Sequence[int]) -> BlockProgram:
         """The program of a block.
@@ -207,7 +263,7 @@ class StepBlocks:
         def enter(node: fx.Node, value: Any) -> None:
             given = add_input(graph, f"in_{len(graph.nodes)}")
             given.meta = {NOTE: note_of(node), "val": make_distinct(value, known)}
-            of[node] = of[self._exchanged.get(node, node)] = given
+            of[node] = given
 
         early, late = run.taken[: run.early_count], run.taken[run.early_count :]
         for node in early:
@@ -249,12 +305,9 @@ class StepBlocks:
         program.mark_results()
         return program
 
-    def _fold_run(self, run: _BlockRun, program: BlockProgram, varying: Sequence[int]) -> bool:
-        """Replace a block by calls of its program; False where that would change the order of what
-        depends on it."""
-        later = self._find_later(run, run.forward), self._find_later(run, run.backward)
-        if later[0] is None or later[1] is None:
-            return False
+    def _replace_run(self, run: _BlockRun, group: _EqualRuns) -> None:
+        """Replace the nodes of a block by calls of its program."""
+        later = run.later
         operands = [self._exchanged.get(n, n) for n in run.taken]
         early, late = operands[: run.early_count], operands[run.early_count :]
         results, gradients = run.read
@@ -265,11 +318,11 @@ class StepBlocks:
         forward.meta = {NOTE: Note(first.source, first.phase), LABELS: tuple(run.labels)}
         numbers = []
         with graph.inserting_before(forward):
-            for i in varying:
+            for i in group.varying:
                 options = {"dtype": torch.float64, "device": HOST}
                 numbers.append(add_call(graph, _SCALAR, (run.floats[i],), options))
                 numbers[-1].meta = {"val": _make_number_like(run), NOTE: forward.meta[NOTE]}
-        part: Any = program
+        part: Any = group.program
         forward.args = (part, (), *early, *numbers)
         self._replace(run, forward, run.forward, results, later[0])
         if run.backward:
@@ -280,7 +333,6 @@ class StepBlocks:
             self._replace(run, backward, run.backward, gradients, later[1])
         for node in reversed([*run.forward, *run.backward]):
             graph.erase_node(node)
-        return True
 
     def _replace(
         self,
@@ -290,7 +342,7 @@ class StepBlocks:
         read: Iterable[int],
         later: Iterable[fx.Node],
     ) -> None:
-        """Have others read what `call` gives, which stands before `later`."""
+        """Replace the results of `nodes` by those of `call`, and move `later` after them."""
         last = call
         for number in read:
             node = nodes[number]
@@ -305,10 +357,11 @@ class StepBlocks:
             last.append(node)
             last = node
 
-    def _find_later(self, run: _BlockRun, nodes: Sequence[fx.Node]) -> list[fx.Node] | None:
+    def _find_later(self, run: _BlockRun, nodes: Sequence[fx.Node]) -> list[fx.Node]:
         """The nodes of others between those of a block that have to come after it.
 
-        None where the block needs one of them, or where it would matter that they change places.
+        Raises:
+            _OrderMatters: the block needs one of them, or their order changes what is computed.
         """
         if not nodes:
             return []
@@ -323,7 +376,7 @@ class StepBlocks:
             reads = node.all_input_nodes
             if node in own:
                 if any(n in later for n in reads):
-                    return None
+                    raise _OrderMatters("it needs what others compute from a part of it")
                 continue
             effect = node.op == "call_function" and has_effect(node)
             if effect:
@@ -331,13 +384,15 @@ class StepBlocks:
                     both = {r for n in nodes for r in (n, *n.all_input_nodes)}
                     touched = {memory[n] for n in both if n in memory}
                 written = {memory.get(n) for n in operands_written(node)}
-                if not touched.isdisjoint(written) or (draws and _draws(node)):  # type: ignore[arg-type]
-                    return None
+                if not touched.isdisjoint(written):  # type: ignore[arg-type]
+                    raise _OrderMatters("others write, between its nodes, memory that it uses")
+                if draws and _draws(node):
+                    raise _OrderMatters("others draw random numbers between its own draws")
             if any(n in own or n in later for n in reads) or (later and effect) or has_late_effect:
                 later[node] = None
                 has_late_effect |= effect
                 if self._is_written_later(run, node):
-                    return None
+                    raise _OrderMatters("it writes memory after others have read it")
         return [*later]
 
     def _is_written_later(self, run: _BlockRun, node: fx.Node) -> bool:
@@ -348,11 +403,28 @@ class StepBlocks:
         return any(self._places[w] > place for w in writers)
 
 
+class _OrderMatters(Exception):
+    """The nodes of a block cannot be moved next to each other; the message says why."""
+
+
 def _make_number_like(run: _BlockRun) -> torch.Tensor:
     """The value of a number in a graph without numbers, of the fake mode of a block."""
     mode = next(t.fake_mode for n in run.forward for t in tensors_in(n.meta["val"]))  # type: ignore[attr-defined]
     with mode:
         return torch.empty((), dtype=torch.float64, device=HOST)
+
+
+@dataclass
+class _EqualRuns:
+    """Equal blocks, with the program that replaces them.
+
+    Attributes:
+        varying: the places of their floats that are inputs of the program.
+    """
+
+    runs: list[_BlockRun]
+    program: BlockProgram
+    varying: list[int]
 
 
 # -- the calls of blocks in a flat graph -----------------------------------------------------------
@@ -373,6 +445,9 @@ class _BlockRun:
         labels: of its moves.
         moves, regions: their numbers in the step's notes.
         key: equal for blocks that do the same but for labels and floats.
+        reason: why it is left flat; "" if it is not.
+        later: the nodes of others between its nodes of forward that have to come after them, and
+            those of backward.
     """
 
     kind: type
@@ -387,6 +462,8 @@ class _BlockRun:
     moves: dict[int, int] = field(default_factory=dict)
     regions: dict[int, int] = field(default_factory=dict)
     key: Any = None
+    reason: str = ""
+    later: tuple[list[fx.Node], list[fx.Node]] = ([], [])
 
     @property
     def early(self) -> Sequence[fx.Node]:
@@ -395,7 +472,7 @@ class _BlockRun:
 
     @cached_property
     def read(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The places of what others read of forward, and of backward."""
+        """The places of the nodes of forward, and of backward, that others read."""
         early, late = (
             tuple(i for i, n in enumerate(nodes) if any(u not in self.own for u in n.users))
             for nodes in (self.forward, self.backward)
@@ -403,7 +480,7 @@ class _BlockRun:
         return early, late
 
     def absorb_between(self) -> None:
-        """Add nodes that are of no block, and that are made of its nodes for its nodes."""
+        """Add the nodes of no block that compute something from its nodes for its nodes."""
         self.own = dict.fromkeys((*self.forward, *self.backward), 0)
         for nodes in (self.forward, self.backward):
             if len(nodes) < 2:
@@ -426,7 +503,7 @@ class _BlockRun:
         self.own = {n: i for i, n in enumerate((*self.forward, *self.backward))}
 
     def find_gathered(self) -> Iterator[tuple[fx.Node, bool]]:
-        """What it gathers in forward, and whether it then stays."""
+        """Yields each shard that it gathers in forward, and whether the whole weight is kept."""
         for node in self.forward:
             reason = note_of(node).reason
             if is_collective(node) and reason in ("gather", "persistent"):
@@ -438,7 +515,7 @@ class _BlockRun:
     # -- what it does ------------------------------------------------------------------------------
 
     def describe(self) -> None:
-        """Find what it takes, its floats and labels, and its key."""
+        """Set `taken`, `floats`, `labels` and `key`."""
         self._numbers: dict[fx.Node, int] = {}
         self._labels: dict[str, int] = {}
         self._notes: dict[int, Any] = {}
@@ -453,10 +530,12 @@ class _BlockRun:
                 lines.append(())
         self.taken, self.labels = [*self._numbers], [*self._labels]
         self.key = self.kind, tuple(lines)
+        if any(not _is_comparable(n.meta.get("val")) for n in self.taken):
+            self.reason = "it takes a tensor that is not strided"
         try:
             hash(self.key)
-        except TypeError:  # an operand that cannot be compared
-            self.key = object()
+        except TypeError:
+            self.key, self.reason = object(), "it has an operand that cannot be compared"
 
     def _describe_operand(self, node: fx.Node, value: Any, place: int | str) -> Any:
         kind = type(value)
@@ -473,12 +552,10 @@ class _BlockRun:
             self.floats.append(value)
             self.homes.append(node)
             return _FLOAT
-        if kind is float:
-            return kind, value.hex()
         if kind is slice:
             parts = (value.start, value.stop, value.step)
             return kind, *(self._describe_operand(node, v, place) for v in parts)
-        return kind, value
+        return kind, key_of_operands(value)
 
     def _describe_note(self, node: fx.Node) -> Any:
         note = note_of(node)
@@ -490,9 +567,7 @@ class _BlockRun:
             layout = note.layout
             if note.move:
                 op = self._labels.setdefault(note.op, len(self._labels))
-                layout = (
-                    ""  # where the nodes of a move are copied, that of their last alone is noted
-                )
+                layout = ""  # copies of a move's nodes have the layout of the last alone
             found = self._notes[id(note)] = (
                 *(note.source, note.phase, layout, note.kind, note.axes, note.nbytes, op),
                 *(note.reason, note.before, note.after, move, region, note.kept, note.again),
@@ -532,18 +607,28 @@ def _places_of_numbers(target: Any) -> frozenset[int | str]:
 
 def _describe_metadata(value: Any) -> Any:
     """The metadata in which operands must agree."""
-    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-        return value.shape, value.stride(), value.storage_offset(), value.dtype, value.device
-    return type(value) if is_symbolic(value) else object()  # equal to nothing
+    if not _is_comparable(value):
+        return object()  # equal to nothing
+    if not isinstance(value, torch.Tensor):
+        return type(value)
+    lies = value.shape, value.stride(), value.storage_offset()
+    return *lies, value.dtype, value.device, value.is_conj(), value.is_neg()
+
+
+def _is_comparable(value: Any) -> bool:
+    """True if the metadata of two such operands decide whether one program takes both."""
+    if isinstance(value, torch.Tensor):
+        return value.layout is torch.strided
+    return is_symbolic(value)
 
 
 def _find_runs(
     graph: fx.Graph, kinds: Sequence[type], coordinates: Collection[fx.Node]
-) -> list[_BlockRun]:
-    """The calls of blocks, in order, that have a forward before a backward and nothing else."""
+) -> tuple[list[_BlockRun], list[_BlockRun]]:
+    """The calls of blocks, in order, that have a forward before a backward and nothing else; and
+    the other calls of blocks."""
     _release_shared(graph, coordinates)
     runs = {number: _BlockRun(kind) for number, kind in enumerate(kinds)}
-    others: set[int] = set()
     for node in graph.nodes:
         number = node.meta.get(BLOCK)
         if number is None or node.op != "call_function":
@@ -554,15 +639,19 @@ def _find_runs(
         elif phase == "forward" and not run.backward:
             run.forward.append(node)
         else:
-            others.add(number)
-        if is_symbolic(node.meta.get("val")):  # a number that is read of one of its tensors
-            others.add(number)
-    return [run for number, run in runs.items() if number not in others and run.forward]
+            run.reason = "it computes outside its forward and backward, or forward again"
+        if is_symbolic(node.meta.get("val")):
+            run.reason = "a number is read from one of its tensors"
+    for run in runs.values():
+        if run.backward and not run.forward:
+            run.reason = run.reason or "nothing of its forward is in the graph"
+    whole = [run for run in runs.values() if run.forward and not run.reason]
+    return whole, [run for run in runs.values() if run.reason]
 
 
 def _release_shared(graph: fx.Graph, coordinates: Collection[fx.Node]) -> None:
-    """Have what is computed once for several blocks be of none: numbers, and what is computed of
-    constants and of a rank's coordinates alone."""
+    """Remove the block from nodes that several blocks share: numbers, and what is computed from
+    constants and a rank's coordinates alone."""
     constant: set[fx.Node] = {*coordinates, *graph.find_nodes(op="get_attr")}
     shared: list[fx.Node] = []
     for node in graph.nodes:
@@ -584,7 +673,10 @@ def _release_shared(graph: fx.Graph, coordinates: Collection[fx.Node]) -> None:
 
 
 def _split_by_use(runs: Iterable[_BlockRun]) -> Iterator[list[_BlockRun]]:
-    """Equal blocks in groups of which others read the same, and whose floats may be inputs."""
+    """Equal blocks in groups that one program can replace.
+
+    Others read the same results of each, and the floats that differ within a group may be inputs.
+    """
     runs = [*runs]
     if not runs:
         return
@@ -593,10 +685,13 @@ def _split_by_use(runs: Iterable[_BlockRun]) -> Iterator[list[_BlockRun]]:
     for run in runs:
         if all(isinstance(n.meta.get("val"), torch.Tensor) for n in _nodes_read(run)):
             groups[run.read, tuple(repr(run.floats[i]) for i in fixed)].append(run)
+        else:
+            run.reason = "a result is not a tensor"
     yield from groups.values()
 
 
 def _nodes_read(run: _BlockRun) -> Iterator[fx.Node]:
+    """The nodes of a block that others read."""
     results, gradients = run.read
     yield from (run.forward[i] for i in results)
     yield from (run.backward[i] for i in gradients)

@@ -30,7 +30,7 @@ from partita.layout import Fix
 from partita.tensor.op_facts import facts_of
 
 from ..errors import not_captured
-from ..graph_nodes import drop_unused, lazy_graph_modules
+from ..graph_nodes import drop_unused, key_of_operands, lazy_graph_modules
 from .fakes import RECKONED, RECKONED_OF_INTS, is_symbolic, make_distinct
 
 # -- scalars in the graph --------------------------------------------------------------------------
@@ -506,7 +506,7 @@ def _keys_of_call(values: Any) -> tuple[Any, Any]:
             exact.append((kind, tuple(value.shape), value.stride()))
             rough.append((kind, value.dim()))
         else:  # 0.0 is not -0.0; a number that is traced has no value
-            value = value.hex() if isinstance(value, float) and not is_symbolic(value) else value
+            value = value if is_symbolic(value) else key_of_operands(value)
             key = type(value), type(leaf), None if is_symbolic(leaf) else value
             exact.append(key)
             rough.append(key)

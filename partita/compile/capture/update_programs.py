@@ -52,8 +52,9 @@ def inline_updates(graph: fx.Graph, only: Collection[BlockTrace] | None = None) 
 
 
 def outline_updates(step: fx.GraphModule, equal: Sequence[Sequence[int]] = ()) -> bool:
-    """Make each update of a traced step a call of a program; returns whether there are any that can
-    be. Others are inlined.
+    """Replace updates of a traced step by calls of programs, and inline the others.
+
+    Returns whether any update became a call.
 
     Args:
         equal: groups of inputs, by place, that hold the same number.
@@ -102,7 +103,7 @@ class _Outlining:
         return _OutlinedUpdates(self.step.graph, self._traced, self._equal)
 
     def outline(self, traces: Sequence[BlockTrace]) -> None:
-        """Have the updates of these traces be calls of programs."""
+        """Replace the updates of these traces by calls of programs."""
         step = self.step.graph
         self._traced = {n: t for n, t in self._traced.items() if t in traces}
         self._outer = self._find_outer_nodes(traces)
@@ -123,8 +124,10 @@ class _Outlining:
             step.erase_node(node)
 
     def _find_outer_nodes(self, traces: Sequence[BlockTrace]) -> set[fx.Node]:
-        """The nodes that are of no update; also those of a trace that others read: numbers that all
-        updates share, and constants."""
+        """The nodes that belong to no update, and the nodes of traces that others read.
+
+        The latter are numbers that all updates share, and constants.
+        """
         outer = self._find_live_nodes() | {*self.step.graph.find_nodes(op="get_attr")}
         for trace in traces:
             outer |= self._updates.find_shared_numbers(trace, self._calls[trace])
@@ -140,7 +143,7 @@ class _Outlining:
         return outer
 
     def _find_live_nodes(self) -> set[fx.Node]:
-        """The nodes of no trace that something needs."""
+        """The nodes outside of traces that have an effect or that something needs."""
         live: set[fx.Node] = set()
         for node in reversed(self.step.graph.nodes):
             if node not in self._traced and (has_effect(node) or not live.isdisjoint(node.users)):
@@ -150,7 +153,7 @@ class _Outlining:
     def _make_program(
         self, trace: BlockTrace, results: tuple[int, ...]
     ) -> tuple[BlockProgram, list[fx.Node]]:
-        """The program of a trace, and what it reads beside the operands of its calls."""
+        """The program of a trace, and the nodes that it reads beside the operands of its calls."""
         graph, of = fx.Graph(), dict[fx.Node, fx.Node]()
         nodes = [n for n in trace.nodes if n not in self._outer]
         own = {*trace.entered, *nodes}
@@ -202,7 +205,7 @@ class _OutlinedUpdates:
         self._groups = {inputs[i]: group for group, places in enumerate(equal) for i in places}
 
     def can_outline(self, calls: Sequence[fx.Node]) -> bool:
-        """Does each of these calls of one trace write whole inputs, as the last to use them?"""
+        """True if each of these calls writes whole inputs, and is the last to use them."""
         return all(map(self._is_last_to_use, calls))
 
     def _is_last_to_use(self, call: fx.Node) -> bool:
@@ -220,8 +223,7 @@ class _OutlinedUpdates:
         return True
 
     def find_shared_numbers(self, trace: BlockTrace, calls: Sequence[fx.Node]) -> set[fx.Node]:
-        """The nodes of a trace that compute, from step counts that are equal in all of its blocks,
-        what is one number for all of them."""
+        """The nodes of a trace that compute one number for all blocks, from equal step counts."""
         counts = {n for i, n in enumerate(trace.entered) if self._is_one_count(i, calls)}
         held = {self._memory.get(n) for n in counts}
         own, shared = {*trace.entered, *trace.nodes}, set(counts)
@@ -251,7 +253,7 @@ class _OutlinedUpdates:
         return shared - counts
 
     def _is_one_count(self, operand: int, calls: Sequence[fx.Node]) -> bool:
-        """Is an operand an input of one number in all calls, which none but the call itself writes?
+        """True if an operand is an input of one number in all calls, which only its call writes.
 
         Args:
             operand: its place.

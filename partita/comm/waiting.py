@@ -313,7 +313,7 @@ def _note_begun(group: dist.ProcessGroup, request: Request) -> int:
     """
     thread, begun = threading.get_ident(), _begun_in.get(group.group_name)
     if begun is None:
-        begun = _begun_in[group.group_name] = _BegunCollectives(group)
+        begun = _begun_in.setdefault(group.group_name, _BegunCollectives(group))
     begun.number = number = begun.number + 1
     begun.last.append((number, request))
     is_main = _is_main_thread.get(thread)
@@ -340,24 +340,26 @@ class MoveHistory:
 
     def add_new(self) -> MoveHistory:
         """Take up the new collectives; this history."""
-        # Other threads may read this history, while the main one adds to it.
-        new = [self.new.popleft() for _ in range(len(self.new))]
-        self.last.extend(enumerate(new, self.count + 1))
-        self.count += len(new)
-        for request in new:
-            key = request.kind, id(request.move), request.op
-            found = _digests.get(key)
-            if found is None:
-                if len(_digests) >= _DIGESTS_KEPT:
-                    _digests.clear()
-                text = hashlib.blake2b(request.describe().encode(), digest_size=8).digest()
-                found = _digests[key] = int.from_bytes(text, "big"), request.move
-            self.digest = (self.digest * 1000003 ^ found[0]) & _64_BITS
+        # Other threads may do so too, while the main one appends to `new`.
+        with _adding:
+            new = [self.new.popleft() for _ in range(len(self.new))]
+            self.last.extend(enumerate(new, self.count + 1))
+            self.count += len(new)
+            for request in new:
+                key = request.kind, id(request.move), request.op
+                found = _digests.get(key)
+                if found is None:
+                    if len(_digests) >= _DIGESTS_KEPT:
+                        _digests.clear()
+                    text = hashlib.blake2b(request.describe().encode(), digest_size=8).digest()
+                    found = _digests[key] = int.from_bytes(text, "big"), request.move
+                self.digest = (self.digest * 1000003 ^ found[0]) & _64_BITS
         return self
 
     def describe(self) -> dict[str, str]:
         """The last collectives in words, by their numbers."""
-        return {str(number): request.describe() for number, request in self.last}
+        # A copy: another thread may add to it.
+        return {str(number): request.describe() for number, request in list(self.last)}
 
 
 class _BegunCollectives:
@@ -378,6 +380,9 @@ class _BegunCollectives:
         self.history = _histories.setdefault(ranks, MoveHistory())
 
 
+_adding = threading.RLock()
+"""Held while a thread sums up a history. It can be taken again: a signal handler may compare
+ranks."""
 _64_BITS = (1 << 64) - 1
 _DIGESTS_KEPT = 1 << 14
 _digests: dict[tuple[str, int, str], tuple[int, Any]] = {}
@@ -431,6 +436,8 @@ def _announce_exit() -> None:
 
 def make_post(need: Need) -> Post:
     """The post of a rank that waits for `need`."""
+    # Copies: this thread may not be the one that begins collectives.
+    groups = {name: (b.number, list(b.last)) for name, b in _begun_in.copy().items()}
     return {
         "text": need.text,
         "id": next(_post_numbers),
@@ -439,10 +446,10 @@ def make_post(need: Need) -> Post:
         "group": need.count[0] if need.group is None else need.group.group_name,
         "meets": need.meets,
         "number": need.number if list(_is_main_thread.values()) == [True] else 0,
-        "numbers": {name: begun.number for name, begun in _begun_in.items()},
+        "numbers": {name: number for name, (number, _) in groups.items()},
         "asked": {
-            name: {str(n): str(request.move or request.kind) for n, request in begun.last}
-            for name, begun in _begun_in.items()
+            name: {str(n): str(request.move or request.kind) for n, request in last}
+            for name, (_, last) in groups.items()
         },
         # Private torch: all groups, and the sequence number of each, by its name.
         "begun": BEGUN

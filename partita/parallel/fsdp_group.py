@@ -143,7 +143,8 @@ class FsdpGroup:
     Attributes:
         depth: forwards of the block that have begun and not ended.
         needed: the last backward read the parameters, as far as is known.
-        calls_in_backward: the forwards whose backward has begun and not ended.
+        calls_in_backward: the forwards whose backward has begun and not ended, as keys in this
+            order. A set would be in another order on each rank, and gathers follow it.
         held_gradients: unsharded gradients that were kept, and the shards that they are of, by
             number of the flat.
         installed: the gathered parameters that the modules hold.
@@ -165,7 +166,7 @@ class FsdpGroup:
         self.zero, self.name, self.slots = zero, block.name, block.slots
         self.modules = block.modules
         self.depth = 0
-        self.calls_in_backward: set[Any] = set()
+        self.calls_in_backward: dict[Any, None] = {}
         self.held_gradients: dict[int, tuple[Sequence[DTensor], PartialGradients]] = {}
         self.installed: list[InstalledParameter] = []
         self.versions: list[int] = []
@@ -844,7 +845,8 @@ class Zero(ShardedState):
     def _end_backward(self, number: int) -> None:
         # Groups that an enclosing backward pass uses are left to it.
         ended = self._passes.pop(number, BackwardPass())
-        around = {group for other in self._passes.values() for group in other.groups}
+        # Not sets, whose order differs between ranks: they gather the first one here.
+        around = dict.fromkeys(g for other in self._passes.values() for g in other.groups)
         with Local(), torch.no_grad():
             for group in ended.groups:
                 if group not in around:

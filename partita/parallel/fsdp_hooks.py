@@ -243,7 +243,7 @@ class _ForwardCall:
         if self in group.calls_in_backward or not self.needs:
             return
         group.zero.enter_backward(group, self.shards)  # which finds what has been written since
-        group.calls_in_backward.add(self)
+        group.calls_in_backward[self] = None
         if self.runs_again and not group.installed:
             if not are_same(group.shards(), self.shards):
                 raise LayoutError(
@@ -294,7 +294,7 @@ class _ForwardCall:
         if self._came >= self._to_come:
             self._came.clear()
             group = self.group
-            group.calls_in_backward.discard(self)
+            group.calls_in_backward.pop(self, None)
             if not group.calls_in_backward and not group.depth:
                 group.put_shards_back()
             group.release()

@@ -274,7 +274,8 @@ def wrap_for_empty_pieces(kernel: Function | None, call: OpCall, plan: CallPlan)
                 raise
             out = outs[0] if len(outs) == 1 else tuple(outs)
         tried = try_with_elements(args, kwargs)
-        if tried is not None and torch.is_grad_enabled():
+        # Without operands the result is a leaf itself, which stays what it is (`x.to(x.dtype)`).
+        if tried is not None and tried[1] and torch.is_grad_enabled():
             operands = [get_at_path(args, kwargs, p) for p in tried[1]]
             return _tie_outputs_to_operands(out, operands, tried[0])
         return out

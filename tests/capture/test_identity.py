@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+import random
 from dataclasses import dataclass
 
 import pytest
@@ -94,3 +96,92 @@ def test_an_argument_is_compared_with_other_things():
     nothing = None
     step = pt.compile(lambda b: b.x * (2 if b is nothing else 5), backend="graph")
     assert step(HELD)[0].item() == 5
+
+
+class Plain:
+    def __init__(self, x):
+        self.x = x
+
+
+class Owner:
+    pass
+
+
+def make_holders(value):
+    """Places in which a step finds `value`, by their names."""
+    owner, inner, huge = Owner(), Owner(), [None] * 20_000 + [value]
+    owner.held, inner.owner = value, owner
+    table = {"batch": value, "inner": {"batch": value}}
+    pair = [0, (1, value)]
+
+    def with_default(found=value):
+        return found
+
+    return {
+        "item": lambda: table["batch"],
+        "item of an item": lambda: table["inner"]["batch"],
+        "item of a tuple": lambda: pair[1][1],
+        "attribute": lambda: owner.held,
+        "attribute of an attribute": lambda: inner.owner.held,
+        "default": lambda: with_default(),
+        "cell": lambda: value,
+        "entry of a huge list": lambda: huge[-1],
+    }
+
+
+IDENTITIES = {
+    "is": lambda b, known: b is known(),
+    "is not": lambda b, known: b is not known(),
+    "a function": lambda b, known: operator.is_(b, known()),
+    "any": lambda b, known: any(b is v for v in (None, known())),
+    "id": lambda b, known: id(b) in {id(known())},
+}
+EQUALITIES = {
+    "in": lambda b, known: b in [known()],
+    "==": lambda b, known: b == known(),
+    "index": lambda b, known: [None, known(), b].index(b) == 1,
+    "count": lambda b, known: [known()].count(b) == 1,
+}
+MAKERS = {
+    Batch: lambda: Batch(torch.ones(2)),
+    Plain: lambda: Plain(torch.ones(2)),
+    dict: lambda: {"x": torch.ones(2)},
+    list: lambda: [torch.ones(2)],
+    tuple: lambda: (torch.ones(2),),
+}
+
+
+def compared():
+    for kind in MAKERS:
+        ways = IDENTITIES if kind in (dict, list, tuple) else {**IDENTITIES, **EQUALITIES}
+        for holder in make_holders(None):
+            for way in ways:
+                yield kind, holder, way
+
+
+COMPARED = [*compared()]
+SOME = random.Random(0).sample(COMPARED, min(len(COMPARED), 40))
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize(("kind", "holder", "way"), SOME)
+def test_an_argument_that_is_compared_with_what_is_held_is_refused(kind, holder, way, known):
+    value = MAKERS[kind]()
+    find, asks = make_holders(value)[holder], {**IDENTITIES, **EQUALITIES}[way]
+    step = pt.compile(lambda b: torch.ones(2) * (2 if asks(b, find) else 5), backend="graph")
+    with pytest.raises(pt.CaptureError, match="is another object"):
+        step(value if known else MAKERS[kind]())
+
+
+def test_containers_of_another_form_are_no_argument():
+    table = {"scales": {"y": 2.0}, "rest": [torch.ones(2)]}
+    step = pt.compile(
+        lambda b: b["x"] * (3 if b is table["scales"] else table["scales"]["y"]), backend="graph"
+    )
+    assert step({"x": torch.ones(2)})[0].item() == 2
+
+
+def test_an_object_is_compared_with_others_by_a_step_that_reaches_none_of_its_class():
+    known = ["a", Owner()]
+    step = pt.compile(lambda b: b.x * (2 if b in known or b == known[1] else 5), backend="graph")
+    assert step(Plain(torch.ones(2)))[0].item() == 5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from typing import Any
 
@@ -88,6 +89,74 @@ def test_a_history_is_the_same_whenever_it_is_read():
     assert often.digest == once.digest
     once.new.append(requests[0])
     assert often.digest != once.add_new().digest
+
+
+@pytest.fixture
+def reader_threads(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs `read` in two other threads while `write` runs in this one."""
+
+    def run(read: Any, write: Any) -> list[BaseException]:
+        ended, failed = threading.Event(), []
+
+        def go() -> None:
+            while not ended.is_set():
+                try:
+                    read()
+                except BaseException as error:
+                    failed.append(error)
+
+        threads = [threading.Thread(target=go) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        try:
+            write()
+        finally:
+            ended.set()
+            for thread in threads:
+                thread.join()
+        return failed
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield run
+    sys.setswitchinterval(before)
+
+
+def test_a_history_that_other_threads_read_is_the_same(reader_threads):
+    requests = [Request("all_gather", None, f"op{i % 7}") for i in range(20_000)]
+    read, alone = MoveHistory(), MoveHistory()
+    alone.new.extend(requests)
+
+    def write() -> None:
+        for i, request in enumerate(requests):
+            read.new.append(request)
+            if not i % 256:
+                read.add_new()
+
+    assert not reader_threads(lambda: read.add_new().describe(), write)
+    assert read.add_new().count == alone.add_new().count == len(requests)
+    assert read.digest == alone.digest
+    assert read.describe() == alone.describe()
+
+
+def test_another_thread_makes_posts_while_collectives_begin(reader_threads, monkeypatch):
+    class Group:
+        def __init__(self, i: int):
+            self.group_name = f"group {i}"
+
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [97, 98])
+    request, groups = Request("all_gather", None, "op"), [Group(i) for i in range(40)]
+
+    def write() -> None:
+        for group in groups:
+            for _ in range(1000):
+                WatchedWork(None, group, request)
+
+    try:
+        assert not reader_threads(lambda: make_post(Need("computes", [97, 98])), write)
+        assert history_of([97, 98]).count == 40 * 1000
+    finally:
+        forget_histories()
 
 
 def test_collectives_that_nobody_compares_are_not_kept(monkeypatch):

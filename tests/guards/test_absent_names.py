@@ -179,11 +179,10 @@ def scaled(found):
     return (X * (found[0] if isinstance(found, list) else 1 + found)).sum()
 
 
-# `getmembers` reads the transpose of an array, which has none. Of a module that is passed on, the
-# step records the names that stand in its code.
-LEFT_OUT = {("array", by_members)} | {
-    (holder, by_computed_name) for holder in HOLDERS if "module" in holder or holder == "builtins"
-}
+# `getmembers` reads the transpose of an array, which has none. Of a module of a library that is
+# passed on, the step records the names that stand in its code.
+LIBRARIES = ("module of torch", "module of numpy", "module of C", "builtins")
+LEFT_OUT = {("array", by_members), *((holder, by_computed_name) for holder in LIBRARIES)}
 
 
 def make_cases():

@@ -52,7 +52,14 @@ for name, measured in {"cnn": "cnn", "unet": "unet", "vae": "vae", "mlp with hub
     found = MEASURED[measured]
     MODELS[name] = Case(partial(found.make, 1), partial(found.batch, 1))
 
-MODELS["mlp with mse"] = Case(partial(MLP, 1, nn.MSELoss()), MODELS["mlp with huber"].batch)
+
+def _make_mlp_with_mse() -> nn.Module:
+    model = MLP()
+    model.loss = nn.MSELoss()
+    return model
+
+
+MODELS["mlp with mse"] = Case(_make_mlp_with_mse, MODELS["mlp with huber"].batch)
 
 WORDS, LENGTH = 13, 6
 

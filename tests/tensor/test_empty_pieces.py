@@ -357,3 +357,71 @@ def test_a_view_stays_one_where_there_are_no_rows():
         for y, view, grad in world.run(body):
             assert torch.equal(y, whole) and torch.equal(view, whole[:, 1:])
             assert torch.equal(grad, torch.tensor([[2.0, 6, 6]] * 2, dtype=torch.float64))
+
+
+# -- second derivatives ----------------------------------------------------------------------------
+
+TABLE = torch.linspace(-1, 1, 20, dtype=torch.float64).view(5, 4)
+SCORES = torch.linspace(-1, 1, 6, dtype=torch.float64).view(2, 3)
+TARGETS = torch.tensor([[1.0, 0.0, 1.0], [0.0, 1.0, 0.0]], dtype=torch.float64)
+
+TWICE_DIFFERENTIABLE = {
+    "rows of an embedding": [0, 3],
+    "rows and columns of an embedding": [[0, 3, 3], [1, 2, 0]],
+    "mse_loss": F.mse_loss,
+    "huber_loss": F.huber_loss,
+    "soft_margin_loss": F.soft_margin_loss,
+    "binary_cross_entropy_with_logits": F.binary_cross_entropy_with_logits,
+}
+
+
+@pytest.mark.parametrize("split", [0, 1])
+@pytest.mark.parametrize("name", TWICE_DIFFERENTIABLE)
+def test_a_rank_without_rows_differentiates_twice(name, split):
+    what = TWICE_DIFFERENTIABLE[name]
+
+    def body(mesh):
+        def place(t, placement=None):
+            if mesh is None:
+                return t.clone()
+            dim = min(split, t.dim() - 1)
+            return pt.distribute_tensor(t, mesh, [placement or pt.Shard(dim)])
+
+        if isinstance(what, list):
+            x = place(TABLE, pt.Replicate()).requires_grad_()
+            y = F.embedding(place(torch.tensor(what)), x).square().sum()
+        else:
+            x = place(SCORES).requires_grad_()
+            y = what(x * 0.5 + 0.1, place(TARGETS))
+        (first,) = torch.autograd.grad(y, x, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), x, allow_unused=True)
+        found = first.detach(), second
+        return found if mesh is None else tuple(g.full_tensor() for g in found)
+
+    truth = body(None)
+    with pt.ranks(a=4) as world:
+        for found in world.run(body):
+            torch.testing.assert_close(found, truth, rtol=1e-9, atol=1e-12)
+
+
+CONVERSIONS = {
+    "to": lambda x: x.to(x.dtype),
+    "double": lambda x: x.double(),
+    "type": lambda x: x.type(torch.float64),
+    "contiguous": lambda x: x.contiguous(),
+    "cpu": lambda x: x.cpu(),
+}
+
+
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_a_conversion_of_nothing_is_the_leaf_where_there_are_no_rows(name):
+    def body(mesh):
+        x = pt.distribute_tensor(SCORES, mesh, [pt.Shard(0)]).requires_grad_()
+        y = CONVERSIONS[name](x)
+        (x * y).sum().backward()
+        return y is x, x.grad.full_tensor()
+
+    with pt.ranks(a=3) as world:
+        for is_same, grad in world.run(body):
+            assert is_same
+            torch.testing.assert_close(grad, 2 * SCORES)

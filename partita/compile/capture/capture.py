@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from types import CodeType
 from typing import Any
 
 import torch
@@ -42,10 +41,10 @@ from ..errors import (
 )
 from ..graph_nodes import drop_unused, has_effect, lazy_graph_modules, note_of
 from ..guards import Guards, ReadRecord, Write
-from ..guards.bytecode import asks_which_object
+from ..guards.bytecode import asks_which_object, compares_objects
 from ..guards.guards import ReadInputs, find_first_leaves, without_function_modes
 from ..guards.record import exclusive_access
-from ..guards.values import MISSING, Place
+from ..guards.values import MISSING, is_container, items_of
 from ..program import Input
 from ..verify import SPACES
 from .answers import (
@@ -523,8 +522,7 @@ class CaptureRun:
                 self._called_last = functions.called_last
                 self.raised = not isinstance(error, LayoutError)
                 raise
-            codes = [*self.record.codes.values()]
-            check_arguments((self.args, self.kwargs), self.record.places.values(), codes)
+            check_arguments((self.args, self.kwargs), self.record)
             self._input_attributes.check_unchanged()
             functions.copy_back()
             self.meets_unknown_tensors = functions.meets_unknown_tensors
@@ -869,34 +867,54 @@ def check_operators(graph: fx.Graph) -> None:
             )
 
 
-def check_arguments(call: Any, places: Iterable[Place], codes: Iterable[CodeType]) -> None:
-    """Raise CaptureError if the step may ask whether an argument is an object known by name.
+def check_arguments(call: Any, record: ReadRecord) -> None:
+    """Raise CaptureError if the step may compare an argument with an object that it reaches.
 
     Containers and objects of tensors are made anew for the step, which would find two.
 
     Args:
         call: the arguments and keyword arguments.
-        places: what the step reads.
-        codes: of the functions that ran.
+        record: what the step reached, and the functions that ran.
     """
+    codes = record.codes.values()
     asking = next(filter(asks_which_object, codes), None)
-    if asking is None:
-        return
-    made_anew = _made_anew(call)
-    for place in places if made_anew else ():
-        if any(place.value is v or type(place.value) is _own_class(v) for v in made_anew):
-            raise not_captured(
-                f"{asking.co_name} asks whether something is another object, an argument is a "
-                f"{type(place.value).__name__}, and so is {place.name}",
-                "a step is given its arguments made anew: `is` would find two objects for one",
-                Fix("pass it, or read it by its name", "not both"),
-                place=f"{asking.co_filename}:{asking.co_firstlineno}",
-            )
+    comparing = asking or next(filter(compares_objects, codes), None)
+    made_anew = _made_anew(call) if comparing else []
+    # The `==` of other classes compares their contents, which the step has.
+    asked = [(v, asking or (comparing if _is_equal_by_identity(v) else None)) for v in made_anew]
+    for v, code in asked:
+        for value, name in record.values_reached() if code else ():
+            if code and _may_be_argument(value, v):
+                raise not_captured(
+                    f"{code.co_name} asks whether something is another object, an argument is a "
+                    f"{type(value).__name__}, and so is {name}",
+                    "a step is given its arguments made anew: `is` would find two objects for one",
+                    Fix("pass it, or read it by its name", "not both"),
+                    place=f"{code.co_filename}:{code.co_firstlineno}",
+                )
 
 
-def _own_class(value: Any) -> type | None:
-    """The class of an object of the user's; None of a list or dictionary."""
-    return None if type(value).__module__ == "builtins" else type(value)
+def _is_equal_by_identity(value: Any) -> bool:
+    """True if the class of `value` has no `__eq__` of its own."""
+    equal: Any = type(value).__eq__
+    return equal is object.__eq__
+
+
+def _may_be_argument(value: Any, given: Any) -> bool:
+    """True if a call like that with the argument `given` may have `value` in its place."""
+    if value is given or type(value) is not type(given):
+        return value is given
+    if not is_container(value):
+        return True
+    form = _form_of(value)
+    return bool(form[1]) and form == _form_of(given)
+
+
+def _form_of(container: Any) -> tuple[Any, list[type]]:
+    """The keys of a container, and the kinds of its values."""
+    keys, values = items_of(container)
+    kinds = [torch.Tensor if isinstance(v, torch.Tensor) else type(v) for v in values]
+    return None if keys is None else [*keys], kinds
 
 
 def _made_anew(call: Any) -> list[Any]:
@@ -905,9 +923,11 @@ def _made_anew(call: Any) -> list[Any]:
 
     def look(value: Any) -> bool:
         apart = not pytree.tree_is_leaf(value) or is_taken_apart(value)
-        if apart and not isinstance(value, tuple):
+        if apart:
             found.append(value)
         return False
 
-    pytree.tree_leaves(call, is_leaf=look)
+    args, kwargs = call
+    for argument in (*args, *kwargs.values()):
+        pytree.tree_leaves(argument, is_leaf=look)
     return found

@@ -114,16 +114,37 @@ def _with_depths(code: CodeType) -> Iterator[tuple[dis.Instruction, int, int]]:
         yield step, before, depth
 
 
+_COMPARING_NAMES = frozenset(
+    "index remove count countOf indexOf contains get discard eq ne __eq__ __ne__ "
+    "__contains__".split()
+)
+
+
 @functools.lru_cache(maxsize=4096)
 def asks_which_object(code: CodeType) -> bool:
     """True if code compares two objects, neither a constant, by `is`, or calls `id`."""
+    by_function = not {"is_", "is_not"}.isdisjoint(code.co_names)
+    return by_function or "id" in global_names(code) or _compares(code, ("IS_OP",))
+
+
+@functools.lru_cache(maxsize=4096)
+def compares_objects(code: CodeType) -> bool:
+    """True if code compares two objects, neither a constant, by `==` or `in`, or by a function."""
+    by_function = not _COMPARING_NAMES.isdisjoint(code.co_names)
+    return by_function or _compares(code, ("COMPARE_OP", "CONTAINS_OP"))
+
+
+def _compares(code: CodeType, names: tuple[str, ...]) -> bool:
+    """True if an instruction of these names compares two values, neither a constant."""
     constant: dict[int, bool] = {}  # by depth: a constant stands there
     for step, before, depth in _with_depths(code):
-        if step.opname == "IS_OP" and not (constant.get(before - 1) or constant.get(before)):
+        is_order = step.opname == "COMPARE_OP" and step.argval[0] in "<>"
+        with_constant = constant.get(before - 1) or constant.get(before)
+        if step.opname in names and not is_order and not with_constant:
             return True
         for at in range(min(before + 1, depth), depth + 1):
             constant[at] = step.opname == "LOAD_CONST"
-    return "id" in global_names(code)
+    return False
 
 
 @functools.lru_cache(maxsize=4096)
@@ -144,8 +165,8 @@ def imported_names(code: CodeType, package: str | None) -> tuple[str, ...]:
 
 _GETTERS = ("getattr", "hasattr")
 _REFLECTING_NAMES = frozenset(
-    "vars dir globals eval exec attrgetter getmembers signature getattr_static fields "
-    "get_type_hints".split()
+    "vars dir globals eval exec attrgetter methodcaller __getattribute__ getmembers signature "
+    "getattr_static fields get_type_hints".split()
 )
 _REFLECTING_ATTRIBUTES = frozenset(
     "__dict__ __annotations__ __doc__ __name__ __match_args__ __dataclass_fields__ __code__ "

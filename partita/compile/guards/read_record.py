@@ -17,6 +17,7 @@ import contextvars
 import enum
 import functools
 import gc
+import importlib
 import itertools
 import logging
 import operator
@@ -47,7 +48,15 @@ from .bytecode import (
 )
 from .calls import Calls, read_ambient, read_environment_of, reads_for_user, refuse_if_random
 from .guards import Guards, ReadInputs, function_modes
-from .record import PlaceRecord, has_own_getattribute, instrument, recorded_by, uninstrument
+from .record import (
+    PlaceRecord,
+    has_own_getattribute,
+    instrument,
+    instrument_module,
+    recorded_by,
+    uninstrument,
+    uninstrument_module,
+)
 from .values import (
     HUGE,
     INSIDE,
@@ -128,6 +137,9 @@ class ReadRecord(PlaceRecord):
         self.codes: dict[int, CodeType] = {}
         self._given_names = names
         self._objects: dict[int, _ReachedObject] = {}
+        self._modules: dict[int, tuple[types.ModuleType, str]] = {}  # instrumented, with names
+        self._finds_modules = False  # whether code finds modules in `sys.modules`
+        self._made_anew: set[int] = set()  # ids of what capture has made
         self._types: dict[int, tuple[Any, type]] = {}  # objects whose type is guarded
         self._instrumented: list[type] = []
         # Whether a function's names are recorded when it is reached and not when it runs: where
@@ -193,6 +205,8 @@ class ReadRecord(PlaceRecord):
             self._substitutes.take_away()
             uninstrument(self._instrumented)
             self._instrumented = []
+            for module, _ in self._modules.values():
+                uninstrument_module(module)
 
     def ids_reached(self) -> set[int]:
         """The ids of what was reached: it was there before the step."""
@@ -202,6 +216,16 @@ class ReadRecord(PlaceRecord):
         """True if it is an object whose attributes are recorded."""
         known = self._objects.get(id(value))
         return known is not None and known.value is value
+
+    def values_reached(self) -> Iterator[tuple[Any, str]]:
+        """What was reached, with names: values of places, what they hold, entries of huge ones."""
+        for place in self.places.values():
+            yield place.value, place.name
+        for value in [v for i, v in self._reached.items() if i not in self._made_anew]:
+            yield value, f"a {type(value).__name__} that the step reaches"
+        for huge in self.huge.values():
+            for value in items_of(huge)[1]:
+                yield value, f"an entry of a {type(huge).__name__}"
 
     def make_guards(self, inputs: ReadInputs, extra: Iterable[Place]) -> Guards:
         """The guards of what was read, which expect the values of now.
@@ -231,13 +255,20 @@ class ReadRecord(PlaceRecord):
 
     def watch_new(self, value: Any, name: str) -> None:
         """Take snapshots of objects that capture has made, so that writes into them are found."""
+        before = self._reached.keys() | ()
         self.snapshots.snapshot_new(value, name, self._reached)
+        self._made_anew |= self._reached.keys() - before
 
     # -- attributes --------------------------------------------------------------------------------
 
     def read_attribute(self, owner: Any, name: str) -> None:
         """Record that an attribute is read, the first time."""
-        if self._is_paused or id(owner) not in self._objects:
+        if self._is_paused:
+            return
+        if id(owner) not in self._objects:
+            if id(owner) in self._modules:
+                with self.without_recording():
+                    self._read_of_module(owner, name)
             return
         known = self._objects[id(owner)]
         if name in known.names:
@@ -260,6 +291,35 @@ class ReadRecord(PlaceRecord):
                     self._record_read(known, name)
         finally:
             self._read_by_library = before
+
+    def _read_of_module(self, module: types.ModuleType, name: str) -> None:
+        """Record that an attribute of a module of the user's is read."""
+        held, called = dict_of(module), self._modules[id(module)][1]
+        key = held.get("__name__")
+        if self._finds_modules and sys.modules.get(key) is module:
+            _read_module(self, key)
+        if name == "__dict__":
+            _read_all_names(self, module, called)
+        elif not name.startswith("__") and not Substitutes.has(held.get(name)):
+            value = self.snapshots.value_before(held, name)
+            self.read_place(Place(f"{called}.{name}", held, name), value)
+
+    def instrument_module(self, module: Any, name: str) -> None:
+        """Have a module of the user's tell what is read of it."""
+        if not isinstance(module, types.ModuleType) or id(module) in self._modules:
+            return
+        if is_user_module(dict_of(module).get("__name__")) and instrument_module(module):
+            self._modules[id(module)] = module, name
+            self.snapshots.snapshot_namespace(module, name)
+            if self._reads_unseen:
+                _read_all_names(self, module, name)
+
+    def find_modules(self) -> None:
+        """Have all modules of the user's tell what is read of them: code finds them by name."""
+        if not self._finds_modules:
+            self._finds_modules = True
+            for name, module in [*sys.modules.items()]:
+                self.instrument_module(module, f"sys.modules[{name!r}]")
 
     def _record_read(self, known: _ReachedObject, name: str) -> None:
         owner, called, held = known.value, f"{known.name}.{name}", dict_of(known.value)
@@ -350,6 +410,7 @@ class ReadRecord(PlaceRecord):
         elif isinstance(value, types.ModuleType):
             read_ambient(self, value.__name__)
             self.snapshots.snapshot_namespace(value, name)
+            self.instrument_module(value, name)
             self.reach_namespace(value, name)
             if value.__name__ == "os" and self._reads_ahead:
                 read_environment_of(self, self._constants)
@@ -372,6 +433,8 @@ class ReadRecord(PlaceRecord):
             self.reach_value(value.__func__, name)
         elif isinstance(value, (types.BuiltinMethodType, types.MethodWrapperType)):
             read_ambient(self, getattr(value, "__module__", None))
+            if value in _READERS:
+                self._ask_all_names()
             refuse_if_random(self, value, name)
             if not isinstance(value.__self__, (types.ModuleType, type)):
                 self.reach_value(value.__self__, f"the owner of {name}")
@@ -576,6 +639,8 @@ class ReadRecord(PlaceRecord):
                     self._read_builtin(name, variables)
                 elif reflects(code):
                     _read_all_names(self, value, name)
+                if value is importlib.import_module:
+                    _read_modules(self, code)
         self._read_libraries(code, variables)
         if "type" in global_names(code) and not self._types_read:
             self._types_read = True
@@ -660,7 +725,7 @@ class ReadRecord(PlaceRecord):
                 value = held.get(key)
                 if isinstance(value, (type, types.ModuleType, types.FunctionType)):
                     self.snapshots.snapshot_namespace(value, called)
-                if value is sys.modules:
+                if value is sys.modules or value is importlib.import_module:
                     _read_modules(self, code)
                 if key in held and value is not sys.modules:
                     self.read_place(Place(called, held, key), value, shallow=True)
@@ -715,11 +780,16 @@ class ReadRecord(PlaceRecord):
             self._reads_unseen = True
             for known in list(self._objects.values()):
                 self._reach_unseen(known)
+            for module, name in list(self._modules.values()):
+                _read_all_names(self, module, name)
 
     def _reach_unseen(self, known: _ReachedObject) -> None:
         self.reach_class(type(known.value))
         self.reach_namespace(known.value, known.name)
 
+
+_READERS = (getattr, hasattr, vars, dir)
+"""Functions that read attributes by any name, if code has them as values."""
 
 _UNSEEN_READS = frozenset(("__getattribute__", "getattr_static"))
 """Names of functions that read an attribute past the `__getattribute__` of a class."""
@@ -866,6 +936,8 @@ def _read_modules(record: ReadRecord, code: CodeType) -> None:
     if not spelled:
         names = functools.partial(tuple, sys.modules)
         record.read_place(place_of_answer("sys.modules", names, sys.modules), shallow=True)
+    # The name may come of anywhere: each module tells what is read of it.
+    record.find_modules()
 
 
 def _read_module(record: ReadRecord, key: str) -> None:

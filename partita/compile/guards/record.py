@@ -551,6 +551,37 @@ def _make_recording_getter(kind: type) -> Callable[[Any, str], Any]:
     return __getattribute__
 
 
+_RecordedModule: Any = type(
+    "module",
+    (types.ModuleType,),
+    {"__getattribute__": _make_recording_getter(types.ModuleType)},
+)
+_INSTALLED_IN: collections.Counter[int] = collections.Counter()  # by id of a module: captures
+
+
+def instrument_module(module: types.ModuleType) -> bool:
+    """Have a module tell what is read of it, as `instrument` does; `uninstrument_module` undoes it.
+
+    Returns:
+        Whether that is possible: not for modules with a class of their own.
+    """
+    with _LOCK:
+        if type(module) is types.ModuleType:
+            module.__class__ = _RecordedModule
+        if type(module) is _RecordedModule:
+            _INSTALLED_IN[id(module)] += 1
+        return type(module) is _RecordedModule
+
+
+def uninstrument_module(module: types.ModuleType) -> None:
+    """Undo `instrument_module`, once."""
+    with _LOCK:
+        _INSTALLED_IN[id(module)] -= 1
+        if not _INSTALLED_IN[id(module)]:
+            del _INSTALLED_IN[id(module)]
+            module.__class__ = types.ModuleType
+
+
 def count_own_attributes(kind: type) -> int:
     """The number of attributes of a class, without what `instrument` has added."""
     held = vars(kind)

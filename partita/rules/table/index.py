@@ -457,6 +457,14 @@ def _picked_rule(input: Arg, pattern: Any, *tensors: Any) -> KernelRule | None:
 # -- rows of a table -------------------------------------------------------------------------------
 
 
+def _look_up(weight: Any, index: Any, padding_idx: Any = None) -> Any:
+    """The rows of `index`, for which torch has no second derivative where there are none."""
+    if index.numel():
+        return F.embedding(index, weight, padding_idx)
+    one = F.embedding(index.new_zeros(1), weight, padding_idx)
+    return one[:0].view(*index.shape, weight.shape[1])
+
+
 def _rows_of(weight: Any, index: Any, piece: Any, padding_idx: Any) -> Any:
     """Rows of this rank's piece of the table, 0 for what is not in it."""
     offset, length, size = piece
@@ -464,14 +472,14 @@ def _rows_of(weight: Any, index: Any, piece: Any, padding_idx: Any) -> Any:
     if not length:
         return connected_zeros(weight, (*index.shape, weight.shape[1]))
     if padding_idx is None:
-        rows = F.embedding(at, weight)
+        rows = _look_up(weight, at)
     elif isinstance(offset, torch.Tensor):
         # Which rank has the row that gets no gradient is nothing that a graph of all ranks may say.
-        rows = F.embedding(at, weight)
+        rows = _look_up(weight, at)
         rows = torch.where((index == padding_idx % size).unsqueeze(-1), rows.detach(), rows)
     else:
         row = padding_idx % size - offset
-        rows = F.embedding(at, weight, row if 0 <= row < length else None)
+        rows = _look_up(weight, at, row if 0 <= row < length else None)
     return rows.masked_fill(away.unsqueeze(-1), 0)
 
 
@@ -512,10 +520,12 @@ def embedding(
             return _rows_of(weight, input, call.pieces["v"], padding_idx)
 
         def dense(input: Any, weight: Any, padding_idx: Any = None, *_: Any, **__: Any) -> Any:
-            return call.run(input, weight, padding_idx)
+            return _look_up(weight, input, padding_idx)
 
+        if call.is_split("v"):
+            return run
         # A layout speaks of tensors with strides: a gradient is dense, whatever `sparse` asks for.
-        return run if call.is_split("v") else dense if sparse else None
+        return dense if sparse or 0 in call.outputs[0] else None
 
     return KernelRule("[...] * v d -> ... d", make_embedding_kernel)
 

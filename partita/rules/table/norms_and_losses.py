@@ -157,7 +157,8 @@ def _make_loss_kernel(at: int, reduction: int, count: int, call: KernelCall) -> 
             kwargs["reduction"] = SUM
         total = call.run(*args, **kwargs)
         if not args[0].numel():  # some of torch's kernels leave the sum of nothing unwritten
-            return torch.zeros_like(total)
+            # With its history: a second derivative must make the moves of other ranks.
+            return total.masked_fill(torch.ones((), dtype=torch.bool, device=total.device), 0)
         return total / count if reduction == MEAN else total
 
     return share if call.pieces and count else None

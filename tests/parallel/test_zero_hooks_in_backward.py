@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import partita as pt
+from partita.parallel.fsdp_group import FsdpGroup
 
 # Where a checkpoint runs within another one's forward, which records nothing.
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
@@ -290,3 +291,40 @@ def test_a_hook_that_is_set_after_the_forward_is_refused_where_its_order_is_not_
         torch.testing.assert_close(program(calls), train_in_one_process(calls, "step"))
     with pytest.raises(pt.LayoutError, match="before the forward"):
         program("checkpoint, direct")
+
+
+def test_blocks_are_gathered_again_in_the_order_of_the_pass_around(monkeypatch):
+    """The ranks' sets differ in their order: collectives must not follow it."""
+
+    class Call:
+        def __init__(self, name, gathered):
+            self.name, self.gathered = name, gathered
+
+        def gather_again(self):
+            self.gathered.append(self.name)
+
+    def body(mesh):
+        model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(20)])
+        zero = pt.zero(model, mesh, blocks=list(model)).__dict__["_zero"]
+        gathered, expected = [], []
+
+        def enter_nested_pass(_):
+            for group in reversed(zero.groups):
+                zero.release_after_backward(group)
+                expected.append((group.name, 0))
+                for call in range(10):
+                    group.calls_in_backward.update({Call((group.name, call), gathered): None})
+            nested.backward()
+
+        inner = torch.ones(1, requires_grad=True)
+        inner.register_hook(lambda _: zero.pass_at_work() and None)
+        nested = inner.sum()
+        x = torch.ones(1, requires_grad=True)
+        x.register_hook(enter_nested_pass)
+        x.sum().backward()
+        return gathered, expected
+
+    monkeypatch.setattr(FsdpGroup, "is_current", False)  # hooks have written all
+    with pt.ranks(dp=2) as world:
+        for gathered, expected in world.run(body):
+            assert gathered == expected

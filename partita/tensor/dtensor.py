@@ -480,7 +480,9 @@ class _Moved(torch.autograd.Function):
 def _move_with_gradient(
     x: torch.Tensor, moves: Plan, wire: Wire, op: str, reason: str
 ) -> torch.Tensor:
-    if torch.is_grad_enabled() and x.requires_grad:
+    if not torch.is_grad_enabled():
+        return carry_all(moves, x, wire, op, reason)
+    if x.requires_grad:
         return _Moved.apply(x, moves, wire, op, reason)
     with torch.no_grad():
         return _carry_to_write(moves, x, wire, op, reason)

@@ -24,6 +24,12 @@ NOT_HERE = {
 """Settings that torch does not change on every machine: of cuDNN, of Intel's GPUs, of others."""
 
 
+@pytest.fixture(autouse=True)
+def settable(monkeypatch):
+    """Lets settings be changed: torch's own test utilities, which other tests import, forbid it."""
+    monkeypatch.setattr(torch.backends, "__allow_nonbracketed_mutation_flag", True)
+
+
 def others_than(value: Any) -> list[Any]:
     """Values that a setting may take, where it has this one now."""
     if isinstance(value, bool) or value is None:

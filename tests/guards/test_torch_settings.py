@@ -27,7 +27,7 @@ NOT_HERE = {
 @pytest.fixture(autouse=True)
 def settable(monkeypatch):
     """Lets settings be changed: torch's own test utilities, which other tests import, forbid it."""
-    monkeypatch.setattr(torch.backends, "__allow_nonbracketed_mutation_flag", True)
+    monkeypatch.setattr(torch.backends, "_FLAGS_FROZEN", False)
 
 
 def others_than(value: Any) -> list[Any]:

@@ -27,7 +27,8 @@ NOT_HERE = {
 @pytest.fixture(autouse=True)
 def settable(monkeypatch):
     """Lets settings be changed: torch's own test utilities, which other tests import, forbid it."""
-    monkeypatch.setattr(torch.backends, "_FLAGS_FROZEN", False)
+    flags = torch.backends.flags_frozen.__globals__
+    monkeypatch.setitem(flags, "__allow_nonbracketed_mutation_flag", True)
 
 
 def others_than(value: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Does a run go on as if nothing had happened, with every optimizer that is installed?
+"""A check of resumed runs, with every optimizer that is installed.
 
     pip install --no-deps --target site schedulefree pytorch_optimizer
     PYTHONPATH=site python bench/resume_optimizers.py [--stage 3] [--only NAME]
@@ -38,8 +38,8 @@ import partita as pt
 
 MODULES = "torch.optim", "schedulefree", "pytorch_optimizer"
 _WAYS = "plain", "graph", "closure"
-"""How a step is called. SAM and its like want gradients before `step(closure)`: otherwise they use
-those that the step before has left, which are no state and in no checkpoint."""
+"""The ways to call a step. SAM and similar optimizers need gradients before `step(closure)`.
+Without them they use the gradients of the step before, which no checkpoint contains."""
 
 
 def main() -> None:
@@ -71,7 +71,7 @@ def find_optimizers() -> Iterator[tuple[str, type]]:
 
 
 def find_makers(kind: type) -> list[Callable[[nn.Module], Any]]:
-    """What makes an optimizer of a model, by each of the usual signatures."""
+    """Returns functions that make an optimizer of a model, one for each usual signature."""
 
     def base(model: nn.Module) -> Any:
         return torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -105,7 +105,7 @@ def find_makers(kind: type) -> list[Callable[[nn.Module], Any]]:
 
 
 class InFloat64(TorchFunctionMode):
-    """Has what asks for bfloat16 get float64. Counts how often."""
+    """Replaces bfloat16 by float64 in all calls of torch, and counts the calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class InFloat64(TorchFunctionMode):
 
 
 def compare(kind: type, stage: int) -> str:
-    """What becomes of a run with this optimizer that is interrupted."""
+    """Returns how an interrupted run with this optimizer compares with an uninterrupted one."""
     makers, failed = [], Exception()
     for make in find_makers(kind):
         try:
@@ -182,7 +182,7 @@ def run(ranks: int, program: Callable[[Any], Any]) -> Any:
 
 @dataclass(frozen=True)
 class Case:
-    """What is run: an optimizer, the way in which it is called, and where."""
+    """A training run: its optimizer, how a step is called, the stage and the ranks."""
 
     make: Callable[[nn.Module], Any]
     way: str

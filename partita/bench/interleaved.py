@@ -114,13 +114,13 @@ class _Team:
             theirs.close()
             self._ends.append(ours)
             self._processes.append(process)
-        self.names: list[str] = self._receive()[0]
+        self.names: list[str] = self._receive_answers()[0]
 
     def time_step(self, name: str) -> list[float]:
         """Returns the seconds that a step of one way takes on each rank."""
         for end in self._ends:
             end.send(name)
-        return self._receive()
+        return self._receive_answers()
 
     def end(self) -> None:
         for end in self._ends:
@@ -128,7 +128,7 @@ class _Team:
         for process in self._processes:
             process.join()
 
-    def _receive(self) -> list[Any]:
+    def _receive_answers(self) -> list[Any]:
         answers: dict[int, Any] = {}
         while len(answers) < len(self._ends):
             left = {end: i for i, end in enumerate(self._ends) if i not in answers}
@@ -194,8 +194,8 @@ def in_turns(
     Args:
         warm: the number of calls of each step that are not timed.
         together: waits for the other ranks.
-        calls: the number of calls in a turn, of which the mean is taken. A small step that is
-            called once finds the processor's caches full of the code and data of others.
+        calls: the number of calls in a turn; their mean counts. If a small step is called once,
+            the code and data of other steps fill the processor's caches.
     """
     _warm_up(steps, warm, True)
     seconds: dict[str, list[float]] = {name: [] for name in steps}

@@ -57,7 +57,7 @@ from .optimizer_state import is_list_of_parameters
 from .state import OpenedState, open_state
 
 
-# torch.distributed.checkpoint calls these methods of a tensor of which a rank holds a piece.
+# torch.distributed.checkpoint calls these methods of a sharded tensor.
 def _create_write_items(self: DTensor, fqn: str, object: Any) -> list[Any]:
     from .dcp_format import write_items  # it takes half a second
 

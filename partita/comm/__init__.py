@@ -34,7 +34,6 @@ from .agreement import remember_agreed as remember_agreed
 from .agreement import unpack as unpack
 from .collective import PendingWork as PendingWork
 from .collective import Request as Request
-from .collective import run_in_one_process as run_in_one_process
 from .device import enabled_autocast_dtypes as enabled_autocast_dtypes
 from .device import read_autocast_state as read_autocast_state
 from .device import switch_off as switch_off
@@ -66,6 +65,7 @@ from .meshes import sizes_of_mesh as sizes_of_mesh
 from .meshes import wire_of as wire_of
 from .move_steps import identity_of_reduction as identity_of_reduction
 from .ranks import ranks as ranks
+from .ranks import run_in_one_process as run_in_one_process
 from .torch_distributed import Piece as Piece
 from .torch_distributed import Region as Region
 from .torch_distributed import after_import as after_import

@@ -392,30 +392,3 @@ torch.library.register_fake("partita::sum_of_shares", _shape_of_sum, lib=_librar
 all_gather = torch.ops.partita.all_gather.default
 all_to_all = torch.ops.partita.all_to_all.default
 sum_of_shares = torch.ops.partita.sum_of_shares.default
-
-
-def run_in_one_process(
-    target: Any, values: Sequence[torch.Tensor], args: Sequence[Any]
-) -> list[torch.Tensor]:
-    """What each member of a group gets from a collective of a graph, where one process holds the
-    values of all members.
-
-    Args:
-        values: each member's, in the group's order.
-        args: of the call in the graph.
-    """
-    kind, count = {all_gather: ALL_GATHER, all_to_all: ALL_TO_ALL}.get(target, target), len(values)
-    if kind is ALL_GATHER:
-        return [torch.cat([*values]) for _ in values]
-    if kind is BROADCAST:
-        return [values[args[1]].clone() for _ in values]
-    if kind is ALL_TO_ALL and target is all_to_all:
-        pieces = [x.chunk(count) for x in values]
-        return [torch.cat([piece[i] for piece in pieces]) for i in range(count)]
-    total = getattr(torch.stack([*values]), {"sum": "sum", "max": "amax", "min": "amin"}[args[1]])(
-        0
-    )
-    if kind is REDUCE_SCATTER:
-        return [x.clone() for x in total.chunk(count)]
-    assert kind is ALL_REDUCE, target
-    return [total.to(values[0].dtype, copy=True) for _ in values]

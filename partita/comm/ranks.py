@@ -510,6 +510,18 @@ _PERFORM: dict[str, Action] = {
 }
 
 
+def run_in_one_process(
+    request: Request, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
+) -> None:
+    """Run a collective of a group whose members' tensors are all in this process.
+
+    Args:
+        xs, outs: each member's operand and result, contiguous, in the group's order.
+    """
+    flat = [(out.view(-1), x.view(-1), request) for x, out in zip(xs, outs, strict=True)]
+    _PERFORM[request.kind](flat)
+
+
 def ranks(**axes: int) -> World:
     """Ranks of one process, `ranks(dp=2, tp=2)`: a world whose `run` calls a function on each.
 

@@ -330,7 +330,8 @@ class MoveHistory:
     """The collectives that this rank has begun among some ranks: how many, a digest, the last.
 
     Attributes:
-        new: those that `count`, `digest` and `last` lack, because nobody has read these since.
+        new: the collectives that `count`, `digest` and `last` do not include yet; the next read
+            adds them.
     """
 
     def __init__(self) -> None:

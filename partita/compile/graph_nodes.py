@@ -13,6 +13,7 @@ and equal parts are one section:
 from __future__ import annotations
 
 import functools
+import math
 import operator
 import struct
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -25,7 +26,17 @@ import torch
 from torch import fx
 from torch.fx import _lazy_graph_module
 
-from partita.comm.collective import all_gather, all_to_all
+from partita.comm import Request
+from partita.comm.collective import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    BROADCAST,
+    REDUCE_SCATTER,
+    Splits,
+    all_gather,
+    all_to_all,
+)
 from partita.tensor.op_facts import OpFacts, declare_facts, facts_of
 
 _COPY = torch.ops.aten.copy_.default
@@ -263,16 +274,47 @@ def nbytes_of(node: fx.Node) -> int:
     return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
 
 
+COLLECTIVES: dict[Any, str] = {
+    ALL_GATHER: "all_gather",
+    all_gather: "all_gather",
+    all_to_all: "all_to_all",
+    REDUCE_SCATTER: "reduce_scatter",
+    ALL_REDUCE: "all_reduce",
+    ALL_TO_ALL: "all_to_all",
+    BROADCAST: "broadcast",
+}
+"""By each collective of a graph, the kind of request that runs it on a wire."""
+
+
 def is_collective(node: fx.Node) -> bool:
-    """Is it a collective that sends?"""
+    """True for a collective that sends."""
     return node.op == "call_function" and _sends(node.target)
 
 
 @functools.lru_cache(maxsize=4096)
 def _sends(target: Any) -> bool:
-    """Do calls of `target` send?"""
+    """True if calls of `target` send."""
     named = getattr(target, "namespace", "") == "_c10d_functional"
     return (named and "wait_tensor" not in str(target)) or target in (all_gather, all_to_all)
+
+
+def request_of_collective(node: fx.Node) -> Request:
+    """The request that runs a collective of a graph on a wire."""
+    args: Any = node.args
+    operand, *given, name = args
+    x, kind, more = operand.meta["val"], COLLECTIVES[node.target], dict[str, Any]()
+    if node.target is all_to_all:
+        even = Splits.evenly(given[0], x.numel() // given[0])
+        more = {"get": even, "send": even}
+    elif kind == "all_to_all":
+        each = math.prod(x.shape[1:])
+        got, sent = (Splits.of(sizes).times(each) for sizes in given)
+        more = {"get": got, "send": sent}
+    elif kind == "broadcast":
+        more = {"root": given[0]}
+    elif kind != "all_gather":
+        more = {"reduce_op": given[0]}
+    return Request(kind, None, name, **more)
 
 
 # -- order -----------------------------------------------------------------------------------------

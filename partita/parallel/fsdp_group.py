@@ -146,7 +146,7 @@ class FsdpGroup:
         calls_in_backward: the forwards whose backward has begun and not ended, as keys in this
             order. A set would be in another order on each rank, and gathers follow it.
         held_gradients: unsharded gradients that were kept, and the shards that they are of, by
-            number of the flat.
+            number of the flat and ids of its parameters.
         installed: the gathered parameters that the modules hold.
         gathered: the shards of what is gathered or under way; empty where nothing is.
         versions: of these shards when they were gathered, as autograd counts them.
@@ -167,7 +167,7 @@ class FsdpGroup:
         self.modules = block.modules
         self.depth = 0
         self.calls_in_backward: dict[Any, None] = {}
-        self.held_gradients: dict[int, tuple[Sequence[DTensor], PartialGradients]] = {}
+        self.held_gradients: dict[tuple[int, ...], tuple[Sequence[DTensor], PartialGradients]] = {}
         self.installed: list[InstalledParameter] = []
         self.versions: list[int] = []
         self.unseen_writes: list[int] = []
@@ -890,17 +890,20 @@ class Zero(ShardedState):
     def send_or_keep(
         self, group: FsdpGroup, k: int, shares: PartialGradients, counts: CallCounts
     ) -> None:
-        """Begin to reduce gradients of one flat buffer; or keep them under `no_sync`.
+        """Begin to reduce gradients of one flat buffer, with those that were kept before; or keep
+        them under `no_sync`.
 
         The user's hooks run in each backward pass, on what all ranks have summed: with hooks
         nothing is kept.
         """
         shards = counts.shards[group]
         params = [shards[i] for i in group.members[k]]
+        key = k, *map(id, params)
+        before = group.held_gradients.pop(key, None)
+        if before is not None:
+            shares = before[1].add(shares)
         if self.keeps_partial_gradients and self._may_keep(params):
-            before = group.held_gradients.get(k)
-            shares = shares if before is None else before[1].add(shares)
-            group.held_gradients[k] = shards, shares
+            group.held_gradients[key] = shards, shares
             self.holds_partial_gradients = True
         else:
             self.reduce(group, k, shares, counts, shards)
@@ -1039,10 +1042,10 @@ class Zero(ShardedState):
         self, groups: Sequence[FsdpGroup], counts: CallCounts | None
     ) -> None:
         for group in groups:
-            for k, (shards, shares) in list(group.held_gradients.items()):
+            for key, (shards, shares) in list(group.held_gradients.items()):
                 if counts is None or are_same(shards, counts.shards[group]):
-                    del group.held_gradients[k]
-                    self.reduce(group, k, shares, counts, shards)
+                    del group.held_gradients[key]
+                    self.reduce(group, key[0], shares, counts, shards)
 
     # -- after a step ------------------------------------------------------------------------------
 

@@ -262,7 +262,7 @@ def _step_as_plain(
     torch's kernels take lists of plain tensors a good deal faster than lists of a subclass.
 
     _Args:
-        originals: by a tensor that the optimizer updates, the parameter of which it is a part.
+        originals: maps each tensor that the optimizer updates to the parameter that holds it.
     """
     state = optimizer.state
     tensors = HERE.recorder.run_without_profiling(_list_tensors, optimizer, params)

@@ -185,7 +185,7 @@ class _RegionRun:
         key, tensors = self._make_key(kind.op, args, kwargs)
         event = self._enter_call(key, tensors)
         out = self._run_kernels(event, kind, args, kwargs, tensors)
-        return self._learn_outputs(event, out, tensors)
+        return self._note_outputs(event, out, tensors)
 
     def run_function(self, function: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
         """An `autograd.Function` (torch's compiled regions are such), a compiled step, or a region
@@ -194,7 +194,7 @@ class _RegionRun:
             return run()
         key, tensors = self._make_key(function, args, kwargs)
         event = self._enter_call(key, tensors)
-        return self._learn_outputs(event, self._run_opaque(event, tensors, run), tensors)
+        return self._note_outputs(event, self._run_opaque(event, tensors, run), tensors)
 
     def run_one_call(self, function: OneCall, args: Any, kwargs: Any) -> Any:
         """A function that `one_call` marked: one call if it is kept, else the calls inside."""
@@ -205,10 +205,10 @@ class _RegionRun:
         if not self._is_one_call(key):
             return run()
         event = self._enter_call(key, tensors)
-        return self._learn_outputs(event, self._run_opaque(event, tensors, run), tensors)
+        return self._note_outputs(event, self._run_opaque(event, tensors, run), tensors)
 
-    def _learn_outputs(self, event: RecordedCall, out: Any, tensors: list[torch.Tensor]) -> Any:
-        self.producers.learn_outputs(out, event.number, tensors)
+    def _note_outputs(self, event: RecordedCall, out: Any, tensors: list[torch.Tensor]) -> Any:
+        self.producers.note_outputs(out, event.number, tensors)
         return out
 
     def _count_redistribution(self, op: str, what: Any, x: torch.Tensor) -> Any:
@@ -306,7 +306,7 @@ class ForwardRecord(_RegionRun):
     def _enter_call(self, key: Key, tensors: list[torch.Tensor]) -> RecordedCall:
         event = self._record_event(key)
         for i, t in enumerate(tensors):
-            if self.producers.of(t) is None:
+            if self.producers.find(t) is None:
                 held, version = _find_source(t)
                 event.reads += ((i, weakref.ref(held), version),)
         return event
@@ -368,10 +368,10 @@ class ForwardRecord(_RegionRun):
             function.title, function, key, None, False
         )
 
-    def _learn_outputs(self, event: RecordedCall, out: Any, tensors: list[torch.Tensor]) -> Any:
+    def _note_outputs(self, event: RecordedCall, out: Any, tensors: list[torch.Tensor]) -> Any:
         if self._names is not None:
             self._names.note_maker(event, out)
-        return super()._learn_outputs(event, out, tensors)
+        return super()._note_outputs(event, out, tensors)
 
     def _is_result_kept(self, event: RecordedCall, op: str, function: Any) -> tuple[bool, bool]:
         """(Is the call's result kept? If not, may it be, once it is named or measured?)"""
@@ -432,7 +432,7 @@ class ForwardRecord(_RegionRun):
 
     def announce_write(self, one: torch.Tensor) -> None:
         """`one` is about to be written."""
-        if self.producers.of(one) is None:
+        if self.producers.find(one) is None:
             self._note_write(one)
         else:
             with Local():
@@ -447,7 +447,7 @@ class ForwardRecord(_RegionRun):
     def _note_write(self, t: torch.Tensor) -> None:
         """Note a write to a buffer from outside of this region, and of those around it."""
         self.ambient.writes.note(t)
-        if isinstance(self._around, ForwardRecord) and self._around.producers.of(t) is None:
+        if isinstance(self._around, ForwardRecord) and self._around.producers.find(t) is None:
             self._around._note_write(t)
 
     # -- what autograd saves -----------------------------------------------------------------------

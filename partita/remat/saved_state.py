@@ -187,7 +187,7 @@ class RegionInputs:
             for i, known in enumerate(tensors):
                 if known is t:
                     return _InputPlace(i)
-            producers.learn(t, ("input", len(tensors)))
+            producers.note(t, ("input", len(tensors)))
             tensors.append(t)
             return _InputPlace(len(tensors) - 1)
 
@@ -213,7 +213,7 @@ class RegionInputs:
                 t.requires_grad_(requires_grad)
             if spec is not None:
                 tagged(t, spec)
-            producers.learn(t, ("input", i))
+            producers.note(t, ("input", i))
         args, kwargs = replace_instances(
             self._emptied, _InputPlace, lambda place: saved[place.number]
         )

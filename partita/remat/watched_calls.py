@@ -266,10 +266,10 @@ class TensorProducers:
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], Producer]] = {}
         self._first = first
 
-    def learn(self, t: torch.Tensor, producer: Producer) -> None:
+    def note(self, t: torch.Tensor, producer: Producer) -> None:
         self._known[id(t)] = (weakref.ref(t), producer)
 
-    def learn_outputs(self, out: Any, number: int, inputs: list[torch.Tensor]) -> None:
+    def note_outputs(self, out: Any, number: int, inputs: list[torch.Tensor]) -> None:
         """Note that call `number` made the tensors in `out`, except those that are its inputs."""
         for k, one in enumerate((out,) if isinstance(out, torch.Tensor) else tensors_in(out)):
             for t in inputs:  # not by a generator, which takes longer
@@ -278,11 +278,11 @@ class TensorProducers:
             else:
                 self._known[id(one)] = (weakref.ref(one), ("call", number, k))
 
-    def of(self, t: torch.Tensor) -> Producer | None:
+    def find(self, t: torch.Tensor) -> Producer | None:
         found = self._known.get(id(t))
         if found is not None and found[0]() is t:
             return found[1]
-        return None if self._first is None else self._first.of(t)
+        return None if self._first is None else self._first.find(t)
 
     def forget_the_dead(self) -> None:
         """After the run: drop tensors that are freed, which cannot be met again."""
@@ -303,7 +303,7 @@ def _make_argument_key(value: Any, producers: TensorProducers, tensors: list[tor
         return value if value == value else "nan"
     if isinstance(value, torch.Tensor):
         tensors.append(value)
-        producer: Any = producers.of(value)
+        producer: Any = producers.find(value)
         with Local():
             if producer is None and value.requires_grad and value.is_leaf:
                 producer = ("leaf", id(value))  # a parameter is itself

@@ -478,6 +478,7 @@ class NodeOfPieces:
         leaf = getattr(self.node, "variable", None)
         if not isinstance(leaf, DTensor):
             raise _make_node_error(self.node.name())
+        _show_gradient(leaf)  # what came before is none of the hook's
         own_state(leaf).has_node_hooks = True
         return leaf
 

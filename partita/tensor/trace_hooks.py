@@ -1,4 +1,4 @@
-"""Trace hooks: what tensors, optimizers and regions report, of which a capture makes nodes.
+"""Trace hooks: what tensors, optimizers and regions report to a capture, which makes nodes of it.
 
 `HERE.recorder` has the hooks of this thread. These do what eager code does; a capture installs its
 own (`compile.capture.recorder`), so that no room below knows what a capture is.
@@ -47,8 +47,8 @@ class TraceHooks:
 
         Args:
             run: makes it.
-            originals: by a tensor that it updates, the parameter of which that is a part; without
-                those that are parameters.
+            originals: maps each tensor that it updates to the parameter that holds it; a
+                parameter itself has no entry.
         """
         run()
 

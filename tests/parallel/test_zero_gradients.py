@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -97,8 +99,16 @@ def clamp(p):
     p.grad.clamp_(-0.01, 0.01)
 
 
+def hook_node(p):
+    """A hook before the node that accumulates the gradient; its handle, which keeps the node."""
+    node = p.view_as(p).grad_fn.next_functions[0][0]
+    handle = node.register_prehook(lambda grads: (grads[0].clamp(-0.01, 0.01),))
+    return SimpleNamespace(node=node, remove=handle.remove)
+
+
 HOOKS = {
     "hook": lambda p: p.register_hook(lambda g: g.clamp(-0.01, 0.01)),
+    "hook of the node": hook_node,
     "halving": lambda p: p.register_post_accumulate_grad_hook(halve),
     "clamping": lambda p: p.register_post_accumulate_grad_hook(clamp),
 }
@@ -125,6 +135,27 @@ def test_hooks_run_once_in_each_backward_pass_under_no_sync(when, hook, stage):
         return gradients_of(model)
 
     run(program, stage)
+
+
+def test_gradients_kept_under_no_sync_are_sent_with_those_of_the_next_pass():
+    def body(mesh, kept):
+        model = pt.zero(mlp(), mesh, stage=3)
+        x = pt.distribute_tensor(X, mesh, [pt.Shard(0)])
+        with pt.ledger() as log:
+            with pt.no_sync(model):
+                for _ in range(kept):
+                    loss_of(model, x).backward()
+            loss_of(model, x).backward()
+        return log.count("reduce_scatter"), [p.grad.full_tensor() for p in model.parameters()]
+
+    with pt.ranks(dp=2) as world:
+        count, grads = world.run(body, 2)[0]
+        assert count == world.run(body, 0)[0][0] > 0
+    model = mlp()
+    for _ in range(3):
+        loss_of(model, X).backward()
+    for p, grad in zip(model.parameters(), grads, strict=True):
+        torch.testing.assert_close(grad, p.grad)
 
 
 class Unused(nn.Module):

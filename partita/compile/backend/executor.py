@@ -13,7 +13,6 @@ were compiled, the code calls these, and constants are inputs of theirs.
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,20 +25,10 @@ import torch
 from torch import fx
 
 from partita.comm import PendingWork, Request, Wire
-from partita.comm.collective import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    ALL_TO_ALL,
-    BROADCAST,
-    REDUCE_SCATTER,
-    WAIT,
-    Splits,
-    all_gather,
-    all_to_all,
-)
+from partita.comm.collective import ALL_REDUCE, WAIT, all_gather
 from partita.comm.device import new_empty
 
-from ..graph_nodes import Section, note_of, section_of
+from ..graph_nodes import COLLECTIVES, Section, note_of, request_of_collective, section_of
 from ..program import Axes, Call, Groups
 
 SectionCall = Callable[[list[Any]], Sequence[torch.Tensor]]
@@ -183,7 +172,7 @@ class GraphWriter:
                 is_begun = node.args[0] in self._under_way
                 wait = self.bind(_wait_for_collective) if is_begun else ""
                 return f"{name} = {wait}({args[0]})"
-            if target in _COLLECTIVES:
+            if target in COLLECTIVES:
                 target, args = self._make_collective(node), args[:1]
         args += [f"{k}={self.text(v)}" for k, v in node.kwargs.items()]
         return f"{name} = {self.bind(_WITHOUT_STRIDES.get(str(target), target))}({', '.join(args)})"
@@ -191,7 +180,7 @@ class GraphWriter:
     def _make_collective(self, node: fx.Node) -> Callable[[torch.Tensor], Any]:
         """What runs a collective, of its operand."""
         wire, axes = self.groups[str(node.args[-1])]  # type: ignore[index]
-        request = _request_of(node)
+        request = request_of_collective(node)
         if request.kind in _IN_PLACE:
             if _may_be_under_way(node, wire, axes):
                 self._under_way.add(node)
@@ -243,38 +232,8 @@ _WITHOUT_STRIDES = dict.fromkeys(["aten.view.default", "aten._unsafe_view.defaul
 # -- collectives -----------------------------------------------------------------------------------
 
 
-_COLLECTIVES: dict[Any, str] = {
-    ALL_GATHER: "all_gather",
-    all_gather: "all_gather",
-    all_to_all: "all_to_all",
-    REDUCE_SCATTER: "reduce_scatter",
-    ALL_REDUCE: "all_reduce",
-    ALL_TO_ALL: "all_to_all",
-    BROADCAST: "broadcast",
-}
-"""By each collective of a graph the kind that a wire runs."""
-
 _IN_PLACE = ("all_reduce", "broadcast")
 """Those that a wire runs in the memory of their operand."""
-
-
-def _request_of(node: fx.Node) -> Request:
-    """What a collective asks of a wire."""
-    args: Any = node.args
-    operand, *given, name = args
-    x, kind, more = operand.meta["val"], _COLLECTIVES[node.target], dict[str, Any]()
-    if node.target is all_to_all:
-        even = Splits.evenly(given[0], x.numel() // given[0])
-        more = {"get": even, "send": even}
-    elif kind == "all_to_all":
-        each = math.prod(x.shape[1:])
-        got, sent = (Splits.of(sizes).times(each) for sizes in given)
-        more = {"get": got, "send": sent}
-    elif kind == "broadcast":
-        more = {"root": given[0]}
-    elif kind != "all_gather":
-        more = {"reduce_op": given[0]}
-    return Request(kind, None, name, **more)
 
 
 def _run_into_new(

@@ -214,14 +214,14 @@ Answer = bool | float
 """To the question whether something is true, or which number a value is."""
 
 
-def _encode(answer: Answer) -> int:
+def _encode_answer(answer: Answer) -> int:
     """An answer as the graph gives it: of a float the bits."""
     return (
         struct.unpack("<q", struct.pack("<d", answer))[0] if type(answer) is float else int(answer)
     )
 
 
-def _decode(found: int, like: Answer) -> Answer:
+def _decode_answer(found: int, like: Answer) -> Answer:
     """The answer, of the type of `like`, that a graph has given."""
     if type(like) is float:
         return float(struct.unpack("<d", struct.pack("<q", found))[0])
@@ -315,18 +315,18 @@ class Answers:
 
     def compare_numbers(self, found: Sequence[int]) -> OtherAnswers | None:
         """The other answers where numbers, which are computed before a run, are others."""
-        values = [*map(_encode, self.values)]
+        values = [*map(_encode_answer, self.values)]
         for i, value in zip(self.numeric, found, strict=True):
             values[i] = value
         return self.compare(values)
 
     def compare(self, found: Sequence[int]) -> OtherAnswers | None:
-        """The other answers of a run; None where `found`, as the graph gives them, are these."""
-        if [*map(_encode, self.values)] == [*found]:
+        """Returns the answers that the graph found, `found`; None if they are the expected ones."""
+        if [*map(_encode_answer, self.values)] == [*found]:
             return None
         pairs = [*zip(self.values, found, strict=True)]
-        first = next(i for i, (expected, n) in enumerate(pairs) if _encode(expected) != n)
-        answers = tuple([_decode(n, expected) for expected, n in pairs])
+        first = next(i for i, (expected, n) in enumerate(pairs) if _encode_answer(expected) != n)
+        answers = tuple([_decode_answer(n, expected) for expected, n in pairs])
         return OtherAnswers(answers, first + 1, self.lines[first], self.values[first])
 
 
@@ -492,7 +492,7 @@ def gate_writes(graph: fx.Graph, answers: Sequence[Answer]) -> None:
         numbers = [_make_integer(make, v) for v in found]
         answers_found = make(_aten.stack.default, numbers)
         if copies:
-            pairs = zip(numbers, map(_encode, answers), strict=True)
+            pairs = zip(numbers, map(_encode_answer, answers), strict=True)
             held = [make(_aten.eq.Scalar, v, a) for v, a in pairs]
             all_hold = make(_aten.all.default, make(_aten.stack.default, held))
     for copy in copies:

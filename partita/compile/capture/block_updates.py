@@ -113,7 +113,7 @@ class BlockUpdates:
 
         Args:
             run: calls the optimizer's own step.
-            originals: by a tensor that the optimizer updates, the parameter of which it is a part.
+            originals: maps each tensor that the optimizer updates to the parameter that holds it.
 
         Raises:
             NotABlock: updates of this optimizer cannot be blocks.

@@ -646,7 +646,7 @@ class CaptureRun:
         except BaseException:
             known = self._ids_known()
             for write in [*self.record.snapshots.find_writes()]:
-                if _counts(write, known):
+                if _must_be_kept(write, known):
                     write.undo()
             raise
         for write in self._tensor_writes:
@@ -686,7 +686,7 @@ class CaptureRun:
         slots = {slot.identity for slot in seen}
         self._known = self._ids_known()
         for write in self.record.snapshots.find_writes():
-            if write.place.identity in slots or not _counts(write, self._known):
+            if write.place.identity in slots or not _must_be_kept(write, self._known):
                 continue
             if is_filled(write.after):
                 if is_held(write.after, slots):  # another container, which was there before
@@ -797,7 +797,7 @@ def _noting_blocks(
         del tracer.call_module
 
 
-def _counts(write: Write, known: set[int]) -> bool:
+def _must_be_kept(write: Write, known: set[int]) -> bool:
     """True if a write is the user's, or leaves a tensor in an object of a library."""
     if not write.is_of_library:
         return True

@@ -116,7 +116,7 @@ class StepBlocks:
 
     def fold(self) -> bool:
         """Replace equal blocks by calls of one program; returns whether there are any."""
-        groups = self._plan()  # all of it, before the first node is replaced
+        groups = self._plan_groups()  # all of it, before the first node is replaced
         for group in groups:
             for run in group.runs:
                 self._replace_run(run, group)
@@ -124,7 +124,7 @@ class StepBlocks:
 
     # -- which can be folded -----------------------------------------------------------------------
 
-    def _plan(self) -> list[_EqualRuns]:
+    def _plan_groups(self) -> list[_EqualRuns]:
         """The groups of equal blocks to replace; the other blocks get the reason why not."""
         sharing = self._find_sharing_neighbours()
         regions = self._find_split(lambda note: note.region)
@@ -367,7 +367,7 @@ class StepBlocks:
             return []
         own, memory = run.own, self._memory
         touched: set[int] | None = None
-        draws = any(map(_draws, nodes))
+        draws = any(map(_draws_random_numbers, nodes))
         later: dict[fx.Node, None] = {}
         has_late_effect = False
         node, last = nodes[0], nodes[-1]
@@ -386,7 +386,7 @@ class StepBlocks:
                 written = {memory.get(n) for n in operands_written(node)}
                 if not touched.isdisjoint(written):  # type: ignore[arg-type]
                     raise _OrderMatters("others write, between its nodes, memory that it uses")
-                if draws and _draws(node):
+                if draws and _draws_random_numbers(node):
                     raise _OrderMatters("others draw random numbers between its own draws")
             if any(n in own or n in later for n in reads) or (later and effect) or has_late_effect:
                 later[node] = None
@@ -595,8 +595,7 @@ def _may_vary(node: fx.Node, value: Any, place: int | str) -> bool:
 
 @lru_cache(maxsize=4096)
 def _places_of_numbers(target: Any) -> frozenset[int | str]:
-    """The places and names of the operands of an op that are numbers, or tensors of which each may
-    be one."""
+    """The places and names of operands that are numbers, or tensors that may be numbers."""
     schema = getattr(target, "_schema", None)
     if schema is None:
         return frozenset()
@@ -723,5 +722,5 @@ def _put_numbers(
     return found, {k: put(v, k) for k, v in kwargs.items()}
 
 
-def _draws(node: fx.Node) -> bool:
+def _draws_random_numbers(node: fx.Node) -> bool:
     return node.op == "call_function" and facts_of(node.target).draws

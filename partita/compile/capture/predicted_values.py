@@ -2,9 +2,9 @@
 
 A step reads values (`grid.tolist()`, a loop over its items), and what it does next depends on them.
 `PredictedValues` runs each new node of the graph that is being traced on the CPU, if all that it
-depends on is known: constants, small inputs of the call, and what was computed of these. Integers
-of which each rank holds a piece are gathered once (`gather_small_integers`); from then on the nodes
-are run for all ranks, and collectives are copies within the process.
+depends on is known: constants, small inputs of the call, and what was computed of these. Sharded
+integers are gathered once (`gather_small_integers`). From then on the nodes run for all ranks, and
+collectives are copies within the process.
 
 A prediction is a guess. The graph computes the true value, and where that differs it writes nothing
 (`answers`).
@@ -26,7 +26,7 @@ from partita.comm import TraceWire, Wire, run_in_one_process
 from partita.comm.device import HOST
 from partita.tensor.op_facts import facts_of
 
-from ..graph_nodes import is_collective
+from ..graph_nodes import is_collective, request_of_collective
 from ..program import Input
 from .fakes import is_symbolic, local_of
 from .functional_memory import operands_written
@@ -157,14 +157,14 @@ class PredictedValues:
         operands = {n: self._values.get(n) for n in node.all_input_nodes}
         written = operands_written(node)
         if not _is_small(like) or None in operands.values() or self._are_lost(operands.values()):
-            self._lose(values for n in written if (values := operands[n]) is not None)
+            self._mark_as_unknown(values for n in written if (values := operands[n]) is not None)
             return None
         try:
             if is_collective(node):
                 return self._run_collective(node, operands)
             return [self._run_on_rank(node, operands, i) for i in range(len(self._at))]
         except Exception:  # a guess raises nothing
-            self._lose(operands[n] for n in written)
+            self._mark_as_unknown(operands[n] for n in written)
             return None
 
     def _for_each_rank(self, value: torch.Tensor) -> Values:
@@ -215,17 +215,19 @@ class PredictedValues:
         name, found = str(node.args[-1]), list[Any](self._at)
         (axes,) = {wire.groups[name] for wire in self._wires if name in wire.groups}
         values, mesh = operands[node.all_input_nodes[0]], self._known.mesh
+        request, like = request_of_collective(node), node.meta["val"]
         numbers = {at: i for i, at in enumerate(self._at)}
         for members in {mesh.group(axes, at) for at in self._at}:
             ranks = [numbers[at] for at in members]
-            parts = run_in_one_process(node.target, [values[i] for i in ranks], node.args)
-            for i, part in zip(ranks, parts, strict=True):
-                found[i] = part
+            outs = [torch.empty(like.shape, dtype=like.dtype) for _ in ranks]
+            run_in_one_process(request, [values[i].contiguous() for i in ranks], outs)
+            for i, out in zip(ranks, outs, strict=True):
+                found[i] = out
         return found
 
     # -- memory into which something unknown was written -------------------------------------------
 
-    def _lose(self, written: Iterable[Any]) -> None:
+    def _mark_as_unknown(self, written: Iterable[Any]) -> None:
         for x in pytree.tree_leaves([*written]):
             if isinstance(x, torch.Tensor):
                 self._lost.add(x.untyped_storage()._cdata)

@@ -124,17 +124,17 @@ _COMPARING_NAMES = frozenset(
 def asks_which_object(code: CodeType) -> bool:
     """True if code compares two objects, neither a constant, by `is`, or calls `id`."""
     by_function = not {"is_", "is_not"}.isdisjoint(code.co_names)
-    return by_function or "id" in global_names(code) or _compares(code, ("IS_OP",))
+    return by_function or "id" in global_names(code) or _compares_by(code, ("IS_OP",))
 
 
 @functools.lru_cache(maxsize=4096)
 def compares_objects(code: CodeType) -> bool:
     """True if code compares two objects, neither a constant, by `==` or `in`, or by a function."""
     by_function = not _COMPARING_NAMES.isdisjoint(code.co_names)
-    return by_function or _compares(code, ("COMPARE_OP", "CONTAINS_OP"))
+    return by_function or _compares_by(code, ("COMPARE_OP", "CONTAINS_OP"))
 
 
-def _compares(code: CodeType, names: tuple[str, ...]) -> bool:
+def _compares_by(code: CodeType, names: tuple[str, ...]) -> bool:
     """True if an instruction of these names compares two values, neither a constant."""
     constant: dict[int, bool] = {}  # by depth: a constant stands there
     for step, before, depth in _with_depths(code):
@@ -189,9 +189,9 @@ def reflects(code: CodeType) -> bool:
         if step.opname == "MATCH_CLASS":  # a class says which attributes a pattern means
             return True
         if step.offset in at_label:
-            calls = _merge(at_label.pop(step.offset), calls)
+            calls = _merge_calls(at_label.pop(step.offset), calls)
         if step.opcode in _JUMPS:
-            at_label[step.argval] = _merge(calls, at_label.get(step.argval, calls))
+            at_label[step.argval] = _merge_calls(calls, at_label.get(step.argval, calls))
             continue
         constant = step.opname == "LOAD_CONST" and isinstance(step.argval, str)
         calls = tuple((at, constant if depth == at + 2 else named) for at, named in calls)
@@ -211,7 +211,7 @@ _Calls = tuple[tuple[int, bool], ...]
 whether the name is a constant."""
 
 
-def _merge(jumped: _Calls, fallen: _Calls) -> _Calls:
+def _merge_calls(jumped: _Calls, fallen: _Calls) -> _Calls:
     """The calls being made where a jump ends: after the jump, or after the line above, which may
     never go on."""
     if len(jumped) != len(fallen):

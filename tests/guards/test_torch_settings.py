@@ -102,19 +102,23 @@ OTHERS: dict[str, Change] = {
     "torch.set_num_threads": (
         torch.get_num_threads,
         torch.set_num_threads,
-        [torch.get_num_threads() + 1],
+        [1, 2],
     ),
     "torch.set_float32_matmul_precision": (
         torch.get_float32_matmul_precision,
         torch.set_float32_matmul_precision,
-        ["medium"],
+        ["medium", "high"],
     ),
     "torch.use_deterministic_algorithms": (
         torch.are_deterministic_algorithms_enabled,
         torch.use_deterministic_algorithms,
         [True],
     ),
-    "torch.set_default_dtype": (torch.get_default_dtype, torch.set_default_dtype, [torch.float64]),
+    "torch.set_default_dtype": (
+        torch.get_default_dtype,
+        torch.set_default_dtype,
+        [torch.float64, torch.float32],
+    ),
     "torch.autograd.set_detect_anomaly": (
         torch.is_anomaly_enabled,
         torch.autograd.set_detect_anomaly,
@@ -149,6 +153,8 @@ def changed(change: Change) -> Iterator[bool]:
     """Within, a setting has another value; gives whether it takes one here."""
     read, put, others = change
     before = read()
+    if isinstance(before, bool):  # another test may have left it otherwise than at import
+        others = [*others, not before]
     for value in others:
         try:
             put(value)

@@ -244,7 +244,11 @@ class ReadRecord(PlaceRecord):
             inputs,
             [*self.huge.values()],
             self._users_classes,
-            [(name, variables_of(o), self._names_asked_of(o, asked)) for o, name in spaces],
+            [
+                (name, variables_of(o), self._names_asked_of(o, asked))
+                for o, name in spaces
+                if type(o) is dict or dict_of(o) is not None  # slots are places
+            ],
             [(name, o) for name, o in objects if dict_of(o) is not None],
         )
 
@@ -328,8 +332,10 @@ class ReadRecord(PlaceRecord):
         )
         if known_optimizer and name in ("state", "param_groups"):  # these are inputs
             return
-        if isinstance(owner, logging.Logger) and name == "_cache":  # it fills as it is asked
-            self.read_place(place_of_log_level(known.name, owner), shallow=True)
+        if isinstance(owner, logging.Logger):
+            # Its cache fills as it is asked; its handlers write what others log in the meantime.
+            if name == "_cache":
+                self.read_place(place_of_log_level(known.name, owner), shallow=True)
         elif name in known.attributes:
             self.read_place(Place(called, held, name), known.attributes[name])
         elif name in known.slots:
@@ -487,9 +493,10 @@ class ReadRecord(PlaceRecord):
     def _reach_by_names(self, value: Any, name: str) -> None:
         """Record the attributes of an object by the names that code asks for.
 
-        Objects of partita keep what it computes, which no step reads.
+        Objects of partita keep what it computes, which no step reads; of a logger only the level
+        counts, which `_record_read` records.
         """
-        if type(value).__module__.split(".")[0] == "partita":
+        if type(value).__module__.split(".")[0] == "partita" or isinstance(value, logging.Logger):
             return
         self._describe(value, name)
         if dict_of(value) is not None:
@@ -785,7 +792,8 @@ class ReadRecord(PlaceRecord):
 
     def _reach_unseen(self, known: _ReachedObject) -> None:
         self.reach_class(type(known.value))
-        self.reach_namespace(known.value, known.name)
+        if not isinstance(known.value, logging.Logger):
+            self.reach_namespace(known.value, known.name)
 
 
 _READERS = (getattr, hasattr, vars, dir)

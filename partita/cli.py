@@ -39,8 +39,8 @@ from .app import (
 )
 from .comm import dry_mesh, own_lines_shown
 from .comm.device import HOST, Device, accelerator_names, choose_device, explain_no_gpu
-from .compile.backend.store import Entry, Store, default_store
-from .compile.memory import Memory
+from .graph.backend.store import Entry, Store, default_store
+from .graph.memory import Memory
 from .layout import Fix, LayoutError
 from .layout.text import escape_controls, format_table, human
 from .predict.autoplan import MOST, autoplan

@@ -22,7 +22,7 @@ from torch.profiler import profile, record_function
 import partita as pt
 from partita.comm.device import HOST, Device, activities_to_profile, choose_device, is_of_host
 from partita.compile.progress import told_of_phases
-from partita.compile.step_report import facts_of_graph, facts_of_moves, facts_of_parameter
+from partita.graph.step_report import facts_of_graph, facts_of_moves, facts_of_parameter
 from partita.report import TimelineEvent
 
 from .data import Text, read

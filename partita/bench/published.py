@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from partita.compile.program import Program
+from partita.graph.program import Program
 from partita.predict.machine import Machine, load_machine
 from partita.predict.simulate import capture_model, play_graph
 from partita.predict.strategy import Strategy

@@ -11,26 +11,26 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from partita.capture.block_choice import BlockChoice
+from partita.capture.capture import capture
 from partita.comm import Wire
+from partita.graph.block_programs import inline_block_programs
+from partita.graph.errors import CaptureError, cannot_be_kept
+from partita.graph.graph_nodes import note_of
+from partita.graph.graph_text import agree_on_program, canonical, digest_of, key_of, versions
+from partita.graph.memory import peak_of, scheduled
+from partita.graph.passes import order_passes
+from partita.graph.program import StepOptions
+from partita.graph.step_forms import CapturedForms, FormSearch
+from partita.graph.step_report import changes_of
+from partita.graph.verify import verifies_each_pass, verify
+from partita.guards.answers import Guesses
+from partita.guards.captured_program import CapturedProgram
+from partita.guards.conditions import Sharing
+from partita.guards.inputs import State, tensors_of_call
+from partita.guards.predicted_values import ValuesOfCall
 
-from .capture.answers import Guesses
-from .capture.block_choice import BlockChoice
-from .capture.block_programs import inline_block_programs
-from .capture.capture import capture
-from .capture.inputs import State, tensors_of_call
-from .capture.predicted_values import ValuesOfCall
-from .captured_program import CapturedProgram
-from .conditions import Sharing
-from .errors import CaptureError, cannot_be_kept
-from .graph_nodes import note_of
-from .graph_text import agree_on_program, canonical, digest_of, key_of, versions
-from .memory import peak_of, scheduled
-from .passes import order_passes
-from .program import StepOptions
 from .region import region_of
-from .step_forms import CapturedForms, FormSearch
-from .step_report import changes_of
-from .verify import verifies_each_pass, verify
 
 
 def make_program(

@@ -23,19 +23,33 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
+from partita.capture.functional_memory import overlapping_results
 from partita.comm import user_line
 from partita.comm.collective import WAIT
+from partita.graph.errors import of_anomalies
+from partita.graph.graph_nodes import (
+    NOTE,
+    add_call,
+    copy_node,
+    drop_unused,
+    lazy_graph_module,
+    note_of,
+)
+from partita.graph.graph_text import key_of
+from partita.graph.memory import storages_of
+from partita.graph.program import (
+    Built,
+    Call,
+    Input,
+    Output,
+    PaddingBoundary,
+    Program,
+    find_cotangents,
+)
+from partita.graph.verify import verify
+from partita.guards.captured_program import CapturedProgram, record_moves
 from partita.layout import Fix, LayoutError
 from partita.tensor.op_facts import facts_of, without_any_autocast
-
-from .capture.functional_memory import overlapping_results
-from .captured_program import CapturedProgram, record_moves
-from .errors import of_anomalies
-from .graph_nodes import NOTE, add_call, copy_node, drop_unused, lazy_graph_module, note_of
-from .graph_text import key_of
-from .memory import storages_of
-from .program import Built, Call, Input, Output, PaddingBoundary, Program, find_cotangents
-from .verify import verify
 
 
 @dataclass(frozen=True)

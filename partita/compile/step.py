@@ -24,6 +24,9 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from partita.capture.block_choice import BlockChoice
+from partita.capture.capture_context import Slot, attribute_set
+from partita.capture.optimizers import MadeState, drop_unused_state, make_optimizer_state
 from partita.comm import (
     GroupWire,
     Wire,
@@ -34,39 +37,40 @@ from partita.comm import (
     wait_for_all_ranks,
 )
 from partita.comm.device import Device
-from partita.report import RunFacts, check_plotly, write_report
-from partita.tensor.tensor_state import HERE
-
-from .backend.executor import function_of
-from .capture.answers import Guesses, OtherAnswers, StepRaises, ValuesWanted
-from .capture.block_choice import BlockChoice
-from .capture.capture_context import Slot, attribute_set
-from .capture.inputs import ReachedMore, State, find_state, names_of_call, tensors_of_call
-from .capture.optimizers import MadeState, drop_unused_state, make_optimizer_state
-from .capture.predicted_values import ValuesOfCall
-from .captured_program import CapturedProgram, announce_run, list_sent_moves
-from .errors import CaptureError, RefusedCall, of_dispatch_mode, of_lazy_parameters
-from .graph_text import Graph
-from .guards import History, describe_call, signature_of
-from .guards.call_guard import CallGuard
-from .guards.guards import (
+from partita.graph.backend.executor import function_of
+from partita.graph.errors import CaptureError, RefusedCall, of_dispatch_mode, of_lazy_parameters
+from partita.graph.graph_text import Graph
+from partita.graph.memory import scheduled
+from partita.graph.program import Passes, StepOptions
+from partita.graph.step_report import (
+    explain_passes,
+    facts_of_graph,
+    facts_of_layouts,
+    facts_of_moves,
+)
+from partita.guards import History, describe_call, signature_of
+from partita.guards.answers import Guesses, OtherAnswers, StepRaises, ValuesWanted
+from partita.guards.call_guard import CallGuard
+from partita.guards.captured_program import CapturedProgram, announce_run, list_sent_moves
+from partita.guards.guards import (
     find_unheard_mode,
     function_modes,
     without_function_modes,
 )
-from .guards.values import Place
-from .memory import scheduled
-from .program import Passes, StepOptions
+from partita.guards.inputs import ReachedMore, State, find_state, names_of_call, tensors_of_call
+from partita.guards.predicted_values import ValuesOfCall
+from partita.guards.values import Place
+from partita.report import RunFacts, check_plotly, write_report
+from partita.tensor.tensor_state import HERE
+
 from .progress import begin_phase, shown_progress
-from .step_report import explain_passes, facts_of_graph, facts_of_layouts, facts_of_moves
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from partita.graph.memory import Memory
+    from partita.graph.program import Built, Program
     from partita.report import HasTimeline
-
-    from .memory import Memory
-    from .program import Built, Program
 
 
 def _as_tuple(given: Any) -> tuple[Any, ...]:
@@ -607,7 +611,7 @@ class CompiledStep:
         """What runs a program's graph: compiled by the backend, and recorded where that is asked
         for and may be."""
         if self.options.cuda_graphs:
-            from .backend.cuda_graphs import NotRecorded, ReplayedProgram
+            from partita.graph.backend.cuda_graphs import NotRecorded, ReplayedProgram
 
             try:
                 compile_part = functools.partial(self._compile, wires=wires)
@@ -621,7 +625,7 @@ class CompiledStep:
         """Compile a program by the backend; what runs its graph."""
         # Compiled code finds process groups by name; other wires are only known to Python.
         if self.options.backend == "inductor" and all(isinstance(w, GroupWire) for w in wires):
-            from .backend.inductor import build
+            from partita.graph.backend.inductor import build
 
             begin_phase("compile")
             name = getattr(self.step, "__qualname__", type(self.step).__qualname__)

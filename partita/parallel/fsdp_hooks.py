@@ -4,8 +4,8 @@ Forward hooks gather a block's parameters and release them. Autograd saves a not
 gathered parameter lay in its place, so that no graph holds what was gathered; unpacking a note
 gathers the block again. An autograd node (`_GatherBlock`) stands between shards and gathered
 parameters; its backward reduces and scatters. In a captured step there are moves only, no hooks on
-saved tensors and no emptied storages: `compile/passes/regather` gathers again between uses that lie
-far apart, and what runs the graph drops a value behind its last read (`compile/backend/executor`).
+saved tensors and no emptied storages: `graph/passes/regather` gathers again between uses that lie
+far apart, and what runs the graph drops a value behind its last read (`graph/backend/executor`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from partita.comm import user_line
 from partita.comm.device import empty
-from partita.compile.errors import not_captured
+from partita.graph.errors import not_captured
 from partita.layout import Fix, LayoutError
 from partita.redistribute import Plan, plan
 from partita.tensor.construct import keep_attributes

@@ -39,20 +39,20 @@ from torch.optim.optimizer import (
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from partita.comm import DryWire, Wire, substitute_wires, user_line, user_line_of_error, wire_of
-from partita.compile import CompiledStep
-from partita.compile.capture.capture_context import (
+from partita.capture.capture_context import (
     attribute_set,
     compiling,
     hidden_from_watchers,
     slots_swapped,
     taking_turns,
 )
-from partita.compile.capture.fakes import local_of
-from partita.compile.capture.inputs import State, find_state, names_of_call, tensors_of_call
-from partita.compile.capture.outputs import ModuleAttributes
-from partita.compile.errors import user_line_of
-from partita.compile.memory import Buffer, HeldInput, Memory, workspace
+from partita.capture.fakes import local_of
+from partita.comm import DryWire, Wire, substitute_wires, user_line, user_line_of_error, wire_of
+from partita.compile import CompiledStep
+from partita.graph.errors import user_line_of
+from partita.graph.memory import Buffer, HeldInput, Memory, workspace
+from partita.guards.inputs import State, find_state, names_of_call, tensors_of_call
+from partita.guards.outputs import ModuleAttributes
 from partita.layout import Fix, Layout, LayoutError
 from partita.remat.counters import HeldStorage, MemoryCount, told_of_resizes
 from partita.remat.watched_calls import KernelMode

@@ -22,7 +22,7 @@ A pair of placements has one kind, so that a new kind comes with a new placement
 and of `COLLECTIVES` and the costs if it sends; `redistribute.plan` says when to take it,
 `comm.move_steps` (for padded shards `comm.trace`) what a rank does. A new collective is a case of
 `begin_in_group`, `ranks` and `wire` in `comm/`, too, and of the tables of
-`compile/backend/executor`, `compile/passes/pass_manager` and `predict/machine`.
+`graph/backend/executor`, `graph/passes/pass_manager` and `predict/machine`.
 
 Bytes are those of ring algorithms (Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective
 Communication Operations in MPICH", section 4), over a group of n ranks:

@@ -18,7 +18,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from partita.compile.capture.capture_context import attribute_set
+from partita.capture.capture_context import attribute_set
 from partita.layout.text import format_count, format_table, human
 from partita.parallel.batch import tensors_in
 from partita.tensor.tensor_state import HERE

@@ -31,9 +31,9 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from partita.capture.capture_context import attribute_set
 from partita.comm import first_instruction
 from partita.compile import CompiledStep
-from partita.compile.capture.capture_context import attribute_set
 from partita.layout import LayoutError
 from partita.parallel.batch import tensors_in
 from partita.tensor.dispatch import op_of
@@ -208,7 +208,7 @@ _PLUMBING = (
     os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
     *(
         os.path.join(_ROOMS, room) + os.sep
-        for room in ("compile", "tensor", "comm", "rules", "remat")
+        for room in ("compile", "guards", "capture", "graph", "tensor", "comm", "rules", "remat")
     ),
 )
 

@@ -524,7 +524,7 @@ class _Here(threading.local):
 
     Attributes:
         watcher: the `Watcher` that is told of calls.
-        capturing: is a step being captured (see `compile.capture`)? Its tensors have no memory.
+        capturing: is a step being captured (see `capture`)? Its tensors have no memory.
         recorder: what tensors and regions report to; a capture makes nodes of it.
         explainer: is told how each call is planned; while there is one, all are planned anew.
         resized: is told of each storage whose memory its owner has freed or allocated again.

@@ -1,7 +1,7 @@
 """Trace hooks: what tensors, optimizers and regions report to a capture, which makes nodes of it.
 
 `HERE.recorder` has the hooks of this thread. These do what eager code does; a capture installs its
-own (`compile.capture.recorder`), so that no room below knows what a capture is.
+own (`capture.recorder`), so that no room below knows what a capture is.
 """
 
 from __future__ import annotations

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from partita.compile.backend.executor import GraphWriter
-from partita.compile.capture.kernel_strides import have_same_strides
-from partita.compile.captured_program import CapturedProgram
-from partita.compile.graph_nodes import note_of
-from partita.compile.program import Program
+from partita.capture.kernel_strides import have_same_strides
 from partita.compile.region import Region
+from partita.graph.backend.executor import GraphWriter
+from partita.graph.graph_nodes import note_of
+from partita.graph.program import Program
+from partita.guards.captured_program import CapturedProgram
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from torch.amp import autocast_mode
 
 import partita as pt
 from partita.app.models import GPT
-from partita.compile.capture.fakes import captured_for
+from partita.capture.fakes import captured_for
 
 CONTEXT = 32
 _ATEN = torch.ops.aten

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import partita as pt
-from partita.compile.capture.inputs import find_state
+from partita.guards.inputs import find_state
 
 X = torch.arange(12.0).view(4, 3) + 1
 

@@ -16,13 +16,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import partita as pt
-from partita.compile.capture import fold
-from partita.compile.capture.block_choice import BlockCalls
-from partita.compile.captured_program import list_sent_moves
-from partita.compile.graph_nodes import call_section, note_of, sections_in
-from partita.compile.graph_text import canonical
-from partita.compile.passes.regather import is_gather, only_moves
-from partita.compile.verify import verify
+from partita.capture import fold
+from partita.capture.block_choice import BlockCalls
+from partita.graph.graph_nodes import call_section, note_of, sections_in
+from partita.graph.graph_text import canonical
+from partita.graph.passes.regather import is_gather, only_moves
+from partita.graph.verify import verify
+from partita.guards.captured_program import list_sent_moves
 from tests.programs import stacks
 from tests.programs.steps import squares
 

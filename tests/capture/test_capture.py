@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import partita as pt
-from partita.compile.capture.inputs import find_state
+from partita.guards.inputs import find_state
 from tests.programs.captured_steps import (
     adamw,
     data_parallel,

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import partita as pt
-from partita.compile.graph_nodes import call_section, note_of
+from partita.graph.graph_nodes import call_section, note_of
 from tests.programs import stacks
 
 WIDTH, BLOCKS = 8, 3

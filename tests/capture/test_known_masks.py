@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from partita.compile.capture import known_masks
-from partita.compile.capture.known_masks import KnownNode, NotKnown, what_is_hidden
+from partita.capture import known_masks
+from partita.capture.known_masks import KnownNode, NotKnown, what_is_hidden
 from partita.testing.allocated_bytes import counted
 
 ORDER = [torch.ge, torch.gt, torch.le, torch.lt, torch.eq, torch.ne]

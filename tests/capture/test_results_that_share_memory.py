@@ -9,7 +9,7 @@ from torch.utils import _pytree as pytree
 import partita as pt
 from partita import Replicate, Shard
 from partita.compile import CaptureError
-from partita.compile.verify import IllegalGraph
+from partita.graph.verify import IllegalGraph
 
 _PROGRAMS = []
 

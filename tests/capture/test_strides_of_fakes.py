@@ -22,7 +22,7 @@ from partita.testing.opinfo import choose_samples, form_of, list_names
 from partita.testing.strides import watch_strides
 
 SAMPLES = int(os.environ.get("PARTITA_EXAMPLES", "1"))
-fakes = importlib.import_module("partita.compile.capture.fakes")
+fakes = importlib.import_module("partita.capture.fakes")
 
 ACTIVATIONS = {
     **{f.__name__: f for f in (F.softplus, F.elu, F.selu, F.celu, F.hardtanh, F.relu6, F.silu)},

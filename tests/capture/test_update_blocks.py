@@ -12,8 +12,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import partita as pt
-from partita.compile.graph_nodes import call_section, written_operands
-from partita.compile.graph_text import canonical
+from partita.graph.graph_nodes import call_section, written_operands
+from partita.graph.graph_text import canonical
 from tests.programs import stacks
 from tests.programs.steps import squares
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn, optim
 
 import partita as pt
-from partita.compile.capture import capture
+from partita.capture import capture
 
 OPTIMIZERS = {
     "a list at once": lambda p: optim.SGD(p, 0.1, momentum=0.9),

@@ -10,7 +10,7 @@ from torch import nn
 import partita as pt
 
 CHANNELS_LAST = torch.channels_last
-functional = importlib.import_module("partita.compile.capture.functionalize")
+functional = importlib.import_module("partita.capture.functionalize")
 
 
 def flat_view(x, y):

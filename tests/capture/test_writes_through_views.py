@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import partita as pt
 
 F64 = torch.float64
-functionalize = importlib.import_module("partita.compile.capture.functionalize")
+functionalize = importlib.import_module("partita.capture.functionalize")
 
 
 def rows(t):
@@ -186,7 +186,7 @@ def test_a_write_that_a_graph_would_lose_is_refused_with_its_line(step):
 
 
 def test_what_shares_a_fake_with_another_input_is_no_legal_graph():
-    verify = importlib.import_module("partita.compile.verify")
+    verify = importlib.import_module("partita.graph.verify")
     step = pt.compile(region(rows), backend="graph")
     step(values().requires_grad_())
     program = step.program

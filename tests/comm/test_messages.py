@@ -10,7 +10,7 @@ import torch
 
 from partita.checkpoint import Loaded
 from partita.comm import pack, unpack
-from partita.compile.errors import CaptureError
+from partita.graph.errors import CaptureError
 from partita.layout import Fix, LayoutError
 
 

@@ -16,8 +16,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import partita as pt
-from partita.compile.graph_nodes import note_of
-from partita.compile.memory import storages_of
+from partita.graph.graph_nodes import note_of
+from partita.graph.memory import storages_of
 
 BLOCKS = 4
 X = torch.randn(6, 5, generator=torch.Generator().manual_seed(3))

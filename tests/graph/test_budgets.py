@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import partita as pt
-from partita.compile.graph_nodes import nbytes_of, note_of
-from partita.compile.passes.remat import flops_of
+from partita.graph.graph_nodes import nbytes_of, note_of
+from partita.graph.passes.remat import flops_of
 from partita.remat.kept_results import Candidate, choose_kept
 from partita.testing.allocated_bytes import counted
 from tests.programs import stacks
@@ -183,7 +183,7 @@ def taken(target, args):
 
 @pytest.mark.parametrize("name", ["add", "mul", "div", "lt"])
 def test_what_an_operator_of_two_casts_is_known(name):
-    workspace = importlib.import_module("partita.compile.memory").workspace
+    workspace = importlib.import_module("partita.graph.memory").workspace
     for x, y in operands():
         kind = "Tensor" if isinstance(y, torch.Tensor) else "Scalar"
         target, args = getattr(getattr(aten, name), kind), (x, y)
@@ -191,7 +191,7 @@ def test_what_an_operator_of_two_casts_is_known(name):
 
 
 def test_a_workspace_is_known_though_another_thread_lets_go_of_all_that_are_kept(monkeypatch):
-    memory = importlib.import_module("partita.compile.memory")
+    memory = importlib.import_module("partita.graph.memory")
 
     class Cleared(dict):
         def __setitem__(self, key, value):

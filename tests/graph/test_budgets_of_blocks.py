@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import nn, optim
 
 import partita as pt
-from partita.compile.graph_nodes import call_section, note_of, sections_in
-from partita.compile.memory import memory_of, peak_of
-from partita.compile.passes.remat import cost_of_recompute
+from partita.graph.graph_nodes import call_section, note_of, sections_in
+from partita.graph.memory import memory_of, peak_of
+from partita.graph.passes.remat import cost_of_recompute
 from partita.testing.allocated_bytes import counted
 from tests.programs import stacks
 from tests.programs.steps import squares

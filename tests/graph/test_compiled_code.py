@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import partita as pt
-from partita.compile.backend.inductor import remove_input_checks
-from partita.compile.backend.store import default_store
+from partita.graph.backend.inductor import remove_input_checks
+from partita.graph.backend.store import default_store
 
 
 @pytest.fixture(autouse=True)

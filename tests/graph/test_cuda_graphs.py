@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 import partita as pt
 from partita.comm.backends import backend_of
 from partita.comm.device import Device
-from partita.compile.backend import cuda_graphs
-from partita.compile.errors import CaptureError
+from partita.graph.backend import cuda_graphs
+from partita.graph.errors import CaptureError
 from partita.layout import LayoutError
 
 

@@ -8,11 +8,11 @@ import torch
 from torch import fx
 
 import partita as pt
-from partita.compile.backend.executor import function_of
-from partita.compile.errors import CaptureError
-from partita.compile.graph_nodes import lazy_graph_module
-from partita.compile.passes import PASSES
-from partita.compile.verify import IllegalGraph
+from partita.graph.backend.executor import function_of
+from partita.graph.errors import CaptureError
+from partita.graph.graph_nodes import lazy_graph_module
+from partita.graph.passes import PASSES
+from partita.graph.verify import IllegalGraph
 
 
 def test_a_value_is_dropped_behind_the_last_line_that_reads_it():

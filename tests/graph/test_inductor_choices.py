@@ -25,7 +25,7 @@ def asked(tmp_path, monkeypatch):
     from torch._inductor import config
     from torch._inductor.choices import InductorChoices
 
-    from partita.compile.backend.inductor_scheduling import Choices
+    from partita.graph.backend.inductor_scheduling import Choices
 
     monkeypatch.setenv("PARTITA_CACHE", str(tmp_path / "partita"))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import partita as pt
 from partita.bench.models import MODELS
 from partita.bench.predicted import Asked, budgets_kept, kept, off, peaks, ready
-from partita.compile.graph_nodes import sections_in
+from partita.graph.graph_nodes import sections_in
 from partita.testing.allocated_bytes import counted
 from tests.programs.gloo_ranks import run_ranks
 from tests.programs.stacks import Stack

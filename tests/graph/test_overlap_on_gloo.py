@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import partita as pt
-from partita.compile.graph_nodes import note_of
+from partita.graph.graph_nodes import note_of
 from partita.testing.allocated_bytes import counted
 from tests.programs.gloo_ranks import run_ranks
 from tests.programs.steps import squares

@@ -11,10 +11,10 @@ import torch
 
 from partita.comm.backends.backend import Backend
 from partita.comm.backends.gloo import Gloo
-from partita.compile.backend.section_cutter import sections_of_blocks
-from partita.compile.graph_nodes import drop_unused
-from partita.compile.passes import PASSES
-from partita.compile.passes.remat import recompute
+from partita.graph.backend.section_cutter import sections_of_blocks
+from partita.graph.graph_nodes import drop_unused
+from partita.graph.passes import PASSES
+from partita.graph.passes.remat import recompute
 from tests.programs.graph_text import program_of, text_of
 
 

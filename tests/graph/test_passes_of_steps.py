@@ -11,9 +11,9 @@ import torch
 
 import partita as pt
 from partita.comm.ledger import human
-from partita.compile.graph_nodes import note_of
-from partita.compile.passes import PASSES, find, put, replace
-from partita.compile.verify import IllegalGraph, verify
+from partita.graph.graph_nodes import note_of
+from partita.graph.passes import PASSES, find, put, replace
+from partita.graph.verify import IllegalGraph, verify
 from tests.programs.captured_steps import (
     adamw,
     data_parallel,

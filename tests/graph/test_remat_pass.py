@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import partita as pt
-from partita.compile.graph_nodes import note_of
+from partita.graph.graph_nodes import note_of
 from partita.remat.counters import count_memory
 from tests.programs.steps import squares
 

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import partita as pt
-from partita.compile.backend import executor as run
-from partita.compile.backend.section_cutter import sections_of
-from partita.compile.graph_text import repeats_of
+from partita.graph.backend import executor as run
+from partita.graph.backend.section_cutter import sections_of
+from partita.graph.graph_text import repeats_of
 from tests.programs.steps import squares
 
 WIDTH = 8

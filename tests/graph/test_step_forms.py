@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import partita as pt
-from partita.compile import step_forms
-from partita.compile.step_forms import FormSearch
+from partita.graph import step_forms
+from partita.graph.step_forms import FormSearch
 
 FORMS = [(100, (0, 0)), (80, (10, 10)), (60, (5, 5)), (50, (20, 5)), (40, (20, 20)), (90, (9, 9))]
 

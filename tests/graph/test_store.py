@@ -15,9 +15,9 @@ import pytest
 
 import partita
 from partita.cli import main
-from partita.compile.backend import inductor
-from partita.compile.backend.inductor import use_private_cache
-from partita.compile.backend.store import Artifact, Store, default_store, read_limit
+from partita.graph.backend import inductor
+from partita.graph.backend.inductor import use_private_cache
+from partita.graph.backend.store import Artifact, Store, default_store, read_limit
 
 KEY, OTHER = "a" * 64, "b" * 64
 WHAT = Artifact(b"code" * 100, {"what": "step", "seconds": 1.5, "memory": {"peak": [1, 2]}})
@@ -334,7 +334,7 @@ def test_concurrent_writers_leave_whole_files_within_the_bound(tmp_path):
 SLOW = """
 import sys
 from pathlib import Path
-from partita.compile.backend import store as store_py
+from partita.graph.backend import store as store_py
 def replace(*args):
     print("written", flush=True)
     import time

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import partita as pt
-from partita.compile.backend.store import Artifact, Store, default_store
+from partita.graph.backend.store import Artifact, Store, default_store
 from tests.programs.gloo_ranks import run_ranks
 
 
@@ -133,7 +133,7 @@ def test_a_compilation_that_fails_is_one_error_on_all_ranks(tmp_path):
 
 
 def dies_while_it_writes(rank, folder):
-    from partita.compile.backend import store
+    from partita.graph.backend import store
 
     os.environ["PARTITA_CACHE"] = folder
     if rank == 0:
@@ -202,7 +202,7 @@ def test_an_artifact_that_does_not_load_is_compiled_again(monkeypatch, tmp_path)
 
 
 def test_what_torch_cannot_save_runs_where_it_was_compiled(monkeypatch, tmp_path):
-    from partita.compile.backend import inductor as lower
+    from partita.graph.backend import inductor as lower
 
     def refuse(saved):
         raise AttributeError("torch saves this in another way")
@@ -282,7 +282,7 @@ def test_half_a_library_that_a_killed_compile_left_is_not_taken_for_a_whole_one(
 def test_what_inductor_is_told_by_its_user_is_another_artifact(monkeypatch, tmp_path):
     from torch._inductor import config
 
-    from partita.compile.backend.inductor import CONFIG, digest_of_compiler
+    from partita.graph.backend.inductor import CONFIG, digest_of_compiler
 
     usual = digest_of_compiler(set())
     for name, value in (("max_autotune", True), ("cpp.simdlen", 256)):

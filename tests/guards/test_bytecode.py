@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import partita as pt
-from partita.compile.guards.bytecode import (
+from partita.guards.bytecode import (
     asks_which_object,
     codes_within,
     dotted_names,

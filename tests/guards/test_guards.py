@@ -19,7 +19,7 @@ import torch
 
 import partita as pt
 from partita.app.models import GPT, gpt
-from partita.compile.graph_nodes import note_of
+from partita.graph.graph_nodes import note_of
 from tests.programs.changes import (  # noqa: F401 (entries)
     arguments,
     calls,

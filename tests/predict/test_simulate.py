@@ -13,7 +13,7 @@ import torch
 
 import partita as pt
 from partita.bench.published import RUNS, tune_matmul
-from partita.compile.memory import scheduled
+from partita.graph.memory import scheduled
 from partita.layout import LayoutError
 from partita.predict.calibrate import machine_toml
 from partita.predict.machine import (

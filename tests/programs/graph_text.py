@@ -19,8 +19,8 @@ from torch.utils import _pytree as pytree
 
 import partita as pt
 from partita.comm.backends.backend import Backend
-from partita.compile.graph_nodes import NOTE, Note
-from partita.compile.program import Input, Output, Program
+from partita.graph.graph_nodes import NOTE, Note
+from partita.graph.program import Input, Output, Program
 from partita.tensor.dtensor import short_dtype
 
 __all__ = ["program_of", "text_of"]

@@ -48,8 +48,8 @@ from torch.utils.checkpoint import _CheckpointFrame
 from torch.utils.dlpack import to_dlpack
 
 import partita as pt
-from partita.compile.backend.inductor import CONFIG, remove_compiler_data, remove_input_checks
-from partita.compile.memory import workspace
+from partita.graph.backend.inductor import CONFIG, remove_compiler_data, remove_input_checks
+from partita.graph.memory import workspace
 from partita.tensor.tensor_state import (
     after_backward,
     backward_pass,
@@ -844,7 +844,7 @@ def test_torch_lists_the_operators_that_custom_op_has_made():
 # -- Inductor --------------------------------------------------------------------------------------
 
 # By name: `partita.compile` is the function.
-INDUCTOR = importlib.import_module("partita.compile.backend.inductor")
+INDUCTOR = importlib.import_module("partita.graph.backend.inductor")
 RESULT = {
     "a saved result": (
         lambda entry: entry,
@@ -1092,7 +1092,7 @@ def test_each_call_in_a_fake_mode_goes_through_dispatch():
 
 
 def test_fakes_of_torch_still_lie_otherwise_than_what_a_kernel_makes():
-    """When this fails, `partita/compile/capture/kernel_strides.py` may be superfluous."""
+    """When this fails, `partita/capture/kernel_strides.py` may be superfluous."""
     call = torch.ops.aten.softplus_backward
 
     def strides():

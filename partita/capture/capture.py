@@ -1,0 +1,939 @@
+"""Capture: runs a step over fake tensors until one run gives a complete graph.
+
+In a run fake tensors (metadata without memory) take the places of parameters, optimizer state and
+arguments, symbolic floats those of Python floats. The step then runs as it is, and torch's
+`make_fx` records each ATen call, in backward and in the optimizer too, as a node. A redistribution
+becomes functional collectives on local tensors (`TraceWire`): nothing is sent, and the real tensors
+do not change. `CaptureRun.program` then rewrites the traced graph without writes and finds its
+inputs and outputs. `capture` repeats this where a run shows that another is needed, and with what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
+from torch.utils import _pytree as pytree
+
+from partita.comm import TraceWire, Wire, substitute_wires
+from partita.graph.backend.executor import function_of
+from partita.graph.block_programs import inline_block_programs
+from partita.graph.block_traces import NotABlock
+from partita.graph.errors import (
+    CaptureError,
+    explain_error,
+    is_of_number,
+    not_an_input,
+    not_captured,
+    user_line_of,
+)
+from partita.graph.graph_nodes import drop_unused, has_effect, lazy_graph_modules, note_of
+from partita.graph.program import Input
+from partita.graph.verify import SPACES
+from partita.guards import Guards, ReadRecord, Write
+from partita.guards.answers import (
+    NUMBER,
+    Answer,
+    AskedQuestions,
+    CapturedNumbers,
+    Guesses,
+    PlainNumbers,
+    StepRaises,
+    ValuesWanted,
+    as_symbol,
+    gate_writes,
+    guess_by_kind,
+)
+from partita.guards.arguments import (
+    classes_of_call,
+    flatten_call,
+    is_taken_apart,
+    refuse_closed,
+    unflatten_call,
+)
+from partita.guards.bytecode import asks_which_object, compares_objects
+from partita.guards.captured_program import CapturedProgram, extract_answers, extract_values
+from partita.guards.conditions import Conditions, EqualInputs, GradientCondition, kind_of_gradient
+from partita.guards.guards import ReadInputs, find_first_leaves, without_function_modes
+from partita.guards.inputs import WITHOUT_GRADIENT, GraphInputs, State, TensorFacts
+from partita.guards.outputs import (
+    GraphOutputs,
+    InputAttributes,
+    ModuleAttributes,
+    holds_made,
+    is_filled,
+    is_held,
+    list_trained,
+    make_left_error,
+    program_of_trace,
+    unrepeated_write_error,
+)
+from partita.guards.predicted_values import PredictedValues, ValuesOfCall, gather_small_integers
+from partita.guards.record import exclusive_access
+from partita.guards.values import MISSING, is_container, items_of
+from partita.layout import Fix, LayoutError
+from partita.tensor.op_facts import facts_of, find_unknown_effect
+from partita.tensor.plan import forget_plans_on
+from partita.tensor.tensor_state import HERE
+
+from .block_choice import BlockCalls, BlockChoice, BlocksTraced
+from .block_updates import BlockUpdates
+from .capture_context import (
+    PlaceAsItem,
+    Slot,
+    attribute_set,
+    set_for_capture,
+    slots_swapped,
+    taking_turns,
+)
+from .differentiate import make_seeds_inputs
+from .equal_calls import node_of
+from .fakes import is_symbolic
+from .fold import StepBlocks
+from .functionalize import UnsureOfWrites, functionalize_graph
+from .optimizers import CapturedOptimizers, find_equal_counts, places_of_equal
+from .recorder import (
+    Recorder,
+    RepeatedMoves,
+    StepFunctionMode,
+)
+from .update_programs import count_inlined_nodes, inline_updates, outline_updates
+
+# -- runs until one is complete --------------------------------------------------------------------
+
+
+@taking_turns()
+def capture(
+    step: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    state: State,
+    guesses: Guesses,
+    values: ValuesOfCall,
+    blocks: BlockChoice,
+    counts_apart: bool,
+) -> CapturedProgram:
+    """The program of `step(*args, **kwargs)`.
+
+    Args:
+        state: the modules, optimizers and tensors that the step reaches.
+        guesses: answers to what is asked of values.
+        values: what is known of the call's values.
+        blocks: which modules are blocks.
+        counts_apart: optimizers' step counts of parameters may differ: none stands for all.
+
+    Raises:
+        ValuesWanted: more values have to be computed, for another capture.
+        CaptureError: the step does what a graph cannot express; names the user's line.
+        ReachedMore: a run has read state that `state` does not have.
+        StepRaises: the step raises, on the way that the call's own answers lead.
+    """
+    # A first run gives a mark as the gradient of each tensor that has none, to see whether the
+    # step reads it. Those whose marks were read are given none in the next run.
+    state.refuse_cached_values()
+    unmarked: set[int] = set()
+    plain, tried_guesses = PlainNumbers(), guesses
+    first_failure: tuple[Exception, CaptureRun] | None = None
+
+    def make_run() -> CaptureRun:
+        return CaptureRun(
+            step,
+            args,
+            kwargs,
+            state,
+            unmarked,
+            plain,
+            tried_guesses,
+            values,
+            blocks,
+            counts_apart,
+        )
+
+    while True:
+        run = make_run()
+        try:
+            program = trace_once(run)
+        except NotABlock as refusal:
+            blocks = blocks.without_class(refusal.kind, refusal.reason)
+            continue
+        except Exception as error:
+            if (more := state.find_more(run.record.places.values())) is not None:
+                raise more from error
+            first_failure = first_failure or (error, run)
+            other_guesses = run.questions.other_way()
+            if other_guesses is not None:
+                tried_guesses = other_guesses
+                continue
+            error, run = first_failure
+            if isinstance(error, LayoutError):
+                _note_guards(error, run)
+            has_symbols = run.numbers.traced or run.questions.reads
+            is_final = isinstance(error, LayoutError) and not is_of_number(error.__cause__)
+            if is_final or plain.why or not has_symbols:
+                if run.raised and guesses.certain:
+                    raise StepRaises(error) from error
+                raise error
+            # Symbolic numbers cannot do all that Python's can: try once more with these.
+            plain.why = str(error).strip().split("\n")[0] or type(error).__name__
+            tried_guesses, first_failure = guesses, None
+            continue
+        if (
+            run.meets_unknown_tensors
+            and (more := state.find_more(run.record.places.values())) is not None
+        ):
+            run.undo()
+            raise more
+        if program is not None and not run.numbers.asked_zeros():
+            if run.writes:
+                repetition = make_run()
+                try:
+                    trace_once(repetition)
+                    _check_repeats(run, repetition)
+                except LayoutError as error:
+                    _note_guards(error, run)
+                    raise
+            _attach_guards(run, program)
+            return program
+        run.undo()
+        unmarked |= run.read_marks
+
+
+def _note_guards(error: LayoutError, run: CaptureRun) -> None:
+    """Attach to an error the guards of what the step had read until then."""
+    if isinstance(error, CaptureError):
+        error.guards = run.guards(refused=True)
+
+
+def trace_once(run: CaptureRun) -> CapturedProgram | None:
+    """The program of one run, after which nothing is watched; None where `run.program()` is."""
+    try:
+        return run.program()
+    finally:
+        run.numbers.env.stop_asking()
+        forget_plans_on(set(run.wires.values()))
+        for wire in run.wires.values():
+            wire.forget()
+
+
+def _check_repeats(run: CaptureRun, other: CaptureRun) -> None:
+    """Raise CaptureError if `other`, a second run, changes again what `run` has changed.
+
+    A counter would, and a graph would not count. A cache, or a value that is set to the same in
+    each call, is written once.
+    """
+    other.undo()
+    repeated = {w.place.identity for w in other.writes}
+    growing = {id(w.place.home) for w in other.writes if w.before is MISSING}
+    for write in run.writes:
+        grows = write.before is MISSING and id(write.place.home) in growing
+        if grows or write.place.identity in repeated:
+            run.undo()
+            raise run.make_unrepeated_write_error(write)
+
+
+def _attach_guards(run: CaptureRun, program: CapturedProgram) -> None:
+    """Give a program its guards, read as things were before the step, and its writes."""
+    run.undo()
+    program.guards = run.guards()
+    for write in run.writes:
+        write.redo()
+    program.writes = run.writes
+
+
+# -- one run ---------------------------------------------------------------------------------------
+
+
+_UPDATED_KINDS = ("parameter", "buffer", "optimizer", "gradient", "mark")
+
+
+class CaptureRun:
+    """One run of a step over fake tensors.
+
+    Args:
+        unmarked: places, among the leaves of the call, of tensors that are given no mark.
+        plain: which floats stay Python numbers.
+        guesses: answers to what is asked of values.
+        values: what is known of the call's values.
+        blocks: which modules are blocks.
+        counts_apart: optimizers' step counts of parameters may differ: none stands for all.
+
+    Attributes:
+        record: what the step reads of Python.
+        writes: what it writes into Python objects and has to write again in each call.
+        slots, values: the places of the step's tensors, and of its plain Python values.
+        inputs, outputs: of the graph.
+        read_marks: places of tensors whose marks (gradients that are not there) were read.
+        questions: what is asked of values.
+        numbers: the floats that the step reads.
+        raised: has the step raised an error of its own?
+        meets_unknown_tensors: was a function called of a tensor that is no input?
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        state: State,
+        unmarked: set[int],
+        plain: PlainNumbers,
+        guesses: Guesses,
+        values: ValuesOfCall,
+        blocks: BlockChoice,
+        counts_apart: bool,
+    ):
+        self.step, self.args, self.kwargs, self.state = step, args, kwargs, state
+        self.record = ReadRecord(state.names_by_id())
+        self.writes: list[Write] = []
+        self._tensor_writes: list[Write] = []
+        self.slots, self.values = [*state.slots, *state.optimizer_slots()], state.values
+        self._slot_identities = frozenset(slot.identity for slot in self.slots)
+        self.inputs = GraphInputs(self.slots, args, kwargs, unmarked)
+        self._equal_counts: list[EqualInputs] = []
+        if not counts_apart:
+            self._equal_counts = find_equal_counts(self.inputs.all, state.optimizers.values())
+        self.read_marks: set[int] = set()
+        self.unmarked = unmarked
+        self.questions = AskedQuestions(guesses)
+        self._values_of_call = values
+        self._wanted: ValuesWanted | None = None
+        numbers: Any = self.inputs.mode.shape_env
+        numbers.answer = self._answer
+        self.numbers = CapturedNumbers(numbers, plain)
+        self.tensor_facts = TensorFacts(self.inputs)
+        self.optimizers = CapturedOptimizers(state.optimizers)
+        self.attributes, self.modules = ModuleAttributes(state), state.modules.values()
+        self._blocks = blocks
+        self.wires: dict[Wire, TraceWire] = {}
+        self.outputs = GraphOutputs(self.inputs)
+        self._input_attributes = InputAttributes(self.record)
+        self.meets_unknown_tensors = False
+
+    def program(self) -> CapturedProgram | None:
+        """Run the step, and make a program of what was traced.
+
+        Returns:
+            None where the step has read marks: see `read_marks`.
+        """
+        inputs = self.inputs
+        self._error_line, self._called_last, self.raised = "", "", False
+        try:
+            with inputs.mode, lazy_graph_modules():
+                made = make_fx(
+                    # Of a method fx would take `self` for an input.
+                    lambda: self._trace_step(),
+                    _error_on_data_dependent_ops=True,
+                    _disable_torch_fn_metadata_mode=True,
+                )()
+        except Exception as error:
+            explained = explain_error(error, self._error_line, self._called_last)
+            if explained is error:
+                raise
+            raise explained from error
+        _drop_unused_numbers(made.graph)
+        if self._wanted is not None:
+            self._want_values(self._wanted, made)
+            return None
+        check_constants(made.graph)
+        check_operators(made.graph)
+        inputs.drop_unread_marks(made.graph)
+        drop_unused(made.graph)
+        blocks = self._find_blocks(made)
+        if not self._outline_blocks(made, blocks):
+            inline_updates(made.graph)
+        try:
+            program = self._make_program(made, blocks.calls)
+        except UnsureOfWrites:
+            inline_block_programs(made.graph)
+            blocks.leave_flat("around calls of blocks, the step has no graph without writes")
+            program = self._make_program(made, blocks.calls)
+        self.numbers.env.forget()
+        return program
+
+    def _want_values(self, wanted: ValuesWanted, made: fx.GraphModule) -> None:
+        """Raise `wanted`, with a graph that computes what was read; return where marks were."""
+        inputs = self.inputs
+        if len(self._values_of_call.reads) >= len(self.questions.reads):  # all that there is
+            raise not_captured(
+                "the step asks for a value that does not follow from the numbers that it reads",
+                "while it is captured there are no others",
+                Fix("return the tensor", "and read it outside"),
+                place=self.questions.last_line,
+            )
+        inline_updates(made.graph)
+        _drop_all_but(made.graph, made.graph.find_nodes(op="output")[0].all_input_nodes)
+        with inputs.mode:
+            made = functionalize_graph(made, places_of_equal(inputs.all, self._equal_counts))
+        given = dict(zip(made.graph.find_nodes(op="placeholder"), inputs.all, strict=True))
+        side = extract_values(made, given, made.graph.find_nodes(op="output")[0].args[0])
+        self.read_marks = {given.index for given in side.inputs if given.kind == "mark"}
+        if self.read_marks:
+            return
+        groups = {name: (t.real, a) for t in self.wires.values() for name, a in t.groups.items()}
+        run = function_of(side.graph, groups)
+        known, given_all, real = self._values_of_call, [*inputs.all], [*self.wires]
+
+        def compute(tensors: Sequence[Any]) -> ValuesOfCall:
+            reads = tuple(t.item() for t in side.compute(tensors, run))
+            # What ranks bring to a call is gathered once.
+            held = known if known.reads else gather_small_integers(given_all, tensors, real)
+            return replace(held, reads=reads)
+
+        wanted.compute = compute
+        raise wanted
+
+    def _find_blocks(self, made: fx.GraphModule) -> StepBlocks:
+        pairs = zip(made.graph.find_nodes(op="placeholder"), self.inputs.all, strict=True)
+        coordinates = {node for node, given in pairs if given.kind == "coordinate"}
+        kinds, env = self.recorder.block_kinds, self.inputs.mode.shape_env
+        return StepBlocks(made, kinds, coordinates, env)
+
+    def _outline_blocks(self, made: fx.GraphModule, blocks: StepBlocks) -> bool:
+        """Replace blocks by calls in a traced graph; False where all have to be inlined."""
+        least = self._blocks.outline_above
+        if least is None:
+            blocks.leave_flat("sections=False, or passes of your own")
+            return False
+        if self.outputs.seeds:
+            blocks.leave_flat("a result of the step has a history")
+            return False
+        if self.questions.values:
+            blocks.leave_flat("the step reads values of tensors")
+            return False
+        try:
+            with self.inputs.mode:
+                size = count_inlined_nodes(made.graph)
+                if size < least:
+                    blocks.leave_flat(f"the step has {size} calls, fewer than {least}")
+                    return False
+                are_folded = blocks.fold()
+                equal = places_of_equal(self.inputs.all, self._equal_counts)
+                return outline_updates(made, equal) or are_folded
+        except UnsureOfWrites:
+            return False
+
+    def _make_program(
+        self, made: fx.GraphModule, calls: tuple[BlockCalls, ...]
+    ) -> CapturedProgram | None:
+        """The program of a traced graph; None where the step has read marks.
+
+        Raises:
+            UnsureOfWrites: blocks that are calls in it have to be inlined.
+        """
+        inputs = self.inputs
+        make_seeds_inputs(made.graph, self.outputs.seeds, inputs)
+        nodes = [n for n in made.graph.nodes if n.op == "placeholder"]
+        drop_unused(made.graph)
+        read = [i for node, i in zip(nodes, inputs.all, strict=True) if node.users]
+        self.read_marks = {given.index for given in read if given.kind == "mark"}
+        if self.read_marks:
+            return None
+        self.read_gradients = {i.index for i in read if i.kind == "gradient"} | self.unmarked
+        with inputs.mode:
+            made = functionalize_graph(made, places_of_equal(inputs.all, self._equal_counts))
+            if self.questions.values:
+                gate_writes(made.graph, self.questions.answers.values)
+            conditions = self._collect_conditions()
+            program = program_of_trace(made, inputs, self.wires, self.outputs, conditions)
+        program.answers, program.trained = self.questions.answers, self._trained
+        if program.answers.numeric:
+            program.asked = extract_answers(program, program.answers.numeric)
+        apart, updates = self._blocks.apart_by_name, self._updates.structures
+        program.blocks = BlocksTraced(calls, apart, updates)
+        program.work = [work for wire in self.wires.values() for work in wire.work]
+        return program
+
+    def _collect_conditions(self) -> Conditions:
+        numbers, facts = self.numbers.conditions(), self.tensor_facts.conditions()
+        return Conditions((*numbers, *facts, *self._gradient_conditions(), *self._equal_counts))
+
+    def _gradient_conditions(self) -> Iterator[GradientCondition]:
+        """Of each gradient that the step reads, whether it is there and of what metadata."""
+        leaves = self.inputs.leaves
+        for given in self.inputs.all:
+            if given.kind not in WITHOUT_GRADIENT and given.index in self.read_gradients:
+                kind = kind_of_gradient(leaves[given.index])
+                yield GradientCondition(given.name, given.index, kind)
+
+    # -- the run -----------------------------------------------------------------------------------
+
+    def _trace_step(self) -> list[Any]:
+        """Run the step within `make_fx`, which is given no inputs; the outputs of the graph."""
+        mode = get_proxy_mode()
+        assert mode is not None
+        _keep_dead_code(mode.tracer.graph)
+        inputs = self.inputs.add_placeholders(mode.tracer.graph)
+        recorder = self.recorder = Recorder(mode.tracer.graph, self.inputs.mode)
+        self._repeated = RepeatedMoves(recorder, self.inputs.mode)
+        recorder.note_read = self._note_read
+        recorder.follows_from_integers = partial(self._follows_from_data, only_integers=True)
+        try:
+            self._run_step(recorder, inputs, mode)
+        except ValuesWanted as wanted:
+            self._wanted = wanted
+            return [*self.questions.reads]
+        finally:
+            recorder.note_read = lambda number, of: None
+            recorder.follows_from_integers = lambda number: False
+        recorder.finish()
+        return self.outputs.values
+
+    def _run_step(self, recorder: Recorder, inputs: list[fx.Node], mode: Any) -> None:
+        stand_in = self.inputs.stand_in
+        with ExitStack() as stack:
+            stack.enter_context(recorder)
+            self._make_wires()
+            pairs = [*zip(inputs, self.inputs.all, strict=True)]
+            self._kinds = {n: i.kind for n, i in pairs}
+            root = getattr(mode.tracer, "root", None)
+            self._predicted = PredictedValues(
+                recorder.graph, root, dict(pairs), self.wires, self._values_of_call
+            )
+            self._hooks = self.inputs.tag_fakes(self.wires, self._input_attributes.copy)
+            stack.enter_context(substitute_wires(dict(self.wires)))
+            stack.enter_context(set_for_capture(self.modules))
+            stack.enter_context(_noting_blocks(self._blocks, self.modules, recorder, mode.tracer))
+            parts = [part for module in self.modules for part in module.modules()]
+            stack.enter_context(exclusive_access(parts))  # whose tensors are exchanged meanwhile
+            stack.enter_context(self.attributes.restored())
+            self._slot_values_before = stack.enter_context(slots_swapped(self.slots, stand_in))
+            self._updates = BlockUpdates(recorder, self.inputs.mode, self._blocks, self.modules)
+            stack.enter_context(
+                self.optimizers.standing_in(
+                    stand_in, self._make_symbolic_number, recorder, self._updates
+                )
+            )
+            self._number_slots = stack.enter_context(self._swap_numbers())
+            args, kwargs = self._stand_in_arguments()
+            stack.enter_context(self._undo_writes_on_error())
+            stack.enter_context(HERE.breaking_off())  # hooks hear of no NotABlock
+            for optimizer in self.state.optimizers.values():
+                self.record.watch_new(optimizer.param_groups, "param_groups")
+            self.record.watch_new((args, kwargs), "argument")
+            reads_values = bool(self.numbers.plain.why)
+            functions = StepFunctionMode(self.inputs, self.tensor_facts, reads_values)
+            own = functions.calls.call_own
+            stack.enter_context(attribute_set(recorder, "run_without_profiling", own))
+            try:
+                with functions, self.record.recording(self.step, self._list_plain_arguments()):
+                    result = self.step(*args, **kwargs)
+            except Exception as error:
+                self._error_line = user_line_of(error)
+                self._called_last = functions.called_last
+                self.raised = not isinstance(error, LayoutError)
+                raise
+            check_arguments((self.args, self.kwargs), self.record)
+            self._input_attributes.check_unchanged()
+            functions.copy_back()
+            self.meets_unknown_tensors = functions.meets_unknown_tensors
+            self._collect_writes()
+            with torch.no_grad():
+                self._collect_outputs(result)
+            if self.outputs.differentiable:
+                self._add_cotangents()
+            admitted = [value for trace in self.wires.values() for value in trace.admitted]
+            self.outputs.add_unreturned("admitted", admitted)
+            if self.questions.values:
+                self.outputs.add_unreturned("answers", self.questions.values)
+
+    def _note_read(self, number: Any, of: torch.Tensor) -> None:
+        if is_symbolic(number) and not number.node.has_hint() and node_of(of) is not None:
+            self._predicted.note_read(self._node_of_number(number), len(self.questions.reads))
+            self.questions.reads.append(number)
+
+    def _answer(self, question: Any) -> Answer | None:
+        number = as_symbol(question)
+        # A float of the data is another in each call: so is one that follows from it.
+        if not isinstance(number, torch.SymBool) and not self._follows_from_data(
+            number, only_integers=isinstance(number, torch.SymFloat)
+        ):
+            return None
+        return self.questions.answer(question, self._predict_answer)
+
+    def _follows_from_data(self, number: Any, only_integers: bool = False) -> bool:
+        """True if a number follows from arguments and the like, not from what steps update: that
+        would be another number, and another program, in each call.
+
+        Args:
+            only_integers: whether these must be integers or bools, as labels and masks are.
+        """
+        ahead, done = [self._node_of_number(number)], set()
+        while ahead:
+            node = ahead.pop()
+            if node in done:
+                continue
+            done.add(node)
+            kind, value = self._kinds.get(node, ""), node.meta.get("val")
+            if kind in _UPDATED_KINDS:
+                return False
+            is_whole = isinstance(value, torch.Tensor) and not value.dtype.is_floating_point
+            if kind and only_integers and not is_whole:
+                return False
+            ahead += node.all_input_nodes
+        return True
+
+    def _node_of_number(self, number: Any) -> fx.Node:
+        mode = get_proxy_mode()
+        assert mode is not None
+        node: fx.Node = get_proxy_slot(number, mode.tracer).force().node
+        return node
+
+    def _predict_answer(self, question: Any) -> Answer | None:
+        """The likely answer to what is asked of a value; None where nothing predicts it.
+
+        It is a guess, which spares a run and a capture where it is right.
+        """
+        node = self._node_of_number(question)
+        kind = question.node.pytype
+        try:
+            found: Answer = kind(self._predicted.find_value(node))
+            return found
+        except Exception:  # a guess raises nothing
+            return guess_by_kind(node) if kind is bool else None
+
+    def _make_symbolic_number(
+        self, name: str, value: float, home: Any = None, path: Any = (), index: int = -1
+    ) -> Any:
+        """Have a symbolic float, an input of the graph, stand for one that need not be plain."""
+        given = Input(name, "number", NUMBER, index, home, tuple(path))
+        found = self.numbers.stand_in(given, value)
+        if found is not value:
+            self.inputs.add_made(given)
+        return found
+
+    def _stand_in_arguments(self) -> Any:
+        """The arguments of the step with stand-ins for tensors and floats."""
+        leaves, structure = flatten_call((self.args, self.kwargs))
+        first = len(self.inputs.leaves) - len(leaves)
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, float):
+                leaves[i] = self._make_symbolic_number(f"argument[{i}]", leaf, index=first + i)
+            else:
+                refuse_closed(f"argument[{i}]", leaf)
+                leaves[i] = self.inputs.stand_in(leaf)
+        made = unflatten_call(leaves, structure)
+        self._made_for_arguments = {id(leaf) for leaf in pytree.tree_leaves(made)}
+        return made
+
+    @contextmanager
+    def _swap_numbers(self) -> Iterator[list[tuple[Slot, Any]]]:
+        """Within, variables that hold floats hold symbolic floats; gives (slot, what it holds)."""
+        found = [(slot, slot.value) for slot in self.values if isinstance(slot.value, float)]
+        try:
+            held = []
+            for slot, value in found:
+                slot.put(self._make_symbolic_number(slot.name, value, slot))
+                held.append((slot, slot.value))
+            yield held
+        finally:
+            for slot, value in found:
+                slot.put(value)
+
+    def _list_plain_arguments(self) -> list[tuple[str, Any]]:
+        """(name, value) of argument leaves that are no tensors, and of containers' classes."""
+        leaves, structure = flatten_call((self.args, self.kwargs))
+        kinds = [(kind.__name__, kind) for kind in classes_of_call(structure)]
+        named = ((f"argument[{i}]", v) for i, v in enumerate(leaves))
+        return [*kinds, *((name, v) for name, v in named if not isinstance(v, torch.Tensor))]
+
+    # -- what the step writes ----------------------------------------------------------------------
+
+    @contextmanager
+    def _undo_writes_on_error(self) -> Iterator[None]:
+        """On an error, undo all that the step has written; else only its writes of tensors."""
+        try:
+            yield
+        except BaseException:
+            known = self._ids_known()
+            for write in [*self.record.snapshots.find_writes()]:
+                if _must_be_kept(write, known):
+                    write.undo()
+            raise
+        for write in self._tensor_writes:
+            write.undo()
+
+    def guards(self, refused: bool = False) -> Guards:
+        """The guards of what the step has read, with the values of now.
+
+        Args:
+            refused: the step has no program, so that all tensors are equal to it.
+        """
+        numbers = [given for given, _ in self.numbers.met if given.home is not None]
+        leaves, slots, written = dict[int, int](), frozenset[Any](), frozenset[int]()
+        if not refused:
+            leaves, slots = find_first_leaves(self.inputs.leaves), self._slot_identities
+            written = frozenset(id(w.place.home) for w in (*self.writes, *self._tensor_writes))
+        inputs = ReadInputs(leaves, slots, numbers, written)
+        with without_function_modes():  # which would hear what is asked of tensors
+            return self.record.make_guards(inputs, self.state.guarded_places())
+
+    def undo(self) -> None:
+        """Undo what the step has written into Python objects."""
+        for write in reversed(self.writes):
+            write.undo()
+
+    def _collect_writes(self) -> None:
+        """Find what the step has written beside its slots: `writes`, and tensors in attributes.
+
+        Raises:
+            CaptureError: the graph cannot write it again in each call.
+        """
+        seen = [
+            *self.slots,
+            *self.attributes.list_left_tensors(self._slot_identities),
+            *(slot for slot, _ in self._number_slots),
+        ]
+        slots = {slot.identity for slot in seen}
+        self._known = self._ids_known()
+        for write in self.record.snapshots.find_writes():
+            if write.place.identity in slots or not _must_be_kept(write, self._known):
+                continue
+            if is_filled(write.after):
+                if is_held(write.after, slots):  # another container, which was there before
+                    self.writes.append(write)
+                elif not self.attributes.is_of_module(write.place.home):
+                    self._tensor_writes.append(write)
+                    kept = write.is_attribute and not self._is_argument(write)
+                    if not (isinstance(write.after, torch.Tensor) and kept):
+                        raise self.attributes.make_left_error(write.place, write.after)
+            elif holds_made(write.after, self._known):
+                raise make_left_error(write.place.name, write.after)
+            elif not write.is_repeatable or self._is_argument(write):
+                raise self.make_unrepeated_write_error(write)
+            else:
+                self.writes.append(write)
+
+    def _ids_known(self) -> set[int]:
+        """The ids of objects that were there before the step."""
+        return self.record.ids_reached() | self.state.ids_searched()
+
+    def _is_argument(self, write: Write) -> bool:
+        return write.place.name.startswith(("argument", "param_groups"))
+
+    def make_unrepeated_write_error(self, write: Write) -> Exception:
+        """The error to raise where a graph would not write again what the step writes."""
+        codes = [*self.record.codes.values()]
+        return unrepeated_write_error(write, codes, self.step)
+
+    def _make_wires(self) -> None:
+        for given in self.inputs.all:
+            spec = given.spec
+            if spec is not None and spec.wire not in self.wires:
+                wire = spec.wire
+                trace = TraceWire(wire, self.inputs.coordinates(wire))
+                trace.noting = partial(self.recorder.noting, trace)
+                trace.repeating = self._repeated.carry
+                self.wires[wire] = trace
+
+    # -- what comes out ----------------------------------------------------------------------------
+
+    def _collect_outputs(self, result: Any) -> None:
+        """Add to `outputs` what the step returns, and what slots and gradients hold after it."""
+        outputs = self.outputs
+        pairs = zip(self._slot_values_before, self.slots, strict=True)
+        self._slots_by_fake = {id(fake): slot for fake, slot in reversed([*pairs])}
+        outputs.add_result(result, self._is_returned_as_itself, self._known)
+        self._trained = list_trained(self.inputs)
+        new_state = self.optimizers.list_new_state(self._find_slot)
+        for slot, first in zip(self.slots, self._slot_values_before, strict=True):
+            value = slot.find_value()
+            if value is not first and slot.kind != "optimizer":
+                if not isinstance(value, torch.Tensor):
+                    raise not_captured(
+                        f"{slot.name} is no tensor after the step",
+                        "it would be one before the next step",
+                    )
+                outputs.add_slot(slot, value)
+        for slot, value in new_state:
+            outputs.add_slot(slot, value)
+        for slot, first in self._number_slots:
+            if slot.value is not first:
+                outputs.add_slot(slot, slot.value)
+        for slot in self.attributes.list_left_tensors(self._slot_identities):
+            outputs.add_slot(slot, slot.value)
+        for write in self._tensor_writes:
+            place = write.place
+            outputs.add_slot(Slot(place.name, "value", PlaceAsItem(place), place.key), write.after)
+        outputs.add_left_gradients()
+
+    def _find_slot(self, fake: torch.Tensor) -> Slot | None:
+        """The slot of the input for which `fake` stands; None where it is no input."""
+        given = self.inputs.input_of(fake)
+        if given is None:
+            return None
+        return self._slots_by_fake.get(id(fake)) or Slot(given.name, "value", [given.tensor], 0)
+
+    def _is_returned_as_itself(self, leaf: Any) -> bool:
+        """Was this part of a result there before the step, so that it is returned as it is?"""
+        return self.record.is_reached(leaf) and id(leaf) not in self._made_for_arguments
+
+    def _add_cotangents(self) -> None:
+        """Trace the backward of results that have a history."""
+        for (
+            hook
+        ) in self._hooks:  # the tensors' own hooks will see the gradients that backward gives
+            hook.remove()
+        self.outputs.add_cotangents(self.recorder)
+
+
+@contextmanager
+def _noting_blocks(
+    choice: BlockChoice, models: Iterable[nn.Module], recorder: Recorder, tracer: Any
+) -> Iterator[None]:
+    """Within, the nodes of each block that `tracer` (fx's) meets are noted as its own."""
+    blocks, usual = choice.find(models), tracer.call_module
+
+    def call_module(m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        with recorder.block(type(m)) if m in blocks else nullcontext():
+            return usual(m, forward, args, kwargs)
+
+    if not blocks:
+        yield
+        return
+    tracer.call_module = call_module
+    try:
+        yield
+    finally:
+        del tracer.call_module
+
+
+def _must_be_kept(write: Write, known: set[int]) -> bool:
+    """True if a write is the user's, or leaves a tensor in an object of a library."""
+    if not write.is_of_library:
+        return True
+    return is_filled(write.after) or holds_made(write.after, known)
+
+
+def _keep_dead_code(graph: fx.Graph) -> None:
+    """Have `make_fx` not look for dead code, of which it drops only numbers, in a fortieth of the
+    time of a capture."""
+    graph.eliminate_dead_code = lambda *_, **__: False  # type: ignore[method-assign]
+
+
+def _drop_unused_numbers(graph: fx.Graph) -> None:
+    """Erase numbers that are computed of numbers alone, and that nobody uses."""
+    for node in reversed(graph.nodes):
+        is_dead = not node.users and is_symbolic(node.meta.get("val")) and node.op != "placeholder"
+        if is_dead and all(is_symbolic(n.meta.get("val")) for n in node.all_input_nodes):
+            graph.erase_node(node)
+
+
+def _drop_all_but(graph: fx.Graph, wanted: Iterable[fx.Node]) -> None:
+    """Erase the calls that have no part in the values of `wanted`, as far as calls tell.
+
+    A write through another view is missed: what is computed is a guess, which each run checks.
+    """
+    needed = set(wanted)
+    for node in reversed(graph.nodes):
+        if node in needed or (has_effect(node) and not needed.isdisjoint(node.all_input_nodes)):
+            needed.update((node, *node.all_input_nodes))
+    for node in reversed(graph.nodes):
+        if node.op == "call_function" and node not in needed:
+            graph.erase_node(node)
+
+
+# -- checks of a run -------------------------------------------------------------------------------
+
+
+def check_constants(graph: fx.Graph) -> None:
+    """Raise CaptureError if a tensor that is no input is a constant of the graph.
+
+    Tensors that a step makes of numbers are copied first (`lift_fresh_copy`). Fake modes refuse any
+    other tensor, but a proxy mode handles some calls of one-element tensors itself.
+    """
+    for node in graph.find_nodes(op="get_attr"):
+        for user in node.users:
+            if user.op == "call_function" and not facts_of(user.target).lifts:
+                raise not_an_input(note_of(user).source)
+
+
+def check_operators(graph: fx.Graph) -> None:
+    """Raise CaptureError if the step calls an operator that is not torch's own, and of which it is
+    not known that it only makes tensors of its arguments."""
+    for node in graph.nodes:
+        space = getattr(node.target, "namespace", "aten")
+        if node.op != "call_function" or space in (*SPACES, "profiler"):
+            continue
+        if effect := find_unknown_effect(node.target):
+            raise not_captured(
+                f"the step calls {node.target}, an operator of a library of its own",
+                effect,
+                Fix(
+                    "torch.library.custom_op(..., mutates_args=())",
+                    "for what only gives new tensors",
+                ),
+                Fix("call it outside the step", "before or after, or between compiled regions"),
+                place=note_of(node).source,
+            )
+
+
+def check_arguments(call: Any, record: ReadRecord) -> None:
+    """Raise CaptureError if the step may compare an argument with an object that it reaches.
+
+    Containers and objects of tensors are made anew for the step, which would find two.
+
+    Args:
+        call: the arguments and keyword arguments.
+        record: what the step reached, and the functions that ran.
+    """
+    codes = record.codes.values()
+    asking = next(filter(asks_which_object, codes), None)
+    comparing = asking or next(filter(compares_objects, codes), None)
+    made_anew = _made_anew(call) if comparing else []
+    # The `==` of other classes compares their contents, which the step has.
+    asked = [(v, asking or (comparing if _is_equal_by_identity(v) else None)) for v in made_anew]
+    for v, code in asked:
+        for value, name in record.values_reached() if code else ():
+            if code and _may_be_argument(value, v):
+                raise not_captured(
+                    f"{code.co_name} asks whether something is another object, an argument is a "
+                    f"{type(value).__name__}, and so is {name}",
+                    "a step is given its arguments made anew: `is` would find two objects for one",
+                    Fix("pass it, or read it by its name", "not both"),
+                    place=f"{code.co_filename}:{code.co_firstlineno}",
+                )
+
+
+def _is_equal_by_identity(value: Any) -> bool:
+    """True if the class of `value` has no `__eq__` of its own."""
+    equal: Any = type(value).__eq__
+    return equal is object.__eq__
+
+
+def _may_be_argument(value: Any, given: Any) -> bool:
+    """True if a call like that with the argument `given` may have `value` in its place."""
+    if value is given or type(value) is not type(given):
+        return value is given
+    if not is_container(value):
+        return True
+    form = _form_of(value)
+    return bool(form[1]) and form == _form_of(given)
+
+
+def _form_of(container: Any) -> tuple[Any, list[type]]:
+    """The keys of a container, and the kinds of its values."""
+    keys, values = items_of(container)
+    kinds = [torch.Tensor if isinstance(v, torch.Tensor) else type(v) for v in values]
+    return None if keys is None else [*keys], kinds
+
+
+def _made_anew(call: Any) -> list[Any]:
+    """The containers and objects among the arguments that `flatten_call` takes apart."""
+    found: list[Any] = []
+
+    def look(value: Any) -> bool:
+        apart = not pytree.tree_is_leaf(value) or is_taken_apart(value)
+        if apart:
+            found.append(value)
+        return False
+
+    args, kwargs = call
+    for argument in (*args, *kwargs.values()):
+        pytree.tree_leaves(argument, is_leaf=look)
+    return found

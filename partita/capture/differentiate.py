@@ -1,0 +1,246 @@
+"""Gradients of a captured function whose results have a history: a region of a larger model.
+
+No backward has run through these results, so the caller may ask for their gradients. Backward is
+traced right behind forward, into the same graph, so that passes see both. Where the gradients of
+results come in, the graph gets "cotangent" inputs, laid out by the dual of the results' placements.
+
+Results that share history go backward at once, so that it is gone through once, as in eager: they
+are one `ResultPart`. A result from which another one is computed, without other shared history, is
+a part of its own, which runs later: autograd adds up its gradients in between, and shows hooks the
+sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+from torch._C import DisableTorchFunctionSubclass as Local
+
+from partita.graph.graph_nodes import NOTE
+from partita.graph.program import Input
+from partita.guards.inputs import GraphInputs
+from partita.tensor.dtensor import tagged
+from partita.tensor.tensor_state import Spec
+
+from .fakes import make_distinct
+from .recorder import Recorder
+
+_SPENT = (
+    "Trying to backward through the graph a second time",
+    "modified by an inplace operation",
+)
+"""Autograd's messages where a backward or an update has used up a history."""
+
+
+@dataclass(frozen=True)
+class Seed:
+    """A node that stands for the gradient of a result until it becomes an input.
+
+    Attributes:
+        node: its name.
+        spec: of the gradient, where the result is a DTensor.
+        number: of the result.
+    """
+
+    node: str
+    spec: Spec | None
+    number: int
+
+
+def has_history(value: torch.Tensor) -> bool:
+    """Can the caller of the function that made `value` go backward from it?"""
+    if not requires_grad(value) or not _is_computed(value):
+        return False
+    spec = getattr(value, "_spec", None)
+    return spec is None or all(op == "sum" for _, op in spec.layout.partial)
+
+
+def asks_gradient(value: torch.Tensor) -> bool:
+    """Does it require a gradient and have no history, as leaves, and views made under `no_grad`?"""
+    return requires_grad(value) and not _is_computed(value)
+
+
+def requires_grad(value: torch.Tensor) -> bool:
+    """Does it, as it is asked of a local tensor?"""
+    with Local():
+        return value.requires_grad
+
+
+def _is_computed(value: torch.Tensor) -> bool:
+    with Local(), suppress(RuntimeError):  # a view made under `no_grad`, of what was written since
+        return value.grad_fn is not None
+    return False
+
+
+def differentiate(
+    results: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    recorder: Recorder,
+    again: bool = False,
+) -> tuple[list[Seed], list[torch.Tensor | None]] | None:
+    """Trace the gradients of `inputs` with respect to `results`.
+
+    Args:
+        again: keep the history, for another call.
+
+    Returns:
+        The seeds (gradients of `results`) and the gradients of `inputs`. None where there are no
+        inputs, or a backward within the function has used up the history, as in eager.
+    """
+    if not inputs:
+        return None
+    seeds, values = [], []
+    with recorder.behind_forward():
+        for number, result in enumerate(results):
+            spec = getattr(result, "_spec", None)
+            with Local(), torch.no_grad():
+                value = torch.empty_like(result.detach())
+            seeds.append(Seed(recorder.newest().name, spec and spec.gradient, number))
+            values.append(value if spec is None else tagged(value, spec.gradient))
+        try:
+            found = torch.autograd.grad(
+                results, inputs, values, retain_graph=again, allow_unused=True
+            )
+        except RuntimeError as error:
+            if any(message in str(error) for message in _SPENT):
+                return None
+            raise
+        with Local():
+            return seeds, [None if g is None else g.detach() for g in found]
+
+
+def make_seeds_inputs(graph: fx.Graph, seeds: Sequence[Seed], inputs: GraphInputs) -> None:
+    """Replace the nodes of seeds by inputs of the graph."""
+    if not seeds:
+        return
+    nodes = {n.name: n for n in graph.nodes}
+    last = graph.find_nodes(op="placeholder")[-1]
+    known: set[int] = set()
+    for seed in seeds:
+        number, node = seed.number, nodes[seed.node]
+        with graph.inserting_after(last):
+            last = graph.placeholder(f"cotangent_{number}")
+        last.meta = {k: v for k, v in node.meta.items() if k != NOTE}
+        node.replace_all_uses_with(last)
+        graph.erase_node(node)
+        with inputs.mode, Local(), torch.no_grad():
+            last.meta["val"] = make_distinct(last.meta["val"], known)
+            like = last.meta["val"].detach()
+        if seed.spec is not None:
+            like = tagged(like, seed.spec)
+        inputs.add_made(Input(f"gradient {number}", "cotangent", like, number))
+
+
+# -- parts of a backward ---------------------------------------------------------------------------
+
+
+_Edge = tuple[Any, int]
+
+
+@dataclass
+class ResultPart:
+    """Results that go backward together.
+
+    Attributes:
+        results: their numbers.
+        ancestors: the numbers of the results from which these are computed directly.
+        unheard: those of `results` from which others of the part are computed: the gradient that
+            flows through those others does not reach them.
+    """
+
+    results: list[int]
+    ancestors: list[int]
+    unheard: list[int] = field(default_factory=list)
+
+
+def part_results(results: Sequence[torch.Tensor]) -> list[ResultPart]:
+    """Split `results`, which have a history, into parts, each before the parts of its ancestors.
+
+    All are one part where a result and one of its ancestors share the history of a value that is no
+    result: its gradient would come in two halves, and its history be gone through twice.
+    """
+    edges = [_edge_of(t) for t in results]
+    at = {edge: number for number, edge in reversed([*enumerate(edges)])}
+    found = [_find_history(edge, at) for edge in edges]
+    histories, ancestors_of = [nodes for nodes, _ in found], [ends for _, ends in found]
+    levels = _compute_levels(ancestors_of)
+    parts: list[tuple[set[Any], ResultPart]] = []
+    for number in sorted(range(len(results)), key=lambda n: (levels[n], n)):
+        whole, part = set(histories[number]), ResultPart([number], [])
+        ancestors = set(ancestors_of[number])
+        for other in [*parts]:  # what two results of one level share is gone through once
+            if levels[other[1].results[0]] == levels[number] and not whole.isdisjoint(other[0]):
+                parts.remove(other)
+                whole |= other[0]
+                part.results = sorted([*part.results, *other[1].results])
+                ancestors.update(other[1].ancestors)
+        part.ancestors = sorted(ancestors)
+        parts.append((whole, part))
+    if sum(len(nodes) for nodes, _ in parts) > len(set().union(*(nodes for nodes, _ in parts))):
+        made_of = set().union(*ancestors_of)
+        return [ResultPart([*range(len(results))], [], sorted(made_of))]
+    return [part for _, part in parts]
+
+
+def _edge_of(t: torch.Tensor) -> _Edge:
+    """The edge of the autograd graph that a tensor's gradient enters: (node, output number)."""
+    with Local():
+        return t.grad_fn, t.output_nr
+
+
+@contextmanager
+def cut_history(results: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Within, gradients of `results` are returned, without their hooks, and go no further."""
+    handles, hidden = [], []
+    try:
+        with Local():
+            for t in results:
+                node, place = _edge_of(t)
+                handles.append(node.register_prehook(partial(_drop_gradient, place=place)))
+                if t._backward_hooks:  # they see the whole gradient, when its own part runs
+                    hidden.append((t._backward_hooks, dict(t._backward_hooks)))
+                    t._backward_hooks.clear()
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for hooks, before in hidden:
+            hooks.update(before)
+
+
+def _drop_gradient(grads: tuple[Any, ...], place: int) -> tuple[Any, ...]:
+    return (*grads[:place], None, *grads[place + 1 :])
+
+
+def _find_history(edge: _Edge, results: dict[_Edge, int]) -> tuple[set[Any], set[int]]:
+    """The nodes of the autograd graph behind a result, up to other results and without those of
+    leaves; and the numbers of the results where it ends."""
+    nodes, ancestors = {edge[0]}, set[int]()  # two results of one call share it
+    ahead = [edge[0]]
+    while ahead:
+        for below in ahead.pop().next_functions:
+            if below in results:
+                ancestors.add(results[below])
+            elif below[0] is not None and below[0] not in nodes and below[0].next_functions:
+                nodes.add(below[0])
+                ahead.append(below[0])
+    return nodes, ancestors
+
+
+def _compute_levels(ancestors: Sequence[set[int]]) -> list[int]:
+    """For each result the length of the longest chain of results computed from it."""
+    levels = [0] * len(ancestors)
+    ahead = [*range(len(ancestors))]
+    while ahead:
+        number = ahead.pop()
+        for ancestor in ancestors[number]:
+            if levels[ancestor] <= levels[number]:
+                levels[ancestor] = levels[number] + 1
+                ahead.append(ancestor)
+    return levels

@@ -1,0 +1,409 @@
+"""Equal calls: their fake value is computed once, and each after the first is not traced.
+
+A model is a few structures, repeated: of the thousands of calls in its graph about a hundred
+differ. The fake value of a call is decided by its target, its numbers, and the shapes, strides,
+dtypes and devices of its operands, which make its key. Equal calls share one fake tensor
+(`call_without_memory`): a node's `meta["val"]` says what the node makes, and not in which memory
+that lies.
+
+While a step is traced, `RepeatedCalls` adds a call whose key is known as a node at once: tracing it
+would take the dispatcher through Python three times. Of a call over lists, as optimizers make over
+all parameters, the places that are alike are computed once. Whoever adds nodes without running the
+calls needs `node_of`, the node that makes a fake, and `tensors_of`, fakes that a node makes.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._C import DisableTorchFunction as Unheard
+from torch._C import DisableTorchFunctionSubclass as Local
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import (
+    _ProxyTensor,
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    get_proxy_slot,
+    set_proxy_slot,
+)
+from torch.utils import _pytree as pytree
+
+from partita.comm.collective import WAIT
+from partita.graph.graph_nodes import add_call
+from partita.tensor.op_facts import facts_of
+
+from .fakes import fake_mode_in, is_symbolic, make_empty_fake, make_fake
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MadeByCall:
+    """The fake value of a call, and the memory that it shows.
+
+    Attributes:
+        value: as the call returns it.
+        shows: for each tensor of the value, the index of the operand (among the tensors of the
+            call) whose memory it shows; -1 - i for the i-th new memory.
+        nbytes: of each new memory.
+    """
+
+    value: Any
+    shows: tuple[int, ...]
+    nbytes: tuple[int, ...]
+
+
+def call_without_memory(target: Any, args: Any, kwargs: Any, like: Any = None) -> MadeByCall:
+    """`target(*args, **kwargs)` over fake tensors, computed or known from an equal call.
+
+    Args:
+        like: a value of the same fake mode, for calls without a tensor operand; of a part of a
+            graph (`GraphPart`) what it gives.
+    """
+    if not isinstance(target, torch._ops.OpOverload) and facts_of(target).makes_new:
+        nbytes = tuple(t.untyped_storage().nbytes() for t in tensors_in(like))
+        return MadeByCall(like, tuple(-1 - i for i in range(len(nbytes))), nbytes)
+    mode = fake_mode_in((args, kwargs, like))
+    # The key has the shapes and strides of operands, and not their storages.
+    by_key = mode is not None and not facts_of(target).by_storage
+    key = key_of_call(target, args, kwargs) if by_key else None
+    if mode is None or key is None:
+        return _call_and_describe(target, args, kwargs, mode)
+    known: dict[Any, MadeByCall] | None = getattr(mode, "_partita_equal_calls", None)
+    if known is None:
+        known = mode._partita_equal_calls = {}  # type: ignore[attr-defined]  # as long as its fakes
+    made = known.get(key)
+    if made is None:
+        # With operands that share no memory, so that what a view shows does not depend on theirs.
+        def own_of(value: Any) -> Any:
+            return make_empty_fake(value, mode) if isinstance(value, torch.Tensor) else value
+
+        own: Any = fx.node.map_aggregate((args, kwargs), own_of)
+        made = known[key] = _call_and_describe(target, own[0], own[1], mode)
+    return made
+
+
+def tensors_in(value: Any) -> Sequence[torch.Tensor]:
+    """The tensors of a value, in order."""
+    if isinstance(value, torch.Tensor):
+        return (value,)
+    if value is None or isinstance(value, (int, float, str)):
+        return ()
+    if type(value) in (list, tuple) and all(isinstance(t, torch.Tensor) for t in value):
+        return value  # type: ignore[no-any-return]
+    return [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
+
+
+def _call_and_describe(
+    target: Any, args: Any, kwargs: Any, mode: FakeTensorMode | None
+) -> MadeByCall:
+    with torch.no_grad(), mode or nullcontext():
+        value = target(*args, **kwargs)
+    if target is WAIT:  # it returns its operand, though its fake value is a new tensor
+        return MadeByCall(value, (0,), ())
+    # Private: one number for one storage, as long as it lives.
+    known: dict[int, int] = {}
+    for i, t in enumerate(tensors_in((args, kwargs))):
+        known.setdefault(_storage_of(t)._cdata, i)
+    shows: list[int] = []
+    nbytes: list[int] = []
+    for t in tensors_in(value):
+        storage = _storage_of(t)
+        if storage._cdata not in known:
+            known[storage._cdata] = -1 - len(nbytes)
+            nbytes.append(storage.nbytes())
+        shows.append(known[storage._cdata])
+    return MadeByCall(_without_bases(value), tuple(shows), tuple(nbytes))
+
+
+def _without_bases(value: Any) -> Any:
+    """The value with views detached from their bases.
+
+    A view holds its base, which holds the mode, which holds the known calls: a cycle that Python's
+    collector does not see.
+    """
+    if not any(t._is_view() for t in tensors_in(value)):
+        return value
+    with torch.no_grad():
+        return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, value)
+
+
+def _storage_of(t: torch.Tensor) -> torch.UntypedStorage:
+    """The memory of a tensor; of a sparse one that of its values."""
+    if t.layout is torch.strided:
+        return t.untyped_storage()
+    with torch.no_grad():
+        values = t._values() if t.layout is torch.sparse_coo else t.values()
+    return values.untyped_storage()
+
+
+def key_of_call(target: Any, args: Any, kwargs: Any) -> Any:
+    """The key that decides the fake value of a call; None where more does."""
+    try:
+        key = (
+            target,
+            _describe_value(args),
+            tuple((k, _describe_value(v)) for k, v in kwargs.items()) if kwargs else (),
+        )
+        hash(key)
+    except (TypeError, RuntimeError):  # a number that is not known; a tensor without strides
+        return None
+    return key
+
+
+_PLAIN = (
+    *(int, float, bool, str, type(None), complex),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+
+
+def _describe_value(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided or value.dtype.is_complex or value.is_quantized:
+            raise TypeError("its fake value depends on more")
+        return tuple(value.shape), value.stride(), value.dtype, value.device
+    if isinstance(value, (list, tuple)):
+        return tuple(_describe_value(v) for v in value)
+    if type(value) in _PLAIN:  # `type`: isinstance takes a symbolic float for a float
+        return type(value), value
+    raise TypeError("not known to be compared by value")
+
+
+# -- fakes and their nodes -------------------------------------------------------------------------
+
+
+def node_of(t: torch.Tensor) -> fx.Node | None:
+    """The node that makes a tensor, in the graph that is being traced; None if none does."""
+    slot = get_proxy_slot(t, get_proxy_mode().tracer, None)  # type: ignore[union-attr]
+    return None if slot is None else slot.proxy.node
+
+
+def known_node_of(t: torch.Tensor) -> fx.Node | None:
+    """The same, but None where the tracer knows the tensor's values and computes with those."""
+    slot = get_proxy_slot(t, get_proxy_mode().tracer, None)  # type: ignore[union-attr]
+    return None if slot is None or slot.constant is not None else slot.proxy.node
+
+
+def _node_of_number(number: torch.SymFloat | torch.SymInt | torch.SymBool) -> fx.Node | None:
+    """The node that makes a symbolic number; None if none does."""
+    slot = get_proxy_slot(number, get_proxy_mode().tracer, None)  # type: ignore[union-attr]
+    return None if slot is None else slot.force().node  # type: ignore[union-attr]
+
+
+def set_node_of(t: torch.Tensor, node: fx.Node) -> None:
+    """Have `node` be the node that makes `t`."""
+    tracer = get_proxy_mode().tracer  # type: ignore[union-attr]
+    set_proxy_slot(t, tracer, _ProxyTensor(fx.Proxy(node, tracer), None))
+
+
+def tensors_of(
+    nodes: Sequence[fx.Node], likes: Sequence[torch.Tensor], mode: FakeTensorMode
+) -> list[FakeTensor]:
+    """New fake tensors with the metadata of `likes`, made by `nodes`."""
+    with torch._C._DisableTorchDispatch(), Unheard():  # type: ignore[attr-defined]
+        made = [_make_fake_like(t, mode) for t in likes]
+    for node, fake, like in zip(nodes, made, likes, strict=True):
+        node.meta.setdefault("val", like)
+        set_node_of(fake, node)
+    return made
+
+
+def _make_fake_like(t: torch.Tensor, mode: FakeTensorMode) -> FakeTensor:
+    if offset := t.storage_offset():
+        last = offset + sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
+        meta = torch.empty(last + 1 if t.numel() else offset, dtype=t.dtype, device="meta")
+        return make_fake(mode, meta.as_strided(t.shape, t.stride(), offset), t.device)
+    meta = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+    return make_fake(mode, meta, t.device)
+
+
+# -- calls that are not traced again ---------------------------------------------------------------
+
+DETACH = torch.ops.aten.detach.default
+_BY_DATA = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+class RepeatedCalls:
+    """The calls of one capture that were traced, by key.
+
+    Attributes:
+        shared: the nodes of which each makes several tensors: one, and what was detached of it.
+    """
+
+    def __init__(self, graph: fx.Graph, mode: FakeTensorMode):
+        self._graph, self._mode = graph, mode
+        self._known: dict[Any, torch.Tensor] = {}
+        self.shared: set[fx.Node] = set()
+
+    def key(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The key of a call; None where it has none, or does not make or write just one tensor."""
+        if not (_makes_one(func) or _writes_one(func)):
+            return None
+        with Local():
+            return key_of_call(func, args, kwargs)
+
+    def repeat(self, key: Any, func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
+        """Add a node for a call whose key is known, and return its value; None where it is not."""
+        like = self._known.get(key)
+        if like is None:
+            return None
+        try:
+            operands = _nodes_of(args)
+            named = {name: _nodes_of(value) for name, value in kwargs.items()}
+        except LookupError:
+            return None
+        node = add_call(self._graph, func, operands, named)
+        if _writes_one(func):
+            node.meta["val"] = like
+            written: torch.Tensor = args[0]
+            set_node_of(written, node)
+            return written
+        (out,) = tensors_of([node], [like], self._mode)
+        return out
+
+    def detach(self, x: torch.Tensor) -> torch.Tensor | None:
+        """`x.detach()`, in the memory of x and made by the same node; None to trace it.
+
+        Each gradient is detached when it is kept, and once more when it is read.
+        """
+        if not isinstance(x, FakeTensor):
+            return None
+        with Unheard(), torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+            if x.layout is not torch.strided or x.is_inference() or x.is_conj() or x.is_neg():
+                return None
+            node = known_node_of(x)
+            if node is None:
+                return None
+            like = node.meta.get("val")
+            if not isinstance(like, FakeTensor) or not _have_same_strides(x, like):
+                return None
+            made = make_fake(self._mode, x.detach(), x.fake_device)
+        self.shared.add(node)
+        set_node_of(made, node)
+        return made
+
+    def call_over_lists(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Add a node for a call over lists, and return its value; `NotImplemented` to trace it.
+
+        Its fake value is computed for one place of each kind of operands, however long the lists.
+        """
+        with Local():
+            places = _group_places(args)
+            if places is None or kwargs:
+                return NotImplemented
+            groups, first = places
+            try:
+                operands = _nodes_of(args)
+                with disable_proxy_modes_tracing():
+                    made = call_without_memory(func, _shorten_lists(args, first), {}).value
+            except Exception:  # tracing raises it again, with its place
+                return NotImplemented
+        node = add_call(self._graph, func, operands)
+        if made is None:  # it has written the first list
+            return None
+        node.meta["val"] = likes = [made[kind] for kind in groups]
+        parts = [add_call(self._graph, operator.getitem, (node, i)) for i in range(len(likes))]
+        return tensors_of(parts, likes, self._mode)
+
+    def learn(self, key: Any, func: Any, out: Any, first: fx.Node) -> None:
+        """Remember a traced call if it is one node, the one after `first`."""
+        node: fx.Node = self._graph._root.prev
+        if node.prev is not first or node.target is not func or not isinstance(out, FakeTensor):
+            return
+        if out.layout is torch.strided:  # the key does not tell all of a sparse tensor
+            self._known[key] = node.meta["val"]
+
+
+def _group_places(args: Sequence[Any]) -> tuple[list[int], list[int]] | None:
+    """The places of the lists that a call is over, in groups by the key of the operands there.
+
+    Returns:
+        For each place the number of its group, and the first place of each group. None where
+        nothing is gained: where there are as many groups as places, or lists of several lengths.
+    """
+    lists = [a for a in args if isinstance(a, (list, tuple))]
+    if len({len(a) for a in lists}) != 1:
+        return None
+    keys = [key_of_call(None, operands, {}) for operands in zip(*lists, strict=True)]
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+    if None in numbers or len(numbers) == len(keys):
+        return None
+    return [numbers[key] for key in keys], [keys.index(key) for key in numbers]
+
+
+def _shorten_lists(args: Sequence[Any], places: Sequence[int]) -> list[Any]:
+    """The arguments with these places of the lists alone, and 0.5 for symbolic floats: metadata
+    does not depend on which float it is."""
+    whole = [0.5 if isinstance(a, torch.SymFloat) else a for a in args]
+    return [[a[i] for i in places] if isinstance(a, (list, tuple)) else a for a in whole]
+
+
+def _nodes_of(value: Any) -> Any:
+    """Operands with nodes for tensors. Raises LookupError where one has none, or a known value."""
+    if isinstance(value, torch.Tensor):
+        node = known_node_of(value)
+        if node is None:
+            raise LookupError
+        return node
+    if is_symbolic(value):
+        node = _node_of_number(value)
+        if node is None:
+            raise LookupError
+        return node
+    if isinstance(value, (tuple, list)):
+        return type(value)(map(_nodes_of, value))
+    if isinstance(value, Mapping):
+        raise LookupError
+    return value
+
+
+def _have_same_strides(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (
+        one.shape == other.shape
+        and one.stride() == other.stride()
+        and one.storage_offset() == other.storage_offset()
+        and one.dtype == other.dtype
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def is_over_lists(func: Any) -> bool:
+    """Is it an op that does to each place of lists what another op does to a tensor?"""
+    returns = [str(r.type) for r in func._schema.returns]
+    return func._opname.startswith("_foreach_") and returns in ([], ["List[Tensor]"])
+
+
+@functools.lru_cache(maxsize=4096)
+def _makes_one(func: Any) -> bool:
+    """Does an op return one tensor in new memory, and write nothing?"""
+    return _is_plain(func) and facts_of(func).makes_new
+
+
+@functools.lru_cache(maxsize=4096)
+def _writes_one(func: Any) -> bool:
+    """Does an op write its first operand alone, and return it?"""
+    facts = facts_of(func)
+    writes = facts.writes
+    return (
+        _is_plain(func)
+        and len(writes) == 1
+        and writes[0].place == 0
+        and not writes[0].is_list
+        and not facts.changes_metadata
+    )
+
+
+def _is_plain(func: Any) -> bool:
+    returns = func._schema.returns
+    return (
+        func.namespace == "aten"
+        and not facts_of(func).lifts
+        and len(returns) == 1
+        and str(returns[0].type) == "Tensor"
+        and not any(tag in func.tags for tag in _BY_DATA)
+    )

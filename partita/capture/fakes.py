@@ -1,0 +1,663 @@
+"""Fakes: what stands for tensors, DTensors and Python numbers while a step is captured.
+
+A FakeTensor has metadata, a device and no memory. For a DTensor's local tensor it is re-tagged as
+`FakeDTensor`, like any other shard. That class is both: a DTensor to Python, so that rules and
+moves run as ever, and a FakeTensor to the dispatcher, which aborts where a tensor with a fake's
+dispatch keys has a class that cannot take its calls.
+
+For a float, int or bool that is known when the graph runs stand torch's `SymFloat` and its kin,
+subclassed so that the user's code takes them for numbers: `isinstance(x, float)` holds, a
+comparison with a known hint gives True or False (and becomes a condition), and arithmetic follows
+Python's where algebra would not (signed zeros, division by zero, powers of negative numbers).
+`Substitutes` has `type`, `id` and `hash` see what they stand for.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch._C import DisableTorchFunction as Unheard
+from torch._C import DisableTorchFunctionSubclass as Local
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_impls import fast_detach
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConfig, FakeTensorMode
+from torch.autograd.graph import increment_version
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.overrides import handle_torch_function, has_torch_function_unary
+
+from partita.comm import user_line
+from partita.comm.device import HOST
+from partita.tensor.dtensor import PLAIN, TYPED, DTensor
+from partita.tensor.foreach import let_clip_use_foreach
+from partita.tensor.op_facts import facts_of
+
+from .kernel_strides import KernelStridesMode
+
+# -- numbers ---------------------------------------------------------------------------------------
+
+
+def is_symbolic(value: Any) -> bool:
+    """Does it stand for a Python number that is known when the graph runs?"""
+    return isinstance(value, (torch.SymFloat, torch.SymInt, torch.SymBool))
+
+
+class NumberEnv(ShapeEnv):
+    """A shape environment that notes what a step asks of its numbers, and at which user's line.
+
+    Attributes:
+        lines: by the index of a guard, the user's line.
+        asked: the symbols of numbers that were compared or read, and the first line that did.
+        answer: gives the value of a number without a hint, by its node; None if nothing tells.
+
+    Private torch: `ShapeEnv`, which is what can trace a Python number.
+    """
+
+    def __init__(self) -> None:
+        # `.item()` gives one more number that is known when the graph runs.
+        super().__init__(
+            allow_scalar_outputs=True,
+            allow_dynamic_output_shape_ops=False,
+            specialize_zero_one=False,
+        )
+        self.lines: dict[int, str] = {}
+        self.asked: dict[str, str] = {}
+        self.answer: Callable[[Any], bool | float | None] = lambda question: None
+        self._made: list[Any] = []
+
+    def evaluate_expr(self, *args: Any, **kwargs: Any) -> Any:
+        before = len(self.guards)
+        found = super().evaluate_expr(*args, **kwargs)
+        for i in range(before, len(self.guards)):
+            self.lines[i] = user_line()
+        return found
+
+    def evaluate_sym_node(self, sym_node: Any, *args: Any, **kwargs: Any) -> Any:
+        if not sym_node.has_hint():
+            found = self.answer(sym_node)
+            if found is not None:
+                return found
+        return super().evaluate_sym_node(sym_node, *args, **kwargs)
+
+    def forget(self) -> None:
+        """Drop the symbols: the graph has tensors instead, and Inductor must not find any."""
+        for symbol in self._made:
+            self.backed_var_to_val.pop(symbol, None)
+        self.pending_fresh_unbacked_symbols.clear()
+
+    def stop_asking(self) -> None:
+        """Drop the reference to what answers."""
+        self.answer = lambda question: None
+
+    def symbolic(self, name: str, value: float) -> SymbolicFloat:
+        """A symbolic float with the hint `value`."""
+        source = ConstantSource(name)
+        symbol = self.create_unspecified_symbol(value, source, dynamic_dim=DimDynamic.DYNAMIC)
+        self._made.append(symbol)
+        made: Any = self.create_symfloatnode(symbol, hint=value, source=source)
+        return SymbolicFloat(made.node)
+
+
+_class = property(lambda self: self.kind)
+_LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, str(Path(__file__).parents[1]) + os.sep)
+
+
+class SymbolicFloat(torch.SymFloat):
+    """A float whose value is not in the graph; `isinstance(x, float)` holds, as of the float.
+
+    Attributes:
+        kind: the type of the number that it stands for: float, or NumPy's.
+    """
+
+    kind: type = float
+    __class__ = _class  # type: ignore[assignment]
+
+
+class SymbolicInt(torch.SymInt):
+    """An int that is known when the graph runs."""
+
+    kind: type = int
+    __class__ = _class  # type: ignore[assignment]
+
+    def __invert__(self) -> Any:
+        return -self - 1
+
+    def __hash__(self) -> int:
+        """The hash of the value, which becomes a question; refused where a library makes a key."""
+        if sys._getframe(1).f_code.co_filename.startswith(_LIBRARIES):
+            raise TypeError("unhashable type: a number that is known when the graph runs")
+        return hash(int(self))
+
+
+_OF_TORCH = {SymbolicFloat: torch.SymFloat, SymbolicInt: torch.SymInt}
+_OURS = {torchs: ours for ours, torchs in _OF_TORCH.items()}
+
+
+def as_number(value: Any) -> Any:
+    """A symbolic number of torch's as one of these classes; other values as they are."""
+    ours = _OURS.get(type(value))
+    return value if ours is None else ours(value.node)
+
+
+def _class_of(fake: FakeTensor) -> type:
+    """The class of the tensor for which a fake stands."""
+    if isinstance(fake, DTensor):
+        return DTensor
+    return torch.nn.Parameter if getattr(fake, "_is_param", False) else torch.Tensor
+
+
+class _Type(type):
+    """A stand-in for `type` whose `type(x)` is that of what x stands for."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if len(args) != 1 or kwargs:
+            return type(*args, **kwargs)
+        found = type(args[0])
+        if found in _OF_TORCH:
+            return args[0].kind
+        if issubclass(found, FakeTensor):
+            return _class_of(args[0])
+        return cls if found is type else found  # so that `type(x) is type` holds
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        return isinstance(value, type)
+
+    def __subclasscheck__(cls, kind: Any) -> bool:
+        return issubclass(kind, type)
+
+    def __getitem__(cls, item: Any) -> Any:
+        return type[item]
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or other is type
+
+    def __hash__(cls) -> int:
+        return hash(type)
+
+
+def identity_of(x: Any) -> int:
+    """`id(x)` while a step is captured; for the fake of an input the id of that input.
+
+    The capture's torch-function mode answers, as for other facts of inputs (`inputs.TensorFacts`).
+    """
+    if isinstance(x, FakeTensor) and has_torch_function_unary(x):
+        return int(handle_torch_function(identity_of, (x,), x))
+    return id(x)
+
+
+def _hash_of_value(x: Any, /) -> int:
+    if type(x) is SymbolicInt:
+        return hash(int(x))
+    return identity_of(x) if isinstance(x, FakeTensor) else hash(x)
+
+
+class Substitutes:
+    """Replacements of `type`, `id` and `hash` in the globals of the user's code.
+
+    An object cannot decide what `type`, `id` and `hash` say of it. So that the user's code sees the
+    type of a float and the identity of a tensor, not those of stand-ins, its globals get functions
+    of ours under these names, for as long as captures need them.
+    """
+
+    of_builtins: ClassVar[dict[str, Any]] = {
+        "type": _Type("type", (type,), {}),
+        "id": identity_of,
+        "hash": _hash_of_value,
+    }
+
+    def __init__(self) -> None:
+        self._put: list[tuple[dict[str, Any], str]] = []
+
+    @classmethod
+    def has(cls, value: Any) -> bool:
+        """Is `value` one of them?"""
+        return any(value is ours for ours in cls.of_builtins.values())
+
+    def put(self, variables: dict[str, Any], name: str) -> None:
+        """Put our `name` into the globals `variables`, unless these have a `name` of their own, or
+        have ours already: of a capture around this one (captures take turns)."""
+        if name not in variables:
+            variables[name] = self.of_builtins[name]
+            self._put.append((variables, name))
+
+    def take_away(self) -> None:
+        """Take back all that was put."""
+        for variables, name in self._put:
+            if self.has(variables.get(name)):
+                del variables[name]
+        self._put.clear()
+
+
+def _to_torch_symbol(value: Any) -> Any:
+    """The plain torch number: torch's methods take what is a `float` for a constant."""
+    torchs = _OF_TORCH.get(type(value))
+    return value if torchs is None else torchs(value.node)
+
+
+_ASKS = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__bool__", "__float__")
+_DIVIDE = ("__truediv__", "__floordiv__", "__mod__")
+_DIVIDE_BY_SELF = ("__rtruediv__", "__rfloordiv__", "__rmod__")
+_MAY_RAISE = ("__floordiv__", "__mod__", "__lshift__", "__rshift__")
+_MAY_RAISE_BY_SELF = ("__rfloordiv__", "__rmod__", "__rlshift__", "__rrshift__")
+_ZERO_WITH_ZERO = ("__mul__", "__rmul__", "__rtruediv__")
+
+RECKONED: dict[str, Callable[..., Any]] = {
+    **{name: getattr(operator, name) for name in ("add", "sub", "mul", "truediv", "neg", "pos")},
+    **{name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge", "abs")},
+    "pow": torch.pow,
+    "sym_sqrt": torch.sqrt,
+    "sym_float": lambda one: one,
+    "sym_not": torch.logical_not,
+    "sym_max": torch.maximum,
+    "sym_min": torch.minimum,
+}
+"""By the name of an operation on Python numbers, the same on zero-dimensional tensors."""
+
+RECKONED_OF_INTS: dict[str, Callable[..., Any]] = {
+    "floordiv": torch.floor_divide,
+    "mod": torch.remainder,
+    "lshift": torch.bitwise_left_shift,
+    "rshift": torch.bitwise_right_shift,
+    **{name: getattr(torch, f"bitwise_{name}") for name in ("and", "or", "xor")},
+}
+"""The same of integers: of floats tensors give other results than Python."""
+
+
+def _is_read_first(name: str) -> bool:
+    """Is it a method of floats that is called of the value, since tensors do not compute it as
+    Python does: rounding, remainders, `int(x)`?"""
+    reckoned = {f"__{r}{done}__" for done in RECKONED for r in ("", "r")}
+    return name in vars(float) and name not in (*_ASKS, *reckoned)
+
+
+def _has_value(number: Any) -> bool:
+    """Is it a number whose value is known during capture, as `.item()` is not?"""
+    return number.node.has_hint() if is_symbolic(number) else isinstance(number, (int, float))
+
+
+def _raise_where_divided_by_zero(name: str, self: Any, others: tuple[Any, ...]) -> None:
+    for divisor in (self,) if name in _DIVIDE_BY_SELF else others if name in _DIVIDE else ():
+        if (
+            is_symbolic(divisor)
+            and _has_value(divisor)
+            and not bool(_to_torch_symbol(divisor) != 0)
+        ):
+            raise ZeroDivisionError("float division by zero")
+
+
+def _number_of(value: Any) -> Any:
+    """The value of a symbolic float that is known, which becomes a condition."""
+    return float(value) if type(value) is SymbolicFloat and _has_value(value) else value
+
+
+def _read_where_it_may_raise(name: str, self: Any, others: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The operands of a division or shift of ints, where Python raises for a divisor of 0 and a
+    negative shift: these are read, if they follow from the call's data."""
+    by_self = name in _MAY_RAISE_BY_SELF
+    if type(self) is not SymbolicInt or not (by_self or name in _MAY_RAISE):
+        return self, *others
+    return (read_unknown(self), *others) if by_self else (self, *map(read_unknown, others))
+
+
+def read_unknown(value: Any) -> Any:
+    """The value of a number that is known when the graph runs, which becomes a question; itself
+    if nothing answers that."""
+    is_unknown = type(value) in _OF_TORCH and not _has_value(value)
+    found = value.node.shape_env.answer(value.node) if is_unknown else None
+    return value if found is None else found
+
+
+def _signed_zero(name: str, self: Any, others: tuple[Any, ...]) -> Any:
+    """The signed zero of `x * 0` or `0 / x`, by the sign of x; None for other operations."""
+    if name not in _ZERO_WITH_ZERO or type(self) is not SymbolicFloat or not _has_value(self):
+        return None
+    if type(others[0]) not in (int, float) or others[0] != 0:
+        return None
+    return others[0] * (1.0 if self > 0 else -1.0 if self < 0 else float(self))
+
+
+def _value_at_capture(number: Any) -> Any:
+    """The value at capture, without a condition on it."""
+    return number.node.hint if is_symbolic(number) else number
+
+
+def _odd_power(name: str, self: Any, others: tuple[Any, ...]) -> Any:
+    """The value of a power whose base is not positive, which may be complex; None of others."""
+    if name not in ("__pow__", "__rpow__") or len(others) != 1:
+        return None
+    base, exponent = (self, others[0]) if name == "__pow__" else (others[0], self)
+    if not (_has_value(base) and _has_value(exponent)):
+        return None
+    if not is_symbolic(exponent) and exponent >= 0 and exponent == int(exponent):
+        return None
+    if not bool(base > 0):
+        return float(base) ** float(exponent)
+    # Raises OverflowError as Python does.
+    float(_value_at_capture(base)) ** float(_value_at_capture(exponent))
+    return None
+
+
+def _make_symbolic_method(name: str) -> Callable[..., Any]:
+    is_read_first = _is_read_first(name)
+
+    def method(self: Any, *others: Any) -> Any:
+        if name in _ASKS:
+            for symbol in self.node.expr.free_symbols:
+                self.node.shape_env.asked.setdefault(str(symbol), user_line())
+        _raise_where_divided_by_zero(name, self, others)
+        if type(self) is SymbolicInt and name in ("__floor__", "__ceil__", "__trunc__"):
+            return self
+        if len(others) == 2:  # pow(self, exponent, modulus)
+            return pow(int(self), *map(int, others))
+        if is_read_first and type(self) is SymbolicFloat:
+            value, *operands = map(read_unknown, (self, *others))
+            if all(map(_has_value, (value, *operands))):
+                return getattr(float(value), name)(*map(_number_of, operands))
+        for found in (_signed_zero(name, self, others), _odd_power(name, self, others)):
+            if found is not None:
+                return found
+        read = _read_where_it_may_raise(name, self, others)
+        found = getattr(_to_torch_symbol(read[0]), name)(*map(_to_torch_symbol, read[1:]))
+        # A comparison is True or False itself, for `is` and for text.
+        return bool(found) if type(found) is torch.SymBool else as_number(found)
+
+    return method
+
+
+def _return_self(self: Any, *_: Any) -> Any:
+    return self  # a copied node would be of another graph
+
+
+_DIVMOD = {
+    "__divmod__": lambda self, by: (self // by, self % by),
+    "__rdivmod__": lambda self, x: (x // self, x % self),
+}
+"""What torch's numbers do not have."""
+
+
+def is_text_of_unknown(value: Any) -> bool:
+    """True if a fake tensor was formatted into a text."""
+    return isinstance(value, str) and "FakeTensor(" in value
+
+
+def _value_of(number: Any) -> Any:
+    """The Python number, whose value becomes a condition or a question. Raises where it is neither
+    known nor follows from the integers of a call."""
+    return _BUILTIN[type(number)](_to_torch_symbol(number))
+
+
+def _make_text_method(name: str) -> Callable[..., Any]:
+    return lambda self, *spec: getattr(_value_of(self), name)(*spec)
+
+
+def _read_attribute(self: Any, name: str) -> Any:
+    """An attribute that torch's numbers do not have, of the Python number."""
+    if hasattr(_BUILTIN[type(self)], name):
+        return getattr(_value_of(self), name)
+    raise AttributeError(f"'{self.kind.__name__}' object has no attribute '{name}'")
+
+
+def _reduce_to_value(self: Any, protocol: Any) -> Any:
+    return _BUILTIN[type(self)], (_value_of(self),)
+
+
+def _make_array(self: Any, dtype: Any = None, copy: Any = None) -> Any:
+    import numpy  # which torch need not have
+
+    return numpy.array(_value_of(self), dtype)
+
+
+def _is_true(self: Any) -> bool:
+    """`bool(x)`; torch's own would read a float's value."""
+    return bool(self != 0)
+
+
+_BUILTIN = {SymbolicFloat: float, SymbolicInt: int}
+_OWN = ("__init__", "__new__", "__hash__", "__class__")
+for _ours, _torchs in _OF_TORCH.items():
+    for _name, _found in list(vars(_torchs).items()):
+        if _name.startswith("__") and callable(_found) and _name not in _OWN:
+            setattr(_ours, _name, _make_symbolic_method(_name))
+    for _name, _method in _DIVMOD.items():
+        setattr(_ours, _name, _method)
+    for _name in ("__str__", "__repr__", "__format__"):
+        setattr(_ours, _name, _make_text_method(_name))
+    _ours.__bool__ = _is_true  # type: ignore[attr-defined]
+    _ours.__getattr__, _ours.__array__ = _read_attribute, _make_array  # type: ignore[attr-defined]
+    _ours.__reduce_ex__ = _reduce_to_value  # type: ignore[method-assign]
+    _ours.__copy__ = _ours.__deepcopy__ = _return_self  # type: ignore[attr-defined]
+
+
+# -- tensors ---------------------------------------------------------------------------------------
+
+_META = torch.device("meta")
+
+
+class FakeDTensor(DTensor, FakeTensor):
+    """A fake shard. Never constructed: a FakeTensor is re-tagged."""
+
+    __torch_dispatch__ = FakeTensor.__torch_dispatch__
+    device = FakeTensor.device
+
+
+PLAIN.add(FakeTensor)
+TYPED[FakeTensor] = TYPED[FakeDTensor] = FakeDTensor
+let_clip_use_foreach(FakeDTensor)  # else it would send one all-reduce for each parameter
+
+
+def fake_mode() -> FakeTensorMode:
+    """A mode in which shapes are static (another shape is another capture) and strides kernels'.
+
+    Its shape environment traces Python numbers; without one Inductor's cache would be bypassed.
+    """
+    return KernelStridesMode(shape_env=NumberEnv(), static_shapes=True)
+
+
+def fake_mode_of(inputs: Iterable[Any]) -> FakeTensorMode:
+    """The mode in which a graph's inputs were made; a new one for a graph that has none."""
+    return fake_mode_in(inputs) or FakeTensorMode()
+
+
+def fake_mode_in(values: Iterable[Any]) -> FakeTensorMode | None:
+    """The mode of the first fake tensor among values, in lists and dictionaries too."""
+    for value in values:
+        if isinstance(value, FakeTensor):
+            return value.fake_mode  # type: ignore[no-any-return]
+        inner = value.values() if isinstance(value, dict) else value
+        if isinstance(value, (list, tuple, dict)) and (found := fake_mode_in(inner)) is not None:
+            return found
+    return None
+
+
+class FakeMaker:
+    """Makes fakes of local tensors, each with a snapshot: another fake of the same memory.
+
+    Most inputs of a step are dense tensors of a standard kind, of which shape, strides and memory
+    say all. Other tensors are left to `FakeTensorMode.from_tensor`, which asks each for all that a
+    tensor may be: that takes longer than all else that a capture does for an input.
+
+    Args:
+        tensors: of which fakes may be made. Those that share memory have fakes that do.
+    """
+
+    def __init__(self, mode: FakeTensorMode, tensors: Sequence[torch.Tensor]):
+        self._mode = mode
+        self._memory: dict[int, torch.UntypedStorage] = {}
+        others = [t for t in tensors if not _is_dense(t) and t.layout is torch.strided]
+        self._memory_of_others = {_storage_id(t) for t in others if not t.is_nested}
+
+    def make(self, local: torch.Tensor) -> tuple[FakeTensor, FakeTensor]:
+        """A fake of `local`, and its snapshot."""
+        if device_at_capture(local) != local.device:
+            return self.make_empty(local)
+        if not _is_dense(local) or _storage_id(local) in self._memory_of_others:
+            fake = self._mode.from_tensor(local, static_shapes=True)
+            return fake, fast_detach(self._mode, fake)
+        with _building():
+            return self._make_pair(self._make_meta(local), local.device)
+
+    def make_empty(
+        self, local: torch.Tensor, shape: Sequence[int] | None = None
+    ) -> tuple[FakeTensor, FakeTensor]:
+        """A fake like `local` of other memory, and its snapshot; of another `shape` if given."""
+        with _building():
+            if shape is None:
+                meta = _make_empty_meta(local)
+            else:
+                meta = torch.empty(shape, dtype=local.dtype, device="meta")
+            return self._make_pair(meta, device_at_capture(local))
+
+    def _make_pair(self, meta: torch.Tensor, device: torch.device) -> tuple[FakeTensor, FakeTensor]:
+        return make_fake(self._mode, meta, device), make_fake(self._mode, meta, device)
+
+    def _make_meta(self, local: torch.Tensor) -> torch.Tensor:
+        """A meta tensor like `local`, in the memory of those that share its."""
+        memory = self._memory.get(_storage_id(local))
+        if memory is None:
+            memory = torch.UntypedStorage(local.untyped_storage().nbytes(), device="meta")
+            self._memory[_storage_id(local)] = memory
+        meta = torch.empty(0, dtype=local.dtype, device="meta")
+        return meta.set_(memory, local.storage_offset(), local.shape, local.stride())
+
+
+def make_fake(mode: FakeTensorMode, meta: torch.Tensor, device: torch.device) -> FakeTensor:
+    """`FakeTensor(mode, meta, device)`, in a third of the time.
+
+    Private torch: that constructor is Python, and most of it is for arguments that nobody gives.
+    """
+    is_unsure = device.index is None and device not in (HOST, _META)  # torch asks which is current
+    if FakeTensorConfig.debug or is_unsure or (device == _META and not mode.allow_meta):
+        return FakeTensor(mode, meta, device)
+    attributes, device = _attributes_of_fakes(device)
+    fake: FakeTensor = torch.Tensor._make_subclass(  # type: ignore[attr-defined]
+        FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device
+    )
+    if mode._allow_unsafe_data_ptr_access:
+        torch._C._set_warn_deprecated_on_mutable_data_ptr(fake)
+    else:
+        torch._C._set_throw_on_mutable_data_ptr(fake)
+    fake.__dict__.update(attributes, fake_mode=mode)
+    return fake
+
+
+def make_empty_fake(t: torch.Tensor, mode: FakeTensorMode) -> FakeTensor:
+    """A fake like `t`, in memory of its own."""
+    with _building():
+        return make_fake(mode, _make_empty_meta(t), t.device)
+
+
+def make_distinct(value: Any, known: set[int]) -> Any:
+    """A value for an input, in memory of its own: equal calls have made several of them, which
+    share one fake, and inputs are told apart by their fakes.
+
+    Args:
+        known: the memory of the inputs before; that of this one is added.
+    """
+    if isinstance(value, FakeTensor) and value.layout is torch.strided:
+        if value.untyped_storage()._cdata in known:
+            value = make_empty_fake(value, value.fake_mode)
+        known.add(value.untyped_storage()._cdata)
+    return value
+
+
+@lru_cache
+def _attributes_of_fakes(device: torch.device) -> tuple[dict[str, Any], torch.device]:
+    """The attributes that torch gives each new fake of a device, and the device with its index."""
+    with _building():
+        fake = FakeTensor(FakeTensorMode(), torch.empty(0, device="meta"), device)
+    return dict(fake.__dict__), fake.fake_device
+
+
+@contextmanager
+def _building() -> Iterator[None]:
+    """Within, nobody hears of tensors that are made."""
+    with torch._C._DisableTorchDispatch(), Unheard():  # type: ignore[attr-defined]
+        yield
+
+
+def _make_empty_meta(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+
+def _storage_id(x: torch.Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+def _is_dense(x: torch.Tensor) -> bool:
+    """Is it strided, and not quantized, nested, wrapped, of inference mode or yet to conjugate?"""
+    keys = torch._C._dispatch_keys(x)
+    return type(x) is torch.Tensor and bool(keys == _dense_keys(x.device.type))
+
+
+@lru_cache
+def _dense_keys(device: str) -> Any:
+    """The dispatch keys of a dense tensor. Private torch: a tensor of another kind has others."""
+    with torch.inference_mode(False), _building():
+        return torch._C._dispatch_keys(torch.empty(0, device=device))
+
+
+_TARGET: ContextVar[torch.device | None] = ContextVar("captured_for", default=None)
+
+
+@contextmanager
+def captured_for(device: torch.device | str) -> Iterator[None]:
+    """Within, what lies on the meta device is captured as if it lay on `device`.
+
+    So a graph that is never run has a device's own kernels, of attention above all, of which the
+    meta device has none.
+    """
+    token = _TARGET.set(torch.device(device))
+    try:
+        yield
+    finally:
+        _TARGET.reset(token)
+
+
+def device_at_capture(x: torch.Tensor) -> torch.device:
+    """The device of the fake of `x`."""
+    return (_TARGET.get() if x.is_meta else None) or x.device
+
+
+def local_of(x: torch.Tensor) -> torch.Tensor:
+    """The local tensor of `x`, plain and without history."""
+    with Local(), torch.no_grad():
+        found: Any = x.detach()
+    return found
+
+
+def has_memory(x: Any) -> bool:
+    """Is it a real tensor, for which no fake stands?"""
+    return isinstance(x, torch.Tensor) and not isinstance(x, FakeTensor)
+
+
+def tensors_written(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], lists: bool = False
+) -> list[torch.Tensor]:
+    """The tensors that a call of an op writes; with `lists` only those within list operands."""
+    found: list[torch.Tensor] = []
+    for operand in facts_of(func).writes:
+        given = operand.find(args, kwargs)
+        if operand.is_list:
+            found += [t for t in given or () if t is not None]
+        elif given is not None and not lists:
+            found.append(given)
+    return found
+
+
+def count_writes_of_lists(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Increment the versions of tensors in list operands that `func` has written.
+
+    Torch counts writes of an op's own operands. For tensors in a list the kernels do, one by one,
+    and fake tensors run no kernels.
+    """
+    written = tensors_written(func, args, kwargs, lists=True)
+    with Local():
+        increment_version([t for t in written if not t.is_inference()])

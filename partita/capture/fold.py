@@ -1,0 +1,726 @@
+"""The fold: equal blocks of a traced step become calls of one program.
+
+A step is traced as it runs, and each node knows the call of a block that it belongs to: in forward
+the block whose module runs, in backward the one whose autograd node runs (`Recorder.block`).
+`StepBlocks` compares the sub-graphs of these calls: targets, operands by position, the metadata of
+operands from outside, notes. What differs between equal blocks is given to each call: operands,
+the labels of calls, and floats where a tensor in their place gives the same bits.
+
+    f = block_forward(program, (), *operands)      block_output(f, number), for each result
+    b = block_backward(program, f, *cotangents)    block_output(b, number), for each gradient
+
+A block is left flat, as it was traced, where a call would change what the step computes. Examples
+are a block that writes memory from outside, and one whose parts something between its nodes needs.
+`StepBlocks` decides on the nodes as they were traced which blocks it replaces. Only then does it
+replace the first, so that no decision depends on the result of another.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from itertools import count
+from typing import Any
+
+import torch
+from torch import fx
+from torch._C import DisableTorchFunctionSubclass as Local
+
+from partita.comm.device import HOST
+from partita.graph.block_programs import BlockProgram
+from partita.graph.block_traces import LABELS, block_backward, block_forward, block_output
+from partita.graph.errors import CaptureError
+from partita.graph.graph_nodes import (
+    BLOCK,
+    NOTE,
+    Note,
+    add_call,
+    add_input,
+    copy_node,
+    drop_unused,
+    has_effect,
+    is_collective,
+    key_of_operands,
+    lazy_graph_module,
+    note_of,
+)
+from partita.tensor.op_facts import facts_of
+
+from .block_choice import BlockCalls
+from .equal_calls import tensors_in
+from .fakes import is_symbolic, make_distinct
+from .functional_calls import takes_number_exactly
+from .functional_memory import memory_that_is_written, operands_written, overlapping_results
+from .functionalize import UnsureOfWrites, functionalize_graph
+
+_SCALAR = torch.ops.aten.scalar_tensor.default
+_NEIGHBOURS = 2
+"""A weight that calls so many blocks apart take is gathered once for both (`passes.regather`)."""
+_EXACT_INTS = 2**53
+"""Ints below this size are different floats."""
+
+
+class StepBlocks:
+    """The blocks of a traced step.
+
+    Args:
+        step: as traced, without calls that nobody needs.
+        kinds: for each call of a block the class of the block.
+        coordinates: the inputs that say where a rank is.
+        env: makes symbolic floats.
+    """
+
+    def __init__(
+        self,
+        step: fx.GraphModule,
+        kinds: Sequence[type],
+        coordinates: Collection[fx.Node],
+        env: Any,
+    ):
+        self.step, self.graph, self._env = step, step.graph, env
+        self._runs, self._odd_runs = _find_runs(step.graph, kinds, coordinates)
+        self._by_key: defaultdict[Any, list[_BlockRun]] = defaultdict(list)
+        self._exchanged: dict[fx.Node, fx.Node] = {}
+        if not self._runs:
+            return
+        self._memory = memory_that_is_written(step.graph)
+        self._places: dict[fx.Node, int] = {}
+        self._writers: defaultdict[int, list[fx.Node]] = defaultdict(list)
+        for place, node in enumerate(step.graph.nodes):
+            self._places[node] = place
+            for written in operands_written(node):
+                if written in self._memory:
+                    self._writers[self._memory[written]].append(node)
+        for run in self._runs:
+            run.absorb_between()
+            with Local():
+                run.describe()
+            self._by_key[run.key].append(run)
+
+    @property
+    def calls(self) -> tuple[BlockCalls, ...]:
+        """The calls of blocks by structure, and why those of a structure were left flat."""
+        found: Counter[tuple[Any, type, str]] = Counter()
+        for key, runs in self._by_key.items():
+            found.update((key, run.kind, run.reason) for run in runs)
+        found.update((None, run.kind, run.reason) for run in self._odd_runs)
+        return tuple(BlockCalls(kind.__name__, n, why) for (_, kind, why), n in found.items())
+
+    def leave_flat(self, reason: str) -> None:
+        """Note a reason for which no block is folded."""
+        for run in self._runs:
+            run.reason = run.reason or reason
+
+    def fold(self) -> bool:
+        """Replace equal blocks by calls of one program; returns whether there are any."""
+        groups = self._plan_groups()  # all of it, before the first node is replaced
+        for group in groups:
+            for run in group.runs:
+                self._replace_run(run, group)
+        return bool(groups)
+
+    # -- which can be folded -----------------------------------------------------------------------
+
+    def _plan_groups(self) -> list[_EqualRuns]:
+        """The groups of equal blocks to replace; the other blocks get the reason why not."""
+        sharing = self._find_sharing_neighbours()
+        regions = self._find_split(lambda note: note.region)
+        moves = self._find_split(lambda note: note.move)
+        groups: list[_EqualRuns] = []
+        for equal in self._by_key.values():
+            for run in equal:
+                if len(equal) == 1:
+                    run.reason = run.reason or "no other call is equal to it"
+                elif run in sharing:
+                    run.reason = "a neighbour gathers the same weight"
+                elif not regions.isdisjoint(run.regions):
+                    run.reason = "a region that is computed again holds more than this block"
+                elif not moves.isdisjoint(run.moves):
+                    run.reason = "a move belongs to this block and to something else"
+                else:
+                    run.reason = self._find_foreign_write(run) or self._find_order(run)
+            for runs in _split_by_use([run for run in equal if not run.reason]):
+                if (group := self._make_group(runs)) is not None:
+                    groups.append(group)
+        self._drop_overlapping(groups)
+        return [group for group in groups if group.runs]
+
+    def _make_group(self, runs: list[_BlockRun]) -> _EqualRuns | None:
+        """Equal blocks and their program; None where a program cannot replace them."""
+        reason = "no equal call is used in the same way"
+        if len(runs) > 1:
+            varying = _find_varying_floats(runs)
+            try:
+                return _EqualRuns(runs, self._make_program(runs[0], varying), varying)
+            except (UnsureOfWrites, CaptureError):
+                reason = "no graph without writes computes the same"
+        for run in runs:
+            run.reason = reason
+        return None
+
+    def _drop_overlapping(self, groups: Sequence[_EqualRuns]) -> None:
+        """Leave blocks flat that have nodes between the nodes of another block to replace.
+
+        Each of two such blocks may be one call, and both together not: each may need a part of the
+        other.
+        """
+        spans = [
+            (self._places[nodes[0]], self._places[nodes[-1]], run)
+            for group in groups
+            for run in group.runs
+            for nodes in (run.forward, run.backward)
+            if nodes
+        ]
+        end = -1
+        for first, last, run in sorted(spans, key=lambda span: span[:2]):
+            if run.reason:
+                continue
+            if first < end:
+                run.reason = "its nodes alternate with those of another block"
+            else:
+                end = last
+        for group in groups:
+            group.runs = [run for run in group.runs if not run.reason]
+            if len(group.runs) == 1:
+                group.runs.pop().reason = "the calls that are equal to it were left flat"
+
+    def _find_sharing_neighbours(self) -> set[_BlockRun]:
+        """Blocks that gather one weight next to each other, or to keep it gathered."""
+        found: set[_BlockRun] = set()
+        last: dict[fx.Node, int] = {}
+        for i, run in enumerate(self._runs):
+            for shard, persists in run.find_gathered():
+                before = last.get(shard)
+                if before is not None and (persists or i - before <= _NEIGHBOURS):
+                    found |= {run, self._runs[before]}
+                last[shard] = i
+        return found
+
+    def _find_split(self, number_of: Callable[[Note], int]) -> set[int]:
+        """The regions or moves that have nodes of more than one block, or of a block and of none.
+
+        Args:
+            number_of: the number of the region or move in a note; 0 for none.
+        """
+        holders: defaultdict[int, set[Any]] = defaultdict(set)
+        for node in self.graph.nodes:
+            if node.op == "call_function" and (number := number_of(note_of(node))):
+                holders[number].add(node.meta.get(BLOCK))
+        return {number for number, blocks in holders.items() if len(blocks) > 1}
+
+    def _find_foreign_write(self, run: _BlockRun) -> str:
+        """The write for which a block cannot be a program without writes; "" if there is none."""
+        memory = self._memory
+        of_forward = {memory[n] for n in run.forward if n in memory}
+        outside = {memory[n] for n in run.taken if n in memory}
+        late_outside = outside | of_forward
+        for nodes, others in ((run.forward, outside), (run.backward, late_outside)):
+            for node in nodes:
+                if any(memory.get(n) in others for n in operands_written(node)):
+                    return "it writes memory from outside"
+        views = Counter(memory[n] for n in _nodes_read(run) if n in memory)
+        for shown, times in views.items():
+            is_shared = times > 1 or shown in outside
+            if is_shared and any(w not in run.own for w in self._writers[shown]):
+                return "a result is a view of memory that is written"
+        if not run.backward:
+            return ""
+        start, end = self._places[run.forward[-1]], self._places[run.backward[-1]]
+        for node in run.backward:
+            for read in node.all_input_nodes:
+                if read not in memory or (read not in run.own and read not in run.early):
+                    continue
+                for writer in self._writers[memory[read]]:
+                    if writer not in run.own and start < self._places[writer] < end:
+                        return "what its backward reads is written after its forward"
+        return ""
+
+    def _find_order(self, run: _BlockRun) -> str:
+        """The reason why the nodes of a block cannot be moved next to each other; "" for none."""
+        try:
+            run.later = self._find_later(run, run.forward), self._find_later(run, run.backward)
+        except _OrderMatters as matter:
+            return str(matter)
+        return ""
+
+    # -- calls -------------------------------------------------------------------------------------
+
+    def _make_program(self, run: _BlockRun, varying: Sequence[int]) -> BlockProgram:
+        """The program of a block.
+
+        Args:
+            varying: which of its floats are inputs.
+
+        Raises:
+            UnsureOfWrites: no graph of its own says what it does.
+        """
+        graph, of = fx.Graph(), dict[fx.Node, Any]()
+        known: set[int] = set()
+
+        def enter(node: fx.Node, value: Any) -> None:
+            given = add_input(graph, f"in_{len(graph.nodes)}")
+            given.meta = {NOTE: note_of(node), "val": make_distinct(value, known)}
+            of[node] = given
+
+        early, late = run.taken[: run.early_count], run.taken[run.early_count :]
+        for node in early:
+            enter(node, node.meta["val"])
+        numbers: dict[int, fx.Node] = {}
+        for i in varying:
+            numbers[i] = given = add_input(graph, f"number_{i}")
+            value = float(run.floats[i])
+            given.meta["val"] = self._env.symbolic(f"number {i} of a block", value)
+        taken = len(graph.nodes)
+        for node in late:
+            enter(node, node.meta["val"])
+        homes = {run.homes[i] for i in varying}
+        floats = count()
+        for node in (*run.forward, *run.backward):
+            of[node] = made = copy_node(graph, node, of.__getitem__)
+            if numbers:
+                args = _put_numbers(node, made.args, made.kwargs, floats, numbers)
+                if node in homes:
+                    made.args, made.kwargs = args
+        results, gradients = run.read
+        made_by = [*run.forward, *run.backward]
+        first = len(run.forward)
+        graph.output([of[made_by[n]] for n in (*results, *(first + n for n in gradients))])
+        made_graph = functionalize_graph(lazy_graph_module(self.step, graph))
+        drop_unused(made_graph.graph)
+        program = BlockProgram(
+            run.kind,
+            made_graph,
+            taken,
+            [*results],
+            [*gradients],
+            bool(run.backward),
+            tuple(run.labels),
+        )
+        if any(max(pair) < len(results) for pair in overlapping_results(made_graph.graph)):
+            raise UnsureOfWrites  # results show one memory, or that of an operand
+        program.bodies(made_graph.graph)
+        program.mark_results()
+        return program
+
+    def _replace_run(self, run: _BlockRun, group: _EqualRuns) -> None:
+        """Replace the nodes of a block by calls of its program."""
+        later = run.later
+        operands = [self._exchanged.get(n, n) for n in run.taken]
+        early, late = operands[: run.early_count], operands[run.early_count :]
+        results, gradients = run.read
+        graph = self.graph
+        with graph.inserting_after(run.forward[-1]):
+            forward = add_call(graph, block_forward)
+        first = note_of(run.forward[0])
+        forward.meta = {NOTE: Note(first.source, first.phase), LABELS: tuple(run.labels)}
+        numbers = []
+        with graph.inserting_before(forward):
+            for i in group.varying:
+                options = {"dtype": torch.float64, "device": HOST}
+                numbers.append(add_call(graph, _SCALAR, (run.floats[i],), options))
+                numbers[-1].meta = {"val": _make_number_like(run), NOTE: forward.meta[NOTE]}
+        part: Any = group.program
+        forward.args = (part, (), *early, *numbers)
+        self._replace(run, forward, run.forward, results, later[0])
+        if run.backward:
+            with graph.inserting_after(run.backward[-1]):
+                backward = add_call(graph, block_backward, (part, forward, *late))
+            first = note_of(run.backward[0])
+            backward.meta = {NOTE: Note(first.source, first.phase)}
+            self._replace(run, backward, run.backward, gradients, later[1])
+        for node in reversed([*run.forward, *run.backward]):
+            graph.erase_node(node)
+
+    def _replace(
+        self,
+        run: _BlockRun,
+        call: fx.Node,
+        nodes: Sequence[fx.Node],
+        read: Iterable[int],
+        later: Iterable[fx.Node],
+    ) -> None:
+        """Replace the results of `nodes` by those of `call`, and move `later` after them."""
+        last = call
+        for number in read:
+            node = nodes[number]
+            with self.graph.inserting_after(last):
+                last = add_call(self.graph, block_output, (call, number))
+            note = note_of(node)
+            last.meta = {"val": node.meta["val"]}
+            last.meta[NOTE] = Note(note.source, note.phase, note.layout)
+            self._exchanged[node] = last
+            node.replace_all_uses_with(last, delete_user_cb=lambda user: user not in run.own)
+        for node in later:
+            last.append(node)
+            last = node
+
+    def _find_later(self, run: _BlockRun, nodes: Sequence[fx.Node]) -> list[fx.Node]:
+        """The nodes of others between those of a block that have to come after it.
+
+        Raises:
+            _OrderMatters: the block needs one of them, or their order changes what is computed.
+        """
+        if not nodes:
+            return []
+        own, memory = run.own, self._memory
+        touched: set[int] | None = None
+        draws = any(map(_draws_random_numbers, nodes))
+        later: dict[fx.Node, None] = {}
+        has_late_effect = False
+        node, last = nodes[0], nodes[-1]
+        while node is not last:
+            node = node.next
+            reads = node.all_input_nodes
+            if node in own:
+                if any(n in later for n in reads):
+                    raise _OrderMatters("it needs what others compute from a part of it")
+                continue
+            effect = node.op == "call_function" and has_effect(node)
+            if effect:
+                if touched is None:
+                    both = {r for n in nodes for r in (n, *n.all_input_nodes)}
+                    touched = {memory[n] for n in both if n in memory}
+                written = {memory.get(n) for n in operands_written(node)}
+                if not touched.isdisjoint(written):  # type: ignore[arg-type]
+                    raise _OrderMatters("others write, between its nodes, memory that it uses")
+                if draws and _draws_random_numbers(node):
+                    raise _OrderMatters("others draw random numbers between its own draws")
+            if any(n in own or n in later for n in reads) or (later and effect) or has_late_effect:
+                later[node] = None
+                has_late_effect |= effect
+                if self._is_written_later(run, node):
+                    raise _OrderMatters("it writes memory after others have read it")
+        return [*later]
+
+    def _is_written_later(self, run: _BlockRun, node: fx.Node) -> bool:
+        """True if a block writes, after `node`, memory of its own that `node` reads."""
+        memory, place = self._memory, self._places[node]
+        shown = {memory[n] for n in node.all_input_nodes if n in memory and n in run.own}
+        writers = [w for m in shown for w in self._writers[m] if w in run.own]
+        return any(self._places[w] > place for w in writers)
+
+
+class _OrderMatters(Exception):
+    """The nodes of a block cannot be moved next to each other; the message says why."""
+
+
+def _make_number_like(run: _BlockRun) -> torch.Tensor:
+    """The value of a number in a graph without numbers, of the fake mode of a block."""
+    mode = next(t.fake_mode for n in run.forward for t in tensors_in(n.meta["val"]))  # type: ignore[attr-defined]
+    with mode:
+        return torch.empty((), dtype=torch.float64, device=HOST)
+
+
+@dataclass
+class _EqualRuns:
+    """Equal blocks, with the program that replaces them.
+
+    Attributes:
+        varying: the places of their floats that are inputs of the program.
+    """
+
+    runs: list[_BlockRun]
+    program: BlockProgram
+    varying: list[int]
+
+
+# -- the calls of blocks in a flat graph -----------------------------------------------------------
+
+
+@dataclass(eq=False)
+class _BlockRun:
+    """One call of a block in a traced step.
+
+    Attributes:
+        kind: the class of the block.
+        forward, backward: its nodes, in order.
+        own: all of them, with their places.
+        taken: the nodes of others that it reads, in the order of first use.
+        early_count: how many of these forward reads; the others only backward does.
+        floats: the numbers among its operands that may vary, in order.
+        homes: for each of these the node whose operand it is.
+        labels: of its moves.
+        moves, regions: their numbers in the step's notes.
+        key: equal for blocks that do the same but for labels and floats.
+        reason: why it is left flat; "" if it is not.
+        later: the nodes of others between its nodes of forward that have to come after them, and
+            those of backward.
+    """
+
+    kind: type
+    forward: list[fx.Node] = field(default_factory=list)
+    backward: list[fx.Node] = field(default_factory=list)
+    own: dict[fx.Node, int] = field(default_factory=dict)
+    taken: list[fx.Node] = field(default_factory=list)
+    early_count: int = 0
+    floats: list[float] = field(default_factory=list)
+    homes: list[fx.Node] = field(default_factory=list)
+    labels: list[str] = field(default_factory=list)
+    moves: dict[int, int] = field(default_factory=dict)
+    regions: dict[int, int] = field(default_factory=dict)
+    key: Any = None
+    reason: str = ""
+    later: tuple[list[fx.Node], list[fx.Node]] = ([], [])
+
+    @property
+    def early(self) -> Sequence[fx.Node]:
+        """The nodes of others that forward reads."""
+        return self.taken[: self.early_count]
+
+    @cached_property
+    def read(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The places of the nodes of forward, and of backward, that others read."""
+        early, late = (
+            tuple(i for i, n in enumerate(nodes) if any(u not in self.own for u in n.users))
+            for nodes in (self.forward, self.backward)
+        )
+        return early, late
+
+    def absorb_between(self) -> None:
+        """Add the nodes of no block that compute something from its nodes for its nodes."""
+        self.own = dict.fromkeys((*self.forward, *self.backward), 0)
+        for nodes in (self.forward, self.backward):
+            if len(nodes) < 2:
+                continue
+            node, last = nodes[0], nodes[-1]
+            made: dict[fx.Node, None] = {}
+            while node is not last:
+                node = node.next
+                if node in self.own or node.meta.get(BLOCK) is not None:
+                    continue
+                if any(n in self.own or n in made for n in node.all_input_nodes):
+                    made[node] = None
+            absorbed: set[fx.Node] = set()
+            for node in reversed(made):
+                if any(u in self.own or u in absorbed for u in node.users) and not has_effect(node):
+                    absorbed.add(node)
+            if absorbed:
+                nodes[:] = sorted([*nodes, *absorbed])
+                self.own.update(dict.fromkeys(absorbed, 0))
+        self.own = {n: i for i, n in enumerate((*self.forward, *self.backward))}
+
+    def find_gathered(self) -> Iterator[tuple[fx.Node, bool]]:
+        """Yields each shard that it gathers in forward, and whether the whole weight is kept."""
+        for node in self.forward:
+            reason = note_of(node).reason
+            if is_collective(node) and reason in ("gather", "persistent"):
+                while node in self.own and node.all_input_nodes:
+                    node = node.all_input_nodes[0]
+                if node not in self.own:
+                    yield node, reason == "persistent"
+
+    # -- what it does ------------------------------------------------------------------------------
+
+    def describe(self) -> None:
+        """Set `taken`, `floats`, `labels` and `key`."""
+        self._numbers: dict[fx.Node, int] = {}
+        self._labels: dict[str, int] = {}
+        self._notes: dict[int, Any] = {}
+        lines = []
+        for nodes in (self.forward, self.backward):
+            for node in nodes:
+                args = [self._describe_operand(node, a, place) for place, a in enumerate(node.args)]
+                named = [(k, self._describe_operand(node, v, k)) for k, v in node.kwargs.items()]
+                lines.append((node.target, *args, *named, self._describe_note(node)))
+            if nodes is self.forward:
+                self.early_count = len(self._numbers)
+                lines.append(())
+        self.taken, self.labels = [*self._numbers], [*self._labels]
+        self.key = self.kind, tuple(lines)
+        if any(not _is_comparable(n.meta.get("val")) for n in self.taken):
+            self.reason = "it takes a tensor that is not strided"
+        try:
+            hash(self.key)
+        except TypeError:
+            self.key, self.reason = object(), "it has an operand that cannot be compared"
+
+    def _describe_operand(self, node: fx.Node, value: Any, place: int | str) -> Any:
+        kind = type(value)
+        if kind is fx.Node:
+            if (own := self.own.get(value)) is not None:
+                return own, None
+            number = self._numbers.get(value)
+            if number is None:
+                number = self._numbers[value] = len(self._numbers)
+            return number, _describe_metadata(value.meta.get("val"))
+        if isinstance(value, (tuple, list)):
+            return "list", *(self._describe_operand(node, v, place) for v in value)
+        if _may_vary(node, value, place):
+            self.floats.append(value)
+            self.homes.append(node)
+            return _FLOAT
+        if kind is slice:
+            parts = (value.start, value.stop, value.step)
+            return kind, *(self._describe_operand(node, v, place) for v in parts)
+        return kind, key_of_operands(value)
+
+    def _describe_note(self, node: fx.Node) -> Any:
+        note = note_of(node)
+        found = self._notes.get(id(note))
+        if found is None:
+            move = note.move and self.moves.setdefault(note.move, len(self.moves) + 1)
+            region = note.region and self.regions.setdefault(note.region, len(self.regions) + 1)
+            op: Any = note.op
+            layout = note.layout
+            if note.move:
+                op = self._labels.setdefault(note.op, len(self._labels))
+                layout = ""  # copies of a move's nodes have the layout of the last alone
+            found = self._notes[id(note)] = (
+                *(note.source, note.phase, layout, note.kind, note.axes, note.nbytes, op),
+                *(note.reason, note.before, note.after, move, region, note.kept, note.again),
+            )
+        return found
+
+
+_FLOAT = ("a float",)
+
+
+def _may_vary(node: fx.Node, value: Any, place: int | str) -> bool:
+    """True if an operand is a number that may have another value in another block.
+
+    Not zero, infinite or NaN: torch treats these in ways of its own. An int where torch computes
+    with a float of its value.
+    """
+    if type(value) is float:
+        return value != 0 and math.isfinite(value)
+    if type(value) is not int or not value or abs(value) >= _EXACT_INTS:
+        return False
+    read = next((n.meta.get("val") for n in node.all_input_nodes), None)
+    is_float = isinstance(read, torch.Tensor) and read.is_floating_point()
+    return is_float and place in _places_of_numbers(node.target)
+
+
+@lru_cache(maxsize=4096)
+def _places_of_numbers(target: Any) -> frozenset[int | str]:
+    """The places and names of operands that are numbers, or tensors that may be numbers."""
+    schema = getattr(target, "_schema", None)
+    if schema is None:
+        return frozenset()
+    kinds = ("number", "Tensor", "Optional[number]")
+    places = enumerate(schema.arguments)
+    return frozenset(k for i, a in places if str(a.type) in kinds for k in (i, a.name))
+
+
+def _describe_metadata(value: Any) -> Any:
+    """The metadata in which operands must agree."""
+    if not _is_comparable(value):
+        return object()  # equal to nothing
+    if not isinstance(value, torch.Tensor):
+        return type(value)
+    lies = value.shape, value.stride(), value.storage_offset()
+    return *lies, value.dtype, value.device, value.is_conj(), value.is_neg()
+
+
+def _is_comparable(value: Any) -> bool:
+    """True if the metadata of two such operands decide whether one program takes both."""
+    if isinstance(value, torch.Tensor):
+        return value.layout is torch.strided
+    return is_symbolic(value)
+
+
+def _find_runs(
+    graph: fx.Graph, kinds: Sequence[type], coordinates: Collection[fx.Node]
+) -> tuple[list[_BlockRun], list[_BlockRun]]:
+    """The calls of blocks, in order, that have a forward before a backward and nothing else; and
+    the other calls of blocks."""
+    _release_shared(graph, coordinates)
+    runs = {number: _BlockRun(kind) for number, kind in enumerate(kinds)}
+    for node in graph.nodes:
+        number = node.meta.get(BLOCK)
+        if number is None or node.op != "call_function":
+            continue
+        phase, run = note_of(node).phase, runs[number]
+        if phase == "backward":
+            run.backward.append(node)
+        elif phase == "forward" and not run.backward:
+            run.forward.append(node)
+        else:
+            run.reason = "it computes outside its forward and backward, or forward again"
+        if is_symbolic(node.meta.get("val")):
+            run.reason = "a number is read from one of its tensors"
+    for run in runs.values():
+        if run.backward and not run.forward:
+            run.reason = run.reason or "nothing of its forward is in the graph"
+    whole = [run for run in runs.values() if run.forward and not run.reason]
+    return whole, [run for run in runs.values() if run.reason]
+
+
+def _release_shared(graph: fx.Graph, coordinates: Collection[fx.Node]) -> None:
+    """Remove the block from nodes that several blocks share: numbers, and what is computed from
+    constants and a rank's coordinates alone."""
+    constant: set[fx.Node] = {*coordinates, *graph.find_nodes(op="get_attr")}
+    shared: list[fx.Node] = []
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        reads = node.all_input_nodes
+        if is_symbolic(node.meta.get("val")) and all(is_symbolic(n.meta.get("val")) for n in reads):
+            node.meta[BLOCK] = None
+        if not has_effect(node) and constant.issuperset(reads):
+            constant.add(node)
+            block = node.meta.get(BLOCK)
+            if block is not None and any(u.meta.get(BLOCK) != block for u in node.users):
+                shared.append(node)
+    while shared:
+        node = shared.pop()
+        if node.op == "call_function" and node.meta.get(BLOCK) is not None:
+            node.meta[BLOCK] = None
+            shared += node.all_input_nodes
+
+
+def _split_by_use(runs: Iterable[_BlockRun]) -> Iterator[list[_BlockRun]]:
+    """Equal blocks in groups that one program can replace.
+
+    Others read the same results of each, and the floats that differ within a group may be inputs.
+    """
+    runs = [*runs]
+    if not runs:
+        return
+    fixed = [i for i in _find_varying_floats(runs) if not takes_number_exactly(runs[0].homes[i])]
+    groups: defaultdict[Any, list[_BlockRun]] = defaultdict(list)
+    for run in runs:
+        if all(isinstance(n.meta.get("val"), torch.Tensor) for n in _nodes_read(run)):
+            groups[run.read, tuple(repr(run.floats[i]) for i in fixed)].append(run)
+        else:
+            run.reason = "a result is not a tensor"
+    yield from groups.values()
+
+
+def _nodes_read(run: _BlockRun) -> Iterator[fx.Node]:
+    """The nodes of a block that others read."""
+    results, gradients = run.read
+    yield from (run.forward[i] for i in results)
+    yield from (run.backward[i] for i in gradients)
+
+
+def _find_varying_floats(runs: Sequence[_BlockRun]) -> list[int]:
+    """The places of floats that are not the same in all of these blocks."""
+    columns = zip(*(run.floats for run in runs), strict=True)
+    return [i for i, values in enumerate(columns) if len({repr(float(v)) for v in values}) > 1]
+
+
+def _put_numbers(
+    node: fx.Node, args: Any, kwargs: Any, floats: Iterator[int], numbers: dict[int, fx.Node]
+) -> tuple[Any, Any]:
+    """Operands with nodes for the floats that have one.
+
+    Args:
+        floats: the number of each float that may vary, in the order of `_BlockRun.describe`.
+    """
+
+    def put(value: Any, place: int | str) -> Any:
+        if isinstance(value, (tuple, list)):
+            return type(value)([put(v, place) for v in value])
+        if _may_vary(node, value, place):
+            return numbers.get(next(floats), value)
+        return value
+
+    found = tuple(put(a, place) for place, a in enumerate(args))
+    return found, {k: put(v, k) for k, v in kwargs.items()}
+
+
+def _draws_random_numbers(node: fx.Node) -> bool:
+    return node.op == "call_function" and facts_of(node.target).draws

@@ -1,0 +1,898 @@
+"""The modes of a captured step: `Recorder`, of ATen calls, and `StepFunctionMode`, of functions.
+
+`Recorder` is the dispatch mode through which every ATen call goes. It traces the call (or repeats
+an equal one: `RepeatedCalls`), and gives the new nodes a `Note`: the user's line that asked for it
+(in backward: the line of the forward call whose gradient it is), the phase of the step and, within
+a redistribution, the move. The nodes of a redistribution are copied for each tensor of equal
+metadata (`RepeatedMoves`): the parameters of one block are gathered like those of the next, and to
+trace a move takes ten times as long as to copy its nodes.
+
+`StepFunctionMode`, a torch-function mode, follows what the step calls of tensors by name.
+
+- `x.data = y` exchanges what node makes x. Reads of x from then on are reads of y; at the step's
+  end y's value is copied into the memory of x. Other views of that keep their values until then, as
+  in eager.
+- `.item()`, `bool(x)`: numbers that are known when the graph runs (`fakes`).
+- Metadata of inputs, as `is_leaf`: conditions of the program (`inputs.TensorFacts`).
+- Checks of values that torch makes in eager and leaves out when it traces: nodes of the graph.
+- Attention's masks, where they need not be there (`known_masks`).
+- Calls during which no code of the user's runs are not profiled (`LibraryCalls`).
+- What a graph cannot answer is refused: at once, or when the step has run (`capture`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+import types
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+from torch._C import DisableTorchFunction as Unheard
+from torch._C import DisableTorchFunctionSubclass as Local
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, set_proxy_slot
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from partita.comm import Wire, user_line
+from partita.graph.errors import CaptureError, not_an_input, not_captured, of_data
+from partita.graph.graph_nodes import (
+    BLOCK,
+    NO_NOTE,
+    NOTE,
+    Note,
+    add_call,
+    copy_node,
+    nodes_since,
+    note_of,
+)
+from partita.guards.guards import function_modes
+from partita.guards.inputs import GraphInputs, TensorFacts, is_fact
+from partita.guards.torch_settings import read_kernel_settings
+from partita.guards.values import is_recorded
+from partita.layout import Fix
+from partita.redistribute import Move
+from partita.redistribute.move import bytes_sent
+from partita.tensor.arguments import read_number
+from partita.tensor.dtensor import DTensor, moved, tagged
+from partita.tensor.op_facts import (
+    STATE_OF_LEAVES,
+    facts_of,
+    facts_of_function,
+)
+from partita.tensor.tensor_overrides import is_read_in_part
+from partita.tensor.tensor_state import HERE, next_node, own_state
+from partita.tensor.trace_hooks import TraceHooks
+
+from .capture_context import attribute_set, dispatch_listeners, profiled_again, unprofiled
+from .equal_calls import (
+    DETACH,
+    RepeatedCalls,
+    is_over_lists,
+    known_node_of,
+    node_of,
+    set_node_of,
+    tensors_of,
+)
+from .fakes import (
+    FakeDTensor,
+    SymbolicInt,
+    as_number,
+    count_writes_of_lists,
+    has_memory,
+    read_unknown,
+    tensors_written,
+)
+from .functional_calls import REPLACED, taken_as_numbers, takes_number, with_exact_numbers
+from .known_masks import ATTENTION, KnownMasks
+
+_aten = torch.ops.aten
+_ONEDNN_LSTM = _aten.mkldnn_rnn_layer.default
+_READ = _aten._local_scalar_dense.default
+_DEVICE = torch.ops.prim.device.default
+
+
+def _shape_of_value(value: Any) -> Any:
+    with Local():
+        return value.shape if isinstance(value, torch.Tensor) else ()
+
+
+def _is_shaped(func: Any, args: Any, kwargs: Any) -> bool:
+    """Is the output shape of this call known, though for other operands of `func` it is not?"""
+    if func is _aten.index.Tensor:  # masks have a data-dependent count, integers have not
+        given = [i for i in args[1] if i is not None]
+        return not any(i.dtype in (torch.bool, torch.uint8) for i in given)
+    if func is _aten.one_hot.default:
+        return (args[1] if len(args) > 1 else (kwargs or {}).get("num_classes", -1)) >= 0
+    if func is _aten.repeat_interleave.Tensor:
+        return (kwargs or {}).get("output_size") is not None
+    return func in REPLACED
+
+
+# -- shapes that depend on data --------------------------------------------------------------------
+
+_Count = Callable[[torch.Tensor], int]
+
+
+def _repeat_counted(count: _Count, repeats: torch.Tensor, output_size: Any = None) -> torch.Tensor:
+    total = count(_aten._to_copy.default(repeats, dtype=torch.int64))
+    found: torch.Tensor = _aten.repeat_interleave.Tensor(repeats, output_size=total)
+    return found
+
+
+def _find_places(count: _Count, x: torch.Tensor) -> torch.Tensor:
+    is_there = _aten.ne.Scalar(x, 0)
+    found: torch.Tensor = _aten.nonzero_static.default(x, size=count(is_there))
+    return found
+
+
+def _select_counted(count: _Count, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    shape = torch.broadcast_shapes(x.shape, mask.shape)
+    flat = _aten.reshape.default(_aten.expand.default(mask, shape), [-1])
+    places = _aten.select.int(_find_places(count, flat), 1, 0)
+    found: torch.Tensor = _aten.take.default(_aten.expand.default(x, shape), places)
+    return found
+
+
+def _index_counted(count: _Count, x: torch.Tensor, indices: Sequence[Any]) -> torch.Tensor:
+    found: list[Any] = []
+    for index in indices:
+        if index is not None and index.dtype in (torch.bool, torch.uint8):
+            places = _find_places(count, index)
+            found += [_aten.select.int(places, 1, dim) for dim in range(index.ndim)]
+        else:
+            found.append(index)
+    out: torch.Tensor = _aten.index.Tensor(x, found)
+    return out
+
+
+def _find_unique_counted(
+    count: _Count, x: torch.Tensor, inverse: bool = False, counts: bool = False, dim: Any = None
+) -> tuple[torch.Tensor, ...]:
+    if counts or dim is not None or not x.numel():
+        raise of_data("aten::unique_consecutive")
+    flat = _aten.reshape.default(x, [-1])
+    before, after = _aten.slice.Tensor(flat, 0, 0, -1), _aten.slice.Tensor(flat, 0, 1)
+    is_new = _aten.constant_pad_nd.default(_aten.ne.Tensor(after, before), [1, 0], 1)
+    found = _index_counted(count, flat, [is_new])
+    none = _aten.new_empty.default(x, [0], dtype=torch.int64)
+    if not inverse:
+        return found, none, none
+    numbers = _aten.sub.Tensor(_aten.cumsum.default(is_new, 0), 1)
+    return found, _aten.reshape.default(numbers, x.shape), none
+
+
+_COUNTED: dict[Any, Callable[..., Any]] = {
+    _aten.unique_consecutive.default: _find_unique_counted,
+    _aten.repeat_interleave.Tensor: _repeat_counted,
+    _aten.nonzero.default: _find_places,
+    _aten.masked_select.default: _select_counted,
+    _aten.index.Tensor: _index_counted,
+}
+"""By op whose output has a shape that depends on data, the same for a known count."""
+
+
+def _other_settings() -> CaptureError:
+    return not_captured(
+        "the step computes under another default dtype, precision of matrix products or "
+        "determinism than it was called under",
+        "the kernels of a graph run under the settings of its caller",
+        Fix("torch.set_default_dtype(...) and its kin", "outside of the step"),
+        Fix("dtype=...", "for what is made within"),
+        place=user_line(),
+    )
+
+
+class Recorder(TraceHooks, TorchDispatchMode):
+    """Traces each call and notes the nodes that it adds to `graph`.
+
+    Calls see local shapes: kernels that Python implements ask for shapes, and in backward, where
+    torch functions must be on, a saved DTensor would answer with its global one.
+
+    Attributes:
+        masks: what is known of attention's masks.
+        updating: is an optimizer stepping?
+        exact: while one of torch's steps, the ids for `with_exact_numbers`; else None.
+        is_behind_forward: is the backward of a region being traced, which the step itself has not
+            asked for?
+        regions_begun: how many remat regions have begun.
+        follows_from_integers: tells whether a number that was read follows from integers and bools
+            of the step's arguments alone.
+        note_read: is called with each number that is read of a tensor, and that tensor.
+        block_kinds: for each call of a block the class of the block.
+    """
+
+    def __init__(self, graph: fx.Graph, mode: FakeTensorMode):
+        super().__init__()
+        self.graph = graph
+        self._repeated = RepeatedCalls(graph, mode)
+        self.masks = KnownMasks()
+        self.updating = False
+        self.exact: set[int] | None = None
+        self.is_behind_forward = False
+        self.regions_begun = 0
+        self.follows_from_integers: Callable[[Any], bool] = lambda number: False
+        self.note_read: Callable[[Any, torch.Tensor], None] = lambda number, of: None
+        self._outer: list[Any] = []
+        self._within = NO_NOTE  # the move, region and policy that nodes belong to now
+        self._noted: tuple[Any, ...] = ()  # of what the last note was made
+        self._note = NO_NOTE
+        self._moves = 0
+        self._last = self.newest()
+        self._lines: dict[int, str] = {}
+        self._here = os.getcwd()
+        self._settings = read_kernel_settings()
+        self._made: list[tuple[fx.Node, torch.Tensor]] = []
+        self.block_kinds: list[type] = []
+        self._running_block: int | None = None
+        self._last_block: int | None = None
+        # The first and the last sequence number of the autograd nodes that each block call made.
+        self._first_numbers: list[int] = []
+        self._last_numbers: list[int] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Private torch: must each dispatch turn Dynamo off? Capture has, for all of the step."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            # Kernels over lists ask it for each operand, several times: a sixth of a trace.
+            return args[0].device
+        if func is DETACH:
+            out = unprofiled(self._repeated.detach, args[0])
+            if out is not None:
+                return out
+        return unprofiled(self._call_and_note, func, args, kwargs or {})
+
+    def _call_and_note(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if read_kernel_settings() != self._settings:
+            raise _other_settings()
+        if torch.Tag.dynamic_output_shape in func.tags and not _is_shaped(func, args, kwargs):
+            return self._call_for_count(func, args, kwargs)
+        if func is _ONEDNN_LSTM and args[-1]:
+            raise not_captured(
+                "torch.lstm, to be trained, is oneDNN's layer as a whole",
+                "it keeps memory for backward whose size only oneDNN knows",
+                Fix("torch.nn.LSTM", "is captured as the calls that it is made of"),
+            )
+        if func is _READ and is_read_in_part(args[0]):
+            with self:
+                return read_number(args[0])
+        if any(map(has_memory, tensors_written(func, args, kwargs))):  # a real tensor
+            raise not_an_input(user_line())
+        if facts_of(func).changes_metadata:
+            self._separate_written(func, args, kwargs)
+        args, kwargs = taken_as_numbers(func, args, kwargs)
+        if self.exact is not None:
+            args, kwargs = with_exact_numbers(func, args, kwargs, self.exact)
+        out = self._trace_or_repeat(func, args, kwargs)
+        if func is _READ:
+            self.note_read(out, args[0])
+        count_writes_of_lists(func, args, kwargs)
+        if any(type(n) is not int for t in pytree.tree_leaves(out) for n in _shape_of_value(t)):
+            raise of_data(func._schema.name)
+        newest = self.newest()
+        if newest is not self._last:
+            self._note_nodes(nodes_since(self.graph, self._last), self._make_note())
+            self._last = newest
+            if isinstance(out, torch.Tensor):
+                self._made.append((newest, out))
+        return out
+
+    def _call_for_count(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A call whose output has as many places as a mask, or as repeats add up to, where that
+        follows from the whole numbers of a batch: the count is a question."""
+        call = _COUNTED.get(func)
+        if call is None:
+            raise of_data(func._schema.name)
+
+        def count(x: torch.Tensor) -> int:
+            total = _aten.sum.default(x if x.dtype is torch.int64 else _aten.ne.Scalar(x, 0))
+            number = _READ(total)
+            if not self.follows_from_integers(number):
+                raise of_data(func._schema.name)
+            return int(number)
+
+        with self, Unheard():
+            return call(count, *args, **kwargs)
+
+    def _separate_written(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Give each tensor whose shape or storage a call will change a node of its own."""
+        for written in tensors_written(func, args, kwargs):
+            if known_node_of(written) in self._repeated.shared:
+                self.add_alias(written)
+
+    def _trace_or_repeat(self, func: Any, args: Any, kwargs: Any) -> Any:
+        key = None if func in REPLACED else self._repeated.key(func, args, kwargs)
+        if key is not None and (out := self._repeated.repeat(key, func, args, kwargs)) is not None:
+            return out
+        if is_over_lists(func):
+            out = self._repeated.call_over_lists(func, args, kwargs)
+            if out is not NotImplemented:
+                return out
+        first = self.newest()
+        with Local():
+            out = REPLACED.get(func, func)(*args, **kwargs)
+        if key is not None:
+            self._repeated.learn(key, func, out, first)
+        return out
+
+    def finish(self) -> None:
+        """Note the layouts, which tensors get after the calls that make them."""
+        for node, made in self._made:
+            if isinstance(made, DTensor):
+                node.meta[NOTE] = replace(note_of(node), layout=str(made.layout_over_mesh))
+        self._made.clear()
+
+    def noting(
+        self, wire: Wire, move: Move, itemsize: int, op: str, reason: str
+    ) -> AbstractContextManager[None]:
+        """Within, nodes belong to `move`, with bytes as a ledger counts them."""
+        self._moves += 1
+        return self._noting(
+            kind=move.kind,
+            axes=move.axes,
+            nbytes=bytes_sent(move, wire.mesh, itemsize),
+            op=op,
+            reason=reason,
+            before=move.before.brief(),
+            after=move.after.brief(),
+            move=self._moves,
+        )
+
+    def _noting(self, **fields: Any) -> AbstractContextManager[None]:
+        """Within, the notes of nodes have these fields."""
+        return attribute_set(self, "_within", replace(self._within, **fields))
+
+    def region(self) -> AbstractContextManager[None]:
+        """Within, nodes belong to a remat region; to the outermost where regions are nested."""
+        if not self._within.region:
+            self.regions_begun += 1
+        return self._noting(region=self._within.region or self.regions_begun)
+
+    def refuse_budget(self, nbytes: int, title: str) -> None:
+        """Raise the error of regions with a budget of bytes: a captured step has one budget."""
+        raise not_captured(
+            f"pt.remat gives {title} a budget of {nbytes} bytes of its own",
+            "what a captured step makes again is chosen over all of it, for the budget of the step",
+            Fix(f"pt.compile(step, budget={nbytes})", "all that the step needs, gradients too"),
+            Fix("pt.remat(model, blocks=...)", "without a budget: regions keep nothing"),
+        )
+
+    def keeping(self, keep: bool) -> AbstractContextManager[None]:
+        """Within, values are kept for backward if `keep`."""
+        return self._noting(kept=self._within.kept or keep)
+
+    def keep(self, x: torch.Tensor) -> None:
+        """Have the nodes that made the memory of `x` kept for backward."""
+        with Local():
+            wanted = x.untyped_storage()._cdata
+            for node, made in self._made:
+                if made.untyped_storage()._cdata == wanted:
+                    node.meta[NOTE] = replace(note_of(node), kept=True)
+
+    def fill_value(self, x: torch.Tensor, value: torch.Tensor) -> None:
+        """Write `value` into `x`: a graph finds a tensor by its object, and has writes alone."""
+        x.copy_(value)
+
+    def replace_value(self, x: torch.Tensor, value: torch.Tensor) -> None:
+        """Have `x` be the value of `value` from now on, as `x.data = value` does in eager."""
+        mode = get_proxy_mode()
+        assert mode is not None
+        # Hidden from torch-function modes: it is no write of the user's.
+        with torch._C.DisableTorchFunction():
+            x.data = value
+        own_state(x).retyped = None
+        # Private torch: the node of a tensor. Later calls on x read the node of `value`.
+        set_proxy_slot(x, mode.tracer, get_proxy_slot(value, mode.tracer))  # type: ignore[arg-type]
+
+    def __enter__(self) -> Any:
+        self._outer.append(HERE.recorder)  # itself, where it traces a call of its own
+        HERE.recorder = self
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        HERE.recorder = self._outer.pop()
+        return super().__exit__(*error)
+
+    def behind_forward(self) -> AbstractContextManager[None]:
+        """Within, nodes belong to backward."""
+        return attribute_set(self, "is_behind_forward", True)
+
+    def line(self) -> str:
+        """The user's line that calls now; in backward that of the forward call."""
+        backward = torch._C._current_autograd_node()  # private; there is no public way to ask
+        if backward is not None:
+            known = self._lines.get(backward._sequence_nr(), "")
+            if known:
+                return known
+        line = user_line(here=self._here)
+        if torch.is_grad_enabled() or self._within.kind:
+            # The autograd node of this call has the number before the next one.
+            self._lines[next_node() - 1] = line
+        return line
+
+    def _make_note(self) -> Note:
+        phase = "forward"
+        if self._within.reason == "settle":  # the reduction of a pending gradient
+            phase = "backward"
+        elif self.updating:
+            phase = "update"
+        elif self.is_behind_forward or torch._C._current_graph_task_id() != -1:
+            phase = "backward"
+        line = self.line()
+        made = self._within, line, phase
+        if made != self._noted:
+            self._note = replace(self._within, source=line, phase=phase)
+            self._noted = made
+        return self._note
+
+    def note_made(self, *nodes: fx.Node) -> None:
+        """Give a note to nodes that were added without a call."""
+        self._note_nodes(nodes, unprofiled(self._make_note))
+        self._note_new_nodes()
+
+    def _note_new_nodes(self) -> None:
+        """Give a note to all new nodes that have none: arithmetic of numbers, of which no call
+        tells."""
+        for node in nodes_since(self.graph, self._last):
+            if NOTE not in node.meta:
+                self._note_nodes([node], unprofiled(self._make_note))
+        self._last = self.newest()
+
+    def note_copies(self, nodes: Sequence[fx.Node], made: fx.Node, out: torch.Tensor) -> None:
+        """Give a note to nodes that were added without a call, of which `made` makes `out`."""
+        self.note_made(*nodes)
+        self._made.append((made, out))
+
+    def add_alias(self, made: torch.Tensor) -> fx.Node:
+        """Add a node for an alias of what the node of `made` makes, and have it be the node of
+        `made`."""
+        shown = node_of(made)
+        assert shown is not None
+        node = add_call(self.graph, DETACH, (shown,))
+        node.meta["val"] = shown.meta["val"]
+        self._note_nodes([node], note_of(shown))
+        set_node_of(made, node)
+        self._note_new_nodes()
+        self._made.append((node, made))
+        return node
+
+    # -- blocks ------------------------------------------------------------------------------------
+
+    @contextmanager
+    def block(self, kind: type) -> Iterator[None]:
+        """Within, nodes belong to one call of a block of class `kind`, and so do the nodes of its
+        backward. A block within a block belongs to the outer one."""
+        if self._running_block is not None:
+            yield
+            return
+        self._running_block = len(self.block_kinds)
+        self.block_kinds.append(kind)
+        self._first_numbers.append(next_node())
+        self._last_numbers.append(sys.maxsize)
+        try:
+            yield
+        finally:
+            self._last_numbers[self._running_block] = next_node() - 1
+            self._running_block = None
+
+    def _find_block(self) -> int | None:
+        """The number of the block call that a node added now belongs to."""
+        if self._running_block is not None:
+            return self._running_block
+        if torch._C._current_graph_task_id() == -1 or not self.block_kinds:
+            self._last_block = None
+            return None
+        backward = torch._C._current_autograd_node()
+        if backward is not None:  # else the engine adds gradients that it has just computed
+            number = backward._sequence_nr()
+            block = bisect_right(self._first_numbers, number) - 1
+            is_within = block >= 0 and number <= self._last_numbers[block]
+            self._last_block = block if is_within else None
+        return self._last_block
+
+    def _note_nodes(self, nodes: Iterable[fx.Node], note: Note) -> None:
+        block = self._find_block()
+        for node in nodes:
+            node.meta[NOTE], node.meta[BLOCK] = note, block
+
+    def newest(self) -> fx.Node:
+        """The node that was added last."""
+        return self.graph._root.prev
+
+
+# -- repeated moves --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """A move that was traced.
+
+    Attributes:
+        move: kept alive, since the key has its id.
+        given, made: the nodes of its operand and of its result.
+        nodes: of the move, in order.
+        like: the fake value of its result.
+    """
+
+    move: Move
+    given: fx.Node
+    made: fx.Node
+    nodes: list[fx.Node]
+    like: torch.Tensor
+
+
+class RepeatedMoves:
+    """The traced moves of one capture, by move and metadata of the operand."""
+
+    def __init__(self, recorder: Recorder, mode: FakeTensorMode):
+        self._recorder, self._mode = recorder, mode
+        self._known: dict[Any, _Traced | None] = {}
+
+    def carry(
+        self, wire: Any, move: Move, x: torch.Tensor, run: Callable[[], torch.Tensor]
+    ) -> torch.Tensor:
+        """The result of `run()`, which traces the move of `x`, or of a copy of its nodes."""
+        given = node_of(x) if isinstance(x, FakeTensor) else None
+        if given is None:
+            return run()
+        with Unheard():
+            key = (id(wire), id(move), wire.zeros, x.shape, x.stride(), x.dtype, x.device)
+        known = self._known.get(key)
+        if known is not None:
+            return self._copy_move(known, given)
+        first = self._recorder.newest()
+        out = run()
+        if key not in self._known:
+            self._known[key] = self._traced(move, given, x, out, first)
+        return out
+
+    def _traced(
+        self, move: Move, given: fx.Node, x: torch.Tensor, out: torch.Tensor, first: fx.Node
+    ) -> _Traced | None:
+        nodes = [*nodes_since(self._recorder.graph, first)][::-1]
+        made = node_of(out)
+        with Unheard():
+            shows = out.untyped_storage()._cdata == x.untyped_storage()._cdata
+        if made is None or made not in nodes or shows:
+            return None  # the result is an alias of the operand
+        return _Traced(move, given, made, nodes, made.meta["val"])
+
+    def _copy_move(self, known: _Traced, given: fx.Node) -> torch.Tensor:
+        graph = self._recorder.graph
+        of = {known.given: given}
+        for node in known.nodes:
+            of[node] = copy_node(graph, node, lambda n: of.get(n, n))
+        made = of[known.made]
+        (out,) = tensors_of([made], [known.like], self._mode)
+        self._recorder.note_copies([of[n] for n in known.nodes], made, out)
+        return out
+
+
+# -- functions that the step calls -----------------------------------------------------------------
+
+_set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_OF_LEAVES = {inspect.getattr_static(torch.Tensor, name) for name in STATE_OF_LEAVES}
+"""What a real tensor must not be asked in place of its fake: it would answer wrongly."""
+_READING, _ASKING = ("item", "tolist"), ("__bool__", "is_nonzero")
+
+
+class StepFunctionMode(TorchFunctionMode):
+    """Follows the torch functions that a step calls while it is traced.
+
+    Args:
+        inputs: of the graph.
+        facts: answers what is asked of their metadata.
+        reads_values: what `.item()` gives is the value, where that follows from the call's data.
+
+    Attributes:
+        called_last: the name of the function that was called last.
+        meets_unknown_tensors: was a function called of a tensor that is no input and is not made by
+            the step?
+    """
+
+    def __init__(self, inputs: GraphInputs, facts: TensorFacts, reads_values: bool = False):
+        super().__init__()
+        self._inputs, self._facts, self._reads_values = inputs, facts, reads_values
+        self.called_last = ""
+        self.meets_unknown_tensors = False
+        self._written: dict[int, tuple[Any, torch.Tensor]] = {}
+        self.calls = LibraryCalls()
+        with Local():
+            self._memory = [(x, x.untyped_storage()._cdata) for x in inputs.fakes]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return unprofiled(self._follow_call, func, args, kwargs or {}, sys._getframe(1))
+
+    def _follow_call(self, func: Any, args: Any, kwargs: Any, caller: types.FrameType) -> Any:
+        if args and has_memory(args[0]):
+            self.meets_unknown_tensors = True
+            if getattr(func, "__self__", func) in _OF_LEAVES:
+                raise not_an_input(user_line())
+        if func == _set_data:
+            return self._set_data(*args)
+        self.called_last = name = getattr(func, "__name__", "")
+        if _has_symbolic_int((args, kwargs)) and not takes_number(name):
+            # A shape, a place, a count: a graph is for one.
+            args, kwargs = _with_ints((args, kwargs))
+        if func is ATTENTION:
+            args, kwargs = HERE.recorder.masks.leave_out(args, kwargs, _find_node)
+        if type(func) in _C_FUNCTION_TYPES and not _is_followed(func):
+            return self.calls.call(func, args, kwargs)
+        if name in _READING:
+            numbers = pytree.tree_map(_read_number, func(*args, **kwargs))
+            return pytree.tree_map(read_unknown, numbers) if self._reads_values else numbers
+        if name in _ASKING:  # torch would ask for a number first
+            return bool(_read_number(torch.Tensor.item(*args, **kwargs)))
+        if facts_of_function(name).changes_shape and id(args[0]) in self._inputs.identities:
+            raise _shape_is_changed(name)
+        _check_function(func)
+        _check_values(func, args, kwargs)
+        answer = self._facts.answer(func, args, caller)
+        return answer[0] if answer else self.calls.call(func, args, kwargs)
+
+    def _set_data(self, x: Any, value: Any) -> None:
+        """`x.data = value`."""
+        with Local(), torch.no_grad():
+            before = x.detach()
+        with torch.no_grad():
+            value = _laid_out_like(x, value.detach())
+        if id(x) in self._inputs.identities:
+            self._written.setdefault(id(x), (x, before))
+        HERE.recorder.replace_value(x, value)
+
+    def copy_back(self) -> None:
+        """Write what the step has left in the `.data` of its inputs into their memory."""
+        with Local(), torch.no_grad():
+            for x, memory in self._memory:
+                if id(x) not in self._written and x.untyped_storage()._cdata != memory:
+                    raise not_captured(
+                        "x.set_(y), or x.data = y within a backward pass",
+                        "what memory x is given then is not followed",
+                        Fix("x.data.copy_(y)", "keeps the memory of x"),
+                    )
+            self._refuse_shared_memory()
+            held = {before.untyped_storage()._cdata for _, before in self._written.values()}
+            copies = []
+            for x, before in self._written.values():
+                value = x.detach()
+                if value.untyped_storage()._cdata in held:
+                    value = value.clone()  # or it would be overwritten before it is read
+                copies.append((before, value))
+            for before, value in copies:
+                before.copy_(value)
+
+    def _refuse_shared_memory(self) -> None:
+        """Raise CaptureError where two inputs lie in one memory after `x.data = y`: each would get
+        a copy, and keep it when the other is written later."""
+        ends = [x.untyped_storage()._cdata for x, _ in self._memory]
+        shared = {end for end, count in Counter(ends).items() if count > 1}
+        for (x, _), end in zip(self._memory, ends, strict=True):
+            if id(x) in self._written and end in shared:
+                raise not_captured(
+                    "x.data = y, where y is another tensor that the step is given, or that it "
+                    "gives to two",
+                    "both would lie in one memory afterwards, and a graph copies",
+                    Fix("x.data.copy_(y)", "if each is to have values of its own"),
+                )
+
+
+def _has_symbolic_int(value: Any) -> bool:
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return any(map(_has_symbolic_int, value))
+    if kind is slice:
+        return any(map(_has_symbolic_int, (value.start, value.stop, value.step)))
+    return kind is SymbolicInt or (kind is dict and _has_symbolic_int([*value.values()]))
+
+
+def _with_ints(value: Any) -> Any:
+    """`value` with the answer for each symbolic int in it, which becomes a question."""
+    if isinstance(value, slice):
+        return slice(*map(_with_ints, (value.start, value.stop, value.step)))
+    if type(value) is dict:
+        return {k: _with_ints(v) for k, v in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(map(_with_ints, value))
+    return int(value) if type(value) is SymbolicInt else value
+
+
+def _read_number(value: Any) -> Any:
+    """What `.item()` gives: True or False itself, as a step may ask whether something `is True`."""
+    return bool(value) if isinstance(value, torch.SymBool) else as_number(value)
+
+
+def _find_node(mask: torch.Tensor) -> tuple[fx.Node, dict[fx.Node, fx.Node]] | None:
+    node = node_of(mask)
+    return None if node is None else (node, {})
+
+
+@lru_cache(maxsize=8192)
+def _is_followed(func: Any) -> bool:
+    """May the mode have to do with calls of a function of C?"""
+    name = getattr(func, "__name__", "")
+    return (
+        name in (*_READING, *_ASKING)
+        or facts_of_function(name).changes_shape
+        or func in _CHECKS
+        or is_fact(func)
+    )
+
+
+def _shape_is_changed(name: str) -> CaptureError:
+    return not_captured(
+        f"the step changes the shape or the memory of a tensor that it is given ({name})",
+        "a graph writes what is in the memory of its inputs, and leaves that as it is",
+        Fix("do it outside the step", "before or after the call"),
+        place=user_line(),
+    )
+
+
+def _check_function(func: Any) -> None:
+    """Raise CaptureError where the program has replaced a function of torch by one that calls it.
+
+    Torch announces the call of its own function under the replacement's name, so that the
+    replacement would run twice.
+    """
+    if isinstance(func, types.FunctionType) and is_recorded(func.__code__.co_filename):
+        raise not_captured(
+            f"the step calls a function of torch's through {func.__qualname__}, which stands in "
+            "its place",
+            "who hears what torch calls is told that it is the latter, which would run twice",
+            Fix("a module or function of your own", "that calls torch's, rather than in its place"),
+        )
+
+
+def _laid_out_like(x: Any, value: Any) -> Any:
+    """`value`, redistributed to the layout of x, which x keeps.
+
+    Raises:
+        CaptureError: it is another kind of tensor than x.
+    """
+    one, other = (getattr(t, "_spec", None) for t in (x, value))
+    if one is not None and other is not None and one.shape == other.shape:
+        value = moved(value, other, one, "data", "implicit")
+    with Local():
+        alike = (x.shape, x.dtype, x.device) == (value.shape, value.dtype, value.device)
+    if (one is None) != (other is None) or not alike:
+        raise not_captured(
+            "x.data = y with a y of another shape or dtype",
+            "the memory of x cannot hold it; module.double(), module.to(dtype) and others set the "
+            "data of parameters so",
+            Fix("x.data.copy_(y)", "keeps the shape and the dtype of x"),
+            Fix("dtype=", "makes the module in its dtype, as in nn.Linear(2, 2, dtype=...)"),
+            Fix("module.double()", "or another conversion, before the step"),
+        )
+    return value if one is None else tagged(value, one)
+
+
+# -- checks of values ------------------------------------------------------------------------------
+
+
+_Checks = Iterator[tuple[torch.Tensor, str]]
+"""What must be true, and torch's message where it is not."""
+
+
+def _check_values(func: Any, args: Any, kwargs: Any) -> None:
+    """Have the graph check what `func` checks in eager, of this rank's local values."""
+    if func not in _CHECKS:
+        return
+    with Local(), torch.no_grad():
+        for holds, text in _CHECKS[func](*args, **(kwargs or {})):
+            torch._assert_async(holds.all(), text)
+
+
+def _check_classes(tensor: torch.Tensor, num_classes: int = -1) -> _Checks:
+    yield tensor >= 0, "Class values must be non-negative."
+    if num_classes >= 0:
+        yield tensor < num_classes, "Class values must be smaller than num_classes."
+
+
+def _check_quantiles(input: Any, q: Any, *_: Any, **__: Any) -> _Checks:
+    if isinstance(q, torch.Tensor):
+        yield (q >= 0) & (q <= 1), "quantile() q values must be in the range [0, 1]"
+
+
+_CHECKS: dict[Any, Callable[..., _Checks]] = {F.one_hot: _check_classes} | {
+    getattr(home, name): _check_quantiles
+    for home in (torch, torch.Tensor)
+    for name in ("quantile", "nanquantile")
+}
+"""By function, the checks that it makes of its operands in eager."""
+
+
+# -- library calls ---------------------------------------------------------------------------------
+
+_C_FUNCTION_TYPES = (
+    types.BuiltinFunctionType,
+    types.MethodDescriptorType,
+    types.MethodWrapperType,
+    types.WrapperDescriptorType,
+)
+"""Types of functions and methods of C."""
+
+_CALLING_BACK = frozenset(("apply_", "map_", "map2_"))
+_PLAIN = frozenset(
+    (
+        bool,
+        int,
+        float,
+        complex,
+        str,
+        types.NoneType,
+        type(...),
+        torch.dtype,
+        torch.device,
+        torch.layout,
+    )
+    + (torch.memory_format, torch.Size, torch.Tensor, torch.nn.Parameter, FakeTensor, FakeDTensor)
+)
+"""Types of operands that have no method of the user's."""
+
+
+class LibraryCalls:
+    """Calls functions of torch, unprofiled where that calls nothing of the user's.
+
+    What the user may have put between a function and its kernels is compared with what is there
+    when this is made: torch-function modes must not be the user's, dispatch modes and hooks on
+    saved tensors not have become more.
+    """
+
+    def __init__(self) -> None:
+        self._is_heard = bool(function_modes())
+        self._listeners = dispatch_listeners()
+
+    def call(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """`func(*args, **kwargs)`. Called within `unprofiled`."""
+        if self._calls_nothing_of_users(func, args, kwargs):
+            return func(*args, **kwargs)
+        return profiled_again(func, *args, **kwargs)
+
+    def call_own(self, func: Callable[..., Any], *args: Any) -> Any:
+        """`func(*args)`, a function of partita's, unprofiled unless a mode of the user's hears what
+        it calls of torch."""
+        if function_modes() or dispatch_listeners() != self._listeners:
+            return func(*args)
+        return unprofiled(func, *args)
+
+    def _calls_nothing_of_users(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> bool:
+        return (
+            not self._is_heard
+            and _calls_nothing_back(func)
+            and all(map(_is_plain, args))
+            and all(map(_is_plain, kwargs.values()))
+            and dispatch_listeners() == self._listeners
+        )
+
+
+def _calls_nothing_back(func: Any) -> bool:
+    """Is it a function of torch that calls at most its operands' methods?"""
+    if type(func) in _C_FUNCTION_TYPES:
+        return func.__name__ not in _CALLING_BACK
+    return type(func) is types.FunctionType and _is_functional(func)
+
+
+@lru_cache(maxsize=1024)
+def _is_functional(func: types.FunctionType) -> bool:
+    """Is it a Python function of torch.nn.functional itself?"""
+    return vars(F).get(func.__name__) is func and func.__module__ == F.__name__
+
+
+def _is_plain(value: Any) -> bool:
+    kind = type(value)
+    return kind in _PLAIN or (kind in (tuple, list) and all(map(_is_plain, value)))

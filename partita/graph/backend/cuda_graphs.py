@@ -1,0 +1,457 @@
+"""CUDA graphs: a program's kernels, recorded once and launched as one in each later call.
+
+A small step spends more time launching kernels than running them; a replay is one launch. A
+recording reads and writes fixed addresses, and nothing of Python or of the host runs in a replay.
+So a program is cut in two (`HostSplit`): what is computed on the host (rates, step counts,
+bias corrections) runs in each call, and what the rest reads of it is copied to the device.
+
+- State (parameters, buffers, optimizer state) is read and written where it lies. Where it has
+  moved, the kernels are recorded anew; state that moves again is copied like an argument.
+- Arguments are copied to where the recording reads them.
+- Results are copied out of the recording's memory, which the next replay writes.
+
+The first call runs as it does without: kernels are compiled and tuned, and process groups connect.
+The second records. Inductor's own CUDA graphs are not used: they leave out a graph that writes its
+inputs, as every training step does, and record each section for itself.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from partita.capture.equal_calls import tensors_in
+from partita.comm.device import HOST, Device, KernelRecording
+from partita.tensor.op_facts import facts_of
+
+from ..errors import of_recording
+from ..graph_nodes import (
+    add_call,
+    copy_node,
+    drop_unused,
+    extract_graph,
+    is_collective,
+    lazy_graph_module,
+    note_of,
+)
+from ..graph_text import key_of
+from ..program import Call, Input, Program
+from .executor import function_of
+
+_aten = torch.ops.aten
+UNSAFE_TAGS = frozenset(
+    (torch.Tag.cudagraph_unsafe, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+)
+_STATE = frozenset(("parameter", "buffer", "optimizer", "value"))
+"""Kinds of inputs that lie in one place as long as nobody exchanges them."""
+_OF_REGIONS = frozenset(("cotangent", "saved", "kept"))
+"""Kinds of inputs and outputs of regions, whose forward and backward autograd calls."""
+
+
+class NotRecorded(Exception):
+    """A program cannot be recorded; the message says why."""
+
+
+# -- which programs are recorded -------------------------------------------------------------------
+
+
+def find_device(program: Program) -> torch.device:
+    """The device whose kernels a program launches, where they can be recorded.
+
+    Raises:
+        NotRecorded: its tensors lie elsewhere, it is half of a region, a collective goes by way of
+            the host, or it calls what torch does not record.
+    """
+    kinds = {i.kind for i in program.inputs} | {o.kind for o in program.outputs}
+    if not kinds.isdisjoint(_OF_REGIONS):
+        raise NotRecorded("it is a region, whose backward autograd calls, and not a whole step")
+    nodes = [n for n in program.graph.graph.nodes if n.op in ("placeholder", "call_function")]
+    values = [t for n in nodes for t in tensors_in(n.meta.get("val"))]
+    devices = [*{t.device for t in values if not is_of_host(t)}]
+    if len(devices) != 1 or not Device(devices[0].type).records_kernels:
+        lie = " and ".join(sorted({str(t.device) for t in values})) or "no device"
+        raise NotRecorded(f"its tensors are on {lie}")
+    for node in nodes:
+        if not UNSAFE_TAGS.isdisjoint(getattr(node.target, "tags", ())):
+            raise NotRecorded(f"torch does not record {node.target}{_describe_source(node)}")
+        if is_collective(node):
+            wire, axes = program.groups[str(node.args[-1])]
+            if not wire.runs_in_streams:
+                said = f"{node.target} over {' '.join(axes)}{_describe_source(node)}"
+                raise NotRecorded(f"ranks meet on the host, in {said}")
+    return devices[0]
+
+
+def is_of_host(value: torch.Tensor) -> bool:
+    """Does the host compute such a value?"""
+    return value.device == HOST
+
+
+def _describe_source(node: fx.Node) -> str:
+    source = note_of(node).source
+    return f", from {source}" if source else ""
+
+
+# -- what runs on the host -------------------------------------------------------------------------
+
+
+class HostSplit:
+    """A program cut into what the host computes and what the device does.
+
+    Args:
+        device: where values that cross are copied.
+
+    Attributes:
+        host: a graph of host inputs, which gives first the values that cross to the device.
+        host_inputs: their places among the program's inputs.
+        crossing: how many values cross.
+        device: a program of the other inputs, and behind them of what crosses.
+        device_inputs: the places of the other inputs.
+        outputs: for each of the program's outputs where it comes from: "host" or "device" and the
+            place among what that gives, or "input" and the place of the input that it is; or None
+            and what it is.
+
+    Raises:
+        NotRecorded: the host reads what the device has computed.
+    """
+
+    def __init__(self, program: Program, device: torch.device):
+        graph = program.graph.graph
+        self._program, self._target = program, device
+        self._of_host = {n for n in graph.nodes if n.op != "output" and self._runs_on_host(n)}
+        (end,) = graph.find_nodes(op="output")
+        place = {node: i for i, node in enumerate(graph.find_nodes(op="placeholder"))}
+        self.host_inputs = [i for node, i in place.items() if node in self._of_host]
+        self.device_inputs = [i for node, i in place.items() if node not in self._of_host]
+        given_by_host = self._find_crossing()
+        given_by_device: list[int] = []  # places of outputs
+        self.crossing = len(given_by_host)
+        self.outputs: list[tuple[str | None, Any]] = []
+        for i, given in enumerate(end.args[0]):
+            if not isinstance(given, fx.Node):
+                self.outputs.append((None, given))
+            elif given in place:
+                self.outputs.append(("input", place[given]))
+            elif given in self._of_host:
+                self.outputs.append(("host", len(given_by_host)))
+                given_by_host.append(given)
+            else:
+                self.outputs.append(("device", len(given_by_device)))
+                given_by_device.append(i)
+        self.host = extract_graph(program.graph, self._of_host, given_by_host)
+        self._graph = fx.Graph()
+        self._values: dict[fx.Node, fx.Node] = {}  # of the device's graph
+        crossing = given_by_host[: self.crossing]
+        self.device = self._make_device_program(crossing, given_by_device, end.args[0])
+
+    def _runs_on_host(self, node: fx.Node) -> bool:
+        reads = self._tensors_of(node) or [
+            t for read in node.all_input_nodes for t in self._tensors_of(read)
+        ]
+        return bool(reads) and all(map(is_of_host, reads))
+
+    def _tensors_of(self, node: fx.Node) -> Sequence[torch.Tensor]:
+        if node.op == "get_attr":
+            return [getattr(self._program.graph, str(node.target))]
+        return tensors_in(node.meta.get("val"))
+
+    def _find_crossing(self) -> list[fx.Node]:
+        """The values of the host that the device reads, in the graph's order."""
+        found = set()
+        for node in self._program.graph.graph.nodes:
+            if node.op != "call_function":
+                continue
+            by_host = node in self._of_host
+            across = [n for n in node.all_input_nodes if (n in self._of_host) is not by_host]
+            if across and by_host:
+                said = f"{node.target} brings a value of the device to the host"
+                raise NotRecorded(said + _describe_source(node))
+            found.update(across)
+        return [n for n in self._program.graph.graph.nodes if n in found]
+
+    def _make_device_program(
+        self, crossing: Sequence[fx.Node], gives: Sequence[int], outputs: Sequence[Any]
+    ) -> Program:
+        program, graph, of = self._program, self._graph, self._values
+        inputs = [program.inputs[i] for i in self.device_inputs]
+        nodes = [n for n in program.graph.graph.nodes if n not in self._of_host]
+        for node in nodes:
+            if node.op == "placeholder":
+                of[node] = copy_node(graph, node, of.__getitem__)
+        for node in crossing:
+            of[node] = made = graph.placeholder(node.name)
+            # `Tensor.to` would begin CUDA, though a fake has no memory there.
+            value = _aten._to_copy.default(node.meta["val"], device=self._target)
+            made.meta = {**node.meta, "val": value}
+            inputs.append(Input(node.name, "number", value))
+        numbers = set(crossing)
+        for node in nodes:
+            if node.op in ("call_function", "get_attr"):
+                is_wide = not numbers.isdisjoint(node.all_input_nodes) and _computes_in_half(node)
+                add = self._add_widened if is_wide else self._add_copy
+                of[node] = add(node)
+        graph.output([of[outputs[i]] for i in gives])
+        drop_unused(graph)
+        return Program(
+            lazy_graph_module(program.graph, graph),
+            inputs,
+            [program.outputs[i] for i in gives],
+            program.result,
+            program.constants,
+            [],
+            program.groups,
+            key=key_of([program.key, "kernels that are recorded"]),
+        )
+
+    def _add_copy(self, node: fx.Node) -> fx.Node:
+        return copy_node(self._graph, node, self._values.__getitem__)
+
+    def _add_widened(self, node: fx.Node) -> fx.Node:
+        """A call in half precision that reads a number, as one in float32.
+
+        A kernel computes so by itself with a number of the host. But a number on the device would
+        be rounded to half precision first: a rate of 0.001 by 0.2 %.
+        """
+
+        def widen(read: fx.Node) -> fx.Node:
+            found, is_half = self._values[read], _is_half(read.meta.get("val"))
+            return self._add_cast(found, torch.float32, node) if is_half else found
+
+        given: Any = (node.args, node.kwargs)
+        args, kwargs = fx.node.map_arg(given, widen)
+        made = add_call(self._graph, node.target, args, kwargs, node.name)
+        value = node.meta["val"]
+        made.meta = dict(node.meta)
+        if not _is_half(value):
+            return made
+        made.meta["val"] = value.to(torch.float32)
+        return self._add_cast(made, value.dtype, node)
+
+    def _add_cast(self, x: fx.Node, dtype: torch.dtype, origin: fx.Node) -> fx.Node:
+        made = add_call(self._graph, _aten._to_copy.default, (x,), {"dtype": dtype})
+        made.meta = {**origin.meta, "val": x.meta["val"].to(dtype)}
+        return made
+
+
+def _is_half(value: Any) -> bool:
+    dtype = value.dtype if isinstance(value, torch.Tensor) else torch.float32
+    return dtype.is_floating_point and dtype.itemsize < 4
+
+
+def _computes_in_half(node: fx.Node) -> bool:
+    """Does a call compute element by element, in half precision?"""
+    if torch.Tag.pointwise not in node.target.tags or facts_of(node.target).writes:  # type: ignore[union-attr]
+        return False
+    value = node.meta["val"]
+    of_halves = any(_is_half(read.meta.get("val")) for read in node.all_input_nodes)
+    return of_halves and (_is_half(value) or value.dtype is torch.bool)
+
+
+# -- what a call does ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _RecordedProgram:
+    """A recording, and the memory that it reads and writes.
+
+    Attributes:
+        copies: by the place of an input, where the recording reads it: of those that are copied.
+        crossing: likewise, for each value that crosses.
+        addresses: by the places of the other inputs, where they lay.
+        results: make the results of a call, of its inputs.
+    """
+
+    recording: KernelRecording
+    copies: dict[int, torch.Tensor]
+    crossing: list[torch.Tensor]
+    addresses: dict[int, int]
+    results: _ReplayResults
+
+
+class ReplayedProgram:
+    """Runs a program: as it is the first time, recording its kernels the second, then replaying.
+
+    Args:
+        compile_part: gives what runs the device's part, compiled or node by node.
+        pool: gives, by kind of device, the memory that recordings of the step share.
+
+    Attributes:
+        split: the program.
+        host_call, device_call: run its parts.
+
+    Raises:
+        NotRecorded: it cannot be recorded.
+    """
+
+    def __init__(
+        self, program: Program, compile_part: Callable[[Program], Call], pool: Callable[[str], Any]
+    ):
+        self._device, self._pool = find_device(program), pool
+        self.split = HostSplit(program, self._device)
+        self.host_call = function_of(self.split.host, {})
+        self.device_call = compile_part(self.split.device)
+        program.built = self.split.device.built
+        self._has_run = False
+        self._recorded: _RecordedProgram | None = None
+        taken = self.split.device.inputs[: len(self.split.device_inputs)]
+        self._is_copied = [given.kind not in _STATE for given in taken]
+        self._has_moved = [False for _ in taken]
+
+    @property
+    def is_recorded(self) -> bool:
+        """Does the next call replay?"""
+        return self._recorded is not None
+
+    def __call__(self, *inputs: torch.Tensor) -> list[Any]:
+        split = self.split
+        of_device: Sequence[Any]
+        given = [inputs[i] for i in split.device_inputs]
+        # Before the host computes: where this raises, nothing has changed.
+        recorded = self._ensure_recorded(given) if self._has_run else None
+        of_host = self.host_call(*(inputs[i] for i in split.host_inputs))
+        crossing = of_host[: split.crossing]
+        if recorded is not None:
+            of_device = self._replay(recorded, given, crossing)
+        else:
+            of_device = self.device_call(*given, *(x.to(self._device) for x in crossing))
+            self._has_run = True
+        found: dict[str | None, Sequence[Any]]
+        found = {"host": of_host, "device": of_device, "input": inputs}
+        return [found[where][at] if where else at for where, at in split.outputs]
+
+    def _ensure_recorded(self, given: Sequence[torch.Tensor]) -> _RecordedProgram:
+        """The recording, made where there is none and where state has moved."""
+        if (recorded := self._recorded) is not None:
+            moved = [i for i, then in recorded.addresses.items() if given[i].data_ptr() != then]
+            if not moved:
+                return recorded
+            for i in moved:
+                self._is_copied[i], self._has_moved[i] = self._has_moved[i], True
+            self._recorded = recorded = None  # the next one takes its memory
+        self._recorded = self._record(given)
+        return self._recorded
+
+    def _record(self, given: Sequence[torch.Tensor]) -> _RecordedProgram:
+        copies = {i: _make_like(x) for i, x in enumerate(given) if self._is_copied[i]}
+        numbers = [n.tensor for n in self.split.device.inputs[len(given) :]]
+        crossing = [_make_like(x, self._device) for x in numbers]
+        held = [copies.get(i, x) for i, x in enumerate(given)]
+        kind = self._device.type
+        try:
+            recording = Device(kind).record(
+                lambda: self.device_call(*held, *crossing), self._device, self._pool(kind)
+            )
+        except RuntimeError as error:
+            raise of_recording(error) from error
+        addresses = {i: x.data_ptr() for i, x in enumerate(given) if i not in copies}
+        results = _ReplayResults(recording.value, held)
+        recording.value = None  # views of state among it would keep that
+        return _RecordedProgram(recording, copies, crossing, addresses, results)
+
+    def _replay(
+        self,
+        recorded: _RecordedProgram,
+        given: Sequence[torch.Tensor],
+        crossing: Sequence[torch.Tensor],
+    ) -> list[torch.Tensor]:
+        for i, copy in recorded.copies.items():
+            copy.copy_(given[i])
+        for to, x in zip(recorded.crossing, crossing, strict=True):
+            # Of memory that is not pinned the driver has taken a copy when this returns.
+            to.copy_(x, non_blocking=True)
+        recorded.recording.replay()
+        for i in self.split.device.written:
+            if i in recorded.copies:
+                given[i].copy_(recorded.copies[i])
+        return recorded.results.of_call(given)
+
+
+def _make_like(x: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+    """New memory for a copy of `x`, with its shape and its strides."""
+    place = x.device if device is None else device
+    return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=place)
+
+
+# -- what a recording gives ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _View:
+    """A tensor as a view of a storage, of which it keeps nothing.
+
+    Attributes:
+        begin: the bytes of the storage before its first element.
+    """
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    begin: int
+
+    @staticmethod
+    def of(x: torch.Tensor) -> _View:
+        return _View(x.size(), x.stride(), x.dtype, _begin_of(x))
+
+    def show(self, storage: torch.UntypedStorage, further: int = 0) -> torch.Tensor:
+        """The same view of another storage, `further` bytes from where it begins in its own."""
+        made = torch.empty(0, dtype=self.dtype, device=storage.device)
+        offset = (self.begin + further) // self.dtype.itemsize
+        made.set_(storage, offset, self.size, self.stride)  # type: ignore[call-overload]
+        return made
+
+
+class _ReplayResults:
+    """The results of calls, made of what a recording gives.
+
+    They share memory with each other, and with the call's inputs, as those of the program do.
+
+    Args:
+        values: what the recording gives, in memory that the next replay writes.
+        held: the inputs that it read.
+    """
+
+    def __init__(self, values: Sequence[torch.Tensor], held: Sequence[torch.Tensor]):
+        inputs = {_address_of(x): i for i, x in enumerate(held)}
+        sharers = Counter(_address_of(x) for x in {id(x): x for x in values}.values())
+        # For each value how it is shown, and of what: of the input at a place, of which nothing
+        # is kept (one that is copied begins where its copy does); of a storage of the recording,
+        # which is copied; or a value that has one for itself.
+        self._shown: list[tuple[_View, int | torch.UntypedStorage | torch.Tensor]] = []
+        for value in values:
+            view, address = _View.of(value), _address_of(value)
+            if (i := inputs.get(address)) is not None:
+                view = replace(view, begin=view.begin - _begin_of(held[i]))
+                self._shown.append((view, i))
+            else:
+                is_alone = sharers[address] == 1 and value.is_contiguous()
+                self._shown.append((view, value if is_alone else value.untyped_storage()))
+
+    def of_call(self, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The results of the call that was replayed last, whose inputs are `given`."""
+        copies: dict[int, Any] = {}  # by address, of storages and of values
+        found = []
+        for view, source in self._shown:
+            if isinstance(source, int):
+                x = given[source]
+                found.append(view.show(x.untyped_storage(), _begin_of(x)))
+                continue
+            address = source.data_ptr()
+            if address not in copies:
+                copies[address] = source.clone()
+            copy = copies[address]
+            found.append(copy if isinstance(copy, torch.Tensor) else view.show(copy))
+        return found
+
+
+def _begin_of(x: torch.Tensor) -> int:
+    """The bytes of a tensor's storage before its first element."""
+    return int(x.storage_offset()) * x.itemsize
+
+
+def _address_of(x: torch.Tensor) -> int:
+    return x.untyped_storage().data_ptr()

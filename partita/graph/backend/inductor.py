@@ -1,0 +1,774 @@
+"""Inductor: a program is compiled to machine code that another process can load, or loaded.
+
+A graph is cut into sections where that is worth it, or where it checks a value, which a compiler
+might drop (`build`). All ranks build together, and of the ranks of a host one compiles:
+
+1. Each rank loads what is in the store.
+2. Of the ranks of one host that miss a program, the first compiles it and puts it into the store;
+   several programs are shared out among the ranks, which compile at the same time.
+3. The others load it. Where the store does not work, they compile it themselves.
+
+Where one rank fails, all raise the same error, so that none waits for it.
+
+What Inductor saves of a result is generated Python and the binaries of Triton's kernels; C++
+kernels it compiles again wherever the result is loaded. So a payload here holds Inductor's result,
+without what is not needed to run it, and the libraries of its C++ kernels; loading it takes neither
+a compiler nor anything in Inductor's caches. `digest_of_compiler` identifies the machine, versions
+and settings that it was made for. What Inductor fuses, in which order, is in
+`inductor_scheduling`, which is imported to compile, not to load.
+"""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import fcntl
+import functools
+import hashlib
+import os
+import pickle
+import pkgutil
+import platform
+import re
+import shutil
+import struct
+import sys
+import tempfile
+import time
+import uuid
+import warnings
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._guards import TracingContext, tracing
+
+from partita.capture.fakes import fake_mode_of
+from partita.comm import Wire, gather_texts, user_line
+from partita.comm.collective import ALL_TO_ALL, all_to_all
+from partita.comm.device import describe_hardware
+from partita.layout import Fix, LayoutError
+from partita.versions import INPUT_CHECK, __version__
+
+from ..graph_nodes import NOTE, Section, checks_value, section_of
+from ..program import Built, Call, Program
+from .codegen_memory import memory_of_code
+from .executor import (
+    SectionCall,
+    Sections,
+    constants_as_inputs,
+    constants_of,
+    function_of,
+    with_constants,
+)
+from .section_cutter import sections_of
+from .store import Artifact, Store, Untrusted, check_folder, default_store
+
+
+def build(
+    program: Program, what: str, wires: Iterable[Wire], sections: bool | None = None
+) -> Built:
+    """Compile or load a program. All ranks of `wires` call this at the same time.
+
+    Args:
+        program: the same on all ranks, with its key.
+        what: the program's title, in messages.
+        wires: of the program's meshes.
+        sections: whether to cut it into sections; None to do so where it is worth it.
+
+    Raises:
+        LayoutError: it could not be compiled on some rank; the same on all ranks of its wires.
+    """
+    wires = sorted(wires, key=lambda w: -w.mesh.size())
+    facts = _describe_build(program, what)
+    cut = _cut_into_sections(program, sections)
+    if cut is not None:
+        return _build_sections(program, cut, facts, wires)
+    flat = program.flat()
+    (built,) = _build_together([_BuildRequest(flat, facts)], wires)
+    code = built.metadata["code"]
+    return replace(
+        built,
+        call=with_constants(built.call, flat.graph),
+        schedule=functools.cache(lambda: memory_of_code({flat: code}, flat, None)),
+    )
+
+
+def _cut_into_sections(program: Program, sections: bool | None) -> Sections | None:
+    """The sections of a program's graph; None where it is to be compiled whole.
+
+    A graph in which blocks are calls of sections is cut between these, too. One that checks a value
+    is always cut: the check stands between sections and so keeps its
+    place. A compiler may drop it, or run it behind what it is to prevent.
+    """
+    nodes = program.graph.graph.nodes
+    checks = any(map(checks_value, nodes))
+    if sections is False and not checks:
+        return None
+    has_sections = any(section_of(node) is not None for node in nodes)
+    return sections_of(program, always=checks or has_sections or sections is True)
+
+
+def _build_sections(
+    program: Program, cut: Sections, facts: dict[str, Any], wires: Sequence[Wire]
+) -> Built:
+    """Build each different section as a program of its own, and the code that calls them."""
+    wanted = []
+    for i, section in enumerate(cut.different):
+        what = f"{facts['what']}, section {i + 1} of {len(cut.different)}"
+        nodes = len(section.graph.graph.nodes)
+        wanted.append(_BuildRequest(section, facts | {"what": what, "nodes": nodes}))
+    built = dict(zip(cut.different, _build_together(wanted, wires), strict=True))
+    calls = {section: its.call for section, its in built.items()}
+    sources = {section: its.metadata["code"] for section, its in built.items()}
+    return replace(
+        Built.of_parts(function_of(cut.outer, None, calls), program.key, built.values()),
+        metadata=facts,
+        schedule=functools.cache(lambda: memory_of_code(sources, program, cut)),
+    )
+
+
+def _describe_build(program: Program, what: str) -> dict[str, Any]:
+    meshes = dict.fromkeys(str(i.spec.wire.mesh) for i in program.inputs if i.spec is not None)
+    return {
+        "what": what,
+        "mesh": ", ".join(meshes) or "one process",
+        "program": program.key,
+        "nodes": len(program.graph.graph.nodes),
+        "torch": torch.__version__,
+        "partita": __version__,
+        "python": platform.python_version(),
+        "processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+        "system": sys.platform,
+        "made": time.time(),
+    }
+
+
+# -- turns of the ranks ----------------------------------------------------------------------------
+
+
+def _build_together(wanted: Sequence[_BuildRequest], wires: Sequence[Wire]) -> list[Built]:
+    """Load or compile programs, on all ranks of the wires together.
+
+    Args:
+        wanted: the same on all ranks, in the same order.
+        wires: the one with most ranks first.
+
+    Raises:
+        LayoutError: something could not be compiled on some rank; the same on all.
+    """
+    for program in wanted:
+        program.attempt(program.load)
+    turns = _assign_turns(wanted, wires[0]) if wires else [0] * len(wanted)
+    for program, turn in zip(wanted, turns, strict=True):
+        if turn == 0:
+            program.attempt(program.compile)
+    _raise_together(wanted, wires)
+    for program, turn in zip(wanted, turns, strict=True):
+        if turn > 0:
+            program.attempt(program.load)
+            program.attempt(program.compile)
+    _raise_together(wanted, wires)
+    return [program.built for program in wanted if program.built is not None]
+
+
+def _assign_turns(wanted: Sequence[_BuildRequest], wire: Wire) -> list[int]:
+    """For each program this rank's turn among the ranks of its host that miss it; -1 if it has it.
+
+    Turn 0 compiles. It rotates from program to program, so that each rank has as many to compile.
+    """
+    keys = " ".join(program.key for program in wanted)
+    place = f"{_identify_host()} {keys} {wanted[0].store and wanted[0].store.folder}"
+    host = int.from_bytes(hashlib.sha256(place.encode()).digest()[:7], "big")
+    by_rank = wire.gather_ints(
+        (host, *(int(program.is_missing) for program in wanted)), "what is compiled already"
+    )
+    found = []
+    for i in range(len(wanted)):
+        there = [r for r, (where, *missing) in enumerate(by_rank) if where == host and missing[i]]
+        is_missing = wire.rank in there
+        found.append((there.index(wire.rank) - i) % len(there) if is_missing else -1)
+    return found
+
+
+def _raise_together(wanted: Sequence[_BuildRequest], wires: Sequence[Wire]) -> None:
+    """Raise, on all ranks, if one has failed. Raises LayoutError, the same on all."""
+    error = next((program.error for program in wanted if program.error is not None), None)
+    text = ""
+    if error is not None:
+        kind = "" if isinstance(error, LayoutError) else f"{type(error).__name__}: "
+        text = f"on rank {wires[0].rank if wires else 0}: {kind}{error}"
+    for wire in wires:
+        texts = gather_texts(text, wire, "waits for code that another rank compiles")
+        text = next(filter(None, texts), "")
+    if text:
+        raise LayoutError(
+            "compile: the program could not be compiled",
+            place=user_line(),
+            reason=text,
+            fixes=(Fix('pt.compile(step, backend="graph")', "runs the graph as it is"),),
+        ) from error
+
+
+class _BuildRequest:
+    """A program that this rank has to load or compile.
+
+    Args:
+        program: to be built, or a section, which is called with a list.
+        facts: metadata of the artifact.
+
+    Attributes:
+        built: the program, once it is loaded or compiled.
+        error: of a failed attempt, after which nothing more is attempted.
+        key: of the program and of the compiler, in the store.
+    """
+
+    def __init__(self, program: Program | Section, facts: dict[str, Any]):
+        self.program, self.facts = program, facts
+        self.built: Built | None = None
+        self.error: Exception | None = None
+        self.key = ""
+        self.store: Store | None = None
+        self._is_boxed = isinstance(program, Section)
+        self.attempt(self._find_key_and_store)
+
+    def _find_key_and_store(self) -> None:
+        devices = {x.device for x in self.program.example()}
+        self.key = f"{self.program.key}-{digest_of_compiler(devices)}"
+        self.store = default_store()
+
+    @property
+    def is_missing(self) -> bool:
+        """Is it neither built nor failed?"""
+        return self.built is None and self.error is None
+
+    def attempt(self, do: Callable[[], None]) -> None:
+        """Call `do` if the program is missing; an error is kept, for other ranks wait."""
+        if self.is_missing:
+            try:
+                do()
+            except Exception as error:
+                self.error = error
+
+    def load(self) -> None:
+        """Load the program from the store, if it is there and loads."""
+        assert self.store is not None
+        found = self.store.get(self.key)
+        if found is None:
+            return
+        begin = time.perf_counter()
+        try:
+            call = load(found.payload, self._is_boxed)
+        except Exception as error:
+            path, text = self.store.path(self.key), f"{type(error).__name__}: {error}"
+            warnings.warn(f"{path} is compiled again: {text}", RuntimeWarning, stacklevel=2)
+            return
+        seconds = time.perf_counter() - begin
+        self.built = Built(call, True, seconds, self.key, found.metadata)
+
+    def compile(self) -> None:
+        """Compile the program, and put it into the store."""
+        assert self.store is not None
+        begin = time.perf_counter()
+        artifact, payload, code = compile_program(self.program)
+        call: Call = artifact
+        if payload is not None:
+            call = load(payload, self._is_boxed)
+        elif self._is_boxed:
+            call = _call_with_list(artifact)
+        seconds = time.perf_counter() - begin
+        # When memory of a section is freed depends on what its caller holds: so the code is kept,
+        # from which ranks that load it find their memory schedule, too.
+        metadata = self.facts | {"seconds": seconds, "code": code}
+        if payload is not None:
+            self.store.put(self.key, Artifact(payload, metadata))
+        self.built = Built(call, False, seconds, self.key, metadata)
+
+
+def _call_with_list(call: Call) -> SectionCall:
+    return lambda taken: call(*taken)
+
+
+def _identify_host() -> str:
+    """A text that is equal for processes of one machine, and for no others."""
+    try:
+        started = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        started = str(uuid.getnode())
+    return f"{platform.node()} {started}"
+
+
+# -- compiling one program -------------------------------------------------------------------------
+
+
+CONFIG: dict[str, Any] = {
+    # Torch's own kernels draw random numbers, so that they are those of eager code.
+    "fallback_random": True,
+    # Code reads the number of threads at run time, so that one artifact serves any number. Its
+    # loops are divided as for 16: for one thread, Inductor would have each thread do all the work.
+    "cpp.dynamic_threads": True,
+    "cpp.threads": 16,
+    # The order is that of the passes, which know the memory peak
+    # (`inductor_scheduling.InOrder`).
+    "reorder_for_locality": False,
+    "reorder_for_peak_memory": False,
+}
+"""Settings of Inductor, all in the digest of the compiler: plain values only. No setting may make
+ranks communicate (spmd_check, estimates aligned between ranks, distributed autotuning), since one
+rank compiles while others wait."""
+
+_aten = torch.ops.aten
+
+_FORMAT = 4  # of a payload
+# Files that decide what is compiled of a graph, and the schedule of its memory.
+_FILES_OF_COMPILER = (
+    "versions.py",
+    "graph/graph_nodes.py",  # `order_by_needs`
+    "graph/memory.py",
+    *(f"graph/backend/{name}.py" for name in ("codegen_memory", "executor", "inductor")),
+    *(f"graph/backend/{name}.py" for name in ("inductor_scheduling", "section_cutter")),
+)
+# Settings of where and how fast something is compiled, which do not change the code.
+_IRRELEVANT_SETTINGS = re.compile(
+    r"(_dir|path)$|cache|debug|^trace|log|worker|compile_threads|cpp\.(cxx|threads)$"
+)
+
+
+def compile_program(program: Program | Section) -> tuple[Call, bytes | None, list[str]]:
+    """Compile a program.
+
+    Returns:
+        A function of its inputs and constants; a payload for `load`, None, with a warning, where
+        this torch cannot save the result; and the code that Inductor generated.
+
+    Raises:
+        Exception: of any kind, where Inductor cannot compile.
+    """
+    from torch._inductor.graph import GraphLowering
+
+    from .inductor_scheduling import mark
+
+    graph = copy.deepcopy(program.graph)
+    constants_as_inputs(graph)
+    for node in graph.graph.nodes:
+        mark(node)
+        node.meta.pop(NOTE, None)
+        if node.target is _aten.view.dtype and node.meta["val"].dtype is torch.bool:
+            # Of bytes, as which process groups carry bools: Inductor's vector code does not
+            # compile.
+            node.target, node.args = _aten.ne.Scalar, (node.args[0], 0)
+        if node.target is _aten._assert_async.default:
+            # Only in a graph that cannot be cut. Without a message, torch.fx drops it.
+            message = "Expected Tensor with single nonzero value, but got zero"
+            node.target, node.args = _aten._assert_async.msg, (*node.args, message)
+        if node.target is all_to_all:
+            # Inductor knows of torch's own that its operand is read until it is waited for.
+            x, n, name = node.args
+            even = [node.meta["val"].shape[0] // n] * n
+            node.target, node.args = ALL_TO_ALL, (x, even, even, name)
+        if node.target is _aten.bernoulli.p and not node.users:
+            warnings.warn(
+                "Inductor does not draw a dropout that nobody reads: what is drawn behind it is "
+                'other than in eager; with backend="graph" it is the same',
+                stacklevel=2,
+            )
+    examples: list[Any] = list(program.example())
+    mode = fake_mode_of(examples)
+    examples += map(mode.from_tensor, constants_of(program.graph))
+    use_private_cache()
+    with ExitStack() as stack:
+        _silence_torch(stack)
+        stack.enter_context(cleaning_up_libraries())
+        stack.enter_context(tracing(TracingContext(mode)))
+        _configure_inductor(stack, program.key)
+        libraries = _record_libraries(stack)
+        code: list[str] = []
+        # Private torch: a hook of torch's own tests.
+        _set_attribute(stack, GraphLowering, "save_output_code", staticmethod(code.append))
+        # Private torch, though vLLM relies on it: the one way to a result that can be saved.
+        artifact: Any = torch._inductor.standalone_compile(
+            graph, examples, dynamic_shapes="from_tracing_context", aot=True
+        )
+        try:
+            saved = artifact.serialize()
+            if _has_checked_inputs(program):
+                saved = remove_input_checks(saved)
+            parts = _FORMAT, remove_compiler_data(saved), libraries(), _runs_by_itself(saved)
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            warnings.warn(f"a compiled program cannot be saved: {text}", stacklevel=2)
+            return artifact, None, code
+    return artifact, zlib.compress(pickle.dumps(parts), 1), code
+
+
+_UNCHECKED = ("cotangent", "saved", "kept")
+"""Kinds of inputs whose shapes and strides neither guards nor the signature check before a call."""
+
+
+def _has_checked_inputs(program: Program | Section) -> bool:
+    return isinstance(program, Program) and all(i.kind not in _UNCHECKED for i in program.inputs)
+
+
+def load(payload: bytes, is_boxed: bool = False) -> Call:
+    """The function of a payload that `compile_program` has made, maybe in another process.
+
+    The payload is executed: it must come from a file that only this user can have written.
+
+    Args:
+        is_boxed: is it to take its inputs in a list, which it empties to free them early? Private
+            torch: then the function that Inductor generated is called directly, without the
+            runtime that handles outputs that are views of inputs, and inputs that are written.
+            Sections have none.
+
+    Raises:
+        Exception: of any kind, where it is not for this torch or this machine.
+    """
+    version, result, libraries, whole = pickle.loads(zlib.decompress(payload))
+    if version != _FORMAT:
+        raise ValueError(f"its format is {version}, not {_FORMAT}")
+    use_private_cache()
+    with ExitStack() as stack:
+        _silence_torch(stack)
+        _provide_libraries(stack, libraries)
+        loaded = _keep_compiler_away(stack)
+        from torch._inductor.standalone_compile import AOTCompiledArtifact
+
+        call: Call = AOTCompiledArtifact.deserialize(result)
+    (code,) = loaded
+    boxed: SectionCall = code.current_callable
+    if is_boxed:
+        return boxed
+    return (lambda *inputs: boxed([*inputs])) if whole else call
+
+
+def digest_of_compiler(devices: set[torch.device]) -> str:
+    """A digest of all that decides, besides the program, what code is made of it: 16 hex digits.
+
+    The machine and its processor, versions, Inductor's settings, and on a GPU its index. Not the
+    number of threads, paths or the host's name.
+    """
+    from torch._inductor import config
+
+    lines = [
+        f"format {_FORMAT}, torch {torch.__version__} {torch.version.git_version}",
+        f"{sys.implementation.cache_tag} {sys.platform} {platform.machine()}",
+        f"processor {torch.backends.cpu.get_cpu_capability()} {_find_cpu_features()}",
+        *(f"{name} = {value!r}" for name, value in sorted(CONFIG.items())),
+        # Read as files: importing them would import the compiler.
+        *(f"{name} {_digest_of_file(name)}" for name in _FILES_OF_COMPILER),
+    ]
+    # Settings of the user, in code or by environment variables.
+    for name, value in sorted(config.save_config_portable().items()):
+        if name not in CONFIG and not _IRRELEVANT_SETTINGS.search(name):
+            lines.append(re.sub(" at 0x[0-9a-f]+", "", f"{name} = {value!r}"))
+    for device in sorted(devices, key=str):
+        if hardware := describe_hardware(device):  # generated code has the device's index
+            lines.append(hardware)
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def _digest_of_file(name: str) -> str:
+    return hashlib.sha256(pkgutil.get_data("partita", name) or b"").hexdigest()
+
+
+def _find_cpu_features() -> str:
+    """The processor's features: C++ is compiled for all of them, not for its vector units alone."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.lower().startswith(("flags", "features")):
+                return " ".join(sorted(line.partition(":")[2].split()))
+    except OSError:
+        pass
+    return platform.processor()
+
+
+# -- how torch is set ------------------------------------------------------------------------------
+
+
+def use_private_cache() -> None:
+    """Have Inductor use a cache folder that only this user can write to: it executes files of it.
+
+    Its default is a folder of a known name in /tmp, which another user may have made first.
+    """
+    from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
+
+    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+        os.makedirs(default_cache_dir(), mode=0o700, exist_ok=True)
+    folder = cache_dir()
+    try:
+        check_folder(Path(folder))
+    except Untrusted as problem:
+        own = tempfile.mkdtemp(prefix="partita-inductor-")
+        atexit.register(shutil.rmtree, own, ignore_errors=True)
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = own
+        warnings.warn(f"Inductor's files in {folder} are not used: {problem}", stacklevel=3)
+
+
+def _silence_torch(stack: ExitStack) -> None:
+    stack.enter_context(torch.no_grad())
+    stack.enter_context(warnings.catch_warnings())
+    warnings.simplefilter("ignore", DeprecationWarning)  # of torch, about itself
+
+
+def _set_attribute(stack: ExitStack, owner: type, name: str, value: Any) -> None:
+    """Give a class another attribute, until the stack is left."""
+    stack.callback(setattr, owner, name, vars(owner)[name])
+    setattr(owner, name, value)
+
+
+def _configure_inductor(stack: ExitStack, key: str) -> None:
+    import torch._functorch.config as functorch
+    from torch._inductor import config
+    from torch._inductor.virtualized import V
+
+    from .inductor_scheduling import Choices, InOrder
+
+    # A thread keeps the choices of its first compile, whatever the setting says then: the setting
+    # is for the cache's keys alone. Before it is made, so that the user's are there again after.
+    stack.enter_context(V.set_choices_handler(Choices()))
+    stack.enter_context(config.patch(CONFIG))
+    hooks = {"_post_fusion_custom_pass": InOrder(), "inductor_choices_class": Choices}
+    stack.enter_context(config.patch(hooks))
+    # A result in torch's own cache then is of this program, not of one that looks like it.
+    stack.enter_context(torch.compiler.config.patch(cache_key_tag=key))  # type: ignore[attr-defined]
+    if hasattr(functorch, "bypass_autograd_cache_key"):
+        # Torch does not save a result that it has no cache key for.
+        stack.enter_context(functorch.patch(bypass_autograd_cache_key=True))
+
+
+# -- libraries of C++ kernels ----------------------------------------------------------------------
+# Private torch: generated code gets each kernel of `AsyncCompile.cpp_pybinding(types, source)`.
+
+
+def _record_libraries(stack: ExitStack) -> Callable[[], dict[str, bytes]]:
+    """From now on compiled libraries are kept; a function that returns their bytes by name."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    compile, made = AsyncCompile.cpp_pybinding, dict[str, Any]()
+
+    def compile_and_keep(self: Any, argtypes: list[str], source: str) -> Any:
+        made[_name_of_library(argtypes, source)] = found = compile(self, argtypes, source)
+        return found
+
+    def read_libraries() -> dict[str, bytes]:
+        # Each kernel is a function, or a future of one, of an extension module of its own.
+        kernels = {k: f.result() if hasattr(f, "result") else f for k, f in made.items()}
+        return {k: Path(f.__self__.__file__).read_bytes() for k, f in kernels.items()}
+
+    _set_attribute(stack, AsyncCompile, "cpp_pybinding", compile_and_keep)
+    return read_libraries
+
+
+def _provide_libraries(stack: ExitStack, libraries: dict[str, bytes]) -> None:
+    """From now on these libraries are loaded instead of compiled."""
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    made = tempfile.TemporaryDirectory(dir=cache_dir(), ignore_cleanup_errors=True)
+    folder, compile = stack.enter_context(made), AsyncCompile.cpp_pybinding
+
+    def load_or_compile(self: Any, argtypes: list[str], source: str) -> Any:
+        name = _name_of_library(argtypes, source)
+        if name not in libraries:
+            return compile(self, argtypes, source)
+        path = Path(folder, name + ".so")
+        path.write_bytes(libraries[name])
+        # A mapped library no longer needs its file.
+        return CppPythonBindingsCodeCache._load_library(str(path), name).kernel
+
+    _set_attribute(stack, AsyncCompile, "cpp_pybinding", load_or_compile)
+
+
+def _name_of_library(argtypes: Sequence[str], source: str) -> str:
+    return "partita_" + hashlib.sha256(repr((list(argtypes), source)).encode()).hexdigest()[:40]
+
+
+# -- what is saved of a result ---------------------------------------------------------------------
+
+_LINES = {
+    f"from torch._inductor.{theirs}\n": f"from partita.graph.backend.inductor import {ours}\n"
+    for theirs, ours in (
+        ("select_algorithm import extern_kernels", "extern_kernels"),
+        ("codegen.memory_planning import _align as align", "align"),
+    )
+}
+_TEXTS = ("runnable_graph_str", "inductor_post_grad_graph_str")
+
+
+def remove_compiler_data(saved: bytes) -> bytes:
+    """A saved result without what only the compiler reads. Private torch: its format.
+
+    Torch saves what is needed to compile it again, and generated code imports the compiler for a
+    few names: most of the time of a load. These are given here instead (`_LINES`). What a new torch
+    writes in another way is left as it is.
+    """
+    entry, *rest = pickle.loads(saved)
+    code = entry.compiled_fw.result
+    for line, ours in _LINES.items():
+        code.source_code = code.source_code.replace(line, ours, 1)
+    # Torch finds generated code in its cache folder by this name; the unchanged code is there, too.
+    code.cache_key = "c" + hashlib.sha256(code.source_code.encode()).hexdigest()[:51]
+    code.fx_kwargs.pop("get_decomp_fn", None)
+    for name in _TEXTS:
+        if isinstance(getattr(code, name, None), str):
+            setattr(code, name, "")
+    entry.aot_forward_graph_str = None
+    return pickle.dumps((entry, *rest))
+
+
+def remove_input_checks(saved: bytes) -> bytes:
+    """A saved result whose code does not check the shapes and strides of its inputs.
+
+    A call's guards have, and a tiny step spends as long around its kernels as in them.
+    """
+    entry, *rest = pickle.loads(saved)
+    code = entry.compiled_fw.result
+    code.source_code = INPUT_CHECK.sub("", code.source_code)
+    return pickle.dumps((entry, *rest))
+
+
+def _runs_by_itself(saved: bytes) -> bool:
+    """May generated code be called directly, without torch's runtime around it?
+
+    So where no output is an input or a view of one, and no write of an input is left to the
+    runtime. Private torch: the metadata of its runtime.
+    """
+    entry, *_ = pickle.loads(saved)
+    known = entry.runtime_metadata
+    try:
+        return (
+            entry.compiled_bw is None
+            and entry.maybe_subclass_meta is None
+            and not any(around.needs_post_compile for around in entry.dispatch_wrappers)
+            and not (known.mutated_inp_runtime_indices or known.tokens or known.dynamic_outputs)
+            and not (known.num_intermediate_bases or known.is_rng_op_functionalized)
+            and known.grad_enabled_mutation is None
+            and all(out.output_type.name == "non_alias" for out in known.output_info)
+        )
+    except AttributeError:  # of another torch
+        return False
+
+
+def _keep_compiler_away(stack: ExitStack) -> list[Any]:
+    """From now on results are loaded without importing the compiler; the list to which the
+    `CompiledFxGraph` of each is added.
+
+    Torch imports it when a cached result is loaded, for its own tests of the cache; with Triton's
+    kernels it is needed anyway. Private torch: `FxGraphCache.cache_hit_post_compile`.
+    """
+    import torch._inductor.debug  # noqa: F401  each call of a result asks it whether it is traced
+    from torch._inductor.codecache import FxGraphCache
+
+    whole, loaded = FxGraphCache.cache_hit_post_compile, list[Any]()
+
+    def load_ready_code(code: Any, info: Any, constants: Any) -> Any:
+        bundle = code._triton_bundle
+        if bundle is not None and bundle.kernel_artifacts:
+            code, info = whole(code, info, constants)
+        else:
+            code.after_deserialization(constants)
+        loaded.append(code)
+        return code, info
+
+    hook = staticmethod(load_ready_code)
+    _set_attribute(stack, FxGraphCache, "cache_hit_post_compile", hook)
+    return loaded
+
+
+class _ExternKernels:
+    """Torch's functions as kernels; others are looked up in the compiler, imported then."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("mm", "addmm", "bmm", "baddbmm", "convolution"):
+            found = getattr(torch, name)
+        else:
+            from torch._inductor.select_algorithm import extern_kernels as all_kernels
+
+            found = getattr(all_kernels, name)
+        setattr(self, name, found)
+        return found
+
+
+extern_kernels = _ExternKernels()
+
+
+def align(nbytes: Any) -> Any:
+    """The alignment function of code with planned memory."""
+    from torch._inductor.codegen.memory_planning import _align
+
+    return _align(nbytes)
+
+
+# -- libraries of compiles that were killed --------------------------------------------------------
+
+_PREFIX = "partita-compiles-"
+
+
+@contextmanager
+def cleaning_up_libraries() -> Iterator[None]:
+    """Within, and after a failure, there is no half-written library in torch's folder.
+
+    A compile that is killed leaves one, and torch loads it as if it were complete, which crashes
+    the process. So while something is compiled, a locked marker file lies there. One without a lock
+    is of a process that was killed: half-written libraries that are not older are deleted.
+    """
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    folder = Path(cache_dir())
+    folder.mkdir(parents=True, exist_ok=True)
+    for marker in folder.glob(_PREFIX + "*"):
+        _delete_stale_libraries(folder, marker)
+    fd, name = tempfile.mkstemp(dir=folder)
+    file = Path(name)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)  # until this process ends
+        file = file.rename(folder / (_PREFIX + file.name))  # where others see it
+        try:
+            yield
+        except BaseException:  # Ctrl-C reaches the compiler too
+            _delete_incomplete(folder, file)
+            raise
+    finally:
+        file.unlink(missing_ok=True)
+        os.close(fd)
+
+
+def _delete_stale_libraries(folder: Path, marker: Path) -> None:
+    with suppress(OSError), marker.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # its process still compiles
+            return
+        _delete_incomplete(folder, marker)
+        marker.unlink()
+
+
+def _delete_incomplete(folder: Path, marker: Path) -> None:
+    """Delete the half-written libraries that are not older than the marker."""
+    with suppress(OSError):
+        begin = marker.stat().st_mtime
+        for library in folder.glob("*/*.so"):
+            with suppress(OSError):
+                if library.stat().st_mtime >= begin and not _is_complete(library):
+                    library.unlink()
+
+
+def _is_complete(library: Path) -> bool:
+    """Is a library complete? The table of sections, which its header locates, is written last."""
+    with library.open("rb") as file:
+        header = file.read(64)
+    if not header.startswith(b"\x7fELF"):  # nor is one of zeros, which a killed linker may leave
+        return header.startswith(b"\xcf\xfa\xed\xfe")  # on macOS libraries are of another kind
+    if len(header) < 64:
+        return False
+    if not header.startswith(b"\x7fELF\x02\x01"):  # not of 64 bits, little-endian: not told
+        return True
+    # e_shoff, and e_shentsize and e_shnum: https://refspecs.linuxfoundation.org/elf/gabi4+
+    (start,) = struct.unpack_from("<Q", header, 40)
+    size, count = struct.unpack_from("<HH", header, 58)
+    return bool(start) and start + size * count <= library.stat().st_size

@@ -1,0 +1,175 @@
+"""Scheduling of Inductor's kernels: which calls it fuses, and in which order kernels run.
+
+Fusion (`Choices`): Inductor also fuses calls that only read something in common, as the updates of
+all parameters read a learning rate. That saves little for large tensors, and all their gradients
+then live until the last is there, which undoes the pass `lifetime`. A recomputed call reads what
+the call in forward reads: fused with it, it would be computed once, and live until backward. A sum
+that is fused with a later reader, as a bucket of gradients, keeps all its operands alive until
+then.
+
+Order (`InOrder`): Inductor moves every write into an input, and so every update of a parameter, to
+the end of the graph, where all gradients wait for it, and calls that need little to its beginning.
+Kernels are put back into the order of the passes, and each write to where its operands are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import fx
+from torch._inductor import custom_graph_pass as torchs
+from torch._inductor.choices import InductorChoices
+from torch._inductor.virtualized import V
+
+from partita.versions import base_of_scheduler_passes
+
+from ..graph_nodes import note_of, order_by_needs
+
+_SMALL = 1 << 16  # bytes, below which lifetimes do not matter
+_SHARED = 4  # large calls are fused only if one in so many of their bytes is shared
+
+
+_FORWARD, _AGAIN = "forward", "again"
+_OURS = "partita"
+
+
+def mark(node: fx.Node) -> None:
+    """Mark a node as forward's, or as recomputed for backward, for `Choices`.
+
+    `custom` is the one entry of a node's `meta` that is the user's own and that tracing copies.
+    """
+    note = note_of(node)
+    if node.op == "call_function" and (note.again or note.phase == "forward"):
+        mine = {_OURS: _AGAIN if note.again else _FORWARD}
+        node.meta["custom"] = node.meta.get("custom", {}) | mine
+
+
+class Choices(InductorChoices):
+    """Inductor's choices, but recomputed calls are never fused with calls of forward, and large
+    calls that do not need each other are fused only if they share much.
+    """
+
+    def uuid(self) -> str:
+        """Identifies these rules in Inductor's cache keys."""
+        return f"partita.graph.backend.inductor_scheduling fusion 4 {_SMALL} {_SHARED}"
+
+    @staticmethod
+    def can_fuse(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
+        """May two nodes be one kernel, whether or not one needs the other?"""
+        marks = _marks_of_kernel(node1), _marks_of_kernel(node2)
+        if any(_AGAIN in one and _FORWARD in other for one, other in (marks, marks[::-1])):
+            return False
+        return InductorChoices.can_fuse(scheduler, node1, node2, shared_data_score)
+
+    @staticmethod
+    def can_fuse_vertical(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
+        """May the second node, which needs the first, be one kernel with it?"""
+        if node1.is_reduction():
+            read = _count_bytes(scheduler, node1.read_writes.reads)
+            written = _count_bytes(scheduler, node1.read_writes.writes)
+            if read > _SMALL and _SHARED * max(written, shared_data_score) < read:
+                return False  # it frees more than it makes, and should run when it can
+        return InductorChoices.can_fuse_vertical(scheduler, node1, node2, shared_data_score)
+
+    @staticmethod
+    def can_fuse_horizontal(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
+        """May two nodes that do not need each other be one kernel?"""
+        both = (node.read_writes for node in (node1, node2))
+        least = min(_count_bytes(scheduler, (*one.reads, *one.writes)) for one in both)
+        if least > _SMALL and _SHARED * shared_data_score < least:
+            return False
+        return InductorChoices.can_fuse_horizontal(scheduler, node1, node2, shared_data_score)
+
+
+def _count_bytes(scheduler: Any, dependencies: Iterable[Any]) -> int:
+    return sum(map(scheduler.dep_size_hint, dependencies))
+
+
+def _marks_of_kernel(node: Any) -> set[str]:
+    """The marks of the graph's nodes that a kernel computes."""
+    return {o.meta.get("custom", {}).get(_OURS, "") for o in _list_origins(node)}
+
+
+def _list_origins(node: Any) -> list[fx.Node]:
+    """The graph's nodes that a kernel computes."""
+    parts = [part.node for part in node.get_nodes() if part.node is not None]
+    return [origin for part in parts for origin in part.get_origins()]
+
+
+# -- the order of fused kernels --------------------------------------------------------------------
+
+_Pass: Any = base_of_scheduler_passes(torchs)
+
+
+class InOrder(_Pass):  # type: ignore[misc]
+    """Orders what Inductor is to make kernels of, after it has fused.
+
+    Private torch: there is no public hook behind fusion, and before it a write into an input has to
+    stand at the end.
+    """
+
+    def uuid(self) -> str:
+        """Identifies this order in Inductor's cache keys."""
+        return "partita.graph.backend.inductor_scheduling order 1"
+
+    def __call__(self, nodes: list[Any]) -> list[Any]:
+        makers = {name: node for node in nodes for name in node.get_buffer_names()}
+        needs = {node: _find_dependencies(node, makers) for node in nodes}
+        nodes = _as_in_graph(nodes, needs)
+        late = _find_late_kernels(nodes, needs)
+        place = {node: i for i, node in enumerate(nodes)}
+        ready: dict[Any, int] = {}
+        for node in nodes:  # in an order in which what is needed comes first
+            places = [ready[n] if n in late else place[n] for n in needs[node]]
+            ready[node] = max(places, default=-1)
+        behind: dict[int, list[Any]] = {}
+        for node in nodes:
+            # What reads inputs alone could run at the start: it is put before its first reader.
+            if node in late and (ready[node] >= 0 or _writes_input(node)):
+                behind.setdefault(ready[node], []).append(node)
+        done: set[Any] = set()
+        order = list(order_by_needs(behind.get(-1, []), needs, done))
+        for i, node in enumerate(nodes):
+            if node not in late and node not in done:
+                done.add(node)
+                order.append(node)
+            order += order_by_needs(behind.get(i, []), needs, done)
+        assert len(order) == len(nodes)
+        return order
+
+
+def _as_in_graph(nodes: list[Any], needs: dict[Any, list[Any]]) -> list[Any]:
+    """The kernels in the order of the last of the graph's nodes that each computes, as far as their
+    dependencies allow."""
+    graph: Any = V.graph.module.graph
+    index = {node: i for i, node in enumerate(graph.nodes)}
+    place = {n: max((index.get(o, -1) for o in _list_origins(n)), default=-1) for n in nodes}
+    return list(order_by_needs(sorted(nodes, key=place.__getitem__), needs, set()))
+
+
+def _find_dependencies(node: Any, makers: dict[str, Any]) -> list[Any]:
+    found = dict.fromkeys(makers[d.name] for d in node.unmet_dependencies if d.name in makers)
+    return [n for n in found if n is not node]
+
+
+def _writes_input(node: Any) -> bool:
+    inputs = V.graph.graph_inputs
+    return any(name in inputs for b in node.get_outputs() for name in b.get_mutations())
+
+
+def _find_late_kernels(nodes: list[Any], needs: dict[Any, list[Any]]) -> set[Any]:
+    """The kernels that write into inputs, and those whose results only such kernels read."""
+    users: dict[Any, list[Any]] = {}
+    for node in nodes:
+        for need in needs[node]:
+            users.setdefault(need, []).append(node)
+    late: set[Any] = set()
+    for node in reversed(nodes):
+        made = [b for b in node.get_outputs() if not b.get_mutations()]
+        returned = any(user.get_name() == "OUTPUT" for b in made for user in b.users)
+        if returned or node.is_extern():
+            continue
+        if _writes_input(node) or (node in users and late.issuperset(users[node])):
+            late.add(node)
+    return late

@@ -1,0 +1,95 @@
+"""Rewriting: the functions by which a pass finds nodes, adds nodes and replaces nodes.
+
+A pass may use the methods of FX as well. But new nodes need metadata that other passes rely on, and
+these functions write it: the fake value (`meta["val"]`) and the note (`graph_nodes.Note`), which
+says from which line of the user's and which phase a node comes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from partita.capture.equal_calls import call_without_memory
+
+from ..graph_nodes import NOTE, Note, add_call, note_of
+from ..program import Program
+from ..verify import IllegalGraph
+
+
+def find(program: Program, *targets: Any, **fields: Any) -> list[fx.Node]:
+    """The matching calls of a graph, in order; a list, so that the graph may be changed.
+
+    Args:
+        targets: operators, `torch.ops.aten.mul.Tensor` or all of `torch.ops.aten.mul`; any where
+            none is given.
+        fields: of the nodes' notes (`partita.graph.graph_nodes.Note`): `kind="all_gather"`,
+            `phase="backward"`, `reason="gather"`.
+    """
+    found = []
+    for node in program.graph.graph.nodes:
+        if node.op == "call_function" and (not targets or _is_call_of(node, targets)):
+            note = note_of(node)
+            if all(getattr(note, name) == value for name, value in fields.items()):
+                found.append(node)
+    return found
+
+
+def _is_call_of(node: fx.Node, targets: tuple[Any, ...]) -> bool:
+    target: Any = node.target
+    return target in targets or getattr(target, "overloadpacket", None) in targets
+
+
+def put(target: Any, *args: Any, before: fx.Node, **kwargs: Any) -> fx.Node:
+    """Add a call of `target` before the node `before`, with the source and phase of that."""
+    with before.graph.inserting_before(before):
+        note = note_of(before)
+        return Making(before.graph, Note(note.source, note.phase))(target, *args, **kwargs)
+
+
+def replace(old: fx.Node, new: fx.Node) -> None:
+    """Have all users of `old` read `new`. Unused nodes are dropped after the pass.
+
+    Raises:
+        IllegalGraph: their shapes or dtypes differ.
+    """
+    before, after = old.meta.get("val"), new.meta.get("val")
+    if isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor):
+        was, now = (f"{v.dtype} {list(v.shape)}" for v in (before, after))
+        if was != now:
+            raise IllegalGraph(
+                f"{new.name}, {now}, cannot stand for {old.name}, {was}",
+                place=note_of(old).source,
+            )
+    old.replace_all_uses_with(new)
+
+
+# -- new nodes -------------------------------------------------------------------------------------
+
+
+class Making:
+    """Adds calls with their fake values and one note, at the graph's insertion point.
+
+        with graph.inserting_before(node):
+            make = Making(graph, note_of(node))
+            flat = make(torch.ops.aten.reshape.default, x, [-1])
+
+    The fake value is the call's result over fake tensors: its shape, dtype and strides.
+    """
+
+    def __init__(self, graph: fx.Graph, note: Note):
+        self.graph, self.note = graph, note
+
+    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        node = add_call(self.graph, target, args, kwargs)
+        node.meta["val"] = fake_value_of(node)
+        node.meta[NOTE] = self.note
+        return node
+
+
+def fake_value_of(node: fx.Node) -> Any:
+    """The fake value of a call, computed of the fake values of its operands."""
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    return call_without_memory(node.target, args, kwargs).value

@@ -1,0 +1,653 @@
+"""Programs: a graph, and what its inputs and outputs are to the user's step.
+
+An input says where its value is in each call (`Input.now`): the leaf of the call at `index`, that
+leaf's gradient, a Python float at `home[path...]`, or the rank's coordinate. An output says what
+becomes of its value: a part of the result, the content of a slot, a gradient. `run_graph` runs the
+compiled graph (`Built`) over local tensors, with uneven pieces padded on their way in and cut on
+their way out (`PaddingBoundary`); what is done with its outputs is in `captured_program` and
+`region`.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._C import DisableTorchFunctionSubclass as Local
+from torch.autograd.graph import increment_version
+from torch.utils import _pytree as pytree
+
+from partita.capture.capture_context import Slot
+from partita.capture.fakes import local_of
+from partita.comm import Record, Request, TraceWire, Wire, is_uneven
+from partita.comm.device import Device
+from partita.comm.move_steps import has_empty, places_of, span
+from partita.redistribute.move import bytes_of
+from partita.tensor.op_facts import facts_of, without_any_autocast
+from partita.tensor.tensor_state import Spec, count_holders, spec_of, state_of
+from partita.tensor.uneven_pieces import find_padded, show_front
+
+from .graph_nodes import calls_within, examples_of, inline_sections, written_inputs_of
+
+Pass = Callable[[Any], Any]
+"""Changes the graph of a `Program`, and returns in a few words what it did."""
+
+Passes = Iterable[Pass] | Mapping[str, Pass | Iterable[Pass]]
+"""A user's passes: in order, before all others; or by the name of the pass that they precede."""
+
+_BACKENDS = ("inductor", "graph")
+
+_OUTLINED_ABOVE = 2800
+"""The nodes of a traced graph, inputs included, above which blocks stay calls. A smaller one is
+compiled whole in as little time."""
+
+
+@dataclass(frozen=True, eq=False)
+class StepOptions:
+    """The options of `pt.compile`, which says what they mean.
+
+    Raises:
+        ValueError: an unknown backend or fallback.
+    """
+
+    backend: str = "inductor"
+    fallback: str | None = None
+    without: tuple[str, ...] = ()
+    passes: Passes = ()
+    keep: int = 8
+    budget: int | None = None
+    blocks: bool | tuple[nn.Module | type, ...] | None = None
+    sections: bool | None = None
+    cuda_graphs: bool = False
+
+    def __post_init__(self) -> None:
+        if self.backend not in _BACKENDS:
+            raise ValueError(
+                f"compile: backend is one of {', '.join(_BACKENDS)}, not {self.backend!r}"
+            )
+        if self.fallback not in (None, "eager"):
+            raise ValueError(f'compile: fallback is "eager" or None, not {self.fallback!r}')
+
+    @property
+    def outline_above(self) -> int | None:
+        """The nodes of a graph above which blocks stay calls of sections; None for never.
+
+        Capture makes a program of each block structure that can have one (`outline_blocks`), and
+        `FormSearch` inlines them after all where the budget asks for that.
+        """
+        if self.sections is False or self.passes or self.cuda_graphs:
+            return None
+        return 0 if self.sections else _OUTLINED_ABOVE
+
+    def key_lines(self, ran: Iterable[str]) -> list[str]:
+        """Those that decide what a program is, as lines of its key.
+
+        Args:
+            ran: the names of the passes that run.
+        """
+        return [
+            f"backend {self.backend}, sections {self.sections}, cuda graphs {self.cuda_graphs}",
+            f"without {sorted(self.without)}, passes {[*ran]}, budget {self.budget}",
+        ]
+
+
+# -- programs --------------------------------------------------------------------------------------
+
+
+Call = Callable[..., Sequence[torch.Tensor]]
+Axes = tuple[str, ...]
+Groups = dict[str, tuple[Wire, Axes]]
+"""By its name in a graph, each process group: its wire, and the axes over which it goes."""
+
+# Private torch. A graph has its own backward. Without this each collective would pass through
+# torch's Python code that asks whether it has to be differentiated, 8 us for each call.
+_BelowAutograd = torch._C._AutoDispatchBelowAutograd
+
+
+@dataclass(frozen=True, eq=False)
+class Input:
+    """One input of a graph.
+
+    Attributes:
+        name: for people, as "model.head.weight".
+        kind: "parameter", "buffer", "optimizer", "value", "argument", "gradient", "number" (a
+            Python float), "coordinate" (of the rank on a mesh axis), "cotangent" (the gradient of
+            a result, an input of backward), "saved" (by forward, for backward), "kept" (an input of
+            forward that backward reads too) or, during capture alone, "mark" (a gradient that is
+            not there, which shows whether the step reads it).
+        tensor: the tensor at capture, or a fake of its metadata; of a coordinate its value.
+        index: among the leaves of a call; for a gradient that of its tensor; for a cotangent the
+            number of its result.
+        home, path: of a number, unless it is a leaf, the slot in which it stands; or an optimizer's
+            group, where it is `home[path[0]][path[1]]...`.
+    """
+
+    name: str
+    kind: str
+    tensor: torch.Tensor
+    index: int = -1
+    home: Any = None
+    path: tuple[Any, ...] = ()
+
+    @property
+    def spec(self) -> Spec | None:
+        """The spec of a DTensor; None of a plain tensor."""
+        return getattr(self.tensor, "_spec", None)
+
+    @property
+    def may_have_gradient(self) -> bool:
+        """True if the tensor requires gradients, or has one."""
+        if not self.tensor.is_leaf:
+            return self.tensor.requires_grad
+        return self.tensor.requires_grad or self.tensor.grad is not None
+
+    @property
+    def border(self) -> PaddingBoundary | None:
+        """How it is padded on its way into the graph; None where its pieces are even."""
+        if self.kind == "saved":  # the graph made it, with padding
+            return None
+        zeros = self.kind in ("gradient", "cotangent", "mark")
+        # Nobody reads the padding of a parameter that ZeRO gathers, or of optimizer state.
+        read = self.kind != "optimizer" and state_of(self.tensor).rest is None
+        stays = self.kind not in ("argument", "cotangent")  # a caller's tensors are copied
+        return border_of(self.spec, stays=stays, zeros=zeros, read=read)
+
+    def now(self, tensors: Sequence[Any]) -> torch.Tensor:
+        """Its local value in a call with these leaves."""
+        if self.kind == "coordinate":
+            return self.tensor
+        if self.kind == "number":
+            return torch.tensor(float(self.number(tensors)), dtype=torch.float64)
+        found = tensors[self.index]
+        return local_of(found.grad if self.kind == "gradient" else found)
+
+    @property
+    def place(self) -> tuple[int, Any]:
+        """The identity of the place where a number stands now, as of a `Slot`."""
+        if not self.path:
+            found: tuple[int, Any] = self.home.identity
+            return found
+        return id(self.home.now), self.path[0]
+
+    def number(self, tensors: Sequence[Any]) -> Any:
+        """The value of a number in a call with these leaves."""
+        if self.index >= 0:
+            return tensors[self.index]
+        found = self.home
+        if not self.path:
+            return found.home[found.key]
+        for key in self.path:
+            found = found[key]
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class Output:
+    """One output of a graph.
+
+    Attributes:
+        kind: "result" of the step, "slot" (the new value of a slot), "gradient" (the `.grad` of an
+            input), "left gradient" (the `.grad` of a tensor that the step made), "cotangent" (a
+            gradient that backward gives), "saved" (for backward) or "answers" (to torch's
+            questions, as they are in this run).
+        spec: of a DTensor; None of a plain tensor.
+        slot: whose value it becomes.
+        index: for a gradient, the index of its tensor among the leaves of a call; for a left
+            gradient the `tensor` of the output whose gradient it is.
+        number: for a result or slot with a history its number among all of these; for a cotangent
+            of such a result the number of that. Else -1.
+        part: for what has a history the part of backward that its gradient enters; for a
+            cotangent the part that gives it.
+        unheard: for a result, others of its part are computed from it, so that the gradient that
+            flows through those does not reach it.
+        scalar: to the step it is a Python number.
+        tensor: equal for outputs that are one tensor to the step.
+        asks_gradient: it has no history and requires a gradient, as a view of a parameter made
+            under `no_grad`.
+        retains_grad: it has a history, and the step called `retain_grad()` on it.
+    """
+
+    kind: str
+    spec: Spec | None
+    slot: Slot | None = None
+    index: int = -1
+    number: int = -1
+    part: int = 0
+    unheard: bool = False
+    scalar: bool = False
+    tensor: int = -1
+    asks_gradient: bool = False
+    retains_grad: bool = False
+
+
+@dataclass(frozen=True)
+class ResultPlace:
+    """Where a tensor in a step's result comes from.
+
+    Attributes:
+        source: "result": an output of the graph; "input": a tensor of the call itself.
+        index: among the graph's results, or among the leaves of the call.
+    """
+
+    source: str
+    index: int
+
+
+@dataclass(eq=False)
+class RecomputeLevel:
+    """How much of a step is made again in backward: one for its graph and those of its blocks.
+
+    Attributes:
+        number: of a choice of the pass `remat`, from 0, nothing, on.
+        is_last: in none of the graphs has `remat` found a further choice.
+    """
+
+    number: int = 0
+    is_last: bool = True
+
+
+@dataclass(eq=False)
+class Program:
+    """A graph, and what goes into it and comes out of it.
+
+    Attributes:
+        graph: local ATen calls and collectives; the only writes are `copy_` into inputs, at its
+            end.
+        inputs, outputs: in the graph's order.
+        result: the structure of the step's result, whose leaves are `constants`.
+        constants: for each leaf a `ResultPlace`, or the leaf itself where it is no tensor.
+        cleared: indices of leaves whose `.grad` the step leaves None.
+        groups: by its name in the graph, each process group: its wire and axes.
+        key: equal for equal programs.
+        call: runs the graph over its inputs.
+        carried: the records of its moves, once somebody has asked for them.
+        written: the places of the inputs that it writes.
+        entering, leaving: by place, how uneven inputs are padded and outputs cut.
+        taken, given: the inputs and outputs without cotangents, which are those of backward.
+        built: the compiled code; None where the graph runs without being compiled.
+        options: of the step.
+        recompute: how much is made again in backward for a budget.
+    """
+
+    graph: fx.GraphModule
+    inputs: list[Input]
+    outputs: list[Output]
+    result: pytree.TreeSpec
+    constants: list[Any]
+    cleared: list[int]
+    groups: Groups
+    call: Call | None = None
+    key: str = ""
+    built: Built | None = None
+    options: StepOptions = field(default_factory=StepOptions)
+    recompute: RecomputeLevel = field(default_factory=RecomputeLevel)
+    carried: list[Record] | None = field(init=False, default=None)
+    _has_run: bool = field(init=False, default=False)
+    written: list[int] = field(init=False)
+    taken: list[Input] = field(init=False)
+    given: list[Output] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.written = [*written_inputs_of(self.graph.graph)]
+        self.scope = self.wires[0].scope if self.wires else None
+        self.entering = _index_borders([i.border for i in self.inputs])
+        self.leaving = _index_borders([border_of(o.spec) for o in self.outputs])
+        self.taken = [i for i in self.inputs if i.kind != "cotangent"]
+        self.given = [o for o in self.outputs if o.kind != "cotangent"]
+
+    @property
+    def level(self) -> int:
+        """The number of the choice of what is made again."""
+        return self.recompute.number
+
+    @property
+    def wires(self) -> list[Wire]:
+        """The wires of its inputs, outputs and collectives, in one order on all ranks."""
+        specs = [*(x.spec for x in self.inputs), *(x.spec for x in self.outputs)]
+        # A cotangent's spec has the wire that traced, whose real wire it is.
+        found = [getattr(s.wire, "real", s.wire) for s in specs if s is not None]
+        return list(dict.fromkeys([*found, *(wire for wire, _ in self.groups.values())]))
+
+    @cached_property
+    def given_back(self) -> dict[int, int]:
+        """By the place of an output that is an input, the place of that input."""
+        (end,) = self.graph.graph.find_nodes(op="output")
+        inputs = {n: i for i, n in enumerate(self.graph.graph.find_nodes(op="placeholder"))}
+        return {i: inputs[n] for i, n in enumerate(end.args[0]) if n in inputs}
+
+    @cached_property
+    def given_again(self) -> dict[int, int]:
+        """By the place of an output that is an earlier output too, the place of that.
+
+        An output whose padding is cut off is not the one that is saved with it.
+        """
+        (end,) = self.graph.graph.find_nodes(op="output")
+        first: dict[Any, int] = {}
+        given = [(i, n) for i, n in enumerate(end.args[0]) if isinstance(n, fx.Node)]
+        found = {i: first.setdefault((n, i in self.leaving), i) for i, n in given}
+        return {i: j for i, j in found.items() if i != j}
+
+    @cached_property
+    def ranks(self) -> list[int]:
+        """The ranks, as the job numbers them, for which its collectives may wait without end."""
+        return sorted({r for wire in self.wires for r in wire.ranks_to_wait_for})
+
+    @cached_property
+    def draws_on(self) -> list[torch.device]:
+        """The devices whose generators it draws from."""
+        nodes = [n for n in calls_within(self.graph.graph) if facts_of(n.target).draws]
+        made = [pytree.tree_leaves(n.meta["val"])[0] for n in nodes]
+        return list(dict.fromkeys(value.device for value in made))
+
+    @cached_property
+    def numbers_to_keep(self) -> set[Input]:
+        """The number inputs whose tensors later calls may use: no output shows their memory."""
+        nodes = self.graph.graph.find_nodes(op="placeholder")
+        return {
+            given
+            for node, given in zip(nodes, self.inputs, strict=True)
+            if given.kind == "number" and all(facts_of(u.target).makes_new for u in node.users)
+        }
+
+    @property
+    def runs(self) -> Program:
+        """The program that runs when a call runs this one: itself; of a region its forward."""
+        return self
+
+    @property
+    def artifact(self) -> Built | None:
+        """What was compiled of it; None where it runs without being compiled."""
+        return self.built
+
+    def flat(self) -> Program:
+        """The program with the calls of its sections in place of these; itself if it has none."""
+        graph = inline_sections(self.graph)
+        if graph is self.graph:
+            return self
+        found = copy.copy(self)
+        found.graph = graph
+        return found
+
+    def example(self) -> list[torch.Tensor]:
+        """Fake tensors of the inputs, for a compiler."""
+        return examples_of(self.graph.graph)
+
+    def prepare(self, call_of: Callable[[Program], Call]) -> None:
+        """Compile it: `call_of` gives what runs a program."""
+        self.call = call_of(self)
+
+    def run_graph(
+        self, tensors: Sequence[Any], inputs: Sequence[torch.Tensor] | None = None
+    ) -> Sequence[torch.Tensor]:
+        """Run the graph in a call with these leaves; the local values of the outputs.
+
+        Args:
+            inputs: the values of `taken` in this call, where the caller knows them.
+        """
+        assert self.call is not None
+        locals_ = [i.now(tensors) for i in self.inputs] if inputs is None else inputs
+        with Local(), torch.no_grad(), _BelowAutograd(), without_any_autocast():
+            if self.entering or self.leaving:
+                found = self._call_padded(self.call, locals_)
+            else:
+                found = self.call(*locals_)
+        if not self._has_run:  # a compiler may give one tensor for two outputs
+            self._has_run, first = True, dict[int, int]()
+            places = {i: first.setdefault(id(t), i) for i, t in enumerate(found)}
+            self.given_again.update({i: j for i, j in places.items() if i != j})
+        if self.given_again:
+            found = list(found)
+            for i, j in self.given_again.items():
+                one = self.outputs[i].tensor == self.outputs[j].tensor
+                found[i] = found[j] if one else found[j].detach()
+        # Compiled code writes without increasing versions, by which partita tells writes.
+        increment_version([locals_[i] for i in self.written])
+        return found
+
+    def _call_padded(self, call: Call, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """`call` over `given`, with uneven inputs padded and outputs cut."""
+        inputs = list(given)
+        for i, border in self.entering.items():
+            inputs[i] = border.enter(given[i])
+        found = list(call(*inputs))
+        for i in self.written:
+            if inputs[i].data_ptr() != given[i].data_ptr():  # it was padded in a copy
+                given[i].copy_(self.entering[i].cut(inputs[i]))
+        for i, border in self.leaving.items():
+            came = self.given_back.get(i)
+            if i not in self.given_again:
+                found[i] = border.leave(found[i]) if came is None else given[came]
+        return found
+
+
+def _index_borders(borders: Sequence[PaddingBoundary | None]) -> dict[int, PaddingBoundary]:
+    return {i: border for i, border in enumerate(borders) if border is not None}
+
+
+# -- cotangents ------------------------------------------------------------------------------------
+
+
+_NONE: frozenset[int] = frozenset()
+
+
+def find_cotangents(program: Program) -> dict[fx.Node, frozenset[int]]:
+    """By node, the numbers of the results from whose gradients it is computed, where there are any.
+
+    Autograd gives None, not zeros, where none of these gradients is there. So passes must not join
+    nodes of different ones.
+    """
+    graph = program.graph.graph
+    inputs = zip(graph.find_nodes(op="placeholder"), program.inputs, strict=True)
+    found = {n: frozenset((given.index,)) for n, given in inputs if given.kind == "cotangent"}
+    for node in graph.nodes if found else ():
+        numbers = _NONE.union(*(found.get(n, _NONE) for n in node.all_input_nodes))
+        if numbers:
+            found[node] = numbers
+    return found
+
+
+# -- the padding of uneven pieces ------------------------------------------------------------------
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Lender:
+    """For a dimension in which some ranks are empty: the rank with the element before each.
+
+    Attributes:
+        axes: the mesh axes that split the dimension.
+        members: the number of ranks along them.
+        place: in the group's order, the rank that lends to this one; None if it is not empty.
+    """
+
+    axes: tuple[str, ...]
+    members: int
+    place: int | None
+
+
+@dataclass(frozen=True)
+class PaddingBoundary:
+    """How one tensor of uneven pieces is padded into a graph, and cut when it leaves.
+
+    A graph is made for the pieces of the first rank, the largest. A smaller one is padded with
+    copies of its last element, so that what is computed of the padding is as finite as what is
+    computed of the value; a gradient with zeros. A rank whose piece is empty takes the copies from
+    the rank before it. A piece that has room behind it is padded in place, and written there.
+
+    Attributes:
+        true, padded: the local shape of this rank, and of the first rank.
+        behind: does the padding lie behind the piece in memory, so that there may be room for it?
+        stays: is the tensor there between calls, so that it is given room?
+        zeros: is it padded with zeros?
+        read: does the graph read the padding?
+        lenders: by dimension in which some ranks are empty.
+    """
+
+    wire: Wire
+    true: Shape
+    padded: Shape
+    behind: bool
+    stays: bool
+    zeros: bool
+    read: bool
+    lenders: dict[int, _Lender]
+
+    @property
+    def in_place(self) -> bool:
+        """True if the tensor is padded in place, not in a copy."""
+        return self.behind and self.stays
+
+    def enter(self, local: torch.Tensor) -> torch.Tensor:
+        """`local`, contiguous and padded: in its own memory, or a copy where that has no room."""
+        local = local.data  # so that padding it is no write of the tensor
+        whole = local.contiguous() if self.true == self.padded else None
+        if whole is None and self.in_place:
+            whole = find_padded(local, self.padded)
+        if whole is None:
+            whole = local.new_zeros(self.padded)
+            self.cut(whole).copy_(local)
+        if self.read:
+            self._fill_padding(whole)
+        return whole
+
+    def _fill_padding(self, whole: torch.Tensor) -> None:
+        for dim, (have, want) in enumerate(zip(self.true, self.padded, strict=True)):
+            if have == want and dim not in self.lenders:
+                continue
+            here = whole  # padded in earlier dimensions, not yet in later ones
+            for later in range(dim + 1, whole.dim()):
+                here = here.narrow(later, 0, self.true[later])
+            padding = here.narrow(dim, have, want - have)
+            if self.zeros:
+                padding.zero_()
+            elif 0 < have < want:
+                padding.copy_(here.narrow(dim, have - 1, 1))
+            if dim in self.lenders:
+                self._borrow_padding(here, dim, self.lenders[dim])
+
+    def _borrow_padding(self, here: torch.Tensor, dim: int, lender: _Lender) -> None:
+        last = here.narrow(dim, here.shape[dim] - 1, 1).contiguous()
+        all_last = last.new_empty((lender.members, *last.shape))
+        ask = Request("all_gather", None, "padding")
+        self.wire.run_collective(all_last.view(-1), last.view(-1), lender.axes, ask)
+        if lender.place is not None:
+            here.copy_(all_last[lender.place])
+
+    def moves(self, itemsize: int) -> list[tuple[tuple[str, ...], int]]:
+        """For each collective that serves empty ranks: its axes, and the bytes a rank sends."""
+        found = []
+        for dim, lender in self.lenders.items():
+            nbytes = itemsize * math.prod(n for d, n in enumerate(self.padded) if d != dim)
+            found.append((lender.axes, bytes_of("all_gather", lender.members, nbytes)))
+        return found
+
+    def leave(self, value: torch.Tensor) -> torch.Tensor:
+        """This rank's piece of `value`, an output of the graph, in memory of its own."""
+        if self.true == self.padded:
+            return value
+        if self.behind and _fills_its_own(value):
+            return show_front(value, self.true)
+        return self.cut(value).clone(memory_format=torch.contiguous_format)
+
+    def cut(self, value: torch.Tensor) -> torch.Tensor:
+        """A view of this rank's piece of `value`."""
+        for dim, n in enumerate(self.true):
+            value = value.narrow(dim, 0, n)
+        return value
+
+
+def border_of(
+    spec: Spec | None, *, stays: bool = True, zeros: bool = False, read: bool = True
+) -> PaddingBoundary | None:
+    """The border of a tensor of `spec`; None where its pieces are even.
+
+    Args:
+        stays: is it there between calls?
+        zeros: is it padded with zeros, as a gradient?
+        read: does the graph read its padding, which then must be like the value?
+    """
+    if spec is None or not is_uneven(spec.layout, spec.wire.mesh):
+        return None
+    if isinstance(spec.wire, TraceWire):
+        spec = spec_of(spec.layout, spec.wire.real)
+    lenders = {} if zeros or not read else _find_lenders(spec)
+    shapes = tuple(spec.local_shape), spec.padded_shape
+    return PaddingBoundary(spec.wire, *shapes, spec.is_padded_behind, stays, zeros, read, lenders)
+
+
+def _fills_its_own(value: torch.Tensor) -> bool:
+    """True if it fills a storage that nothing else refers to."""
+    # On a device others may have it in hand on another stream, of which `record_stream` tells the
+    # allocator, and not through memory that is shown.
+    at_once = Device(value.device.type).runs_at_once
+    if not at_once or not value.is_contiguous() or value.is_conj() or value.is_neg():
+        return False
+    storage = value.untyped_storage()
+    return count_holders(storage) == 2 and storage.nbytes() == value.nbytes
+
+
+def _find_lenders(spec: Spec) -> dict[int, _Lender]:
+    mesh, at = spec.wire.mesh, spec.wire.at
+    found = {}
+    for dim, (size, axes) in enumerate(zip(spec.layout.shape, spec.layout.shards, strict=True)):
+        parts = [mesh.size(a) for a in axes]
+        if not size or not has_empty(size, parts):
+            continue
+        key, order = spec.wire.group_order(axes)
+        start, length = span(size, parts, [at[mesh.index(a)] for a in axes])
+        place = None
+        if not length:  # the first piece is not empty, so that something is before this one
+            where = dict(zip(axes, places_of(start - 1, size, parts)[0], strict=True))
+            place = 0
+            for axis in key:
+                place = place * mesh.size(axis) + where[axis]
+            place = place if order is None else order.index(place)
+        found[dim] = _Lender(key, spec.wire.mesh_size(key), place)
+    return found
+
+
+# -- what was compiled of it -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Built:
+    """A program that is ready to run.
+
+    Attributes:
+        call: runs the program, over its inputs.
+        loaded: whether it came from the store; else it was compiled here.
+        seconds: of compiling or loading, without waiting for other ranks.
+        key: of the artifact in the store: of the program and of what it is compiled for.
+        metadata: of the artifact: what it is, when and in how many seconds it was compiled.
+        schedule: computes its `memory.Memory`; None of a section by itself.
+        sections: the different sections that it calls, where it was cut.
+    """
+
+    call: Call
+    loaded: bool
+    seconds: float
+    key: str
+    metadata: dict[str, Any] = field(default_factory=dict)
+    schedule: Callable[[], Any] | None = None
+    sections: tuple[Built, ...] = ()
+
+    @classmethod
+    def of_parts(cls, call: Call, key: str, parts: Iterable[Built]) -> Built:
+        """What calls several that are built."""
+        parts = tuple(parts)
+        loaded, seconds = all(p.loaded for p in parts), sum(p.seconds for p in parts)
+        return cls(call, loaded, seconds, key, sections=parts)
+
+    def __str__(self) -> str:
+        how = "loaded" if self.loaded else "compiled"
+        if self.sections:
+            many = sum(not one.loaded for one in self.sections)
+            how = f"{len(self.sections)} sections, {many} of them compiled,"
+        return f"{how} in {self.seconds:.1f} s"

@@ -1,0 +1,303 @@
+"""Forms of a captured step: blocks are calls or inlined, more or less is made again in backward.
+
+A program is kept as captured (`CapturedForms`) and made again in any form, to be rewritten within a
+smaller budget, or for whoever asks what the passes do. `FormSearch` finds the form whose predicted
+peak of memory is within a number of bytes. `_lower_blocks` has the passes rewrite each block
+structure once, cuts it at its collectives, and puts calls of these sections in place of the blocks.
+
+Blocks stay calls where all of these let them: the options, by the size of the graph
+(`StepOptions.outline_above`); capture, which inlines a structure that cannot be a graph of its own
+(`block_programs`); the budget (`FormSearch`); the cut into sections (`_lower_blocks`).
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from .backend.section_cutter import UnsureOfSections, sections_of_blocks
+from .block_programs import BlockProgram, find_late, inline_block_programs
+from .block_traces import (
+    BlockBody,
+    block_backward,
+    block_forward,
+    block_output,
+    calls_of_blocks,
+    inline_bodies,
+)
+from .errors import cannot_be_kept
+from .graph_nodes import Section, copy_graph, lazy_graph_module, sections_in
+from .memory import peak_of
+from .passes import Change, record_changes, run_passes
+from .passes.pass_manager import OF_STEP, OF_STEP_AND_UPDATES
+from .passes.regather import is_gather, packing_of
+from .passes.remat import cost_of_recompute
+from .program import Input, Output, Program, RecomputeLevel
+
+
+@dataclass(frozen=True)
+class StepForm:
+    """How a captured step is rewritten.
+
+    Attributes:
+        level: how much is made again for a budget: the number of a `RecomputeLevel`.
+        in_blocks: blocks stay calls; else they are inlined.
+    """
+
+    level: int = 0
+    in_blocks: bool = False
+
+
+_CHANGED_PARTS = ("inputs", "outputs")
+"""Parts of a program that are changed in place, beside its graph."""
+
+
+class CapturedForms:
+    """A program before the passes, of which programs are made in any form.
+
+    The first is the program itself; for others there is a row for each of its nodes.
+
+    Attributes:
+        form: the one in which it was rewritten: with blocks as calls where it has any, unless a
+            budget took another.
+    """
+
+    def __init__(self, program: Program):
+        self.has_blocks = bool(calls_of_blocks(program.graph.graph))
+        self.form = StepForm(in_blocks=self.has_blocks)
+        self._unchanged: Program | None = program
+        self._kind, self._root_module = type(program), program.graph
+        self._rows = [
+            (n, n.op, n.target, n.args, n.kwargs, n.name, dict(n.meta))
+            for n in program.graph.graph.nodes
+        ]
+        parts = {f.name: getattr(program, f.name) for f in fields(program) if f.init}
+        self._parts = parts | {name: copy.copy(parts[name]) for name in _CHANGED_PARTS}
+
+    def program(
+        self, form: StepForm | None = None, recorded: list[RewrittenBlock] | None = None
+    ) -> Program:
+        """A new program like it, which may be changed.
+
+        Args:
+            form: `self.form` where None.
+            recorded: as for `_lower_blocks`.
+        """
+        form = form or self.form
+        program, self._unchanged = self._unchanged or self._rebuild_program(), None
+        program.recompute = RecomputeLevel(form.level)
+        if form.in_blocks:
+            _lower_blocks(program, recorded)
+        else:
+            inline_block_programs(program.graph.graph)
+        return program
+
+    def inlined(self) -> Program:
+        """As `program`, with its blocks inlined."""
+        return self.program(replace(self.form, in_blocks=False))
+
+    def _rebuild_program(self) -> Program:
+        graph = lazy_graph_module(self._root_module, self._rebuild_graph())
+        changed = {name: copy.copy(self._parts[name]) for name in _CHANGED_PARTS}
+        return self._kind(**self._parts | changed | {"graph": graph})
+
+    def _rebuild_graph(self) -> fx.Graph:
+        graph, of = fx.Graph(), dict[fx.Node, fx.Node]()
+        for node, op, target, args, kwargs, name, meta in self._rows:
+            given = fx.node.map_arg((args, kwargs), of.__getitem__)
+            of[node] = new = graph.create_node(op, target, *given, name=name)
+            new.meta = dict(meta)
+        return graph
+
+
+class FormSearch:
+    """The forms of one captured step, each rewritten when those before it take too much.
+
+    They are tried in one order, whatever the limit, so that a larger budget never takes one that
+    comes later. With blocks as calls a level is chosen in each structure's own program and in the
+    graph around them. Blocks are inlined where no level of that is enough: then what is made again
+    may go back through several of them.
+    """
+
+    def __init__(self, captured: CapturedForms):
+        self.captured = captured
+        self._untried = self._rewrite_in_order()
+        self._peak = math.inf  # the least of those that were compared, in bytes,
+        self._cost = (0, 0)  # and what is made again for it
+
+    def first_within(self, limit: int | None) -> Program:
+        """The step in the first form whose predicted peak is at most `limit` bytes; in the first
+        of all where that is None. Asked again, the limit must be smaller.
+
+        Raises:
+            CaptureError: there is none; it tells the least that can be kept.
+        """
+        for form, program in self._untried:
+            if limit is None or (self._is_better(program) and self._peak <= limit):
+                self.captured.form = form
+                return program
+        assert limit is not None
+        raise cannot_be_kept(limit, int(self._peak))
+
+    def _is_better(self, program: Program) -> bool:
+        """Has it a lower peak than those before, and does it make no less again?
+
+        One that has a lower peak and makes less again, or less of one kind, is left out: for a
+        smaller limit less would be made again than for a larger one.
+        """
+        peak = peak_of(program)
+        if peak >= self._peak:
+            return False
+        cost = cost_of_recompute(program.graph.graph)
+        if any(now < then for now, then in zip(cost, self._cost, strict=True)):
+            return False
+        self._peak, self._cost = peak, cost
+        return True
+
+    def _rewrite_in_order(self) -> Iterator[tuple[StepForm, Program]]:
+        for in_blocks in (True, False) if self.captured.has_blocks else (False,):
+            level = 0
+            while True:
+                form = StepForm(level, in_blocks)
+                program = self.captured.program(form)
+                run_passes(program)
+                is_last = program.recompute.is_last
+                yield form, program
+                if is_last:
+                    break
+                level += 1
+            if in_blocks and not sections_in(program.graph.graph):
+                return  # they could not stay calls
+
+
+# -- blocks as calls of sections -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RewrittenBlock:
+    """What passes did in one block structure.
+
+    Attributes:
+        name: of the class of the blocks.
+        calls: how many blocks of the step are of the structure.
+        changes: of the passes that changed it.
+    """
+
+    name: str
+    calls: int
+    changes: list[Change]
+
+
+def _lower_blocks(program: Program, recorded: list[RewrittenBlock] | None = None) -> None:
+    """Replace the block nodes of a program by calls of sections, and collectives.
+
+    They are replaced by copies of the calls of their blocks if a part of a block gives another part
+    a value that is not a tensor with memory of its own.
+
+    Collectives and waits become nodes of the step's graph, in which later passes place them; what
+    stands between two is a section. Forward and backward are never in one.
+
+    Args:
+        recorded: what passes did in each structure is added, where somebody asks for that.
+
+    Raises:
+        IllegalGraph: a pass breaks a block's graph.
+    """
+    try:
+        inline_bodies(program.graph.graph, _Lowering(program, recorded).body_of)
+    except UnsureOfSections:
+        inline_block_programs(program.graph.graph)
+        if recorded is not None:
+            recorded.clear()
+
+
+class _Lowering:
+    """The sections of the block programs of one step."""
+
+    def __init__(self, program: Program, recorded: list[RewrittenBlock] | None):
+        self.program, self._recorded = program, recorded
+        self._sections: dict[Any, Section] = {}
+        self._read = _find_read(program.graph.graph)
+        self._calls: defaultdict[Any, list[fx.Node]] = defaultdict(list)
+        for node in program.graph.graph.find_nodes(op="call_function", target=block_forward):
+            self._calls[node.args[0]].append(node)
+        self._bodies: dict[BlockProgram, tuple[BlockBody, BlockBody]] = {}
+
+    def body_of(self, node: fx.Node) -> BlockBody:
+        """What a block node stands for."""
+        block: Any = node.args[0]
+        if block not in self._bodies:
+            self._bodies[block] = self._lower(block)
+        return self._bodies[block][node.target is block_backward]
+
+    def _lower(self, block: BlockProgram) -> tuple[BlockBody, BlockBody]:
+        calls = self._calls[block]
+        block = block.narrowed(*self._read[block], _find_equal_operands(block, calls))
+        part = _program_of_block(block, self.program)
+        left_out = OF_STEP if block.written else (*OF_STEP, *OF_STEP_AND_UPDATES)
+        without = (*self.program.options.without, *left_out)
+        part.options = replace(self.program.options, without=without, passes=())
+        if self._recorded is None:
+            run_passes(part)
+        else:
+            changed = [change for change in record_changes(part) if change.changed]
+            self._recorded.append(RewrittenBlock(block.kind.__name__, len(calls), changed))
+        late = find_late(part.graph.graph, block.taken) if block.has_backward else set()
+        packing = [*_find_packing_of_gathers(part.graph.graph)]
+        outer = sections_of_blocks(part, late, packing, self._sections)
+        return block.bodies(outer)
+
+
+def _find_read(graph: fx.Graph) -> dict[Any, tuple[set[int], set[int]]]:
+    """For each block program the numbers of the results, and of the gradients, that are read of
+    one of its calls: what was only compared is read by nobody."""
+    found: dict[Any, tuple[set[int], set[int]]] = {}
+    for call in calls_of_blocks(graph):
+        read = found.setdefault(call.args[0], (set(), set()))
+        users = (n for n in call.users if n.target is block_output)
+        read[call.target is block_backward].update(n.args[1] for n in users)  # type: ignore[misc]
+    return found
+
+
+def _find_packing_of_gathers(graph: fx.Graph) -> Iterator[set[fx.Node]]:
+    """For each gather of a block what packs its operand, where that is made of inputs alone."""
+    for node in filter(is_gather, graph.nodes):
+        packing, sources = packing_of(node)
+        if all(source.op != "call_function" for source in sources):
+            yield packing - {node}
+
+
+def _find_equal_operands(
+    block: BlockProgram, calls: Sequence[fx.Node]
+) -> Iterator[tuple[int, int]]:
+    """Pairs of places at which each call of a block gives one node, that is not written."""
+    first: dict[tuple[Any, ...], int] = {}
+    for place, given in enumerate(zip(*(block.operands(call) for call in calls), strict=True)):
+        if place not in block.written and first.setdefault(given, place) != place:
+            yield first[given], place
+
+
+def _program_of_block(block: BlockProgram, step: Program) -> Program:
+    """A copy of a block's graph, as a program that passes rewrite."""
+    graph = copy_graph(block.graph.graph)
+    inputs = graph.find_nodes(op="placeholder")
+    (end,) = graph.find_nodes(op="output")
+    outputs: Any = end.args[0]
+    nothing = pytree.tree_structure(None)
+    return Program(
+        lazy_graph_module(block.graph, graph),
+        [Input(n.name, "argument", n.meta["val"]) for n in inputs],
+        [Output("result", None) for _ in outputs],
+        nothing,
+        [],
+        [],
+        step.groups,
+        recompute=step.recompute,
+    )

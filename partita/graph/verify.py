@@ -1,0 +1,99 @@
+"""The verifier: the grammar of legal graphs.
+
+Checked after the last pass, and with PARTITA_VERIFY=1 after capture and each pass. A graph has
+inputs, constants, calls of ATen, of functional collectives, of a user's operators that do nothing
+but make tensors, or of sections (which are such graphs, without collectives), and one output. Each
+value is made before it is used. Nothing writes but a `copy_` into an input, once, after which
+nobody reads that input. A collective is waited for before it is read, and its group is one of the
+program's. No node knows more of a rank than the coordinates among the inputs.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from partita.comm.collective import WAIT
+from partita.layout import LayoutError
+from partita.tensor.op_facts import facts_of, find_unknown_effect
+
+from .block_traces import is_block_node
+from .graph_nodes import call_section, is_collective, note_of, written_operands
+from .program import Program
+
+_COPY = torch.ops.aten.copy_.default
+SPACES = ("aten", "prims", "_c10d_functional", "partita")
+
+
+class IllegalGraph(LayoutError):
+    """A pass, or capture, made a graph that breaks the grammar."""
+
+
+def verifies_each_pass() -> bool:
+    """Is the graph to be checked after capture and each pass, so that an error names the pass?"""
+    return os.environ.get("PARTITA_VERIFY", "") not in ("", "0")
+
+
+def verify(program: Program, after: str) -> None:
+    """Raise IllegalGraph unless the graph is legal; `after` names what made it."""
+    for node, fact in _find_faults(program):
+        place = "" if node is None else note_of(node).source
+        shown = () if node is None else (node.format_node() or node.name,)
+        raise IllegalGraph(f"after {after}: {fact}", place=place, operands=shown)
+
+
+def _find_faults(program: Program) -> Iterator[tuple[fx.Node | None, str]]:
+    """What breaks the grammar, and the node that does."""
+    graph = program.graph.graph
+    seen: set[fx.Node] = set()
+    closed: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        for used in node.all_input_nodes:
+            if used not in seen:
+                yield node, f"{used.name} is used before it is made"
+            if used in closed and node.op != "output":
+                yield node, f"{used.name} is read after {closed[used].name} wrote it"
+            if is_collective(used) and node.target is not WAIT:
+                yield node, f"{used.name} is read before it is waited for"
+        if node.op == "call_function":
+            for fact in _find_faults_of_call(program, node):
+                yield node, fact
+            closed.update((written, node) for written in written_operands(node))
+        elif node.op not in ("placeholder", "get_attr", "output"):
+            yield node, f"a graph has no {node.op}"
+        seen.add(node)
+    fakes: set[int] = set()
+    inputs = graph.find_nodes(op="placeholder")
+    for node in inputs:  # a tracer, as a compiler's, knows an input by its fake
+        if id(node.meta["val"]) in fakes:
+            yield node, f"{node.name} shares its fake tensor with another input"
+        fakes.add(id(node.meta["val"]))
+    if len(inputs) != len(program.inputs):
+        yield None, f"{len(inputs)} inputs, and the program speaks of others"
+    (end,) = graph.find_nodes(op="output")
+    if len(end.args[0]) != len(program.outputs):
+        yield end, "it returns more or less than the program speaks of"
+
+
+def _find_faults_of_call(program: Program, node: fx.Node) -> Iterator[str]:
+    target: Any = node.target
+    if target is operator.getitem or target is call_section or is_block_node(node):
+        return
+    if not isinstance(target, torch._ops.OpOverload):
+        yield f"{target} is no operator of torch"
+    if target.namespace not in SPACES and (effect := find_unknown_effect(target)):
+        yield f"operators of {target.namespace} have no meaning here: {effect}"
+    if target is _COPY:
+        if not isinstance(node.args[0], fx.Node) or node.args[0].op != "placeholder":
+            yield "only inputs are written"
+    elif facts_of(target).writes:
+        yield f"{target} writes"
+    if "val" not in node.meta:
+        yield "nothing says what it makes"
+    if is_collective(node) and node.args[-1] not in program.groups:
+        yield f"{node.args[-1]!r} is none of the program's groups"

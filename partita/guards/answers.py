@@ -1,0 +1,516 @@
+"""Numbers and answers: what a step asks of its floats, and torch of tensors' values.
+
+A float that the step reads (a learning rate, an argument) is a symbolic float, an input of the
+graph (`CapturedNumbers`). What the step branches on becomes a condition, under which the program
+may be used for other values.
+
+Where the step branches on a tensor's value, or makes a shape of it, each question gets a guess: the
+answer of an earlier run, or what follows from the values of the call's small inputs
+(`predicted_values`). Where nothing predicts it, what has been read so far is computed
+(`ValuesWanted`), and the capture starts again with the values. The graph computes the true answers
+as one more output. Where one differs, `gate_writes` has kept the graph from writing anything, and
+the call runs the program of the other answers (`OtherAnswers`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+import sys
+import traceback
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, track_tensor_tree
+from torch.utils._sympy.printers import PythonPrinter
+
+from partita.capture.capture_context import ParamGroup
+from partita.capture.fakes import NumberEnv
+from partita.comm import user_line
+from partita.graph.errors import file_of_torch, not_captured
+from partita.graph.graph_nodes import has_effect, note_of
+from partita.graph.passes.rewrite import Making
+from partita.graph.program import Input
+from partita.layout import Fix
+from partita.tensor.op_facts import facts_of
+
+from .conditions import Condition
+from .predicted_values import ValuesOfCall
+
+# -- floats as inputs ------------------------------------------------------------------------------
+
+NUMBER = torch.zeros((), dtype=torch.float64)
+"""A tensor of the metadata that a number has in a graph."""
+
+
+@dataclass
+class PlainNumbers:
+    """Which floats are not traced, so that the program is for their values alone.
+
+    Attributes:
+        why: the reason for which none is traced; "" where they are.
+        zeros: names of zeros that the step reads or compares with something, and its line.
+    """
+
+    why: str = ""
+    zeros: dict[str, str] = field(default_factory=dict)
+
+
+class CapturedNumbers:
+    """The floats of one capture run.
+
+    Args:
+        env: of the fake tensors.
+        plain: floats that are not traced.
+
+    Attributes:
+        met: the inputs of all floats that were met, also of those that are not traced, and the
+            value of each.
+        traced: by symbol, the input of a float that is traced.
+    """
+
+    def __init__(self, env: NumberEnv, plain: PlainNumbers):
+        self.env, self.plain = env, plain
+        self.met: list[tuple[Input, float]] = []
+        self.traced: dict[str, Input] = {}
+
+    def stand_in(self, given: Input, value: float) -> Any:
+        """The symbolic float, an input of the graph, that stands for `value`; or `value` itself.
+
+        Args:
+            given: the input that it becomes.
+        """
+        self.met.append((given, value))
+        if self.plain.why or not _is_traceable(value, given, self.plain.zeros):
+            return value
+        mode = get_proxy_mode()
+        assert mode is not None
+        found = self.env.symbolic(f"{given.name} {len(self.traced)}", float(value))
+        found.kind = type(value)
+        graph = mode.tracer.graph
+        inputs = graph.find_nodes(op="placeholder")
+        with graph.inserting_after(inputs[-1]) if inputs else graph.inserting_before():
+            node = graph.placeholder(f"number_{len(self.traced)}")
+        track_tensor_tree(found, fx.Proxy(node, mode.tracer), constant=None, tracer=mode.tracer)
+        node.meta["val"] = found
+        self.traced[str(found.node.expr)] = given
+        return found
+
+    def asked_zeros(self) -> bool:
+        """Has the step read or compared a traced zero? It stays plain from the next run on."""
+        lines = {id(given): line for given, line in self._list_asked()}
+        found = {
+            given.name: lines[id(given)]
+            for given, value in self.met
+            if value == 0 and id(given) in lines
+        }
+        self.plain.zeros.update(found)
+        return bool(found)
+
+    def _list_asked(self) -> list[tuple[Input, str]]:
+        """The inputs of floats that were compared or read, and the first line that does."""
+        lines = dict(self.env.asked)
+        for i, guard in enumerate(self.env.guards):
+            if type(guard.expr).__name__ == "Equality":
+                for s in map(str, guard.expr.free_symbols):
+                    lines.setdefault(s, self.env.lines.get(i, ""))
+        return [(given, lines[s]) for s, given in self.traced.items() if s in lines]
+
+    def conditions(self) -> list[Condition]:
+        """What the step has asked of its floats, as conditions."""
+        found = []
+        values = {id(given): value for given, value in self.met}
+        traced = set(map(id, self.traced.values()))
+        for i, guard in enumerate(self.env.guards):
+            names = sorted(map(str, guard.expr.free_symbols))
+            if not names or any(name not in self.traced for name in names):
+                continue  # it is about `.item()` of a tensor, which torch decides by itself
+            numbers = tuple(self.traced[name] for name in names)
+            code = None  # a value that is read includes the sign of a zero
+            if not _is_value(guard.expr):
+                code = compile(PythonPrinter().doprint(guard.expr), "<condition>", "eval")
+            said = _describe_condition(guard.expr, {n: g.name for n, g in self.traced.items()})
+            found.append(
+                Condition(
+                    said,
+                    self.env.lines.get(i, ""),
+                    numbers,
+                    tuple(values[id(g)] for g in numbers),
+                    code,
+                    tuple(names),
+                )
+            )
+        asked = [given for given, _ in self._list_asked()]
+        if asked:
+            found.append(_make_finite_condition(asked, [values[id(given)] for given in asked]))
+        for given, value in self.met:
+            if id(given) not in traced:
+                line = self.plain.zeros.get(given.name)
+                why = f"it was {value} at the capture" if line else self.plain.why
+                text = f"{given.name} is read as a number ({why or f'{value} cannot be traced'})"
+                found.append(Condition(text, line or user_line(), (given,), (value,), None))
+        return found
+
+
+def _make_finite_condition(numbers: list[Input], values: list[float]) -> Condition:
+    """The condition that traced floats are finite: tracing takes `x == x`, for one, as true."""
+    symbols = tuple(f"n{i}" for i in range(len(numbers)))
+    total = " + ".join(f"{symbol} * 0" for symbol in symbols)  # nan of what is not finite
+    code = compile(f"{total} == 0", "<condition>", "eval")
+    said = "the program is for finite numbers"
+    return Condition(said, user_line(), tuple(numbers), tuple(values), code, symbols)
+
+
+def _is_traceable(value: float, given: Input, zeros: Container[str]) -> bool:
+    """Can a float be traced? Not NaN, infinities and -0.0, which symbolic numbers do not know.
+
+    Nor a zero among an optimizer's settings other than the learning rate: it branches on those.
+    """
+    if value != 0:
+        return math.isfinite(value)
+    asked = type(given.home) is ParamGroup and given.path[0] != "lr"
+    return math.copysign(1, value) > 0 and not asked and given.name not in zeros
+
+
+def _is_value(expr: Any) -> bool:
+    """Is a condition that one number has one value?"""
+    return bool(type(expr).__name__ == "Equality" and expr.rhs.is_number and expr.lhs.is_symbol)
+
+
+def _describe_condition(expr: Any, names: dict[str, str]) -> str:
+    """A condition in words."""
+    kind = type(expr).__name__
+    if _is_value(expr):
+        return f"{_name_symbols(expr.lhs, names)} is read as a number"
+    sign = {"Equality": "==", "Unequality": "!="}.get(kind, getattr(expr, "rel_op", ""))
+    text = (
+        f"{_name_symbols(expr.lhs, names)} {sign} {_name_symbols(expr.rhs, names)}"
+        if sign
+        else str(expr)
+    )
+    return f"the program asks whether {_name_symbols(text, names)}"
+
+
+def _name_symbols(expr: Any, names: dict[str, str]) -> str:
+    text = re.sub(r"\b\d+\.\d+(e[+-]?\d+)?", lambda found: repr(float(found[0])), str(expr))
+    return re.sub(r"\bzf\d+\b", lambda found: names.get(found[0], found[0]), text)
+
+
+# -- answers to questions about values -------------------------------------------------------------
+
+_aten = torch.ops.aten
+_MACHINERY = ("__init__.py", "_tensor.py", "overrides.py", "fx", "utils")
+"""Files of torch that only pass a question on."""
+_CHECKS = "torch/distributions/"
+_MOST_QUESTIONS = 4096  # of a step
+_MOST_TRIES = 8  # of guesses, where the step raises
+
+
+Answer = bool | float
+"""To the question whether something is true, or which number a value is."""
+
+
+def _encode_answer(answer: Answer) -> int:
+    """An answer as the graph gives it: of a float the bits."""
+    return (
+        struct.unpack("<q", struct.pack("<d", answer))[0] if type(answer) is float else int(answer)
+    )
+
+
+def _decode_answer(found: int, like: Answer) -> Answer:
+    """The answer, of the type of `like`, that a graph has given."""
+    if type(like) is float:
+        return float(struct.unpack("<d", struct.pack("<q", found))[0])
+    return bool(found) if type(like) is bool else found
+
+
+def as_symbol(question: Any) -> torch.SymBool | torch.SymInt | torch.SymFloat:
+    """The symbolic number of a node."""
+    kinds: Any = {bool: torch.SymBool, int: torch.SymInt, float: torch.SymFloat}
+    return kinds[question.pytype](question)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Guesses:
+    """Answers to the first questions of a capture; those that follow are predicted.
+
+    Attributes:
+        values: the answers.
+        certain: so many of them, from the first, are known to be the call's own.
+        turned: the numbers of those that were tried both ways.
+        tried: how many sequences of answers were tried.
+    """
+
+    values: tuple[Answer, ...] = ()
+    certain: int = 0
+    turned: frozenset[int] = frozenset()
+    tried: int = 1
+
+    def try_other_way(self, answers: Sequence[Answer]) -> Guesses | None:
+        """The next guesses, where the step has raised with `answers`, perhaps not the call's own.
+
+        None where all were tried.
+        """
+        for i in reversed(range(self.certain, len(answers) if self.tried < _MOST_TRIES else 0)):
+            if i not in self.turned and isinstance(answers[i], bool):
+                before = {n for n in self.turned if n < i}
+                values = (*answers[:i], not answers[i])
+                return Guesses(values, self.certain, frozenset({*before, i}), self.tried + 1)
+        return None
+
+
+@dataclass(frozen=True)
+class OtherAnswers:
+    """The result of a run whose answers differ from its program's: it has changed nothing.
+
+    Attributes:
+        answers: as the graph computed them.
+        certain: so many of them are the call's own: those behind the first that differs were
+            computed on a branch that the call does not take.
+        line: the user's line that asks for the first that differs.
+        before: the program's answer to that.
+    """
+
+    answers: tuple[Answer, ...]
+    certain: int
+    line: str
+    before: Answer
+
+    @property
+    def reason(self) -> str:
+        """Why another program is needed."""
+        last = self.answers[self.certain - 1]
+        return f"the value at {self.line} gave {last} in place of {self.before}"
+
+    @property
+    def guesses(self) -> Guesses:
+        """The guesses of another capture."""
+        return Guesses(self.answers, self.certain)
+
+    def agrees_with(self, answers: Sequence[Answer]) -> bool:
+        """May a program made for these answers run in the call?"""
+        return tuple(answers[: self.certain]) == self.answers[: self.certain]
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The answers that a program is made for.
+
+    Attributes:
+        values: in the order of the questions.
+        lines: for each question the user's line whose call asks.
+    """
+
+    values: tuple[Answer, ...] = ()
+    lines: tuple[str, ...] = ()
+
+    @property
+    def numeric(self) -> tuple[int, ...]:
+        """The places of the questions that ask which number a value is."""
+        return tuple([i for i, v in enumerate(self.values) if not isinstance(v, bool)])
+
+    def compare_numbers(self, found: Sequence[int]) -> OtherAnswers | None:
+        """The other answers where numbers, which are computed before a run, are others."""
+        values = [*map(_encode_answer, self.values)]
+        for i, value in zip(self.numeric, found, strict=True):
+            values[i] = value
+        return self.compare(values)
+
+    def compare(self, found: Sequence[int]) -> OtherAnswers | None:
+        """Returns the answers that the graph found, `found`; None if they are the expected ones."""
+        if [*map(_encode_answer, self.values)] == [*found]:
+            return None
+        pairs = [*zip(self.values, found, strict=True)]
+        first = next(i for i, (expected, n) in enumerate(pairs) if _encode_answer(expected) != n)
+        answers = tuple([_decode_answer(n, expected) for expected, n in pairs])
+        return OtherAnswers(answers, first + 1, self.lines[first], self.values[first])
+
+
+class ValuesWanted(BaseException):
+    """A capture needs values that nothing predicts. (A step's `except Exception` must not see it.)
+
+    Attributes:
+        compute: gives, of the leaves of the call, what the step has read so far, and what else is
+            known of the call's values then. Every rank calls it.
+    """
+
+    compute: Callable[[Sequence[Any]], ValuesOfCall]
+
+
+class StepRaises(Exception):
+    """The step raises with the call's own answers: the call runs eagerly, to raise with values.
+
+    Attributes:
+        error: what the step raised while it was captured.
+    """
+
+    def __init__(self, error: Exception):
+        super().__init__(f"{type(error).__name__}: {error}")
+        self.error = error
+
+
+class AskedQuestions:
+    """The questions of one capture run.
+
+    Args:
+        guesses: answers of an earlier run.
+
+    Attributes:
+        values: for each question the symbolic value of its answer, an output of the graph.
+        reads: the numbers that the step has read of tensors (`.item()`), in order.
+        last_line: the user's line that asks for a value that has to be computed first.
+    """
+
+    def __init__(self, guesses: Guesses):
+        self._guesses = guesses
+        self.values: list[Any] = []
+        self.reads: list[Any] = []
+        self._answers: list[Answer] = []
+        self._lines: list[str] = []
+        self._known: dict[Any, Answer] = {}
+        self.last_line = ""
+
+    def answer(self, question: Any, predict: Callable[[Any], Answer | None]) -> Answer | None:
+        """The answer with which capture goes on; None where nothing tells.
+
+        Args:
+            question: the node of a symbolic number.
+            predict: gives the likely answer where there is no guess; None if it knows of none.
+
+        Raises:
+            ValuesWanted: what was read has to be computed first.
+        """
+        known = self._known.get(question.expr)
+        if known is not None:
+            return known
+        number, kind = len(self._answers), question.pytype
+        if number == _MOST_QUESTIONS:
+            raise not_captured(
+                f"the step asks for more than {_MOST_QUESTIONS} values",
+                "each answer is one more way through it, and a graph of its own",
+                Fix("pt.compile(part of the step)", "leave out what asks"),
+            )
+        guesses = self._guesses.values
+        value = as_symbol(question)
+        found: Answer | None
+        # Numbers after the first wrong answer belong to another branch.
+        some = len(guesses) if kind is bool else self._guesses.certain
+        if number < some and type(guesses[number]) is kind:
+            found = guesses[number]
+        elif (found := predict(value)) is None:
+            stack = (frame for frame, _ in traceback.walk_stack(sys._getframe()))
+            file = file_of_torch(stack, _MACHINERY)
+            if not (kind is bool and file):
+                self.last_line = user_line()
+                raise ValuesWanted
+            # A distribution checks its arguments, which are most likely valid.
+            found = file.startswith(_CHECKS)
+        self._known[question.expr] = found
+        self.values.append(value)
+        self._answers.append(found)
+        self._lines.append(user_line())
+        return found
+
+    def other_way(self) -> Guesses | None:
+        """Guesses with which the step may not raise; None where all were tried."""
+        return self._guesses.try_other_way(self._answers)
+
+    @property
+    def answers(self) -> Answers:
+        """The answers with which capture went on."""
+        return Answers(tuple(self._answers), tuple(self._lines))
+
+
+def guess_by_kind(node: fx.Node) -> bool | None:
+    """What a question most likely gets as answer, by what computes it; None where unsure.
+
+    Programs ask whether all is well: `isfinite(x).all()` is true, `isnan(x).any()` is not.
+    """
+    name = getattr(node.target, "_opname", getattr(node.target, "__name__", ""))
+    operands = [a for a in node.args if isinstance(a, fx.Node)]
+    if name in ("logical_not", "bitwise_not", "not_", "sym_not"):
+        found = guess_by_kind(operands[0])
+        return None if found is None else not found
+    if name in ("_is_all_true", "_is_any_true"):
+        name = name.split("_")[2]
+    if name in ("all", "any") and (name == "all" or _finds_bad(operands[0])):
+        return name == "all" and not _finds_bad(operands[0])
+    if name in ("isfinite", "isnan", "isinf"):
+        return name == "isfinite"
+    if name in ("mul", "bitwise_and", "logical_and", "and_") and len(operands) == 2:
+        both = [guess_by_kind(n) for n in operands]
+        return None if None in both else all(both)
+    if name in ("eq", "ne") and (_compares_with_bad(node) or node.args[0] is node.args[1]):
+        return (name == "eq") is not _compares_with_bad(node)
+    passes = name in ("_local_scalar_dense", "view", "clone", "detach", "alias", "_to_copy", "eq")
+    if passes and operands and (name != "eq" or node.args[1] == 1):  # `eq`: a bool that is read
+        return guess_by_kind(operands[0])
+    return None
+
+
+def _compares_with_bad(node: fx.Node) -> bool:
+    return any(isinstance(a, float) and not math.isfinite(a) for a in node.args)
+
+
+def _finds_bad(node: fx.Node) -> bool:
+    """True if a node finds what is not finite."""
+    return guess_by_kind(node) is False
+
+
+# -- gated writes ----------------------------------------------------------------------------------
+
+
+def gate_writes(graph: fx.Graph, answers: Sequence[Answer]) -> None:
+    """Have a graph write only if its answers, the last outputs, are `answers`.
+
+    Each `copy_` writes what the input holds where they are not, so that no write waits for Python.
+    The answers become one output: a tensor of integers.
+
+    Raises:
+        CaptureError: a call of the graph writes by itself, whatever the answers are.
+    """
+    (end,) = graph.find_nodes(op="output")
+    values = list(end.args[0])
+    results, found = values[: -len(answers)], values[-len(answers) :]
+    copies = graph.find_nodes(op="call_function", target=_aten.copy_.default)
+    for node in graph.nodes:
+        writes = node.op == "call_function" and has_effect(node) and node not in copies
+        facts = facts_of(node.target)
+        if writes and not (facts.draws or facts.checks):
+            raise not_captured(
+                f"{node.target} writes, in a step that branches on a value",
+                "it would have written before the answer is known",
+                Fix("do it outside the step", "before or after the call"),
+                place=note_of(node).source,
+            )
+    with graph.inserting_before(copies[0] if copies else end):
+        make = Making(graph, note_of(found[-1]))
+        numbers = [_make_integer(make, v) for v in found]
+        answers_found = make(_aten.stack.default, numbers)
+        if copies:
+            pairs = zip(numbers, map(_encode_answer, answers), strict=True)
+            held = [make(_aten.eq.Scalar, v, a) for v, a in pairs]
+            all_hold = make(_aten.all.default, make(_aten.stack.default, held))
+    for copy in copies:
+        into, value = copy.args[:2]
+        with graph.inserting_before(copy):
+            make = Making(graph, note_of(copy))
+            now, was = value.meta["val"], into.meta["val"]
+            if now.dtype != was.dtype:
+                value = make(_aten._to_copy.default, value, dtype=was.dtype)
+            holds = all_hold
+            if was.device != holds.meta["val"].device:
+                holds = make(_aten._to_copy.default, holds, device=was.device)
+            copy.args = (into, make(_aten.where.self, holds, value, into), *copy.args[2:])
+    end.args = ([*results, answers_found],)
+
+
+def _make_integer(make: Making, value: fx.Node) -> Any:
+    """A number of the graph as an integer: of a float the bits."""
+    if value.meta["val"].dtype is torch.float64:
+        return make(_aten.view.dtype, value, torch.int64)
+    return make(_aten._to_copy.default, value, dtype=torch.int64)

@@ -1,0 +1,267 @@
+"""Arguments of a step: the leaves of a call, in any containers and objects; lengths of batches.
+
+torch's pytrees know lists, tuples and dictionaries. An object that a library makes of a batch (a
+dataclass, a UserDict, a SimpleNamespace, a class of one's own) is taken apart as well, if it holds
+tensors and otherwise data alone; `unflatten_call` makes a new one of other leaves.
+`pad_to_bucket` pads batches of many lengths to a few, so that few programs are captured.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Set
+from dataclasses import dataclass
+from types import MemberDescriptorType, SimpleNamespace
+from typing import Any, TypeVar
+
+import torch
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+
+from partita.graph.errors import not_captured
+from partita.layout import Fix
+from partita.tensor.dtensor import DTensor
+
+_NUMBERS = (int, float, bool, str, bytes, complex, type(None))
+_DATA = (*_NUMBERS, torch.Tensor, torch.dtype, torch.device, torch.Size, range, slice)
+_SYMBOLIC = (torch.SymFloat, torch.SymInt, torch.SymBool)  # what stands for numbers
+_LIVE = (torch.nn.Module, torch.optim.Optimizer, torch.Generator, type)
+_SIMPLE = frozenset(_NUMBERS)
+LEAVES = _SIMPLE | {torch.Tensor, torch.nn.Parameter, DTensor}
+"""Types whose values are leaves."""
+_BASES = (OrderedDict, dict, list, SimpleNamespace, object)
+"""Bases whose `__new__` makes an object of a class without a `__new__` of its own."""
+_DEPTH = 32  # of objects in one another; each costs frames of Python's stack
+
+
+def flatten_call(
+    call: Any, stays: Callable[[Any], bool] | None = None
+) -> tuple[list[Any], pytree.TreeSpec]:
+    """The leaves of arguments or results, and the structure that `unflatten_call` takes.
+
+    Args:
+        stays: is an object to be a leaf, not taken apart?
+    """
+    leaves, structure = pytree.tree_flatten(call)
+    if LEAVES.issuperset(map(type, leaves)):
+        return leaves, structure
+    flattener = _ObjectFlattener()
+    opened = [leaf if stays and stays(leaf) else flattener.open(leaf) for leaf in leaves]
+    if all(now is before for now, before in zip(opened, leaves, strict=True)):
+        return leaves, structure
+    numbers: dict[int, int] = {}
+    opened = [_number_parts(leaf, numbers) for leaf in opened]
+    return pytree.tree_flatten(pytree.tree_unflatten(opened, structure))
+
+
+def unflatten_call(leaves: list[Any], structure: pytree.TreeSpec) -> Any:
+    """Put `leaves` into the structure of `flatten_call`; what was one object is one again."""
+    try:
+        return pytree.tree_unflatten(leaves, structure)
+    finally:
+        _HERE.made.clear()
+
+
+def classes_of_call(structure: pytree.TreeSpec) -> list[type]:
+    """The classes of objects that `flatten_call` has taken apart."""
+    within = [kind for child in structure.children() for kind in classes_of_call(child)]
+    return [structure.context[0], *within] if structure.type is _Parts else within
+
+
+def is_taken_apart(value: Any) -> bool:
+    """Does `flatten_call` take this object apart?"""
+    return _ObjectFlattener().open(value) is not value
+
+
+def refuse_closed(name: str, leaf: Any) -> None:
+    """Raise CaptureError if a leaf holds tensors, which would be no inputs of a graph."""
+    if isinstance(leaf, (*_DATA, *_LIVE)):
+        return
+    inside = list(leaf) if isinstance(leaf, Set) else [_attributes_of_object(leaf)]
+    inside += leaf.values() if isinstance(leaf, Mapping) else ()
+    found = pytree.tree_leaves(inside)
+    if any(isinstance(v, torch.Tensor) for v in found) and not _has_live(found):
+        raise not_captured(
+            f"{name} is a {type(leaf).__name__} that holds tensors",
+            "the inputs of a graph are the tensors in tuples, lists, dictionaries, and objects of "
+            "a class of Python's that have tensors, numbers and text alone",
+            Fix("step(dict(batch))", "or a list of its tensors, or a dataclass"),
+        )
+
+
+class _MadeHere(threading.local):
+    """By number, the objects that `unflatten_call` has made so far, in this thread."""
+
+    def __init__(self) -> None:
+        self.made: dict[int, Any] = {}
+
+
+_HERE = _MadeHere()
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """An object taken apart: its items as a dictionary or list, and its attributes by name."""
+
+    kind: type
+    items: Any
+    attributes: dict[str, Any]
+    number: int = 0
+
+
+@dataclass(frozen=True)
+class _Same:
+    """Another occurrence of the object with this number."""
+
+    number: int
+
+
+def _is_parts(value: Any) -> bool:
+    return isinstance(value, _Parts)
+
+
+class _ObjectFlattener:
+    """Takes the objects of one call apart, each once."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Any, Any]] = {}  # by id: the object, and its parts
+
+    def open(self, value: Any, depth: int = 0) -> Any:
+        """`value`, or its parts where it is an object of data with tensors."""
+        if isinstance(value, (*_DATA, *_LIVE)):
+            return value
+        if id(value) not in self._known:
+            self._known[id(value)] = value, value  # an object that holds itself stays whole
+            if depth < _DEPTH:
+                self._known[id(value)] = value, self._open_value(value, depth + 1)
+        return self._known[id(value)][1]
+
+    def _open_value(self, value: Any, depth: int) -> Any:
+        base = _base_of(type(value))
+        if base is None:
+            return value
+        items: Any = ()
+        if issubclass(base, dict):
+            items = dict(base.items(value))
+        elif base is list:
+            items = list(base.__iter__(value))
+        attributes = _attributes_of_object(value)
+        if not items and _SIMPLE.issuperset(map(type, attributes.values())):
+            return value  # settings alone, as in most objects
+        inside = items, attributes
+        if _has_live(pytree.tree_leaves(inside)):
+            return value
+        items, attributes = pytree.tree_map(lambda v: self.open(v, depth), inside)
+        found = pytree.tree_leaves((items, attributes), is_leaf=_is_parts)
+        has_tensors = any(isinstance(v, (torch.Tensor, _Parts)) for v in found)
+        if has_tensors and all(isinstance(v, (*_DATA, *_SYMBOLIC, _Parts)) for v in found):
+            return _Parts(type(value), items, attributes)
+        return value
+
+
+def _number_parts(value: Any, numbers: dict[int, int]) -> Any:
+    """Number the objects taken apart; later occurrences become `_Same`."""
+    if not isinstance(value, _Parts):
+        return value
+    if id(value) in numbers:
+        return _Same(numbers[id(value)])
+    numbers[id(value)] = number = len(numbers)
+    inside = value.items, value.attributes
+    items, attributes = pytree.tree_map(
+        lambda v: _number_parts(v, numbers), inside, is_leaf=_is_parts
+    )
+    return _Parts(value.kind, items, attributes, number)
+
+
+def _base_of(kind: type) -> type | None:
+    """The base whose `__new__` makes an object of `kind`; None where none does."""
+    if kind.__module__ == "builtins":
+        return None
+    base = next(b for b in _BASES if issubclass(kind, b))
+    return base if kind.__new__ is base.__new__ else None  # type: ignore[comparison-overlap]
+
+
+def _attributes_of_object(value: Any) -> dict[str, Any]:
+    slots = [
+        name  # as mangled by Python within its class
+        for kind in type(value).__mro__
+        if "__slots__" in vars(kind)
+        for name, member in vars(kind).items()
+        if isinstance(member, MemberDescriptorType) and hasattr(value, name)
+    ]
+    return {name: getattr(value, name) for name in slots} | getattr(value, "__dict__", {})
+
+
+def _has_live(values: list[Any]) -> bool:
+    return any(isinstance(v, _LIVE) or callable(v) for v in values)
+
+
+def _make_object(children: Any, context: tuple[type, int]) -> Any:
+    items, attributes = children
+    kind, number = context
+    base: Any = _base_of(kind)
+    made = base.__new__(kind)
+    if issubclass(base, dict):
+        for key, v in items.items():
+            base.__setitem__(made, key, v)
+    elif base is list:
+        base.extend(made, items)
+    for name, v in attributes.items():
+        object.__setattr__(made, name, v)
+    _HERE.made[number] = made
+    return made
+
+
+pytree.register_pytree_node(
+    _Parts,
+    lambda parts: ([parts.items, parts.attributes], (parts.kind, parts.number)),
+    _make_object,
+)
+pytree.register_pytree_node(
+    _Same, lambda same: ([], same.number), lambda _, number: _HERE.made[number]
+)
+
+# -- batches of many lengths -----------------------------------------------------------------------
+
+T = TypeVar("T", bound=torch.Tensor)
+
+
+def pad_to_bucket(x: T, lengths: Iterable[int], *, value: float, dim: int = -1) -> T:
+    """`x`, padded at the end of dimension `dim` to the smallest of `lengths` that it fits.
+
+        lengths = (64, 128, 256)
+        tokens = pt.pad_to_bucket(tokens, lengths, value=0)
+        targets = pt.pad_to_bucket(targets, lengths, value=-100)    # cross_entropy's ignore_index
+        loss = step(tokens, targets)
+
+    A step is then captured once for each length. The mean loss does not change if two conditions
+    hold: targets are padded with a value that the loss ignores, and no position of the model reads
+    later ones (a causal transformer). If positions read all others (attention without a mask, a
+    mean or a batch norm over the length), pass the model a mask, padded with `value=False`.
+
+    Args:
+        x: a tensor, or a DTensor that is not split along `dim`.
+        lengths: in elements, in any order.
+        value: the value of the padding.
+
+    Returns:
+        The padded tensor; `x` itself if it has one of the lengths.
+
+    Raises:
+        ValueError: `x` is longer than all of `lengths`, or has no dimension `dim`.
+    """
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(
+            f"pad_to_bucket: a tensor of shape {tuple(x.shape)} has no dimension {dim}"
+        )
+    have, sizes = x.shape[dim], sorted(lengths)
+    fitting = [n for n in sizes if n >= have]
+    if not fitting:
+        raise ValueError(f"pad_to_bucket: {have} elements are more than the longest of {sizes}")
+    more = fitting[0] - have
+    if not more:
+        return x
+    behind = x.dim() - 1 - dim % x.dim()  # dimensions behind it, of which F.pad is told first
+    padded: Any = F.pad(x, (0, 0) * behind + (0, more), value=value)
+    return padded

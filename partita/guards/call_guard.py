@@ -1,0 +1,168 @@
+"""The guard of a call: is a call like the last one?
+
+To describe hundreds of tensors takes longer than a small step computes. But most calls find the
+same tensor objects in the same storages as the call before, which identity comparisons show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import repeat
+from operator import is_
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as Local
+
+from partita.capture.fakes import local_of
+
+from .arguments import LEAVES, flatten_call
+from .conditions import Condition, Conditions
+from .guards import TensorGuard, active_modes, kind_of_tensor
+from .values import AttributesAndHooks, argument_key
+
+if TYPE_CHECKING:
+    from partita.capture.capture_context import Slot
+
+    from .captured_program import CapturedProgram
+    from .inputs import State
+
+
+class CallGuard:
+    """One call, with which later ones are compared.
+
+    Args:
+        slots: of what the step reaches: `state.slots`, and those of optimizers that are there now.
+        state: what the step reaches.
+        tensors: the leaves of the call, as `tensors_of_call` gives them.
+        program: that it runs.
+
+    Attributes:
+        usable: can calls be compared with this one? Not where one tensor is two arguments, nor
+            where a module holds a tensor with a history (a gathered parameter), which a guard
+            must not keep alive.
+    """
+
+    def __init__(
+        self,
+        args: Any,
+        kwargs: Any,
+        slots: Sequence[Slot],
+        state: State,
+        tensors: Sequence[Any],
+        program: CapturedProgram,
+    ):
+        self.program = program
+        arguments, self._structure = flatten_call((args, kwargs))
+        self._flat = not kwargs and LEAVES.issuperset(map(type, args))
+        count = len(tensors) - len(arguments)
+        self._held = list(tensors[:count])
+        new = [id(a) for a in arguments if isinstance(a, torch.Tensor)]
+        whole = len(slots) == count and all(isinstance(t, torch.Tensor) for t in self._held)
+        self._ids = {id(t) for t in self._held}
+        with Local():
+            self.usable = (
+                whole
+                and len(set(new)) == len(new)
+                and self._ids.isdisjoint(new)
+                and all(t.is_leaf for t in self._held)
+                and (program.guards is None or program.guards.reads_only(count))
+            )
+        if not self.usable:
+            self._held = []
+            return
+        self._tensors = TensorGuard(slots, self._held)
+        self._arguments = [_kind_of(a) for a in arguments]
+        self._modes = active_modes()
+        self._marks = AttributesAndHooks(self._held)
+        # The guards look into attributes of the tensors of the capture alone.
+        if self._marks.may_change_within({id(i.tensor) for i in program.inputs}):
+            self.usable = False
+        self._modules = [*map(vars, state.parts)]
+        self._training = [held.get("training") for held in self._modules]
+        self._optimizers = [
+            (o, o.state, [*o.state], [*o.state.values()], [*map(len, o.state.values())])
+            for o in state.optimizers.values()
+        ]
+        self._inputs = [self._find_fixed_input(i.kind, i.index, count) for i in program.taken]
+        unfixed = [(at, i) for at, i in enumerate(program.taken) if self._inputs[at] is None]
+        kept = program.numbers_to_keep
+        self._new = [(at, given) for at, given in unfixed if given not in kept]
+        self._numbers = [(at, given) for at, given in unfixed if given in kept]
+        self._values: list[Any] = [None for _ in self._numbers]
+        asked = [c for c in program.conditions if isinstance(c, Condition)]
+        self._asked = [*dict.fromkeys(given for c in asked for given in c.numbers)]
+        self._answered: list[Any] = []
+        self._others = Conditions(c for c in program.conditions if c not in asked)
+
+    def _find_fixed_input(self, kind: str, index: int, count: int) -> torch.Tensor | None:
+        """The local tensor of an input that has the same memory in each call; None of others."""
+        if kind in ("parameter", "buffer", "optimizer", "value") and 0 <= index < count:
+            return local_of(self._held[index])
+        return None
+
+    def tensors(self, args: Any, kwargs: Any) -> list[Any] | None:
+        """The leaves of a call like this one; None where it differs."""
+        if self._flat and not kwargs and LEAVES.issuperset(map(type, args)):
+            if len(args) != len(self._arguments):
+                return None
+            arguments = [*args]
+        else:
+            arguments, structure = flatten_call((args, kwargs))
+            if structure != self._structure:
+                return None
+        if active_modes() != self._modes:
+            return None
+        if not self._as_before():
+            return None
+        new = [id(a) for a in arguments if isinstance(a, torch.Tensor)]
+        if len(set(new)) < len(new) or not self._ids.isdisjoint(new):
+            return None
+        if [_kind_of(a) for a in arguments] != self._arguments:
+            return None
+        tensors = self._held + arguments
+        return tensors if self._has_met_conditions(tensors) else None
+
+    def _has_met_conditions(self, tensors: list[Any]) -> bool:
+        """Do the program's conditions hold? Those on numbers do for the same number objects."""
+        numbers = [given.number(tensors) for given in self._asked]
+        if len(numbers) == len(self._answered) and all(map(is_, numbers, self._answered)):
+            return self._others.failed(tensors) is None
+        holds = self.program.conditions.failed(tensors) is None
+        self._answered = numbers if holds else []
+        return holds
+
+    def inputs(self, tensors: Sequence[Any]) -> list[torch.Tensor]:
+        """The values of the program's inputs in a call with these leaves."""
+        for i, (at, given) in enumerate(self._numbers):
+            value = given.number(tensors)
+            if value is not self._values[i]:
+                self._values[i], self._inputs[at] = value, given.now(tensors)
+        found: list[Any] = self._inputs.copy()
+        for at, given in self._new:
+            found[at] = given.now(tensors)
+        return found
+
+    def _as_before(self) -> bool:
+        """Are guards, training flags, optimizers and state tensors as in this call?"""
+        assert self.program.guards is not None
+        if not self.program.guards.hold(self._held, are_the_same=True):
+            return False
+        if not all(map(is_, map(dict.get, self._modules, repeat("training")), self._training)):
+            return False
+        for optimizer, state, keys, entries, counts in self._optimizers:
+            if optimizer.state is not state or len(state) != len(keys):
+                return False
+            if not (all(map(is_, state, keys)) and all(map(is_, state.values(), entries))):
+                return False
+            if [*map(len, entries)] != counts:
+                return False
+        return self._tensors.same() and self._marks.unchanged()
+
+
+def _kind_of(value: Any) -> tuple[Any, ...]:
+    """What a program is made for, of one leaf of a call."""
+    if not isinstance(value, torch.Tensor):
+        return argument_key(value)  # type: ignore[no-any-return]
+    with Local():  # or each attribute of a DTensor would enter it for itself
+        return (*kind_of_tensor(value), value.stride())

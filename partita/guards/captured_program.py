@@ -1,0 +1,405 @@
+"""Captured programs: how a call runs one, what ranks compare before it, and what ledgers are told.
+
+`run` runs the graph and puts its outputs where the step would have put them: into slots, `.grad`,
+the result. Conditions, guards and answers say when the program may run instead of the step. Plain
+tensors that are used with DTensors must be equal on all ranks: what leads to them is a small graph
+(`ReplicatedInputCheck`), which runs before the first run, and before each under `check_ranks()`. A
+graph's moves are known beforehand, so that a run costs nothing where no ledger and no `strict()`
+listens.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+from torch._C import DisableTorchFunctionSubclass as Local
+
+from partita.capture.block_choice import BlocksTraced
+from partita.comm import Record, Wire, agree, is_alone, user_line
+from partita.comm.device import accelerator_indices, default_generator
+from partita.graph.backend.executor import function_of
+from partita.graph.graph_nodes import Note, extract_graph, is_collective, note_of
+from partita.graph.program import Input, Program, ResultPlace
+from partita.graph.step_forms import CapturedForms, FormSearch
+from partita.graph.step_report import changes_of
+from partita.layout import Fix, LayoutError
+from partita.layout.text import human
+from partita.tensor.dtensor import checksum, tagged
+from partita.tensor.dtensor_gradients import clear_gradients
+from partita.tensor.origins import note_origin
+from partita.tensor.uneven_pieces import give_room
+
+from . import Guards, Write
+from .answers import Answers
+from .arguments import unflatten_call
+from .conditions import Conditions, Sharing
+
+
+@dataclass(eq=False)
+class CapturedProgram(Program):
+    """A captured step.
+
+    Attributes:
+        compared: plain values used with DTensors, which ranks compare before the first run.
+        conditions: on its inputs: numbers, gradients, facts of tensors.
+        guards: on what the step read of Python at capture.
+        writes: what the step changes in Python objects, the same in each call.
+        trained: index and value, where the step sets `requires_grad` of a leaf of the call.
+        answers: to what is asked of values, for which the program was made.
+        blocks: how its blocks were traced.
+        work: its matrix products, for ledgers.
+        captured: the program before any pass.
+        search: finds how it is rewritten for a smaller budget, until it is compiled.
+        sharing: finds inputs that overlap one that is written.
+        asked: computes the numbers among the answers: with others the graph could not run.
+        holds_writes: True while the writes that its capture has made stand, before its first run.
+    """
+
+    compared: ReplicatedInputCheck | None = None
+    conditions: Conditions = field(default_factory=Conditions)
+    guards: Guards | None = None
+    writes: list[Write] = field(default_factory=list)
+    trained: list[tuple[int, bool]] = field(default_factory=list)
+    answers: Answers = field(default_factory=Answers)
+    blocks: BlocksTraced = field(default_factory=BlocksTraced)
+    work: list[tuple[str, str, tuple[str, ...], float]] = field(default_factory=list)
+    captured: CapturedForms | None = field(init=False, default=None)
+    search: FormSearch | None = field(init=False, default=None)
+    sharing: Sharing = field(init=False)
+    asked: SideGraph | None = None
+    holds_writes: bool = True
+
+    @cached_property
+    def changes(self) -> list[Any]:
+        """What each pass did to the graph. The passes run again, which may take seconds."""
+        assert self.captured is not None
+        return [*changes_of(self.captured)]
+
+    @cached_property
+    def _compute_asked(self) -> Callable[..., Sequence[torch.Tensor]]:
+        assert self.asked is not None
+        return function_of(self.asked.graph, self.groups)
+
+    def undo_writes(self) -> None:
+        """Put back what the capture has changed in Python objects, until a run has changed it."""
+        for write in reversed(self.writes) if self.holds_writes else ():
+            write.undo()
+        self.holds_writes = False
+
+    def compare(self, tensors: Sequence[Any]) -> None:
+        """Raise on all ranks if a number, or a plain value used with DTensors, differs."""
+        numbers = [i for i in self.inputs if i.kind == "number"]
+        for wire in self.wires if numbers else ():
+            agree(
+                "compile",
+                "; ".join(f"{i.name} = {float(i.number(tensors))!r}" for i in numbers),
+                wire,
+                fact="the ranks bring other numbers to a step",
+                reason="a number is one value, equal on every rank",
+                fixes=(Fix("the same number", "on every rank, or a tensor that is split"),),
+            )
+        if self.compared is not None:
+            self.compared.check(tensors, function_of(self.compared.side.graph, self.groups))
+
+    def prepare_memory(self, tensors: Sequence[Any]) -> None:
+        """Look at the memory of state, which may have been exchanged since the last call.
+
+        Uneven shards get room for their padding, and `sharing` notes the storages.
+        """
+        for i, border in self.entering.items():
+            if border.in_place:
+                held = tensors[self.inputs[i].index]
+                give_room(held.grad if self.inputs[i].kind == "gradient" else held)
+        self.sharing.note_held(tensors)
+
+    def run(self, tensors: Sequence[Any], inputs: Sequence[torch.Tensor] | None = None) -> Any:
+        """Run it in a call with these leaves, and put its outputs where the step puts them.
+
+        Args:
+            inputs: as for `run_graph`.
+
+        Returns:
+            The step's result; or an `OtherAnswers` where this call's answers differ from the
+            program's. Nothing has changed then, and generators are as they were.
+        """
+        if self.asked is not None:
+            numbers = self.asked.compute(tensors, self._compute_asked)
+            otherwise = self.answers.compare_numbers([int(t) for t in numbers])
+            if otherwise is not None:
+                return otherwise
+        if self.answers.values:
+            generators = map(default_generator, self.draws_on)
+            before = [(generator, generator.get_state()) for generator in generators]
+            found = self.run_graph(tensors, inputs)
+            at = [output.kind for output in self.given].index("answers")
+            otherwise = self.answers.compare(found[at].tolist())
+            if otherwise is not None:
+                for generator, state in before:
+                    generator.set_state(state)
+                return otherwise
+        else:
+            found = self.run_graph(tensors, inputs)
+        clear_gradients([tensors[i] for i in self.cleared])
+        leaves: list[Any] = []
+        made: dict[int, Any] = {}
+        value: Any
+        for i, (output, value) in enumerate(zip(self.given, found, strict=True)):
+            if output.asks_gradient:  # of an input an alias: the input itself is the caller's
+                value = (value.detach() if i in self.given_back else value).requires_grad_()
+            if output.spec is not None:
+                value = tagged(value, output.spec)
+                if output.spec.has_noted_origin:
+                    note_origin(value, output.spec.wire)
+            if output.scalar and isinstance(value, torch.Tensor):  # else a constant of the step
+                value = value.item()
+            if output.retains_grad and value.requires_grad:  # else its history was used up
+                value.retain_grad()
+            made[output.tensor] = value
+            if output.kind == "result":
+                leaves.append(value)
+            elif output.kind == "gradient":
+                tensors[output.index].grad = value
+            elif output.kind == "left gradient":
+                made[output.index].grad = value
+            elif output.kind == "slot":
+                assert output.slot is not None
+                output.slot.put(value)
+        for write in self.writes:
+            write.redo()
+        self.holds_writes = False
+        for i, flag in self.trained:
+            tensors[i].requires_grad_(flag)
+        of = {"result": leaves, "input": tensors}
+        whole = [of[c.source][c.index] if type(c) is ResultPlace else c for c in self.constants]
+        return unflatten_call(whole, self.result)
+
+
+# -- the check of replicated inputs ----------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class SideGraph:
+    """A part of a captured graph without writes, which is run by itself.
+
+    Attributes:
+        graph: computes values.
+        inputs: of the graph.
+    """
+
+    graph: fx.GraphModule
+    inputs: list[Input]
+
+    def compute(
+        self, tensors: Sequence[Any], run: Callable[..., Sequence[torch.Tensor]]
+    ) -> Sequence[torch.Tensor]:
+        """The values in a call with the leaves `tensors`; random generators stay as they are.
+
+        Args:
+            run: runs the graph.
+        """
+        given = [i.now(tensors) for i in self.inputs]
+        borders = [i.border for i in self.inputs]
+        given = [x if b is None else b.enter(x) for x, b in zip(given, borders, strict=True)]
+        with torch.random.fork_rng(devices=accelerator_indices(given)), Local(), torch.no_grad():
+            return run(*given)
+
+
+@dataclass(eq=False)
+class ReplicatedInputCheck:
+    """The plain values that are used with DTensors.
+
+    Eager compares one the first time that a line uses it so. During capture there is no value: what
+    leads to it is copied into a graph of its own.
+
+    Attributes:
+        side: computes them.
+        said: for each value its name ("" if the step makes it) and the user's line.
+        wires: for each value, the wire on whose ranks it has to be equal.
+    """
+
+    side: SideGraph
+    said: list[tuple[str, str]]
+    wires: list[Wire]
+
+    def check(self, tensors: Sequence[Any], run: Callable[..., Sequence[torch.Tensor]]) -> None:
+        """Raise on all ranks if one of the values differs between two of them.
+
+        Args:
+            tensors: the leaves of the call.
+            run: runs the graph.
+        """
+        if all(map(is_alone, self.wires)):  # a dry mesh, whose device may not be there either
+            return
+        values = self.side.compute(tensors, run)
+        for wire in dict.fromkeys(self.wires):
+            mine = [i for i, w in enumerate(self.wires) if w is wire]
+            checksums = wire.gather_ints(
+                tuple(n for i in mine for n in checksum(values[i])), "plain tensors of a program"
+            )
+            for rank, theirs in enumerate(checksums):
+                for place, i in enumerate(mine):
+                    at = slice(3 * place, 3 * place + 3)
+                    if theirs[at] != checksums[0][at]:
+                        raise _make_difference_error(*self.said[i], rank)
+
+
+def _make_difference_error(name: str, line: str, rank: int) -> LayoutError:
+    what = f"{name}, a plain tensor" if name else "a plain tensor that the step makes,"
+    return LayoutError(
+        f"compile: {what} next to DTensors, differs between ranks 0 and {rank}",
+        place=line,
+        reason="a plain tensor is taken as one whole value, equal on every rank",
+        fixes=(
+            Fix("pt.DTensor.from_local(t, mesh, placements)", "a rank's piece"),
+            Fix("pt.distribute_tensor(t, mesh, placements)", "to take rank 0's"),
+        ),
+    )
+
+
+def extract_compared(
+    made: fx.GraphModule,
+    given: Mapping[fx.Node, Input],
+    values: Sequence[tuple[fx.Node, Wire]],
+    line: str,
+) -> ReplicatedInputCheck | None:
+    """Copy what computes `values` in a graph without writes; None where there are none.
+
+    Args:
+        given: the graph's inputs by node.
+        values: (node, wire) for each; nodes that are erased, being unused, are left out.
+        line: the user's line, for values that are inputs.
+    """
+    there = set(made.graph.nodes)
+    values = [(n, w) for n, w in dict.fromkeys(values) if n in there]
+    if not values:
+        return None
+    return ReplicatedInputCheck(
+        extract_values(made, given, [n for n, _ in values]),
+        [(given[n].name, line) if n in given else ("", _line_of_node(n)) for n, _ in values],
+        [w for _, w in values],
+    )
+
+
+def extract_values(
+    made: fx.GraphModule, given: Mapping[fx.Node, Input], values: Sequence[fx.Node]
+) -> SideGraph:
+    """Copy what computes `values` in a graph without writes.
+
+    Args:
+        given: the graph's inputs by node.
+    """
+    needed = set(values)
+    for node in reversed(made.graph.nodes):
+        if node in needed:
+            needed.update(node.all_input_nodes)
+    graph = extract_graph(made, needed, values)
+    return SideGraph(graph, [i for n, i in given.items() if n in needed])
+
+
+def extract_answers(program: CapturedProgram, numbers: Sequence[int]) -> SideGraph:
+    """Copy what computes some of the answers in a program's graph, by their numbers."""
+    graph = program.graph.graph
+    at = [output.kind for output in program.outputs].index("answers")
+    (end,) = graph.find_nodes(op="output")
+    answers = end.args[0][at].args[0]
+    given = dict(zip(graph.find_nodes(op="placeholder"), program.inputs, strict=True))
+    return extract_values(program.graph, given, [answers[i] for i in numbers])
+
+
+def _line_of_node(node: fx.Node) -> str:
+    while node.target is operator.getitem:
+        node = node.all_input_nodes[0]
+    return note_of(node).source
+
+
+# -- what ledgers, strict() and check_ranks() are told ---------------------------------------------
+
+
+def list_sent_moves(program: Program) -> list[Record]:
+    """The records of moves that send, in the order in which they begin; one for each bucket."""
+    found: dict[Any, Record] = {}
+    for i, border in program.entering.items():
+        given = program.inputs[i]
+        for axes, nbytes in border.moves(given.tensor.element_size()):
+            found[given, axes] = Record(
+                *("all_gather", axes, nbytes, given.name, "", "padding", border.wire.rank)
+            )
+    for node in program.graph.graph.nodes:
+        if is_collective(node):
+            note = note_of(node)
+            wire, axes = program.groups[str(node.args[-1])]
+            # On some backends a move is several collectives.
+            found.setdefault(
+                (note.move, note.phase, note.reason) if note.move else id(note),
+                _record_of_note(note, wire, axes),
+            )
+    return [*found.values()]
+
+
+_SAME_IN_RECORD = ("nbytes", "op", "source", "reason", "before", "after")
+
+
+def _record_of_note(note: Note, wire: Wire, axes: tuple[str, ...]) -> Record:
+    same: dict[str, Any] = {name: getattr(note, name) for name in _SAME_IN_RECORD}
+    return Record(note.kind or "collective", note.axes or axes, rank=wire.rank, **same)
+
+
+def record_moves(program: Program) -> None:
+    """Add the moves of a program to the ledgers.
+
+    Raises:
+        LayoutError: it makes an implicit move, and `strict()` forbids it.
+    """
+    scope = program.scope
+    if scope is None or not scope.busy:
+        return
+    if program.carried is None:
+        program.carried = list_sent_moves(program)
+    if scope.strict:
+        for move in program.carried:
+            if move.reason == "implicit":
+                raise _make_strict_error(move)
+    for log in scope.ledgers:
+        log.moves += program.carried
+
+
+def announce_run(program: CapturedProgram, title: str, tensors: Sequence[Any]) -> None:
+    """Tell ledgers, `strict()` and `check_ranks()` of a program that is going to run: the records
+    that the same moves give in eager.
+
+    Args:
+        title: how errors call the step.
+        tensors: the leaves of the call.
+
+    Raises:
+        LayoutError: `strict()` forbids it, or ranks differ under `check_ranks()`.
+    """
+    assert program.scope is not None
+    if program.scope.check is not None:
+        for wire in program.wires:
+            wire.check(f"compiled {title} runs {program.key[:16]} at {user_line()}")
+        program.compare(tensors)
+    record_moves(program.runs)
+    for log in program.scope.ledgers:  # which count who repeats matrix products
+        for op, source, axes, operations in program.work:
+            log.note_work(program.wires[0].rank, op, source, axes, operations)
+
+
+def _make_strict_error(move: Record) -> LayoutError:
+    return LayoutError(
+        f"{move.op} needs an implicit {move.kind} over {' '.join(move.axes)}, and strict() "
+        "forbids it",
+        place=move.source,
+        operands=(f"{move.before}  would become  {move.after}",) if move.before else (),
+        reason="under strict() only what the program asks for is sent, by a graph too",
+        fixes=(
+            Fix(f"redistribute before {move.op}", f"{move.kind} {human(move.nbytes)}"),
+            Fix("leave strict() around the step"),
+        ),
+    )

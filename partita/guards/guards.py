@@ -1,0 +1,841 @@
+"""Guards: may a program be used for another call, and if not, why is the step captured again?
+
+A call has a signature (`signature_of`): the metadata of its tensors and of those that the step
+reaches, the keys of other arguments, torch's modes. Calls of equal signatures may run one program,
+if its guards hold: `Guards`, of what the step read of Python, and `TensorGuard`. `Guards.hold`
+first compares object identities, in a few passes that run in C; places that hold or reach other
+objects than before are then compared by type and content. What differs becomes the reason, as text:
+"x: shape (8, 4) became (6, 4); cfg['k']: 1 became 4" (`History`).
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from itertools import chain, compress, cycle, islice, repeat
+from operator import call, getitem, is_, is_not
+from types import MappingProxyType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as Local
+from torch.overrides import _pop_mode_temporarily
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from partita.comm import enabled_autocast_dtypes, read_autocast_state
+from partita.tensor.dtensor import DTensor, short_dtype
+from partita.tensor.dtensor_gradients import user_hooks_of
+from partita.tensor.tensor_state import state_of
+
+from .arguments import flatten_call
+from .record import count_own_attributes
+from .torch_settings import SETTINGS, read_settings
+from .values import (
+    INSIDE,
+    MISSING,
+    OWN_ATTRIBUTES,
+    ByIdentity,
+    ByType,
+    ContainerKey,
+    ContentWalk,
+    EntriesKey,
+    LeafKey,
+    Place,
+    argument_key,
+    brief,
+    content_key,
+    find_difference,
+    find_last_leaf,
+    forget_leaves,
+    is_user_module,
+    shorten_text,
+    text_of,
+    user_attributes_of,
+    whole_key,
+)
+
+if TYPE_CHECKING:
+    from partita.capture.capture_context import Slot
+    from partita.graph.program import Input
+
+    from .inputs import State
+
+_INSIDE = frozenset(INSIDE)
+
+# -- guards of what was read -----------------------------------------------------------------------
+
+
+class Guards:
+    """What must be unchanged for a program to run again.
+
+    Args:
+        places: what the step read; the values of now are expected there.
+        types: objects whose type was read, with the type.
+        inputs: what of this the graph has as inputs.
+        huge: containers that are not compared deeply.
+        classes: classes whose number of attributes is guarded: a new one may hide another.
+        namespaces: name, variables and read names (None for all) of modules, functions and
+            objects: of the read names none may be added or removed.
+        owners: name and object, where attributes were read: its `__dict__`, the home of these
+            places, must stay the same one.
+    """
+
+    def __init__(
+        self,
+        places: Sequence[Place],
+        types: Sequence[tuple[Any, type]] = (),
+        inputs: ReadInputs | None = None,
+        huge: Sequence[Any] = (),
+        classes: Sequence[type] = (),
+        namespaces: Sequence[tuple[str, dict[str, Any], frozenset[str] | None]] = (),
+        owners: Sequence[tuple[str, Any]] = (),
+    ):
+        self._arguments = (places, types, inputs, huge, classes, namespaces, owners)
+        self._places, self._classes = places, classes
+        self._inputs = inputs or ReadInputs()
+        self._huge = {id(value): value for value in huge}
+        self._objects = [o for o, _ in types]
+        self._types = [t for _, t in types]
+        self._namespaces = [
+            (name, held, names, _select_names(held, names)) for name, held, names in namespaces
+        ]
+        self._namespace_dicts = [held for _, held, _ in namespaces]
+        self._class_dicts = [vars(kind) for kind in classes]
+        self._class_sizes = [*map(count_own_attributes, classes)]
+        self._owner_names, self._owners = [name for name, _ in owners], [o for _, o in owners]
+        self._dicts = [*self._read_dicts()]
+        modules = [held for held in self._dicts if held.keys() >= _INSIDE]
+        self._modules = [held for held in modules for _ in INSIDE]
+        self._inside = [*map(dict.get, self._modules, cycle(INSIDE))]
+        self._keys: list[Any] = [None for _ in places]
+        self._parts: dict[int, Parts] = {}  # of each place, what may change in place
+        self._shared: set[int] = set()  # ids of parts that were met more than once
+        self._moving: set[int] | None = None  # places in which parts have been other objects
+        self._met: dict[int, list[int]] = {}  # of each place, ids of its parts as they were met
+        walk = self._make_walk(self._inputs.leaves)
+        found = {}
+        for at in range(len(places)):
+            self._keys[at], found[at] = self._look_at(at, walk)
+        last_leaves = {at: find_last_leaf(key) for at, key in enumerate(self._keys)}
+        self._last_leaf = max(last_leaves.values(), default=-1)
+        self._of_leaves = {at for at, last in last_leaves.items() if last >= 0}
+        self._choose_comparisons()
+        self._expect_objects(found, walk, set())
+        self._sharing = self._find_sharing()
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def as_of_now(self) -> Guards:
+        """Guards of the same places, which expect the values of now."""
+        places, types = self._arguments[:2]
+        return Guards(places, [(o, type(o)) for o, _ in types], *self._arguments[2:])
+
+    def digest(self) -> int:
+        """A hash of what is expected: equal for captures that have read the same of Python."""
+        return hash((tuple(place.name for place in self._places), tuple(self._keys)))
+
+    def reads_only(self, count: int) -> bool:
+        """True if all tensors that were read are among the first `count` leaves of the call."""
+        return self._last_leaf < count
+
+    def hold(self, leaves: Sequence[Any] = (), are_the_same: bool = False) -> bool:
+        """True if everything is as expected, and each tensor that was read is the leaf of the call
+        that was read in its place. The next call is then compared with the objects of now.
+
+        Args:
+            leaves: of the call.
+            are_the_same: those that were read are the same tensors as in the last call.
+        """
+        moved = self._find_moved()
+        if not moved and are_the_same and self._have_same_names():
+            return True
+        if self._list_other_names():
+            return False
+        walk = self._make_walk(find_first_leaves(leaves))
+        found = {}
+        for at in sorted(moved if are_the_same else moved | self._of_leaves):
+            key, found[at] = self._look_at(at, walk)
+            if key != self._keys[at]:
+                return False
+        if moved and self._find_sharing() != self._sharing:
+            return False
+        self._expect_objects(found, walk, {at for at in moved if found[at]})
+        return True
+
+    def _make_walk(self, leaves: Mapping[int, int]) -> ContentWalk:
+        inputs = self._inputs
+        return ContentWalk(False, inputs.find_numbers(), leaves, self._huge, inputs.written)
+
+    def _find_sharing(self) -> dict[int, tuple[int, ...]]:
+        """For each place, numbers of its parts: equal where two are one object."""
+        first: dict[int, int] = {}
+        return {
+            at: tuple([first.setdefault(part, len(first)) for part in self._met[at]])
+            for at in sorted(self._met)
+        }
+
+    def differences(self, leaves: Sequence[Any] | None, most: int = 3) -> list[str]:
+        """Up to `most` differences for a call, as text: "cfg['k']: 1 became 4".
+
+        Args:
+            leaves: of the call; None for all tensors to count as equal.
+        """
+        found = self._list_other_names()
+        walk = self._make_walk(find_first_leaves(leaves or ()))
+        for at, place in enumerate(self._places):
+            if len(found) >= most:
+                break
+            was = self._keys[at] if leaves is not None else forget_leaves(self._keys[at])
+            differs = find_difference(was, self._look_at(at, walk)[0])
+            if differs is not None:
+                found.append(f"{place.name}{differs[0]}: {differs[1]} became {differs[2]}")
+        return found[:most]
+
+    def _list_other_names(self) -> list[str]:
+        """The differences of types, and of the names in classes and namespaces."""
+        found = []
+        for owner, kind in zip(self._objects, self._types, strict=True):
+            if type(owner) is not kind:
+                found.append(f"a {kind.__name__} became a {type(owner).__name__}")
+        for kind, size in zip(self._classes, self._class_sizes, strict=True):
+            if (there := count_own_attributes(kind)) != size:
+                found.append(f"{kind.__name__}: {size} attributes became {there}")
+        for name, held, names, known in self._namespaces:
+            found += [f"{name}.{key} is new" for key in sorted(_select_names(held, names) - known)]
+        for name, held, now in zip(self._owner_names, self._dicts, self._read_dicts(), strict=True):
+            if now is not held:
+                found.append(f"{name}.__dict__ is another dictionary")
+        if not all(map(is_, map(dict.get, self._modules, cycle(INSIDE)), self._inside)):
+            found.append("the parameters, buffers or modules of a module are another dictionary")
+        return found
+
+    def _look_at(self, at: int, walk: ContentWalk) -> tuple[Any, Parts]:
+        """The key of what stands in a place now, and what in it may change in place."""
+        place, before = self._places[at], len(walk.changeable)
+        key = walk.make_part(place.value, place.home, place.key)
+        found = walk.changeable[before:]
+        if found or at in self._met:
+            self._met[at] = [id(part) for part, _ in found]
+        return key, {id(part): (part, key) for part, key in found}
+
+    def hold_by_identity(self) -> bool:
+        """Is everything the same objects?"""
+        return self._have_same_names() and not self._find_moved()
+
+    def _have_same_names(self) -> bool:
+        """Are all types the same, and as many names in classes and namespaces?"""
+        return (
+            all(map(is_, map(type, self._objects), self._types))
+            and [*map(len, self._class_dicts)] == self._class_sizes
+            and self._read_ends() == self._namespace_ends
+            and all(map(is_, self._read_dicts(), self._dicts))
+            and all(map(is_, map(dict.get, self._modules, cycle(INSIDE)), self._inside))
+        )
+
+    def _read_ends(self) -> list[Any]:
+        """The size and the last name of each namespace: a new name is the last."""
+        held = self._namespace_dicts
+        return [*map(len, held), *map(next, map(reversed, held), repeat(None))]
+
+    def _read_dicts(self) -> Iterator[Any]:
+        return map(object.__getattribute__, self._owners, repeat("__dict__"))
+
+    def _read_objects(self) -> Iterator[Any]:
+        """The objects in the places that are compared by identity."""
+        entries = map(dict.get, self._entry_homes, self._entry_keys, repeat(MISSING))
+        return chain(entries, map(call, self._getters))
+
+    def _find_moved(self) -> set[int]:
+        """The places that hold, or reach, other objects than before. All others are as expected."""
+        moved: set[int] = set()
+        if not all(map(is_, self._read_objects(), self._were)):
+            moved.update(compress(self._watched, map(is_not, self._read_objects(), self._were)))
+        if not self._resting_items.unchanged():
+            moved.update(self._resting_items.find_changed())
+        if self._moving:
+            moved.update(self._moving_items.find_changed())
+        for at, kind in self._typed:
+            if _type_of(self._places[at].value) is not kind:
+                moved.add(at)
+        for at in self._answers:
+            if content_key(self._places[at].value) != self._keys[at]:
+                moved.add(at)
+        if not moved:
+            return moved
+        parts = self._parts  # what others share with these has moved there too
+        while shared := self._shared.intersection(chain(*[parts.get(at, ()) for at in moved])):
+            more = {at for at, there in parts.items() if not shared.isdisjoint(there)}
+            if more <= moved:
+                break
+            moved |= more
+        return moved
+
+    def _choose_comparisons(self) -> None:
+        """Choose for each place how `hold_by_identity` compares it, which its key says."""
+        # What has no lasting identity is compared by type or content each time.
+        self._typed: list[tuple[int, type]] = []
+        self._answers: list[int] = []
+        entries, others = [], []
+        for at, (place, key) in enumerate(zip(self._places, self._keys, strict=True)):
+            if key is torch.Tensor or isinstance(key, ByType):
+                self._typed.append((at, _type_of(place.value)))
+            elif isinstance(key, LeafKey) and place.identity in self._inputs.slots:
+                continue  # `TensorGuard` compares it
+            elif place.get is None:
+                entries.append(at)
+            elif place.key == "()" and not isinstance(key[-1], ByIdentity):
+                self._answers.append(at)  # each is a new object
+            else:
+                others.append(at)
+        self._watched = entries + others
+        self._entry_homes = [self._places[at].home for at in entries]
+        self._entry_keys = [self._places[at].key for at in entries]
+        self._getters: list[Any] = [self._places[at].get for at in others]
+
+    def _expect_objects(self, found: dict[int, Parts], walk: ContentWalk, moving: set[int]) -> None:
+        """Store the objects of now, for `hold_by_identity`.
+
+        Args:
+            found: the parts of the places that `walk` has compared.
+            moving: of these the ones whose parts are watched apart, since they will move again.
+        """
+        self._parts |= {at: parts for at, parts in found.items() if parts}
+        if walk.shared:
+            known = chain.from_iterable(self._parts.values())
+            self._shared = (self._shared | walk.shared).intersection(known)
+        self._were = [*self._read_objects()]
+        self._namespace_ends = self._read_ends()
+        before, self._moving = self._moving, moving.union(self._moving or ())
+        if self._moving != before:
+            resting = self._parts.keys() - self._moving
+            self._resting_items = WatchedItems({at: self._parts[at] for at in resting})
+        self._moving_items = WatchedItems({at: self._parts[at] for at in self._moving})
+
+
+def _select_names(held: dict[str, Any], names: frozenset[str] | None) -> Set[str]:
+    """The names that variables have, of those that were read (None for all)."""
+    return {*held} if names is None else names & held.keys()
+
+
+@dataclass(frozen=True)
+class ReadInputs:
+    """The graph inputs among what the step read, and the containers that the program writes.
+
+    Attributes:
+        leaves: by id, the first index of each tensor among the leaves of the captured call.
+        slots: identities of the places in which `TensorGuard` compares the tensors.
+        numbers: those that stand in a slot or in a group of an optimizer.
+        written: ids of containers.
+    """
+
+    leaves: Mapping[int, int] = field(default_factory=dict)
+    slots: frozenset[tuple[int, Any]] = frozenset()
+    numbers: Sequence[Input] = ()
+    written: frozenset[int] = frozenset()
+
+    def find_numbers(self) -> dict[tuple[int, Any], int]:
+        """By the identity of the place where it stands now, the index of each number."""
+        return {given.place: i for i, given in enumerate(self.numbers)}
+
+
+def find_first_leaves(leaves: Sequence[Any]) -> dict[int, int]:
+    """By id, the first index of each tensor among the leaves of a call."""
+    last_first = reversed([*enumerate(leaves)])
+    return {id(t): i for i, t in last_first if isinstance(t, torch.Tensor)}
+
+
+Parts = dict[int, tuple[Any, Any]]
+"""What may change in place, with its key, by id."""
+
+
+class WatchedItems:
+    """What containers, arrays and their like hold now.
+
+    Args:
+        parts: of each place, what of these it reaches.
+    """
+
+    def __init__(self, parts: dict[int, Parts]):
+        self._empty: list[Any] = []
+        self._places_of_empty: list[list[int]] = []
+        self._sources: list[Any] = []  # of objects that are compared by identity
+        self._compared: list[tuple[Any, Any, list[int]]] = []  # by content, with key and places
+        self._places: list[list[int]] = []  # of each source
+        each: Parts = {}
+        places: dict[int, list[int]] = {}
+        for at, found in parts.items():
+            each |= found
+            for part_id in found:
+                places.setdefault(part_id, []).append(at)
+        for part_id, (part, key) in each.items():
+            self._watch(part, key, places[part_id])
+        self._lengths = [*map(len, self._sources)]
+        self._items = [*chain.from_iterable(self._sources)]
+
+    def _watch(self, part: Any, key: Any, places: list[int]) -> None:
+        if isinstance(part, (tuple, frozenset)):
+            return  # it cannot change
+        if isinstance(part, SimpleNamespace):
+            part = vars(part)
+        by_identity = isinstance(key, (ContainerKey, EntriesKey))
+        if not by_identity or isinstance(part, (MappingProxyType, functools.partial)):
+            self._compared.append((part, key, places))
+            return
+        if not len(part):
+            self._empty.append(part)
+            self._places_of_empty.append(places)
+            return
+        sources = [part, dict.values(part)] if isinstance(part, dict) else [part]
+        if isinstance(key, ContainerKey) and any(isinstance(k, ByType) for k in key.parts):
+            sources[-1] = _ItemsWithInputs(sources[-1], key)
+        self._sources += sources
+        self._places += [places for _ in sources]
+
+    def unchanged(self) -> bool:
+        """Are these the same objects?"""
+        return (
+            not any(self._empty)
+            and [*map(len, self._sources)] == self._lengths
+            and all(map(is_, chain.from_iterable(self._sources), self._items))
+            and all(content_key(part) == key for part, key, _ in self._compared)
+        )
+
+    def find_changed(self) -> Iterator[int]:
+        """The places that reach what holds something else now."""
+        yield from chain(*compress(self._places_of_empty, self._empty))
+        items = iter(self._items)
+        for source, length, places in zip(self._sources, self._lengths, self._places, strict=True):
+            were = [*islice(items, length)]
+            if len(source) != length or not all(map(is_, source, were)):
+                yield from places
+        for part, key, places in self._compared:
+            if content_key(part) != key:
+                yield from places
+
+
+class _ItemsWithInputs:
+    """The items of a container now; of those that are graph inputs the types, behind the others."""
+
+    def __init__(self, items: Any, key: ContainerKey):
+        self._items = items
+        self._are_inputs = [isinstance(part, ByType) for part in key.parts]
+        self._are_others = [not is_input for is_input in self._are_inputs]
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __iter__(self) -> Iterator[Any]:
+        types = map(type, compress(self._items, self._are_inputs))
+        return chain(compress(self._items, self._are_others), types)
+
+
+def _type_of(value: Any) -> type:
+    return torch.Tensor if isinstance(value, torch.Tensor) else type(value)
+
+
+# -- tensor guards ---------------------------------------------------------------------------------
+
+_base: Any = torch._C.TensorBase
+_dtype, _requires_grad = _base.dtype.__get__, _base.requires_grad.__get__
+_TENSOR_PROPERTIES = (_base.data_ptr, _base.size, _base.stride, _dtype, _requires_grad)
+
+
+class TensorGuard:
+    """The tensors in some slots, as they are now.
+
+    The same object may have another storage, shape, dtype or layout than before. There are four
+    tensors for each parameter, so each property is read of all tensors in one pass that runs in C.
+
+    Args:
+        tensors: of each slot, its tensor.
+    """
+
+    def __init__(self, slots: Sequence[Slot], tensors: Sequence[torch.Tensor]):
+        self._homes = [slot.home for slot in slots]
+        self._keys = [slot.key for slot in slots]
+        self._found = tensors
+        self._each = [*{id(t): t for t in tensors}.values()]
+        self._were = self._read_tensor_state()
+
+    def same(self) -> bool:
+        """True if the same tensors are there, and are what they were."""
+        try:
+            if not all(map(is_, map(getitem, self._homes, self._keys), self._found)):
+                return False
+        except (LookupError, AttributeError, ValueError):
+            return False  # an item, an attribute or a variable that held one is deleted
+        *now, specs = self._read_tensor_state()
+        *were, known = self._were
+        return now == were and all(map(is_, specs, known))
+
+    def _read_tensor_state(self) -> tuple[list[Any], ...]:
+        with Local():
+            specs = [*map(dict.get, map(vars, self._each), repeat("_spec"))]
+            return (*[[*map(read, self._each)] for read in _TENSOR_PROPERTIES], specs)
+
+
+# -- call signatures -------------------------------------------------------------------------------
+
+
+def signature_of(
+    state: State, tensors: list[Any], names: Sequence[str], call: Any
+) -> tuple[Any, ...]:
+    """The signature of a call: a tuple of (name, value...) for each part.
+
+    Args:
+        tensors, names: the leaves of what the step reaches, then those of the call; their names,
+            which say on which path each is found.
+        call: its (args, kwargs).
+    """
+    first: dict[int, int] = {}
+    arguments, structure = flatten_call(call)
+    parts: list[Any] = [("structure", structure), ("names", *names)]
+    for i, t in enumerate(tensors):
+        if not isinstance(t, torch.Tensor):
+            parts.append((f"value {i}", argument_key(t)))
+            continue
+        same = first.setdefault(id(t), i)
+        parts.append((f"tensor {i}", same, kind_of_tensor(t)))
+    parts += [(name, argument_key(value)) for name, value in state.settings()]
+    parts.append(("strides", *_strides_of_tensors(tensors, len(tensors) - len(arguments))))
+    parts.append(("modes", *active_modes()))
+    return tuple(parts)
+
+
+def _strides_of_tensors(tensors: list[Any], arguments: int) -> list[tuple[int, ...]]:
+    """The strides of arguments and of results of other steps, which may differ from call to call;
+    of the step's own tensors only where they are not contiguous.
+
+    Not of uneven pieces, which enter a graph contiguous and padded: whether a piece of one row, or
+    of none, is contiguous may differ between ranks, and all must find the same program.
+    """
+    with Local():
+        return [
+            ()
+            if enters_padded(t) or (i < arguments and t.is_leaf and t.is_contiguous())
+            else t.stride()
+            for i, t in enumerate(tensors)
+            if isinstance(t, torch.Tensor) and t.layout == torch.strided
+        ]
+
+
+def enters_padded(t: torch.Tensor) -> bool:
+    """True if a graph takes a piece padded, since the pieces of `t` are uneven."""
+    spec = t.__dict__.get("_spec")
+    return spec is not None and spec.is_uneven
+
+
+def kind_of_tensor(t: torch.Tensor) -> tuple[Any, ...]:
+    """What a program is made for, of a tensor: shape, layout, dtype, hooks, not strides."""
+    with Local():
+        attributes = t.__dict__
+        spec = attributes.get("_spec")
+        own: tuple[Any, ...] = ()
+        if attributes and not OWN_ATTRIBUTES.issuperset(attributes):
+            names = user_attributes_of(t)
+            own = tuple([(name, _attribute_key(attributes[name])) for name in names])
+        trained = _requires_grad(t)
+        hooks = user_hooks_of(_find_owner(t)) if trained else ()
+        shown = t.is_conj(), t.is_neg()
+        return (spec or t.shape, _dtype(t), trained, t.device, type(t), own, hooks, shown)
+
+
+def _find_owner(t: torch.Tensor) -> torch.Tensor:
+    """The tensor on which the user sets hooks: of a gathered one the parameter at rest."""
+    rest = state_of(t).gathered_from
+    return t if rest is None else rest[0]
+
+
+def _attribute_key(value: Any) -> Any:
+    return torch.Tensor if isinstance(value, torch.Tensor) else whole_key(value)
+
+
+# -- torch modes -----------------------------------------------------------------------------------
+
+# Private torch: the mode of `with torch.device(...)`.
+_Device = torch.utils._device.DeviceContext
+
+
+def active_modes() -> tuple[Any, ...]:
+    """The torch modes of now, as a hashable value."""
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        read_autocast_state(),
+        *read_settings(),
+        *map(_key_of_mode, function_modes()),
+    )
+
+
+def function_modes() -> list[Any]:
+    """The user's active TorchFunctionModes, the outermost first: their effect is in the graph."""
+    count = torch._C._len_torch_function_stack()
+    if not count:
+        return []
+    found = map(torch._C._get_function_stack_at, range(count))
+    return [m for m in found if isinstance(m, _Device) or is_user_module(type(m).__module__)]
+
+
+def hearing_modes() -> list[Any]:
+    """Those of `function_modes` that hear calls: `torch.device` says where tensors are made."""
+    return [mode for mode in function_modes() if not isinstance(mode, _Device)]
+
+
+@contextmanager
+def without_function_modes() -> Iterator[None]:
+    """Within, no TorchFunctionMode is active. Private torch: `_pop_mode_temporarily`."""
+    with ExitStack() as stack:
+        for _ in range(torch._C._len_torch_function_stack()):
+            stack.enter_context(_pop_mode_temporarily())
+        yield
+
+
+def find_unheard_mode() -> Any:
+    """A TorchDispatchMode of the user's that is active now, if there is one.
+
+    Private torch: the stack of modes.
+    """
+    if not torch._C._len_torch_dispatch_stack():  # type: ignore[attr-defined]
+        return None
+    active = _get_current_dispatch_mode_stack()
+    return next((mode for mode in active if is_user_module(type(mode).__module__)), None)
+
+
+def _key_of_mode(mode: Any) -> Any:
+    return mode.device if isinstance(mode, _Device) else ByIdentity(mode)
+
+
+# -- recompile reasons -----------------------------------------------------------------------------
+
+Description = dict[str, dict[str, str]]
+"""Of a call: for the name of each part, the text of each respect: {"x": {"shape": "(8, 4)"}}."""
+_FIRST_CALL = "the first call"
+_SHOWN = 3  # parts that differ, in a reason
+_REMEMBERED = 1000
+_IN_A_ROW = 3  # captures because of one value, after which it is taken for a counter
+
+
+def describe_call(
+    state: State, tensors: Sequence[Any], names: Sequence[str], call: Any
+) -> Description:
+    """The description of a call.
+
+    Args:
+        tensors, names: the tensors and values of the call, and their names.
+        call: its (args, kwargs).
+    """
+    found: Description = {}
+    first: dict[int, str] = {}
+    for name, value in zip(names, tensors, strict=True):
+        if isinstance(value, torch.Tensor):
+            found[name] = _describe_tensor(value, first.setdefault(id(value), name), name)
+        elif isinstance(value, float):  # an input: its value is no part of what it was made for
+            found[name] = {"value": f"a {type(value).__name__}"}
+        else:
+            found[name] = {"value": text_of(value)}
+    for name, value in state.settings():
+        found[name] = {"value": text_of(value)}
+    casts = map(short_dtype, enabled_autocast_dtypes(read_autocast_state()))
+    found["the mode"] = {
+        "gradients": "on" if torch.is_grad_enabled() else "off",
+        "inference mode": "on" if torch.is_inference_mode_enabled() else "off",
+        "autocast": ", ".join(casts) or "off",
+        **{name: str(value) for name, value in zip(SETTINGS, read_settings(), strict=True)},
+    }
+    found["the arguments"] = {"structure": str(pytree.tree_structure(call))}
+    return found
+
+
+def _describe_tensor(t: torch.Tensor, first: str, name: str) -> dict[str, str]:
+    found = {"shape": str(tuple(t.shape))}
+    with Local():
+        if isinstance(t, DTensor):
+            found["layout"] = t._spec.layout.brief()
+            found["mesh"] = str(t._spec.wire.mesh)
+        found |= {"dtype": short_dtype(t.dtype), "device": str(t.device)}
+        found["requires_grad"] = str(t.requires_grad)
+        strides = "contiguous" if enters_padded(t) or t.is_contiguous() else str(t.stride())
+        found["strides"] = strides
+        found |= {"conjugated": str(t.is_conj()), "negated": str(t.is_neg())}
+        grad = t.grad if t.requires_grad and t.is_leaf else None
+    found["gradient"] = "none" if grad is None else "there"
+    hooks = user_hooks_of(_find_owner(t)) if t.requires_grad else ()
+    names = user_attributes_of(t)
+    if hooks or names:
+        found |= {"hooks": ", ".join(map(brief, hooks)) or "none", "attributes": ", ".join(names)}
+    if first != name:
+        found["tensor"] = first
+    return found
+
+
+def _explain_difference(
+    now: Description,
+    leaves: Sequence[Any],
+    known: Iterable[tuple[Description, Guards | None]],
+) -> str:
+    """How a call differs from the most similar one that has a program; of several, the latest."""
+    nearest = min(
+        reversed([*known]), key=lambda other: _count_differences(now, other[0]), default=None
+    )
+    if nearest is None:
+        return _FIRST_CALL
+    was, guards = nearest
+    differences = _list_differences(now, was)
+    if guards is not None and len(differences) < _SHOWN:
+        names = {text.split(":")[0] for text in differences}
+        # Where leaves are new or gone, those of one index are not the same ones.
+        found = guards.differences(leaves if now.keys() == was.keys() else None, _SHOWN)
+        differences += [text for text in found if text.split(":")[0] not in names]
+    text = "; ".join(differences[:_SHOWN]) or "something is not as it was"
+    return text if len(differences) <= _SHOWN else f"{text}; and {len(differences) - _SHOWN} more"
+
+
+def _count_differences(now: Description, was: Description) -> int:
+    return sum(
+        len(now.get(name, {}).items() ^ was.get(name, {}).items()) for name in {**now, **was}
+    )
+
+
+def _list_differences(now: Description, was: Description) -> list[str]:
+    found = []
+    for name in dict.fromkeys([*now, *was]):
+        before, after = was.get(name, {}), now.get(name, {})
+        if not before or not after:
+            found.append(f"{name} is {'new' if after else 'gone'}")
+        elif before != after:
+            found.append(f"{name}: {_describe_change(before, after)}")
+    return found
+
+
+def _describe_change(was: dict[str, str], now: dict[str, str]) -> str:
+    """The first respect in which two descriptions of a part differ."""
+    for what in dict.fromkeys([*was, *now]):
+        before, after = was.get(what), now.get(what)
+        if before == after:
+            continue
+        if what == "value":
+            return f"{shorten_text(str(before))} became {shorten_text(str(after))}"
+        if what == "structure":
+            return "put together in another way"
+        if what == "mesh" or (what == "layout" and None in (before, after)):
+            return "a plain tensor became a DTensor" if after else "a DTensor became a plain tensor"
+        if what == "tensor":
+            return f"the same tensor as {after}" if after else f"not the same tensor as {before}"
+        return f"{what} {before} became {after}"
+    raise AssertionError("they are equal")
+
+
+_READ_AS_NUMBER = re.compile(r"is read as a number| == -?[\d.e+-]+ at ")
+"""Says in a reason that the value of a float is in the program, which is for that value alone."""
+
+
+class History:
+    """The captures of one step, and their reasons. Warns where a step is captured too often.
+
+    Args:
+        what: the step's name, in warnings.
+
+    Attributes:
+        reasons: of the last `_REMEMBERED` captures.
+    """
+
+    def __init__(self, what: str):
+        self.what = what
+        self.reasons: list[str] = []
+        self._described: dict[Any, tuple[Description, Guards | None]] = {}
+        self._identities: dict[Any, int] = {}  # of each described program, a hash of its conditions
+        self._dropped: set[int] = set()  # likewise
+        self._warned = False
+        # Of each capture since a program was reused, the names that changed.
+        self._changed_in_a_row: list[set[str]] = []
+        self._warned_of: set[str] = set()
+
+    def reason(self, describe: Callable[[], Description], leaves: Sequence[Any]) -> str:
+        """Why a call with these leaves needs a new program; `describe` says what it is."""
+        if not self._described:
+            return _FIRST_CALL
+        return _explain_difference(describe(), leaves, self._described.values())
+
+    def note_capture(
+        self,
+        reason: str,
+        key: Any,
+        description: Description,
+        guards: Guards | None,
+        numbers: int,
+        keep: int,
+    ) -> None:
+        """Note that a program was captured.
+
+        Args:
+            reason: why.
+            key: the call's signature, and what tells programs of one signature apart.
+            numbers: `Conditions.identify_numbers`.
+            keep: how many programs the step keeps.
+        """
+        self._look_for_counters(reason, description)
+        identity = hash((key[0], None if guards is None else guards.digest(), numbers))
+        if identity in self._dropped:
+            reason += " (captured before, and dropped)"
+            self._warn_of_recapture(reason, keep)
+        self._described[key] = description, guards
+        self._identities[key] = identity
+        self.reasons.append(reason)
+        del self.reasons[:-_REMEMBERED]
+
+    def note_reuse(self) -> None:
+        """Note that a program was reused."""
+        self._changed_in_a_row.clear()
+
+    def _look_for_counters(self, reason: str, description: Description) -> None:
+        """Warn of what differs in each call: a Python value, an int argument, a float that is read
+        as a number."""
+        names = {text.split(": ")[0] for text in reason.split("; ") if " became " in text}
+        values = {name: description.get(name, {}).get("value", "") for name in names}
+        ints = {name for name, text in values.items() if text.removeprefix("-").isdigit()}
+        floats = {name for name in names if _READ_AS_NUMBER.search(reason)}
+        changed = ints | floats | {name for name in names if name not in description}
+        self._changed_in_a_row.append(changed)
+        always_changed = set.intersection(*self._changed_in_a_row[-_IN_A_ROW:]) - self._warned_of
+        if len(self._changed_in_a_row) < _IN_A_ROW or not always_changed:
+            return
+        self._warned_of |= always_changed
+        names_text = " or ".join(sorted(always_changed))
+        if always_changed <= ints:
+            advice = f"An int is captured by its value: give {names_text} as a float or a tensor"
+        elif always_changed <= floats:
+            advice = f"Make a tensor of {names_text} outside of the step, and give the step that"
+        else:
+            advice = (
+                f"If the step does not need {names_text}, keep it apart from what the step reads; "
+                "if it does, and it is a number, give it as an argument, as a float or a tensor; "
+                "if it is a function or an object, make it once, before the step"
+            )
+        warnings.warn(
+            f"{self.what} is captured at each call: {reason}. {advice}",
+            stacklevel=6,  # of the call of the step
+        )
+
+    def note_drop(self, key: Any) -> None:
+        """Note that a program was dropped."""
+        self._described.pop(key, None)
+        if len(self._dropped) >= _REMEMBERED:
+            self._dropped.clear()
+        self._dropped.add(self._identities.pop(key))
+
+    def _warn_of_recapture(self, reason: str, keep: int) -> None:
+        if not self._warned:
+            self._warned = True
+            shapes = ": shape " in reason
+            fewer = ", or bring batches to fewer shapes with pt.pad_to_bucket" if shapes else ""
+            warnings.warn(
+                f"{self.what} is captured again and again: {reason}; keep={keep} programs are "
+                f"kept. Raise keep={fewer}",
+                stacklevel=6,  # of the call of the step
+            )

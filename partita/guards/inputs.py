@@ -1,0 +1,875 @@
+"""What a step reads: the state that it reaches, the inputs of its graph, and what it asks of them.
+
+The state of a step is what it reads and writes that is not one of its arguments: modules,
+optimizers, tensors, and lists and dictionaries of them. `find_state` searches for them: it follows
+closures, defaults, globals that the code uses, and the object of a method; functions of the user
+that are reached so, likewise; places that functions were seen to read in a run; and what is given
+as `state=`. Each tensor stands in a slot. The leaves of a call are those of all slots, then those
+of the arguments (`tensors_of_call`); inputs of a graph refer to them by index.
+
+A slot is known by the path on which it was found. Where an object on the way has been exchanged,
+another search gives the slots their homes of now (`State.has_changed`). That each value that the
+step reads is the leaf that the graph takes for it is checked by the guards.
+
+Inputs are the rank's coordinate on each mesh axis, the tensors of the step's slots and arguments,
+and their gradients. A leaf without a gradient gets a "mark" instead: a fake gradient that shows
+whether the step reads it. Floats are added as the trace meets them (`answers`). A DTensor with
+uneven pieces has a fake of the first rank's, largest, piece, so that all ranks trace the same
+graph.
+
+Whether an input is a leaf, a view, shared or conjugated becomes a condition of the program
+(`TensorFacts`). Where its memory lies and how often it was written is refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextvars
+import enum
+import functools
+import inspect
+import itertools
+import operator
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._C import DisableTorchFunctionSubclass as Local
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.utils import parametrize
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from partita.capture.capture_context import (
+    Arguments,
+    Attributes,
+    Cell,
+    Defaults,
+    Members,
+    PlaceAsItem,
+    Slot,
+)
+from partita.capture.equal_calls import set_node_of
+from partita.capture.fakes import FakeMaker, fake_mode, identity_of, local_of
+from partita.comm import TraceWire, Wire, user_line
+from partita.graph.errors import not_captured
+from partita.graph.graph_nodes import add_input
+from partita.graph.program import Input
+from partita.layout import Fix
+from partita.tensor.dtensor import tagged
+from partita.tensor.dtensor_gradients import update_spec
+from partita.tensor.op_facts import FACTS_THAT_CHANGE, FACTS_THAT_STAY
+from partita.tensor.tensor_state import Spec, count_writes, own_state, spec_of, state_of
+
+from .arguments import flatten_call
+from .bytecode import codes_within, global_names
+from .conditions import FACTS_OF_OBJECTS, FactCondition, read_fact
+from .values import (
+    INSIDE,
+    MISSING,
+    Place,
+    dict_of,
+    hang_hooks,
+    is_recorded,
+    is_user_module,
+    read_field,
+    results_of_cache,
+    slots_of,
+)
+
+SlotsByPath = weakref.WeakValueDictionary[str, Slot]
+
+_SEARCHES = 4  # how often runs of a step may find more state, before a failing run is final
+
+
+@dataclass
+class State:
+    """What a step can reach.
+
+    Attributes:
+        modules, optimizers: by the name under which each was found first.
+        slots: of the tensors of modules, and of tensors by themselves or in lists and dictionaries.
+            Not of optimizers, whose state comes and goes: see `optimizer_slots`.
+        values: the slots of Python floats.
+        by_path: the slots of this search and of earlier ones that a program refers to.
+        parts: each module, with all within it.
+        given: the modules and optimizers among the arguments of the call.
+        links: the paths to slots: home, key, and the object there that was searched.
+        lists: lists and dictionaries that were searched, and the length of each.
+        reached: places with state that only a run of the step has shown.
+        search: searches again, with more such places.
+        searches: how often that was done for one call.
+    """
+
+    modules: dict[str, nn.Module] = field(default_factory=dict)
+    optimizers: dict[str, Optimizer] = field(default_factory=dict)
+    slots: list[Slot] = field(default_factory=list)
+    values: list[Slot] = field(default_factory=list)
+    by_path: SlotsByPath = field(default_factory=weakref.WeakValueDictionary)
+    parts: list[nn.Module] = field(default_factory=list)
+    given: list[Any] = field(default_factory=list)
+    links: list[tuple[Any, Any, Any]] = field(default_factory=list)
+    lists: list[tuple[Any, int]] = field(default_factory=list)
+    reached: list[Place] = field(default_factory=list)
+    search: Callable[[Sequence[Place]], State] | None = None
+    searches: int = 0
+
+    def find_more(self, places: Iterable[Place]) -> ReachedMore | None:
+        """The exception to raise where new state is at places that a run has read; else None."""
+        if self.search is None or self.searches >= _SEARCHES:
+            return None
+        found = self.search([*self.reached, *places])
+        if not found.identities_found() - self.identities_found():
+            return None
+        found.searches = self.searches + 1
+        return ReachedMore(found)
+
+    def names_by_id(self) -> dict[int, str]:
+        """By id, the names of modules, of the modules within them, and of optimizers."""
+        names = {id(o): name for name, o in self.optimizers.items()}
+        for name, module in self.modules.items():
+            for prefix, part in module.named_modules():
+                names.setdefault(id(part), f"{name}.{prefix}" if prefix else name)
+        return names
+
+    def identities_found(self) -> set[Any]:
+        """The identities of the slots, modules and optimizers that were found."""
+        objects = (*self.modules.values(), *self.optimizers.values())
+        return {slot.identity for slot in self.slots} | {id(o) for o in objects}
+
+    def ids_searched(self) -> set[int]:
+        """The ids of the modules, optimizers and containers that were searched."""
+        held = (v for _, _, v in self.links)
+        return {id(v) for v in (*held, *self.parts, *self.optimizers.values())}
+
+    def is_of(self, args: Any, kwargs: Any) -> bool:
+        """Are the modules and optimizers among these arguments those of the search?"""
+        given = _modules_among(args, kwargs)
+        return len(given) == len(self.given) and all(map(operator.is_, given, self.given))
+
+    def has_changed(self) -> bool:
+        """True if another search would find other slots, or slots in other homes."""
+        try:
+            collections.deque((slot.value for slot in (*self.slots, *self.values)), maxlen=0)
+            if any(home[key] is not value for home, key, value in self.links):
+                return True
+        except (LookupError, ValueError, AttributeError):  # nothing stands there any more
+            return True
+        return any(len(held) != count for held, count in self.lists)
+
+    def optimizer_slots(self) -> list[Slot]:
+        """The slots of the tensors in optimizers' state now."""
+        names: dict[int, str] = {}  # the first is a module's, where one has it
+        for slot in self.slots:
+            if slot.kind == "parameter":
+                names.setdefault(id(slot.value), slot.name)
+        found = []
+        for name, optimizer in self.optimizers.items():
+            for i, (p, state) in enumerate(optimizer.state.items()):
+                of = names.get(id(p), str(i))
+                for key, value in state.items():
+                    if isinstance(value, torch.Tensor):
+                        found.append(Slot(f"{name}[{of}].{key}", "optimizer", state, key))
+        return found
+
+    def settings(self) -> Iterator[tuple[str, Any]]:
+        """(name, value) of what else decides the program and is not among the guards."""
+        for name, module in self.modules.items():
+            yield f"{name}.training", tuple([m.training for m in module.modules()])
+        for name, optimizer in self.optimizers.items():
+            for i, group in enumerate(optimizer.param_groups):
+                yield f"{name}.params[{i}]", len(group["params"])
+            yield f"{name}.state", tuple([len(s) for s in optimizer.state.values()])
+
+    def guarded_places(self) -> Iterator[Place]:
+        """The groups of optimizers, which are guarded even if no read of them was seen."""
+        for name, optimizer in self.optimizers.items():
+            groups = functools.partial(getattr, optimizer, "param_groups")
+            yield Place(f"{name}.param_groups", optimizer, "param_groups", groups)
+        if self.has_parametrizations():
+            yield Place("parametrize.cached()", vars(parametrize), "_cache_enabled")
+
+    def has_parametrizations(self) -> bool:
+        return any("parametrizations" in part._modules for part in self.parts)
+
+    def refuse_cached_values(self) -> None:
+        """Raise CaptureError if values of parametrizations are kept from call to call now."""
+        if self.has_parametrizations() and parametrize._cache_enabled:
+            raise not_captured(
+                "the step runs within parametrize.cached()",
+                "what was computed before the call, and is kept for the next one, is no input",
+                Fix("with parametrize.cached():", "within the step, or not around it"),
+            )
+
+
+class ReachedMore(Exception):
+    """A run has read tensors, modules or optimizers that were not found before.
+
+    Attributes:
+        state: with these.
+    """
+
+    def __init__(self, state: State):
+        super().__init__(", ".join(place.name for place in state.reached))
+        self.state = state
+
+
+def _modules_among(args: Any, kwargs: Any) -> list[Any]:
+    """The modules and optimizers that a call is given."""
+    return [v for v in (*args, *kwargs.values()) if isinstance(v, (nn.Module, Optimizer))]
+
+
+def tensors_of_call(slots: Sequence[Slot], args: Any, kwargs: Any) -> list[Any]:
+    """The leaves of all slots and arguments, in order: among them all tensors of a call."""
+    found: list[Any] = []
+    for slot in slots:
+        value = slot.value
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        else:
+            found += pytree.tree_leaves(value)
+    return found + flatten_call((args, kwargs))[0]
+
+
+def names_of_call(slots: Sequence[Slot], args: Any, kwargs: Any) -> list[tuple[str, str]]:
+    """Name and kind of each that `tensors_of_call` finds."""
+    found = []
+    for slot in slots:
+        count = 1 if isinstance(slot.value, torch.Tensor) else len(pytree.tree_leaves(slot.value))
+        names = [slot.name] if count == 1 else [f"{slot.name}[{i}]" for i in range(count)]
+        found += [(name, slot.kind) for name in names]
+    count = len(flatten_call((args, kwargs))[0])
+    return found + [(f"argument[{i}]", "argument") for i in range(count)]
+
+
+# -- the search ------------------------------------------------------------------------------------
+
+_SIMPLE = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
+_NOT_USERS = ("torch", "partita", "builtins")
+_NAMESPACES = (
+    BaseException,
+    *(types.SimpleNamespace, argparse.Namespace),
+    *(collections.UserDict, collections.UserList, collections.ChainMap),
+)
+_SEARCHED = 10_000  # entries of a container that an object holds
+
+
+def find_state(
+    step: Callable[..., Any],
+    given: Iterable[Any],
+    args: Any,
+    kwargs: Any,
+    reached: Sequence[Place] = (),
+    before: State | None = None,
+) -> State:
+    """All that `step` can reach, in an order that is the same on every rank.
+
+    Args:
+        given: the objects of `state=`.
+        reached: places that runs of it were seen to read.
+        before: what another search of this step has found; its slots get their homes of now.
+    """
+    by_path: SlotsByPath = weakref.WeakValueDictionary() if before is None else before.by_path
+    return _search_state(step, list(given), _modules_among(args, kwargs), by_path, reached)
+
+
+def _search_state(
+    step: Callable[..., Any],
+    named: list[Any],
+    given: list[Any],
+    by_path: SlotsByPath,
+    reached: Sequence[Place],
+) -> State:
+    """The state of a step for calls with these modules and optimizers among the arguments."""
+    search = _Search(step, named, by_path)
+    search.state.search = functools.partial(_search_state, step, named, given, by_path)
+    search.function(step)
+    search.search_places(reached)
+    for i, value in enumerate(named):
+        search.given(f"state[{i}]", value)
+    search.state.given = given
+    for value in given:  # tensors among the arguments are inputs anyway
+        search.value(type(value).__name__.lower(), value, None)
+    search.name_parameters_of_optimizers()
+    return search.state
+
+
+class _Search:
+    """One search; what it finds is added to `state`."""
+
+    def __init__(
+        self, step: Callable[..., Any], named: Sequence[Any], by_path: SlotsByPath
+    ) -> None:
+        self.state = State(by_path=by_path)
+        self._paths: collections.Counter[str] = collections.Counter()
+        self._named = {id(value) for value in named}  # `given` searches all that they hold
+        self._step = step
+        self._seen: set[int] = set()
+        self._kept: list[Any] = []
+        self._of_optimizers: list[Slot] = []
+
+    def _first_time(self, value: Any) -> bool:
+        if id(value) in self._seen:
+            return False
+        self._seen.add(id(value))
+        self._kept.append(value)  # an id is one object's as long as that lives
+        return True
+
+    def _slot(self, name: str, kind: str, home: Any, key: Any) -> Slot:
+        """The slot at the path that is called `name`, with this home."""
+        self._paths[name] += 1
+        path = f"{name} {self._paths[name]}"
+        slot = self.state.by_path.get(path)
+        if slot is None:
+            slot = self.state.by_path[path] = Slot(name, kind, home, key)
+        else:
+            slot.kind, slot.home, slot.key = kind, home, key
+        return slot
+
+    def _note_dict(self, owner: Any) -> dict[str, Any]:
+        """The `__dict__` of an object that is searched."""
+        held = vars(owner)
+        self.state.links.append((Attributes(owner), "__dict__", held))
+        return held
+
+    def function(self, f: Any) -> None:
+        if isinstance(f, functools.partial):
+            self.state.lists.append((f.keywords, len(f.keywords)))
+            for i, value in enumerate(f.args):
+                at = self._slot(f"partial[{i}]", "value", Arguments(f), i)
+                self.value(at.name, value, None if isinstance(value, _SIMPLE) else at)
+            for key, value in f.keywords.items():
+                self.value(f"partial[{key}]", value, self._slot(key, "value", f.keywords, key))
+            return self.function(f.func)
+        if isinstance(f, types.MethodType):
+            self._search_object(f.__self__)
+            return self.function(f.__func__)
+        if isinstance(f, functools._lru_cache_wrapper):
+            if self._first_time(f):
+                self._search_attributes(f"{f.__name__}.", f, lambda _, v: _may_hold_tensors(v))
+                for v in results_of_cache(f):
+                    if _may_hold_tensors(v) and not _is_of_run(v):
+                        self.value(f"{f.__name__}()", v, None)
+            return None
+        if not isinstance(f, types.FunctionType):
+            if callable(f) and not isinstance(f, type) and hasattr(type(f).__call__, "__code__"):
+                self._search_object(f)
+                return self.function(type(f).__call__)
+            return None
+        library = (f.__module__ or "").split(".")[0] in _NOT_USERS
+        if not self._first_time(f) or (library and f is not self._step):
+            return None
+        if hasattr(f, "__wrapped__"):
+            self.function(f.__wrapped__)
+        for name, cell in zip(f.__code__.co_freevars, f.__closure__ or (), strict=True):
+            try:
+                value = cell.cell_contents
+            except ValueError:  # not assigned yet
+                continue
+            self.value(name, value, self._slot(name, "value", Cell(cell), 0))
+        for name in (n for code in codes_within(f.__code__) for n in global_names(code)):
+            if name in f.__globals__:
+                value = f.__globals__[name]
+                self.value(name, value, self._slot(name, "value", f.__globals__, name))
+        for i, value in enumerate(f.__defaults__ or ()):
+            at = self._slot(f"default[{i}]", "value", Defaults(f), i)
+            self.value(at.name, value, None if isinstance(value, _SIMPLE) else at)
+        self._search_attributes(
+            f"{f.__name__}.",
+            f,
+            lambda key, v: _may_hold_tensors(v) and key != "__wrapped__",
+        )
+        self.state.links.append((Attributes(f), "__kwdefaults__", f.__kwdefaults__))
+        for name, value in (f.__kwdefaults__ or {}).items():
+            self.value(name, value, self._slot(name, "value", f.__kwdefaults__, name))
+        return None
+
+    def search_places(self, places: Iterable[Place]) -> None:
+        """Search the cells, globals, class attributes, context variables, members of enums and
+        objects of `threading.local` that functions were seen to read."""
+        known = {slot.identity for slot in self.state.slots}
+        for place in places:
+            home, value = place.home, place.value
+            if place.identity in known or not _may_hold_tensors(value) or _is_of_run(value):
+                continue
+            if isinstance(home, types.CellType):
+                home = Cell(home)
+            elif isinstance(home, type):
+                home = Members(home)
+            elif isinstance(home, (contextvars.ContextVar, threading.local, enum.Enum)):
+                home = PlaceAsItem(place)
+            elif not isinstance(home, dict) or not {"__builtins__", "__import__"} & home.keys():
+                continue
+            known.add(place.identity)
+            before, slots = self.count_found(), len(self.state.slots)
+            self.value(place.name, value, self._slot(place.name, "value", home, place.key))
+            if any(isinstance(slot.value, FakeTensor) for slot in self.state.slots[slots:]):
+                del self.state.slots[slots:]  # an object that the run has made
+            if self.count_found() > before:
+                self.state.reached.append(place)
+
+    def name_parameters_of_optimizers(self) -> None:
+        """Have the places in optimizers' lists come last: a parameter has its module's name."""
+        slots = self._of_optimizers
+        self.state.slots += [s for s in slots if not isinstance(s.value, FakeTensor)]
+
+    def count_found(self) -> int:
+        """How many slots, modules and optimizers were found."""
+        return len(self.state.slots) + len(self.state.modules) + len(self.state.optimizers)
+
+    def _search_object(self, owner: Any) -> None:
+        if isinstance(owner, (nn.Module, Optimizer)):
+            self.value(type(owner).__name__.lower(), owner, None)
+        elif dict_of(owner) is not None and self._first_time(owner):
+            self._search_attributes("", owner, lambda key, v: True)
+
+    def _search_attributes(
+        self, prefix: str, owner: Any, wanted: Callable[[str, Any], bool]
+    ) -> None:
+        """Search the attributes of an object that are `wanted`, by name and value."""
+        held = self._note_dict(owner)
+        for key, v in list(held.items()):
+            if wanted(key, v):
+                self.value(prefix + key, v, self._slot(prefix + key, "value", held, key))
+
+    def given(self, name: str, value: Any) -> None:
+        """Search an object that the user gives as `state=`.
+
+        Raises:
+            ValueError: it is a tensor, whose place is not known.
+        """
+        if isinstance(value, torch.Tensor):
+            raise ValueError(f"{name} is a tensor: give the object, list or dictionary it is in")
+        if isinstance(value, (nn.Module, Optimizer, list, dict)):
+            self.value(name, value, None)
+        else:
+            self._search_object(value)
+
+    def value(self, name: str, value: Any, slot: Slot | None) -> None:
+        """Search a value; `slot` is its place, None where it cannot be exchanged there."""
+        if slot is not None and not isinstance(value, (torch.Tensor, *_SIMPLE)):
+            self.state.links.append((slot.home, slot.key, value))
+        if isinstance(value, nn.Module):
+            if self._first_time(value):
+                name = _unused_name(name, self.state.modules)
+                self.state.modules[name] = value
+                self._module(name, value)
+        elif isinstance(value, Optimizer):
+            if self._first_time(value):
+                name = _unused_name(name, self.state.optimizers)
+                self.state.optimizers[name] = value
+                self._groups(name, value)
+        elif isinstance(value, torch.Tensor):
+            if slot is not None:
+                self.state.slots.append(slot)
+        elif isinstance(value, (list, dict, collections.deque)):
+            if self._first_time(value):
+                self.state.lists.append((value, len(value)))
+                entries: Any = value.items() if isinstance(value, dict) else enumerate(value)
+                for key, v in entries:
+                    if not isinstance(v, _SIMPLE):
+                        at = self._slot(f"{name}[{key!r}]", "value", value, key)
+                        self.value(at.name, v, at)
+                if hasattr(value, "__dict__"):  # of a class of the user's
+                    self._search_attributes(f"{name}.", value, lambda _, v: True)
+        elif isinstance(value, tuple):
+            if not any(isinstance(v, torch.Tensor) for v in value):
+                for i, v in enumerate(value):
+                    self.value(f"{name}[{i}]", v, None)
+            elif slot is not None:
+                self.state.slots.append(slot)
+        elif isinstance(value, float):
+            if slot is not None and not name.startswith("__"):
+                self.state.values.append(slot)
+        elif isinstance(value, _SIMPLE):
+            return
+        elif callable(value) and not isinstance(value, type):
+            self.function(value)
+        else:
+            self._search_holder(name, value)
+
+    def _groups(self, name: str, optimizer: Optimizer) -> None:
+        """Search the groups of an optimizer, for their parameters and for rates that are tensors.
+
+        `load_state_dict` replaces the dictionaries of all groups.
+        """
+        links, groups = self.state.links, optimizer.param_groups
+        links.append((vars(optimizer), "param_groups", groups))
+        self.state.lists.append((groups, len(groups)))
+        for i, group in enumerate(groups):
+            links += [(groups, i, group), (group, "params", group["params"])]
+            self.state.lists.append((group["params"], len(group["params"])))
+            for key, v in group.items():
+                if isinstance(v, torch.Tensor):
+                    at = f"{name}.param_groups[{i}][{key!r}]"
+                    self.value(at, v, self._slot(at, "value", group, key))
+            for j in range(len(group["params"])):
+                at = f"{name}.params[{i}][{j}]"
+                self._of_optimizers.append(self._slot(at, "parameter", group["params"], j))
+
+    def _search_holder(self, name: str, value: Any) -> None:
+        """Search the attributes of an object of the user's, for tensors, modules and floats."""
+        package = type(value).__module__.split(".")[0]
+        if isinstance(value, (type, types.ModuleType)):
+            return
+        library = package in _NOT_USERS or package in sys.stdlib_module_names - {"__main__"}
+        if library and not isinstance(value, _NAMESPACES):
+            keeps_state = package == "torch" and hasattr(value, "load_state_dict")  # a GradScaler
+            if keeps_state and dict_of(value) is not None and self._first_time(value):
+                self._search_attributes(f"{name}.", value, lambda _, v: isinstance(v, torch.Tensor))
+            return
+        if id(value) in self._named or not self._first_time(value):
+            return
+
+        def is_wanted(_: str, v: Any) -> bool:
+            many = isinstance(v, (list, dict)) and len(v) > _SEARCHED
+            return isinstance(v, float) or not (many or isinstance(v, _SIMPLE))
+
+        if dict_of(value) is not None:
+            self._search_attributes(f"{name}.", value, is_wanted)
+        home = Attributes(value)
+        for key in slots_of(type(value)):
+            v = read_field(value, key)
+            if v is not MISSING and is_wanted(key, v):
+                self.value(f"{name}.{key}", v, self._slot(f"{name}.{key}", "value", home, key))
+
+    def _module(self, name: str, module: nn.Module) -> None:
+        for prefix, part in module.named_modules():
+            self._first_time(part)
+            self.state.parts.append(part)
+            attributes = self._note_dict(part)
+            for within in INSIDE:
+                home = attributes[within]
+                self.state.links.append((attributes, within, home))
+                self.state.lists.append((home, len(home)))
+            self.state.links += [(part._modules, key, v) for key, v in part._modules.items()]
+            where = f"{name}.{prefix}." if prefix else f"{name}."
+            for kind, home in (("parameter", part._parameters), ("buffer", part._buffers)):
+                for key, t in home.items():
+                    if t is None:
+                        self.state.links.append((home, key, t))
+                    else:
+                        self.state.slots.append(self._slot(where + key, kind, home, key))
+            for key, held in list(attributes.items()):
+                if key in ("_parameters", "_buffers"):  # whose entries are slots already
+                    continue
+                # Recurrent layers put their parameters into a list of theirs again and again.
+                flat = isinstance(part, nn.RNNBase) and key == "_flat_weights"
+                if isinstance(held, torch.Tensor) or _holds_tensor(held, flat):
+                    self.value(where + key, held, self._slot(where + key, "value", attributes, key))
+
+
+def _unused_name(name: str, used: Container[str]) -> str:
+    """The name, with a number where another object has it."""
+    names = itertools.chain([name], (f"{name}_{i}" for i in itertools.count(2)))
+    return next(n for n in names if n not in used)
+
+
+def _holds_tensor(value: Any, but_parameters: bool) -> bool:
+    """Is it a list or dictionary with a tensor, other than parameters if `but_parameters`?"""
+    if not isinstance(value, (list, dict)) or len(value) > _SEARCHED:
+        return False
+    held = value.values() if isinstance(value, dict) else value
+    others = nn.Parameter if but_parameters else ()
+    return any(isinstance(v, torch.Tensor) and not isinstance(v, others) for v in held)
+
+
+def _may_hold_tensors(value: Any) -> bool:
+    """Is it worth searching? Not functions and classes: what they read is seen when they run."""
+    if isinstance(value, (*_SIMPLE, type, types.ModuleType)):
+        return False
+    return isinstance(value, (nn.Module, functools.partial)) or not callable(value)
+
+
+def _is_of_run(value: Any) -> bool:
+    """Was it made in a capture run, so that it holds fakes?"""
+    if isinstance(value, nn.Module):
+        value = [*value.parameters(), *value.buffers()]
+    elif isinstance(value, Optimizer):
+        value = [group["params"] for group in value.param_groups]
+    return any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves(value))
+
+
+# -- inputs of a graph -----------------------------------------------------------------------------
+
+WITHOUT_GRADIENT = ("gradient", "mark", "number", "cotangent")
+"""Kinds of inputs that have no gradient themselves."""
+
+
+class GraphInputs:
+    """The inputs of one capture.
+
+    Attributes:
+        all: in the graph's order: coordinates, tensors, gradients, numbers.
+        fakes: the fake tensor that stands for each.
+        identities: the ids of the fakes.
+        leaves: of the call, as `tensors_of_call` gives them.
+        marked: places of leaves that have a mark.
+
+    Args:
+        unmarked: places of leaves without a gradient that are given no mark.
+    """
+
+    def __init__(self, slots: Sequence[Slot], args: Any, kwargs: Any, unmarked: set[int]):
+        self.mode = fake_mode()
+        self.all: list[Input] = []
+        self.fakes: list[torch.Tensor] = []
+        self.identities: set[int] = set()
+        self.marked: set[int] = set()
+        self._snapshots: list[torch.Tensor] = []
+        self._fakes_by_id: dict[int, torch.Tensor] = {}
+        self._coordinates: dict[tuple[Wire, str], int] = {}  # places among all inputs
+        self._by_leaf: dict[int, Input] = {}
+        names = names_of_call(slots, args, kwargs)
+        self.leaves = tensors = tensors_of_call(slots, args, kwargs)
+        self._add_coordinates(tensors)
+        seen = set[int]()
+        for i, (t, (name, kind)) in enumerate(zip(tensors, names, strict=True)):
+            if isinstance(t, torch.Tensor) and id(t) not in seen:
+                seen.add(id(t))
+                _check_class(t, name)
+                self._by_leaf[i] = Input(name, kind, t, i)
+        self.all += self._by_leaf.values()
+        for given in self._by_leaf.values():
+            if not given.tensor.is_leaf:  # what has a history has no `.grad`
+                continue
+            grad = given.tensor.grad
+            name = given.name + ".grad"
+            if grad is not None:
+                self.all.append(Input(name, "gradient", grad, given.index))
+            elif given.index not in unmarked and given.tensor.requires_grad:
+                self.all.append(Input(name, "mark", given.tensor, given.index))
+                self.marked.add(given.index)
+        self._make_fakes()
+        self._by_fake = {id(self.stand_in(i.tensor)): i for i in self._by_leaf.values()}
+
+    def _add_coordinates(self, tensors: Sequence[Any]) -> None:
+        wires = dict.fromkeys(t._spec.wire for t in tensors if hasattr(t, "_spec"))
+        for wire in wires:
+            for axis, at in zip(wire.mesh.names, wire.at, strict=True):
+                if wire.mesh.size(axis) > 1:
+                    self._coordinates[(wire, axis)] = len(self.all)
+                    self.all.append(Input(f"at {axis}", "coordinate", torch.tensor(at)))
+
+    def _make_fakes(self) -> None:
+        """Make a fake, and a snapshot of it, for each input."""
+        locals_ = [local_of(given.tensor) for given in self.all]
+        maker = FakeMaker(self.mode, locals_)
+        for given, local in zip(self.all, locals_, strict=True):
+            spec = given.spec
+            if spec is not None and spec.is_uneven:
+                fake, snapshot = maker.make_empty(local, spec.padded_shape)
+            elif given.kind == "mark":
+                fake, snapshot = maker.make_empty(local)
+            else:
+                fake, snapshot = maker.make(local)
+            if given.kind not in ("coordinate", "mark"):
+                self._fakes_by_id[id(given.tensor)] = fake
+            self.fakes.append(fake)
+            self._snapshots.append(snapshot)
+            self.identities.add(id(fake))
+
+    def add_placeholders(self, graph: fx.Graph) -> list[fx.Node]:
+        """Add the inputs to the graph that is being traced; called before any other node is there.
+
+        The metadata in a node is a snapshot: the fakes are given layouts, and may be written.
+        """
+        nodes = []
+        for i, (fake, snapshot) in enumerate(zip(self.fakes, self._snapshots, strict=True)):
+            node = add_input(graph, f"arg{i}_1")
+            node.meta["val"] = snapshot
+            set_node_of(fake, node)
+            nodes.append(node)
+        return nodes
+
+    def drop_unread_marks(self, graph: fx.Graph) -> None:
+        """Take the marks that nobody reads off the traced graph."""
+        kept: list[tuple[Input, torch.Tensor]] = []
+        nodes = graph.find_nodes(op="placeholder")
+        for node, given, fake in zip(nodes, self.all, self.fakes, strict=True):
+            if given.kind == "mark" and not node.users:
+                graph.erase_node(node)
+            else:
+                kept.append((given, fake))
+        self.all, self.fakes = [i for i, _ in kept], [fake for _, fake in kept]
+
+    def add_made(self, given: Input) -> None:
+        """Add an input that capture has made: a number or a cotangent."""
+        self.all.append(given)
+        self.fakes.append(given.tensor)
+
+    def tag_fakes(
+        self, wires: Mapping[Wire, TraceWire], copy_attributes: Callable[..., None]
+    ) -> list[Any]:
+        """Give the fakes the layout, gradient, hooks and attributes of what they stand for.
+
+        Args:
+            wires: for each wire of the inputs the one that traces.
+            copy_attributes: `InputAttributes.copy`.
+
+        Returns:
+            The handles of the hooks.
+        """
+
+        def traced_spec(spec: Spec) -> Spec:
+            return spec_of(spec.layout, wires[spec.wire])
+
+        hooks: list[Any] = []
+        for given, fake in zip(self.all, self.fakes, strict=True):
+            spec = given.spec
+            if spec is not None:
+                spec = spec.gradient if given.kind == "mark" else spec
+                tagged(fake, traced_spec(spec))
+            rest = state_of(given.tensor).rest
+            if rest is not None and update_spec(given.tensor) is not spec:  # type: ignore[arg-type]  # ZeRO 1 and 2
+                gradient, update = map(traced_spec, (rest.gradient, rest.update))
+                own_state(fake).rest = replace(rest, gradient=gradient, update=update)
+            if given.kind in ("mark", "gradient"):
+                self.owner(given).grad = fake  # a DTensor: it may be reduced already
+            elif given.tensor.requires_grad:
+                with Local():
+                    fake.requires_grad_()
+                hooks += hang_hooks(given.tensor, fake)
+            fake._is_param = isinstance(given.tensor, torch.nn.Parameter)  # type: ignore[attr-defined]
+            if given.kind not in WITHOUT_GRADIENT and given.kind != "coordinate":
+                copy_attributes(given, fake, self.stand_in)
+        return hooks
+
+    # -- tensors and their fakes -------------------------------------------------------------------
+
+    def stand_in(self, value: Any) -> Any:
+        """The fake of `value` where that is an input; else `value`."""
+        return self._fakes_by_id.get(id(value), value) if isinstance(value, torch.Tensor) else value
+
+    def input_of(self, fake: torch.Tensor) -> Input | None:
+        """The input, a leaf of the call, for which `fake` stands; None if for none."""
+        return self._by_fake.get(id(fake))
+
+    def coordinates(self, wire: Wire) -> dict[str, torch.Tensor]:
+        """By axis of more than one rank, the fake of this rank's coordinate."""
+        return {axis: self.fakes[i] for (w, axis), i in self._coordinates.items() if w is wire}
+
+    def owner(self, gradient: Input) -> torch.Tensor:
+        """The fake of the tensor whose gradient an input is."""
+        return self._fakes_by_id[id(self._by_leaf[gradient.index].tensor)]
+
+
+def _check_class(t: torch.Tensor, name: str) -> None:
+    """Raise CaptureError if `t` is of a class of the user's, which a fake cannot be."""
+    kind = type(t)
+    if is_user_module(kind.__module__) and not isinstance(t, torch.nn.Parameter):
+        raise not_captured(
+            f"the step takes {name}, which is of a class of its own ({kind.__name__})",
+            "what stands for a tensor in a graph has not its methods, nor its __torch_function__",
+            Fix(f"{name}.as_subclass(torch.Tensor)", "is a plain tensor of the same memory"),
+        )
+
+
+# -- facts of input tensors ------------------------------------------------------------------------
+
+_HELD = {inspect.getattr_static(torch.Tensor, name): name for name in FACTS_THAT_STAY}
+_LOST = {inspect.getattr_static(torch.Tensor, name): name for name in FACTS_THAT_CHANGE}
+_HELD[identity_of] = "id"
+_OF_MEMORY = ("storage_offset", "is_shared", "is_pinned", "_base")
+_WITHIN = (
+    torch.Tensor.is_shared.__code__.co_filename,
+    torch.overrides.__file__,
+    identity_of.__code__.co_filename,
+)
+
+
+class TensorFacts:
+    """Answers the facts that a step reads while it is captured.
+
+    Args:
+        inputs: of the graph.
+    """
+
+    def __init__(self, inputs: GraphInputs):
+        self._inputs = inputs
+        # By id of each gradient that is there when the step begins: is it a mark (which stands
+        # where there is none), and how often was it written?
+        self._grads = {
+            id(fake): (given.kind == "mark", count_writes(fake))
+            for given, fake in zip(inputs.all, inputs.fakes, strict=True)
+            if given.kind in ("mark", "gradient")
+        }
+        self._found: dict[tuple[int, str], FactCondition] = {}
+
+    def conditions(self) -> list[FactCondition]:
+        return [*self._found.values()]
+
+    def answer(self, func: Any, args: Any, caller: FrameType) -> tuple[Any, ...]:
+        """The answer, in a tuple, where a torch function reads a fact of an input; () for others.
+
+        Args:
+            caller: the frame that calls the function.
+
+        Raises:
+            CaptureError: it reads what differs in each call.
+        """
+        if not is_fact(func) or not args or not _is_asked_by_user(caller):
+            return ()
+        asked = getattr(func, "__self__", func)
+        name = _HELD.get(asked) or _LOST[asked]
+        if asked in _LOST:
+            raise not_captured(
+                f"the step asks for {name} of a tensor",
+                "where memory lies, and how often it was written, is another thing in each call",
+                Fix("ask before the step", "and give the answer as an argument"),
+                place=user_line(),
+            )
+        return self._answer(name, args[0], func)
+
+    def _answer(self, name: str, fake: Any, func: Any) -> tuple[Any, ...]:
+        given = self._inputs.input_of(fake)
+        if given is None:
+            if name in _OF_MEMORY and self._shows_input(fake):
+                raise not_captured(
+                    f"the step asks for {name} of a view of one of its inputs",
+                    "it depends on the memory of what the call brings, which a graph does not ask",
+                    Fix(f"ask the input itself for {name}", "which becomes a condition"),
+                    place=user_line(),
+                )
+            return ()
+        if name == "grad":
+            with Local():
+                found = fake.grad
+            if found is not None and id(found) not in self._grads:
+                return ()  # the step's own
+            untouched = found is not None and self._grads[id(found)] == (True, count_writes(found))
+        value = read_fact(given.tensor, name)
+        condition = FactCondition(given.name, given.index, name, value, user_line())
+        self._found.setdefault((given.index, name), condition)
+        if name == "grad":
+            return (None,) if untouched else ()
+        if name in FACTS_OF_OBJECTS:
+            with Local():
+                return () if not value or func(fake) is not None else (func(given.tensor),)
+        return (value,)
+
+    def _shows_input(self, fake: Any) -> bool:
+        with Local():
+            memory = fake.untyped_storage()._cdata
+            return any(x.untyped_storage()._cdata == memory for x in self._inputs.fakes)
+
+
+def is_fact(func: Any) -> bool:
+    """Does a function of torch read a fact of a tensor, rather than set one or anything else?"""
+    asked = getattr(func, "__self__", func)
+    reads = getattr(func, "__name__", "") not in ("__set__", "__delete__")
+    return reads and (asked in _HELD or asked in _LOST)
+
+
+def _is_asked_by_user(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code.co_filename in _WITHIN:
+        frame = frame.f_back
+    return frame is not None and is_recorded(frame.f_code.co_filename)

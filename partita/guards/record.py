@@ -1,0 +1,650 @@
+"""The record of the places that a step reads of Python while it is captured, and of its writes.
+
+A value read may lead to others: it is *reached*, and what hangs on it is recorded by its kind
+(`read_record`). It is copied, too, so that `Snapshots.find_writes` finds what the step has changed.
+
+Attributes are seen by a `__getattribute__` that tells the record of this thread what is read. While
+a step is captured it is installed in nn.Module, optimizers, schedulers and each class of the user's
+that is reached (`instrument`). Threads without a record read as ever; but a thread that reads a
+module whose parameters are exchanged for fakes at the moment waits until they are back
+(`exclusive_access`).
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import gc
+import itertools
+import sys
+import threading
+import time
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from threading import get_ident
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from partita.capture.capture_context import attribute_set
+from partita.capture.fakes import Substitutes
+from partita.graph.errors import CaptureError, not_captured
+from partita.layout import Fix
+
+from .arguments import is_taken_apart
+from .values import (
+    HUGE,
+    INSIDE,
+    MISSING,
+    PLAIN,
+    Place,
+    content_key,
+    copy_raw_content,
+    dict_of,
+    is_container,
+    is_user_module,
+    items_of,
+    may_have_attributes,
+    place_in_namespace,
+    place_of_dict,
+    place_of_slot,
+    read_raw_content,
+    restore_raw_content,
+    slots_of,
+    variables_of,
+)
+
+_WEAK = (
+    weakref.ref,
+    weakref.WeakKeyDictionary,
+    weakref.WeakValueDictionary,
+    weakref.WeakSet,
+    weakref.ProxyType,
+    weakref.CallableProxyType,
+)
+
+
+class PlaceRecord:
+    """The places that one run of a step under capture reads, and what it finds there.
+
+    Attributes:
+        places: by identity, the places that were read, in order.
+        huge: by id, containers that are not compared deeply.
+        snapshots: of what was reached, to find what the step writes.
+        error: the refusal to raise when the step is over, whoever caught it meanwhile.
+        reached_by_name: see `reaching_by_name`.
+    """
+
+    def __init__(self) -> None:
+        self.places: dict[tuple[int, Any], Place] = {}
+        self.huge: dict[int, Any] = {}
+        self.snapshots = Snapshots()
+        self.error: CaptureError | None = None
+        self.reached_by_name = False
+        self._kept_alive: dict[int, Any] = {}  # so that no other object gets its id
+        self._reached: dict[int, Any] = {}
+        self._is_paused = False
+        self._read_by_library = False  # whether torch's code reads now
+
+    @contextmanager
+    def without_recording(self) -> Iterator[None]:
+        """Within, reads of attributes are not recorded."""
+        # Not by `attribute_set`: the profile function would hear of what it calls.
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    def reaching_by_name(self) -> AbstractContextManager[None]:
+        """Within, values are reached since code uses their names: the step may not read them."""
+        return attribute_set(self, "reached_by_name", True)
+
+    def ignore(self, value: Any) -> None:
+        """Do not record what `value` leads to."""
+        self._reached[id(value)] = value
+
+    def refuse(self, fact: str, reason: str, name: str = "", fix: Fix | None = None) -> None:
+        """Raise CaptureError, now and at the end: no guard can cover what the step reads."""
+        usual = Fix(f"give {name or 'it'} as an argument", "read before the step")
+        self.error = self.error or not_captured(fact, reason, fix or usual)
+        raise self.error
+
+    def read_place(self, place: Place, *before: Any, shallow: bool = False) -> Any:
+        """Record that a place is read.
+
+        Args:
+            before: the value that stood there before the step; that of now if it is not given.
+            shallow: record the place alone, not what its value leads to.
+
+        Returns:
+            The value.
+        """
+        value = before[0] if before else place.value
+        if place.identity in self.places:
+            return value
+        self.places[place.identity] = place
+        self._kept_alive[id(place.home)] = place.home
+        if place.get is None or place.put is not None or not shallow:
+            self.snapshots.snapshot_place(place, value)
+        if not shallow:
+            self.reach_value(value, place.name)
+        return value
+
+    def reach_value(self, value: Any, name: str) -> None:
+        """Record what `value`, which was there before the step, leads to."""
+        if type(value) in PLAIN or id(value) in self._reached:
+            return
+        if issubclass(type(value), _WEAK):
+            if not self.reached_by_name:
+                self._refuse_weak(value, name)
+            return
+        if _has_tensor_keys(value) and not self.reached_by_name and not self._read_by_library:
+            self.refuse(
+                f"the step reads {name}, which finds tensors by identity ({type(value).__name__})",
+                "while it is captured others stand for its tensors, which are not found there",
+                fix=Fix("names instead", "as named_parameters() gives them, or tensors in a list"),
+            )
+        if isinstance(value, torch.Tensor) or (
+            isinstance(value, PLAIN) and not may_have_attributes(value)
+        ):
+            return
+        self._reached[id(value)] = value
+        self.reach_by_kind(value, name)
+
+    def _refuse_weak(self, value: Any, name: str) -> None:
+        if self._read_by_library:  # as recurrent layers refer to their weights, which they hold too
+            return
+        self.refuse(
+            f"the step reads {name}, which holds weakly ({type(value).__name__})",
+            "what only it refers to may be gone before the next call, and a graph would keep it",
+            name,
+        )
+
+    def read_attribute(self, owner: Any, name: str) -> None:
+        """Record that an attribute is read."""
+        raise NotImplementedError
+
+    def reach_by_kind(self, value: Any, name: str) -> None:
+        """Record what `value`, which is reached for the first time, leads to."""
+        raise NotImplementedError
+
+
+def _has_tensor_keys(value: Any) -> bool:
+    """True if it is a set or a dictionary with tensors as keys."""
+    if not isinstance(value, (dict, set, frozenset)) or len(value) > HUGE:
+        return False
+    return any(isinstance(key, torch.Tensor) for key in value)
+
+
+# -- writes ----------------------------------------------------------------------------------------
+
+_MUTABLE = (list, dict, set, collections.deque)
+
+
+@dataclass(frozen=True, eq=False)
+class Write:
+    """One change that a step made.
+
+    Attributes:
+        place: where; a whole container or array is a place without a key.
+        before, after: the value before the step, and the value now.
+        is_repeatable: whether a later call can make the same change: not where an order or a length
+            is.
+        is_of_library: whether a library writes there, as its own counters: it counts only where it
+            leaves a tensor.
+        is_attribute: whether the place is a variable, or an attribute of a user's object.
+    """
+
+    place: Place
+    before: Any
+    after: Any
+    is_repeatable: bool = True
+    is_attribute: bool = False
+    is_of_library: bool = False
+
+    def undo(self) -> None:
+        """Write the value before."""
+        self.place.write(self.before)
+
+    def redo(self) -> None:
+        """Write the value of now."""
+        self.place.write(self.after)
+
+
+@dataclass(frozen=True)
+class _Copied:
+    """A container as it was: of an object's attributes (`owner`) its `__dict__`.
+
+    Attributes:
+        is_settings: whether attributes are a user's object's, which a graph may write.
+    """
+
+    name: str
+    value: Any
+    before: Any
+    owner: Any = None
+    is_settings: bool = True
+
+    def find_writes(self) -> Iterator[Write]:
+        """The changes since."""
+        value, before, dotted = self.value, self.before, self.owner is not None
+        if dotted and _has_other_dict(self.owner, value):
+            place = place_of_dict(f"{self.name}.__dict__", self.owner)
+            yield Write(place, value, place.value, is_repeatable=False)
+        elif not self.is_settings:
+            yield from self._find_set_names()
+        elif isinstance(value, dict):
+            for key in dict.fromkeys([*before, *value]):
+                was, now = before.get(key, MISSING), dict.get(value, key, MISSING)
+                if not _is_same_value(was, now) and not (dotted and key in INSIDE):
+                    name = f"{self.name}.{key}" if dotted else f"{self.name}[{key!r}]"
+                    yield Write(Place(name, value, key), was, now, is_attribute=dotted)
+        elif not self.has_content(value):
+            is_set = isinstance(value, set)
+            repeatable = before <= value if is_set else len(value) == len(before)
+            get, put = partial(_copy, value), partial(_refill, value)
+            yield Write(Place(self.name, value, None, get, put), before, get(), repeatable)
+
+    def _find_set_names(self) -> Iterator[Write]:
+        """The names set in a class, module or function, or in an object of a library."""
+        users = _is_of_user(self.owner)
+        for key in [*self.value.keys() | self.before.keys()]:
+            was, now = self.before.get(key, MISSING), self.value.get(key, MISSING)
+            if was is now or key in _SET_BY_PYTHON or _is_same_value(was, now):
+                continue
+            if Substitutes.has(was) or Substitutes.has(now):
+                continue
+            place = place_in_namespace(f"{self.name}.{key}", self.owner, key)
+            yield Write(place, was, now, is_attribute=users, is_of_library=not users)
+
+    def has_content(self, value: Any) -> bool:
+        """True if `value` has the content that was copied."""
+        one, other = self.before, _copy(value)
+        if isinstance(one, set):
+            return bool(one == other)
+        if isinstance(one, dict) and [*one] != [*other]:
+            return False
+        values = (one.values(), other.values()) if isinstance(one, dict) else (one, other)
+        return len(one) == len(other) and all(map(_is_same_value, *values))
+
+
+class Snapshots:
+    """Copies of what the step reached, made when it was reached."""
+
+    def __init__(self) -> None:
+        self._places: dict[tuple[int, Any], tuple[Place, Any]] = {}
+        self._containers: dict[int, _Copied] = {}
+        self._raw: list[tuple[Place, Any]] = []
+
+    def snapshot_place(self, place: Place, value: Any) -> None:
+        """Copy the value of a place."""
+        self._places.setdefault(place.identity, (place, value))
+
+    def snapshot_object(self, value: Any, name: str) -> None:
+        """Copy the attributes of an object: its `__dict__`, and its slots."""
+        held = dict_of(value)
+        if held is not None:  # which may have been reached before, as `vars(value)`
+            copied = self._containers.get(id(held))
+            before = dict(held) if copied is None else copied.before
+            self._containers[id(held)] = _Copied(name, held, before, value)
+            for inside in INSIDE if isinstance(value, nn.Module) else ():
+                if inside in held:  # a module sets its submodules there without reading it by name
+                    self.snapshot_container(held[inside], f"{name}.{inside}")
+        for key, descriptor in slots_of(type(value)).items():
+            place = place_of_slot(f"{name}.{key}", value, descriptor)
+            self.snapshot_place(place, place.value)
+
+    def snapshot_namespace(self, value: Any, name: str) -> None:
+        """Copy the attributes that a class, module or function has itself; or its variables."""
+        held = variables_of(value)
+        of = id(value if isinstance(value, type) else held)
+        if of not in self._containers:
+            self._containers[of] = _Copied(name, held, dict(held), value, is_settings=False)
+
+    def snapshot_cache(self, cache: Any, name: str) -> None:
+        """Note a function of `functools.lru_cache`, or a library's weak dictionary of results."""
+        before = {id(v): v for v in _list_held(cache)}
+
+        def list_made() -> tuple[Any, ...]:
+            return tuple([v for v in _list_held(cache) if id(v) not in before])
+
+        def forget(_: Any) -> None:
+            if isinstance(cache, functools._lru_cache_wrapper):
+                cache.cache_clear()
+            else:
+                cache.clear()
+
+        place = Place(f"the cache of {name}", cache, "cache", list_made, forget)
+        self.snapshot_place(place, ())
+
+    def value_before(self, home: Any, key: Any) -> Any:
+        """What stood in a dictionary before the step; what stands there now if it was not
+        copied."""
+        copied = self._containers.get(id(home))
+        return (home if copied is None else copied.before).get(key, MISSING)
+
+    def snapshot_container(self, value: Any, name: str) -> None:
+        """Copy the items of a container, if it is mutable."""
+        if isinstance(value, types.SimpleNamespace):
+            self.snapshot_object(value, name)
+        elif isinstance(value, _MUTABLE):
+            self._containers.setdefault(id(value), _Copied(name, value, _copy(value)))
+
+    def snapshot_new(self, value: Any, name: str, known: dict[int, Any]) -> None:
+        """Copy a container or object that capture has made, and those in it, not in `known`."""
+        if id(value) in known:
+            return
+        if is_taken_apart(value):
+            self.snapshot_object(value, name)
+            for key, v in (dict_of(value) or {}).items():
+                self.snapshot_new(v, f"{name}.{key}", known)
+        if is_container(value):
+            known[id(value)] = value
+            self.snapshot_container(value, name)
+            keys, values = items_of(value)
+            for key, v in zip(keys or range(len(values)), values, strict=False):
+                self.snapshot_new(v, f"{name}[{key!r}]", known)
+
+    def snapshot_raw(self, value: Any, name: str) -> None:
+        """Copy the content of an object implemented in C."""
+        copy = copy_raw_content(value)
+        place = Place(name, value, None, None, lambda _: restore_raw_content(value, copy))
+        self._raw.append((place, read_raw_content(value)))
+
+    def find_writes(self) -> Iterator[Write]:
+        """The changes since the snapshots. What the step changes and puts back is none."""
+        with_owner = {
+            i
+            for i, copied in self._containers.items()
+            if copied.owner is not None and copied.is_settings
+        }
+        for place, before in self._places.values():
+            seen = (place.get is None and id(place.home) in with_owner) or self._is_in_copy(place)
+            if not seen and place.key != "__dict__" and not _is_same_value(before, place.value):
+                is_global = isinstance(place.home, dict) and "__builtins__" in place.home
+                is_attribute = is_global or place.put is not None
+                is_cache = place.key == "cache" and isinstance(place.home, _CACHES)
+                yield Write(
+                    place,
+                    before,
+                    place.value,
+                    is_attribute=is_attribute and not is_cache,
+                    is_of_library=is_cache,
+                )
+        replaced = set()
+        for copied in sorted(self._containers.values(), key=lambda copied: copied.owner is None):
+            for write in [*copied.find_writes()]:
+                if _is_of_torch(copied.owner) and self._is_replaced(write.before, write.after):
+                    replaced.add(id(write.before))
+                elif id(copied.value) in replaced:
+                    write.undo()
+                else:
+                    yield write
+        for place, content in self._raw:
+            if read_raw_content(place.home) != content:
+                yield Write(place, place.home, "another content", is_repeatable=False)
+
+    def _is_in_copy(self, place: Place) -> bool:
+        """True if `place` is an attribute that `snapshot_namespace` has copied."""
+        home = place.home
+        owners = home.__mro__ if isinstance(home, type) else (home,)
+        copies = [self._containers.get(id(o)) for o in owners]
+        found = [copied for copied in copies if copied is not None and not copied.is_settings]
+        return any(place.key in copied.value or place.key in copied.before for copied in found)
+
+    def _is_replaced(self, before: Any, after: Any) -> bool:
+        """True if `after` is another container, with the content of `before` when that was copied.
+
+        A GradScaler makes a new dictionary of its optimizers after each step, so that what it wrote
+        into the one before has no effect.
+        """
+        copied = self._containers.get(id(before))
+        if copied is None or before is after or type(before) is not type(after):
+            return False
+        factories = {
+            v.default_factory if isinstance(v, collections.defaultdict) else None
+            for v in (before, after)
+        }
+        return len(factories) == 1 and copied.has_content(after)
+
+
+def _is_of_user(space: Any) -> bool:
+    """True if a class, module, function or dictionary of globals is the user's, or the attributes
+    of another object are: only a program sets them on an exception or another object of C."""
+    if type(space) is dict:
+        return is_user_module(space.get("__name__"))
+    if isinstance(space, types.ModuleType):
+        return is_user_module(space.__name__)
+    if isinstance(space, (type, types.FunctionType)):
+        return is_user_module(space.__module__)
+    kind = type(space)
+    return kind.__module__ in ("builtins", "functools", "_io") or is_user_module(kind.__module__)
+
+
+_CACHES = (functools._lru_cache_wrapper, weakref.WeakKeyDictionary)
+
+
+def _list_held(cache: Any) -> list[Any]:
+    """The results that a cache keeps, among other objects."""
+    if isinstance(cache, weakref.WeakKeyDictionary):
+        return [*cache.values()]
+    held = [v for v in gc.get_referents(cache) if v is not vars(cache)]
+    return [*held, *itertools.chain(*[v.values() for v in held if type(v) is dict])]
+
+
+def _has_other_dict(owner: Any, held: Any) -> bool:
+    """True if an object's `__dict__` is not `held`."""
+    return owner is not held and not isinstance(owner, type) and dict_of(owner) is not held
+
+
+_SET_BY_PYTHON = frozenset(
+    "__getattribute__ __slotnames__ __annotations__ __builtins__ _abc_impl __abstractmethods__ "
+    "__warningregistry__ __wrapped__".split()
+)
+"""Names that Python, or a capture, sets by itself."""
+
+
+def _is_of_torch(owner: Any) -> bool:
+    """True if it is an object of torch, but no module: nobody else holds its containers."""
+    return type(owner).__module__.startswith("torch.") and not isinstance(owner, nn.Module)
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, dict):
+        return dict(dict.items(value))  # past overrides of the user's class
+    return value.copy() if isinstance(value, set) else list(value)
+
+
+def _is_same_value(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    if isinstance(a, types.MethodType) and isinstance(b, types.MethodType):
+        return a.__self__ is b.__self__ and a.__func__ is b.__func__
+    if type(a) is not type(b):
+        return False
+    if type(a) in PLAIN:
+        return bool(content_key(a) == content_key(b))
+    if isinstance(a, tuple):
+        return len(a) == len(b) and all(map(_is_same_value, a, b))
+    return isinstance(a, (*PLAIN, frozenset)) and bool(a == b)
+
+
+def _refill(container: Any, content: Any) -> None:
+    container.clear()
+    (container.update if isinstance(container, set) else container.extend)(content)
+
+
+# -- instrumented classes --------------------------------------------------------------------------
+
+
+class _Recording(threading.local):
+    """The record that is told what this thread reads."""
+
+    record: PlaceRecord | None = None
+
+
+_recording = _Recording()
+_LOCK = threading.RLock()
+_FREED = threading.Condition(_LOCK)
+_EXCHANGED: dict[int, int] = {}  # by id of a module: the thread that has exchanged its tensors
+_INSTALLED: dict[type, int] = {}  # by class: how many captures have it instrumented
+_PATIENCE = 5.0  # seconds to wait for threads that are within a read of an attribute
+
+
+def instrument(kind: type) -> bool:
+    """Have a class tell what is read of its instances; `uninstrument` undoes it.
+
+    Returns:
+        Whether that is possible: not for classes implemented in C.
+    """
+    with _LOCK:
+        if kind not in _INSTALLED:
+            try:
+                kind.__getattribute__ = _make_recording_getter(kind)  # type: ignore[assignment]
+            except TypeError:
+                return False
+            _INSTALLED[kind] = 0
+        _INSTALLED[kind] += 1
+        return True
+
+
+def uninstrument(kinds: Iterable[type]) -> None:
+    """Undo `instrument` of these classes, once each."""
+    with _LOCK:
+        for kind in kinds:
+            _INSTALLED[kind] -= 1
+            if _INSTALLED[kind]:
+                continue
+            del _INSTALLED[kind]
+            installed = kind.__dict__.get("__getattribute__")
+            if installed is None or not hasattr(installed, "_partita_own"):
+                continue  # the program has replaced it
+            if installed._partita_own is None:
+                del kind.__getattribute__
+            else:
+                kind.__getattribute__ = installed._partita_own  # type: ignore[method-assign]
+
+
+def _make_recording_getter(kind: type) -> Callable[[Any, str], Any]:
+    own = kind.__dict__.get("__getattribute__")
+    usual: Any = own or kind.__getattribute__
+    while hasattr(usual, "_partita_usual"):  # a base is instrumented, too
+        usual = usual._partita_usual
+
+    def __getattribute__(self: Any, name: str) -> Any:
+        record = _recording.record
+        if record is not None:
+            record.read_attribute(self, name)
+        elif _EXCHANGED and id(self) in _EXCHANGED:
+            _wait_for((id(self),))
+        return usual(self, name)
+
+    __getattribute__._partita_own = own  # type: ignore[attr-defined]
+    __getattribute__._partita_usual = usual  # type: ignore[attr-defined]
+    return __getattribute__
+
+
+_RecordedModule: Any = type(
+    "module",
+    (types.ModuleType,),
+    {"__getattribute__": _make_recording_getter(types.ModuleType)},
+)
+_INSTALLED_IN: collections.Counter[int] = collections.Counter()  # by id of a module: captures
+
+
+def instrument_module(module: types.ModuleType) -> bool:
+    """Have a module tell what is read of it, as `instrument` does; `uninstrument_module` undoes it.
+
+    Returns:
+        Whether that is possible: not for modules with a class of their own.
+    """
+    with _LOCK:
+        if type(module) is types.ModuleType:
+            module.__class__ = _RecordedModule
+        if type(module) is _RecordedModule:
+            _INSTALLED_IN[id(module)] += 1
+        return type(module) is _RecordedModule
+
+
+def uninstrument_module(module: types.ModuleType) -> None:
+    """Undo `instrument_module`, once."""
+    with _LOCK:
+        _INSTALLED_IN[id(module)] -= 1
+        if not _INSTALLED_IN[id(module)]:
+            del _INSTALLED_IN[id(module)]
+            module.__class__ = types.ModuleType
+
+
+def count_own_attributes(kind: type) -> int:
+    """The number of attributes of a class, without what `instrument` has added."""
+    held = vars(kind)
+    added = getattr(held.get("__getattribute__"), "_partita_own", 0) is None
+    return len(held) - added
+
+
+def has_own_getattribute(kind: type) -> bool:
+    """True if a class, or a base of it, has its own `__getattribute__` in Python."""
+    usual = kind.__getattribute__
+    return hasattr(getattr(usual, "_partita_usual", usual), "__code__")
+
+
+_READERS = frozenset((nn.Module.__getattr__.__code__, _make_recording_getter(nn.Module).__code__))
+
+
+def recorded_by(record: PlaceRecord) -> AbstractContextManager[None]:
+    """Within, `record` is told what this thread reads."""
+    return attribute_set(_recording, "record", record)
+
+
+@contextmanager
+def exclusive_access(objects: Iterable[Any]) -> Iterator[None]:
+    """Within, other threads wait before they read attributes of these modules or capture with them.
+
+    The capture meanwhile exchanges their parameters for fake tensors.
+    """
+    ids = [id(o) for o in objects]
+    with _FREED:
+        _wait_for(ids)
+        mine = [i for i in ids if i not in _EXCHANGED]
+        _EXCHANGED.update(dict.fromkeys(mine, get_ident()))
+    instrument(nn.Module)
+    try:
+        # A thread that is within a read now still gets the real parameter: wait until it is out.
+        until = time.monotonic() + _PATIENCE
+        while _others_read() and time.monotonic() < until:
+            threading.Event().wait(0.001)
+        yield
+    finally:
+        with _FREED:
+            for i in mine:
+                _EXCHANGED.pop(i, None)
+            _FREED.notify_all()
+        uninstrument([nn.Module])
+
+
+def _others_read() -> bool:
+    """True if another thread is reading a module's attribute, and does not wait there."""
+    me = get_ident()
+    return any(t != me and _is_reading(frame) for t, frame in sys._current_frames().items())
+
+
+def _is_reading(frame: FrameType | None) -> bool:
+    codes = []
+    while frame is not None:
+        codes.append(frame.f_code)
+        frame = frame.f_back
+    return _wait_for.__code__ not in codes and not _READERS.isdisjoint(codes)
+
+
+def _wait_for(ids: Iterable[int]) -> None:
+    thread = get_ident()
+    with _FREED:
+        while any(_EXCHANGED.get(i, thread) != thread for i in ids):
+            _FREED.wait()  # releases the lock, however often this thread has taken it

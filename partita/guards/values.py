@@ -1,0 +1,1047 @@
+"""Values and places: what a program can read, and where, compared with what it was at capture.
+
+`content_key` makes a hashable key of a value, equal for values of which a program reads the same.
+Numbers and strings count by type and bits (0.0 is not -0.0, True is not 1, NaN is NaN), containers
+by what they hold, arrays and buffers by their bytes, other objects by identity. A tensor is an
+input of the graph. `find_difference` says in which place two keys differ:
+
+    find_difference(content_key([1, 2]), content_key([1, 3]))    ("[1]", "2", "3")
+
+A `Place` has a home and a key, which identify it, a name for messages, and the means to read and
+write its value again. There is a constructor for each kind: cells, slots, attributes of classes,
+settings. An attribute of an object may stand in its `__dict__`, in a slot, in a dictionary of an
+nn.Module, or in a class; those of tensors, and their hooks, are compared for all tensors at once.
+
+    Place("cfg.scale", vars(cfg), "scale").value    what `cfg.scale` is now
+"""
+
+from __future__ import annotations
+
+import collections
+import contextvars
+import dataclasses
+import decimal
+import enum
+import functools
+import gc
+import io
+import logging
+import os
+import sys
+import sysconfig
+import threading
+import types
+from collections.abc import Callable, Container, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from itertools import chain, repeat
+from operator import is_
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch._C import DisableTorchFunctionSubclass as Local
+
+from partita.capture.fakes import Substitutes
+from partita.tensor.dtensor_gradients import (
+    hooks_of_backward,
+    hooks_of_gradient,
+    select_user_hooks,
+)
+from partita.tensor.tensor_state import OURS
+
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "missing"
+
+
+MISSING = _Missing()
+"""The value of a place where nothing stands."""
+
+_BY_REPR = (float, complex)  # whose text has all bits, the sign of a zero too
+_BY_EQUALITY = (bool, int, str, bytes, type(None), torch.dtype, torch.device, range)
+PLAIN = (*_BY_REPR, *_BY_EQUALITY, slice)
+_DICTS = (dict, types.MappingProxyType)
+_SETS = (set, frozenset)
+_CONTAINERS = (
+    *(list, tuple, collections.deque, *_DICTS, *_SETS),
+    *(functools.partial, types.SimpleNamespace),
+)
+_METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
+
+# -- keys ------------------------------------------------------------------------------------------
+
+
+class ByIdentity:
+    """An object as a part of a key: equal only to a `ByIdentity` of the same object."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ByIdentity) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __repr__(self) -> str:
+        return f"a {type(self.value).__name__}"
+
+
+class ByType(ByIdentity):
+    """A number that is an input of the graph, as a part of a key: which one, and its type count."""
+
+    def __init__(self, value: Any, number: int):
+        super().__init__(value)
+        self.number = number
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ByType) or other.number != self.number:
+            return False
+        return type(other.value) is type(self.value)
+
+    def __hash__(self) -> int:
+        return hash(type(self.value))
+
+
+class LeafKey(NamedTuple):
+    """The key of a tensor that is an input of the graph: its index among the leaves of the call."""
+
+    number: int
+
+
+class ContainerKey(NamedTuple):
+    """The key of a container: its type, the keys in order (of a set without order), and its items.
+
+    Attributes:
+        keys: None for lists and tuples.
+        own: the key of its attributes; includes its identity if the program writes it.
+    """
+
+    kind: type
+    keys: tuple[Any, ...] | frozenset[Any] | None
+    parts: tuple[Any, ...]
+    own: Any = None
+
+
+class EntriesKey:
+    """The key of a container of very many entries, which count by identity or bits."""
+
+    def __init__(self, value: Any):
+        self.kind = type(value)
+        self.keys, self.values = items_of(value)
+
+    def expand(self) -> ContainerKey:
+        """A key for each entry."""
+        parts = tuple(map(_key_of_entry, self.values))
+        return ContainerKey(self.kind, _keys_of_members(self.kind, self.keys), parts)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, EntriesKey):
+            return False
+        mine, others = (k.values if k.keys is None else k.keys + k.values for k in (self, other))
+        if self.kind is other.kind and len(mine) == len(others) and all(map(is_, mine, others)):
+            return True
+        return self.expand() == other.expand()
+
+    def __hash__(self) -> int:
+        return hash((self.kind, len(self.values)))
+
+
+def _key_of_entry(value: Any) -> Any:
+    if type(value) is tuple:
+        return tuple(map(_key_of_entry, value))
+    is_known = type(value) in PLAIN or isinstance(value, torch.Tensor)
+    return content_key(value) if is_known else ByIdentity(value)
+
+
+def _key_of_member(key: Any) -> Any:
+    """The key of a dictionary's key or a set's member: equal where Python finds one by the other,
+    if they have one type and the same bits."""
+    if type(key) is tuple:
+        return tuple(map(_key_of_member, key))
+    if type(key) in PLAIN:
+        return content_key(key)
+    return ByIdentity(key) if isinstance(key, torch.Tensor) else (type(key), key)
+
+
+def _keys_of_members(kind: type, keys: list[Any] | None) -> Any:
+    if keys is None:
+        return None
+    return (frozenset if issubclass(kind, _SETS) else tuple)(map(_key_of_member, keys))
+
+
+def argument_key(value: Any) -> Any:
+    """The key of an argument that is no tensor; of a float, a graph input, its type."""
+    if isinstance(value, float):  # what the step asks of it is in the program's conditions
+        return (type(value),)
+    return whole_key(value)
+
+
+def whole_key(value: Any) -> Any:
+    """The key of what a step is given whole: dataclasses count by their fields, not by identity."""
+    return content_key(value) if type(value) in PLAIN else ContentWalk(True).make_key(value)
+
+
+def content_key(value: Any, walk: ContentWalk | None = None) -> Any:
+    """The key of a value that is no number input; `walk` makes it, or one of its own."""
+    kind = type(value)
+    if kind in _BY_REPR:
+        return (kind, repr(value))
+    if kind in _BY_EQUALITY:
+        return (kind, value)
+    if kind is slice:
+        return (kind, *map(content_key, (value.start, value.stop, value.step)))
+    return (ContentWalk() if walk is None else walk).make_key(value)
+
+
+@dataclass
+class ContentWalk:
+    """One walk over values that may hold others, and share what they hold.
+
+    Attributes:
+        is_whole: whether dataclasses count by their fields, tensors by identity, and two of one
+            content are another value than one that is there twice.
+        numbers: by the identity of its place, the index of each number that is a graph input.
+        leaves: by id, the first index of each tensor among the leaves of the call.
+        huge: by id, containers whose entries count by identity.
+        written: ids of containers that the program writes, which count by identity, too.
+        changeable: what was met that may change in place, or holds such, each with its key, as
+            often as it was met.
+        shared: ids of what of this was met more than once.
+    """
+
+    is_whole: bool = False
+    numbers: Mapping[tuple[int, Any], int] = field(default_factory=dict)
+    leaves: Mapping[int, int] = field(default_factory=dict)
+    huge: Mapping[int, Any] = field(default_factory=dict)
+    written: Set[int] = frozenset()
+    changeable: list[tuple[Any, Any]] = field(default_factory=list)
+    shared: set[int] = field(default_factory=set)
+    # By id, of values that stay alive: those that are being walked over, with their numbers, and
+    # those that were, with their keys, and whether they are changeable.
+    _open: dict[int, tuple[Any, int]] = field(default_factory=dict)
+    _met: dict[int, tuple[Any, Any, bool]] = field(default_factory=dict)
+
+    def make_key(self, value: Any) -> Any:
+        """The key of a value that is not plain."""
+        kind: type = type(value)
+        sort = _sort_of_type(kind)
+        if sort == "object" and not self.is_whole:
+            return (kind, ByIdentity(value))
+        if sort == "tensor":
+            if self.is_whole:
+                return (kind, ByIdentity(value))
+            at = self.leaves.get(id(value))
+            return torch.Tensor if at is None else LeafKey(at)
+        if id(value) in self._open:  # the value holds itself, or is whole and holds this twice
+            key = (_MET, self._open[id(value)][1])
+            self.changeable.append((value, key))  # so that what holds it counts as changeable
+            return key
+        if id(value) in self._met:
+            _, key, parts = self._met[id(value)]
+            if parts:
+                self.shared.add(id(value))
+                self.changeable.append((value, key))
+            return key
+        if sort in ("container", "raw") or (sort == "object" and dataclasses.is_dataclass(kind)):
+            self._open[id(value)] = value, len(self._open)
+            before = len(self.changeable)
+            key = self._make_changeable_key(value, sort)
+            if not isinstance(value, (tuple, frozenset)) or len(self.changeable) > before:
+                self.changeable.append((value, key))
+            if not self.is_whole:
+                del self._open[id(value)]
+                self._met[id(value)] = value, key, len(self.changeable) > before
+            return key
+        if sort == "view" and (under := dict_of_view(value)) is not None:
+            return (kind, ByIdentity(value), self.make_key(under))
+        if sort == "method" and value.__self__ is not None:
+            # Python makes it anew at each read; a container's reads what that holds.
+            owner, function = value.__self__, getattr(value, "__func__", None)
+            holds = is_container(owner) or has_raw_content(owner)
+            held = self.make_key(owner) if holds else None
+            return (kind, value.__name__, ByIdentity(owner), ByIdentity(function), held)
+        return (kind, repr(value) if sort == "value" else ByIdentity(value))
+
+    def make_part(self, value: Any, home: Any, key: Any) -> Any:
+        """The key of `value`, which stands in `home` at `key`."""
+        number = self.numbers.get((id(home), key)) if self.numbers else None
+        return content_key(value, self) if number is None else ByType(value, number)
+
+    def _make_changeable_key(self, value: Any, sort: str) -> Any:
+        """The key of a container, or of an array or its like."""
+        if id(value) in self.huge:
+            return EntriesKey(value)
+        if sort == "raw":
+            return (type(value), read_raw_content(value))
+        if sort == "object":
+            keys: Any = [f.name for f in dataclasses.fields(value)]
+            values = [read_field(value, key) for key in keys]
+        else:
+            keys, values = items_of(value)
+        home = vars(value) if isinstance(value, types.SimpleNamespace) else value
+        places = range(len(values)) if keys is None else keys
+        # A set has keys alone.
+        parts = [self.make_part(v, home, key) for key, v in zip(places, values, strict=False)]
+        own = self._key_of_attributes(value)
+        if id(home) in self.written:
+            own = (own, ByIdentity(home))
+        members = _keys_of_members(type(value), keys)
+        return ContainerKey(type(value), members, tuple(parts), own)
+
+    def _key_of_attributes(self, value: Any) -> Any:
+        """The key of the attributes of a container of a class of the user's."""
+        if not is_user_module(type(value).__module__):
+            return None
+        held = dict_of(value)
+        if not held:
+            return None
+        return tuple([(key, self.make_part(v, held, key)) for key, v in held.items()])
+
+
+def read_field(value: Any, key: str) -> Any:
+    """An attribute, past a `__getattr__` of the user's, which may make one."""
+    try:
+        return object.__getattribute__(value, key)
+    except AttributeError:
+        return MISSING
+
+
+_MET = "met before"
+
+
+def forget_leaves(key: Any) -> Any:
+    """The key, with all tensors equal."""
+    if isinstance(key, LeafKey):
+        return torch.Tensor
+    if isinstance(key, ContainerKey):
+        return ContainerKey(key.kind, key.keys, *map(forget_leaves, (key.parts, key.own)))
+    return tuple(map(forget_leaves, key)) if type(key) is tuple else key
+
+
+def find_last_leaf(key: Any) -> int:
+    """The highest index of a leaf in a key; -1 where it has none."""
+    if isinstance(key, LeafKey):
+        return key.number
+    return max(map(find_last_leaf, key), default=-1) if isinstance(key, tuple) else -1
+
+
+HUGE = 100_000  # entries above which a container's entries are not looked into
+
+
+def holds_no_more(value: Any) -> bool:
+    """True if an entry and all that it holds are immutable. Tensors count: they are inputs."""
+    if type(value) is tuple:
+        return all(map(holds_no_more, value))
+    return type(value) in PLAIN or isinstance(value, (torch.Tensor, enum.Enum))
+
+
+def items_of(value: Any) -> tuple[list[Any] | None, list[Any]]:
+    """The keys of a container, None where it has none, and its values; a set has keys alone."""
+    if isinstance(value, dict):
+        return list(value), list(dict.values(value))
+    if isinstance(value, types.MappingProxyType):
+        return list(value), list(value.values())
+    if isinstance(value, _SETS):
+        return list(value), []
+    if isinstance(value, functools.partial):
+        held = vars(value)
+        own = [value.func, value.args, value.keywords]
+        return ["func", "args", "keywords", *held], [*own, *held.values()]
+    if isinstance(value, types.SimpleNamespace):
+        return list(vars(value)), list(vars(value).values())
+    return None, list(value)
+
+
+def is_container(value: Any) -> bool:
+    """True if it is a container, which is compared by its contents."""
+    kind: type = type(value)
+    return _sort_of_type(kind) == "container"
+
+
+@lru_cache(maxsize=4096)
+def _sort_of_type(kind: type) -> str:
+    """How values of a type are compared: "container", "raw", "view", "method", "value", "tensor",
+    "object"."""
+    if issubclass(kind, torch.Tensor):
+        return "tensor"
+    if issubclass(kind, _CONTAINERS) and not issubclass(kind, nn.Module):
+        return "container"
+    if _has_raw_content(kind):
+        return "raw"
+    if issubclass(kind, _VIEWS):
+        return "view"
+    if issubclass(kind, _METHODS):
+        return "method"
+    # An immutable value with `==`: of numpy, a path, a fraction, a date, a UUID.
+    root = kind.__module__.split(".")[0]
+    of_numpy = root == "numpy" and (hasattr(kind, "tobytes") or kind.__name__.endswith("DType"))
+    is_value = of_numpy or root in ("pathlib", "fractions", "decimal", "datetime", "uuid")
+    return "value" if is_value else "object"
+
+
+# -- differences -----------------------------------------------------------------------------------
+
+
+def find_difference(was: Any, now: Any) -> tuple[str, str, str] | None:
+    """The path to the first difference of two keys, as "['k'][0]", with the text of what was there
+    and of what is there now; None where they are equal."""
+    if was == now:
+        return None
+    if isinstance(was, EntriesKey) and isinstance(now, EntriesKey):
+        was, now = was.expand(), now.expand()
+    if isinstance(was, ContainerKey) and isinstance(now, ContainerKey) and was.kind is now.kind:
+        if was.keys != now.keys:
+            return _find_other_key(was.keys or (), now.keys or ())
+        if len(was.parts) == len(now.parts):
+            keys: Any = range(len(was.parts)) if was.keys is None else was.keys
+            for key, before, after in zip(keys, was.parts, now.parts, strict=True):
+                if (found := find_difference(before, after)) is not None:
+                    at = key if was.keys is None else _text_of_key(key)
+                    return (f"[{at}]{found[0]}", found[1], found[2])
+    before, after = _text_of_key(was), _text_of_key(now)
+    return ("", before, f"another {after.removeprefix('a ')}" if after == before else after)
+
+
+def _find_other_key(was: Any, now: Any) -> tuple[str, str, str]:
+    before, after = {*was}, {*now}
+    for key in was:
+        if key not in after:
+            return (f"[{_text_of_key(key)}]", "there", "gone")
+    for key in now:
+        if key not in before:
+            return (f"[{_text_of_key(key)}]", "not there", "there")
+    return ("", "in one order", "in another")
+
+
+def _text_of_key(key: Any) -> str:
+    """The text of what has this key, in at most 60 characters."""
+    if isinstance(key, EntriesKey):
+        key = key.expand()
+    if isinstance(key, ByIdentity):
+        return brief(key.value)
+    if isinstance(key, ContainerKey):
+        return f"a {key.kind.__name__} of {len(key.parts) or len(key.keys or ())}"
+    if key is torch.Tensor or isinstance(key, LeafKey):
+        return "a tensor"
+    if not isinstance(key, tuple):
+        return str(key)
+    if not key or not isinstance(key[0], type):
+        return shorten_text(f"({', '.join(map(_text_of_key, key))})")
+    kind, content = key[0], key[-1]
+    if kind in _BY_REPR:
+        return str(content)
+    if kind is slice:
+        return f"slice({', '.join(map(_text_of_key, key[1:]))})"
+    if kind in _METHODS:
+        return f"a method {key[1]}"
+    if isinstance(content, ByIdentity):
+        return brief(content.value)
+    if isinstance(content, kind):
+        return shorten_text(repr(content))
+    # In the key of a path, a date or a number of numpy stands its text.
+    return shorten_text(content) if _sort_of_type(kind) == "value" else f"a {kind.__name__}"
+
+
+def brief(value: Any) -> str:
+    """The text of a value in at most 60 characters."""
+    if value is MISSING:
+        return "nothing"
+    if isinstance(value, torch.Tensor):
+        return "a tensor"
+    if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
+        return shorten_text(getattr(value, "__qualname__", repr(value)))
+    if isinstance(value, PLAIN):
+        return shorten_text(repr(value))
+    size = f" of {len(value)}" if is_container(value) and hasattr(value, "__len__") else ""
+    return shorten_text(f"a {type(value).__name__}{size}")
+
+
+def shorten_text(text: str) -> str:
+    """The text, or its two ends where it is longer than 60 characters."""
+    return text if len(text) <= 60 else f"{text[:40]}...{text[-17:]}"
+
+
+def text_of(value: Any) -> str:
+    """The text of an argument, for messages."""
+    if isinstance(value, str):
+        return repr(value)
+    # Python's text of objects that refer to one another grows with the number of paths.
+    key = argument_key(value)
+    return str(key) if _has_met(key) else str(value)
+
+
+def _has_met(key: Any) -> bool:
+    return isinstance(key, tuple) and (key[:1] == (_MET,) or any(map(_has_met, key[1:])))
+
+
+# -- objects implemented in C ----------------------------------------------------------------------
+
+_BUFFERS = (bytearray, memoryview)
+_FILES = (io.StringIO, io.BytesIO)
+_ORDERED: Any = collections.OrderedDict()
+_VIEWS = tuple(
+    type(view())
+    for empty in (dict[Any, Any](), _ORDERED)
+    for view in (empty.keys, empty.values, empty.items)
+)
+
+
+def has_raw_content(value: Any) -> bool:
+    """True if it is an array, a buffer, a file in memory or a decimal context."""
+    kind: type = type(value)
+    return _sort_of_type(kind) == "raw"
+
+
+def _has_raw_content(kind: type) -> bool:
+    if issubclass(kind, (*_BUFFERS, *_FILES, decimal.Context)):
+        return True
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and issubclass(kind, numpy.ndarray):
+        return True
+    if kind.__module__ == "array":
+        return kind.__name__ == "array"
+    is_of_ctypes = any(base.__module__ == "_ctypes" for base in kind.__mro__)
+    return is_of_ctypes and not (issubclass(kind, type) or _is_shared_memory(kind))
+
+
+def is_shared_memory(value: Any) -> bool:
+    """True if it is memory that other programs may write (`mmap`), or a pointer of ctypes."""
+    return _is_shared_memory(type(value))
+
+
+def _is_shared_memory(kind: type) -> bool:
+    kinds = [(base.__module__, base.__name__) for base in kind.__mro__]
+    return ("mmap", "mmap") in kinds or ("_ctypes", "_Pointer") in kinds
+
+
+def read_raw_content(value: Any) -> Any:
+    """The content of an object now, to be compared with `==`."""
+    if isinstance(value, _FILES):
+        return "closed" if value.closed else (value.getvalue(), value.tell())
+    if isinstance(value, decimal.Context):
+        return repr(value)
+    if hasattr(value, "dtype"):
+        shape, flags = value.shape, value.flags.writeable
+        if value.dtype.hasobject:
+            return shape, flags, repr(value.tolist())
+        return shape, flags, str(value.dtype), value.tobytes()
+    view = memoryview(value)
+    return view.shape, view.format, view.tobytes()
+
+
+def copy_raw_content(value: Any) -> Any:
+    """A copy of the content of an object, for `restore_raw_content`; None of a closed file."""
+    if isinstance(value, _FILES):
+        return None if value.closed else value.__getstate__()  # type: ignore[union-attr]
+    if isinstance(value, decimal.Context) or hasattr(value, "dtype"):
+        return value.copy()
+    return value[:] if _is_of_items(value) else bytes(value)
+
+
+def restore_raw_content(value: Any, copy: Any) -> None:
+    """Give an object the content that was copied."""
+    if isinstance(value, _FILES):
+        if copy is not None and not value.closed:  # it cannot be opened again
+            value.__setstate__(copy)  # type: ignore[union-attr]
+    elif isinstance(value, decimal.Context):
+        for key in ("prec", "rounding", "Emin", "Emax", "capitals", "clamp", "flags", "traps"):
+            setattr(value, key, getattr(copy, key))
+    elif hasattr(value, "dtype"):
+        if value.shape != copy.shape:
+            value.resize(copy.shape, refcheck=False)
+        value[...] = copy
+    elif _is_of_items(value):
+        value[:] = copy
+    elif not memoryview(value).readonly:
+        memoryview(value).cast("B")[:] = copy
+
+
+def _is_of_items(value: Any) -> bool:
+    """True if it is a `bytearray` or an `array`, which may become longer."""
+    return isinstance(value, bytearray) or type(value).__module__ == "array"
+
+
+def dict_of_view(value: Any) -> Any:
+    """The dictionary of a dictionary view; None for other objects."""
+    if not isinstance(value, _VIEWS):
+        return None
+    found = gc.get_referents(value)
+    return found[0] if found and isinstance(found[0], dict) else None
+
+
+# -- places ----------------------------------------------------------------------------------------
+
+
+def _builtin_kind_of(home: dict[Any, Any]) -> type[dict[Any, Any]]:
+    """The builtin class whose methods write a dictionary, past overrides of the user's class."""
+    return collections.OrderedDict if isinstance(home, collections.OrderedDict) else dict
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where a value stands.
+
+    Attributes:
+        name: in messages: "cfg.scale".
+        home, key: identify the place; for an entry of a dictionary, `home[key]` is the value.
+        get: returns the value, or MISSING. None for entries, of which guards read many at a time.
+        put: writes the value; None where it cannot be written.
+    """
+
+    name: str
+    home: Any
+    key: Any
+    get: Callable[[], Any] | None = None
+    put: Callable[[Any], object] | None = None
+
+    @property
+    def value(self) -> Any:
+        return dict.get(self.home, self.key, MISSING) if self.get is None else self.get()
+
+    @property
+    def identity(self) -> tuple[int, Any]:
+        return id(self.home), self.key
+
+    def write(self, value: Any) -> None:
+        """Write `value` there; where it is MISSING, delete what is there."""
+        if self.put is not None:
+            self.put(value)
+        elif value is MISSING:
+            _builtin_kind_of(self.home).pop(self.home, self.key, None)
+        else:
+            _builtin_kind_of(self.home).__setitem__(self.home, self.key, value)
+
+
+def _writer(put: Callable[[Any], object], delete: Callable[[], object]) -> Callable[[Any], object]:
+    """A function that writes a value by `put`; where it is MISSING, calls `delete`."""
+    return lambda value: delete() if value is MISSING else put(value)
+
+
+def _write_attribute(owner: Any, key: str, value: Any) -> None:
+    """Set an attribute of an object or class; where `value` is MISSING, delete it."""
+    if value is not MISSING:
+        setattr(owner, key, value)
+    elif key in vars(owner):
+        delattr(owner, key)
+
+
+def place_of_cell(name: str, where: types.CellType) -> Place:
+    """A closure cell."""
+    at = where, "cell_contents"
+    put = _writer(partial(setattr, *at), partial(delattr, *at))
+    return Place(name, where, 0, partial(cell_content, where, MISSING), put)
+
+
+def place_of_slot(name: str, owner: Any, descriptor: Any) -> Place:
+    """An attribute in a `__slots__`."""
+
+    def get_slot() -> Any:
+        try:
+            return descriptor.__get__(owner, type(owner))
+        except AttributeError:
+            return MISSING
+
+    put = _writer(partial(descriptor.__set__, owner), partial(descriptor.__delete__, owner))
+    return Place(name, owner, descriptor.__name__, get_slot, put)
+
+
+def place_of_class_attribute(kind: type, key: str) -> Place:
+    """An attribute of a class or its bases, as it stands there (descriptors are not called)."""
+
+    def get_class_attribute() -> Any:
+        for base in kind.__mro__:  # not by a generator, which takes longer
+            if key in base.__dict__:
+                return base.__dict__[key]
+        return MISSING
+
+    def put_class_attribute(value: Any) -> None:
+        owner = next((base for base in kind.__mro__ if key in vars(base)), kind)
+        _write_attribute(owner, key, value)
+
+    return Place(f"{kind.__name__}.{key}", kind, key, get_class_attribute, put_class_attribute)
+
+
+def place_in_namespace(name: str, space: Any, key: str) -> Place:
+    """An attribute that a class, module, function or another object has itself."""
+    if type(space) is dict:
+        return Place(name, space, key)
+    home = space if isinstance(space, type) else vars(space)
+
+    def get_attribute() -> Any:
+        return vars(space).get(key, MISSING)
+
+    return Place(name, home, key, get_attribute, partial(_write_attribute, space, key))
+
+
+_OF_TENSOR: dict[str, Any] = gc.get_referents(vars(torch.Tensor))[0]
+
+
+def place_of_tensor_attribute(key: str) -> Place:
+    """An attribute of torch.Tensor, as a method, which a program may replace."""
+    at = torch.Tensor, key
+    put = _writer(partial(setattr, *at), partial(delattr, *at))
+    return Place(f"torch.Tensor.{key}", _OF_TENSOR, key, None, put)
+
+
+def place_of_special_attribute(name: str, owner: Any, key: str) -> Place:
+    """An attribute of a function or class that stands in no dictionary: its code, its defaults."""
+    put = _writer(partial(setattr, owner, key), partial(delattr, owner, key))
+    return Place(name, owner, key, partial(getattr, owner, key, MISSING), put)
+
+
+def place_of_dict(name: str, owner: Any) -> Place:
+    """The `__dict__` of an object, which stands for all of its attributes."""
+    put = partial(object.__setattr__, owner, "__dict__")
+    return Place(name, owner, "__dict__", partial(dict_of, owner), put)
+
+
+def place_of_context_variable(name: str, variable: contextvars.ContextVar[Any]) -> Place:
+    """The value of a context variable."""
+
+    def get_context_variable() -> Any:
+        try:
+            return variable.get()  # without an argument, which would override its default
+        except LookupError:
+            return MISSING
+
+    return Place(name, variable, "value", get_context_variable, variable.set)
+
+
+def place_of_answer(name: str, function: Callable[[], Any], about: Any = None) -> Place:
+    """The answer of a function without arguments (one about `about`): a setting of torch, say."""
+    return Place(name, function if about is None else about, "()", function)
+
+
+class CacheEpoch:
+    """Counts how often a function of `functools.lru_cache` lost or changed a result that a step
+    may have used.
+
+    The first call is before the step, the second after it: the entries that it may have used are
+    watched from then on. A full cache may drop a result of the step's own, which would come of the
+    same reads again; a result of before the step, or one that `cache_clear()` takes, may not be
+    missing.
+    """
+
+    def __init__(self, function: Any):
+        self._function, self._epoch = function, 0
+        self._before: frozenset[Any] | None = None  # the keys
+        self._watched: dict[Any, Any] | None = None
+        self._calls = self._misses = 0
+
+    def __call__(self) -> int:
+        info = self._function.cache_info()
+        if self._watched is None:
+            found = self._find_results()
+            if self._before is None:
+                self._before, self._calls = frozenset(found), info.hits + info.misses
+            else:
+                # Each call moves the entry that it uses to the end of a bounded cache.
+                used = len(found) if info.maxsize is None else info.hits + info.misses - self._calls
+                first = len(found) - used if 0 <= used < len(found) else 0
+                self._watched = dict([*found.items()][first:])
+                self._before &= self._watched.keys()
+        elif self._watched and not self._has_watched(info.misses < self._misses):
+            self._epoch += 1
+            self._watched = {}  # what the step used is not there any more
+        self._misses = info.misses
+        return self._epoch
+
+    def _has_watched(self, is_cleared: bool) -> bool:
+        assert self._watched is not None and self._before is not None
+        table = _find_table(self._function)
+        if self._most == float("inf"):  # each of its entries is watched: their number has no limit
+            now = map(table.get, self._watched, repeat(MISSING))
+            if all(map(is_, now, self._watched.values())):
+                return True
+        there = self._find_results() if any(key in table for key in self._watched) else {}
+        for key, value in self._watched.items():
+            now = there.get(key, MISSING)
+            if now is MISSING:
+                if is_cleared or key in self._before or len(table) < self._most:
+                    return False
+            elif now is not value and not (
+                type(value) in PLAIN and content_key(now) == content_key(value)
+            ):
+                return False
+        return True
+
+    @property
+    def _most(self) -> float:
+        most = self._function.cache_info().maxsize
+        return float("inf") if most is None else most
+
+    def _find_results(self) -> dict[Any, Any]:
+        """The results by key; of a bounded cache those used last at the end."""
+        table = _find_table(self._function)
+        if self._most == float("inf") or not table:
+            return {**table}
+        # Private Python: keys and results in order, each pair followed by the type of its entry.
+        held = gc.get_referents(self._function)
+        held = held[: next(i for i, value in enumerate(held) if value is table)]
+        entry = type(next(iter(table.values())))
+        flat = [value for value in held if value is not entry][-2 * len(table) :]
+        return dict(zip(flat[::2], flat[1::2], strict=True))
+
+
+def results_of_cache(function: Any) -> list[Any]:
+    """The results that a function of `functools.lru_cache` keeps now."""
+    return [*CacheEpoch(function)._find_results().values()]
+
+
+def _find_table(function: Any) -> dict[Any, Any]:
+    """The dictionary of a function of `functools.lru_cache`: results by key, or entries of C."""
+    held = vars(function)
+    tables = [d for d in gc.get_referents(function) if type(d) is dict and d is not held]
+    return tables[-1]  # the results, which may be dictionaries, come before it
+
+
+def place_of_log_level(name: str, logger: logging.Logger) -> Place:
+    """What a logger lets through: by its own level, its parents' and the global one."""
+
+    def get_logger_level() -> tuple[int, bool, int]:
+        return logger.manager.disable, logger.disabled, logger.getEffectiveLevel()
+
+    return place_of_answer(f"the level of {name}", get_logger_level, logger)
+
+
+def place_of_hidden_builtin(variables: dict[str, Any], name: str) -> Place:
+    """A global that hides a builtin; a stand-in that capture has put there counts as none."""
+
+    def get_hiding_variable() -> Any:
+        found = variables.get(name, MISSING)
+        return MISSING if Substitutes.has(found) else found
+
+    return Place(name, variables, name, get_hiding_variable)
+
+
+# -- attributes of objects -------------------------------------------------------------------------
+
+_OF_TORCH = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
+# Modules of Python whose objects hold no settings, or have guards of another kind.
+_WITHOUT_SETTINGS = frozenset(
+    """abc ast asyncio builtins contextlib contextvars copyreg decimal datetime dis enum fractions
+    functools importlib inspect io numbers operator os pathlib pdb random re runpy traceback typing
+    unittest uuid warnings weakref""".split()
+)
+WITH_FIELDS = ("__dataclass_fields__",)  # special names that are guarded like other attributes
+INSIDE = ("_parameters", "_buffers", "_modules")  # dictionaries of an nn.Module
+
+
+def names_of_class(kind: type) -> frozenset[str]:
+    """The names that a class and its bases have now."""
+    return _find_names_of_class(kind, tuple([len(vars(base)) for base in kind.__mro__]))
+
+
+@lru_cache(maxsize=1024)
+def _find_names_of_class(kind: type, counts: tuple[int, ...]) -> frozenset[str]:
+    return frozenset().union(*(vars(base) for base in kind.__mro__ if base is not object))
+
+
+def functions_of_descriptor(value: Any) -> list[Any]:
+    """The functions that a descriptor of Python's in a class calls; none of other values."""
+    for kind, names in _FUNCTIONS_OF_DESCRIPTORS.items():
+        if isinstance(value, kind):
+            return [f for name in names if (f := object.__getattribute__(value, name)) is not None]
+    return []
+
+
+_FUNCTIONS_OF_DESCRIPTORS: dict[type, tuple[str, ...]] = {
+    property: ("fget", "fset", "fdel"),
+    staticmethod: ("__func__",),
+    classmethod: ("__func__",),
+    functools.cached_property: ("func",),
+    functools.partialmethod: ("func",),
+    functools.singledispatchmethod: ("func", "dispatcher"),
+}
+
+
+def variables_of(space: Any) -> dict[str, Any]:
+    """The variables of a namespace: a dictionary of globals, or what has a `__dict__`."""
+    return space if type(space) is dict else vars(space)
+
+
+def dict_of(value: Any) -> Any:
+    """The `__dict__` of an object, past its `__getattribute__`; None where it has none."""
+    try:
+        return object.__getattribute__(value, "__dict__")
+    except AttributeError:  # a thread has a dictionary of its own of a `threading.local`
+        return value.__dict__ if isinstance(value, threading.local) else None
+
+
+def find_module_dict(owner: Any, name: str) -> Any:
+    """The dictionary of parameters, buffers or modules of an nn.Module that has a name, or None."""
+    if isinstance(owner, nn.Module):
+        held = dict_of(owner)
+        for within in INSIDE:
+            if name in held.get(within, ()):
+                return held[within]
+    return None
+
+
+def slots_of(kind: type) -> dict[str, Any]:
+    """The descriptors of the `__slots__` of a class, by name."""
+    return {
+        key: value
+        for base in reversed(kind.__mro__)
+        if is_user_module(base.__module__)
+        or base.__module__.startswith(("collections", "dataclasses"))
+        for key, value in vars(base).items()
+        if isinstance(value, types.MemberDescriptorType)
+    }
+
+
+def may_be_hidden(name: str, found: Any) -> bool:
+    """True if an attribute of the object itself may come to hide `found` in its class."""
+    if name.startswith("__") and name.endswith("__"):
+        return False
+    if hasattr(type(found), "__set__"):  # a data descriptor, as a property, comes first
+        return False
+    return not (name != "forward" and vars(nn.Module).get(name, MISSING) is found is not MISSING)
+
+
+def has_settings(kind: type) -> bool:
+    """True if the attributes of the instances of a class are guarded."""
+    if issubclass(kind, _OF_TORCH):
+        return True
+    root = kind.__module__.split(".")[0]
+    if root == "torch":
+        return kind.__module__.startswith(("torch.optim", "torch.amp", "torch.nn"))
+    pythons = root in sys.stdlib_module_names and not root.startswith("_")
+    return is_user_module(root) or (pythons and root not in _WITHOUT_SETTINGS)
+
+
+def may_have_attributes(value: Any) -> bool:
+    """True if a plain value is an enum or of a user's class, so that it may have attributes."""
+    kind = type(value)
+    return isinstance(value, enum.Enum) or (kind not in PLAIN and is_user_module(kind.__module__))
+
+
+def is_iterator(value: Any) -> bool:
+    kind = type(value)
+    return hasattr(kind, "__next__") and not isinstance(value, (io.IOBase, nn.Module))
+
+
+def cell_content(where: types.CellType, otherwise: Any = None) -> Any:
+    """The content of a closure cell; `otherwise` where nothing was assigned to it yet."""
+    try:
+        return where.cell_contents
+    except ValueError:
+        return otherwise
+
+
+def runs_in_frame(f: types.FunctionType, frame: FrameType) -> bool:
+    """True if the frame runs `f`, as far as the variables of its closure tell."""
+    local = frame.f_locals
+    pairs = zip(f.__code__.co_freevars, f.__closure__ or (), strict=True)
+    return all(cell_content(where) is local.get(key) for key, where in pairs)
+
+
+# -- attributes and hooks of tensors ---------------------------------------------------------------
+
+# Attributes that partita sets, and that torch sets on a parameter.
+OWN_ATTRIBUTES = OURS | {"_is_param"}
+
+
+def user_attributes_of(t: torch.Tensor) -> tuple[str, ...]:
+    """The names of the attributes that a program has set on a tensor, as `_no_weight_decay`."""
+    return _names_of_user(tuple(t.__dict__))
+
+
+@lru_cache(maxsize=4096)  # most tensors have the attributes of others
+def _names_of_user(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple([n for n in names if n not in OWN_ATTRIBUTES and not n.startswith("_dynamo")])
+
+
+def hang_hooks(tensor: torch.Tensor, fake: torch.Tensor) -> list[Any]:
+    """Register the user's hooks of a leaf on its fake, so that they are traced; the handles."""
+    if not tensor.is_leaf:  # autograd calls them outside the graph, when it goes on from there
+        return []
+    found = [fake.register_hook(hook) for hook in select_user_hooks(tensor._backward_hooks)]
+    for hook in select_user_hooks(getattr(tensor, "_post_accumulate_grad_hooks", None)):
+        found.append(fake.register_post_accumulate_grad_hook(hook))
+    return found
+
+
+class AttributesAndHooks:
+    """What torch's dictionaries hold of the attributes and hooks of some tensors."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]):
+        self._attributed = tensors
+        with Local():
+            self._hooked = [t for t in tensors if t.requires_grad]
+        # Nobody deletes our own attributes, so where all are ours an equal number is the same ones.
+        self._others = [t for t in self._attributed if not OWN_ATTRIBUTES.issuperset(vars(t))]
+        self._state, self._objects = self._read_state()
+
+    def may_change_within(self, known: Container[int]) -> bool:
+        """True if an attribute may change in place, on a tensor whose id is not `known`."""
+        others = [vars(t).values() for t in self._others if id(t) not in known]
+        return not all(isinstance(v, (*PLAIN, torch.Tensor)) for v in chain(*others))
+
+    def unchanged(self) -> bool:
+        """True if torch's dictionaries hold the same."""
+        state, objects = self._read_state()
+        return state == self._state and all(map(is_, objects, self._objects))
+
+    def _read_state(self) -> tuple[Any, list[Any]]:
+        """Numbers and names of attributes and the numbers of hooks; the dictionaries and hooks."""
+        with Local():
+            tables = [
+                *map(hooks_of_backward, self._hooked),
+                *map(hooks_of_gradient, self._hooked),
+            ]
+        there = [table for table in tables if table is not None]
+        counts = [*map(len, map(vars, self._attributed))], [*map(len, there)]
+        others = [*map(vars, self._others)]
+        names, values = [*chain(*others)], chain(*map(dict.values, others))
+        hooks = chain.from_iterable(map(dict.values, there))
+        return (counts, names), [*tables, *hooks, *values]
+
+
+# -- whose code ------------------------------------------------------------------------------------
+
+_TORCH_FILES = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_PARTITA = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+# Our own models and training loop are recorded like a user's.
+_RECORDED_OF_PARTITA = (
+    os.path.join(_PARTITA, "app", "models", ""),
+    os.path.join(_PARTITA, "app", "trainer.py"),
+)
+_STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
+_INSTALLED = (os.sep + "site-packages" + os.sep, os.sep + "dist-packages" + os.sep)
+# Libraries that torch itself runs while it traces.
+_LIBRARIES_OF_TORCH = tuple(
+    os.sep + name + os.sep
+    for name in "filelock functorch mpmath networkx numpy optree sympy torchgen triton z3".split()
+) + (os.sep + "typing_extensions.py",)
+_LIBRARY_MODULES = (
+    "torch partita builtins numpy sympy mpmath functorch torchgen typing_extensions".split()
+)
+
+
+@functools.cache
+def is_recorded(filename: str) -> bool:
+    """True if a file's code is recorded: it is not of torch, partita or Python."""
+    if filename.startswith("<frozen"):
+        return False
+    path = os.path.abspath(filename)
+    if path.startswith(_TORCH_FILES):
+        return False
+    if path.startswith(_PARTITA):
+        return path.startswith(_RECORDED_OF_PARTITA)
+    installed = any(part in path for part in _INSTALLED)
+    if installed and any(part in path for part in _LIBRARIES_OF_TORCH):
+        return False
+    return installed or not path.startswith(_STDLIB)
+
+
+def is_user_module(module: Any) -> bool:
+    """True if the module of this name is the user's, or of a library whose code is recorded."""
+    root = str(module).split(".")[0]
+    return (
+        root not in _LIBRARY_MODULES and root not in sys.stdlib_module_names
+    ) or root == "__main__"

@@ -25,7 +25,7 @@ from .parallel.batch import tensors_in
 
 
 class NanError(ValueError):
-    """A loss or a gradient is not a finite number: says in which step, and what made it so."""
+    """A loss or a gradient is not finite. The message names the step and what made it so."""
 
 
 @message
@@ -141,10 +141,10 @@ class NanWatch:
 
 
 def detect_nan(model: nn.Module) -> NanWatch:
-    """Watch a model for the module that makes the first nan, in forward or in backward.
+    """Watch a model for the module that produces the first NaN, in forward or in backward.
 
-    Any model: plain, parallel, sharded, recomputed. Each result and each gradient is read once
-    more, and on a GPU waited for: for finding a fault, not for every day.
+    Works with any model: plain, parallel, sharded, recomputed. It reads each result and each
+    gradient once more, and on a GPU waits for them. Use it to find a fault, not in every run.
 
         with pt.detect_nan(model) as watch:
             for step, (x, y) in enumerate(batches):

@@ -304,7 +304,7 @@ def find_checkpoint(home: Path) -> Path:
 
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
-    """True if there is a checkpoint at `path`, so that a run can resume from it."""
+    """True if `path` contains a checkpoint from which a run can resume."""
     try:
         find_checkpoint(Path(os.path.abspath(path)))
     except ValueError:

@@ -81,20 +81,21 @@ def full_state_dict(
     rank0_only: bool = False,
     device: torch.device | str | None = HOST.type,
 ) -> Any:
-    """The state dict that the model would have on one device: whole plain tensors, copied.
+    """Returns the state dict that the model would have on one device: copies of whole plain
+    tensors.
 
-    Every rank calls this. Names are those of `model.state_dict()` (without what torch.compile puts
-    into them), and parameters that are one tensor are one tensor here. Tensors are gathered one
-    after the other.
+    Every rank calls this. Names are those of `model.state_dict()`, without prefixes that
+    torch.compile adds. Parameters that are one tensor in the model are one tensor in the result.
+    Tensors are gathered one after the other.
 
     Args:
-        optimizer: its state, too, by the names of its parameters in `model`, as
-            `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` has it.
-        rank0_only: only rank 0 gets the values, and the others empty dicts.
-        device: where the values lie; None: where the model does.
+        optimizer: adds its state, by parameter names, in the form of
+            `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`.
+        rank0_only: True: rank 0 gets the values, the other ranks get empty dicts.
+        device: the device of the result. None: the model's.
 
     Returns:
-        The model's state dict; with an optimizer `(model's, optimizer's)`.
+        The model's state dict. With an optimizer: `(model's, optimizer's)`.
 
     Raises:
         LayoutError: a parameter is on the meta device.
@@ -174,24 +175,25 @@ def load_full_state_dict(
     strict: Strict = True,
     rank0_only: bool = False,
 ) -> Loaded:
-    """Write whole values into a model, in place, each rank its pieces: undoes `full_state_dict`.
+    """Load whole values into a model, in place; each rank keeps its pieces. Reverses
+    `full_state_dict`.
 
-    Every rank calls this. What of the model is on the meta device gets memory first. A parameter
-    that has several names needs one of them. An optimizer that has not stepped yet gets the state
-    that is there for it.
+    Every rank calls this. Tensors of the model that are on the meta device get memory first. For a
+    shared parameter one of its names is enough. An optimizer that has not stepped yet gets the
+    saved state.
 
     Args:
-        state: what `full_state_dict` returned, or a state dict of a model of one device; with an
-            optimizer `(model's, optimizer's)`.
-        strict: whether names that only one side has are errors.
-        rank0_only: only rank 0 has the values, and sends them, one after the other; what the others
-            pass is not looked at.
+        state: the result of `full_state_dict`, or the state dict of a model on one device. With an
+            optimizer: `(model's, optimizer's)`.
+        strict: True: names that only one side has are errors.
+        rank0_only: True: only rank 0 passes the values. It sends them one after the other. What
+            other ranks pass is ignored.
 
     Returns:
-        The names that were passed over.
+        The names that were skipped.
 
     Raises:
-        LayoutError: everything that does not fit, in one error, on every rank. Nothing has changed.
+        LayoutError: one error that lists all that does not fit, on every rank. Nothing has changed.
     """
     ranks, line = control_plane(), user_line()
     decide = ranks.decide_on("loads whole values (pt.load_full_state_dict)")
@@ -547,17 +549,17 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def save_safetensors(model: nn.Module | Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Write all tensors of `model` into the file `path`, whole, as any program can read them.
+    """Write all tensors of `model`, whole, into the safetensors file `path`.
 
-    Every rank calls this; rank 0 writes. Tensors are gathered one after the other, so that no rank
-    holds more than one whole tensor beside its own shards. The file appears when it is complete.
+    Every rank calls this; rank 0 writes. Tensors are gathered one after the other, so a rank holds
+    at most one whole tensor beside its own shards. The file appears when it is complete.
 
     Args:
-        model: a module, or nested dicts of tensors, whose names are joined by dots.
+        model: a module, or nested dicts of tensors. Keys of nested dicts are joined by dots.
 
     Raises:
-        ValueError: something that is no tensor, or of a dtype that the format does not have.
-        OSError: the disk; on every rank.
+        ValueError: a value is not a tensor, or has a dtype that the format lacks.
+        OSError: writing failed; every rank raises it.
     """
     home = Path(os.path.abspath(path))
     decide = control_plane().decide_on("saves a model (pt.save_safetensors)", f" to {home}")
@@ -596,31 +598,33 @@ def load_safetensors(
     strict: Strict = True,
     init_fn: Callable[[nn.Module], Any] | None = None,
 ) -> Loaded:
-    """Read `path` into the tensors of `model`, in place; each rank reads its pieces alone.
+    """Load tensors from safetensors files into `model`, in place. Each rank reads only its pieces.
 
     Every rank calls this. Needs the package safetensors (`pip install safetensors`).
 
-    What of a module is on the meta device gets memory now, piece by piece. What no file has then (a
-    buffer that is not persistent; with `strict=False` a parameter that is missing) gets its first
-    value from `init_fn`, called with the module that holds it, else from that module's own
-    `reset_parameters`, or from an enclosing model's `_init_weights`.
+    Tensors of a module on the meta device get memory piece by piece. Some of them may be in no
+    file: buffers that are not persistent and, with `strict=False`, missing parameters. They are
+    then initialized by the first of these that exists: `init_fn`, called with the module that holds
+    them; that module's `reset_parameters`; `_init_weights` of a module that contains it.
 
     Args:
-        model: a module, or nested dicts of tensors, whose names are joined by dots.
-        path: a file, the index of several (`model.safetensors.index.json`), or a folder that has
-            either.
-        strict: whether names that only one side has are errors. Of a parameter with several names
-            one is enough.
+        model: a module, or nested dicts of tensors. Keys of nested dicts are joined by dots.
+        path: a file, an index of several files (`model.safetensors.index.json`), or a folder that
+            contains either.
+        strict: True: names that only one side has are errors. For a shared parameter one of its
+            names is enough.
+        init_fn: see above.
 
     Returns:
-        The names that were passed over.
+        The names that were skipped.
 
     Raises:
-        LayoutError: everything that does not fit, in one error, on every rank. Nothing has changed.
-            Or, when all else is loaded: what is on the meta device and nothing gave a value.
-        OSError: there is no such file.
-        ValueError: it is no safetensors file, or is damaged, where `save_safetensors` wrote it; a
-            tensor of `model` is pending. Nothing has changed.
+        LayoutError: one error that lists all that does not fit, on every rank. Nothing has changed.
+        LayoutError: after everything else is loaded: tensors on the meta device that no file
+            contains and nothing initialized.
+        OSError: the file does not exist.
+        ValueError: the file is not a safetensors file, or is damaged; a tensor of `model` is
+            Partial. Nothing has changed. Damage is found in files that `save_safetensors` wrote.
     """
     with contextlib.ExitStack() as held:
         passed_over = _load_files(model, Path(os.path.abspath(path)), strict, held)

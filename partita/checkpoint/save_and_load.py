@@ -93,24 +93,27 @@ _memory: WeakKeyDictionary[Any, Memory] = WeakKeyDictionary()
 
 
 def save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Write `state` as the checkpoint `path`, a folder that torch.distributed.checkpoint reads.
+    """Write `state` as the checkpoint `path`, a folder that torch.distributed.checkpoint can read.
 
-    Every rank calls this with equal keys and the same path, on a file system that all see. Each
-    rank writes its pieces, nothing is gathered, and of equal pieces one is written, by the ranks in
-    turn. A checkpoint that is there is replaced, at once, when all of the new one is on the disk.
+    Every rank calls this with the same keys and the same path, on a shared file system. Each rank
+    writes its own pieces; nothing is gathered. If several ranks hold the same piece, one of them
+    writes it. An existing checkpoint at `path` is replaced only when the new one is completely on
+    disk.
 
     Args:
-        state: nested dicts and lists of tensors and values. A module, an optimizer, or anything
-            else with `state_dict` and `load_state_dict` stands for its state; an optimizer is saved
-            by the names that a module in `state` gives its parameters. A pending tensor is reduced
-            first. Plain tensors and values must be equal on all ranks that have them, and so must
-            what a layout says that several ranks hold: it is read once, to compare it.
+        state: nested dicts and lists of tensors and values. It may contain modules, optimizers and
+            other objects with `state_dict` and `load_state_dict`: their state is saved. An
+            optimizer's state is saved by the parameter names of a module in `state`. Partial
+            tensors are reduced first. Plain tensors and values, and pieces that several ranks
+            hold, must be equal on these ranks. They are compared.
 
     Raises:
-        LayoutError: ranks differ in what several of them hold by one name.
-        ValueError: ranks differ in a shape or dtype; some part of a tensor is on no
-            rank; a value cannot be saved; there is something at `path` that is no checkpoint.
-        OSError: the disk. Whatever the error, every rank raises it, and `path` is as it was.
+        LayoutError: ranks hold different values under the same name.
+        ValueError: ranks differ in a shape or dtype; a part of a tensor is on no rank; a value
+            cannot be saved; or `path` exists and is not a checkpoint.
+        OSError: writing failed.
+
+        Every rank raises the error, and `path` is unchanged.
     """
     home = _make_absolute(path)
     all_ranks = control_plane()
@@ -122,15 +125,16 @@ def save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
 
 
 def async_save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> BackgroundResult:
-    """`save`, of which only the copy to memory happens now; the rest goes on in another thread.
+    """Save like `save`, but in another thread. Only the copy to memory happens in this call.
 
-    The memory, as much as this rank writes, is kept for the next time and freed by `save`. A save
-    that has not ended is waited for first. Of large tensors that several ranks hold, a sample of
-    the elements is compared.
+    The copy takes as much memory as this rank writes. The memory is reused by the next
+    `async_save` and freed by `save`. If an earlier save is still running, this call waits for it
+    first. Of large tensors that several ranks hold, only a sample of the elements is compared.
 
     Returns:
-        A future: `result()` waits until the checkpoint is there, or raises what `save` would. Call
-        it before the process groups are destroyed; an error that nobody asks for is warned of.
+        A future. `result()` waits until the checkpoint is complete, and raises what `save` would
+        raise. Call it before you destroy the process groups. If an error occurs and nobody calls
+        `result()`, there is a warning.
     """
     home = _make_absolute(path)
     all_ranks = control_plane()
@@ -468,30 +472,30 @@ def load(
     strict: Strict = True,
     weights_only: bool = True,
 ) -> Loaded:
-    """Read the checkpoint `path` into `state`: its tensors in place, its values in its dicts.
+    """Read the checkpoint `path` into `state`: tensors in place, values into its dicts.
 
-    Every rank calls this. The state may have another mesh, other layouts and another number of
-    ranks than the one that was saved; every element comes back bit for bit. A module, an optimizer,
-    or anything else with `state_dict` and `load_state_dict` gets what it had, also what a fresh
-    object has not made yet. An optimizer has what the checkpoint has, and nothing else, as after
-    `optimizer.load_state_dict`.
+    Every rank calls this. Mesh, layouts and number of ranks may differ from those of the save. All
+    elements are restored bit for bit. Modules, optimizers and other objects with `state_dict` and
+    `load_state_dict` get the state that was saved, including state that a new object does not have
+    yet. As with `optimizer.load_state_dict`, an optimizer then has what was saved and nothing else.
 
     Args:
-        state: of the form that was saved, here or by torch.distributed.checkpoint.
-        strict: True: names that only one side has are errors. "state": names that only `state` has
-            are errors, so that a part of a checkpoint can be read. False: neither are.
-        weights_only: read values as `torch.load(weights_only=True)` does, which runs no code.
-            False: any pickle, which may run code of whoever wrote the checkpoint.
+        state: the same structure as was saved, by partita or by torch.distributed.checkpoint.
+        strict: True: names that are only in `state` or only in the checkpoint are errors. "state":
+            names that are only in `state` are errors, so a part of a checkpoint can be loaded.
+            False: neither are errors.
+        weights_only: True reads values like `torch.load(weights_only=True)`, which runs no code.
+            False reads any pickle. A pickle can run code, so use it only for files that you trust.
 
     Returns:
-        The names that were passed over.
+        The names that were skipped.
 
     Raises:
-        LayoutError: everything that does not fit, in one error: names that are missing or too
-            many, other shapes, other dtypes, tensors for values, parameters of one group of an
-            optimizer that were in several. Nothing has been changed.
-        ValueError: there is no checkpoint; a file of it is damaged or gone, which is named; a value
-            needs `weights_only=False`. Nothing has been changed.
+        LayoutError: one error that lists all that does not fit: missing or unexpected names,
+            different shapes or dtypes, tensors in place of values, or optimizer groups that
+            differ. Nothing has been changed.
+        ValueError: there is no checkpoint; a file is damaged or missing (the error names it); or a
+            value needs `weights_only=False`. Nothing has been changed.
     """
     if strict not in (True, False, "state"):
         raise ValueError(f'strict={strict!r}: it is True, False or "state"')

@@ -174,7 +174,7 @@ def _allocate_plain(one: Stored) -> torch.Tensor | None:
 
 
 class RandomState:
-    """torch's default generators, as something that a checkpoint can hold.
+    """The state of torch's default generators, for use in a checkpoint.
 
         state = {"model": model, "optimizer": optimizer, "random": pt.RandomState()}
 
@@ -183,11 +183,13 @@ class RandomState:
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """The states as they are now: of the CPU, and of the current CUDA device if one is used."""
+        """Returns the current state of the CPU's generator, and of the current CUDA device's if
+        used.
+        """
         return {g.device.type: g.get_state() for g in generators_in_use()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Have torch's generators draw what they would have drawn when `state` was taken."""
+        """Restore torch's generators to `state`."""
         for kind, drawn in state.items():
             default_generator(torch.device(kind)).set_state(drawn)
 

@@ -248,9 +248,10 @@ def recomputing() -> AbstractContextManager[None]:
 
 @contextmanager
 def ledger() -> Iterator[Ledger]:
-    """Note every move carried inside. Ledgers nest: each sees all moves inside it.
+    """Record every move inside the block. Ledgers nest: each records all moves inside it.
 
-    Inside a rank's function it sees that rank's moves; around `world.run` it sees all ranks'.
+    Inside a rank's function it records that rank's moves. Around `world.run` it records those of
+    all ranks.
     """
     log, here = Ledger(), scope()
     here.set(ledgers=(*here.ledgers, log))
@@ -265,13 +266,13 @@ def ledger() -> Iterator[Ledger]:
 
 @contextmanager
 def strict(on: bool = True) -> Iterator[None]:
-    """Inside, an implicit move that sends bytes raises LayoutError instead of being carried.
+    """Raise LayoutError in place of each implicit move that would send bytes, inside the block.
 
-    Slicing, masking and retyping send nothing and stay allowed. On an axis of one rank a move is
-    refused like on many, so that a program that passes on one rank passes on all.
+    Slicing, masking and retyping send nothing and stay allowed. An axis of one rank counts like an
+    axis of many, so a program that passes on one rank passes on all.
 
     Args:
-        on: False allows implicit moves again, inside a strict region.
+        on: False allows implicit moves again, inside a strict block.
     """
     with _set_within(strict=on):
         yield

@@ -39,19 +39,20 @@ def init_device_mesh(
     mesh_dim_names: tuple[str, ...] | None = None,
     backend_override: dict[Any, Any] | None = None,
 ) -> DeviceMesh:
-    """As torch's: a mesh over all ranks of the job, whose process groups it begins if need be.
+    """Make a mesh over all ranks of the job, as torch's function of this name.
 
-    Inside `ranks` it is the mesh of that world, so that one program runs both ways.
+    It initializes process groups if there are none. Inside `ranks` it returns the mesh of that
+    world, so the same program runs both ways.
 
     Args:
         device_type: "cpu" or "cuda".
-        mesh_shape: ranks along each axis, outermost first; together the ranks of the job.
+        mesh_shape: the size of each axis, outermost first. Their product is the number of ranks.
         mesh_dim_names: a name for each axis.
         backend_override: as torch's.
 
     Raises:
-        LayoutError: on every rank, if the mesh has more or fewer places than the job has ranks. A
-            mesh over a part of the ranks is a `DeviceMesh(device_type, ranks)`.
+        LayoutError: on every rank, if the product differs from the number of ranks of the job. For
+            a mesh over some of the ranks, use `DeviceMesh(device_type, ranks)`.
     """
     running = running_wire()
     if running is not None:

@@ -523,10 +523,10 @@ def run_in_one_process(
 
 
 def ranks(**axes: int) -> World:
-    """Ranks of one process, `ranks(dp=2, tp=2)`: a world whose `run` calls a function on each.
+    """A world of simulated ranks in one process. Its `run` calls a function on each rank.
 
-    They run one at a time, in an order that never changes, and a mismatch between them is an error
-    on every rank that names both calls and both lines; it never hangs.
+    The ranks take turns in a fixed order. If their calls do not match, every rank raises an error
+    that names both calls and both lines. It never hangs.
 
         with pt.ranks(dp=2, tp=2) as world:
             losses = world.run(train, data)      # train(mesh, data) on each of four ranks

@@ -630,12 +630,12 @@ def dry_mesh(
     backend: str = "",
     **axes: int,
 ) -> MeshHandle:
-    """A mesh on which this process is one rank and nobody else is there, to plan with.
+    """A mesh without other ranks, for planning. This process acts as one rank of it.
 
-    What runs on a mesh runs on it, with the layouts, shapes and moves of that rank, and with values
-    that mean nothing: what would come from other ranks is this rank's own again, or zeros. Ledgers
-    count the bytes that it would have sent. No process group is begun, and on the meta device
-    nothing is allocated, so that there may be any number of ranks.
+    Programs run on it with the layouts, shapes and moves of that rank. Values are meaningless: data
+    from other ranks is replaced by zeros or by this rank's own data. `pt.ledger` counts the bytes
+    that the rank would have sent. There are no process groups. On the meta device nothing is
+    allocated, so the mesh may be large.
 
         mesh = pt.dry_mesh(dp=1024, tp=8)
         with torch.device("meta"):
@@ -643,21 +643,22 @@ def dry_mesh(
         pt.zero(model, mesh["dp"], stage=3)
 
     Args:
-        rank: which rank to be, from 0, row-major over the axes.
-        device_type: where tensors are that `pt.zeros` and its like make on the mesh: "cpu", "meta".
+        rank: the rank that this process acts as, from 0, in row-major order of the axes.
+        device_type: the device of tensors that `pt.zeros` and similar functions make: "cpu",
+            "meta".
         latency: seconds to start a collective.
         bandwidth: bytes per second that a rank can send.
-        backend: of the process groups that it stands for, as torch names it: what their collectives
-            hold beside their operands, as those of CPUs do, is allocated.
+        backend: the backend of process groups, as torch names it, such as "gloo". Collectives then
+            allocate the extra buffers that this backend needs.
         axes: the size of each mesh axis, outermost first.
 
     Returns:
-        What stands for a `DeviceMesh`: it answers `size`, `shape`, `mesh_dim_names`, `mesh["dp"]`,
-        `get_coordinate`, `get_rank` and `get_local_rank`, and has no process groups.
+        An object like a `DeviceMesh`. It has `size`, `shape`, `mesh_dim_names`, `mesh["dp"]`,
+        `get_coordinate`, `get_rank` and `get_local_rank`, but no process groups.
 
     Raises:
-        LayoutError: there is no axis, an axis without ranks, no such rank, more than 16,777,216, or
-            no such backend.
+        LayoutError: no axis, an axis without ranks, a rank outside the mesh, more than 16,777,216
+            ranks, or an unknown backend.
     """
     if not axes:
         raise LayoutError(

@@ -92,36 +92,36 @@ def compile(
     sections: bool | None = None,
     cuda_graphs: bool = False,
 ) -> Any:
-    """Capture a training step, forward, loss, backward and update, into one compiled graph.
+    """Capture a training step (forward, loss, backward, update) into one compiled graph.
 
     A region is a part of a model that otherwise runs eagerly. It is captured as two graphs, forward
     and backward. A region is a module, which is compiled in place, or a function that runs no
     backward through its results. Gradients flow through it to its arguments and parameters.
 
     Args:
-        step: a module, or an ordinary function over DTensors (or plain tensors). Modules,
-            optimizers and tensors that it reaches by name (closure, globals, `self`) or is given
-            are found; all that it writes into them is written by the graph. Gradients that a step
-            clears, makes and updates by do not outlive it.
-        state: modules, optimizers, and lists, dictionaries and objects that hold tensors, that it
-            reaches in another way.
-        backend: "inductor", or "graph" to run the graph node by node without compiling it, which
-            is also done if ranks are not processes (`pt.ranks`, a dry mesh).
+        step: a module, or an ordinary function of DTensors or plain tensors. Capture finds the
+            modules, optimizers and tensors that are its arguments, or that it reaches by name
+            (closure, globals, `self`). The graph makes every write that the step makes to them.
+            Gradients that a step makes, uses in its update and clears do not outlive it.
+        state: modules, optimizers, and lists, dictionaries and objects that hold tensors, which the
+            step reaches in another way.
+        backend: "inductor" compiles the graph. "graph" runs it node by node without compiling.
+            Ranks that are not processes (`pt.ranks`, a dry mesh) always use "graph".
         fallback: "eager": a step that cannot be captured runs eagerly.
         without: names of passes to leave out, such as "bucket".
-        passes: of your own, run in order before all others; or by the name of the pass ("end" after
-            the last) before which they run. Each is a function of a `Program` that changes its
-            graph and says in a few words what it did.
+        passes: your own passes. A pass is a function of a `Program` that changes its graph and
+            returns a few words on what it did. A list runs in order before all other passes. A
+            dictionary has the name of the pass before which they run ("end": after the last).
         keep: the most programs that are kept.
         budget: the most bytes that the step may use above what it holds between calls. To stay
             below, backward recomputes the results that are cheapest to recompute.
-        blocks: modules, or classes of modules, of which equal ones become calls of one program in
-            a deep step, so that everything after tracing costs less; True for those that are
-            found: the outermost of which a model has several; None for those of which it has six
-            or more; False for none.
-        sections: compile the graph in sections, of which equal ones are compiled once, or as one;
-            None for sections where the graph has more than 3,000 calls, and at most half of them
-            are left of what is equal.
+        blocks: modules or classes of modules. In a deep step equal blocks become calls of one
+            program, so that everything after tracing costs less. True finds them: the outermost
+            modules that occur at least twice. None is like True, but needs six equal modules.
+            False uses no blocks.
+        sections: True compiles the graph in sections; equal sections are compiled once. False
+            compiles it as a whole. None uses sections if the graph has more than 3,000 calls, and
+            the distinct sections have at most half of them.
         cuda_graphs: record the kernels of a step as a CUDA graph in its second call; each later
             call is one launch. If a step cannot be recorded, it runs without, and a warning says
             why. The recording keeps the peak memory of the step between calls.
@@ -130,9 +130,9 @@ def compile(
         A `CompiledStep`. For a module: the module itself, whose `forward` is a `CompiledStep`.
 
     Raises:
-        ValueError: an unknown backend or fallback, blocks that are no modules. The call
-            raises CaptureError where the step does what a graph cannot say, unless there is a
-            fallback.
+        ValueError: an unknown backend or fallback; blocks that are not modules.
+        CaptureError: raised by the call, not by `compile`, if the step does something that a graph
+            cannot express and there is no fallback.
     """
     if not (step is None or callable(step)):
         raise TypeError(f"compile takes a function or a module, not a {type(step).__name__}")
@@ -200,7 +200,7 @@ class _StepCall:
 
 
 class CompiledStep:
-    """A step that runs as a graph."""
+    """A training step, or a region of a model, that runs as a graph. Made by `pt.compile`."""
 
     def __init__(self, step: Callable[..., Any], state: tuple[Any, ...], options: StepOptions):
         functools.update_wrapper(self, step)
@@ -262,17 +262,17 @@ class CompiledStep:
 
     @property
     def programs(self) -> tuple[CapturedProgram, ...]:
-        """The programs that are kept, at most `keep`, the most recently used at the end."""
+        """The captured programs, at most `keep`; the most recently used one is last."""
         return tuple(self._programs.values())
 
     def capture(self, *args: Any, **kwargs: Any) -> CapturedProgram:
-        """The program of such a call, captured where there is none yet, and not run.
+        """Returns the program for these arguments without running it; captures it if there is none.
 
-        Ledgers record nothing, and Python objects that the step writes stay as they are. State that
-        an optimizer makes in its first step is made, of zeros.
+        Ledgers record nothing. Python objects that the step writes stay as they are. State that an
+        optimizer creates in its first step is created, filled with zeros.
 
         Raises:
-            CaptureError: such a call cannot be captured.
+            CaptureError: the step cannot be captured for these arguments.
         """
         with attribute_set(HERE, "watcher", None), attribute_set(self, "_is_running", False):
             program, _, why = self._find_program(args, kwargs)
@@ -286,7 +286,7 @@ class CompiledStep:
 
     @property
     def reasons(self) -> list[str]:
-        """The reason of each capture, in order."""
+        """The reason for each capture, in order."""
         return self._history.reasons
 
     @property
@@ -294,7 +294,7 @@ class CompiledStep:
         """The program that ran last.
 
         Raises:
-            ValueError: nothing was captured yet.
+            ValueError: nothing has been captured yet.
         """
         if self._last is None:
             raise ValueError("this step has not been captured: call it first")
@@ -302,28 +302,30 @@ class CompiledStep:
 
     @property
     def graph(self) -> Graph:
-        """The graph of the last program, printed with a line for each node. Raises as `program`."""
+        """The graph of the last program as text, one line per node. Raises like `program`."""
         return Graph(self.program)
 
     def explain(self) -> str:
-        """What each pass did to the last program, and what it saved. Raises as `program`.
+        """Returns what each pass did to the last program, and what it saved. Raises like `program`.
 
-        The passes are run again to see what each does to the predicted peak: it may take seconds.
+        The passes run again to measure their effect on the predicted peak. This may take seconds.
         """
         captured = self.program.captured
         assert captured is not None
         return explain_passes(captured)
 
     def report(self, path: str | Path, timeline: HasTimeline | None = None) -> None:
-        """Write a page on the last program that needs no network: memory over the step by class,
-        what holds the peak, bytes by line of the program, what each pass saved, and layouts. Needs
-        plotly.
+        """Write an HTML page about the last program that works without a network. Needs plotly.
+
+        It shows memory over the step by class, the buffers at the peak, bytes sent by source line,
+        what each pass saved, and layouts.
 
         Args:
-            timeline: of the step, by stream: `pt.simulate(step, mesh, machine)`.
+            path: the file to write.
+            timeline: adds a timeline by stream: the result of `pt.simulate(step, mesh, machine)`.
 
         Raises:
-            ValueError: nothing was captured yet, or plotly is not installed.
+            ValueError: nothing has been captured yet, or plotly is not installed.
             OSError: the file cannot be written.
         """
         check_plotly()
@@ -337,12 +339,12 @@ class CompiledStep:
 
     @property
     def memory(self) -> Memory:
-        """The lifetimes of the last program's buffers, and its peak. Raises as `program`.
+        """The lifetimes of the last program's buffers, and its peak. Raises like `program`.
 
-        For a region: the schedule of the forward and that of the backward, concatenated.
+        For a region: the schedule of the forward, followed by the schedule of the backward.
 
         Raises:
-            ValueError: also where this torch generates code of an unknown form.
+            ValueError: also if this version of torch generates code of an unknown form.
         """
         return scheduled(self.program)
 
@@ -350,19 +352,22 @@ class CompiledStep:
     def artifact(self) -> Built | None:
         """The compiled code of the last program: "compiled in 10.3 s", "loaded in 0.4 s".
 
-        None where it runs without being compiled; of a region its forward's and its backward's
-        (`.sections`). Raises as `program`.
+        None if the program runs without being compiled. For a region: the forward's and the
+        backward's (`.sections`). Raises like `program`.
         """
         return self.program.artifact
 
     @property
     def is_recorded(self) -> bool:
-        """True if the next call of the last program launches a CUDA graph. Raises as `program`."""
+        """True if the next call of the last program launches a CUDA graph. Raises like `program`.
+        """
         return bool(getattr(self.program.call, "is_recorded", False))
 
     @property
     def key(self) -> str:
-        """The key of the last program: equal for equal programs, on every rank and in every run."""
+        """The key of the last program. Equal programs have equal keys, on every rank and in every
+        run.
+        """
         return self.program.key
 
     # -- the program of a call, and its run --------------------------------------------------------
@@ -608,8 +613,11 @@ class CompiledStep:
     # -- what runs a program's graph ---------------------------------------------------------------
 
     def make_callable(self, program: CapturedProgram, wires: list[Wire]) -> Callable[..., Any]:
-        """What runs a program's graph: compiled by the backend, and recorded where that is asked
-        for and may be."""
+        """Returns a function that runs a program's graph.
+
+        The backend compiles it. A CUDA graph records it if the options request that and it is
+        possible.
+        """
         if self.options.cuda_graphs:
             from partita.graph.backend.cuda_graphs import NotRecorded, ReplayedProgram
 

@@ -22,10 +22,12 @@ _EAGER = Fix('pt.compile(step, fallback="eager")', "runs a step that cannot be c
 
 
 class CaptureError(LayoutError):
-    """A step does what a graph cannot express: a branch on data, a tensor that is no input.
+    """A step does something that a graph cannot express.
+
+    Examples are a branch on data, and a tensor that is neither an argument nor reachable state.
 
     Attributes:
-        guards: of what the step had read of Python until then (`guards.Guards`); None where that
+        guards: a `guards.Guards`: what the step had read of Python before the error. None if that
             is not known.
     """
 

@@ -228,7 +228,7 @@ T = TypeVar("T", bound=torch.Tensor)
 
 
 def pad_to_bucket(x: T, lengths: Iterable[int], *, value: float, dim: int = -1) -> T:
-    """`x`, padded at the end of dimension `dim` to the smallest of `lengths` that it fits.
+    """Pad `x` at the end of dimension `dim`, to the smallest of `lengths` that is long enough.
 
         lengths = (64, 128, 256)
         tokens = pt.pad_to_bucket(tokens, lengths, value=0)
@@ -241,7 +241,7 @@ def pad_to_bucket(x: T, lengths: Iterable[int], *, value: float, dim: int = -1) 
     mean or a batch norm over the length), pass the model a mask, padded with `value=False`.
 
     Args:
-        x: a tensor, or a DTensor that is not split along `dim`.
+        x: a tensor, or a DTensor that is not sharded along `dim`.
         lengths: in elements, in any order.
         value: the value of the padding.
 

@@ -33,15 +33,15 @@ def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Layout:
-    """A global shape over named mesh axes. An axis that is not mentioned holds the whole value.
+    """A global shape over named mesh axes. An axis that is not mentioned is Replicate.
 
     Attributes:
         shape: the global shape, in elements.
         shards: for each dimension the axes that split it, outermost first: `(("dp", "tp"), ())`
             splits dimension 0 over dp and each piece over tp. The order is part of the layout.
-        partial: `(axis, reduce_op)` of each axis that holds shares, sorted by axis.
-        invariant: the axes that are Invariant, sorted.
-        dtype: a short name such as "f32", or "" where it does not matter.
+        partial: `(axis, reduce_op)` for each Partial axis, sorted by axis.
+        invariant: the Invariant axes, sorted.
+        dtype: a short name such as "f32", or "" if no dtype is given.
     """
 
     shape: tuple[int, ...]
@@ -71,10 +71,10 @@ class Layout:
         order: Sequence[str] = (),
         dtype: str = "",
     ) -> Layout:
-        """The layout in which axis i of `mesh` does `placements[i]`.
+        """Returns the layout in which axis i of `mesh` has `placements[i]`.
 
         Args:
-            order: the order in which axes split a shared dimension; mesh order where empty.
+            order: the order in which axes split a shared dimension; by default mesh order.
 
         Raises:
             LayoutError: wrong number of placements, or a shard dimension out of range.
@@ -123,12 +123,12 @@ class Layout:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes that it mentions: those that split a dimension, hold shares or are Invariant."""
+        """The axes that are Shard, Partial or Invariant in this layout."""
         split = [axis for dim in self.shards for axis in dim]
         return (*split, *(axis for axis, _ in self.partial), *self.invariant)
 
     def placement(self, axis: str) -> Placement:
-        """The placement of this tensor on `axis`."""
+        """Returns the placement of this layout on `axis`."""
         for dim, axes in enumerate(self.shards):
             if axis in axes:
                 return Shard(dim)
@@ -138,11 +138,14 @@ class Layout:
         return Invariant() if axis in self.invariant else Replicate()
 
     def placements(self, mesh: Mesh) -> tuple[Placement, ...]:
-        """One placement for each axis of `mesh`, in its order."""
+        """Returns one placement for each axis of `mesh`, in its order."""
         return tuple(self.placement(a) for a in mesh.names)
 
     def put(self, axis: str, placement: Placement) -> Layout:
-        """This layout with `axis` changed; a new shard goes innermost on its dimension."""
+        """Returns this layout with another placement on `axis`.
+
+        A new Shard becomes the innermost split of its dimension.
+        """
         placement = own_placement(placement)
         shards = tuple(tuple(a for a in dim if a != axis) for dim in self.shards)
         partial = tuple(p for p in self.partial if p[0] != axis)
@@ -157,7 +160,7 @@ class Layout:
         return replace(self, shards=shards, partial=partial, invariant=invariant)
 
     def gradient(self, mesh: Mesh) -> Layout:
-        """The layout of the gradient of a value laid out like this on `mesh`."""
+        """Returns the layout of the gradient of a value that has this layout on `mesh`."""
         out = self
         for axis in mesh.names:
             before = self.placement(axis)
@@ -179,15 +182,17 @@ class Layout:
     # -- what one rank holds -------------------------------------------------------------------
 
     def local_shape(self, mesh: Mesh, at: Coordinate) -> tuple[int, ...]:
-        """The shape in elements of what the rank at `at` holds."""
+        """Returns the shape in elements of the piece of the rank at coordinates `at`."""
         return tuple(length for _, length in self.local_region(mesh, at))
 
     def is_empty_at(self, mesh: Mesh, at: Coordinate) -> bool:
-        """True if the rank at `at` holds no element although the tensor has some."""
+        """True if the rank at coordinates `at` holds no element although the tensor has some."""
         return 0 not in self.shape and 0 in self.local_shape(mesh, at)
 
     def local_region(self, mesh: Mesh, at: Coordinate) -> tuple[tuple[int, int], ...]:
-        """`(offset, length)` in the global tensor, per dimension, of what the rank `at` holds."""
+        """Returns `(offset, length)` per dimension: where the piece of rank `at` lies in the global
+        tensor.
+        """
         region = []
         for size, axes in zip(self.shape, self.shards, strict=True):
             start, length = 0, size
@@ -204,7 +209,9 @@ class Layout:
         return f"{self.dtype}[{', '.join(self._dims())}]{self._rest()}"
 
     def brief(self) -> str:
-        """`8@dp 16 64 {sum tp}`, the form in errors and tables."""
+        """Returns the layout without its dtype, as errors and tables show it: `8@dp 16 64 {sum
+        tp}`.
+        """
         return (" ".join(self._dims()) or "scalar") + self._rest()
 
     def _dims(self) -> list[str]:

@@ -92,13 +92,13 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Placement:
-    """How one mesh axis holds one tensor. One of `Shard`, `Replicate`, `Partial`, `Invariant`."""
+    """How one mesh axis holds a tensor: one of `Shard`, `Replicate`, `Partial`, `Invariant`."""
 
     def dual(self) -> Placement:
-        """The placement of the gradient of a value placed like this.
+        """Returns the placement of the gradient of a value with this placement.
 
-        A gradient's placement is a function of its value's placement and of nothing else; this
-        method is the only place that says which.
+        A gradient's placement depends on nothing but its value's placement. This method is the only
+        place that defines it.
         """
         raise NotImplementedError
 
@@ -121,7 +121,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Shard(Placement):
-    """Every rank of the axis holds a slice of tensor dimension `dim`."""
+    """Every rank of the axis holds a slice of tensor dimension `dim`. Its gradient is Shard."""
 
     dim: int
 
@@ -146,7 +146,7 @@ class Shard(Placement):
 
 @dataclass(frozen=True)
 class Replicate(Placement):
-    """Every rank holds the whole value and may use it differently, so gradients are shares."""
+    """Every rank holds the whole value and may use it differently. Its gradient is Partial."""
 
     def dual(self) -> Placement:
         return Partial()
@@ -160,7 +160,7 @@ class Replicate(Placement):
 
 @dataclass(frozen=True)
 class Partial(Placement):
-    """Every rank holds a share; the value is the `reduce_op` ("sum", "max" or "min") of the shares.
+    """Every rank holds a share. The value is the sum, max or min (`reduce_op`) of the shares.
 
     Only a sum has a gradient. There is no "avg": a mean is a sum divided by the global count.
     """
@@ -188,7 +188,7 @@ class Partial(Placement):
 
 @dataclass(frozen=True)
 class Invariant(Placement):
-    """Every rank holds the whole value and does the same with it, so gradients are whole too."""
+    """Every rank holds the whole value and computes the same with it. Its gradient is Invariant."""
 
     def dual(self) -> Placement:
         return self

@@ -26,14 +26,14 @@ class Fix:
 
 
 class LayoutError(ValueError):
-    """Layouts that do not fit: a fact, a place, a reason, and the fixes that work.
+    """An error about layouts: a fact, a place, a reason, and fixes that work.
 
     Args:
-        fact: one sentence: what was asked and why it cannot be.
+        fact: one sentence: what was requested, and why it is impossible.
         place: the user's "file:line", if known.
-        operands: lines about the values involved, in call order.
-        reason: why the fact holds, one sentence.
-        fixes: ways out, cheapest first.
+        operands: lines that describe the values involved, in call order.
+        reason: one sentence: why the fact holds.
+        fixes: what the user can do, cheapest first.
     """
 
     def __init__(
@@ -56,11 +56,11 @@ class LayoutError(ValueError):
 
     @property
     def said(self) -> dict[str, Any]:
-        """The arguments that it was made with."""
+        """The arguments of the constructor."""
         return {name: getattr(self, name) for name in _PARTS}
 
     def located(self, place: str) -> LayoutError:
-        """This error with a `place`, for one who knows it; itself where it has one already."""
+        """Returns this error with `place` added; the same error if it has a place already."""
         if self.place or not place:
             return self
         return _rebuild_error(type(self), self.said | {"place": place})

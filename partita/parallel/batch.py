@@ -43,29 +43,33 @@ def distribute_batch(
     *,
     each_rank_has: Literal["whole", "piece"] = "whole",
 ) -> Any:
-    """Make DTensors of a batch's tensors, split as `places` says.
+    """Convert the tensors of a batch to DTensors, sharded as `places` says.
 
         inputs, targets = pt.distribute_batch((inputs, targets), mesh)
         tokens = pt.distribute_batch(tokens, mesh, {"dp": pt.Shard(0), "cp": pt.Shard(1)})
 
     Args:
-        batch: a tensor, or tensors in dicts, lists, tuples and dataclasses; all else in it is left
-            as it is.
-        places: by mesh axis; axes that are not named hold the whole. By default the rows are split
-            over the data axes (see `find_data_axes`), as `pt.zero` has them.
-        each_rank_has: "whole": every rank has read the whole batch and keeps its piece; nothing is
-            sent. "piece": each rank has read its own piece (and ranks along other axes the same
-            one); the ranks tell each other their sizes, a few bytes, and the pieces are one batch.
-            Either way what ranks must have alike is compared the first time at each place of the
-            program, and each time under `check_ranks()`.
+        batch: a tensor, or dicts, lists, tuples and dataclasses that contain tensors. Other values
+            in it do not change.
+        device_mesh: the mesh.
+        places: placements by mesh axis. Axes that are not named hold the whole value. By default
+            rows are sharded over the data axes: "dp", and the axes of `pt.zero`. A mesh with a
+            single axis shards rows over it.
+        each_rank_has: what each rank passes. "whole": the whole batch. Each rank keeps its piece,
+            and nothing is sent. "piece": only its own piece. The ranks exchange the sizes, a few
+            bytes, and their pieces together are the batch. Ranks that differ only along other axes
+            must pass the same piece.
+
+    Values that must be equal on several ranks are compared the first time that a line of the
+    program calls this, and every time under `check_ranks()`.
 
     Returns:
-        What `batch` is, with DTensors for tensors.
+        A copy of `batch` with DTensors in place of tensors.
 
     Raises:
-        LayoutError: an axis that the mesh lacks, a dimension that a tensor lacks, or pieces that
-            do not go together as torch.chunk cuts, or ranks that have read other rows than they
-            say: on every rank, naming the rank.
+        LayoutError: an axis that the mesh lacks, or a dimension that a tensor lacks.
+        LayoutError: on every rank, naming the rank: pieces whose sizes are not those of
+            torch.chunk, or ranks whose data differ where they must be equal.
     """
     wire = wire_of(device_mesh)
     if places is None:
@@ -112,11 +116,11 @@ _AXES_OF_ONE_ROW = frozenset(("tp", "cp", "sp", "ep", "pp"))
 
 
 def find_data_axes(wire: Wire) -> tuple[str, ...]:
-    """The axes of a mesh over which the rows of a batch are split, in mesh order.
+    """Returns the axes of a mesh over which the rows of a batch are sharded, in mesh order.
 
-    "dp", and those over which `zero` has sharded a model, unless the name says that their ranks
-    work on the same rows ("tp", "cp", "sp", "ep", "pp"). On a mesh that has neither, its only axis,
-    unless its name says so.
+    These are "dp" and the axes over which `zero` has sharded a model. Axes whose ranks work on the
+    same rows ("tp", "cp", "sp", "ep", "pp") are never among them. If there are none, and the mesh
+    has a single axis, it is that axis.
     """
     names = wire.mesh.names
     over_rows = [a for a in names if a not in _AXES_OF_ONE_ROW]

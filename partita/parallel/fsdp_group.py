@@ -54,14 +54,18 @@ from .parameters import Block, find_hooked
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """In which dtypes a step works; parameters and optimizer state keep their own.
+    """The dtypes in which a step computes and communicates.
+
+    Parameters and optimizer state keep their own dtype.
 
     Attributes:
-        param_dtype: of gathered parameters, on their way and in use; their own where None.
-        grad_dtype: in which gradients travel; `param_dtype` where None.
-        reduce_dtype: in which gradients are summed; the parameter's own where None.
-        output_dtype: to which the model's floating outputs are cast; not at all where None.
-        cast_inputs: cast the floating inputs of each block to `param_dtype`.
+        param_dtype: the dtype of gathered parameters, when sent and when used. None: the
+            parameter's own dtype.
+        grad_dtype: the dtype in which gradients are sent. None: `param_dtype`.
+        reduce_dtype: the dtype in which gradients are summed. None: the parameter's own dtype.
+        output_dtype: the dtype to which floating-point outputs of the model are cast. None: they
+            are not cast.
+        cast_inputs: True casts the floating-point inputs of each block to `param_dtype`.
     """
 
     param_dtype: torch.dtype | None = None
@@ -81,8 +85,9 @@ class MixedPrecision:
                 raise make_argument_error("MixedPrecision", takes, dtype, fix)
 
     def dtypes_of(self, own: torch.dtype) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-        """The dtypes in which a parameter of dtype `own` is gathered, its gradient sent, and
-        summed."""
+        """Returns the dtypes for a parameter of dtype `own`: when gathered, of its gradient when
+        sent, and of its gradient when summed.
+        """
         work = self.param_dtype or own
         return work, self.grad_dtype or work, self.reduce_dtype or own
 

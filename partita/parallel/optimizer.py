@@ -43,11 +43,12 @@ from .parameters import refuse_given_up
 
 @only_entered
 def reduce_gradients(params: Iterable[torch.Tensor]) -> None:
-    """Reduce the partial gradients of `params`: afterwards each is laid out as its parameter.
+    """Reduce the Partial gradients of `params`. Each then has the layout of its parameter.
 
-    Sends each partial byte once: one all-reduce for each set of axes and dtype, cut into buckets.
-    Gradients that are not partial, and plain ones, are left alone, so calling it twice reduces
-    once; shares that arrive later still add up. Noted in the ledger with the reason "settle".
+    It sends each Partial byte once: one all-reduce for each set of axes and dtype, cut into
+    buckets. Gradients that are not Partial, and plain ones, do not change, so a second call does
+    nothing. Gradients that backward adds later are summed correctly. The reason in the ledger is
+    "settle".
     """
     listed = _list_parameters(params, "reduce_gradients")
     reduce_pending_gradients(p for p in listed if isinstance(p, DTensor))
@@ -79,13 +80,14 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """As torch.nn.utils.clip_grad_norm_, over DTensors and plain tensors together.
+    """Clip the norm of gradients like torch.nn.utils.clip_grad_norm_, for DTensors and plain
+    tensors.
 
     Partial gradients are reduced first. The norm costs one small all-reduce for each mesh over
-    which gradients are split.
+    which gradients are sharded.
 
     Returns:
-        The norm of all gradients together, a plain scalar, the same on every rank.
+        The norm of all gradients together: a plain scalar, equal on every rank.
 
     Raises:
         RuntimeError: the norm is not finite and `error_if_nonfinite` is set.

@@ -43,7 +43,7 @@ from .wrappers import refuse_wrapped
 def parallelize(
     model: nn.Module, device_mesh: Any, plan: Plan | None = None, *, src_data_rank: int | None = 0
 ) -> nn.Module:
-    """Put `model` on a mesh, in place: each parameter and buffer becomes a DTensor.
+    """Distribute `model` over a mesh, in place: each parameter and buffer becomes a DTensor.
 
         pt.parallelize(model, mesh, {
             "*.attention.qkv.weight": {"tp": pt.Shard(0)},
@@ -51,32 +51,33 @@ def parallelize(
             "*.attention": pt.Inputs({"tp": pt.Replicate()}),
         })
 
+    Parameters that modules share stay shared. Attributes and requires_grad are kept. Parameters on
+    the meta device stay there (see `materialize`). Parameters that are on this mesh already keep
+    the placements that the plan does not name, so several plans can be applied one after the other.
+
     Args:
-        device_mesh: its axes have names.
-        plan: by pattern of names, with `*` for any characters, dots too:
+        model: a module.
+        device_mesh: a mesh whose axes have names.
+        plan: by pattern of names. `*` matches any characters, dots too.
 
-            - for parameters, a placement for each axis that is not to hold the whole. Axes that
-              split one dimension do so in the order given, outermost first. A parameter of which
-              no pattern speaks, and every buffer, is Replicate on all axes;
-            - for modules, `Inputs`, `Outputs` or a list of both: where activations live.
+            - For parameters: placements by mesh axis. Axes that are not named hold the whole value.
+              Several axes that split one dimension do so in the given order, outermost first.
+              Parameters that no pattern matches, and all buffers, are Replicate.
+            - For modules: `Inputs`, `Outputs`, or a list of both. They give layouts of activations.
 
-            `pt.plans` has ready ones.
-        src_data_rank: the rank, in mesh order, whose values count; they are sent to all. None: the
-            ranks are known to hold equal values, and nothing is sent.
-
-    A parameter that several modules share stays one; attributes and requires_grad are kept. One on
-    the meta device stays there (see `materialize`). One that is on this mesh already keeps what the
-    plan does not name, so that plans can be applied one after the other.
+            `pt.plans` has ready plans.
+        src_data_rank: the rank, in mesh order, whose values are sent to all others. None sends
+            nothing: the caller guarantees equal values on all ranks.
 
     Returns:
-        `model`. Its parameters stay the objects that they are: an optimizer may be made before or
-        after, unless they are on the meta device yet.
+        `model`. Its parameters are the same objects as before, unless they are on the meta device.
+        So an optimizer may be made before or after.
 
     Raises:
-        LayoutError: everything that does not fit, in one list, before anything is changed: a
-            pattern that matches nothing, two that disagree on one parameter, an axis that the mesh
-            lacks, a shard dimension that a parameter lacks, a parameter on another mesh, one that
-            has a gradient or hooks already.
+        LayoutError: one error that lists everything wrong, before anything is changed: a pattern
+            that matches nothing, two patterns that disagree about a parameter, an unknown axis, a
+            dimension that a parameter lacks, a parameter on another mesh, or one that already has
+            a gradient or hooks.
     """
     refuse_all_but_modules(model, "parallelize")
     takes, fix = "a dict by patterns of names as plan", '{"*.weight": {"tp": pt.Shard(0)}}'
@@ -132,14 +133,16 @@ class _Boundary:
 
 
 class Inputs(_Boundary):
-    """Where the arguments of a module's `forward` live when it runs.
+    """The layouts of the arguments of a module's `forward`.
+
+    Arguments are redistributed to them before `forward` runs. An argument is found whether it is
+    passed by position or by name. A plain tensor counts as a whole value. Mesh axes that are not
+    named keep their placement.
 
     Args:
-        places: one for each positional argument, in order; None leaves an argument as it is.
-        named: by the argument's name in `forward`.
-
-    An argument is found however it is passed. A plain tensor is taken as a whole value, as
-    everywhere. An axis that is not named is left as it is.
+        places: placements by mesh axis, for each positional argument in order. None leaves an
+            argument as it is.
+        named: likewise, by the argument's name in `forward`.
     """
 
     def __init__(self, *places: Places | None, **named: Places):
@@ -152,11 +155,12 @@ class Inputs(_Boundary):
 
 
 class Outputs(_Boundary):
-    """Where what a module's `forward` returns lives: a tensor, or a tuple or list of tensors.
+    """The layouts of the tensor, or the tuple or list of tensors, that a module's `forward`
+    returns.
 
     Args:
-        places: one for each tensor that is returned, in order; None leaves one as it is, and ...
-            at the end what follows, however many there are.
+        places: placements by mesh axis, for each tensor in order. None leaves a tensor as it is. A
+            last `...` leaves all remaining ones as they are.
     """
 
     def __init__(self, *places: Places | EllipsisType | None):

@@ -299,7 +299,8 @@ def materialize(
     *,
     init_fn: Callable[[nn.Module], Any] | None = None,
 ) -> nn.Module:
-    """Give a model on the meta device memory and values, in place, each rank its own pieces.
+    """Allocate and initialize a model that is on the meta device, in place. Each rank gets its
+    pieces.
 
         with torch.device("meta"):
             model = GPT(...)
@@ -307,22 +308,23 @@ def materialize(
         torch.manual_seed(0)
         pt.materialize(model)       # as if GPT(...) had been called with this seed
 
-    Args:
-        device: where; that of the mesh where None (of a plain tensor: the CPU).
-        init_fn: called with the model once it has memory; it writes every parameter and buffer. By
-            default the constructors are followed: each module's `reset_parameters`, children
-            first, and then the model's `init_weights` where it has one (of several nested ones,
-            the outermost).
+    Shared parameters stay shared. Tensors that are not on the meta device do not change. By
+    default, nothing is called on a module if any parameter or buffer in it is not on the meta
+    device.
 
-    Shared parameters stay shared. What is not on the meta device is left alone: of a module that
-    holds such a parameter or buffer, in whatever depth, no function is called unless it is
-    `init_fn`.
+    Args:
+        model: the model.
+        device: the device of the new memory. None: the device of the mesh; the CPU for plain
+            tensors.
+        init_fn: called with the model after the allocation; must write every parameter and buffer.
+            By default each module's `reset_parameters` is called, children first, as constructors
+            do. Then `init_weights` is called, of the outermost modules that have it.
 
     Returns:
         `model`.
 
     Raises:
-        LayoutError: naming each parameter and buffer that was left without values.
+        LayoutError: some parameters or buffers were not given values. The error names them.
     """
     refuse_all_but_modules(model, "materialize")
     if not isinstance(device, (torch.device, str, type(None))):

@@ -1,16 +1,17 @@
-"""Ready plans: tensor and sequence parallelism of usual models.
+"""Ready plans for `parallelize`: tensor and sequence parallelism of common models.
 
-Each function returns a plan for `parallelize`, an ordinary dict to print, to join with others
-(`{**column("*.up"), **row("*.down")}`) and to change. Names are patterns: `blocks.*.attention`
-stands for that module of every block.
+Each function returns a plan: an ordinary dict that you can print, change, and join with others
+(`{**column("*.up"), **row("*.down")}`). Names are patterns: `blocks.*.attention` means that module
+in every block.
 
-| plan         | the weight is split by | it takes            | it gives                         |
+| plan         | the weight is split by | it takes            | it returns                       |
 |--------------|------------------------|---------------------|----------------------------------|
-| `column`     | outputs                | whole features      | its own features                 |
-| `row`        | inputs                 | its own features    | shares of the whole              |
-| `vocabulary` | words                  | whole tokens        | shares (embedding); its words'   |
-|              |                        |                     | logits (head)                    |
-| `inner`      | -                      | whole sequences     | whole ones, or (sequence) pieces |
+| `column`     | outputs                | all features        | its own features                 |
+| `row`        | inputs                 | its own features    | partial sums of all features     |
+| `vocabulary` | words                  | all tokens          | partial sums (embedding), or     |
+|              |                        |                     | logits of its own words (head)   |
+| `inner`      | -                      | whole sequences, or | the same                         |
+|              |                        | pieces (sequence)   |                                  |
 | `outer`      | -                      | pieces of sequences | the same                         |
 
 (Column and row: Shoeybi et al., arXiv 1909.08053; sequences: Korthikanti et al., arXiv 2205.05198.)
@@ -30,7 +31,8 @@ _SEQUENCE = 1
 
 
 def column(*names: str, axis: str = "tp") -> dict[str, Any]:
-    """Linear layers split by their outputs: each rank has some of the features, and their biases.
+    """Plan of linear layers split by their outputs: each rank computes some features, with their
+    biases.
 
     Args:
         names: patterns of the modules' names.
@@ -39,24 +41,32 @@ def column(*names: str, axis: str = "tp") -> dict[str, Any]:
 
 
 def row(*names: str, axis: str = "tp") -> dict[str, Any]:
-    """Linear layers split by their inputs, which are the features that a column-split layer gives.
+    """Plan of linear layers split by their inputs, the features that a column layer returns.
 
-    Their result is pending: shares, which one move makes whole or cuts into pieces.
+    Their result is Partial. One move reduces it or shards it.
+
+    Args:
+        names: patterns of the modules' names.
     """
     return {f"{name}.weight": {axis: Shard(1)} for name in names}
 
 
 def vocabulary(*names: str, axis: str = "tp") -> dict[str, Any]:
-    """Embeddings and heads split by words. `F.cross_entropy` takes the head's split logits."""
+    """Plan of embeddings and heads split by words. `F.cross_entropy` takes the head's split logits.
+
+    Args:
+        names: patterns of the modules' names.
+    """
     return {f"{name}.weight": {axis: Shard(0)} for name in names}
 
 
 def inner(*names: str, axis: str = "tp", sequence: bool = False) -> dict[str, Any]:
-    """Modules (an attention, an MLP) that begin split by columns and end split by rows.
+    """Plan of modules (an attention, an MLP) that begin with column layers and end with row layers.
 
     Args:
-        sequence: what they take and give is cut along the sequence: an all-gather before, a
-            reduce-scatter after. Else both are whole: an all-reduce after.
+        names: patterns of the modules' names.
+        sequence: True: inputs and outputs are sharded along the sequence, with an all-gather before
+            and a reduce-scatter after. False: both are whole, with an all-reduce after.
     """
     around = {axis: Shard(_SEQUENCE) if sequence else Replicate()}
     # An attention may return its weights or its cache beside: they stay as they are.
@@ -64,7 +74,11 @@ def inner(*names: str, axis: str = "tp", sequence: bool = False) -> dict[str, An
 
 
 def outer(*names: str, axis: str = "tp") -> dict[str, Any]:
-    """Modules (a norm, a dropout) that work on their piece of the sequence."""
+    """Plan of modules (a norm, a dropout) that work on their rank's piece of the sequence.
+
+    Args:
+        names: patterns of the modules' names.
+    """
     return {name: Inputs({axis: Shard(_SEQUENCE)}) for name in names}
 
 
@@ -80,20 +94,20 @@ def transformer(
     sequence: bool = False,
     split_words: bool = True,
 ) -> dict[str, Any]:
-    """A whole transformer.
+    """Plan of a whole transformer.
 
     Args:
         columns: its linear layers that are split by outputs.
-        rows: those that are split by inputs.
+        rows: its linear layers that are split by inputs.
         inners: the modules that begin with columns and end with rows.
-        norms: the modules between those, which `sequence` lets work on pieces.
-        embed: the embedding, split by words. Where it and `head` share one weight, that is split
+        norms: the modules between those. With `sequence` they work on pieces of the sequence.
+        embed: the embedding, split by words. If `embed` and `head` share one weight, it is split
             once.
-        head: likewise.
-        split_words: False leaves embed and head whole on every rank, which costs memory and work,
-            and saves the moves of a split loss: for a small vocabulary.
-        sequence: sequence parallel: between the inner modules, activations are cut along the
-            sequence, and no all-reduce of an activation remains.
+        head: the output layer, split by words.
+        split_words: False keeps embed and head whole on every rank. This saves the moves of a split
+            loss, but costs memory and work. Use it for a small vocabulary.
+        sequence: True adds sequence parallelism. Between the inner modules, activations are sharded
+            along the sequence. No activation is all-reduced.
     """
     between = {axis: Shard(_SEQUENCE) if sequence else Replicate()}
     plan = column(*columns, axis=axis) | row(*rows, axis=axis)
@@ -120,7 +134,7 @@ _OURS: dict[str, Any] = {
 
 
 def gpt(axis: str = "tp", *, sequence: bool = False, split_words: bool = True) -> dict[str, Any]:
-    """The plan of `partita.app.models.GPT`."""
+    """Plan of `partita.app.models.GPT`."""
     columns = ["blocks.*.attention.qkv", "blocks.*.mlp.up"]
     rows = ["blocks.*.attention.out", "blocks.*.mlp.down"]
     how: dict[str, Any] = {"axis": axis, "sequence": sequence, "split_words": split_words}
@@ -128,7 +142,7 @@ def gpt(axis: str = "tp", *, sequence: bool = False, split_words: bool = True) -
 
 
 def llama(axis: str = "tp", *, sequence: bool = False, split_words: bool = True) -> dict[str, Any]:
-    """The plan of `partita.app.models.Llama`."""
+    """Plan of `partita.app.models.Llama`."""
     columns = ["blocks.*.attention.[qkv]", "blocks.*.mlp.gate", "blocks.*.mlp.up"]
     rows = ["blocks.*.attention.o", "blocks.*.mlp.down"]
     how: dict[str, Any] = {"axis": axis, "sequence": sequence, "split_words": split_words}

@@ -67,43 +67,43 @@ def zero(
     blocks: Blocks = None,
     persistent: bool = False,
 ) -> nn.Module:
-    """Shard a model's training state over the ranks of `axis`. In place; returns the model.
+    """Shard a model's training state over the ranks of `axis`, in place. Returns the model.
 
-    The ranks of `axis` take different parts of the batch: their inputs are `Shard(0)` on it.
+    Each rank of `axis` has its own rows of the batch: inputs are `Shard(0)` on it.
 
-    | stage | parameters | settled gradients | optimizer state | bytes sent per step and rank |
+    | stage | parameters | reduced gradients | optimizer state | bytes sent per step and rank |
     |-------|------------|-------------------|-----------------|------------------------------|
     | 0     | whole      | whole             | whole           | 2 (n-1)/n of the model       |
     | 1     | whole      | whole             | shards          | 3 (n-1)/n                    |
     | 2     | whole      | shards            | shards          | 2 (n-1)/n                    |
     | 3     | shards     | shards            | shards          | 3 (n-1)/n                    |
 
-    Losses are bitwise equal on all stages: on two ranks, and on more where sums are in rank order,
-    as `torch.use_deterministic_algorithms(True)` has them. Each backward pass sends its gradients,
-    unless it runs under `no_sync`. Stages 1 and 2 shard the state of the element-wise optimizers of
-    torch.optim (all but LBFGS, Adafactor, SparseAdam and Muon); others keep theirs whole.
+    Losses are bitwise equal on all stages if there are two ranks, or if
+    `torch.use_deterministic_algorithms(True)` makes collectives sum in rank order. Each backward
+    pass sends its gradients, except under `no_sync`. Stages 1 and 2 shard the state of the
+    element-wise optimizers of torch.optim (all but LBFGS, Adafactor, SparseAdam and Muon). The
+    state of others stays whole.
 
     Args:
-        model: plain, or after `parallelize`. An optimizer may be made before or after: parameters
-            stay the objects that they are. Modules in it to which `zero` was applied before, with
-            the same axes, stage and precision, are its blocks.
-        axis: the mesh axis, or several, over which to shard; by default "dp", or the only one of a
-            mesh that has no such axis. `distribute_batch` splits rows over it, too. For hybrid
-            sharding give one of two data axes: the other's gradients stay pending and settle, as
-            shards, in the step.
-        stage: see above.
-        precision: dtypes to compute, to send and to sum in (stage 3); a dtype alone is
-            `param_dtype`.
-        blocks: the modules whose parameters are gathered together, themselves or as patterns of
-            names; found by themselves where not given: the children of the outermost ModuleLists
-            and Sequentials.
-        persistent: what stage 3 gathered stays until its block is next called after a parameter was
-            written, as by an optimizer; in a compiled step, until its last use.
+        model: a plain model, or one after `parallelize`. Parameters stay the same objects, so an
+            optimizer may be made before or after. Modules in it to which `zero` was applied with
+            the same axes, stage and precision become its blocks.
+        mesh: the mesh.
+        axis: one or several mesh axes. By default "dp", or the only axis of a mesh without "dp".
+            `distribute_batch` then shards rows over these axes. For hybrid sharding pass one of two
+            data axes. Gradients stay Partial on the other axis until the step reduces their shards.
+        stage: see the table.
+        precision: dtypes to compute in, to send and to sum (stage 3). A dtype means `param_dtype`.
+        blocks: the modules whose parameters are gathered together: modules, or patterns of names.
+            By default the children of the outermost ModuleLists and Sequentials.
+        persistent: True (stage 3) keeps gathered parameters after forward and backward. A block
+            gathers them again when it is called after a parameter was written, as by an optimizer.
+            In a compiled step they are kept until their last use.
 
     Raises:
-        LayoutError: an unknown axis, or a parameter that is split over it already.
-        ValueError: another stage, a model that is sharded already, blocks that do not fit it.
-        TypeError: `precision` is of another type.
+        LayoutError: an unknown axis, or a parameter that is already sharded over it.
+        ValueError: an unknown stage, a model that is sharded already, blocks that do not fit it.
+        TypeError: `precision` has another type.
     """
     refuse_lazy(model, "zero")
     if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
@@ -301,12 +301,12 @@ def _format_options(options: tuple[tuple[str, ...], int, MixedPrecision]) -> str
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Send no gradients in the backward passes within.
+    """Send no gradients in the backward passes inside the block.
 
     The first backward pass after it, or the optimizer's step, sends the sum of all gradients. Until
-    then each rank holds gradients of the whole size, as many bytes as the model has. Without
-    `no_sync`, stages 2 and 3 hold shards, and each micro-batch sends (n-1)/n of the model's bytes.
-    For a model without `zero` it does nothing: such a model sends its gradients in the step.
+    then each rank holds whole gradients, as many bytes as the model has. Without `no_sync`, stages
+    2 and 3 hold shards, and each micro-batch sends (n-1)/n of the model's bytes. For a model
+    without `zero` this does nothing: such a model sends its gradients in the step.
 
         for k, (x, y) in enumerate(micro_batches):
             with pt.no_sync(model) if k + 1 < len(micro_batches) else nullcontext():

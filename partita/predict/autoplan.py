@@ -49,15 +49,20 @@ MOST = 32
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """The best ways, fastest first; print it.
+    """The fastest ways to train a model on a cluster, as found by `autoplan`. Print it.
+
+    A way is a mesh, a ZeRO stage, tensor and sequence parallelism, remat, and micro-batches.
 
     Attributes:
-        model, ranks, memory, batch: what was asked.
-        choices: at most five, each simulated whole and within `memory`.
-        space: how many ways there are.
-        outcomes: how many of them ended how; they add up to `space`.
-        shape: of the model.
-        simulated: how many ways were.
+        model: the name of the model.
+        ranks: the number of ranks.
+        memory: the limit in bytes per rank.
+        batch: sequences per step, over all ranks.
+        choices: at most five ways within `memory`, fastest first. Each was simulated completely.
+        space: the number of ways that exist.
+        outcomes: the number of ways for each outcome of the search. They add up to `space`.
+        shape: the shape of the model.
+        simulated: the number of ways that were simulated.
     """
 
     model: str
@@ -72,22 +77,24 @@ class ModelPlan:
 
     @property
     def best(self) -> PlannedWay:
-        """The fastest."""
+        """The fastest way."""
         return self.choices[0]
 
     @property
     def code(self) -> str:
-        """A program for all ranks that trains the model as the best way does, and as simulated."""
+        """A program for all ranks that trains the model in the best way, exactly as simulated."""
         return write_code(self.shape, self.best.way)
 
     @property
     def command(self) -> str:
-        """`partita train` with the best way's options; "" of a model that it does not know."""
+        """The `partita train` command of the best way; "" if `partita train` cannot build the
+        model.
+        """
         return train_options(self.shape, self.best.way)
 
     @property
     def why(self) -> str:
-        """What made the runner-up slower; "" where there is none."""
+        """The reason why the second-best way is slower; "" if there is no second way."""
         if len(self.choices) < 2:
             return ""
         first, second = (self._find_time_parts(choice) for choice in self.choices[:2])
@@ -142,30 +149,34 @@ def autoplan(
     prune: bool = True,
     watch: Callable[[int, int, str], None] | None = None,
 ) -> ModelPlan:
-    """The meshes, ZeRO stages, tensor and sequence parallelism, remat and micro-batches that fit.
+    """Find the fastest ways to train a model on a number of ranks, within a memory limit.
 
-    A way is not simulated if its weights and optimizer alone exceed `memory`, if it keeps all that
-    another way keeps which was too big, or if its lower bound of time exceeds the best time so far.
-    Of the others, the one with the least estimated memory is simulated first, then those with the
-    least estimated time. A deep model is ranked by simulations of one block and of two, because
-    each further block costs the same. The best ways are then simulated as a whole, and left out if
-    they need more than `memory`.
+    The search covers meshes, ZeRO stages, tensor and sequence parallelism, remat and micro-batches.
+    It simulates the way with the least estimated memory first, then those with the least estimated
+    time. It skips a way in three cases: its weights and optimizer alone exceed `memory`; it keeps
+    at least as much as a way that was too big; its lower bound of time exceeds the best time so
+    far.
+
+    A deep model is ranked by simulations of one block and of two, because each further block costs
+    the same. The best ways are then simulated as a whole. Those that exceed `memory` are dropped.
 
     Args:
-        model: a name of `partita.predict.MODELS`, or a `ModelShape` of one's own.
-        memory: bytes of a rank, or text such as "80GB"; the machine's where None.
-        batch: sequences of a step on all ranks together; one for each rank where None.
-        strategy: precision, context and layers, and which blocks are made again where remat is; the
-            rest of it is what is searched, and is not to be given.
-        most: ways that are simulated.
-        prune: leave out what bounds exclude.
-        watch: called before each simulation with the number of ways simulated, the most that will
-            be, and the next way.
+        model: a name in `partita.predict.MODELS`, or a `ModelShape`.
+        ranks: the number of ranks.
+        memory: bytes per rank, or text such as "80GB". None: the machine's memory.
+        machine: the name of a machine, the path of its TOML file, or a `Machine`.
+        batch: sequences per step, over all ranks. None: one per rank.
+        strategy: sets precision, context, layers and `remat_every`. Other fields keep their
+            defaults, because they are searched.
+        most: the most ways to simulate.
+        prune: True skips ways that the bounds exclude.
+        watch: called before each simulation with the number of ways simulated so far, the most
+            that will be simulated, and the next way.
 
     Raises:
-        StrategyError: nothing fits; says what comes nearest. Or a model that is not known, an
-            argument of another type, or a strategy that says what is searched.
-        MachineError: a machine that is not known.
+        StrategyError: nothing fits (the error says what comes nearest); an unknown model; an
+            argument of a wrong type; or a strategy that sets a field that is searched.
+        MachineError: an unknown machine.
     """
     shape = shape_of(model)
     found = load_machine(machine)

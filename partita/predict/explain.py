@@ -45,32 +45,33 @@ _REWRITTEN = "(written as the calls below)"
 
 
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
-    """The plan of `fn(*args, **kwargs)`, which is not run: nothing is sent and nothing computed.
+    """Plan the call `fn(*args, **kwargs)` without running it: nothing is sent or computed.
 
         print(pt.explain(F.linear, x, weight))
         print(pt.explain(model, x))
 
-    Each call on DTensors is planned as it would be: its rule, the rows that were priced on each
-    mesh axis, what the chosen one moves, and what the next best would cost more. A function or a
-    module gives all of its calls in order, and totals. If it runs backward,
-    the moves of backward are listed, too. One rank can call this alone.
+    For each call on DTensors it gives: the rule, the rows that were priced on each mesh axis, the
+    moves of the chosen row, and the extra cost of the next best row. For a function or a module it
+    gives all calls in order, and totals. If `fn` runs backward, the moves of backward are included.
+    One rank can call this alone.
 
     Args:
-        fn: a function of torch, one of yours, or a module; on any mesh, dry ones (`pt.dry_mesh`)
-            among them.
-        args: its arguments, DTensors and others; they may have no memory (device "meta").
-        kwargs: those by name.
+        fn: a function of torch, a function of yours, or a module. Any mesh works, also a dry one
+            (`pt.dry_mesh`).
+        args: its positional arguments. DTensors may be on the device "meta".
+        kwargs: its keyword arguments.
 
     Returns:
-        An `Explanation`. Its `ops` have the rows and prices (seconds by round figures, see
-        `partita.redistribute.move`), layouts, moves, bytes that a rank sends, and operations of
-        matrix products on a rank. With uneven splits both are those of the first rank, which
-        holds the largest pieces. It prints as a table; a single op prints in full.
+        An `Explanation`. Its `ops` have rows and prices, layouts, moves, bytes that a rank sends,
+        and operations of matrix products on a rank. Prices are seconds by round figures (see
+        `partita.redistribute.move`). With uneven shards, bytes and operations are those of the
+        first rank, which holds the largest pieces. It prints as a table; a single op prints in
+        full.
 
     Raises:
-        LayoutError: what the call itself would raise; or `fn` cannot be called, is a generator or a
-            coroutine function, gets an iterator, asks for a value, which nobody computes, or steps
-            an optimizer.
+        LayoutError: an error that the call itself would raise; or `fn` cannot be called, is a
+            generator or a coroutine function, gets an iterator, reads the value of a tensor, or
+            steps an optimizer.
     """
     _check_function(fn)
     _check_operands((args, kwargs))
@@ -491,14 +492,14 @@ class ExplainedOp:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The plan of a call, or of each call of a function or a module.
+    """The plan of one call, or of each call that a function or a module makes.
 
     Attributes:
-        title: what was explained.
+        title: the name of what was explained.
         mesh: the meshes of its tensors, such as "dp=2 tp=4".
-        ops: its calls on DTensors and its redistributions, in the order in which they are made.
-        goes_backward: True if it ran backward itself. Then `ops` contain the moves of gradients,
-            with the reason "gradient".
+        ops: calls on DTensors and redistributions, in order.
+        goes_backward: True if the function ran backward. Then `ops` also contain the moves of
+            gradients, with the reason "gradient".
     """
 
     title: str
@@ -508,7 +509,7 @@ class Explanation:
 
     @property
     def moves(self) -> tuple[ExplainedMove, ...]:
-        """All moves, in order; their transposes are no moves of their own here."""
+        """All moves, in order. The transposed moves of a later backward are not included."""
         return tuple(move for op in self.ops for move in op.all_moves)
 
     @property
@@ -518,13 +519,14 @@ class Explanation:
 
     @property
     def backward_nbytes(self) -> int:
-        """Bytes that a rank will send in the transposes, if it goes backward from the result; 0
-        where the function has gone backward itself."""
+        """Bytes that a rank will send in a backward from the result; 0 if the function ran
+        backward.
+        """
         return 0 if self.goes_backward else sum(op.backward_nbytes for op in self.ops)
 
     @property
     def work(self) -> float:
-        """Operations of matrix products on a rank, forward: on the first, which has most."""
+        """Operations of matrix products in forward, on the first rank, which has the most."""
         return sum(op.all_work for op in self.ops)
 
     def __str__(self) -> str:

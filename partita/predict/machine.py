@@ -308,11 +308,11 @@ def shipped_machines() -> list[str]:
 
 
 def load_machine(name: str | Path | Machine) -> Machine:
-    """The machine of this name, or of the TOML file at this path.
+    """Returns the machine with this name, or the one that the TOML file at this path describes.
 
     Raises:
-        MachineError: there is none, or its file has a key too many or too few, an amount in another
-            unit, or one that is not positive; names the key.
+        MachineError: no such machine; or the file has an unknown or missing key, an amount in a
+            wrong unit, or an amount that is not positive. The error names the key.
     """
     if isinstance(name, Machine):
         return name

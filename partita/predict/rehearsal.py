@@ -349,7 +349,7 @@ _read_number = torch.ops.aten._local_scalar_dense.default
 
 
 def eager_memory(make: Callable[[], tuple[Callable[..., Any], Sequence[Any]]]) -> Memory:
-    """The schedule of a rank's memory while a step runs eagerly, without running it.
+    """Returns the memory schedule of one rank for a step that runs eagerly, without running it.
 
         def make():
             mesh = pt.dry_mesh(dp=64)
@@ -357,25 +357,25 @@ def eager_memory(make: Callable[[], tuple[Callable[..., Any], Sequence[Any]]]) -
             ...
             return step, (x, y)
 
-        print(pt.eager_memory(make).peak)      # bytes that the step allocates, at most at once
+        print(pt.eager_memory(make).peak)      # the most bytes that the step allocates at once
 
-    Tensors that `make` creates have no memory, whatever their size. The step is run twice: the
+    Tensors that `make` creates have no memory, whatever their size. The step is traced twice: the
     first run makes the optimizer's state, and the second is counted. The workspace of kernels is
     counted if torch's CPU kernels use a fixed amount. The buffers of collectives are counted if the
     dry mesh has a `backend`.
 
     Args:
-        make: creates model, optimizer and batch on a `pt.dry_mesh`, and returns a step that is not
-            compiled and its arguments.
+        make: a function that creates model, optimizer and batch on a `pt.dry_mesh`. It returns a
+            step that is not compiled, and its arguments.
 
     Returns:
-        What `step.memory` is of a compiled step: a place for each kernel and for each time that
-        ZeRO's gathered memory is allocated or freed. Gradients that were there before the step and
-        are freed in it are not in it.
+        A schedule like `step.memory` of a compiled step. It has a place for each kernel, and for
+        each time that ZeRO allocates or frees gathered memory. Gradients that existed before the
+        step and are freed in it are not included.
 
     Raises:
-        LayoutError: the step asks for the value of a tensor, or computes with one that `make` did
-            not create.
+        LayoutError: the step reads the value of a tensor, or uses a tensor that `make` did not
+            create.
     """
     schedule = _Schedule()
     with _EagerFakes(schedule), schedule.told_of_updates(), _errors_explained():

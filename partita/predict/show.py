@@ -72,25 +72,25 @@ class Shown:
 
 
 def show(x: Any, mesh: Any = None, *, out: TextIO | None = None) -> Shown | None:
-    """Draw which rank holds what of a tensor: coloured text on a terminal, a picture in a notebook.
+    """Draw which rank holds which part of a tensor: colored text, or a picture in a notebook.
 
         pt.show(weight)
         pt.show(model)                                    # its parameters, those alike once
         pt.show(pt.Layout.parse("f32[8@dp, 16@tp]"), mesh)
 
     Args:
-        x: a DTensor, a module whose parameters are such, or a `Layout`. What is no printable
-            character in a name is escaped.
-        mesh: of a layout: a mesh, or a dry one. Tensors lie on their own.
-        out: a text stream to write to; standard output where None. Colours are for a terminal, and
-            for one with rich installed.
+        x: a DTensor, a module with DTensor parameters, or a `Layout`. Characters in names that are
+            not printable are escaped.
+        mesh: the mesh of a `Layout`, which may be a dry mesh. Not for tensors: they have a mesh.
+        out: a text stream to write to; standard output by default. Colors need a terminal and the
+            package rich.
 
     Returns:
-        In a notebook what it shows; None where it was written.
+        In a notebook: the picture. Otherwise None.
 
     Raises:
-        LayoutError: `x` is none of these, or a layout without a mesh that has its axes; there is a
-            mesh for what has one; `out` takes no text.
+        LayoutError: `x` is none of these; a layout without a mesh that has its axes; a mesh for
+            something that has one; or `out` cannot be written to.
     """
     if out is not None and (not hasattr(out, "write") or isinstance(out, _BYTE_STREAMS)):
         fix = 'with open("layouts.txt", "w") as out: pt.show(x, out=out)'

@@ -82,35 +82,33 @@ def simulate(
     tokens: int | None = None,
     links: Mapping[str, Link] | None = None,
 ) -> Simulation:
-    """What a training step costs a rank, without running it.
+    """Predict the time, memory and traffic of a training step without running it.
 
         print(pt.simulate("llama3-8b", {"dp": 64, "tp": 8}, "h100"))
 
-    A step is captured, not run; tensors on the meta device are captured as if they lay where fused
-    attention is, and so attention is priced as one fused kernel. The final graph is played on
-    streams: kernels by a roofline, collectives as rings and trees. The caveat of each number stands
-    beside it in the printed table and in `Simulation`.
+    The step is captured as a graph. The graph is then played on streams: kernels take the time of a
+    roofline model, collectives run as rings and trees. Attention of tensors on the meta device
+    counts as one fused kernel. The printed table and `Simulation` name the limits of each number.
 
     Args:
-        step_or_model: a step, compiled or not, that takes `args`; a module, whose result for `args`
-            is its loss, and which is updated by AdamW; or the name of a model of
-            `partita.predict.MODELS`, or a `ModelShape` of one's own.
-        mesh: the mesh on which the step's tensors lie (`pt.dry_mesh(dp=64)`), or one of which
-            theirs are parts (`mesh["dp"]`); or the size of each axis, as a dictionary or as
-            "dp=64,tp=8", which are then the axes that they lie on. None for one rank.
-        machine: the name of a shipped machine, or the path of a file.
-        args: of the step, in a list or a tuple. Of a compiled step that ran, its last program is
-            taken where there are none.
-        strategy: for a name or a shape, how the model is spread; a step is spread already.
-        tokens: of a step on all ranks together; of a name or a shape they are known.
-        links: for the axes of a collective (joined by blanks) another link than the machine's,
-            taken as it is: `efficiency` is not applied to it.
+        step_or_model: one of: a step, compiled or not, that takes `args`; a module whose result for
+            `args` is its loss (it is updated by AdamW); a name in `partita.predict.MODELS`; a
+            `ModelShape`.
+        mesh: for a step: the mesh of its tensors (`pt.dry_mesh(dp=64)`), or the mesh that contains
+            theirs. Sizes by axis also work, as a dictionary or as "dp=64,tp=8". None: one rank.
+        machine: the name of a machine, the path of its TOML file, or a `Machine`.
+        args: the arguments of the step, in a list or a tuple. A compiled step that has run needs
+            none: its last program is simulated.
+        strategy: how to distribute the model, for a name or a `ModelShape` only.
+        tokens: tokens per step, over all ranks, for a step or a module only.
+        links: replaces links of the machine, by the axes of a collective (separated by blanks). The
+            machine's `efficiency` is not applied to them.
 
     Raises:
-        MachineError: a machine that is not known, a wrong file, or a link of no axis of the mesh.
-        StrategyError: a model that is not known, a mesh that does not divide, or is not the step's;
-            an argument of another type, or one that has no effect on what is simulated.
-        LayoutError: a mesh as text that cannot be read, or with too many ranks.
+        MachineError: an unknown machine, an invalid file, or a link for axes that the mesh lacks.
+        StrategyError: an unknown model; a mesh that does not divide the model, or that is not the
+            step's; an argument of a wrong type, or one without effect.
+        LayoutError: text for a mesh that cannot be read, or too many ranks.
         CaptureError: the step cannot be captured.
     """
     is_named = isinstance(step_or_model, str | ModelShape)
@@ -783,29 +781,33 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class Simulation:
-    """A step that was not run, and what it would cost a rank.
+    """Predicted time, memory and traffic of one training step, for one rank.
+
+    Times come from a roofline model with stated efficiencies. They do not include the host, slower
+    ranks, or data loading.
 
     Attributes:
-        what, mesh, machine: that was simulated.
-        seconds: of a step. A roofline with stated efficiencies: what the host does, waiting for
-            slower ranks and for data is not in it.
-        compute_seconds: in which the processor computes.
-        exposed: for the axes of collectives, seconds in which the processor waits for them. Rings
-            and trees with one link each; collectives of different axes do not slow each other.
-        link_seconds: likewise, in which the links work.
-        nbytes: likewise, bytes that a rank sends; equal to a ledger's of the step.
-        flops: operations of matrix products and attention of a rank; what remat makes again counts.
-        model_flops: without what is made again.
-        dtype: in which most of them are.
-        tokens: of a step on all ranks together; None where that is not known.
-        peak: bytes at the moment at which most is held. Of the graph as it is run node by node: a
-            compiler that fuses holds less; an allocator's fragments are not in it, nor what a GPU's
-            kernels hold while they run.
-        classes: bytes of `peak` by class. Gradients are what an optimizer reads, or a collective
-            reduces; activations what forward made; the rest of backward is workspace.
-        holders: the biggest buffers at that moment.
+        what: the name of the model or step.
+        mesh: the size of each mesh axis.
+        machine: the machine.
+        seconds: duration of a step.
+        compute_seconds: time in which the processor computes.
+        exposed: by axes of collectives, seconds in which the processor waits for them. Collectives
+            are rings and trees with one link each; those of different axes do not slow each other.
+        link_seconds: by axes, seconds in which the links are busy.
+        nbytes: by axes, bytes that a rank sends. Equal to what `pt.ledger` counts for the step.
+        flops: operations of matrix products and attention on a rank, recomputation included.
+        model_flops: `flops` without recomputation.
+        dtype: the dtype of most of these operations.
+        tokens: tokens per step, over all ranks; None if unknown.
+        peak: the most bytes allocated at once, if the graph runs node by node. A compiler that
+            fuses needs less. The fragments of an allocator and the workspace of GPU kernels are not
+            included.
+        classes: bytes of `peak` by class. Gradients are what an optimizer reads or a collective
+            reduces. Activations are results of forward. Other results of backward are workspace.
+        holders: the buffers at the peak.
         timeline: the events, for `save_trace`.
-        facts: bytes over the step, moves by line and layouts of parameters, for `report`.
+        facts: data for `report`: bytes over the step, moves by line, layouts of parameters.
     """
 
     what: str
@@ -833,14 +835,17 @@ class Simulation:
 
     @cached_property
     def tokens_per_second(self) -> float | None:
-        """Of all ranks together; None where a step's tokens are not known or it takes no time."""
+        """Tokens per second over all ranks; None if `tokens` is unknown or the step takes no time.
+        """
         return self.tokens / self.seconds if self.tokens and self.seconds else None
 
     @cached_property
     def mfu(self) -> float:
-        """Model FLOPs utilization: operations that are not made again, over what the machine could
-        do in that time in the dtype of most of them (Chowdhery et al., arXiv 2204.02311); 0 of a
-        step that takes no time."""
+        """Model FLOPs utilization (Chowdhery et al., arXiv 2204.02311), between 0 and 1.
+
+        `model_flops` divided by what the machine could compute in `seconds` in `dtype`; 0 if the
+        step takes no time.
+        """
         if not self.seconds:
             return 0.0
         return self.model_flops / (self.seconds * self.machine.peak_flops(self.dtype))
@@ -851,20 +856,26 @@ class Simulation:
 
     @property
     def events(self) -> Sequence[TimelineEvent]:
-        """What each stream does when."""
+        """The events of each stream, with their times."""
         return self.timeline.events
 
     @property
     def source(self) -> str:
-        """Where the timeline is from, and what is not in it."""
+        """One sentence: how the timeline was made, and what it leaves out."""
         return f"Simulated on {self.machine.name}: no host, no stragglers, no data loading"
 
     def report(self, path: str | Path, *others: Simulation) -> None:
-        """Write a page that needs no network: the timeline by stream, memory over the step by
-        class, bytes by line, layouts of the parameters; others beside it. Needs plotly.
+        """Write an HTML page about the step that works without a network. Needs plotly.
+
+        It shows the timeline by stream, memory over the step by class, bytes by source line, and
+        the layouts of parameters.
+
+        Args:
+            path: the file to write.
+            others: simulations to show beside this one.
 
         Raises:
-            ValueError: plotly is not installed, or one of the others is no simulation.
+            ValueError: plotly is not installed, or one of `others` is not a Simulation.
             OSError: the file cannot be written.
         """
         for one in others:
@@ -873,14 +884,14 @@ class Simulation:
         write_report(path, *(one.make_run_facts() for one in (self, *others)))
 
     def make_run_facts(self) -> RunFacts:
-        """What a report shows of it."""
+        """Returns the data that a report shows."""
         run = RunFacts(self.title, figures=self._make_rows(), **self.facts)
         run.timeline, run.timeline_source = [*self.events], self.source
         return run
 
     @property
     def title(self) -> str:
-        """What was simulated, on how many ranks of what."""
+        """What was simulated, on which mesh and machine."""
         return f"{self.what} on {_format_mesh(self.mesh)} of {self.machine.name}"
 
     def _make_rows(self) -> list[tuple[str, str, str]]:

@@ -154,21 +154,21 @@ et al., arXiv 2307.09288) and Llama 3 (Grattafiori et al., arXiv 2407.21783, tab
 
 @dataclass(frozen=True)
 class Strategy:
-    """How a model is spread and stepped.
+    """How a model is distributed and trained.
 
     Attributes:
-        zero: the stage of ZeRO over "dp".
-        remat: blocks are recomputed in backward.
-        remat_every: of so many blocks one is, where `remat`.
-        sequence: sequence parallelism beside tensor parallelism.
-        batch: sequences of a micro-batch on each rank of "dp".
-        micro_batches: of a step, one after the other.
-        context: tokens of a sequence; the model's own where None.
-        precision: the dtype to compute in; weights and optimizer are float32.
-        layers: blocks; the model's own where None.
+        zero: the ZeRO stage over the axis "dp".
+        remat: True recomputes blocks in backward.
+        remat_every: with `remat`, recompute one block in so many.
+        sequence: True adds sequence parallelism to tensor parallelism.
+        batch: sequences per micro-batch, on each rank of "dp".
+        micro_batches: micro-batches per step, one after the other.
+        context: tokens per sequence. None: the model's own.
+        precision: the dtype of computation. Weights and optimizer state are float32.
+        layers: the number of blocks. None: the model's own.
 
     Raises:
-        StrategyError: names what is no count, or of another type.
+        StrategyError: a field of a wrong type, or a number that is not a valid count.
     """
 
     zero: int = 3

@@ -188,7 +188,7 @@ class MemoryCountMode(KernelMode):
 
 @contextmanager
 def count_memory() -> Iterator[MemoryCount]:
-    """Count the bytes of the tensors that are made inside, exactly, on any device.
+    """Count the bytes of all tensors that are allocated inside the block, on any device.
 
         with pt.count_memory() as memory:
             loss = model(batch)
@@ -196,7 +196,8 @@ def count_memory() -> Iterator[MemoryCount]:
             loss.backward()
         print(memory.peak)
 
-    Costs some microseconds for each op. In a world of `pt.ranks` each rank counts its own.
+    The count is exact. It costs some microseconds per op. In `pt.ranks` each rank has its own
+    count.
     """
     count = MemoryCount()
     with MemoryCountMode(count), told_of_resizes(count.note_resized):
@@ -313,14 +314,14 @@ def open_reports() -> tuple[Report, ...]:
 
 @contextmanager
 def remat_report() -> Iterator[Report]:
-    """Report what is recomputed within, with its floating-point operations.
+    """Report what is recomputed inside the block, with its floating-point operations.
 
     with pt.remat_report() as report:
         loss = model(batch)
         loss.backward()
     print(report)
 
-    Counting costs some microseconds for each op that is recomputed, so it is done on demand.
+    Counting costs some microseconds for each recomputed op. Without this, nothing is counted.
     """
     report = Report()
     _open.reports = (*_open.reports, report)

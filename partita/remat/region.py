@@ -93,35 +93,34 @@ class RematRegion(Wrapped):
 
 
 def remat(fn: Any, policy: Any = None, *, blocks: Blocks = None) -> Any:
-    """Recompute what `fn` computes when backward needs it, instead of keeping it.
+    """Recompute the intermediate results of `fn` in backward, instead of keeping them.
 
-    Kept are the inputs, and the results that the policy names. See docs/remat.md.
+    The inputs are kept, and the results that the policy names. See docs/remat.md.
 
         pt.remat(block)                                         # a module: in place
         fn = pt.remat(fn, policy=[torch.matmul, F.scaled_dot_product_attention, "attention"])
 
     Args:
-        fn: a function, or a module, whose forward is wrapped in place: its names stay as they are.
-        policy: what is kept.
+        fn: a function, or a module. The forward of a module is wrapped in place; the names of its
+            parameters do not change.
+        policy: the results to keep.
             None: nothing.
-            A list of functions of torch, of modules and what `one_call` made, of functions that
-            `pt.compile` made, of `autograd.Function`s, of names given by `checkpoint_name`, and
-            `keep_collectives`.
-            A function of a `Call`, true for what is kept.
-            An int: a budget, the most bytes that activations may hold at once. The first step
-            measures, and the most expensive results that fit are kept from then on. A captured
-            step refuses it: its own budget is `pt.compile(step, budget=)`.
-        blocks: the modules that are recomputed one by one, themselves or as patterns of names; by
-            default `fn` as a whole, and for a budget the children of its ModuleLists and
-            Sequentials.
+            A list: functions of torch, modules, results of `one_call` and of `pt.compile`,
+            `autograd.Function`s, names given by `checkpoint_name`, and `keep_collectives`.
+            A function of a `Call`: True to keep the result.
+            An int: the most bytes that activations may hold at once. The first step measures.
+            From then on the most expensive results that fit are kept. A captured step refuses
+            this; use `pt.compile(step, budget=)`.
+        blocks: the modules that are recomputed one by one: modules, or patterns of names. By
+            default `fn` as a whole. With a budget: the children of its ModuleLists and Sequentials.
 
     Returns:
-        A function; for a module the module.
+        A function. For a module: the module itself.
 
     Raises:
-        ValueError: a policy that names what cannot be seen.
-        RematError: in backward, where the second run makes a call that the first did not make; or
-            where a budget is less than what keeping nothing takes.
+        ValueError: the policy names something that cannot be intercepted.
+        RematError: in backward, the recompute makes a call that the first run did not make; or the
+            budget is less than the memory needed when nothing is kept.
     """
     read = Policy(policy)
     if isinstance(fn, nn.Module):
@@ -152,10 +151,10 @@ def _remat_module(module: nn.Module, policy: Policy, blocks: Blocks) -> nn.Modul
 
 
 def checkpoint_name(x: torch.Tensor, name: str) -> torch.Tensor:
-    """Give `x` a name by which policies know it, as `jax.ad_checkpoint.checkpoint_name` does.
+    """Give `x` a name that policies can use, as `jax.ad_checkpoint.checkpoint_name` does.
 
-    A policy that names it keeps the result of the call that made `x` (made its memory, where `x` is
-    a view). Elsewhere, and outside of regions, it does nothing.
+    A policy with this name keeps the result of the call that made `x`. If `x` is a view, it keeps
+    the result of the call that made its memory. Outside of `pt.remat` this does nothing.
 
     Returns:
         `x`.

@@ -51,7 +51,7 @@ from partita.tensor.tensor_state import HERE
 
 
 class RematError(LayoutError):
-    """A recompute cannot bring back what its forward made. Names the calls that differ."""
+    """A recompute differs from its forward. The message names the calls that differ."""
 
 
 # -- functions of torch ----------------------------------------------------------------------------
@@ -463,7 +463,8 @@ class Call:
 
 
 def keep_collectives(call: Call) -> bool:
-    """A policy, alone or in a list: keep the results of redistributions, so none is repeated."""
+    """A policy, alone or in a list: keep the results of redistributions, so that none is repeated.
+    """
     return call.is_collective
 
 
@@ -478,17 +479,18 @@ class OneCall(Wrapped):
 
 
 def one_call(fn: Any) -> Any:
-    """Let policies name `fn`: `pt.remat(block, policy=[attention])` keeps the results of its calls.
+    """Mark `fn`, so that policies can name it.
 
-    Use it for functions of your own and for compiled ones, because torch does not intercept calls
-    of them. Modules in a policy need no mark. A kept call is not recomputed, and what autograd
-    saved inside is kept with it. Outside of `pt.remat` the function behaves as before.
+    `pt.remat(block, policy=[attention])` then keeps the results of calls of `attention`. Use this
+    for functions of your own and for compiled functions, because torch does not intercept their
+    calls. Modules in a policy need no mark. A kept call is not recomputed, and what autograd saved
+    inside it is kept with it. Outside of `pt.remat` the function behaves as before.
 
         @pt.one_call
         def attention(q, k, v): ...
 
     Returns:
-        A function; of a module the module itself, whose `forward` is marked.
+        A function. For a module: the module itself, whose `forward` is marked.
     """
     if isinstance(fn, OneCall):
         return fn

@@ -188,25 +188,27 @@ def _name_of(function: Any) -> str:
 
 
 def rule(*what: Any) -> Any:
-    """Teach partita an op.
+    """Register how an op computes with sharded operands.
 
-    `pt.rule("... m k * ... k n -> ... m n", matmul)` ties one sentence to functions: torch's own,
-    or operators of `torch.library`. Its terms speak of the first arguments, in order; one that is
-    None or a number counts as absent.
+    `pt.rule("... m k * ... k n -> ... m n", matmul)` gives one sentence to functions of torch, or
+    to operators of `torch.library`. The terms of the sentence describe the first arguments, in
+    order. An argument that is None or a number counts as absent.
 
-    `@pt.rule(f)` decorates a function that returns the sentence, a `KernelRule`, a `Decomposition`,
-    a `LikeRule`, or None ("I have nothing to say of these arguments": the operands are gathered).
-    Its parameters are the function's own, by name and in order; it may leave out any at the end,
-    and one that begins with an underscore only holds its place and is not read.
+    `@pt.rule(f)` decorates a function that returns the rule of `f` for given arguments. It may
+    return a sentence, a `KernelRule`, a `Decomposition`, a `LikeRule`, or None. None means that
+    there is no rule for these arguments; their operands are gathered. Its parameters have the names
+    and order of those of `f`. It may omit any number of them at the end. A parameter that begins
+    with an underscore is not read.
 
-    A call that the sentence does not fit, by its number of tensors or by their shapes, raises
-    `LayoutError`: a function that returns None for such calls has their operands gathered.
+    If a sentence does not fit the number or shapes of the tensors in a call, the call raises
+    `LayoutError`. To gather the operands of such calls instead, register a function that returns
+    None.
 
     Raises:
-        SentenceError: the sentence cannot be read, or has more terms than an operator of
-            `torch.library` takes, or none for a tensor that it always takes, or another number of
-            results.
-        LayoutError: an ordinary Python function, which nobody would ask for its rule.
+        SentenceError: the sentence cannot be read; or, for an operator of `torch.library`, it has
+            too many terms, lacks a term for a tensor that is always passed, or has a wrong number
+            of results.
+        LayoutError: an ordinary Python function: partita does not intercept calls of it.
     """
     for function in what:
         if isinstance(function, FunctionType):

@@ -85,21 +85,22 @@ def distribute_tensor(
     *,
     src_data_rank: int | None = 0,
 ) -> DTensor:
-    """Spread a tensor over a mesh: each rank keeps its part of rank `src_data_rank`'s value.
+    """Distribute a tensor over a mesh: each rank keeps its part of the value of rank
+    `src_data_rank`.
 
     Args:
         tensor: a leaf, of the same shape and dtype on every rank.
-        placements: one per mesh axis; all Replicate where not given.
-        src_data_rank: the rank, in mesh order, whose value counts; it is sent to all (its bytes
-            are not in the ledger: this is setting up, not the program). None: each rank's own
-            value, which the caller knows to be equal, and nothing is sent.
+        placements: one per mesh axis; Replicate on all axes by default.
+        src_data_rank: the rank, in mesh order, whose value is sent to all others. The ledger does
+            not count these bytes, because they belong to the setup. None sends nothing: each rank
+            uses its own value, and the caller guarantees that they are equal.
 
     Returns:
         A leaf that requires grad if `tensor` does.
 
     Raises:
         LayoutError: placements that do not fit the mesh or the shape; ranks that pass different
-            shapes, dtypes or placements; a tensor with a history; a DTensor on another mesh.
+            shapes, dtypes or placements; a tensor that is not a leaf; a DTensor on another mesh.
     """
     if isinstance(tensor, DTensor):
         if device_mesh is not None and wire_of(device_mesh) is not tensor._spec.wire:
@@ -155,9 +156,11 @@ def distribute_module(
     input_fn: Function | None = None,
     output_fn: Function | None = None,
 ) -> torch.nn.Module:
-    """Make each parameter and buffer of `module` a DTensor, as `partition_fn` says, else Replicate.
+    """Convert each parameter and buffer of `module` to a DTensor. `partition_fn` may choose
+    placements.
 
-    As `torch.distributed.tensor.distribute_module`; the arguments mean the same.
+    Without it they are Replicate. Arguments are those of
+    `torch.distributed.tensor.distribute_module`.
     """
     refuse_lazy(module, "distribute_module")
     for key, fn in {
@@ -243,7 +246,7 @@ def zeros(
     device_mesh: Any = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """As torch.zeros: global `size`, each rank making its own piece only."""
+    """As torch.zeros, with the global `size`. Each rank makes only its own piece."""
     spec = spec_on_mesh(device_mesh, _normalize_size(size), placements)
     return _fill_pieces(torch.zeros, spec, dtype, requires_grad, as_shares=True)
 
@@ -255,7 +258,7 @@ def empty(
     device_mesh: Any = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """As torch.empty: global `size`, each rank making its own piece only."""
+    """As torch.empty, with the global `size`. Each rank allocates only its own piece."""
     spec = spec_on_mesh(device_mesh, _normalize_size(size), placements)
     return _fill_pieces(torch.empty, spec, dtype, requires_grad, as_shares=True)
 
@@ -267,7 +270,7 @@ def ones(
     device_mesh: Any = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """As torch.ones: global `size`, each rank making its own piece only."""
+    """As torch.ones, with the global `size`. Each rank makes only its own piece."""
     spec = spec_on_mesh(device_mesh, _normalize_size(size), placements)
     return _fill_pieces(torch.ones, spec, dtype, requires_grad)
 
@@ -281,7 +284,7 @@ def full(
     device_mesh: Any = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """As torch.full: global `size`, each rank making its own piece only."""
+    """As torch.full, with the global `size`. Each rank makes only its own piece."""
     spec = spec_on_mesh(device_mesh, _normalize_size((size,)), placements)
     return _fill_pieces(partial(torch.full, fill_value=fill_value), spec, dtype, requires_grad)
 
@@ -300,7 +303,7 @@ def randn(
     device_mesh: Any = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """As torch.randn, with the values that one device with the same seed has, in every layout."""
+    """As torch.randn. In every layout, the values are those of one device with the same seed."""
     spec = spec_on_mesh(device_mesh, _normalize_size(size), placements)
     return _draw_pieces(torch.randn, spec, dtype, requires_grad)
 
@@ -312,7 +315,7 @@ def rand(
     device_mesh: Any = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """As torch.rand, with the values that one device with the same seed has, in every layout."""
+    """As torch.rand. In every layout, the values are those of one device with the same seed."""
     spec = spec_on_mesh(device_mesh, _normalize_size(size), placements)
     return _draw_pieces(torch.rand, spec, dtype, requires_grad)
 
@@ -447,24 +450,25 @@ def local_map(
     *,
     redistribute_inputs: bool = False,
 ) -> Function:
-    """A function of DTensors that runs `func` on their local tensors. As torch's `local_map`.
+    """Returns a function of DTensors that runs `func` on their local tensors, as torch's
+    `local_map`.
 
-    Arguments and results may be nested in lists, tuples and dicts; placements speak of the tensors
-    and values in them, in order. Without `func`, a decorator. Without a DTensor among the arguments
-    and without `device_mesh`, `func` runs as it is.
+    Arguments and results may be nested in lists, tuples and dicts; placements apply to the tensors
+    and values in them, in order. Without `func` this is a decorator. `func` runs unchanged if no
+    argument is a DTensor and there is no `device_mesh`.
 
     Args:
         out_placements: the placements of the result (one list), or a tuple of lists for several
-            results; None for a result that is no tensor.
-        in_placements: for each positional argument the placements that it must have; None: any,
-            or no tensor. Of keyword arguments any.
-        in_grad_placements: for each argument how the gradient that `func` computes is placed;
-            by default the dual of the argument's placement.
-        redistribute_inputs: move arguments that have other placements, instead of raising.
+            results. None for a result that is not a tensor.
+        in_placements: for each positional argument, the placements that it must have. None: any
+            placements, or not a tensor. Keyword arguments may have any placements.
+        in_grad_placements: for each argument, the placements of the gradient that `func` computes.
+            By default they are the dual of the argument's placements.
+        redistribute_inputs: True redistributes arguments that have other placements. False raises.
 
     Raises:
-        LayoutError: an argument has other placements than `in_placements` says; placements for
-            more or fewer arguments or results than there are.
+        LayoutError: an argument has other placements than `in_placements`; or the number of
+            placements differs from the number of arguments or results.
     """
     if func is None:
         return partial(
@@ -584,15 +588,15 @@ def _wrap_result(out: Any, placements: Placements, wire: Wire, even: bool) -> An
 
 
 def to_torch(x: DTensor) -> Any:
-    """`x` as a `torch.distributed.tensor.DTensor` on the same mesh, sharing its memory.
+    """Convert `x` to a `torch.distributed.tensor.DTensor` on the same mesh that shares its memory.
 
-    Differentiable: the gradient comes back in whatever placements torch gives it, and is taken as
-    the gradient of the value. Invariant becomes Replicate; an order of axes that is not the mesh's
-    becomes torch's `_StridedShard`.
+    Differentiable: the gradient may have any placements that torch gives it. Invariant becomes
+    Replicate. Axes that split a dimension in another order than the mesh's become torch's
+    `_StridedShard`.
 
     Raises:
-        LayoutError: the mesh is not one of torch's (ranks in one process, a dry mesh); axes that
-            split a dimension in another order than the mesh's and do not divide it evenly.
+        LayoutError: the mesh is not one of torch's (`pt.ranks`, a dry mesh); or axes that split a
+            dimension in another order than the mesh's do not divide it evenly.
     """
     spec = x._spec
     mesh = torch_mesh(spec.wire.device_mesh)
@@ -640,15 +644,16 @@ def _torch_placements(spec: Spec) -> list[tuple[str, Any]]:
 
 
 def from_torch(x: Any) -> DTensor:
-    """A `torch.distributed.tensor.DTensor` as one of ours, on its mesh, sharing its memory.
+    """Convert a `torch.distributed.tensor.DTensor` to a partita DTensor that shares its memory.
 
-    Differentiable: `x` gets its gradient as torch's own functions give it, whole where `x` is whole
-    or pending. A pending average becomes a pending sum, of shares that are divided once.
+    Differentiable: `x` gets its gradient with the placements that torch's own functions give it:
+    whole where `x` is Replicate or Partial. `Partial("avg")` becomes a Partial sum whose shares are
+    divided once.
 
     Raises:
-        LayoutError: a placement that has no meaning here (a pending product); uneven pieces of a
+        LayoutError: a placement that partita lacks (a Partial product); uneven pieces of a
             `_StridedShard`.
-        TypeError: `x` is no DTensor of torch's.
+        TypeError: `x` is not a DTensor of torch.
     """
     mesh, placements, shape, _ = read_torch_dtensor(x)
     divisor, summed = 1, []

@@ -72,11 +72,11 @@ _numel = torch._C.TensorBase.numel
 class DTensor(torch.Tensor):
     """A tensor distributed over a mesh, made by `distribute_tensor`, `from_local`, `zeros`, ...
 
-    A subclass has no `__slots__` and no `__init__`: an instance is a plain tensor re-tagged.
+    A subclass must have no `__slots__` and no `__init__`: an instance is a plain tensor re-tagged.
 
-    What is made of DTensors gives it the rest, as it is imported: `dispatch` its
-    `__torch_function__` and frequent methods, `dtensor_gradients` its `grad`, `torch_patches` what
-    Dynamo asks first.
+    Other modules add attributes to this class when they are imported. `dispatch` adds
+    `__torch_function__` and frequent methods, `dtensor_gradients` adds `grad`, and `torch_patches`
+    adds what Dynamo reads first.
     """
 
     _spec: Spec
@@ -95,34 +95,36 @@ class DTensor(torch.Tensor):
 
     @property
     def device_mesh(self) -> Any:
-        """The mesh that was given when the tensor was made."""
+        """The mesh that was passed when the tensor was made."""
         return self._spec.wire.device_mesh
 
     @property
     def layout_over_mesh(self) -> Layout:
-        """The layout, with its dtype; `str` of it is what `repr` shows."""
+        """The layout, with its dtype. `repr` shows its `str`."""
         return replace(self._spec.layout, dtype=short_dtype(self.dtype))
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
-        """Of the global value, as `size()`; of this rank's piece with torch-function disabled."""
+        """The shape of the global value, as `size()`. With torch-function disabled: the local
+        shape.
+        """
         return self._spec.shape if _global_view() else _shape(self)
 
     def size(self, dim: int | None = None) -> Any:  # type: ignore[override]
-        """The shape of the global value, or its length along `dim`."""
+        """Returns the shape of the global value, or its length along `dim`."""
         if not _global_view():
             return _size(self) if dim is None else _size(self, dim)
         return self._spec.shape if dim is None else self._spec.shape[dim]
 
     def numel(self) -> int:
-        """Elements of the global value."""
+        """Returns the number of elements of the global value."""
         return self._spec.shape.numel() if _global_view() else _numel(self)
 
     nelement = numel
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """Bytes of the global value; of this rank's piece with torch-function disabled."""
+        """Bytes of the global value. With torch-function disabled: bytes of this rank's piece."""
         return self.numel() * self.element_size()
 
     @property
@@ -131,7 +133,7 @@ class DTensor(torch.Tensor):
         return len(self._spec.shape)
 
     def dim(self) -> int:
-        """The number of dimensions."""
+        """Returns the number of dimensions."""
         return len(self._spec.shape)
 
     ndimension = dim
@@ -158,30 +160,33 @@ class DTensor(torch.Tensor):
         stride: Sequence[int] | None = None,
         grad_placements: Sequence[Placement] | None = None,
     ) -> DTensor:
-        """Take each rank's local tensor as its piece of one global tensor. Differentiable.
+        """Make a global tensor of which each rank's local tensor is one piece. Differentiable.
 
-        The ranks compare shapes and dtypes the first time that a place of the program brings such
-        a piece, and each time under `check_ranks()`, then as with `run_check`. A piece keeps its
-        memory, gaps and all: pieces should lie alike on all ranks, and one that was expanded is
-        not to be written, as in torch.
+        The DTensor shares the memory of `local_tensor`. The ranks compare shapes and dtypes the
+        first time that a line of the program calls this. Under `check_ranks()` they compare every
+        time, and as with `run_check`.
+
+        Pieces should have the same strides on all ranks. As in torch, do not write to an expanded
+        piece.
 
         Args:
-            placements: one per mesh axis; all Replicate where not given.
-            run_check: compare the ranks first: whole axes must hold equal values, and pieces must
-                fit together, contiguous on all ranks or on none. Costs two small collectives.
-                Nothing is overwritten.
-            shape: the global shape in elements. Without it every rank of a sharded axis is taken
-                to hold as much as this one.
-            stride: as in torch; what the pieces say is kept: strides follow from theirs.
-            grad_placements: how the gradient is given to `local_tensor`. By default as the gradient
-                of the DTensor is placed. Where that is Replicate it must be given if a gradient
-                arrives: Partial for each rank's part, Replicate for the whole, summed.
+            local_tensor: this rank's piece.
+            placements: one per mesh axis; Replicate on all axes by default.
+            run_check: compare the ranks first. Ranks that hold the whole value must hold equal
+                values. Pieces must fit together, and be contiguous on all ranks or on none. Costs
+                two small collectives. Nothing is overwritten.
+            shape: the global shape in elements. By default every rank of a sharded axis is assumed
+                to hold as many elements as this one.
+            stride: accepted as in torch. Strides always follow from those of the pieces.
+            grad_placements: the placements of the gradient that `local_tensor` gets. By default
+                they are those of the DTensor's gradient. Where the DTensor is Replicate there is no
+                default: Partial gives each rank its own part, Replicate gives each rank the sum.
 
         Raises:
-            LayoutError: in backward, if a gradient goes to a local tensor that was taken for
-                Replicate and `grad_placements` was not given; naming this line.
-            LayoutError: the local shape is not what `shape` and `placements` give this rank; with
-                `run_check`, on every rank when any rank's does not fit.
+            LayoutError: the local shape differs from what `shape` and `placements` give this rank.
+                With `run_check`, every rank raises if any rank's shape differs.
+            LayoutError: in backward, a gradient goes to a Replicate local tensor, and
+                `grad_placements` was not passed. The error names this line.
         """
         spec = DTensor._spec_of_local(local_tensor, device_mesh, placements, shape, run_check)
         if grad_placements is None:
@@ -233,17 +238,19 @@ class DTensor(torch.Tensor):
         return spec
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """This rank's piece, as a plain tensor that shares its memory. Differentiable.
+        """Returns this rank's piece as a plain tensor that shares its memory. Differentiable.
 
         Args:
-            grad_placements: how the gradient of the result will be placed. By default as the
-                gradient of this tensor is: Shard for Shard, Replicate for Partial, Invariant for
-                Invariant. Of a Replicate value it must be given if a gradient arrives: Partial
-                where each rank computed its own part of it, Replicate where all computed the same.
+            grad_placements: the placements of the result's gradient. By default they follow from
+                this tensor's placements: Shard for Shard, Replicate for Partial, Invariant for
+                Invariant.
+                For Replicate there is no default: pass Partial if each rank computes its own part
+                    of
+                the gradient, and Replicate if all ranks compute the same.
 
         Raises:
-            LayoutError: in backward, if a gradient arrives at what left as Replicate on an axis of
-                several ranks and `grad_placements` was not given; naming this line.
+            LayoutError: in backward, a gradient arrives at a result that was Replicate on an axis
+                of several ranks, and `grad_placements` was not passed. The error names this line.
         """
         spec, x = self._spec, current(self)
         spec.wire.refuse_padded_piece(spec.layout, "to_local")
@@ -271,12 +278,14 @@ class DTensor(torch.Tensor):
         forward_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
     ) -> DTensor:
-        """The same global value in other placements. Differentiable; noted as explicit.
+        """Returns the same global value with other placements. Differentiable.
+
+        The ledger records the moves as explicit.
 
         Args:
-            device_mesh: this tensor's own mesh, if given.
+            device_mesh: this tensor's own mesh, or None.
             placements: one per mesh axis.
-            forward_dtype: the dtype in which the value travels and arrives.
+            forward_dtype: the dtype in which the value is sent, and of the result.
 
         Raises:
             LayoutError: another mesh, a wrong number of placements, a dimension out of range.
@@ -299,10 +308,10 @@ class DTensor(torch.Tensor):
         return laid_out_as(x, after, "redistribute")  # type: ignore[arg-type]
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """The whole value on every rank, as a plain tensor. Differentiable.
+        """Returns the whole value on every rank, as a plain tensor. Differentiable.
 
-        The gradient of the result is taken as whole and equal on every rank (the same computation
-        follows everywhere), unless `grad_placements` says otherwise.
+        By default the gradient of the result is assumed to be whole and equal on every rank,
+        because all ranks do the same computation with it. `grad_placements` overrides this.
         """
         spec = self._spec
         wire = spec.wire
@@ -319,14 +328,20 @@ class DTensor(torch.Tensor):
     # -- memory, of which each rank has another part ---------------------------------------------
 
     def as_subclass(self, cls: type) -> Any:
-        """Of this rank's piece, with torch-function disabled; else refused."""
+        """As torch.Tensor.as_subclass, of this rank's piece, with torch-function disabled.
+
+        Raises an error with torch-function enabled.
+        """
         if _global_view():
             raise make_memory_error("as_subclass")
         return super().as_subclass(cls)
 
     def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        """`x.set_(y)` of a DTensor y: `x.data = y`. Memory of another kind is set as by
-        torch.Tensor.set_ with torch-function disabled, and refused else."""
+        """As torch.Tensor.set_. For a DTensor `y`, `x.set_(y)` means `x.data = y`.
+
+        For other arguments: torch.Tensor.set_ of the local piece with torch-function disabled, and
+        an error otherwise.
+        """
         if not _global_view():
             return super().set_(*(() if source is None else (source,)), *args, **kwargs)
         if not isinstance(source, DTensor) or args or kwargs:

@@ -75,7 +75,7 @@ def _alias_with_history(t: torch.Tensor) -> torch.Tensor:
 
 @implements(find_getter("grad"))
 def gradient_of(x: DTensor) -> DTensor | None:
-    """`x.grad` as a DTensor. It is tagged once: later reads give the same object."""
+    """The gradient of this tensor, as a DTensor. Repeated reads return the same object."""
     _show_gradient(x)
     with Unheard():
         grad = _grad.__get__(x)
@@ -508,7 +508,8 @@ _node = _base.grad_fn.__get__
 
 
 def _grad_fn_of(x: DTensor) -> Any:
-    """`x.grad_fn`: the node itself for torch and for this package."""
+    """The autograd node that made this tensor; code of torch and of partita gets the node itself.
+    """
     with Local():
         node = _node(x)
     if node is None:

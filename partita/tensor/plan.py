@@ -618,10 +618,10 @@ def _make_key(params: KeyParameters, flagged: bool) -> KeyFunction:
 
 
 class CacheInfo(NamedTuple):
-    """What the cache has done and holds. Counts are calls and entries.
+    """Statistics of the plan cache: counts of calls and of entries.
 
     Attributes:
-        by_op: for each op with entries, how many.
+        by_op: the number of entries for each op that has any.
     """
 
     hits: int
@@ -695,7 +695,7 @@ def note_miss() -> None:
 
 
 def cache_info() -> CacheInfo:
-    """Hits, misses, entries, the limit, and entries by op, of the cache of plans."""
+    """Returns the hits, misses, entries, limit, and entries by op of the plan cache."""
     with _CACHE.lock:
         live = [p for plans in _CACHE.ops for p in (*plans.values(), *plans.old.values())]
         by_op: dict[str, int] = {}
@@ -708,7 +708,7 @@ def cache_info() -> CacheInfo:
 
 
 def cache_clear() -> None:
-    """Forget every plan and every count. Results do not change; the next calls plan anew."""
+    """Remove all plans and reset all counts. Results do not change; later calls plan anew."""
     with _CACHE.lock:
         for plans in _CACHE.ops:
             plans.forget()
@@ -733,7 +733,12 @@ def forget_plans_on(wires: Container[Wire]) -> None:
 
 
 def set_cache_limit(n: int) -> None:
-    """Keep at most `n` plans (n >= 2), all ops and, in `ranks`, all ranks together.
+    """Set the most plans that the cache keeps, for all ops together.
+
+    In `ranks` the limit holds for all ranks of the process together.
+
+    Args:
+        n: the number of plans, at least 2.
 
     Raises:
         ValueError: n is less than 2.

@@ -43,11 +43,11 @@ _MODE: ContextVar[str] = ContextVar("random_mode", default="one_device")
 
 @contextlib.contextmanager
 def random_mode(mode: str) -> Iterator[None]:
-    """How DTensors draw random numbers inside the block.
+    """Set how DTensors draw random numbers inside the block.
 
     Args:
-        mode: "one_device": the values of one device, at the cost of drawing all of them on each
-            rank. "pieces": each rank draws its piece only, and values depend on the layout.
+        mode: "one_device": the same values as on one device. Each rank draws all of them, which
+            costs time. "pieces": each rank draws only its piece; the values depend on the layout.
     """
     if mode not in ("one_device", "pieces"):
         raise ValueError(f'random_mode is "one_device" or "pieces", not {mode!r}')

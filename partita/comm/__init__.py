@@ -1,18 +1,18 @@
-"""Communication: what moves bytes between ranks. The only room that knows `torch.distributed`.
+"""Communication between ranks. This is the only package that imports `torch.distributed`.
 
 In reading order:
 
-- a move: `collective` (what is asked for, what is under way, and the transports that do it),
-  `move_steps` (which elements go where, and each kind of move as a function), `wire` (`carry`: a
-  move on a transport; mesh handles, and the wire of one without peers)
-- the record: `ledger` (moves, the user's lines that they come from, `strict`, `check_ranks`)
-- transports: `groups` (process groups, and what their ranks compare over) with `backends/`,
-  `ranks` (ranks that are threads of one process), `trace` (nodes of a captured graph, between
-  padded pieces)
-- what ranks agree on: `agreement` (texts on a mesh; messages; values on all ranks of the job)
-- ranks that wait or are gone: `waiting`
+- a move: `collective` (requests, pending work, and transports), `move_steps` (which elements go
+  where, and each kind of move as a function), `wire` (`carry`: a move on a transport; mesh handles,
+  and the wire without peers)
+- the record: `ledger` (moves, the user's lines that caused them, `strict`, `check_ranks`)
+- transports: `groups` (process groups, and what their ranks compare) with `backends/`, `ranks`
+  (ranks that are threads of one process), `trace` (nodes of a captured graph, between padded
+  pieces)
+- agreement of ranks: `agreement` (texts on a mesh; messages; values on all ranks of the job)
+- ranks that wait or have ended: `waiting`
 - how a job begins: `meshes`; where it computes: `device`
-- torch's own: `torch_distributed` (its DTensors, and its functions that meet ours)
+- torch's own: `torch_distributed` (its DTensors, and its functions that may get ours)
 """
 
 from torch.distributed.device_mesh import DeviceMesh as DeviceMesh

@@ -61,11 +61,11 @@ def agree(what: str, mine: str, wire: Wire, **message: Any) -> None:
 def agree_first(
     what: str, mine: str, wire: Wire, *where: object, each: bool = True, **message: Any
 ) -> None:
-    """`agree`, the first time that this line of the program passes this, or under `check_ranks()`.
+    """Call `agree` the first time that this line of the program runs, or under `check_ranks()`.
 
     Args:
-        where: which argument it is, where a line has several.
-        each: compare each new text of a line; False: only its first.
+        where: which argument it is, if a line has several.
+        each: True compares each new text of a line; False compares only its first.
         message: as of `agree`.
     """
     key = (call_site(), what, *where, mine if each else None)
@@ -76,17 +76,18 @@ def agree_first(
 
 
 def is_alone(wire: Wire) -> bool:
-    """Is there nobody to compare with? Captured steps compare their keys instead."""
+    """True if there are no other ranks to compare with. Captured steps compare their keys instead.
+    """
     return wire.mesh.size() == 1 or not wire.has_peers or isinstance(wire, TraceWire)
 
 
 def is_agreed(wire: Wire, key: object) -> bool:
-    """Need this not be compared, since it was, or since there is nobody to compare with?"""
+    """True if `key` need not be compared: it was compared before, or there are no other ranks."""
     return is_alone(wire) or (wire.scope.check is None and key in wire.agreed)
 
 
 def remember_agreed(wire: Wire, key: object) -> None:
-    """Have `is_agreed` return True for `key` from now on."""
+    """Make `is_agreed` return True for `key` from now on."""
     # A program has few lines, but a line may bring any number of shapes.
     if len(wire.agreed) >= _KEPT:
         wire.agreed.clear()  # on all ranks at once, since they have agreed on as many
@@ -97,10 +98,10 @@ _KEPT = 1 << 16
 
 
 def gather_texts(mine: str, wire: Wire, why: str = "compares texts") -> list[str]:
-    """Every rank's text, of any length, in mesh order.
+    """Returns every rank's text, of any length, in mesh order.
 
     Args:
-        why: what a rank does that waits for the others, for warnings and errors.
+        why: why a rank waits for the others, for warnings and errors.
     """
     return [row.decode(errors="replace") for row in wire.exchange(why, mine.encode())]
 
@@ -113,11 +114,11 @@ def make_disagreement_error(
     reason: str = "a global tensor is one thing, of which each rank has a part",
     fixes: Sequence[Fix] = (),
 ) -> LayoutError:
-    """The error for the `texts` of all ranks, in mesh order, of which two differ.
+    """Returns the error for `texts` of all ranks, in mesh order, that are not all equal.
 
     Args:
-        fact: what is wrong where the ranks differ.
-        fixes: what helps then.
+        fact: what is wrong if the ranks differ.
+        fixes: what the user can do.
     """
     rank = next(i for i, text in enumerate(texts) if text != texts[0])
     return LayoutError(
@@ -130,7 +131,7 @@ def make_disagreement_error(
 
 
 def digest_of_text(text: str) -> int:
-    """63 bits that are the same in every process."""
+    """Returns 63 bits that are the same in every process."""
     return int.from_bytes(hash_text(text)[:8], "big") >> 1
 
 
@@ -145,7 +146,7 @@ _declared: dict[str, type] = {}
 
 
 def message(kind: type[T]) -> type[T]:
-    """A class decorator: this dataclass may be sent to other ranks."""
+    """A class decorator that allows instances of this dataclass to be sent to other ranks."""
     _declared[kind.__name__] = kind
     return kind
 
@@ -154,19 +155,19 @@ message(Fix)
 
 
 def pack(thing: Any) -> bytes:
-    """`thing` as bytes.
+    """Returns `thing` as bytes.
 
     Raises:
-        TypeError: something in it has no place in a message.
+        TypeError: it contains something that cannot be sent.
     """
     return json.dumps(_to_json(thing), separators=(",", ":")).encode()
 
 
 def unpack(data: bytes) -> Any:
-    """What was packed.
+    """Returns the object that `pack` converted to bytes.
 
     Raises:
-        ValueError: these bytes are no message.
+        ValueError: the bytes are not a message.
     """
     try:
         return _from_json(json.loads(data))
@@ -308,7 +309,7 @@ _PATIENCE_WITH_THREADS = 1800.0
 class BackgroundResult(Future[Any]):
     """The result of work in a background thread: `result()`, `done()`, `exception()`.
 
-    An error that nobody asks for is warned of when the object is dropped.
+    If the work failed and nobody reads the error, dropping the object gives a warning.
     """
 
     _asked = False
@@ -329,11 +330,11 @@ class BackgroundResult(Future[Any]):
 
 
 class ControlPlane:
-    """All ranks of the job, as one of them sees it.
+    """All ranks of the job, as seen by one rank.
 
     Attributes:
         rank: this rank's number.
-        size: how many ranks there are.
+        size: the number of ranks.
     """
 
     rank = 0
@@ -344,42 +345,44 @@ class ControlPlane:
         self._worker: tuple[int, ThreadPoolExecutor] | None = None  # (process, its thread)
 
     def decide(self, why: str, mine: Any, answer: Answer, shown: str = "") -> Any:
-        """Return rank 0's answer to what all ranks bring. Every rank calls this.
+        """Returns rank 0's answer to the values of all ranks. Every rank calls this.
 
         Args:
-            why: what the ranks do, which must be equal on all: "saves a checkpoint (pt.save)".
-            mine: what this rank brings, or an exception where it has failed.
-            answer: called on rank 0 with every rank's `mine`, in rank order; returns what each
-                rank gets, in rank order.
+            why: what the ranks do, equal on all ranks: "saves a checkpoint (pt.save)".
+            mine: this rank's value, or an exception if this rank has failed.
+            answer: called on rank 0 with every rank's `mine`, in rank order. Returns the answer for
+                each rank, in rank order.
             shown: more of what this rank does, for errors.
 
         Raises:
-            LayoutError: other ranks do something else, or have ended; on every rank.
-            Exception: what `answer` raised, or what the first failed rank brought; on every rank.
+            LayoutError: other ranks do something else, or have ended. All ranks raise it.
+            Exception: what `answer` raised, or what the first failed rank passed. All ranks raise
+                it.
         """
         self.wait()
         return _unwrap_outcome(self._decide(why, mine, answer, shown))
 
     def decide_on(self, why: str, shown: str = "") -> Decide:
-        """`decide` with this `why`."""
+        """Returns `decide` with this `why`."""
         return lambda mine, answer: self.decide(why, mine, answer, shown)
 
     def meet(self, why: str, shown: str = "") -> None:
-        """Wait until all ranks have come for the same reason. Raises as `decide`."""
+        """Wait until all ranks have called this for the same reason. Raises as `decide`."""
         self.decide(why, None, lambda brought: brought, shown)
 
     def run_in_background(
         self, prepare: Callable[[], Callable[[Decide], Any]], why: str, shown: str = ""
     ) -> BackgroundResult:
-        """Start `prepare()(decide)` in another thread of every rank, after the last one has ended.
+        """Start `prepare()(decide)` in another thread of every rank, after the previous one has
+        ended.
 
-        Every rank calls this and waits until the others do, then calls `prepare` in this thread.
-        What `prepare` returns runs in the other one, and reaches other ranks by the given `decide`
-        alone. One thread serves all calls: starting a new one would wait until it runs.
+        Every rank calls this and waits for the others, then calls `prepare` in this thread. The
+        function that `prepare` returns runs in the other thread, and communicates only by the given
+        `decide`. One thread serves all calls: starting a new one would wait until it runs.
 
         Args:
-            prepare: takes its time after the ranks have met, so that no rank waits for another's.
-                It must not raise.
+            prepare: runs after the ranks have met, so that no rank waits for another rank's
+                `prepare`. It must not raise.
 
         Raises:
             LayoutError: as `decide`.
@@ -437,9 +440,9 @@ def _run_into_future(
 
 
 class _OfGroups(ControlPlane):
-    """The ranks of the default process group, over a control group of their own.
+    """The ranks of the default process group, over a separate control group.
 
-    Of its own, so that a thread may use it while the program's collectives run.
+    It is separate so that a thread may use it while the program's collectives run.
     """
 
     def __init__(self) -> None:
@@ -524,7 +527,7 @@ class _OfOneProcess(ControlPlane):
 
 
 class _Board:
-    """Where the background threads of in-process ranks meet."""
+    """The place where the background threads of in-process ranks meet."""
 
     def __init__(self, size: int):
         self._brought: list[Any] = [None] * size
@@ -584,7 +587,7 @@ _of_groups: _OfGroups | None = None
 
 
 def control_plane() -> ControlPlane:
-    """The control plane of the job that this code runs in. It sends nothing."""
+    """Returns the control plane of the job. It sends nothing."""
     global _of_groups
     wire = running_wire()
     if wire is not None:

@@ -1,13 +1,13 @@
-"""Collectives and transports: what is asked for, how buffers are divided among ranks, what is
-waited for while it is under way, how a rank's transport does it in any dtype, and what it is called
-in a captured graph.
+"""Collectives and transports: requests, splits of buffers, pending work, and how a transport runs a
+collective for any dtype.
 
-A transport is a rank's place in a mesh, and performs collectives with the ranks that differ from it
-along some axes (process groups in `groups`, ranks of one process in `ranks`, none in `wire`).
-It does not know what one is for: moves are built on it in `move_steps`, and run by `Wire.carry`.
+A transport is a rank's place in a mesh. It performs collectives with the ranks that differ from it
+along some axes: process groups in `groups`, ranks of one process in `ranks`, none in `wire`. It
+does not know the purpose of a collective: `move_steps` builds moves on it, and `Wire.carry` runs
+them.
 
 Shares that ranks exchange are added in the order of the ranks (`reduce_in_rank_order`; in graphs
-`sum_of_shares`): the sum is the same bits whichever collective brought them.
+`sum_of_shares`). So the bits of a sum do not depend on the collective that delivered the shares.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 
 
 class Request(NamedTuple):
-    """A collective of one rank, but for its tensors: what it does, and why.
+    """A collective of one rank without its tensors: what it does, and why.
 
     Attributes:
-        kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "broadcast"; or what is
-            compared.
-        move: that it is a part of; None where it serves none.
-        op: that needs it, "matmul".
-        reduce_op: "sum", "max" or "min", of a reduction.
-        get, send: of an all_to_all, the segments of its two buffers.
-        root: of a broadcast, the member whose tensor the others get.
+        kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "broadcast"; or a text
+            that says what is compared.
+        move: the move that it is a part of, or None.
+        op: the op that needs it, such as "matmul".
+        reduce_op: "sum", "max" or "min", for a reduction.
+        get, send: for an all_to_all, the segments of its two buffers.
+        root: for a broadcast, the member whose tensor is sent to the others.
     """
 
     kind: str
@@ -50,7 +50,7 @@ class Request(NamedTuple):
     root: int = 0
 
     def describe(self) -> str:
-        """`all_gather over dp: 8@dp 16 -> 8 16, for matmul`."""
+        """Returns `all_gather over dp: 8@dp 16 -> 8 16, for matmul`."""
         what = self.kind if self.move is None else str(self.move)
         return f"{what}, for {self.op}" if self.op else what
 
@@ -61,13 +61,13 @@ class Request(NamedTuple):
 class Splits:
     """Segments of a flat buffer, one for each rank of a group, end to end, in the group's order.
 
-    A list of all sizes is made only where a backend asks for it.
+    A list of all sizes is made only if a backend needs it.
 
     Attributes:
         count: the number of segments.
         total: elements of all of them.
-        even: all are of one size.
-        place: gives `(start, length)` of the i-th one.
+        even: True if all have one size.
+        place: returns `(start, length)` of the i-th one.
     """
 
     def __init__(self, count: int, total: int, even: bool, place: Callable[[int], tuple[int, int]]):
@@ -87,7 +87,8 @@ class Splits:
         return [self.place(i)[1] for i in range(self.count)]
 
     def times(self, k: int) -> Splits:
-        """These splits counted in units of which `k` make an element: bytes, say."""
+        """Returns these splits in a smaller unit, with `k` units per element: bytes, for example.
+        """
 
         def scale_place(i: int) -> tuple[int, int]:
             start, length = self.place(i)
@@ -100,10 +101,10 @@ class Splits:
 
 
 class PendingWork(Protocol):
-    """A collective that the ranks have begun and that this rank has yet to wait for."""
+    """A collective that has begun and that this rank has not waited for yet."""
 
     def wait(self) -> object:
-        """Return when its result may be read (on a GPU: by work queued from now on)."""
+        """Wait until the result may be read (on a GPU: by work that is queued from now on)."""
 
 
 class PendingList:
@@ -161,7 +162,9 @@ def reduce_in_rank_order(
 
 
 def shares_memory(x: torch.Tensor, other: torch.Tensor) -> bool:
-    """Do they lie in one storage? Also of tensors without memory, as of the meta device."""
+    """True if both tensors have one storage. Works for tensors without memory, as on the meta
+    device.
+    """
     return x.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
@@ -244,11 +247,12 @@ class Transport:
     def run_collective(
         self, out: torch.Tensor, x: torch.Tensor, axes: Axes, request: Request
     ) -> None:
-        """Fill `out` with what `request` makes of the group's `x`; both are contiguous.
+        """Run the collective `request` of the group from `x` into `out`; both are contiguous.
 
-        Any dtype, by way of those that the backend has. Members of the group are in its order:
-        `all_gather` joins their `x`, `reduce_scatter` gives each its piece of the reduction, and
-        `all_to_all` its segment of each `x`. Of `all_reduce` and `broadcast` `out` is `x`.
+        Any dtype works: it is converted to dtypes that the backend has. Members are in the group's
+        order. `all_gather` joins their `x`, `reduce_scatter` returns to each its piece of the
+        reduction, and `all_to_all` its segment of each `x`. For `all_reduce` and `broadcast`, `out`
+        is `x`.
         """
         x = without_lazy_bits(x)
         if request.kind in ("all_reduce", "reduce_scatter"):

@@ -1,8 +1,8 @@
-"""The device of tensors: where ranks compute, and whatever depends on its kind, the state of
-autocast and the bytes of host memory with it.
+"""Devices: where ranks compute, and everything that depends on the kind of device, including
+autocast state and the bytes of host memory.
 
-No other file asks which kind a device is. Each property below is one difference that was met, and
-says what it is; a device that is none of those known answers as an accelerator does.
+No other file compares the kind of a device. Each property below is one difference that occurred.
+A device of an unknown kind behaves like an accelerator.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Placed = TypeVar("Placed", bound=torch.Tensor | torch.nn.Module)
 
 @dataclass(frozen=True)
 class Device:
-    """A kind of device, and what depends on it.
+    """A kind of device, and the properties that depend on it.
 
     Attributes:
         type: as torch names it, "cpu" or "cuda".
@@ -43,59 +43,70 @@ class Device:
 
     @property
     def is_host(self) -> bool:
-        """Is it the processor?"""
+        """True for the CPU."""
         return self.type == HOST.type
 
     # -- memory ------------------------------------------------------------------------------------
 
     @property
     def runs_at_once(self) -> bool:
-        """Has a kernel run when its call returns? Elsewhere it waits in a stream, and a collective
-        may hold the memory of what it received for a while."""
+        """True if a kernel has finished when its call returns.
+
+        On other devices it waits in a stream, and a collective may keep its received memory for a
+        while.
+        """
         return self.is_host
 
     @property
     def clears_new_memory(self) -> bool:
-        """Does the system clear each page of new memory? That costs a tenth of a sum over it. An
-        accelerator's allocator hands out memory that it had before."""
+        """True if the system clears each page of new memory, which costs a tenth of a sum over it.
+
+        An accelerator's allocator returns memory that it had before.
+        """
         return self.is_host
 
     @property
     def workspace_is_fixed(self) -> bool:
-        """Do kernels take as much memory beside their results each time? What cuDNN takes depends
-        on which kernel it finds fastest."""
+        """True if kernels allocate the same workspace every time.
+
+        The workspace of cuDNN depends on which kernel it measures as fastest.
+        """
         return self.is_host
 
     @property
     def copies_beside_python(self) -> bool:
-        """Does a copy to pinned memory go on while the next one is asked for?"""
+        """True if a copy to pinned memory runs while Python continues."""
         return self.type == "cuda"
 
     @property
     def records_kernels(self) -> bool:
-        """Can the kernels of a call be recorded, and launched again as one (a CUDA graph)?"""
+        """True if the kernels of a call can be recorded and launched as one (a CUDA graph)."""
         return self.type == "cuda"
 
     def make_recording_pool(self) -> Any:
-        """A pool of memory that recordings share, of which one replays at a time."""
+        """Returns a memory pool for recordings, of which only one is replayed at a time."""
         return torch.cuda.graph_pool_handle()
 
     def record(self, call: Callable[[], Any], device: torch.device, pool: Any) -> KernelRecording:
         """Record the kernels of a call without running them.
 
         Args:
-            call: reads and writes tensors of `device` alone, which is of this kind. Its kernels
-                have run before, so that nothing is compiled, loaded or connected meanwhile.
-            pool: of `make_recording_pool`; what the call allocates comes from it.
+            call: uses only tensors on `device`, which is of this kind. Its kernels have run before,
+                so nothing is compiled, loaded or connected during the recording.
+            pool: from `make_recording_pool`; the call allocates from it.
 
         Raises:
-            RuntimeError: it did what cannot be recorded: it waited for the device, say.
+            RuntimeError: the call did something that cannot be recorded, such as waiting for the
+                device.
         """
         return KernelRecording(call, device, pool)
 
     def peak_memory(self) -> int:
-        """The most bytes that this process has held at once: of its accelerator's allocator, or, on
-        the host, of the system, with Python and torch themselves in it; 0 where neither tells."""
+        """Returns the most bytes that this process has held at once; 0 if unknown.
+
+        On an accelerator its allocator counts them. On the host the system does, including Python
+        and torch themselves.
+        """
         if not self.is_host:
             return torch.accelerator.max_memory_allocated()
         try:
@@ -109,17 +120,19 @@ class Device:
 
     @property
     def rounds_factors(self) -> bool:
-        """Do sums in half precision round the factor of what is added to it before they use it?"""
+        """True if sums in half precision round the factor of an addend before they use it."""
         return self.is_host
 
     @property
     def autocast_heeds_dtype(self) -> bool:
-        """Does a reduction that autocast would compute in float32 keep to a `dtype=` it is told?"""
+        """True if a reduction that autocast would compute in float32 respects its argument
+        `dtype=`.
+        """
         return not self.is_host
 
     @property
     def autocast_refuses_probabilities(self) -> bool:
-        """Is `binary_cross_entropy` an error under autocast?"""
+        """True if `binary_cross_entropy` raises an error under autocast."""
         return not self.is_host
 
     # -- processes ---------------------------------------------------------------------------------
@@ -148,16 +161,16 @@ class Device:
         torch.accelerator.set_device_index(rank)
 
     def finish(self) -> None:
-        """Wait until what this process has asked of its device is done."""
+        """Wait until all queued work of this process's device is done."""
         if not self.is_host:
             torch.accelerator.synchronize()
 
     def place(self, t: Placed) -> Placed:
-        """A tensor, or a module, on this device."""
+        """Returns a tensor, or a module, on this device."""
         return t.to(self.type)  # type: ignore[return-value]
 
     def autocast(self, dtype: torch.dtype) -> AbstractContextManager[Any]:
-        """Within, kernels that profit from it compute in `dtype`."""
+        """Enable autocast to `dtype` inside the block."""
         return torch.autocast(self.type, dtype=dtype)
 
 
@@ -184,10 +197,10 @@ class KernelRecording:
 
 
 def choose_device(asked: str) -> Device:
-    """The device for `asked`: "auto" is a CUDA device where this machine has one.
+    """Returns the device for `asked`. "auto" is a CUDA device if this machine has one.
 
     Raises:
-        ValueError: another name, or a device that this torch, or this machine, does not have.
+        ValueError: an unknown name, or a device that this torch or this machine lacks.
     """
     if asked not in DEVICES:
         raise ValueError(f"--device {asked!r} is none of {', '.join(DEVICES)}")
@@ -198,7 +211,7 @@ def choose_device(asked: str) -> Device:
 
 
 def explain_no_gpu() -> str:
-    """Why there is no CUDA device, where there is none."""
+    """Returns the reason why there is no CUDA device."""
     built = torch.version.cuda is not None
     return "no GPU is visible to torch" if built else "this torch is built without CUDA"
 
@@ -234,8 +247,11 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 
 def generators_in_use(devices: Iterable[torch.device] = ()) -> list[torch.Generator]:
-    """The default generators of the host, of the current CUDA device and of those among `devices`;
-    of CUDA's only once it is in use: to ask would begin it."""
+    """Returns the default generators of the host, of the current CUDA device, and of `devices`.
+
+    CUDA generators are included only if CUDA is initialized, because reading them would initialize
+    it.
+    """
     found = [torch.default_generator]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         numbers = {d.index for d in devices if d.type == "cuda"} | {torch.cuda.current_device()}
@@ -244,7 +260,7 @@ def generators_in_use(devices: Iterable[torch.device] = ()) -> list[torch.Genera
 
 
 def finish_copies() -> None:
-    """Wait until what this process has asked to be copied is there."""
+    """Wait until the copies that this process has started are complete."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.current_stream().synchronize()
 
@@ -260,29 +276,33 @@ def accelerator_names() -> list[str]:
 
 
 def is_seen_by_processes(memory: torch.UntypedStorage) -> bool:
-    """Do other processes see what is written to `memory`? (`is_shared()` is True of all GPU
-    memory.)"""
+    """True if other processes see writes to `memory`. (`is_shared()` is True for all GPU memory.)
+    """
     return memory.device == HOST and memory.is_shared()
 
 
 def activities_to_profile() -> list[ProfilerActivity]:
-    """What torch's profiler listens to here: calls of the host, and kernels of a GPU."""
+    """Returns the activities for torch's profiler: calls on the host, and kernels of a GPU if any.
+    """
     host = [ProfilerActivity.CPU]
     return [*host, ProfilerActivity.CUDA] if torch.cuda.is_available() else host
 
 
 def state_of_host_profiler() -> Any:
-    """What has torch's older profiler listen to calls of the host alone. Private torch."""
+    """Returns the state that makes torch's older profiler record only host calls. Private torch."""
     return torch.autograd.ProfilerState.CPU  # type: ignore[attr-defined]
 
 
 def is_of_host(event: Any) -> bool:
-    """Is it an event of the host, of those that torch's profiler recorded?"""
+    """True if the profiler event happened on the host."""
     return bool(event.device_type == DeviceType.CPU)
 
 
 def describe_hardware(device: torch.device) -> str:
-    """What code compiled for `device` depends on; "" for the host, which the store describes."""
+    """Returns a text of what code compiled for `device` depends on; "" for the host.
+
+    The store of compiled code describes the host itself.
+    """
     if device.type != "cuda":
         return ""
     found = torch.cuda.get_device_properties(device)
@@ -310,28 +330,28 @@ KERNELS_WITH_PRECISIONS = {
 
 
 def read_autocast_state() -> AutocastState:
-    """The state of autocast in this thread."""
+    """Returns the state of autocast in this thread."""
     return tuple(
         (k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in _kinds_that_cast()
     )
 
 
 def enabled_autocast_dtypes(state: AutocastState) -> tuple[torch.dtype, ...]:
-    """The dtypes of the devices for which autocast is on."""
+    """Returns the dtypes of the devices for which autocast is on."""
     return tuple(dtype for _, enabled, dtype in state if enabled)
 
 
 def switch_off(state: AutocastState) -> AutocastState:
-    """The state in which autocast is on for no device."""
+    """Returns an autocast state that is off for every device."""
     return tuple((kind, False, dtype) for kind, _, dtype in state)
 
 
 @contextmanager
 def use_autocast_state(state: AutocastState, *, cache: bool | None = None) -> Iterator[None]:
-    """Within, autocast is in `state`; afterwards as it was before.
+    """Set autocast to `state` inside the block, and restore it afterwards.
 
     Args:
-        cache: does autocast keep what it has cast? None: as outside.
+        cache: True if autocast caches the tensors that it casts. None: unchanged.
     """
     cache_was_on = torch.is_autocast_cache_enabled()
     with ExitStack() as stack:
@@ -359,6 +379,6 @@ def view_bytes(x: torch.Tensor) -> memoryview:
 
 
 def copy_bytes(x: torch.Tensor) -> bytes:
-    """What a contiguous tensor on the CPU holds."""
+    """Returns the bytes of a contiguous CPU tensor."""
     x = x.resolve_conj().resolve_neg()
     return ctypes.string_at(x.data_ptr(), x.nbytes) if x.nbytes else b""

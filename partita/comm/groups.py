@@ -1,11 +1,10 @@
-"""Process groups: the wire over them, and how its ranks meet apart from the groups that carry
-tensors.
+"""Process groups: the wire over them, and how its ranks exchange messages without those groups.
 
-How a kind of process group does a collective is told by its `Backend` (`backends`). What ranks
-compare and read goes over the mesh's `ControlGroup`, a process group of its own: each message
-begins with a digest of its reason, so it cannot be taken for one of another kind, nor for a tensor.
-Where some ranks may be in collectives that others know nothing of, ranks wait for one another by
-keys in the job's store (`meet_in_store`), which no collective of another kind can answer.
+Each `Backend` (`backends`) defines how its kind of process group runs collectives. Comparisons and
+reads of ranks use the mesh's `ControlGroup`, a separate process group. Each message begins with a
+digest of its reason, so ranks never mistake it for another message or for a tensor. Some ranks may
+be in collectives that other ranks do not know about. Ranks then wait for one another with keys in
+the job's store (`meet_in_store`), which no other collective can satisfy.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class GroupWire(Wire):
     """The wire of this process on a `DeviceMesh`.
 
     The group of one axis is the mesh's own. A group over several axes is made at the first move
-    that joins them, by its members only, who are all at that move; so no other rank has to know.
+    that needs it. Only its members make it, and all of them take part in that move.
     """
 
     moved_dtypes = _COMMON
@@ -99,7 +98,7 @@ class GroupWire(Wire):
     # -- groups ----------------------------------------------------------------------------------
 
     def process_group(self, axes: Axes) -> dist.ProcessGroup:
-        """The group over `axes` that this rank is in; `axes` in mesh order, more than one rank."""
+        """Returns the group over `axes` of this rank; `axes` in mesh order, more than one rank."""
         found = self._process_groups.get(axes)
         if found is None:
             wanted = sorted(self._rank_at[m] for m in self.mesh.group(axes, self.at))
@@ -118,7 +117,7 @@ class GroupWire(Wire):
         return found  # type: ignore[return-value]
 
     def _world_serves(self) -> bool:
-        """Whether the default group reaches the mesh's kind of device."""
+        """True if the default group supports the mesh's kind of device."""
         backend = dist.get_backend()
         return backend in ("fake", dist.get_default_backend_for_device(self.device.type))
 
@@ -157,7 +156,8 @@ class GroupWire(Wire):
 
     @property
     def control(self) -> ControlGroup:
-        """The control group of this mesh; at first every rank of the mesh must read this."""
+        """The control group of this mesh. Every rank of the mesh must take part in the first read.
+        """
         if self._control is None:
             if (group := self.group_of_all()) is not None:
                 why = "compares something for the first time"
@@ -167,14 +167,15 @@ class GroupWire(Wire):
         return self._control
 
     def make_control(self) -> None:
-        """Make the control group, where every rank of the mesh is known to be here."""
+        """Make the control group, where every rank of the mesh is known to call this."""
         if self._control is None and self._others_exist():
             ranks = [self._rank_at[at] for at in self.mesh.coordinates()]
             self._control = ControlGroup(f"{self.device.type}/{self.mesh}/{ranks}", ranks)
 
     def group_of_all(self) -> dist.ProcessGroup | None:
-        """The group of all ranks of the mesh; other meshes of the same ranks may share its
-        store."""
+        """Returns the group of all ranks of the mesh. Other meshes of the same ranks may share its
+        store.
+        """
         if not self._others_exist():
             return None
         return self.process_group(self.mesh.names)
@@ -210,10 +211,10 @@ class GroupWire(Wire):
     def _bring_read_value(
         self, out: torch.Tensor, x: torch.Tensor, axes: Axes, request: Request
     ) -> bool:
-        """Do an all_gather or all_reduce of a value that the program reads over the control group.
+        """Run an all_gather or all_reduce of a value that the program reads over the control group.
 
-        Not done of other collectives, and where it is too large for that: then all ranks of the
-        mesh are known to be here.
+        Returns False, and does nothing, for other collectives and for large values. In the latter
+        case all ranks of the mesh are known to have arrived.
         """
         if request.kind not in ("all_gather", "all_reduce"):
             return False
@@ -285,11 +286,13 @@ class ControlGroup:
         *,
         warns: bool = True,
     ) -> list[bytes]:
-        """As `Wire.exchange`. An error names two ranks with different reasons, or those that do not
-        come by the deadline, which is the timeout of `init_process_group` where none is given.
+        """Exchange bytes as `Wire.exchange` does.
+
+        An error names two ranks with different reasons, or the ranks that did not arrive before the
+        deadline. The default deadline is the timeout of `init_process_group`.
 
         Args:
-            warns: warn where others have not come for long.
+            warns: True warns if other ranks are late for a long time.
         """
         text = why + shown
         wait = functools.partial(self._wait, text, deadline, warns)
@@ -315,11 +318,11 @@ class ControlGroup:
         *,
         watched: bool = True,
     ) -> bytes:
-        """What the first rank's `answer` to the bytes of all ranks has for this rank.
+        """Returns this rank's part of the first rank's `answer` to the bytes of all ranks.
 
         Args:
-            watched: other ranks see what this rank waits for. Not in a thread beside the program's,
-                which keeps no rank from going on.
+            watched: True shows other ranks what this rank waits for. False in a background thread,
+                which does not keep its rank from continuing.
         """
         wait: Callable[[Any], None] = _wait_unwatched
         if watched:
@@ -377,8 +380,10 @@ class ControlGroup:
     def _make_divergence_error(
         self, text: str, deadline: float | None, compared: str
     ) -> LayoutError:
-        """The error where ranks come for different reasons, or have made other moves before; all
-        ranks make this call."""
+        """Returns the error for ranks with different reasons, or with different earlier moves.
+
+        All ranks call this.
+        """
         told = [_append_user_line(text), history_of(self._ranks).describe(), compared]
         mine = json.dumps(told).encode()
         wait = functools.partial(self._wait, text, deadline, True)
@@ -401,7 +406,7 @@ class ControlGroup:
 
 
 def _describe_parting(texts: list[str], begun: list[dict[str, str]]) -> list[str]:
-    """What two ranks do now, each with the first collective in which it parted from the other."""
+    """Returns what two ranks do now, each with the first collective in which they differ."""
     numbers = sorted({int(n) for one in begun for n in one})
     oldest = max(min(map(int, one), default=0) for one in begun)
     parted = next(
@@ -444,10 +449,10 @@ _FIX_OF_PARTED_RANKS = Fix(
 
 
 def wait_for_all_ranks(wire: Wire, why: str) -> None:
-    """Return when all ranks of the mesh are about to capture, as often as this rank.
+    """Wait until all ranks of the mesh are about to capture, equally often as this rank.
 
     Args:
-        why: what this rank comes for, for the others to read.
+        why: what this rank does, for errors of other ranks.
 
     Raises:
         LayoutError: as `meet_in_store`.
@@ -458,16 +463,16 @@ def wait_for_all_ranks(wire: Wire, why: str) -> None:
 
 
 def meet_in_store(group: dist.ProcessGroup, kind: str, why: str) -> None:
-    """Return when all ranks of `group` have made this call as often as this rank.
+    """Wait until all ranks of `group` have made this call equally often as this rank.
 
     Args:
-        kind: of the meeting: others are counted apart.
-        why: what this rank comes for, for the others to read.
+        kind: the kind of meeting; each kind is counted separately.
+        why: what this rank does, for errors of other ranks.
 
     Raises:
-        LayoutError: the others wait for this rank elsewhere; or they did not come for as long as
-            the job waits for a rank (the timeout of `init_process_group`).
-        RankGoneError: one has ended.
+        LayoutError: other ranks wait for this rank in another call, or did not arrive within the
+            timeout of `init_process_group`.
+        RankGoneError: a rank has ended.
     """
     me = dist.get_rank()
     store: Any = group.get_group_store()
@@ -500,8 +505,11 @@ def meet_in_store(group: dist.ProcessGroup, kind: str, why: str) -> None:
 
 
 def explain_failed_collective(wire: Wire, failure: RuntimeError) -> LayoutError | None:
-    """The error that tells why a collective of this rank failed, with `failure`: other ranks wait
-    at the barrier, or have found a deadlock, or a rank is gone. None where none of this is so."""
+    """Returns the error that explains why a collective of this rank failed with `failure`.
+
+    Other ranks wait at the barrier, or have found a deadlock, or a rank has ended. None if none of
+    this is the case.
+    """
     group = wire.group_of_all()
     if group is None:
         return None

@@ -1,9 +1,9 @@
-"""The ledger and the checks of moves: what is told of each move of a rank, the user's line that it
-comes from, and what may stop it.
+"""The ledger, and checks of moves: records of the moves of a rank, with the user's line that caused
+each, and rules that refuse some.
 
-A `Scope` holds both for a rank: the open ledgers, which record moves (bytes, axes, op, line,
-reason) and matrix products that several ranks repeat; `strict()`, which refuses moves that nobody
-asked for; and `check_ranks()`, which compares what the ranks are about to do.
+A `Scope` holds both for a rank. Open ledgers record moves (bytes, axes, op, line, reason) and
+matrix products that several ranks repeat. `strict()` refuses moves that the user did not request.
+`check_ranks()` compares what the ranks are about to do.
 """
 
 from __future__ import annotations
@@ -44,14 +44,15 @@ class Record:
     Attributes:
         kind: the move, such as "all_gather".
         axes: the mesh axes that it ran over, outermost first.
-        nbytes: bytes that one rank sent (where shards are uneven, one with the largest); 0 for a
-            move that stays on the rank.
+        nbytes: bytes that one rank sent (of uneven shards, a rank with the largest); 0 for a move
+            that stays on the rank.
         op: the operation that needed it, such as "matmul".
-        source: the user's "file:line", or "" where there is none.
-        reason: "explicit" or "implicit" (the user's, or an op's); "gradient"; "gather", and
-            "regather" in backward, of a weight; "settle" of gradients that are reduced once, later;
-            "recompute" where a region is run again in backward; "padding" where a graph is the same
-            for ranks that have an element and ranks that have none, and these are lent one.
+        source: the user's "file:line", or "".
+        reason: why it was made. "explicit": the user called redistribute. "implicit": an op needed
+            it. "gradient": backward. "gather" and "regather": a sharded weight in forward and in
+            backward. "settle": the reduction of gradients. "recompute": a region ran again in
+            backward. "padding": ranks with no elements borrow one, so that the graph is equal on
+            all ranks.
         rank: the rank, counted along the mesh.
         before, after: the layouts, in brief.
     """
@@ -69,13 +70,13 @@ class Record:
 
 @dataclass(frozen=True)
 class RepeatedWork:
-    """Matrix products that each rank along some axes does, all of them the same or of its share.
+    """Matrix products that are repeated on all ranks along some axes.
 
     Attributes:
         op: the operation, such as "linear".
-        source: the user's "file:line", or "" where there is none.
+        source: the user's "file:line", or "".
         axes: the mesh axes along which it is repeated.
-        share: its part of all operations of matrix products that a rank did in forward.
+        share: its fraction of all operations of matrix products that a rank did in forward.
     """
 
     op: str
@@ -104,8 +105,10 @@ class Ledger:
 
     @property
     def repeated(self) -> list[RepeatedWork]:
-        """Where ranks repeat each other's work: each op and place that makes up more than 1 % of
-        the operations of a rank, the largest first."""
+        """Returns the work that ranks repeat, by op and line, largest first.
+
+        Only entries of more than 1 % of a rank's operations are included.
+        """
         everything: defaultdict[int, float] = defaultdict(float)
         for (rank, *_), operations in self._work.items():
             everything[rank] += operations
@@ -242,7 +245,7 @@ def enter_rank_thread(own: Scope) -> None:
 
 
 def recomputing() -> AbstractContextManager[None]:
-    """Within, moves are noted as "recompute": they were carried before."""
+    """Record moves inside the block as "recompute": they were carried before."""
     return _set_within(recomputing=True)
 
 
@@ -343,16 +346,17 @@ def enter_check_hooks() -> Iterator[None]:
 
 @contextmanager
 def check_ranks(timeout: float = 60.0) -> Iterator[None]:
-    """Before each collective on process groups, compare what the ranks ask for.
+    """Compare, before each collective on process groups, what the ranks are about to do.
 
     If ranks differ in move, axes, shapes, dtype, op or source line, all of them raise a LayoutError
-    that names two that differ. Without it they would hang or mix up data. The same error is raised
-    if a rank leaves the region while others continue.
+    that names two ranks. Without this they would hang or mix up data. The same error is raised if a
+    rank leaves the block while others continue.
 
-    Pieces, batches, generators, an optimizer's settings and plain tensors are compared each time,
-    not only the first time at each place. Numbers that ops on DTensors take are compared, too.
+    Some things are normally compared only the first time that a line runs: pieces, batches,
+    generators, settings of optimizers, and plain tensors. Here they are compared every time.
+    Numbers that ops on DTensors take are compared, too.
 
-    It costs one small collective per move and per op that takes numbers. In `ranks`, moves are
+    It costs one small collective per move, and per op that takes numbers. In `ranks`, moves are
     always compared.
 
     Args:
@@ -384,8 +388,10 @@ _SHOWN: ContextVar[tuple[str, ...]] = ContextVar("own lines that are shown", def
 
 @contextmanager
 def own_lines_shown(*files: str) -> Iterator[None]:
-    """Within, lines of partita's own models, and of these files, are shown as a user's are: of a
-    model that the user has only named."""
+    """Show lines of partita's own models, and of these files, as the user's, inside the block.
+
+    For a model that the user has only named.
+    """
     token = _SHOWN.set((*_OURS_TO_SHOW, *files))
     try:
         yield
@@ -394,17 +400,18 @@ def own_lines_shown(*files: str) -> Iterator[None]:
 
 
 def user_line(frame: FrameType | None = None, here: str = "") -> str:
-    """`"file:line"` of the innermost frame outside partita, torch, numpy and Python's library.
+    """Returns `"file:line"` of the innermost frame outside partita, torch, numpy and Python's
+    library.
 
-    Walks the stack, so call it only when somebody will read the answer.
+    Walks the stack, so call it only if somebody will read the result.
 
     Args:
-        frame: where to begin; the caller where None.
-        here: the working directory, where the caller knows it: to ask for it takes long.
+        frame: the frame to start from; by default the caller's.
+        here: the working directory, if the caller has it. Reading it is slow.
 
     Returns:
-        The line, or the innermost line of partita's own training code where no user is above it,
-        or "" where there is neither (an autograd thread, for one).
+        The line. If there is no user frame: the innermost line of partita's own training code, or
+        "" if there is none (in an autograd thread, for example).
     """
     if frame is None:
         frame = sys._getframe(1)
@@ -424,10 +431,10 @@ def user_line(frame: FrameType | None = None, here: str = "") -> str:
 
 
 def user_line_of_error(error: BaseException) -> str:
-    """As `user_line`, of where an error was raised.
+    """Returns the `user_line` at which an error was raised.
 
-    Of the frames that it went through not each is reached from the innermost: what C has called
-    may have none behind it any more.
+    Some frames of its traceback cannot be reached from the innermost one, because a frame that C
+    code called may have no caller any more.
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return next(filter(None, map(user_line, reversed(frames))), "")
@@ -441,8 +448,10 @@ def place_of_user() -> str:
 
 
 def call_site(frame: FrameType | None = None) -> tuple[Any, ...]:
-    """Which call of the user's program this is: equal on all ranks, and for each call of a line its
-    own. As `user_line`, but nothing is written out, so that it can be asked for often.
+    """Returns an identifier of the current call in the user's program.
+
+    It is equal on all ranks, and differs between calls on one line. It is cheaper than `user_line`,
+    because no text is made.
 
     Returns:
         File, line and instruction of the user's frame, and of the innermost one outside partita.
@@ -463,7 +472,9 @@ def call_site(frame: FrameType | None = None) -> tuple[Any, ...]:
 
 
 def find_user_frame(frame: FrameType) -> FrameType:
-    """The innermost frame of the user's, from `frame` on; where there is none, the outermost."""
+    """Returns the user's innermost frame, starting at `frame`; the outermost frame if there is
+    none.
+    """
     while frame.f_back is not None:
         kind = _kind_of_file(frame.f_code.co_filename)
         if kind == "user" or (kind == "no file" and _is_of_script(frame)):
@@ -473,10 +484,10 @@ def find_user_frame(frame: FrameType) -> FrameType:
 
 
 def first_instruction(code: CodeType, at: int) -> int:
-    """Where the call begins that is at work at the instruction `at` of some code.
+    """Returns the first instruction of the call that is running at instruction `at` of `code`.
 
-    A call is several instructions, and which of them is at work the interpreter says otherwise
-    once it has met the call often enough: in a second run, or on another rank, it may not have.
+    A call consists of several instructions. Which of them the interpreter reports changes after it
+    has specialized the call. This may differ between runs and between ranks.
     """
     known = _begins.get((id(code), at))
     if known is None:

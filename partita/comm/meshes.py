@@ -1,5 +1,6 @@
-"""Meshes of a job: `init_device_mesh`, which checks that a mesh fits the job; the wire of each
-mesh, one for all that arrange the same ranks alike; and `join`, by which ranks find each other.
+"""Meshes of a job: `init_device_mesh`, the wire of each mesh, and `join`, which connects the ranks.
+
+Meshes that arrange the same ranks in the same way share one wire.
 """
 
 from __future__ import annotations
@@ -129,14 +130,14 @@ def _are_placements(value: object) -> bool:
 
 
 def wire_of(device_mesh: object) -> Wire:
-    """The wire of this rank on `device_mesh`: one for all meshes that are equal.
+    """Returns the wire of this rank on `device_mesh`. Equal meshes share one wire.
 
     Args:
         device_mesh: a `torch.distributed.DeviceMesh` (axes without names are called "dim0",
-            "dim1", ...), or the mesh that `ranks` or `dry_mesh` gives.
+            "dim1", ...), or the mesh of `ranks` or `dry_mesh`.
 
     Raises:
-        LayoutError: it is no mesh, this rank is not in it, or it has more ranks than the world.
+        LayoutError: not a mesh, a mesh without this rank, or one with more ranks than the world.
     """
     global _world
     if isinstance(device_mesh, MeshHandle):
@@ -167,7 +168,7 @@ def wire_of(device_mesh: object) -> Wire:
 
 
 def sizes_of_mesh(device_mesh: object) -> dict[str, int] | None:
-    """The size of each axis, outermost first; None of what is no mesh."""
+    """Returns the size of each axis, outermost first; None if the argument is not a mesh."""
     if not isinstance(device_mesh, MeshHandle | DeviceMesh):
         return None
     names = device_mesh.mesh_dim_names or tuple(f"dim{i}" for i in range(device_mesh.ndim))
@@ -175,14 +176,14 @@ def sizes_of_mesh(device_mesh: object) -> dict[str, int] | None:
 
 
 def ranks_of_mesh(wire: Wire) -> list[int]:
-    """The ranks of a wire's mesh, by their numbers in the job."""
+    """Returns the ranks of a wire's mesh, by their numbers in the job."""
     mesh: Any = wire.device_mesh
     with _disable_current_modes():
         return mesh.mesh.flatten().tolist()  # type: ignore[no-any-return]
 
 
 def is_part_of_mesh(part: object, device_mesh: object) -> bool:
-    """Is `part` this mesh, or one that was taken out of it by axes?"""
+    """True if `part` is this mesh, or a sub-mesh that was taken from it by axes."""
     if isinstance(device_mesh, MeshHandle):
         return device_mesh.has_part(part)
     if part == device_mesh:
@@ -195,7 +196,7 @@ def is_part_of_mesh(part: object, device_mesh: object) -> bool:
 
 
 def describe_saved_mesh(wire: Wire) -> tuple[Any, ...]:
-    """The mesh of a saved tensor as plain values, for `find_saved_wire`."""
+    """Returns the mesh of a saved tensor as plain values, for `find_saved_wire`."""
     mesh = wire.device_mesh
     if isinstance(mesh, MeshHandle):
         return ("here", mesh.number)
@@ -204,11 +205,12 @@ def describe_saved_mesh(wire: Wire) -> tuple[Any, ...]:
 
 
 def find_saved_wire(saved: tuple[Any, ...]) -> Wire:
-    """The wire of a mesh that `describe_saved_mesh` described; this process must have made it.
+    """Returns the wire of the mesh that `describe_saved_mesh` described. It must exist in this
+    process.
 
     Raises:
-        LayoutError: it has no such mesh. Making one is for all ranks to do together, so that is
-            not done here.
+        LayoutError: this process has no such mesh. All ranks must make a mesh together, so it is
+            not made here.
     """
     if saved[0] == "here":
         return find_handle(saved[1]).wire
@@ -241,13 +243,14 @@ _GRACE_OF_THREADS = 0.2  # seconds that threads have to end what they do, when t
 
 
 def join(backend: str | None = None, timeout: timedelta = timedelta(minutes=10)) -> None:
-    """Begin the default process group of the job that the environment describes, as torchrun does.
+    """Initialize the default process group of the job that the environment describes, as torchrun
+    does.
 
     Args:
         backend: as torch's; None for one that serves every device.
 
     Raises:
-        TimeoutError: the other ranks did not come within `timeout`.
+        TimeoutError: the other ranks did not connect within `timeout`.
     """
     # A thread of a group's may be the last to let go of a tensor, for which it needs Python: where
     # Python is ending just then, the process aborts.
@@ -267,12 +270,12 @@ def join(backend: str | None = None, timeout: timedelta = timedelta(minutes=10))
 
 
 def _agree_on_round_name(store: dist.Store, rank: int, world: int, timeout: timedelta) -> str:
-    """A name that all ranks of this round have, and none of an earlier one.
+    """Returns a name that all ranks of this round share, and that no earlier round had.
 
-    torchrun's store outlives the ranks (torch issue 135712): after a restart the addresses of the
-    dead are still in it, and a rank that reads one too early waits for nobody. Nor does
-    TORCHELASTIC_RESTART_COUNT tell the rounds apart: each machine counts its own. So rank 0 names
-    the round, and goes on when every rank of it has answered to that name.
+    torchrun's store outlives the ranks (torch issue 135712). After a restart it still has the
+    addresses of the old ranks, and a rank that reads one too early waits forever.
+    TORCHELASTIC_RESTART_COUNT does not distinguish the rounds, because each machine counts its own.
+    So rank 0 names the round, and continues when every rank has confirmed that name.
     """
     until = time.monotonic() + timeout.total_seconds()
     me = uuid.uuid4().hex

@@ -1,13 +1,13 @@
 """Move steps: a move as a function of a rank's local tensor, made once for each move and rank.
 
-Pieces are found by arithmetic on the sizes of the axes, never by asking each rank: all full pieces
-come first (as `torch.chunk` has it), so that along each axis they are a run of equal pieces at
-equal distances, then at most one that is shorter, then empty ones (`Cut`, `span`). So a move takes
-the same few steps for any number of ranks: a collective's buffer holds the pieces end to end, in
-the order of the ranks, and one strided copy (a few, where pieces are uneven) takes them there or
-back (`Side`); even shards of dimension 0 need none. Pieces that differ in size travel padded to the
-largest. `resize_` cuts the padding off, so that no result is a view of something larger that a
-later in-place op or autograd would trip over.
+Pieces are found by arithmetic on the sizes of the axes, without communication. All full pieces come
+first (as in `torch.chunk`). So along each axis they are a run of equal pieces at equal distances,
+then at most one shorter piece, then empty ones (`Cut`, `span`). A move therefore takes the same few
+steps for any number of ranks. A collective's buffer holds the pieces end to end, in the order of
+the ranks. One strided copy (a few for uneven pieces) moves them there or back (`Side`). Even shards
+of dimension 0 need no copy. Pieces of different sizes are sent padded to the largest. `resize_`
+cuts the padding off, so that no result is a view of something larger: in-place ops and autograd
+would fail on such a view.
 """
 
 from __future__ import annotations
@@ -175,11 +175,12 @@ def _make_restack_step(move: Move, transport: Transport) -> Step:
 def _find_overlaps(
     here: Layout, there: Layout, transport: Transport, axes: Axes
 ) -> tuple[Splits, list[tuple[slice, ...]]]:
-    """The overlap of this rank's piece under `here` with each rank's piece under `there`: the
-    sizes, in group order, and the slices in this rank's piece of those that are not empty.
+    """Returns the overlaps of this rank's piece under `here` with each rank's piece under `there`.
 
-    Numbers of layouts alone: no mode of whoever has the move planned hears of them, nor has fakes
-    made of them.
+    They are the sizes, in group order, and the slices in this rank's piece that are not empty.
+
+    All of this depends on layouts alone. So no dispatch mode of the caller intercepts it, and no
+    fake tensors are made.
     """
     with _disable_current_modes():
         mesh, n = transport.mesh, transport.mesh_size(axes)
@@ -247,7 +248,7 @@ def _make_retype_step(move: Move, transport: Transport) -> Step:
 
 
 def identity_of_reduction(reduce_op: str, dtype: torch.dtype) -> float | int | bool:
-    """The identity element of `reduce_op`: 0 of a sum, -inf of a max."""
+    """Returns the identity element of `reduce_op`: 0 for a sum, -inf for a max."""
     if reduce_op == "sum":
         return 0
     least = reduce_op == "max"
@@ -280,7 +281,7 @@ _BUILD = {
 def _slices_within(
     inner: Sequence[tuple[int, int]], outer: Sequence[tuple[int, int]]
 ) -> tuple[slice, ...]:
-    """Where the region `inner` of a tensor lies in its region `outer`."""
+    """Returns the position of the region `inner` of a tensor inside its region `outer`."""
     return tuple(slice(i - j, i - j + n) for (i, n), (j, _) in zip(inner, outer, strict=True))
 
 
@@ -352,17 +353,20 @@ _View = tuple[tuple[int, ...], tuple[int, ...], int]
 class Side:
     """A rank's local tensor, cut into a piece for each rank of a group.
 
-    Where the group's order is not that of its members along the axes, pieces are in the mesh's
-    order in the tensor and in the group's in a buffer, and no tensor is a buffer as it is.
+    If the group's order differs from the order of its members along the axes, pieces are in the
+    mesh's order in the tensor and in the group's order in a buffer. Then no tensor can serve as a
+    buffer.
 
     Attributes:
         shape: of the local tensor.
-        piece, pad: the shape of the largest piece, and its elements.
-        ranks: of the group.
-        even: all pieces are of one shape.
-        in_order: the pieces follow each other along one dimension, in the order of the ranks.
-        in_memory: so they do in memory.
-        rows_in_memory: so they do where each is padded to the largest: all padding is last.
+        piece, pad: the shape of the largest piece, and its number of elements.
+        ranks: the size of the group.
+        even: True if all pieces have one shape.
+        in_order: True if the pieces follow each other along one dimension, in the order of the
+            ranks.
+        in_memory: True if they also do in memory.
+        rows_in_memory: True if they also do when each is padded to the largest: all padding is
+            last.
     """
 
     def __init__(self, cuts: Sequence[Cut], layout: Layout, transport: Transport, axes: Axes):
@@ -386,7 +390,7 @@ class Side:
 
     @property
     def padded_shape(self) -> tuple[int, ...]:
-        """Of all pieces in order, each as large as the largest."""
+        """The shape of all pieces in order, each padded to the largest."""
         (cut,) = self._cuts
         length = self.ranks * self.piece[cut.dim]
         return (*self.shape[: cut.dim], length, *self.shape[cut.dim + 1 :])
@@ -542,9 +546,9 @@ def find_cuts(move: Move, mesh: Mesh) -> tuple[list[Cut], list[Cut]]:
 def is_restack(
     joined: Sequence[Cut], divided: Sequence[Cut], axes: Sequence[str], mesh: Mesh
 ) -> bool:
-    """Does an all_to_all over `axes` change which axes cut a dimension, or in which order they do?
+    """True if an all_to_all over `axes` changes which axes cut a dimension, or their order.
 
-    Then the overlaps of two ranks' pieces form no grid.
+    The overlaps of two ranks' pieces then form no grid.
     """
     moved = {a for a in axes if mesh.size(a) > 1}
     both = {cut.dim for cut in joined} & {cut.dim for cut in divided}
@@ -622,12 +626,12 @@ def padded_length(size: int, parts: Sequence[int]) -> int:
 
 
 def ends_last(size: int, parts: Sequence[int]) -> bool:
-    """Is all padding behind all data where the padded pieces stand end to end?"""
+    """True if all padding is behind all data when the padded pieces are placed end to end."""
     return _in_row(size, tuple(parts), padded_length(size, parts))
 
 
 def _in_row(length: int, parts: tuple[int, ...], step: int) -> bool:
-    """Does piece i begin at `i * step`, or at the end of the data?"""
+    """True if each piece i begins at `i * step`, or at the end of the data."""
     if not parts or not length:
         return True
     outer = -(-length // parts[0])
@@ -643,7 +647,7 @@ def _in_row(length: int, parts: tuple[int, ...], step: int) -> bool:
 
 
 def has_empty(size: int, parts: Sequence[int]) -> bool:
-    """Is any piece empty, where `size` elements are cut into `parts` as in `span`?"""
+    """True if any piece is empty when `size` elements are cut into `parts`, as in `span`."""
     if not parts or not size:
         return not size
     step = -(-size // parts[0])

@@ -1,10 +1,10 @@
-"""In-process ranks: ranks that are threads of one process, in the same order every time, which
-never hang, and the wire between them.
+"""In-process ranks: threads of one process that run in the same order every time and never hang,
+and the wire between them.
 
-Only the rank that has the baton runs: until it needs the others or ends, then the next one. The
-last to arrive at a collective does it for all, group by group and in rank order, and goes on. So
-nothing races, and sums are the same in every run. When no rank can go on, that is known at once,
-and every rank raises an error that says what two of them were waiting for.
+Only the rank that holds the baton runs. It passes the baton on when it needs other ranks, or ends.
+The last rank to arrive at a collective performs it for all ranks, group by group and in rank order,
+and continues. So there are no races, and sums are the same in every run. If no rank can continue,
+every rank raises an error that says what two of them wait for.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ class World:
     def run(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
         """Call `fn(mesh, *args, **kwargs)` once per rank and return the results in rank order.
 
-        All ranks start with the caller's CPU generator state, grad mode and context variables; each
-        has a generator of its own from there on, and the caller continues with that of rank 0.
+        All ranks start with the caller's CPU generator state, grad mode and context variables. Each
+        then has its own generator; afterwards the caller continues with the generator of rank 0.
 
         Raises:
-            LayoutError: ranks asked for different things, or some waited for one that had ended;
-                every rank raised it.
-            Exception: what `fn` raised, of the first rank that did, with a note that names it.
+            LayoutError: ranks made different calls, or waited for a rank that had ended. Every rank
+                raised it.
+            Exception: the exception of the first rank whose `fn` raised, with a note that names it.
         """
         if self._active or getattr(_running, "world", None) is not None:
             raise LayoutError("world.run was called by a rank; a rank cannot start ranks")
@@ -253,12 +253,12 @@ class World:
 
 @dataclass(eq=False)
 class _Turn:
-    """Where a rank stands in a run.
+    """The state of one rank in a run.
 
     Attributes:
-        generator: the state of the CPU's generator, as the rank left it.
-        go: held until the rank gets the baton.
-        call: that it waits in.
+        generator: the state of the CPU's generator when the rank last stopped.
+        go: a lock, held until the rank gets the baton.
+        call: the call that it waits in.
         verdict: why it must stop.
         failure, result: what its function has raised, or returned.
     """
@@ -275,7 +275,7 @@ class _Turn:
         self.go.acquire()
 
     def stop(self, verdict: _Verdict) -> None:
-        """Have the rank raise `verdict`, or an earlier one, when it goes on."""
+        """Make the rank raise `verdict`, or an earlier one, when it continues."""
         self.state, self.verdict = READY, self.verdict or verdict
 
     def raise_verdict(self) -> None:
@@ -292,15 +292,15 @@ class MeetingCall:
     """One rank's call of a collective.
 
     Attributes:
-        mesh_ranks: the ranks of its mesh, which must all make an equal call, in whatever groups.
+        mesh_ranks: the ranks of its mesh. All must make an equal call, in their own groups.
         group: the ranks among them that exchange data with this one, in group order.
-        request: what must be equal, but for the op that needs it.
-        dtype: of its tensor, which must be equal, too.
-        amount: of its tensor, what must be equal within its group, but not between groups: beside
-            uneven pieces other groups may hold more. None where pieces may differ.
-        payload: what the rank brings.
-        frame: of the caller, for errors.
-        compared: what must be equal beside the request.
+        request: must be equal on all ranks, except for the op that needs it.
+        dtype: of its tensor; must be equal on all ranks.
+        amount: the size of its tensor, which must be equal within its group. Other groups may have
+            another size, because of uneven pieces. None if pieces may differ.
+        payload: the data of the rank.
+        frame: the caller's, for errors.
+        compared: more that must be equal.
         shown: more of what the rank does, for errors.
     """
 
@@ -359,7 +359,7 @@ class _Verdict:
 
 
 def _is_from_verdict(error: BaseException) -> bool:
-    """Was it raised by a `_Verdict`, or because of such an error?"""
+    """True if the error was raised by a `_Verdict`, or because of such an error."""
     seen: set[int] = set()
     one: BaseException | None = error
     while one is not None and id(one) not in seen:

@@ -1,11 +1,12 @@
-"""Torch's own distributed tensors and functions, where they meet DTensors of partita: its DTensors,
-made from a local tensor and taken apart without a copy, and functions that would take one of ours
-for a plain tensor.
+"""Torch's own distributed tensors and functions, where they meet DTensors of partita.
 
-A public collective would exchange the pieces as if each were the whole value: once there are
-DTensors it inspects its arguments. The functions of state dicts would return this rank's piece:
-they are patched once the program imports torch's modules of them, which take seconds and which
-partita itself does not import. `tests/tensor/test_private_torch.py` names what is private.
+Torch's DTensors are made from a local tensor, and taken apart, without a copy. Functions that would
+mistake one of our DTensors for a plain tensor are patched.
+
+A public collective would exchange pieces as if each were the whole value. Once DTensors exist, its
+arguments are checked. Functions of state dicts would return this rank's piece. They are patched
+when the program imports torch's modules that contain them, because these imports take seconds.
+`tests/tensor/test_private_torch.py` names all private names.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ ToLocal = Callable[[torch.Tensor, Sequence[Any]], torch.Tensor]
 
 
 def torch_mesh(mesh: Any) -> DeviceMesh | None:
-    """The mesh of torch's that a tensor is on; None of ranks in one process, and of dry ones."""
+    """Returns torch's mesh of a tensor; None for `pt.ranks` and dry meshes."""
     return mesh if isinstance(mesh, DeviceMesh) else None
 
 
 def read_torch_dtensor(x: Any) -> tuple[DeviceMesh, Sequence[Any], torch.Size, tuple[int, ...]]:
-    """The mesh, placements, shape and strides of one of torch's DTensors.
+    """Returns the mesh, placements, shape and strides of one of torch's DTensors.
 
     Raises:
-        TypeError: it is none.
+        TypeError: it is not one.
     """
     from torch.distributed.tensor import DTensor
 
@@ -61,10 +62,10 @@ def make_torch_dtensor(
     stride: tuple[int, ...],
     gradient: ToLocal,
 ) -> torch.Tensor:
-    """A DTensor of torch's whose local tensor is an alias of `local`. Differentiable.
+    """Returns a DTensor of torch whose local tensor is an alias of `local`. Differentiable.
 
     Args:
-        gradient: makes the gradient of `local` of that of the result.
+        gradient: computes the gradient of `local` from that of the result.
     """
     theirs = tuple(map(_make_torch_placement, placements))
     out: torch.Tensor = _ToTorch.apply(local, mesh, theirs, shape, stride, gradient)
@@ -77,12 +78,12 @@ def local_of_torch_dtensor(
     gradient: Callable[[torch.Tensor], torch.Tensor],
     divisor: int = 1,
 ) -> torch.Tensor:
-    """An alias of the local tensor of one of torch's DTensors. Differentiable.
+    """Returns an alias of the local tensor of one of torch's DTensors. Differentiable.
 
     Args:
-        placements: those of the gradient that `x` gets.
-        gradient: makes its local gradient of that of the result.
-        divisor: of the local tensor; its gradient is that of the same value, and not divided.
+        placements: of the gradient that `x` gets.
+        gradient: computes its local gradient from that of the result.
+        divisor: divides the local tensor. The gradient is not divided.
     """
     theirs = tuple(map(_make_torch_placement, placements))
     out: torch.Tensor = _FromTorch.apply(x, theirs, gradient, divisor)
@@ -163,14 +164,14 @@ Region = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True)
 class Piece:
-    """What one rank holds of a named tensor.
+    """The part of a named tensor that one rank holds.
 
-    It stands apart from `dcp_format`, whose import takes a second.
+    It is not in `dcp_format`, because importing that takes a second.
 
     Attributes:
         local: the values, a plain tensor.
-        shape: of the whole tensor.
-        region: where `local` lies in it.
+        shape: the shape of the whole tensor.
+        region: the position of `local` in it.
     """
 
     local: torch.Tensor
@@ -197,9 +198,9 @@ _OF_TWO_RANKS = frozenset("batch_isend_irecv irecv isend recv send".split())
 
 
 def inspect_collectives(inspect: Callable[[str, Any], Any]) -> None:
-    """Pass the arguments of each collective through `inspect(name, (args, kwargs))`.
+    """Pass the arguments of each public collective through `inspect(name, (args, kwargs))`.
 
-    Not those of partita itself, which go to the process groups directly.
+    Collectives of partita itself are not inspected: they use the process groups directly.
     """
     if not dist.is_available():
         return
@@ -210,7 +211,7 @@ def inspect_collectives(inspect: Callable[[str, Any], Any]) -> None:
 
 
 def wrap_in_place(function: Any, wrap: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Let a Python function of torch's run `wrap(original)`, whoever has imported it by now.
+    """Replace the code of a Python function of torch by `wrap(original)`, for all who imported it.
 
     Returns:
         `original`: a function that does what `function` did.
@@ -272,10 +273,10 @@ InspectWrapper = Callable[[str, Any, Sequence[int], Any], None]
 
 
 def inspect_wrappers(inspect: InspectWrapper) -> None:
-    """Call `inspect(name, model, ranks, wrapper)` before a wrapper of torch's takes a model.
+    """Call `inspect(name, model, ranks, wrapper)` before a wrapper of torch takes a model.
 
-    `ranks` are those of its process group, by their numbers in the job, and none where it has a
-    mesh; `wrapper` is the instance that is made, and None of a function.
+    `ranks` are those of its process group, by their numbers in the job; empty if it has a mesh.
+    `wrapper` is the instance that is being made, and None for a function.
     """
     for home, name in _WRAPPERS.items() if dist.is_available() else ():
         after_import(home, partial(_inspect_wrapper, name, inspect))
@@ -310,13 +311,13 @@ def _is_model(x: Any) -> bool:
 
 
 def is_wrapper(module: torch.nn.Module) -> bool:
-    """True if `module` is a wrapper of torch's around a model."""
+    """True if `module` is one of torch's wrappers around a model."""
     kinds = (getattr(sys.modules.get(home), name, None) for home, name in _WRAPPERS.items())
     return isinstance(module, tuple(kind for kind in kinds if isinstance(kind, type)))
 
 
 def find_torch_dtensor_mesh(x: torch.Tensor) -> DeviceMesh | None:
-    """The mesh of a DTensor of torch's; None of another tensor."""
+    """Returns the mesh of one of torch's DTensors; None for another tensor."""
     theirs = sys.modules.get("torch.distributed.tensor")
     if theirs is None or not isinstance(x, theirs.DTensor):
         return None
@@ -336,12 +337,11 @@ def patch_state_dicts(tensors: Any) -> None:
     """Patch torch's functions of state dicts, now or when they are imported.
 
     Args:
-        tensors: is asked about DTensors, which this room does not know: `is_spread(x)`, is `x` one;
-            `whole(x)`, its whole value on every rank, which all ranks ask for;
-            `piece_like(x, whole)`, this rank's part of a whole value that all ranks have, laid out
-            as `x`; `empty_like(x)`, memory on the CPU for a copy; `copy_on_cpu(x)`, a copy of this
-            rank's piece, laid out alike; `give_memory(model)`, memory for what of a model is spread
-            and on the meta device.
+        tensors: functions on DTensors, which this package does not import. `is_spread(x)`: True for
+            a DTensor. `whole(x)`: its whole value, on every rank; all ranks call it.
+            `piece_like(x, whole)`: this rank's part of a whole value, with the layout of `x`.
+            `empty_like(x)`: CPU memory for a copy. `copy_on_cpu(x)`: a copy of this rank's piece.
+            `give_memory(model)`: allocates the DTensors of a model that are on the meta device.
     """
     after_import(_STATE_DICT_UTILS, lambda module: _patch_state_dict_utils(module, tensors))
     after_import(_STATE_DICT, lambda module: _patch_state_dict_module(module, tensors))
@@ -420,7 +420,7 @@ def _patch_stager(stager: Any, tensors: Any) -> None:
 
 
 def after_import(name: str, act: Callable[[Any], None]) -> None:
-    """Call `act` with the module `name`: now if it is there, else once it has been imported."""
+    """Call `act` with the module `name`: now if it is imported, otherwise when it is."""
     module = sys.modules.get(name)
     if module is not None:
         act(module)

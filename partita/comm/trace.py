@@ -1,11 +1,11 @@
 """The trace wire: moves as nodes of a captured graph that is the same on every rank.
 
-A `TraceWire` stands in for a rank's wire while a step is captured. It does not know where the rank
-is: a coordinate is a tensor, an input of the graph, from which what differs between ranks is
-computed, by the arithmetic of `move_steps`. Shapes are the first rank's, whose pieces are the
-largest. Behind a smaller piece stand copies of its last element (of the one before an empty piece),
-so that kernels compute finite values there; behind gradients zeros, which add nothing to a rank's
-sums.
+A `TraceWire` replaces a rank's wire while a step is captured. It does not know the rank's place. A
+coordinate is a tensor, an input of the graph; everything that differs between ranks is computed
+from it, by the arithmetic of `move_steps`. Shapes are those of the first rank, which has the
+largest pieces. A smaller piece is padded with copies of its last element (for an empty piece, of
+the element before it), so that kernels compute finite values there. Gradients are padded with
+zeros, which do not change a rank's sums.
 
     7 rows over 4 ranks:    0 1 | 2 3 | 4 5 | 6 6
 """
@@ -72,13 +72,13 @@ class TraceWire(Wire):
     """The wire while a step is captured: moves become nodes, and nothing leaves the rank.
 
     Attributes:
-        real: the wire that it stands in for.
-        coordinate: for each axis of more than one rank, this rank's place on it, as a tensor.
-        zeros: the current move pads with zeros, as moves of gradients do.
+        real: the wire that it replaces.
+        coordinate: for each axis of more than one rank, this rank's position on it, as a tensor.
+        zeros: True while moves pad with zeros, as moves of gradients do.
         groups: the axes of the process groups that the graph uses, by their names in it.
         noting: a context manager within which a move's nodes are made.
         repeating: traces a move, or repeats the trace of an equal one.
-        admitted: copies of plain tensors that were taken for equal on all ranks.
+        admitted: copies of plain tensors that are assumed to be equal on all ranks.
         paddings: masks of padding, and tensors that calls share, by name.
     """
 
@@ -102,9 +102,9 @@ class TraceWire(Wire):
         self.data_axes = real.data_axes
 
     def forget(self) -> None:
-        """The step is captured: drop its tensors and its graph.
+        """Drop the tensors and the graph of the capture, which has ended.
 
-        Plans are cached by wire, and one that is not used again keeps its wire for a while.
+        Plans are cached by wire, so a plan that is not used again keeps its wire alive for a while.
         """
         self.coordinate, self.noting = {}, _no_noting
         self.repeating = _no_repeating
@@ -115,7 +115,8 @@ class TraceWire(Wire):
         self.paddings.clear()
 
     def admit(self, value: torch.Tensor) -> None:
-        """Note that a plain tensor is taken for equal on all ranks; it may be written later."""
+        """Record that a plain tensor is assumed to be equal on all ranks. It may be written later.
+        """
         if self._seen.setdefault((id(value), value._version), value) is value:
             with torch.no_grad():
                 self.admitted.append(value.clone())
@@ -134,7 +135,7 @@ class TraceWire(Wire):
     # -- what is padded ----------------------------------------------------------------------------
 
     def place(self, axes: Sequence[str]) -> torch.Tensor:
-        """The rank's position along `axes` together, first slowest: a 0-d int64 tensor."""
+        """Returns the rank's position along `axes` together, first slowest: a 0-d int64 tensor."""
         sizes, places = self.stack(axes)
         if not places:
             return torch.zeros((), dtype=torch.int64)
@@ -144,7 +145,8 @@ class TraceWire(Wire):
         return place
 
     def stack(self, axes: Sequence[str]) -> tuple[list[int], list[torch.Tensor]]:
-        """The sizes of `axes` and the rank's places on them, but for axes of one rank."""
+        """Returns the sizes of `axes` and the rank's positions on them, without axes of one rank.
+        """
         cut = [a for a in axes if self.mesh.size(a) > 1]
         return [self.mesh.size(a) for a in cut], [self.coordinate[a] for a in cut]
 
@@ -236,7 +238,7 @@ class TraceWire(Wire):
         return _make_padded_step(move, self)
 
     def group_name(self, axes: Axes) -> str:
-        """The name of the group over `axes` in the graph."""
+        """Returns the name of the group over `axes` in the graph."""
         name = _name_of(self.real, axes)
         self.groups[name] = axes
         return name
@@ -270,11 +272,13 @@ class TraceWire(Wire):
 
 
 class Uneven(LayoutError):
-    """Raised for what cannot be done with padded shards."""
+    """Raised for an operation that is impossible with padded shards."""
 
 
 def uneven(fact: str) -> Uneven:
-    """The error where uneven pieces cannot be captured; a capture turns it into its own error."""
+    """Returns the error for uneven pieces that cannot be captured; capture converts it to its own
+    error.
+    """
     return Uneven(
         fact,
         place=user_line(),
@@ -283,7 +287,7 @@ def uneven(fact: str) -> Uneven:
 
 
 def is_uneven(layout: Layout, mesh: Mesh) -> bool:
-    """Do some ranks hold less of a tensor of this layout than others?"""
+    """True if some ranks hold less of a tensor of this layout than others."""
     return any(
         size % math.prod(mesh.size(a) for a in axes)
         for size, axes in zip(layout.shape, layout.shards, strict=True)
@@ -334,7 +338,7 @@ def _make_padded_step(move: Move, wire: TraceWire) -> Step:
 
 
 def _outer_length(cut: Cut, wire: TraceWire) -> tuple[int, Number]:
-    """Padded and true length of what the inner axes of `cut` cut."""
+    """Returns the padded and the true length of what the inner axes of `cut` cut."""
     padded = padded_length(cut.size, cut.outer_parts)
     if cut.size % math.prod(cut.outer_parts) == 0:
         return padded, padded
@@ -425,7 +429,7 @@ def _side_by_side(rows: torch.Tensor, cuts: Sequence[Cut], grid: Sequence[str]) 
 
 
 def _in_order(cuts: Sequence[Cut], grid: Sequence[str]) -> bool:
-    """Do the pieces follow each other along dimension 0, in the order of the ranks?"""
+    """True if the pieces follow each other along dimension 0, in the order of the ranks."""
     return len(cuts) == 1 and cuts[0].dim == 0 and cuts[0].inner == tuple(grid)
 
 
@@ -558,10 +562,10 @@ def active_wire(wire: Wire) -> Wire:
 def substitute_wires(
     wires: dict[Wire, Wire], make: Callable[[Wire], Wire] | None = None
 ) -> Iterator[None]:
-    """Within, `active_wire` gives these substitutes.
+    """Make `active_wire` return these substitutes inside the block.
 
     Args:
-        make: makes the substitute of the wire of any other mesh that this thread uses.
+        make: makes the substitute for the wire of any other mesh that this thread uses.
     """
     before, made_before = dict(_standing), _making.stand_in
     _standing.update(wires)

@@ -1,10 +1,11 @@
-"""Waits that end: the error of a rank that waits for others which are gone, late, or waiting too.
+"""Waits that end: the error of a rank that waits for ranks that have ended, are late, or wait too.
 
-After `SLICE` seconds it writes a post to the job's store, what it waits for and which collectives
-it has begun. Where all ranks that it depends on have posts, and wait for different things, the
-first to see that writes a verdict, which each raises. A rank that computes writes no post: it is
-waited for until a deadline where ranks compare or read a value, else until the process group's
-timeout. Of a rank that has ended, others of its machine know by its process (`RankGoneError`).
+After `SLICE` seconds a rank writes a post to the job's store: what it waits for, and which
+collectives it has begun. If all ranks that it depends on have posts and wait for different things,
+the first rank that sees this writes a verdict. Every rank then raises it. A rank that computes
+writes no post. Other ranks wait for it until a deadline if they compare or read a value, otherwise
+until the process group's timeout. Ranks on the same machine detect an ended rank by its process
+(`RankGoneError`).
 
     {"text": "waits in all_reduce over dp ...", "ranks": [0, 1], "group": "2", "number": 7, ...}
 """
@@ -62,10 +63,11 @@ class Need:
         ranks: the ranks that it needs, by their numbers in the job.
         group: the process group that it waits in; ranks count the collectives that they began
             in it.
-        meets: it compares or reads a value, where a rank that stays away is an error.
-        warns: others that have not come for long are named in a warning.
+        meets: True if it compares or reads a value; a rank that does not take part is an error
+            then.
+        warns: True names ranks that are late for long in a warning.
         count: without a group: the name of the meeting, and how many there have been.
-        number: of the collective among those of its group, from 1; 0 where that is not known.
+        number: of the collective among those of its group, from 1; 0 if unknown.
     """
 
     text: str
@@ -135,11 +137,11 @@ def wait_longer(work: Any, need: Need, deadline: float | None = None) -> None:
 def wait_with_others(
     over: Callable[[float], bool], need: Need, deadline: float | None = None
 ) -> None:
-    """Go on waiting after `SLICE` seconds: write a post, and look at those of the others.
+    """Continue a wait after `SLICE` seconds: write a post, and read the posts of other ranks.
 
     Args:
         over: waits for so many seconds, and returns whether the wait is over.
-        deadline: seconds to wait, where `need.meets`, for ranks of which nothing is known.
+        deadline: seconds to wait, if `need.meets`, for ranks that have no post.
 
     Raises:
         LayoutError: the ranks wait for one another, or the deadline has passed.
@@ -195,17 +197,17 @@ _NO_COUNT = ("", 0)
 
 
 def begin_graph(title: str, ranks: Sequence[int]) -> None:
-    """Note that this thread runs a graph with collectives among `ranks` from now on.
+    """Record that this thread runs a graph with collectives among `ranks` from now on.
 
-    If it takes longer than `SLICE`, a thread that looks once in a second writes a post. Whether the
-    graph waits or computes, other ranks find by how many collectives each rank has begun.
+    If it takes longer than `SLICE`, a thread that checks once per second writes a post. Other ranks
+    see from the number of begun collectives whether the graph waits or computes.
     """
     # The caller's frame: the graph's own code means nothing to a user.
     _begin_watch(f"runs compiled {title}", ranks, _NO_COUNT, sys._getframe(1))
 
 
 def end_graph() -> None:
-    """The graph has run, or failed."""
+    """Record that the graph has run, or failed."""
     global _now
     _now = None
 
@@ -307,9 +309,9 @@ _own_posts: dict[int, Post] = {}
 
 
 def _note_begun(group: dist.ProcessGroup, request: Request) -> int:
-    """Note that this rank has begun a collective in the group; its number, from 1.
+    """Record that this rank has begun a collective in the group. Returns its number, from 1.
 
-    Not torch's sequence number, which counts the user's own collectives, too.
+    Torch's own sequence number does not serve, because it counts the user's collectives, too.
     """
     thread, begun = threading.get_ident(), _begun_in.get(group.group_name)
     if begun is None:
@@ -369,7 +371,7 @@ class _BegunCollectives:
     Attributes:
         number: how many.
         last: the last of them, as (number, request).
-        history: of what the main thread has begun among the same ranks.
+        history: those that the main thread has begun among the same ranks.
     """
 
     __slots__ = ("history", "last", "number")
@@ -395,7 +397,7 @@ _begun_in: dict[str, _BegunCollectives] = {}
 
 
 def history_of(ranks: Sequence[int]) -> MoveHistory:
-    """What this rank has begun among exactly these ranks."""
+    """Returns the collectives that this rank has begun among exactly these ranks."""
     history = _histories.get(tuple(sorted(ranks)))
     return MoveHistory() if history is None else history.add_new()
 
@@ -471,11 +473,10 @@ def put_post(store: Any, rank: int, post: Post) -> None:
 
 
 def withdraw_post(store: Any, rank: int, post: Post) -> None:
-    """Withdraw the post of a thread that goes on; the post of another waiting thread takes its
-    place.
+    """Remove the post of a thread that continues; the post of another waiting thread replaces it.
 
-    The key is overwritten, never deleted: a rank that has just seen it would read it, and a read of
-    a missing key blocks for the timeout of the store.
+    The key is overwritten, never deleted. A rank that has just seen the key would read it, and a
+    read of a missing key blocks for the timeout of the store.
     """
     with _posts_lock:
         _own_posts.pop(post["id"], None)
@@ -510,7 +511,7 @@ def collect_posts(store: Any, me: int, mine: Post) -> dict[int, Post | None]:
 
 
 def _has_begun(post: Post | None, mine: Post) -> bool:
-    """Has the rank of `post` begun what `mine` waits for?"""
+    """True if the rank of `post` has begun the collective that `mine` waits for."""
     if post is None or "begun" not in post:
         return False
     group = mine["group"]
@@ -520,8 +521,10 @@ def _has_begun(post: Post | None, mine: Post) -> bool:
 
 
 def _describe_deadlock(posts: dict[int, Post | None], me: int) -> str:
-    """The headline of the deadlock, where each rank waits for one that has not begun the same
-    collective; "" where there is none."""
+    """Returns the headline of a deadlock; "" if there is none.
+
+    In a deadlock each rank waits for one that has not begun the same collective.
+    """
     if any(post is None for post in posts.values()):
         return ""
     waiting = {r: p for r, p in posts.items() if p is not None and "begun" in p}
@@ -544,8 +547,7 @@ def _describe_deadlock(posts: dict[int, Post | None], me: int) -> str:
 
 
 def _asks_otherwise(post: Post, other: Post) -> bool:
-    """Has the rank of `other` begun another collective in place of the one that `post` waits
-    for?"""
+    """True if the rank of `other` has begun another collective in place of the one of `post`."""
     number = str(post["number"] or None)
     ours, theirs = (p["asked"].get(post["group"], {}).get(number) for p in (post, other))
     return ours is not None and theirs is not None and ours != theirs
@@ -606,8 +608,9 @@ def make_deadlock_error(fact: str, lines: Sequence[str]) -> LayoutError:
 
 
 def _waits_in_graph(post: Post, posts: dict[int, Post | None]) -> bool:
-    """Has the rank of `post`, which runs a graph, begun a collective that another waiting rank has
-    not?"""
+    """True if the rank of `post` runs a graph and has begun a collective that a waiting rank has
+    not.
+    """
     others = [p for r in post["ranks"] if (p := posts.get(r)) is not None and p is not post]
     return any(
         count > other["begun"].get(group, count)
@@ -647,14 +650,14 @@ _FIXES_OF_GONE_RANKS = (
 
 
 class RankGoneError(LayoutError, RuntimeError):
-    """Another rank has ended, cannot be reached, or does not come in time.
+    """Another rank has ended, cannot be reached, or does not arrive in time.
 
-    A RuntimeError too, as it is where torch says it.
+    It is a RuntimeError, like torch's own errors for this.
     """
 
 
 class _Process(NamedTuple):
-    """A process of some machine. `begun` tells it from a later one with the same number."""
+    """A process of some machine. `begun` distinguishes it from a later one with the same number."""
 
     machine: bytes
     number: int
@@ -677,7 +680,9 @@ def remember_processes(ranks: Sequence[int], described: Sequence[bytes]) -> None
 
 
 def find_ended(ranks: Sequence[int], patience: float = 0.0) -> list[int]:
-    """The `ranks` that are known to have ended; looks for up to `patience` seconds for one."""
+    """Returns those of `ranks` that are known to have ended. Looks for one for up to `patience`
+    seconds.
+    """
     until = time.monotonic() + patience
     machine = _this_process().machine
     here = {r: p for r in ranks if (p := _processes.get(r)) and p.machine == machine}
@@ -689,7 +694,7 @@ def find_ended(ranks: Sequence[int], patience: float = 0.0) -> list[int]:
 
 
 def is_lost(error: BaseException | None) -> bool:
-    """Was `error` raised because another rank is gone?"""
+    """True if `error` was raised because another rank has ended or cannot be reached."""
     while error is not None:
         if isinstance(error, RankGoneError):
             return True
@@ -778,5 +783,5 @@ def _has_ended(process: _Process) -> bool:
 
 
 def _read_process_status(number: int) -> list[str]:
-    """What Linux says of a process, from its state on (proc_pid_stat(5), field 3)."""
+    """Returns what Linux reports of a process, from its state on (proc_pid_stat(5), field 3)."""
     return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()

@@ -1,10 +1,10 @@
-"""Wires: the transport of a mesh with `carry`, the only way that data leaves a rank; mesh handles,
-which a user holds in place of a `DeviceMesh` where there are no process groups; and dry meshes, on
-which there is one rank alone.
+"""Wires: the transport of a mesh with `carry`, the only way that data leaves a rank; also mesh
+handles and dry meshes.
 
-`carry` does the layout arithmetic, the ledger and the checks around a move; the collectives are a
-subclass's: process groups (`groups`), ranks that are threads (`ranks`), nobody (`DryWire`), a graph
-that is being captured (`trace`).
+`carry` does the layout arithmetic, the ledger and the checks around a move. Subclasses run the
+collectives: process groups (`groups`), threads (`ranks`), no peers (`DryWire`), and a graph that is
+being captured (`trace`). A mesh handle replaces a `DeviceMesh` where there are no process groups. A
+dry mesh has a single real rank.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _beginning = threading.Lock()
 
 
 def on_first_wire(act: Callable[[], None]) -> None:
-    """Call `act` once this process makes a wire; at once if it has made one.
+    """Call `act` when this process makes its first wire, or now if it has one.
 
     Without a wire there is no DTensor. Patches of torch that matter only for DTensors are applied
     then. A program that imports partita and has no DTensor runs torch as it is.
@@ -75,12 +75,11 @@ class Reading(NamedTuple):
     """A value that the program reads.
 
     Attributes:
-        op: by which it reads, such as "item".
+        op: the op that reads it, such as "item".
         value: the layout and dtype of the tensor.
-        origin: which tensor it is. Equal on all ranks for the same tensor, and "" where that is not
-            known.
+        origin: identifies the tensor, equally on all ranks; "" if unknown.
         made: where it was made; converted to text for errors.
-        verb: "reads", or "moves" where an op needs the value in another layout.
+        verb: "reads", or "moves" if an op needs the value in another layout.
     """
 
     op: str
@@ -91,22 +90,23 @@ class Reading(NamedTuple):
 
     @property
     def why(self) -> str:
-        """What a rank does that reads."""
+        """What the rank does, for errors: it reads a value."""
         return f"{self.verb} a value ({self.op})"
 
     def at(self, place: str) -> tuple[str, str]:
-        """What must be equal on all ranks where the value is read at `place`, and what errors show
-        behind `why`."""
+        """Returns a text that must be equal on all ranks that read the value at `place`, and a text
+        that errors show after `why`.
+        """
         told = ", ".join(filter(None, (self.value, str(self.made))))
         return f"{self.why} {self.value} {self.origin} {place}", told and f": {told}"
 
 
 class Wire(Transport):
-    """One rank's way to the other ranks of one mesh.
+    """The connection of one rank to the other ranks of one mesh.
 
     Attributes:
-        device_mesh: the mesh object of the user that this wire serves.
-        device: where tensors made by the wire itself live.
+        device_mesh: the user's mesh object.
+        device: the device of tensors that the wire itself makes.
     """
 
     device = HOST
@@ -140,19 +140,21 @@ class Wire(Transport):
     # -- moves --------------------------------------------------------------------------------
 
     def carry(self, move: Move, x: torch.Tensor, *, op: str, reason: str) -> torch.Tensor:
-        """Take this rank's part of `move.before` and return its part of `move.after`.
+        """Run one move: takes this rank's part of `move.before` and returns its part of
+        `move.after`.
 
         Args:
-            x: what this rank holds, of shape `move.before.local_shape(mesh, at)`. Not modified.
+            x: this rank's piece, of shape `move.before.local_shape(mesh, at)`. Not modified.
             op: the operation that needs the move, for the ledger and for errors.
             reason: as in `ledger.Record`.
 
         Returns:
-            A contiguous tensor without history, in memory of its own; of a retype, an alias.
+            A contiguous tensor without history, in its own memory. For a retype: an alias.
 
         Raises:
             LayoutError: the move is implicit under `strict()`; `x` has the wrong shape; or the
-                ranks ask for different things (always in `ranks`, else under `check_ranks()`).
+                ranks make different calls (always checked in `ranks`, otherwise under
+                `check_ranks()`).
         """
         # Callers cache plans, so a move is nearly always the same object: its id finds the step
         # without hashing two layouts, and the entry keeps the move alive.
@@ -176,12 +178,12 @@ class Wire(Transport):
         Args:
             move: an all_gather or reduce_scatter of one dimension that splits evenly, or an
                 all_reduce, for which `out` is `x`.
-            x: this rank's part of `move.before`, contiguous; to be left alone until the wait.
-            out: memory for this rank's part of `move.after`, contiguous. Where its dtype is not
-                x's, x travels as it is and is summed in the dtype of `out`.
+            x: this rank's part of `move.before`, contiguous. Do not write to it before the wait.
+            out: memory for this rank's part of `move.after`, contiguous. If its dtype differs from
+                that of `x`, `x` is sent as it is and summed in the dtype of `out`.
 
         Returns:
-            The work to wait for before `out` is read. All ranks wait in one order.
+            The work to wait for before `out` is read. All ranks must wait in the same order.
         """
         if self.scope.busy:
             self._note(move, x, op, reason)
@@ -224,7 +226,8 @@ class Wire(Transport):
         self._record(Record(move.kind, move.axes, nbytes, op, line, reason, self.rank, *layouts))
 
     def record_kept_view(self, op: str, nbytes: int) -> None:
-        """Note in the ledgers that a view of the user's keeps memory which `op` would free."""
+        """Record in the ledgers that a view of the user's keeps memory alive that `op` would free.
+        """
         what = f"{op}: {human(nbytes)} of a view"
         self._record(Record("kept", (), 0, what, user_line(), "a view is kept", self.rank))
 
@@ -233,7 +236,9 @@ class Wire(Transport):
             log.moves.append(record)
 
     def check(self, text: str) -> None:
-        """Under `check_ranks()`, raise on every rank unless all ranks of the mesh say `text`."""
+        """Raise on every rank, under `check_ranks()`, unless all ranks of the mesh pass the same
+        `text`.
+        """
         if self.scope.check is not None and self.mesh.size() > 1:
             self.scope.check.compare(self, text)
 
@@ -255,39 +260,46 @@ class Wire(Transport):
         compared: str = "",
         shown: str = "",
     ) -> list[bytes]:
-        """Every rank's bytes `mine`, of any length, in mesh order; this rank's for all where there
-        are no others to ask, or ranks compare afterwards.
+        """Returns every rank's bytes `mine`, of any length, in mesh order.
+
+        Without peers, or if ranks compare afterwards, it returns this rank's bytes for all ranks.
 
         Args:
             why: the reason, which must be equal on all ranks: "compares from_local".
-            deadline: seconds to wait for ranks of which nothing is known.
+            deadline: seconds to wait for ranks that have no post.
             compared: what else must be equal.
             shown: more of what this rank does, for errors.
 
         Raises:
-            LayoutError: on all ranks, where they come for different reasons, or some do not come.
+            LayoutError: on all ranks, if they have different reasons, or some do not arrive.
         """
         return [mine] * self.mesh.size()
 
     def group_of_all(self) -> Any:
-        """The process group of all ranks of the mesh; None of ranks of one process, which are
-        compared anyhow, and where there are no others."""
+        """Returns the process group of all ranks of the mesh.
+
+        None for ranks of one process, which are always compared, and if there are no other ranks.
+        """
         return None
 
     @property
     def ranks_to_wait_for(self) -> list[int]:
-        """The ranks of the mesh, by their numbers in the job, where a wait may last for ever."""
+        """The ranks of the mesh, by their numbers in the job, for which a wait may never end."""
         return []
 
     def last_begun(self, axes: Axes) -> str:
-        """The kind of the last collective that this rank has begun along `axes`; "" where that is
-        not known."""
+        """Returns the kind of the last collective that this rank has begun along `axes`; "" if
+        unknown.
+        """
         return ""
 
     @contextmanager
     def reading(self, value: Reading) -> Iterator[None]:
-        """Within, moves bring a value that the program reads: they cannot be mistaken for another
-        rank's move or value, and a rank that reads alone gets an error."""
+        """Mark moves inside the block as bringing a value that the program reads.
+
+        They cannot be mistaken for another rank's move or value. A rank that reads alone gets an
+        error.
+        """
         before, self._reading = self._reading, value
         try:
             yield
@@ -296,14 +308,14 @@ class Wire(Transport):
 
     @property
     def is_reading(self) -> bool:
-        """True within `reading`."""
+        """True inside `reading`."""
         return self._reading is not None
 
     def meet_readers(self, read: Reading, mine: bytes) -> list[bytes]:
-        """Every rank's bytes `mine`, in mesh order, where all ranks read a value.
+        """Returns every rank's bytes `mine`, in mesh order, when all ranks read a value.
 
         Raises:
-            LayoutError: on all ranks, where a rank reads alone, or reads another value.
+            LayoutError: on all ranks, if a rank reads alone, or reads another value.
         """
         reads = read.verb == "reads"
         compared, shown = read.at(place_of_user() if reads else "")
@@ -312,16 +324,17 @@ class Wire(Transport):
 
     @property
     def patience_of_readers(self) -> float | None:
-        """Seconds that a rank which reads a value waits for ranks of which nothing is known."""
+        """Returns the seconds that a rank which reads a value waits for ranks that have no post."""
         return None
 
     def gather_ints(
         self, values: tuple[int, ...], what: str = "gather_ints"
     ) -> list[tuple[int, ...]]:
-        """Every rank's values, in mesh order. All ranks pass equally many, each within 64 bits.
+        """Returns every rank's values, in mesh order. All ranks pass equally many, each within 64
+        bits.
 
         Args:
-            what: the values are, in a few words, for the error where other ranks do another thing.
+            what: a few words on what the values are, for errors.
         """
         if self.mesh.size() == 1:
             return [tuple(values)]
@@ -332,7 +345,8 @@ class Wire(Transport):
         return [form.unpack(row) for row in self.exchange(why, form.pack(*values))]
 
     def from_first(self, x: torch.Tensor, src: int = 0) -> torch.Tensor:
-        """The `x` of rank `src` of the mesh (in mesh order); all pass the same shape and dtype.
+        """Returns the `x` of rank `src` of the mesh (in mesh order). All pass the same shape and
+        dtype.
 
         Returns:
             A contiguous tensor of its own on every rank.
@@ -349,28 +363,32 @@ class Wire(Transport):
             return out
 
     def region(self, layout: Layout, *, beyond: bool = False) -> tuple[tuple[int, int], ...]:
-        """`(offset, length)` of this rank's piece of a tensor so laid out, for each dimension.
+        """Returns `(offset, length)` per dimension of this rank's piece of a tensor with this
+        layout.
 
         Args:
-            beyond: may the region of a padded piece reach into the next rank's?
+            beyond: True if the region of a padded piece may reach into the next rank's.
         """
         return layout.local_region(self.mesh, self.at)
 
     def refuse_padded_piece(self, layout: Layout, to: str) -> None:
-        """Raise where `to`, as "to_local", would give the user the padding of this rank's piece."""
+        """Raise if `to`, such as "to_local", would return the padding of this rank's piece to the
+        user.
+        """
 
     def fill_padding(
         self, x: torch.Tensor, layout: Layout, value: Any, dims: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """`x` with `value` in its padding along `dims` (None: all); differentiable.
+        """Returns `x` with `value` in its padding along `dims` (None: all). Differentiable.
 
         Args:
-            layout: of `x`, or of what `x` is broadcast with; then the result is as large as that.
+            layout: of `x`, or of the tensor that `x` is broadcast with; the result is then as
+                large.
         """
         return x
 
     def share(self, name: tuple[Any, ...], make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """The tensor that `make` makes, or made before under this `name` if it is still alive.
+        """Returns the tensor that was made under `name` if it is alive; otherwise calls `make`.
 
         Args:
             name: everything that the value depends on, except this rank's place.
@@ -382,7 +400,9 @@ class Wire(Transport):
         return kept
 
     def is_first_along(self, of: Sequence[Sequence[str]], device: torch.device) -> torch.Tensor:
-        """For each list of axes, is this rank the first along all of them? A bool tensor."""
+        """Returns a bool tensor: for each list of axes, True if this rank is the first along all of
+        them.
+        """
         at = dict(zip(self.mesh.names, self.at, strict=True))
         return torch.tensor([not any(at[a] for a in axes) for axes in of], device=device)
 
@@ -396,13 +416,13 @@ MakeWire = Callable[["MeshHandle", tuple[int, ...]], Wire]
 
 
 class MeshHandle:
-    """One rank's mesh in one process: answers what `torch.distributed.DeviceMesh` answers.
+    """One rank's mesh in one process, with the interface of `torch.distributed.DeviceMesh`.
 
-    Its numbers are read below all modes (private torch), of which one may make tensors without
-    values.
+    Its numbers are read below all dispatch modes (private torch), because a mode may make tensors
+    without values.
 
-    Compared and hashed by identity: each rank has its own. A deep copy is the handle itself, and so
-    is what pickle brings back within the process that wrote it.
+    Compared and hashed by identity: each rank has its own. A deep copy is the handle itself. So is
+    the result of unpickling within the process that pickled it.
 
     Attributes:
         mesh: the ranks' numbers in the world, an integer tensor of the mesh's shape.
@@ -476,7 +496,7 @@ class MeshHandle:
         return self._parts[names]
 
     def has_part(self, part: object) -> bool:
-        """Is it this mesh, or one that was taken out of it by axes?"""
+        """True if `part` is this mesh, or a sub-mesh that was taken from it by axes."""
         return part is self or any(one.has_part(part) for one in self._parts.values())
 
     def _resolve_mesh_dim(self, mesh_dim: int | str) -> int:
@@ -525,13 +545,13 @@ _MOST_RANKS = 1 << 24
 class DryWire(Wire):
     """A wire without peers: shapes and dtypes are right, values are not.
 
-    In place of what the others would send stands this rank's own data, or zeros, so that results
-    are the same in every run.
+    Data from other ranks is replaced by this rank's own data, or by zeros, so that results are the
+    same in every run.
 
     Attributes:
         nbytes: bytes that this rank would have sent, by ring algorithms, padding included.
-        seconds: the virtual time of that: `latency` for each collective, and the bytes at
-            `bandwidth` (bytes per second).
+        seconds: the virtual time: `latency` for each collective, plus the bytes at `bandwidth`
+            (bytes per second).
     """
 
     moved_dtypes = reduced_dtypes = ALL_DTYPES
@@ -559,7 +579,7 @@ class DryWire(Wire):
 
     @classmethod
     def standing_for(cls, wire: Wire) -> Self:
-        """A dry wire at the place of `wire` on its mesh, with no ledger."""
+        """Returns a dry wire at the place of `wire` on its mesh, without a ledger."""
         return cls(wire.mesh, wire.at, Scope(), wire.device_mesh, wire.device)
 
     def _perform(self, out: torch.Tensor, x: torch.Tensor, axes: Axes, request: Request) -> None:
@@ -648,7 +668,7 @@ def dry_mesh(
             "meta".
         latency: seconds to start a collective.
         bandwidth: bytes per second that a rank can send.
-        backend: the backend of process groups, as torch names it, such as "gloo". Collectives then
+        backend: the backend of process groups, as torch names it. Collectives then
             allocate the extra buffers that this backend needs.
         axes: the size of each mesh axis, outermost first.
 

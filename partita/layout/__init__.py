@@ -1,8 +1,8 @@
-"""Layouts: which rank of a mesh holds what of a tensor. Nothing here knows of torch.
+"""Layouts: which rank of a mesh holds which part of a tensor. This package does not import torch.
 
-In reading order: `placement` (the ranks and their axes, what one axis does to a tensor, its dual,
-and torch's words for it), `layout` (all axes together, as text too), `text` (what a user reads:
-errors, amounts and tables).
+In reading order: `placement` (meshes, placements on one axis and their duals, and torch's own
+placements), `layout` (the placements on all axes together, also as text), `text` (errors, amounts
+and tables as users read them).
 """
 
 from .layout import Layout as Layout

@@ -256,7 +256,7 @@ def _fix_of_placements(placements: Sequence[Placement]) -> Fix:
 
 
 def _in_range(given: object, ndim: int) -> Placement:
-    """What a tensor of `ndim` dimensions could have in the place of `given`."""
+    """Returns `given` with its dimension clamped to what a tensor of `ndim` dimensions allows."""
     if isinstance(given, Shard):
         dim = given.dim + ndim if given.dim < 0 else given.dim
         return Shard(max(0, min(dim, ndim - 1))) if ndim else Replicate()

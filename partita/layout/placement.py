@@ -1,6 +1,6 @@
-"""Meshes and placements: ranks, arranged along named axes, and what one axis does to one tensor,
-and so to its gradient; torch's own placements (`torch.distributed.tensor.Shard` and its kin) are
-taken as ours.
+"""Meshes and placements: named axes of ranks, and how one axis holds one tensor and its gradient.
+
+Placements of `torch.distributed.tensor` (`Shard` and the others) are accepted and converted.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""What a user reads: errors; and amounts, names, values and tables as text, as ledgers, reports,
-errors and the command line print them.
-"""
+"""Text for users: errors, and amounts, names, values and tables in ledgers, reports and errors."""
 
 from __future__ import annotations
 
@@ -95,8 +93,11 @@ def escape_controls(text: str) -> str:
 
 
 def describe_value(value: object) -> str:
-    """What an argument is that was refused: a number or text as it is written, of all else the
-    type, for a tensor is not to be read and an object's own text may be long."""
+    """Returns a description of a refused argument: numbers and text as they are, otherwise the
+    type.
+
+    The value of a tensor must not be read here, and the `repr` of an object may be long.
+    """
     kind = type(value)
     if isinstance(value, type):
         return f"the class {value.__name__}"
@@ -166,7 +167,10 @@ class _Uncallable(ModuleType):
 
 
 def explain_calls(package: str, instead: str) -> None:
-    """Have a call of a package, which is being imported, say what to write `instead`."""
+    """Make a call of the package `package` raise an error that shows what to write `instead`.
+
+    The package is being imported.
+    """
     module = sys.modules[package]
     module.__class__ = _Uncallable
     module._instead = instead  # type: ignore[attr-defined]

@@ -1,6 +1,6 @@
-"""Redistribution: how a layout changes, and what that costs. Nothing here knows of torch.
+"""Redistribution: how a layout changes, and what that costs. This package does not import torch.
 
-In reading order: `move` (what one collective does, its transpose, and what they cost in bytes and
+In reading order: `move` (one collective, its transpose, and the cost of both in bytes and
 seconds), `plan` (the cheapest moves from one layout to another).
 """
 

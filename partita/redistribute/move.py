@@ -84,8 +84,8 @@ class Move:
             piece), "place" (this rank's piece among zeros), "mask" (the first rank of the axes
             keeps the value, the others hold zeros) or "retype" (nothing happens).
         axes: the mesh axes that change, outermost first where they split one dimension.
-        before: the layout that the move takes.
-        after: the layout that it gives: the same value.
+        before: the layout of the input.
+        after: the layout of the result, which has the same global value.
         op: how shares are reduced: "sum", "max" or "min".
     """
 
@@ -97,22 +97,23 @@ class Move:
 
     @property
     def sends(self) -> bool:
-        """Do bytes leave a rank (where the axes have more than one)?"""
+        """True if this kind of move sends bytes (on axes of more than one rank)."""
         return self.kind in COLLECTIVES
 
     @property
     def way(self) -> str:
-        """The letters of the placements that its axes have before and after, such as "SR"."""
+        """The letters of the placements on its axes before and after, such as "SR"."""
         axis = self.axes[0]
         start = placement_of_each_axis(self.before).get(axis, "R")
         end = placement_of_each_axis(self.after).get(axis, "R")
         return LETTERS[start] + LETTERS[end]
 
     def transpose(self, mesh: Mesh) -> Move:
-        """The exact adjoint: takes the gradient of `after` and gives the gradient of `before`.
+        """Returns the exact adjoint, which maps the gradient of `after` to the gradient of
+        `before`.
 
         Raises:
-            LayoutError: a pending maximum or minimum has no gradient.
+            LayoutError: a Partial max or min has no gradient.
         """
         way = self.way
         kind = KINDS[DUAL[way[1]] + DUAL[way[0]]]
@@ -128,10 +129,10 @@ class Move:
 
 
 def find_changed_axes(before: Layout, after: Layout) -> dict[str, tuple[str, str]]:
-    """For each axis that must move, what it does before and after.
+    """Returns the placements before and after, by axis, of each axis that must move.
 
-    That is "S", "R", "I" or a reduce op. An axis that stays a shard must move too where it is not
-    in the common outer part of its dimension's two stacks.
+    Placements are "S", "R", "I" or a reduce op. An axis that stays a shard must move if it is
+    outside the common outer part of its dimension's two stacks.
     """
     start, end = placement_of_each_axis(before), placement_of_each_axis(after)
     out = {}
@@ -168,7 +169,7 @@ def find_single_move(before: Layout, after: Layout, mesh: Mesh) -> Move | None:
 
 
 def count_common_axes(stack: tuple[str, ...], other: tuple[str, ...]) -> int:
-    """How many axes, from the outermost, two stacks have in common."""
+    """Returns how many outermost axes two stacks have in common."""
     same = 0
     while same < min(len(stack), len(other)) and stack[same] == other[same]:
         same += 1
@@ -176,7 +177,7 @@ def count_common_axes(stack: tuple[str, ...], other: tuple[str, ...]) -> int:
 
 
 def placement_of_each_axis(layout: Layout) -> dict[str, str]:
-    """What each axis that it mentions does: "S", "I" or a reduce op."""
+    """Returns the placement of each axis that `layout` mentions: "S", "I" or a reduce op."""
     out = dict(layout.partial)
     for stack in layout.shards:
         for axis in stack:
@@ -230,7 +231,9 @@ def bytes_sent(move: Move, mesh: Mesh, itemsize: int) -> int:
 
 
 def bytes_of(kind: str, n: int, have: int) -> int:
-    """Bytes that one of `n` ranks sends in a collective of which each brings `have` bytes."""
+    """Returns the bytes that one of `n` ranks sends in a collective to which each passes `have`
+    bytes.
+    """
     return int(_ring_bytes_sent(kind, n, have))
 
 
@@ -240,8 +243,10 @@ def seconds_of(nbytes: int) -> float:
 
 
 def seconds_of_work(operations: float) -> float:
-    """A product of so many multiplications and additions on a rank, and the two of its gradients,
-    each as large."""
+    """Returns the seconds of a product of so many multiplications and additions on a rank.
+
+    The two products of its gradients, each as large, are included.
+    """
     return 3 * operations / (OPERATIONS_PER_BYTE * BANDWIDTH)
 
 
@@ -251,9 +256,10 @@ def price_of_move(move: Move, mesh: Mesh, itemsize: int) -> float:
 
 
 def pads_heavily(move: Move, mesh: Mesh, itemsize: int) -> bool:
-    """Does `move` or its transpose carry so much padding that several moves might cost less?
+    """True if `move` or its transpose sends so much padding that several moves might cost less.
 
-    Uneven pieces travel as large as the largest. Another path has at least one collective more.
+    Uneven pieces are sent padded to the size of the largest. Another path has at least one more
+    collective.
     """
     way = move.way
     kinds = KINDS[way], KINDS[DUAL[way[1]] + DUAL[way[0]]]
@@ -270,7 +276,7 @@ def _sizes_of(move: Move, mesh: Mesh, itemsize: int) -> tuple[int, int, int]:
 
 
 def local_numel(shape: tuple[int, ...], shards: tuple[tuple[str, ...], ...], mesh: Mesh) -> int:
-    """How many elements the first rank of `mesh` holds: the most that any does."""
+    """Returns the number of elements on the first rank of `mesh`, which holds the most."""
     numel = 1
     for size, stack in zip(shape, shards, strict=True):
         for axis in stack:
@@ -297,10 +303,10 @@ def seconds_both_ways(way: str, n: int, have: float, got: float, op: str = "sum"
 
 
 def estimate_price(before: Layout, after: Layout, mesh: Mesh, itemsize: int = 4) -> float:
-    """Seconds, forward and backward, of going from `before` to `after`, without a search.
+    """Estimates the seconds, forward and backward, from `before` to `after`, without a search.
 
-    Exact where one move does it. Else an estimate: each kind of change once for all its axes,
-    those that make the pieces smaller first, as if no axis stood in another's way.
+    Exact if one move is enough. Otherwise each kind of change counts once for all its axes, in the
+    order of increasing piece size, as if no axis blocked another.
 
     Args:
         itemsize: bytes per element.

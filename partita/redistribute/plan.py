@@ -43,20 +43,21 @@ _PLANS_KEPT = 4096
 
 @dataclass(frozen=True)
 class Plan:
-    """A path of moves. None at all where the layouts are the same.
+    """A path of moves. It is empty if the layouts are equal.
 
     Attributes:
-        moves: each takes the layout that the one before it gives.
+        moves: each starts from the layout with which the previous one ends.
     """
 
     moves: tuple[Move, ...] = ()
     _transposes: dict[Mesh, Plan] = field(default_factory=dict, compare=False, repr=False)
 
     def transpose(self, mesh: Mesh) -> Plan:
-        """The exact adjoint: each move transposed, in reverse. The same object each time.
+        """Returns the exact adjoint: each move transposed, in reverse. Returns the same object each
+        time.
 
         Raises:
-            LayoutError: a move reduces a maximum or a minimum, which has no gradient.
+            LayoutError: a move reduces a max or a min, which has no gradient.
         """
         found = self._transposes.get(mesh)
         if found is None:
@@ -65,11 +66,11 @@ class Plan:
         return found
 
     def nbytes(self, mesh: Mesh, itemsize: int) -> int:
-        """Bytes that one rank (the first) sends, of elements of `itemsize` bytes."""
+        """Returns the bytes that the first rank sends, for elements of `itemsize` bytes."""
         return sum(bytes_sent(move, mesh, itemsize) for move in self.moves)
 
     def price(self, mesh: Mesh, itemsize: int = 4) -> float:
-        """Seconds of all moves and, where they have one, of their transposes."""
+        """The seconds of all moves and of those transposes that exist."""
         return sum(price_of_move(move, mesh, itemsize) for move in self.moves)
 
     def __str__(self) -> str:

@@ -1,14 +1,13 @@
-"""Rules: which ways an op allows its operands to be laid out.
+"""Rules: in which layouts an op can take its operands, and the layouts of its results.
 
-In reading order: `sentence` (the notation, names of dimensions, sentences of reshapes; what a
-sentence means for shapes: rows for one mesh axis, and work), `rule` (a sentence and its functions;
-kernels over a rank's piece), `table/` (all of them), `decompositions` (ops as other ops).
-`table/reduction_identity` says what padding is filled with.
+In reading order: `sentence` (the notation, and what it means for shapes: rows for one mesh axis,
+and work), `rule` (a sentence and its functions; kernels for a rank's piece), `table/` (all rules),
+`decompositions` (ops written as other ops).
 
-A new op is a line in a file of `table/`. If it reduces and is not linear,
-`table/reduction_identity` says what padding is; that it gives a view or draws numbers,
-`tensor/op_facts`. A sample of its calls in `testing/samples/` is what
-`python -m partita.testing.prove` holds its rule against.
+To add an op, add a line to a file of `table/`. If it reduces and is not linear, also say in
+`table/reduction_identity` which values padding gets. If it returns a view or draws random numbers,
+say so in `tensor/op_facts`. Add samples of its calls to `testing/samples/`: the prover
+(`python -m partita.testing.prove`) checks the rule with them.
 """
 
 from .rule import RULES, Arg, Decomposition, Kernel, KernelCall, KernelRule, LikeRule, Rule, rule

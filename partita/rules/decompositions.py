@@ -24,7 +24,7 @@ from .sentence import Names
 
 @own_op
 def reduced(x: torch.Tensor) -> torch.Tensor:
-    """`x`, of which nothing is partial: for a value that is used more than once."""
+    """Returns `x` with nothing Partial, for a value that is used more than once."""
     return x.view_as(x)
 
 
@@ -109,7 +109,7 @@ def _derive_first_index(x: Arg, best: Arg, dim: int | None) -> KernelRule:
 
 @own_op
 def is_at_place(x: torch.Tensor, at: torch.Tensor, dim: int) -> torch.Tensor:
-    """For each element of `x`: is `at` (of size 1 along `dim`) its place along `dim`?"""
+    """True for each element of `x` whose position along `dim` is `at` (of size 1 along `dim`)."""
     return _is_at_place(x, at, dim, 0)
 
 
@@ -142,7 +142,7 @@ def amax(x: Any, dim: Dim = None, keepdim: bool = False, sign: int = 1) -> Any:
 
 
 def argmax(x: Any, dim: int | None = None, keepdim: bool = False, sign: int = 1) -> Any:
-    """Where the maximum is: the first place, of equals."""
+    """Returns the position of the maximum; of equal values, the first."""
     best = partial_max(x, dim, True, sign)
     at = first_index(x.detach(), best, dim)
     return at if keepdim else reduced(at).squeeze(Names.of(x.ndim).dims(dim))
@@ -321,7 +321,9 @@ def batch_norm(
 
 @own_op
 def target_weight(target: torch.Tensor, weight: Any, ignore_index: int) -> torch.Tensor:
-    """What a mean loss is divided by: the weights of all targets that are not ignored."""
+    """Returns the divisor of a mean loss: the sum of the weights of all targets that are not
+    ignored.
+    """
     kept = target != ignore_index
     if weight is None:
         return kept.sum()
@@ -343,8 +345,10 @@ def _reduce_loss(loss: Any, target: Any, weight: Any, ignore_index: int, reducti
 
 
 def make_mean_loss(loss: Any) -> Any:
-    """The mean of a loss of classes of which each rank has all, given by index, by torch's own
-    kernel: the sum of a rank's samples, over the weight of all."""
+    """Returns the mean of a loss over classes given by index, where each rank has all classes.
+
+    It is the sum of the rank's samples by torch's own kernel, divided by the weight of all samples.
+    """
 
     def run_in_wide_dtype(
         x: Any,

@@ -28,12 +28,12 @@ Kernel = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Arg:
-    """What a rule sees of a tensor: its global shape, and how each dimension is split.
+    """A tensor as rules see it: its global shape, and how each dimension is split.
 
     Attributes:
         shape: global, in elements.
         split: for each dimension the number of ranks that it is split over (1: whole).
-        pending: is any mesh axis holding shares?
+        pending: True if the tensor is Partial on any mesh axis.
     """
 
     shape: tuple[int, ...]
@@ -50,10 +50,10 @@ class Arg:
         return Names.of(len(self.shape))
 
     def is_split(self, dim: int | Sequence[int] | None = None) -> bool:
-        """Is one of the dimensions that `dim` means (None: any) split over ranks?
+        """True if one of the dimensions that `dim` means (None: any) is split over ranks.
 
-        Not where there is no element: whole is what every rank has, and torch's own kernel says
-        what is made of nothing.
+        False if the dimension has no elements: every rank then has the whole value, and torch's own
+        kernel returns the right result for an empty input.
         """
         dims = self.names.dims(dim)
         if not self.split or any(self.shape[d] == 0 for d in dims):
@@ -63,15 +63,15 @@ class Arg:
 
 @dataclass(frozen=True)
 class KernelCall:
-    """What a local kernel is told about the one rank that it runs on.
+    """The data of one rank for which a local kernel is made.
 
     Attributes:
         run: the function itself.
-        shapes: the global shape of each operand (None where absent or a number).
-        outputs: this rank's local shape of each output; a size that only the kernel can tell is -1.
+        shapes: the global shape of each operand (None if absent or a number).
+        outputs: this rank's local shape of each output; -1 for a size that only the kernel knows.
         pieces: for each split name `(offset, length, size)` in elements: this rank's piece of it.
-        share: given a name and what makes a tensor, the tensor that was made under that name, as
-            long as somebody keeps it.
+        share: `share(name, make)` returns the tensor that was made under this name, as long as it
+            is alive; otherwise it calls `make`.
     """
 
     run: Kernel
@@ -81,23 +81,24 @@ class KernelCall:
     share: Callable[[tuple[Any, ...], Callable[[], Any]], Any] = lambda name, make: make()
 
     def is_split(self, *names: str) -> bool:
-        """Is one of `names` split over ranks?"""
+        """True if one of `names` is split over ranks."""
         return any(n in self.pieces for n in names)
 
 
 @dataclass(frozen=True)
 class KernelRule:
-    """A sentence, and the kernel that a rank runs instead of the function itself.
+    """A sentence, and a kernel that a rank runs instead of the function itself.
 
     Attributes:
         text: the sentence.
-        local: given the `KernelCall`, a kernel with the function's own signature that takes and
-            returns plain local tensors (it may be `call.run` with other arguments), or None to run
-            the function itself.
-        keeps: a name that stays split over an axis that splits it in the first operand, whatever
-            else would cost less.
-        beyond: may the kernel take what pads a piece, in a captured step, for what is behind it?
-        work: as `work_of` reads it, for an op whose sentence does not show its products.
+        local: a function of the `KernelCall`. It returns a kernel with the function's own signature
+            on plain local tensors (possibly `call.run` with other arguments), or None to run the
+            function itself.
+        keeps: a name that stays split over an axis that splits it in the first operand, even if
+            another row costs less.
+        beyond: True if the kernel, in a captured step, may read the padding of a piece as the
+            elements that follow it.
+        work: the products of an op whose sentence does not show them, in the notation of `work_of`.
     """
 
     text: str
@@ -131,10 +132,11 @@ class LikeRule:
 
 @dataclass(frozen=True)
 class Rule:
-    """What is known of a function: a fixed sentence, or a function of its declared arguments.
+    """The rule of a function: a fixed sentence, or a function of its declared arguments.
 
     Attributes:
-        must_fit: is it an error if a call does not fit it? Else its operands are gathered.
+        must_fit: True raises an error for a call that the rule does not fit. False gathers the
+            operands of such a call.
     """
 
     name: str
@@ -144,7 +146,7 @@ class Rule:
     must_fit: bool = False
 
     def ask(self, *args: Any, **kwargs: Any) -> Any:
-        """What the rule's function says of these arguments, those that it declares.
+        """Returns what the rule's function returns for these declared arguments.
 
         Raises:
             LayoutError: as `check_given`.
@@ -154,8 +156,10 @@ class Rule:
         return self.derive(*args, **kwargs)
 
     def check_given(self, count: int, names: Container[str]) -> None:
-        """Raise LayoutError if the rule declares a parameter without a default that a call with so
-        many declared arguments by place, and these by name, does not give."""
+        """Raise LayoutError if a required parameter of the rule is missing from a call.
+
+        The call passes so many declared arguments by position, and these by name.
+        """
         for p in self.params[count:]:
             is_required = p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
             if is_required and p.name not in names:
@@ -175,14 +179,14 @@ ON_NEW_RULE: list[Callable[[], None]] = []
 
 
 def teach_rule(function: Callable[..., Any], taught: Rule) -> None:
-    """Have a function be known by this rule from now on; plans that were made without it go."""
+    """Register a rule for a function, and drop plans that were made without it."""
     RULES[function] = taught
     for forget in ON_NEW_RULE:
         forget()
 
 
 def _name_of(function: Any) -> str:
-    """Its name; what `torch.library.custom_op` makes has only that of its operator."""
+    """Returns the name of a function; of a `torch.library.custom_op`, the name of its operator."""
     name = getattr(function, "__name__", None) or getattr(function, "_name", "")
     return str(name or function).removesuffix(".default")
 
@@ -243,12 +247,15 @@ def _names_in(function: FunctionType) -> set[str]:
 
 
 def table_rule(*what: Any) -> Any:
-    """`rule`, of partita's own: the operands of a call that it does not fit are gathered."""
+    """Registers a rule of partita's own. Unlike with `rule`, calls that it does not fit gather
+    operands.
+    """
     return _register_rule(what, must_fit=False)
 
 
 def read_signature(takes: str) -> inspect.Signature:
-    """The signature that a text says, `"input dim=-1"` or `"*tensors indexing=None"`."""
+    """Returns the signature that a text describes: `"input dim=-1"` or `"*tensors indexing=None"`.
+    """
     kind: Any = inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = []
     for word in takes.split():
@@ -262,8 +269,10 @@ def read_signature(takes: str) -> inspect.Signature:
 
 
 def rule_by_name(takes: str, *functions: Any) -> Callable[[Callable[..., Any]], None]:
-    """Decorates what derives the rule of functions with these parameters, from the arguments in a
-    dictionary: for functions whose parameters differ more than their sentences."""
+    """Decorates a function that derives the rule from a dictionary of the arguments.
+
+    For several functions whose parameters differ more than their sentences.
+    """
     signature = read_signature(takes)
 
     def register_derivation(derive: Callable[..., Any]) -> None:
@@ -279,8 +288,10 @@ def rule_by_name(takes: str, *functions: Any) -> Callable[[Callable[..., Any]], 
 
 
 def decomposed(takes: str, *functions: Any) -> Callable[[Kernel], Kernel]:
-    """Decorates what functions are written as, in other ops; of what they take, `takes` tells calls
-    apart."""
+    """Decorates a function that computes `functions` by other ops.
+
+    `takes` names the parameters that distinguish calls.
+    """
 
     def register_decomposition(run: Kernel) -> Kernel:
         rule_by_name(takes, *functions)(lambda given: Decomposition(run))
@@ -409,9 +420,10 @@ def connected_zeros(input: Any, shape: Sequence[int]) -> Any:
 
 
 def empty_piece_kernel(name: str) -> Callable[[KernelCall], Kernel | None]:
-    """The kernel of an op that cannot take a first dimension, called `name`, of no elements.
+    """Returns the kernel of an op that fails if its first dimension, called `name`, has no
+    elements.
 
-    A rank without any runs it on one, and drops the result.
+    A rank without elements runs it on one dummy element, and drops the result.
     """
 
     def make_empty_piece_kernel(call: KernelCall) -> Kernel | None:

@@ -57,12 +57,12 @@ class Dim:
 
 @dataclass(frozen=True)
 class Term:
-    """One tensor's dimensions.
+    """The dimensions of one tensor.
 
     Attributes:
-        reduce: how an output takes the names that it lacks.
-        said: did the sentence say `sum`, so that it holds of an op that is not linear too?
-        index: may this operand never be shares?
+        reduce: how an output reduces the names that it lacks.
+        said: True if the sentence says `sum`, so that it also holds for an op that is not linear.
+        index: True if this operand must never be Partial.
     """
 
     dims: tuple[Dim, ...]
@@ -186,7 +186,9 @@ class Names(tuple[str, ...]):
         return found if self else ()  # torch lets a tensor of no dimensions have dim 0
 
     def without(self, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Names:
-        """What is left when `dim` is reduced; with `keepdim` a `1` stands in its place."""
+        """Returns the names without `dim`, as a reduction does; with `keepdim`, `1` replaces each
+        of them.
+        """
         gone = self.dims(dim)
         if keepdim:
             return Names("1" if i in gone else n for i, n in enumerate(self))
@@ -287,7 +289,8 @@ def _split_into_sections(
 
 
 def _find_common_cuts(ins: tuple[int, ...], outs: tuple[int, ...]) -> tuple[int, ...] | None:
-    """How many steps lie outside each boundary, rising; None where the boundaries do not nest."""
+    """Returns how many steps lie outside each boundary, in rising order; None if they do not nest.
+    """
     if 0 in ins or 0 in outs:
         return None
     found = set()
@@ -404,10 +407,10 @@ def _drop_absent_operands(group: Products, absent: frozenset[int]) -> Products:
 def _find_partial_addends(
     groups: Sequence[Products], where: Sequence[int | None], able: frozenset[int]
 ) -> Iterator[frozenset[int]]:
-    """Which operands must be shares when a split name is summed over.
+    """Yields the sets of operands that must be Partial if a split name is summed over.
 
-    Just one linear group must have the name, and those of its addends that lack it would be counted
-    once per rank, unless they are shares themselves. Nothing where there is no such group.
+    Exactly one linear group must have the name. Addends of it that lack the name would be counted
+    once per rank unless they are Partial. If there is no such group, nothing is yielded.
     """
     having = [
         g for g in groups if g.linear and any(where[i] is not None for p in g.products for i in p)
@@ -474,14 +477,16 @@ class Bound:
     even: frozenset[str]
 
     def can_split(self, name: str, parts: int) -> bool:
-        """May `name` be cut into `parts` pieces (the product of all axes that split it)?
+        """True if `name` can be cut into `parts` pieces (the product of all axes that split it).
 
-        A name that is joined with others into one dimension, or marked `%`, is cut evenly only.
+        A name that is joined with others into one dimension, or marked `%`, can only be cut evenly.
         """
         return name not in self.even or self.sizes[name] % parts == 0
 
     def output_shape(self, i: int, local: tuple[int, ...]) -> tuple[int, ...]:
-        """Output i's global shape; sizes that no name tells come from the `local` result."""
+        """Returns output i's global shape. Sizes that no name determines come from the `local`
+        result.
+        """
         shape = []
         for d, dim in enumerate(self.outputs[i]):
             known = all(n in self.sizes for n in dim.names)
@@ -552,7 +557,7 @@ def _find_ellipsis(term: Term) -> int | None:
 
 
 def _find_broadcast_sizes(sentence: Sentence, operands: tuple[Operand, ...]) -> tuple[int, ...]:
-    """The broadcast sizes that `...` stands for."""
+    """Returns the broadcast sizes of the dimensions that `...` matches."""
     longest: tuple[int, ...] = ()
     for term, operand in zip(sentence.terms, operands, strict=True):
         if operand is None or isinstance(operand, _Number):
@@ -633,11 +638,11 @@ class Work:
 
 
 def work_of(bound: Bound, said: Sequence[str] = ()) -> tuple[Work, ...]:
-    """The products of an op; none if it is no such op, or has nothing to multiply.
+    """Returns the products of an op; empty if it computes none, or its operands have no elements.
 
     Args:
-        said: the names of each product, and numbers, with which it is as large as they are together
-            (`"... q k d"`; a name in `[ ]` spreads it, but makes it no larger); if there are none
+        said: for each product its names, and numbers by which the product is larger: `"... q k d"`.
+            A name in `[ ]` distributes the work but does not make it larger. If there are none,
             they are read from the sentence.
     """
     terms = bound.sentence.terms

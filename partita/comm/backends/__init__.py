@@ -1,11 +1,10 @@
-"""Backends: what a kind of process group does in ways of its own. No other room knows one by name.
+"""Backends: what one kind of process group does differently. No other package names a backend.
 
-In reading order: `backend` (what a transport and a graph ask of one, and the answers of one that is
-best used as it is), `gloo` (those of Gloo, and what ranks compare over, apart from their tensors).
-A new one is a subclass of `Backend` in a file of its own, which says what differs, a line of
-`backend_of`, which chooses by a mesh's device type and the process groups of the job, and one of
-`backend_named`, for meshes without peers. What its device does otherwise stands in `comm/device`.
-Whatever the backend, ranks compare what they do over Gloo.
+In reading order: `backend` (the interface, with defaults for a backend that needs no changes),
+`gloo` (Gloo, and the groups over which ranks compare). To add one, write a subclass of `Backend` in
+its own file. Add a line to `backend_of`, which chooses by a mesh's device type and the process
+groups of the job, and one to `backend_named`, for meshes without peers. What depends on the device
+belongs to `comm/device`. With every backend, ranks compare what they do over Gloo.
 """
 
 from __future__ import annotations
@@ -35,11 +34,12 @@ def backend_of(device_type: str, native: Native = begin_in_group) -> Backend:
 
 
 def backend_named(name: str, device_type: str, native: Native = begin_in_group) -> Backend:
-    """What is known of a backend by its name, as torch has it: "gloo", "cpu:gloo,cuda:nccl"; "" for
-    one that holds nothing beside its operands.
+    """Returns the backend with this name, as torch has it: "gloo", "cpu:gloo,cuda:nccl".
+
+    "" means a backend that needs no memory beside its operands.
 
     Raises:
-        ValueError: no backend of torch's has this name.
+        ValueError: torch has no backend of this name.
     """
     parts = [part.strip().lower().rpartition(":") for part in name.split(",")]
     known = {*dist.Backend.backend_list, "", "undefined"} if dist.is_available() else {"", "gloo"}

@@ -1,7 +1,7 @@
-"""Backends: how collectives of a kind of process group begin, end, and stand in a graph.
+"""Backends: how collectives of a kind of process group begin, end, and appear in a graph.
 
-The process group's own methods are called, which torch's public collectives end in: the functional
-ones cost more than the whole of `carry` (a dispatcher op, an async wrapper and its wait).
+They call the process group's own methods, which torch's public collectives call in the end. The
+functional collectives cost more than all of `carry` (a dispatcher op, an async wrapper, its wait).
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Backend:
         self.native = native
 
     def way_of_sum(self, x: torch.Tensor, n: int) -> WayOfSum:
-        """How an all-reduce sums `x` over `n` ranks."""
+        """Returns how an all-reduce sums `x` over `n` ranks."""
         return "own"
 
     # -- memory beside the operands, while a collective is under way -------------------------------
@@ -95,9 +95,11 @@ class Backend:
     def begin(
         self, group: dist.ProcessGroup, out: torch.Tensor, x: torch.Tensor, request: Request
     ) -> PendingWork:
-        """Begin to fill `out` with what `request` makes of the group's `x`, and go on while the
-        program computes. `x` of an all_gather may lie in `out`; a sum is made in the dtype of
-        `out`. An all_gather that is waited for at once is `native`."""
+        """Begin to fill `out` with the result of `request` on the group's `x`, and return at once.
+
+        `x` of an all_gather may lie in `out`. A sum is made in the dtype of `out`. An all_gather
+        that is waited for at once uses `native`.
+        """
         if request.kind == "reduce_scatter" and out.dtype != x.dtype:
             return self.exchange_and_sum(group, out, x, request)
         return self.native(group, out, x, request)

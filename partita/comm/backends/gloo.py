@@ -1,15 +1,15 @@
-"""Gloo, whose waits block the processor, and which does some collectives slowly.
+"""Gloo, whose waits block the processor, and which runs some collectives slowly.
 
-- Its reduce-scatter is an all-reduce of which most is thrown away. Here ranks exchange shares and
-  each adds up its piece in rank order: half the bytes.
-- Its all-reduce is a ring that starts each piece at another rank, so that sums of more than two
-  ranks are other bits than a reduce-scatter's. In a narrow dtype, and under
-  `torch.use_deterministic_algorithms(True)`, shares are exchanged instead, and a sum is the same
-  bits in every collective.
+- Its reduce-scatter is an all-reduce of which most is discarded. Here ranks exchange shares, and
+  each rank sums its piece in rank order. This sends half the bytes.
+- Its all-reduce is a ring that starts each piece at another rank. With more than two ranks the bits
+  of its sums differ from those of a reduce-scatter. So narrow dtypes, and programs under
+  `torch.use_deterministic_algorithms(True)`, exchange shares instead. A sum then has the same bits
+  in every collective.
 - Its all-gather is a ring, which takes twice the processor time of a broadcast from each rank.
 
-Exchanges are `alltoall_base`, which Gloo's own threads run. Sends and receives posted one by one
-would wait for what the pair is already sending.
+Exchanges are `alltoall_base`, which Gloo's own threads run. Sends and receives that are posted one
+by one would wait for what the pair is already sending.
 """
 
 from __future__ import annotations
@@ -39,8 +39,12 @@ class Gloo(Backend):
     runs_in_streams = False
 
     def way_of_sum(self, x: torch.Tensor, n: int) -> WayOfSum:
-        """Of two ranks, a + b is b + a: Gloo's ring gives the same bits, and sends as much. Of more
-        it starts each piece at another rank, and in a narrow dtype rounds at each."""
+        """Returns how an all-reduce sums: small sums by gathering, exact sums by exchange, others
+        by Gloo.
+
+        For two ranks a + b is b + a: Gloo's ring gives the same bits, and sends as much. For more
+        ranks it starts each piece at another rank, and in a narrow dtype rounds at each.
+        """
         if x.nbytes <= _SMALL:
             return "gather"
         narrow = x.is_floating_point() and x.element_size() < 4
@@ -136,15 +140,15 @@ TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
 
 
 def can_compare() -> bool:
-    """Was this torch built with Gloo?"""
+    """True if this torch was built with Gloo."""
     return dist.is_available() and dist.is_gloo_available()
 
 
 def rendezvous_group(name: str, ranks: Sequence[int], limit: timedelta) -> Any:
-    """A new group of some ranks of the job, which find each other by `name`.
+    """Returns a new group of some ranks of the job, which find each other by `name`.
 
-    Not `new_group`: it names a group by how many groups its rank is in already, which may differ
-    between the ranks.
+    `new_group` does not serve: its name for a group is the number of groups that a rank is in
+    already, which may differ between the ranks.
     """
     store = dist.PrefixStore(name, dist.group.WORLD.get_group_store())  # type: ignore[union-attr]
     return dist.ProcessGroupGloo(store, ranks.index(dist.get_rank()), len(ranks), limit)

@@ -79,7 +79,9 @@ def _causal(call: KernelCall) -> Kernel | None:
 def _make_causal_mask(
     query: torch.Tensor, key: torch.Tensor, first: int | torch.Tensor
 ) -> torch.Tensor:
-    """What hides the keys after each of some queries, of which the first is number `first`."""
+    """Returns the mask that hides the keys after each query. `first` is the number of the first
+    query.
+    """
     if isinstance(first, torch.Tensor):  # in a captured step, whose graph is one for all ranks
         first = first.to(query.device)
     places = torch.arange(query.shape[-2], device=query.device) + first

@@ -27,7 +27,7 @@ from ..rule import table_rule as rule
 
 
 def _register_conv(takes: str, transposed: bool, *functions: Any) -> None:
-    """Tie to convolutions, of which the first four parameters are the same, their sentence."""
+    """Register the sentence of convolutions whose first four parameters are the same."""
 
     @rule_by_name(takes, *functions)
     def derive_conv(given: dict[str, Any]) -> KernelRule:
@@ -54,7 +54,7 @@ def _register_conv(takes: str, transposed: bool, *functions: Any) -> None:
 
 
 def _make_conv_kernel(call: KernelCall) -> Kernel | None:
-    """A convolution of this rank's groups, and of no sample where it has none."""
+    """Returns a convolution of this rank's groups; also for a rank without samples."""
     empty = call.is_split("n") and not call.pieces["n"][1]
     run = with_dummy_row(call.run) if empty else call.run
     if not call.is_split("g"):

@@ -1,9 +1,10 @@
-"""Indices: ops that read or write the places of a tensor that numbers or another tensor name.
+"""Indexing: ops that read or write positions of a tensor that numbers or another tensor name.
 
-What is not indexed may stay split. An int picks from a split dimension as a contraction does: the
-rank that has the place gives it, the others zeros. So does one tensor of integers, and so are the
-rows of a table looked up. A mask is first made integers (its dtype, which no rule sees, tells that
-it is one): how many places it has depends on its values, and so must not be part of a plan.
+A dimension that is not indexed may stay split. An int selects from a split dimension as a
+contraction does: the rank that has the position returns its value, the others zeros. One tensor of
+integers does the same, and so does looking up the rows of a table. A mask is first converted to
+integers, because the number of its positions depends on its values and cannot be part of a plan.
+(Whether it is a mask follows from its dtype, which no rule reads.)
 """
 
 from __future__ import annotations
@@ -360,7 +361,8 @@ def make_pick_kernel(
 
 
 def _by_kind(input: Any, index: Any) -> Any:
-    """x[index] with masks made integers, and what tensors of no dimensions pick picked first."""
+    """Returns the arguments of x[index] with masks converted to integers, and 0-d tensors applied.
+    """
     entries = _entries_of_index(index)
     input, entries = _at_numbers(input, entries)
     pattern: list[Any] = []
@@ -385,9 +387,9 @@ def _by_kind(input: Any, index: Any) -> Any:
 
 
 def _at_numbers(input: Any, entries: list[Any]) -> tuple[Any, list[Any]]:
-    """Take the places that integers in tensors of no dimensions say, as torch does: before others.
+    """Apply the 0-d integer tensors of an index first, as torch does.
 
-    Their values are not read, so that a captured step may have them.
+    Their values are not read, so that this works in a captured step.
     """
     used = [_dims_used(e) for e in entries]
     left, d, end = [], 0, input.ndim - sum(used)
@@ -409,7 +411,9 @@ def _dims_used(e: Any) -> int:
 
 @own_op
 def picked(input: torch.Tensor, pattern: tuple[Any, ...], *tensors: torch.Tensor) -> torch.Tensor:
-    """input[pattern], in which each "index" stands for the next of `tensors`."""
+    """Returns input[pattern], where each "index" in the pattern is replaced by the next of
+    `tensors`.
+    """
     rest = iter(tensors)
     return input[tuple(next(rest) if isinstance(e, str) else e for e in pattern)]
 
@@ -466,7 +470,7 @@ def _look_up(weight: Any, index: Any, padding_idx: Any = None) -> Any:
 
 
 def _rows_of(weight: Any, index: Any, piece: Any, padding_idx: Any) -> Any:
-    """Rows of this rank's piece of the table, 0 for what is not in it."""
+    """Returns rows of this rank's piece of the table; 0 for rows of other ranks."""
     offset, length, size = piece
     at, away = index_in_piece(index, piece)
     if not length:
@@ -484,7 +488,8 @@ def _rows_of(weight: Any, index: Any, piece: Any, padding_idx: Any) -> Any:
 
 
 def _renormalize_first(lookup: Kernel) -> Decomposition:
-    """First bring the rows that are read to `max_norm`, in the table itself; then `lookup`."""
+    """Returns a decomposition that scales the rows to `max_norm` in the table, then calls `lookup`.
+    """
     takes = inspect.signature(lookup)
 
     def run(*args: Any, **kwargs: Any) -> Any:

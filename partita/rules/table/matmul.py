@@ -54,10 +54,10 @@ def inner(input: Arg, other: Arg) -> str:
 
 
 def _register_sum_with_product(takes: str, product: str, function: Any) -> None:
-    """Tie to a function, which adds `input` to a product, the sentence of both.
+    """Register the sentence of a function that adds `input` to a product.
 
-    What is added is broadcast to the result. It may have no names at all: the sentence says "+" at
-    its beginning, so that this can be read.
+    `input` is broadcast to the result. It may have no names at all; a leading "+" keeps the
+    sentence readable in this case.
     """
     out = product.partition(" -> ")[2]
 
@@ -286,8 +286,11 @@ def _name_aligned_dim(name: str, x: Arg, dim: int) -> str:
 
 
 def _make_kernel_factory(ours: int | None, theirs: int | None, result: int | None) -> Any:
-    """The kernel; `ours`, `theirs` and `result` are the dimensions of grouped rows of both factors
-    and of what comes out, None where it has none."""
+    """Returns the factory of kernels for grouped rows.
+
+    `ours`, `theirs` and `result` are the dimensions of grouped rows of the two factors and of the
+    result; None if it has none.
+    """
 
     def local(call: KernelCall) -> Kernel | None:
         if not call.is_split("t", "g"):

@@ -1,10 +1,10 @@
-"""Normalization and losses: what is reckoned over all samples, or over all of a dimension.
+"""Normalization and losses: ops that compute a statistic over all samples, or over a dimension.
 
-A mean over a split batch is the sum of all losses over the number of all elements: the local
-kernels here know that number, so the result is a share of the mean. The functions of
-torch.nn.functional are entered; what is here are the builtins behind them, whose `reduction` is
-0 (none), 1 (mean) or 2 (sum). Where it is not given there is no rule: builtins have another default
-in Python than in C++.
+A mean over a split batch is the sum of all losses divided by the number of all elements. The local
+kernels here know that number, so each rank's result is a share of the mean. Functions of
+torch.nn.functional are entered; the rules here are for the builtins that they call, whose
+`reduction` is 0 (none), 1 (mean) or 2 (sum). If it is not passed there is no rule, because the
+default of a builtin differs between Python and C++.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..sentence import SentenceError, bind, parse
 
 
 def _format_affine_terms(weight: Any, bias: Any, names: str) -> str:
-    """The terms of a scale and a shift, either of which may be missing."""
+    """Returns the terms of a scale and a shift, either of which may be missing."""
     count = (weight is not None) + (bias is not None)
     return f", {'+ ' * (count == 1)}{' + '.join([names] * count)}" if count else ""
 
@@ -121,11 +121,11 @@ _n = torch._C._nn
 
 
 def _register_loss(takes: str, text: str, *functions: Any) -> None:
-    """Tie to losses what they are computed from, and what they are where they are not reduced.
+    """Register the sentences of losses, from the sentence that they have without reduction.
 
     Args:
         takes: the parameters before `reduction`.
-        text: the sentence of no reduction. Operands that are not given are its last ones.
+        text: the sentence without reduction. Operands that are not passed are its last ones.
     """
     terms, _, out = text.partition(" -> ")
     at = len(takes.split())

@@ -120,7 +120,7 @@ def allclose(x: Any, y: Any, *args: Any, **kwargs: Any) -> bool:
 
 
 def is_linear_cast(dtype: Any) -> bool:
-    """Is a cast to `dtype` linear? None is no cast."""
+    """True if a cast to `dtype` is linear. None means no cast."""
     return dtype is None or dtype.is_floating_point or dtype.is_complex
 
 

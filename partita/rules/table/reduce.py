@@ -109,7 +109,9 @@ dim_rule(_DIMS, "{x} -> min {left}", torch.all)
 
 
 def _make_moments_kernel(pick: Callable[[Any, Any], Any]) -> Kernel:
-    """var, std and the like; `pick` takes what is asked for from (mean, variance)."""
+    """Returns a kernel of var, std and similar ops; `pick` selects the result from (mean,
+    variance).
+    """
 
     def run(
         input: Any,

@@ -1,9 +1,9 @@
-"""Reduction identities: what may stand in padding, so that a reduction over it is as without it.
+"""Reduction identities: values for padding that do not change the result of a reduction.
 
 While a step is captured, shards are padded to equal size. An op that keeps a split name computes
-something of the padding that nobody reads. One that reduces the name must not see it: before it
-runs, its operands get values there that add nothing. Where the op is linear, which its sentence
-says, that is 0; where it is not, it is in a table, `IDENTITIES`. Of others nothing is known.
+values for the padding that nobody reads. An op that reduces the name must not count the padding, so
+its operands get neutral values there before it runs. For a linear op (its sentence says so) that is
+0. For others the table `IDENTITIES` has the value. Ops that are in neither have no known value.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Asked = Callable[[Sequence[Any], dict[str, Any]], Identity]
 
 
 def argument_getter(place: int, name: str, default: Any) -> Asked:
-    """What gives the argument of this place and name of a call; `default` where it is not given."""
+    """Returns a function that reads the argument at this position or with this name from a call."""
     return lambda args, kwargs: args[place] if place < len(args) else kwargs.get(name, default)
 
 
@@ -102,11 +102,12 @@ class PaddingFill:
 
 
 def find_padding_fills(rule: Rule, bound: Bound, padded: Sequence[str]) -> list[PaddingFill] | None:
-    """What to put into the operands' padding along the names `padded` before the op runs.
+    """Returns the values that the operands' padding along the names `padded` needs before the op
+    runs.
 
     Returns:
-        None where the op reduces one of them and nothing is known of it, or an operand that has to
-        get a value cannot.
+        None if the op reduces one of these names with an unknown identity, or if an operand cannot
+        get the value that it needs.
     """
     found: list[PaddingFill] = []
     for name in padded:
@@ -141,7 +142,7 @@ def _broadcasts(bound: Bound, *operands: int) -> bool:
 
 
 def _find_reduction(bound: Bound, name: str) -> str | None:
-    """How an output that lacks `name` has reduced it; None if all have it."""
+    """Returns how an output that lacks `name` reduces it; None if all outputs have it."""
     for dims, term in zip(bound.outputs, bound.sentence.outputs, strict=True):
         if not any(name in dim.names for dim in dims):
             return term.reduce

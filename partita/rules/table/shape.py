@@ -25,8 +25,10 @@ from .index import make_pick_kernel
 
 
 def _local_shape(run: Callable[[Any, Sequence[int]], Any]) -> Callable[[KernelCall], Kernel | None]:
-    """`run(input, shape)` with this rank's shape, where something is split: the arguments, which
-    speak of the global shape, are for the whole tensor."""
+    """Returns a factory of the kernel `run(input, shape)` with this rank's shape.
+
+    It serves if something is split, because the arguments describe the global shape.
+    """
 
     def make_shape_kernel(call: KernelCall) -> Kernel | None:
         shape = call.outputs[0]

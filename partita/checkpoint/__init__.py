@@ -1,10 +1,10 @@
 """Checkpoints: folders that a run writes and that a run on any mesh can load.
 
 In reading order: `object_state` and `optimizer_state` (state dicts of objects, by name), `state`
-(the named tensors and values in a state), `folder` (a checkpoint gets its name all at once; locks
-and checksums), `save_and_load` (with all that does not fit). Files have torch's own format:
-`dcp_format` writes them, and finds what of each a rank on another mesh has to read. Whole
-values, also for models that save themselves and for safetensors files: `full_state`.
+(the named tensors and values in a state), `folder` (atomic renaming; locks and checksums),
+`save_and_load` (with the list of mismatches). Files have torch's own format: `dcp_format` writes
+them, and finds which parts a rank on another mesh must read. `full_state`: whole values, also for
+models that save themselves and for safetensors files.
 """
 
 from .folder import is_checkpoint

@@ -1,13 +1,13 @@
-"""Torch's checkpoint format (`torch.distributed.checkpoint`): its reader, which runs no code, and
-its writer.
+"""Torch's checkpoint format (`torch.distributed.checkpoint`): a reader that runs no code, and a
+writer.
 
-A checkpoint is a folder: `.metadata` says of each name its shape, its dtype and which chunk of it
-lies where in the `.distcp` files. torch's own planners, reader and writer work on a rank's pieces
-in place of tensors. What they would trust is checked first: the metadata unpickles to nothing but
-metadata, its chunks cover each piece to be read, and each lies in a file of the folder. What ranks
-offer and have written goes from rank to rank as messages, not as pickles.
+A checkpoint is a folder. Its `.metadata` has, for each name, the shape, the dtype, and where each
+chunk is in the `.distcp` files. Torch's own planners, reader and writer work on a rank's pieces.
+What they would trust is checked first: the metadata unpickles to nothing but metadata, its chunks
+cover each piece to be read, and each is in a file of the folder. Ranks exchange what they offer and
+have written as messages, not as pickles.
 
-Imported where it is used: torch.distributed.checkpoint takes a second.
+Imported only where it is used: importing torch.distributed.checkpoint takes a second.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class _NotRead(Exception):
 
 
 def _is_piece_covered(items: Sequence[ReadItem], sizes: Sequence[int]) -> bool:
-    """Do the boxes that these items fill cover a piece of these sizes?"""
+    """True if the boxes that these items fill cover a piece of these sizes."""
     total = torch.Size(sizes).numel()
     if len(items) <= 1 or total == 0:
         return sum(item.lengths.numel() for item in items) >= total
@@ -208,7 +208,7 @@ class Reader(FileSystemReader):
         return self.metadata
 
     def describe(self) -> dict[str, tuple[tuple[str | int, ...], torch.Size | None, Any]]:
-        """By name, the keys on the way to what is stored, and a tensor's size and dtype."""
+        """Returns by name the path of keys to each stored value, and a tensor's size and dtype."""
         paths = self.metadata.planner_data or {}
         found: dict[str, tuple[tuple[str | int, ...], torch.Size | None, Any]] = {}
         for name, stored in self.metadata.state_dict_metadata.items():
@@ -219,7 +219,7 @@ class Reader(FileSystemReader):
 
     @property
     def is_ours(self) -> bool:
-        """Whether `pt.save` wrote it, with checksums."""
+        """True if `pt.save` wrote it, with checksums."""
         about = self.metadata.storage_meta
         return str(getattr(about, "save_id", "")).startswith(MARK)
 
@@ -269,7 +269,7 @@ class Reader(FileSystemReader):
 
 
 def _problem_of(metadata: Any) -> str | None:
-    """What is wrong with unpickled metadata; None where nothing is."""
+    """Returns what is wrong with unpickled metadata, or None."""
     if not isinstance(metadata, Metadata):
         return f"it holds a {type(metadata).__name__}"
     try:
@@ -367,9 +367,10 @@ class Offer:
     """A piece of a tensor, or a value, that a rank can write.
 
     Attributes:
-        name: of the tensor or value; `path`, the keys on the way to it.
-        region, shape, dtype: of a piece: where it lies in its tensor, and of which shape and dtype
-            that is. None of a value.
+        name: the name of the tensor or value.
+        path: the keys that lead to it.
+        region, shape, dtype: for a piece: its position in the tensor, and the tensor's shape and
+            dtype. None for a value.
     """
 
     name: str
@@ -380,7 +381,7 @@ class Offer:
 
     @property
     def kind(self) -> str:
-        """What must be equal on all ranks that offer something by one name."""
+        """A text that must be equal on all ranks that offer something under one name."""
         return "no tensor" if self.region is None else f"{self.dtype} {self.shape}"
 
     def make_item(self) -> WriteItem:
@@ -394,7 +395,7 @@ class Offer:
 
 
 def offer_piece(name: str, piece: Piece, path: tuple[str | int, ...] = ()) -> list[Offer]:
-    """What a rank that holds `piece` offers to write: it, or nothing where it is empty."""
+    """Returns what a rank with `piece` offers to write: the piece, or nothing if it is empty."""
     shape = tuple(piece.shape)
     return [
         Offer(name, path, piece.region, shape, piece.local.dtype)
@@ -415,9 +416,9 @@ class SavePieces(DefaultSavePlanner):
         self._pieces, self._values = pieces, values
 
     def divide(self, offered: list[list[Offer]]) -> tuple[list[list[int]], Metadata]:
-        """For each rank, the indices of what it is to write of what it offers; and the metadata.
+        """Returns the indices of the offers that each rank writes, and the metadata.
 
-        Of a piece that several ranks offer, the one that has the least to write so far writes it.
+        If several ranks offer a piece, the one with the least to write so far writes it.
 
         Raises:
             ValueError: ranks disagree about a shape, a dtype or a kind of value, or no rank of

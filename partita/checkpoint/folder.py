@@ -1,11 +1,11 @@
-"""Checkpoint folders: one becomes a checkpoint all at once, or not at all, and shows any damage.
+"""Checkpoint folders: a checkpoint appears completely or not at all, and damage is detected.
 
-Everything is written to a folder beside it, `.NAME.saving-*`, and flushed to the disk; then that
-folder is renamed. A checkpoint that has the name already is first renamed to `.NAME.previous`,
-where `find_checkpoint` finds it if the process is killed at that very moment. Jobs that save to one
-name do so one after the other (`.NAME.lock`), and a name changes hands while nobody reads
-(`.NAME.reading`). `.checksums`, which torch ignores, has the CRC-32 of `.metadata`, of each chunk
-in each file, and of itself.
+Everything is written to a folder beside it, `.NAME.saving-*`, and flushed to the disk. Then that
+folder is renamed. An existing checkpoint of this name is first renamed to `.NAME.previous`. If the
+process is killed at that moment, `find_checkpoint` finds it there. Jobs that save to one name take
+turns (`.NAME.lock`), and a name is not replaced while somebody reads it (`.NAME.reading`).
+`.checksums`, which torch ignores, has the CRC-32 of `.metadata`, of each chunk in each file, and of
+itself.
 """
 
 from __future__ import annotations
@@ -291,7 +291,8 @@ def lock_for_reading(home: Path, *, shared: bool = True) -> Lock:
 
 
 def find_checkpoint(home: Path) -> Path:
-    """The folder of the checkpoint `home`: `home`, or beside it if a save was killed as it renamed.
+    """Returns the folder of the checkpoint `home`: `home`, or the one beside it after a killed
+    save.
 
     Raises:
         ValueError: there is none.

@@ -1,15 +1,15 @@
 """Whole values of a model and its optimizer, and back: state dicts and safetensors files.
 
-For programs that know no layouts: files of other programs, a copy on one device, and
-`save_pretrained` of transformers, diffusers, peft and hub mixins, which write the memory of a
-model's tensors. Tensors are gathered one after the other, so that no rank holds more of the model
-than it is asked to return. All ranks call `save_pretrained`; on one the values stand in the model
-in place of its pieces while the library's own method runs, and the others wait.
+For programs without layouts: files of other programs, a copy on one device, and `save_pretrained`
+of transformers, diffusers, peft and hub mixins, which writes the memory of a model's tensors.
+Tensors are gathered one after the other, so that no rank holds more of the model than it returns.
+All ranks call `save_pretrained`. On one rank the model holds whole values in place of its pieces
+while the library's own method runs; the others wait.
 
-A safetensors file is eight bytes with the length of a header, the header (JSON: of each name the
-dtype, the shape and the place of its bytes) and the bytes
+A safetensors file is eight bytes with the length of a header, the header (JSON: for each name the
+dtype, the shape and the position of its bytes) and the bytes
 (https://github.com/huggingface/safetensors). It is written tensor by tensor, which the safetensors
-package does not offer, and read with the package. Files written here have checksums in the header's
+package cannot do, and read with the package. Files written here have checksums in the header's
 metadata: a CRC-32 of each tensor, and one of the header, in hexadecimal digits.
 """
 
@@ -219,7 +219,7 @@ def load_full_state_dict(
 
 
 def _describe_leaves(given: dict[str, Leaf]) -> tuple[dict[str, Stored], dict[str, Any]]:
-    """What there is to load, without the tensors; and the values."""
+    """Returns a description of what can be loaded, without the tensors; and the values."""
     values = {n: x.value for n, x in given.items() if not isinstance(x.value, torch.Tensor)}
     return {name: Stored.of(leaf.value, leaf.path) for name, leaf in given.items()}, values
 
@@ -231,7 +231,7 @@ class _WriteJob:
         self._model, self._optimizer, self._told = model, optimizer, told
 
     def check(self, strict: Strict) -> Mismatches:
-        """The mismatches. Raises what `told` is, where it is an error."""
+        """Returns the mismatches. Raises `told` if it is an error."""
         if isinstance(self._told, Exception):
             raise self._told
         self._there, self._values = self._told
@@ -289,7 +289,7 @@ def collect_model_tensors(model: nn.Module) -> dict[str, Any]:
 
 
 def _refuse_different(given: dict[str, Leaf], decide: Decide, line: str) -> None:
-    """Raise unless all ranks bring the same values, of which each keeps its piece."""
+    """Raise unless all ranks pass the same values, of which each keeps its piece."""
     tensors = {name: one.value for name, one in given.items() if torch.is_tensor(one.value)}
 
     def compare_checksums(brought: list[dict[str, Any]]) -> list[None]:
@@ -368,7 +368,7 @@ def allocate_meta_tensors(model: nn.Module, names: Container[str] | None = None)
 
 
 class _SpreadTensors:
-    """What `patch_state_dicts` asks about DTensors."""
+    """The functions on DTensors that `patch_state_dicts` needs."""
 
     def is_spread(self, x: Any) -> bool:
         return isinstance(x, DTensor)
@@ -445,8 +445,10 @@ def _spread_tensors(model: Any, state: Mapping[str, Any] | None) -> dict[int, DT
 
 
 def _find_tensor_ids(model: nn.Module, state: Mapping[str, Any]) -> dict[str, int]:
-    """The id of the model's own tensor of each name, which is one for tied names, or else of what
-    `state` has."""
+    """Returns the id of the model's tensor of each name, which is equal for tied names.
+
+    For names that the model lacks: the id of the value in `state`.
+    """
     known = collect_model_tensors(model)
     return {name: id(known.get(name, x)) for name, x in state.items()}
 

@@ -46,10 +46,11 @@ def strip_wrapper_names(name: str) -> str:
 def name_parameters(
     optimizer: torch.optim.Optimizer, modules: Sequence[tuple[KeyPath, torch.nn.Module]]
 ) -> Names:
-    """A name for each parameter: that in its module, after the module's path if there are several.
+    """Returns a name for each parameter: its name in its module, after the module's path if
+    several.
 
-    Where some parameter is in no module: the names that the optimizer was made with
-    (`AdamW(model.named_parameters())`), else the numbers that torch.optim gives.
+    If some parameter is in no module: the names that the optimizer was made with
+    (`AdamW(model.named_parameters())`), otherwise torch.optim's numbers.
     """
     found: dict[int, tuple[KeyPath, str]] = {}
     for path, module in reversed(modules):  # the first module that has a parameter names it
@@ -241,9 +242,10 @@ def _find_split_groups(where: str, groups: NamedGroups, saved: NamedGroups) -> I
 
 
 def _undo_casts(optimizer: torch.optim.Optimizer, loaded: Mapping[Any, Any]) -> None:
-    """Restore what torch casts to a parameter's dtype, or makes anew as it does, such as a deque.
+    """Restore values that torch casts to a parameter's dtype, or converts to another type.
 
-    Of "step" torch decides where it lies; and of what the optimizer itself has made another thing.
+    Not "step", whose device torch decides, and not entries that the optimizer itself makes with
+    another type.
     """
     for p, values in loaded.items():
         held = optimizer.state.get(p, {})

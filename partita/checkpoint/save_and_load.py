@@ -1,13 +1,13 @@
-"""Saving and loading of a state, by all ranks together, onto whatever mesh.
+"""Saving and loading of a state, by all ranks together, onto any mesh.
 
-Saving: each rank stages what it may write; training waits for that copy and for nothing else. Of
-pieces that several ranks hold one is written: whose turn it is, ranks compute from layouts alone.
-Rank 0 divides what is offered, so that each is written once, and gives the folder its name when all
-have written theirs. Both steps go through the control plane.
+Saving: each rank stages what it may write. Training waits only for that copy. If several ranks hold
+a piece, one of them writes it; ranks compute which one from layouts alone. Rank 0 divides what is
+offered, so that each piece is written once. It renames the folder when all ranks have written. Both
+steps go through the control plane.
 
 Loading: each rank reads what it holds, in place. Before anything is changed, mismatches are found
-from the metadata and damage by the checksums, and raised as one error, the same on every rank.
-Checkpoints of torch's own have no checksums: there each chunk is read twice.
+from the metadata, and damage by the checksums. They are raised as one error, the same on every
+rank. Checkpoints that torch wrote have no checksums: each of their chunks is read twice.
 """
 
 from __future__ import annotations
@@ -80,7 +80,10 @@ Strict = bool | Literal["state"]
 
 
 def attempt(do: Callable[[], Any]) -> Any:
-    """What `do` returns, or the error that it raises: what a rank brings to a decision of all."""
+    """Returns the result of `do()`, or the exception that it raises.
+
+    A rank passes either to a decision of all ranks.
+    """
     try:
         return do()
     except Exception as error:
@@ -201,7 +204,7 @@ class _SaveJob:
     # -- on rank 0, for all ----------------------------------------------------------------------
 
     def _divide_items(self, brought: list[tuple[Any, Path]]) -> list[tuple[list[int], Path]]:
-        """For each rank, the indices of the items that it is to write, and the folder."""
+        """Returns for each rank the indices of the items that it must write, and the folder."""
         homes = sorted({str(home) for _, home in brought})
         if len(homes) > 1:
             raise ValueError(f"ranks save to different places: {', '.join(homes)}")
@@ -264,17 +267,17 @@ Memory = dict[str, torch.Tensor]
 
 @dataclass
 class _StagedState:
-    """What one rank brings to a save.
+    """What one rank passes to a save.
 
     Attributes:
-        pieces: by name, the tensors that this rank writes, or offers to write where they are plain.
+        pieces: by name, the tensors that this rank writes; plain ones it only offers to write.
         values: by name, everything else, as torch.save writes it.
-        paths: by name, the keys on the way to it.
+        paths: by name, the keys that lead to it.
         plain: names of the tensors that every rank has whole.
         texts: by name, a value as text that is equal if the values are.
-        copies: values of Python's own types, copied, which `finish` serializes.
-        marks: by name and place, a fingerprint of each piece that several ranks hold. Taken at
-            once, since ranks that do not write the piece keep no copy.
+        copies: copied values of Python's own types, which `finish` serializes.
+        marks: by name and position, a fingerprint of each piece that several ranks hold. Taken at
+            once, because ranks that do not write the piece keep no copy.
     """
 
     pieces: dict[str, Piece] = field(default_factory=dict)
@@ -310,12 +313,13 @@ class _StagedState:
 
 
 def stage_state(state: OpenedState, memory: Memory | None) -> _StagedState:
-    """What this rank writes of `state`. Ranks that share tensors on a mesh must call it together.
+    """Returns what this rank writes of `state`. Ranks that share tensors on a mesh must call it
+    together.
 
-    Pending tensors are reduced first: one collective each, noted in the ledger as explicit.
+    Partial tensors are reduced first: one collective each, recorded in the ledger as explicit.
 
     Args:
-        memory: buffers to copy tensors into; None: tensors are written from where they are.
+        memory: buffers to copy tensors into. None: tensors are written without a copy.
 
     Raises:
         ValueError: a tensor on the meta device; a value that does not pickle.
@@ -398,7 +402,7 @@ def _copy_to_buffers(out: _StagedState, memory: Memory) -> None:
 
 
 class _Pickler(pickle.Pickler):
-    """Refuses what holds a DTensor, of which it would write one rank's piece."""
+    """A pickler that refuses objects containing a DTensor: it would write one rank's piece only."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, DTensor):
@@ -431,7 +435,7 @@ _ATOMS = frozenset((bool, int, float, complex, str, bytes, type(None)))
 
 
 def _is_of_python(value: Any) -> bool:
-    """Does `value` consist of Python's own types, whose copies and pickles run no other code?"""
+    """True if `value` consists of Python's own types, whose copies and pickles run no code."""
     kind = type(value)
     if kind in _ATOMS:
         return True
@@ -607,11 +611,11 @@ class _LoadJob:
 @message
 @dataclass(frozen=True)
 class Loaded:
-    """What `load(strict=False)` passed over, on this rank.
+    """The names that `load(strict=False)` skipped on this rank.
 
     Attributes:
-        missing_keys: names in the state that the checkpoint does not have.
-        unexpected_keys: names in the checkpoint that the state does not have.
+        missing_keys: names in the state that the checkpoint lacks.
+        unexpected_keys: names in the checkpoint that the state lacks.
     """
 
     missing_keys: tuple[str, ...] = ()
@@ -700,10 +704,10 @@ _MOST_LISTED = 4
 
 
 def _describe_names(names: list[str], others: Set[str], where: str) -> list[str]:
-    """A line for each of `names`; one for many that have the first part, or the first few, alike.
+    """Returns a line for each of `names`; one line for many with the same first parts.
 
     Args:
-        others: what the other side has, of which nothing is below such a part.
+        others: the names of the other side. None of them begins with these common parts.
     """
     taken = {one[:i] for one in others for i in range(len(one) + 1) if one[i : i + 1] in (".", "")}
     groups: dict[str, list[str]] = {}

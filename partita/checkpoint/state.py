@@ -1,7 +1,7 @@
-"""States: the named tensors and values in nested dicts and lists, and where they go back to.
+"""States: the named tensors and values in nested dicts and lists, and where they are loaded back.
 
 An object with `state_dict` and `load_state_dict` (a module, an optimizer, a scheduler, a data
-loader) stands for its state dict. Names and paths are those of torch.distributed.checkpoint:
+loader) is represented by its state dict. Names and paths are those of torch.distributed.checkpoint:
 `{"a": {"b": [x]}}` has x as "a.b.0".
 """
 
@@ -153,9 +153,10 @@ def _open_module(module: torch.nn.Module) -> tuple[dict[str, Any], Callable[[], 
 def _open_object(
     owner: Any, path: KeyPath, stored: Mapping[str, Stored] | None
 ) -> tuple[list[Any], Callable[[], None]]:
-    """(The packed state dict of an object, in a list; a function that loads this back.)
+    """Returns the packed state dict of an object, in a list, and a function that loads this back.
 
-    What the object has not made yet becomes plain memory: it says no layout.
+    Entries that the object does not have yet become plain memory, because it defines no layout for
+    them.
     """
     own = owner.state_dict()
     is_empty = isinstance(own, Mapping) and not own

@@ -76,7 +76,9 @@ def agree_first(
 
 
 def is_alone(wire: Wire) -> bool:
-    """True if there are no other ranks to compare with. Captured steps compare their keys instead.
+    """True if there are no other ranks to compare with.
+
+    In a captured step too: ranks compare the keys of captured steps instead.
     """
     return wire.mesh.size() == 1 or not wire.has_peers or isinstance(wire, TraceWire)
 

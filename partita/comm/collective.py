@@ -87,8 +87,7 @@ class Splits:
         return [self.place(i)[1] for i in range(self.count)]
 
     def times(self, k: int) -> Splits:
-        """Returns these splits in a smaller unit, with `k` units per element: bytes, for example.
-        """
+        """Returns these splits in a smaller unit, with `k` units per element (such as bytes)."""
 
         def scale_place(i: int) -> tuple[int, int]:
             start, length = self.place(i)

@@ -276,14 +276,15 @@ def accelerator_names() -> list[str]:
 
 
 def is_seen_by_processes(memory: torch.UntypedStorage) -> bool:
-    """True if other processes see writes to `memory`. (`is_shared()` is True for all GPU memory.)
+    """True if other processes see writes to `memory`.
+
+    `is_shared()` does not serve, because it is True for all GPU memory.
     """
     return memory.device == HOST and memory.is_shared()
 
 
 def activities_to_profile() -> list[ProfilerActivity]:
-    """Returns the activities for torch's profiler: calls on the host, and kernels of a GPU if any.
-    """
+    """Returns the activities for torch's profiler: calls on the host, and GPU kernels if any."""
     host = [ProfilerActivity.CPU]
     return [*host, ProfilerActivity.CUDA] if torch.cuda.is_available() else host
 

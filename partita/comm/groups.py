@@ -156,8 +156,7 @@ class GroupWire(Wire):
 
     @property
     def control(self) -> ControlGroup:
-        """The control group of this mesh. Every rank of the mesh must take part in the first read.
-        """
+        """The control group of this mesh. Every rank of the mesh must join the first read."""
         if self._control is None:
             if (group := self.group_of_all()) is not None:
                 why = "compares something for the first time"

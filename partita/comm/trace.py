@@ -115,8 +115,7 @@ class TraceWire(Wire):
         self.paddings.clear()
 
     def admit(self, value: torch.Tensor) -> None:
-        """Record that a plain tensor is assumed to be equal on all ranks. It may be written later.
-        """
+        """Record that a plain tensor is assumed equal on all ranks. It may be written later."""
         if self._seen.setdefault((id(value), value._version), value) is value:
             with torch.no_grad():
                 self.admitted.append(value.clone())
@@ -145,8 +144,7 @@ class TraceWire(Wire):
         return place
 
     def stack(self, axes: Sequence[str]) -> tuple[list[int], list[torch.Tensor]]:
-        """Returns the sizes of `axes` and the rank's positions on them, without axes of one rank.
-        """
+        """Returns the sizes of `axes` and the rank's positions on them, without axes of size 1."""
         cut = [a for a in axes if self.mesh.size(a) > 1]
         return [self.mesh.size(a) for a in cut], [self.coordinate[a] for a in cut]
 

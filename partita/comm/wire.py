@@ -226,8 +226,7 @@ class Wire(Transport):
         self._record(Record(move.kind, move.axes, nbytes, op, line, reason, self.rank, *layouts))
 
     def record_kept_view(self, op: str, nbytes: int) -> None:
-        """Record in the ledgers that a view of the user's keeps memory alive that `op` would free.
-        """
+        """Record in the ledgers that a user's view keeps memory alive that `op` would free."""
         what = f"{op}: {human(nbytes)} of a view"
         self._record(Record("kept", (), 0, what, user_line(), "a view is kept", self.rank))
 

@@ -359,8 +359,7 @@ class CompiledStep:
 
     @property
     def is_recorded(self) -> bool:
-        """True if the next call of the last program launches a CUDA graph. Raises like `program`.
-        """
+        """True if the last program's next call launches a CUDA graph. Raises like `program`."""
         return bool(getattr(self.program.call, "is_recorded", False))
 
     @property

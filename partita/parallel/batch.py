@@ -1,8 +1,8 @@
-"""Batches, and other tensors in tuples, lists, dicts and dataclasses: found, replaced, spread.
+"""Batches: `distribute_batch`, and functions that find and replace tensors in nested containers.
 
-`distribute_batch` makes DTensors of what ranks have read: either each rank has read the whole batch
-and keeps its piece, or each has read its own piece. What ranks must have alike is compared, by
-checksums, the first time at each line of the program.
+`distribute_batch` makes DTensors of what ranks have read. Either each rank has read the whole batch
+and keeps its piece, or each has read its own piece. Values that must be equal on several ranks are
+compared, by checksums, the first time that a line of the program runs.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def _spec(shape: Sequence[int], places: Places, wire: Wire) -> Spec:
 
 
 def _find_global_specs(tensors: list[torch.Tensor], places: Places, wire: Wire) -> list[Spec]:
-    """The specs of tensors of which each rank has read its piece; equal on all ranks."""
+    """Returns the specs of tensors whose pieces the ranks have read; equal on all ranks."""
     mesh = wire.mesh
     specs: list[Spec] = []
     mine = tuple(n for t in tensors for n in t.shape)

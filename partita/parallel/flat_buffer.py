@@ -93,7 +93,7 @@ class _FlatPiece:
 
     @property
     def is_in_order(self) -> bool:
-        """Do rows of `length` elements, a rank's each, show the parameter and then padding?"""
+        """True if rows of `length` elements, one per rank, are the parameter and then padding."""
         # A run is in order where its first and its last rank are.
         return all(
             run.at == run.ranks[0] * self.length
@@ -104,7 +104,7 @@ class _FlatPiece:
 
     @property
     def is_even(self) -> bool:
-        """Has no rank any padding?"""
+        """True if no rank has padding."""
         return len(self.runs) <= 1 and all(run.length == self.length for run in self.runs)
 
     def blocks(self, flat: torch.Tensor, rows: torch.Tensor) -> list[tuple[Any, Any]]:
@@ -150,7 +150,8 @@ def _find_runs(whole: Spec, shard: Spec, axes: tuple[str, ...], length: int) -> 
 def _find_rank_spans(
     whole: Spec, shard: Spec, axes: tuple[str, ...], length: int
 ) -> Iterator[tuple[int, int]]:
-    """For each rank, the first element of its shard in the gathered parameter, and how many."""
+    """Yields for each rank the first element of its shard in the gathered parameter, and a count.
+    """
     mesh, shape = whole.wire.mesh, whole.local_shape
     if len(axes) == 1:
         for start in range(0, mesh.size(axes[0]) * length, max(length, 1)):
@@ -171,18 +172,18 @@ class FlatBuffer:
 
     Args:
         name, names: of the block, and of each parameter.
-        wholes, shards: each parameter's spec gathered and at rest.
+        wholes, shards: each parameter's spec when gathered, and when sharded.
         axes: the mesh axes over which the parameters are sharded, in mesh order.
         dtype: in which they are gathered and used.
         device: where they are.
 
     Attributes:
-        given_device: `device`, which `self.device` is not where that is "meta".
+        given_device: the argument `device`; `self.device` differs if that is "meta".
         n: the number of ranks along `axes`.
-        alive: bytes that are gathered, or under way, now.
-        here: everything is gathered.
-        span: the addresses (first, end) of what is gathered; (0, 0) where nothing is.
-        has_memory: False of fake tensors, which have no addresses.
+        alive: bytes that are gathered, or being gathered, now.
+        here: True if everything is gathered.
+        span: the addresses (first, end) of the gathered memory; (0, 0) if there is none.
+        has_memory: False for fake tensors, which have no addresses.
     """
 
     def __init__(
@@ -342,7 +343,7 @@ class FlatBuffer:
         ]
 
     def is_view_here(self, t: torch.Tensor) -> bool:
-        """Is `t`, of which no address tells, a view of the gathered storage?"""
+        """True if `t` is a view of the gathered storage; for tensors without addresses."""
         return t.untyped_storage()._cdata == self._full.untyped_storage()._cdata
 
     def release(self) -> None:
@@ -457,9 +458,10 @@ class FlatBuffer:
         return wait_for_all_reduce
 
     def _end_to_end_of(self, grads: Sequence[torch.Tensor]) -> torch.Tensor:
-        """All gradients, copied end to end.
+        """Returns all gradients, copied end to end.
 
-        Where new memory is expensive, into that of the step before, unless a view of it is alive.
+        If new memory is expensive, it reuses the memory of the last step, unless a view of it is
+        alive.
         """
         rows = [g.reshape(-1) for g in grads]
         if not Device(self.device.type).clears_new_memory:
@@ -537,23 +539,22 @@ class _Released:
 
 
 def _resize_storage(storage: torch.UntypedStorage, nbytes: int) -> None:
-    """Free or allocate what a storage holds, and tell of it who counts memory."""
+    """Free or allocate the memory of a storage, and report it to memory counters."""
     storage.resize_(nbytes)
     if HERE.resized is not None:
         HERE.resized(storage)
 
 
 def _give_up_memory(own: Sequence[torch.Tensor], known: int, name_of: Callable[[int], str]) -> bool:
-    """May the memory of `own` be freed, of which the first has all? Views of it that are DTensors
-    raise from now on.
+    """True if the memory of `own`, whose first tensor has all of it, may be freed.
 
-    A view that outlives the forward of its block would read memory that is empty, or another step's
-    values. Views that are no DTensors (`to_local()`, NumPy arrays, those of C++) cannot raise: they
-    keep the memory, and the block gets new memory.
+    A view that outlives the forward of its block would read empty memory, or another step's values.
+    Views that are DTensors raise from now on. Other views (`to_local()`, NumPy arrays, C++) cannot
+    raise: they keep the memory, and the block gets new memory.
 
     Args:
-        known: the number of holders of the storage where no one keeps a view.
-        name_of: gives the name of the weight at an element of it, for the error.
+        known: the number of holders of the storage if no one keeps a view.
+        name_of: returns the name of the weight at an element, for the error.
     """
     with Unheard():  # of the tensors themselves, whatever they stand for
         storage = _storage_of(own[0])

@@ -1,13 +1,11 @@
-"""FSDP groups: which blocks of a model are sharded, under way or gathered, and when (stage 3).
+"""FSDP groups: which blocks of a model are sharded, being gathered or gathered, and when (stage 3).
 
-A group is one block's parameters; `Zero` is the state of the model, which knows all groups. While a
-block computes, the next block's parameters are being gathered; in backward the previous block's
-gradients are being reduced. At most two blocks are gathered at any time, and small ones between
-them. What tells a group that its block runs is in `fsdp_hooks`; memory is freed by
-`FlatBuffer.release`.
+A group is one block's parameters. `Zero` is the state of the model, with all groups. While a block
+computes, the next block's parameters are being gathered. In backward the previous block's gradients
+are being reduced. At most two blocks are gathered at any time, and small ones between them.
+`fsdp_hooks` calls a group when its block runs. `FlatBuffer.release` frees memory.
 
-`ShardedState` is what all stages have in common, and `MixedPrecision` the dtypes that a step works
-in.
+`ShardedState` is common to all stages. `MixedPrecision` has the dtypes of a step.
 """
 
 from __future__ import annotations
@@ -93,14 +91,15 @@ class MixedPrecision:
 
 
 class ShardedState:
-    """What `zero` keeps for a model: `Zero`, or `GradReducer` for stages 0 to 2. Its parameters
-    know it as `Rest.owner`.
+    """What `zero` stores for a model: `Zero`, or `GradReducer` for stages 0 to 2.
+
+    Its parameters refer to it as `Rest.owner`.
 
     Attributes:
-        options: the axes, the stage and the dtypes that were asked for.
-        applied: the modules within to which `zero` was applied before.
-        keeps_partial_gradients: gradients stay unsharded, each rank its part of the sum, until it
-            is False again.
+        options: the axes, the stage and the dtypes of the call of `zero`.
+        applied: the inner modules to which `zero` was applied before.
+        keeps_partial_gradients: True keeps gradients unsharded and Partial, until it is False
+            again.
     """
 
     options: tuple[tuple[str, ...], int, MixedPrecision]
@@ -147,17 +146,17 @@ class FsdpGroup:
 
     Attributes:
         depth: forwards of the block that have begun and not ended.
-        needed: the last backward read the parameters, as far as is known.
+        needed: True if the last backward read the parameters, as far as known.
         calls_in_backward: the forwards whose backward has begun and not ended, as keys in this
-            order. A set would be in another order on each rank, and gathers follow it.
-        held_gradients: unsharded gradients that were kept, and the shards that they are of, by
-            number of the flat and ids of its parameters.
+            order. A set would have another order on each rank, and gathers follow it.
+        held_gradients: unsharded gradients that were kept, and the shards that they belong to, by
+            number of the flat buffer and ids of its parameters.
         installed: the gathered parameters that the modules hold.
-        gathered: the shards of what is gathered or under way; empty where nothing is.
+        gathered: the shards of what is gathered or being gathered; empty if nothing is.
         versions: of these shards when they were gathered, as autograd counts them.
         unseen_writes: the writes of the shards until then that autograd does not count.
-        largest_nbytes: of what is gathered, on the rank that has most.
-        members: for each flat, the numbers of the parameters in it; `order`, of all flats.
+        largest_nbytes: bytes of the gathered parameters, on the rank that has most.
+        members: for each flat buffer, the numbers of the parameters in it; `order`: of all of them.
         saves_unseen: True if the last forward saved tensors only through other hooks (a
             checkpoint's); its recompute then uses these, too.
         open_forwards: for each forward that has begun: its hooks of saved tensors, or None.
@@ -281,7 +280,9 @@ class FsdpGroup:
 
     @property
     def may_recompute_within(self) -> bool:
-        """May a part of the block run under a checkpoint of its own, which saves unseen?"""
+        """True if a part of the block may run under its own checkpoint, whose saved tensors we do
+        not see.
+        """
         for m in self.modules:
             if "forward" in m.__dict__ or any(c is not None for c in m._modules.values()):
                 return True
@@ -295,7 +296,9 @@ class FsdpGroup:
         return sum([flat.alive for flat in self.flats])
 
     def is_small_beside(self, other: FsdpGroup | None) -> bool:
-        """Has this group so much less to gather than `other` that memory does not count?"""
+        """True if this group has so much less to gather than `other` that its memory does not
+        matter.
+        """
         return other is not None and _SMALL * self.largest_nbytes <= other.largest_nbytes
 
     @property
@@ -477,7 +480,7 @@ class FsdpGroup:
         return self.installed[place].writes if self.installed else 0
 
     def put_shards_back(self) -> None:
-        """Put the shards in the modules, in the places of what was gathered."""
+        """Put the shards into the modules, in place of the gathered parameters."""
         installed, self.installed = self.installed, []
         for one in installed:
             # It holds a view of `whole`, which holds `whole`: a cycle that no garbage collector
@@ -573,17 +576,18 @@ class CallCounts:
 
 @dataclass
 class BackwardPass:
-    """The gradients that have come in one backward pass. A hook may run another pass within it,
-    over the same forward.
+    """The gradients that have arrived in one backward pass.
+
+    A hook may run another pass inside it, over the same forward.
 
     Attributes:
         groups: the blocks that it has gathered.
-        came: by token and block (or parameter with hooks), the calls whose gradients have come.
-        complete: parameters with hooks whose gradient has come of all calls, while their block's
-            backward goes on.
-        nested: parameters with hooks to whose gradient a pass within this one has added.
-        held: by token, the gradients of blocks of which more calls are to come, by block and number
-            of the flat.
+        came: by token and block (or parameter with hooks), the calls whose gradients have arrived.
+        complete: parameters with hooks whose gradient has arrived from all calls, while their
+            block's backward continues.
+        nested: parameters with hooks to whose gradient a pass inside this one has added.
+        held: by token, the gradients of blocks with more calls to come, by block and number of the
+            flat buffer.
         with_history: gradients that are a part of the graph of `create_graph=True`.
     """
 
@@ -747,7 +751,7 @@ class Zero(ShardedState):
         return found
 
     def has_sharded(self, p: torch.Tensor | None) -> bool:
-        """Is `p` a parameter sharded as this state shards them?"""
+        """True if `p` is a parameter that is sharded as this state shards them."""
         return (
             isinstance(p, DTensor)
             and isinstance(p, nn.Parameter)
@@ -830,17 +834,17 @@ class Zero(ShardedState):
     # -- backward ----------------------------------------------------------------------------------
 
     def release_after_backward(self, group: FsdpGroup) -> None:
-        """Release `group` when the backward pass that is at work ends, if nothing else has.
+        """Release `group` when the running backward pass ends, if it has not been released before.
 
-        Not every pass comes to the gradients of a block's parameters: it may be asked for those of
-        the inputs alone.
+        Not every pass computes the gradients of a block's parameters. It may compute those of
+        inputs only.
         """
         groups = self.pass_at_work().groups
         if group not in groups:
             groups.append(group)
 
     def pass_at_work(self) -> BackwardPass:
-        """What is known of the backward pass that is at work."""
+        """Returns the state of the running backward pass."""
         number = backward_pass()
         if number not in self._passes:
             self._passes[number] = BackwardPass()
@@ -1026,11 +1030,10 @@ class Zero(ShardedState):
                 self.finish()
 
     def finish(self) -> None:
-        """Reduce the partial gradients that were kept, and add them to the parameters'
-        gradients.
+        """Reduce the Partial gradients that were kept, and add them to the parameters' gradients.
 
-        Not while a backward pass is at work: its gradients come by autograd, which calls the hooks
-        of the parameters.
+        Not during a backward pass: autograd delivers its gradients, and calls the hooks of the
+        parameters.
         """
         if in_backward():
             return

@@ -1,11 +1,11 @@
 """Hooks of a block under ZeRO-3: gathered for its forward and its backward, released after each.
 
-Forward hooks gather a block's parameters and release them. Autograd saves a note of where a
-gathered parameter lay in its place, so that no graph holds what was gathered; unpacking a note
-gathers the block again. An autograd node (`_GatherBlock`) stands between shards and gathered
-parameters; its backward reduces and scatters. In a captured step there are moves only, no hooks on
-saved tensors and no emptied storages: `graph/passes/regather` gathers again between uses that lie
-far apart, and what runs the graph drops a value behind its last read (`graph/backend/executor`).
+Forward hooks gather a block's parameters and release them. In place of a gathered parameter,
+autograd saves a note of its position, so that no graph keeps gathered memory. Unpacking a note
+gathers the block again. An autograd node (`_GatherBlock`) connects shards and gathered parameters;
+its backward reduces and scatters. A captured step has only moves, no hooks on saved tensors and no
+emptied storages. There `graph/passes/regather` gathers again between uses that are far apart. The
+executor drops a value after its last read (`graph/backend/executor`).
 """
 
 from __future__ import annotations
@@ -192,25 +192,26 @@ def _counting_versions() -> Iterator[None]:
 
 
 class _ForwardCall:
-    """One forward of a block, as its backward sees it.
+    """One forward of a block, as its backward needs it.
 
-    The block is gathered again when the first gradient of its outputs comes, unless its backward
+    The block is gathered again when the first gradient of its outputs arrives, unless its backward
     reads no parameter (as an embedding's). It is released when all its parameters have their
     gradients.
 
     Attributes:
-        trains: some of the block's parameters get gradients.
-        counts: of the calls that share its token; None where it does not train.
+        trains: True if some of the block's parameters get gradients.
+        counts: of the calls that share its token; None if it does not train.
         written: what the forward wrote in place; see `FsdpGroup.write_back`.
         shards: the parameters that the forward gathered.
-        wanting: for each of them: does it get a gradient?
+        wanting: for each of them, True if it gets a gradient.
         since: autograd's sequence number of the first node that the block itself made.
         rerunnable: `HERE.rerunnable` when the block's own code began.
-        runs_again: backward may run a part of the forward again (a checkpoint within).
-        needs: backward will read the parameters, which that of an embedding does not. What a
-            checkpoint within saves is not seen here.
-        watches_inputs: the block is done only when its inputs' gradients are there. Only where a
-            parameter gets none: else no node reads a parameter after its own gradient is complete.
+        runs_again: True if backward may run a part of the forward again (a checkpoint inside).
+        needs: True if backward will read the parameters (that of an embedding does not). What a
+            checkpoint inside saves is not included.
+        watches_inputs: True if the block is done only when its inputs' gradients have arrived. This
+            is so only if a parameter gets no gradient. Otherwise no node reads a parameter after
+            its own gradient is complete.
     """
 
     def __init__(self, group: FsdpGroup, graded: bool, shards: Sequence[DTensor] | None = None):
@@ -230,9 +231,9 @@ class _ForwardCall:
         self._came: set[str] = set()
 
     def has_computed(self, t: torch.Tensor) -> bool:
-        """Did this forward compute `t`, and not only pass it on?
+        """True if this forward computed `t`, and did not only pass it on.
 
-        The gradient of what others made may come when the block is done.
+        The gradient of a tensor that others computed may arrive when the block is done.
         """
         node = _grad_fn(t)
         return node is not None and node._sequence_nr() >= self.since
@@ -391,14 +392,15 @@ def _watch_input_gradient(t: torch.Tensor, call: _ForwardCall) -> torch.Tensor:
 
 
 class _SavedTensorHooks:
-    """Hooks of saved tensors while one forward of a block runs: notes in place of what is
-    gathered.
+    """Hooks of saved tensors during one forward of a block: notes in place of gathered parameters.
 
-    Every saved tensor of a block passes here, in forward and in backward, so these are few lines.
+    Every saved tensor of a block passes here, in forward and in backward, so these functions are
+    short.
 
     Attributes:
-        has_notes: autograd has saved here what is gathered. It has not where a checkpoint that is a
-            hook of the block (`_composable.checkpoint`) put its own hooks above these.
+        has_notes: True if autograd has saved a gathered parameter through these hooks. It has not
+            if a checkpoint that is a hook of the block (`_composable.checkpoint`) put its hooks
+            above these.
     """
 
     def __init__(self, call: _ForwardCall):
@@ -447,10 +449,10 @@ def _unpack_saved_tensor(packed: Any) -> torch.Tensor:
 
 
 def _keep_from_the_next_graph(group: FsdpGroup) -> None:
-    """In a backward pass with `create_graph=True`: pack also what the current node saves.
+    """In a backward pass with `create_graph=True`: also pack what the current node saves.
 
-    The engine restores the thread's state, hooks included, for each node: nobody has to remove
-    these.
+    The engine restores the thread's state, hooks included, for each node, so these need not be
+    removed.
     """
     if torch.is_grad_enabled() and in_backward():
         _SavedTensorHooks(_ForwardCall(group, False, group.gathered))
@@ -486,7 +488,7 @@ class _SavedNote(SavedVersions):
         raise NotImplementedError
 
     def make_again(self) -> torch.Tensor:
-        """The tensor, of what is gathered now."""
+        """Returns the tensor, made from the currently gathered parameters."""
         raise NotImplementedError
 
 

@@ -1,11 +1,12 @@
-"""Optimizer steps on DTensors: gradients reduced once, and updates at the speed of plain tensors.
+"""Optimizer steps on DTensors: gradients are reduced once, and updates run as fast as plain
+tensors.
 
-The gradient of a replicated parameter is partial, and accumulating micro-batches adds shares to
-shares and sends nothing. Whatever first needs it whole (a clip, a step, a norm that is printed)
-reduces it, once. Then parameter, gradient and state of one name lie alike, and an optimizer that
-works element by element needs no layouts: torch's pre-step hook runs the step itself, on the shards
-as plain tensors, and the step that follows gets an optimizer without parameters. All other
-optimizers run through dispatch, op by op.
+The gradient of a Replicate parameter is Partial. Accumulating micro-batches adds shares to shares
+and sends nothing. The first use of the whole gradient (a clip, a step, a norm that is printed)
+reduces it, once. Parameter, gradient and state then have the same layout, and an element-wise
+optimizer needs no layouts. So torch's pre-step hook runs the step itself, on the shards as plain
+tensors, and the original step then sees an optimizer without parameters. All other optimizers run
+through dispatch, op by op.
 """
 
 from __future__ import annotations
@@ -183,8 +184,10 @@ _agreed: WeakSet[Optimizer] = WeakSet()
 
 
 def _agree_settings(optimizer: Optimizer, params: list[DTensor]) -> None:
-    """Raise on all ranks unless they bring the same learning rates and the like to a first step,
-    and to each under `check_ranks()`."""
+    """Raise on all ranks unless they use equal learning rates and other settings.
+
+    Compared at an optimizer's first step, and at each step under `check_ranks()`.
+    """
     check = params[0]._spec.wire.scope.check
     if (optimizer in _agreed and check is None) or HERE.capturing:
         return
@@ -206,7 +209,7 @@ def _agree_settings(optimizer: Optimizer, params: list[DTensor]) -> None:
 
 
 def _find_owners(params: list[DTensor]) -> list[Any]:
-    """What reduces the gradients of parameters early, each once."""
+    """Returns the objects that reduce the gradients of `params` early, each once."""
     rests = (state_of(p).rest for p in params)
     return [*dict.fromkeys(rest.owner for rest in rests if rest is not None)]
 
@@ -218,8 +221,10 @@ def _lay_out_states(optimizer: Optimizer, params: list[DTensor]) -> None:
 
 
 def _run_own_hooks(optimizer: Optimizer, args: _Args, kwargs: _Kwargs) -> _StepCall:
-    """Run the user's pre-step hooks of this optimizer. torch would run them after the hooks of all
-    optimizers, of which ours is one, when the step is over.
+    """Run the user's pre-step hooks of this optimizer.
+
+    Torch would run them after the hooks of all optimizers. Ours is one of those, and the step would
+    be over.
 
     Private torch: `_optimizer_step_pre_hooks`, which is emptied until the step has ended.
     """
@@ -312,7 +317,7 @@ def _run_step(
 
 
 def _lie_alike(optimizer: Optimizer, params: list[DTensor]) -> bool:
-    """Does each parameter's gradient and state have the parameter's own layout?"""
+    """True if each parameter's gradient and state have the parameter's own layout."""
     if any(type(group.get("lr")) is DTensor for group in optimizer.param_groups):
         return False
     with Unheard():

@@ -1,9 +1,9 @@
-"""Parallelization of a model by a plan: `parallelize`, and what a plan may say.
+"""Parallelization of a model by a plan: `parallelize`, and the entries of a plan.
 
-A plan says by patterns of names where weights live, and where activations do: `Inputs` for what a
-module takes, `Outputs` for what it returns. Each of these is an explicit redistribution in a
-forward hook, whose transpose runs in backward; the ledger names the module. All of a plan is read
-before anything changes, and all that is wrong with it is raised at once.
+A plan maps patterns of names to the layouts of weights, and of activations: `Inputs` for the
+arguments of a module, `Outputs` for its results. Each of these is an explicit redistribution in a
+forward hook, whose transpose runs in backward. The ledger names the module. The whole plan is
+checked before anything changes, and all mistakes in it are raised as one error.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _redistribute_parameter(x: DTensor, spec: Spec) -> DTensor:
 
 
 class _Boundary:
-    """What a plan says of a module: placements of what comes in or goes out, one for each value."""
+    """Placements of the arguments or results of a module, one entry for each value."""
 
     places: tuple[Places | None, ...]
     named: dict[str, Places]
@@ -371,7 +371,7 @@ class _ParsedPlan:
             )
 
     def _check_placements(self, pattern: str, said: Sequence[Places]) -> bool:
-        """Are these placements, on axes that the mesh has?"""
+        """True if these are placements, on axes that the mesh has."""
         before = len(self.wrong)
         for axis, placement in (pair for places in said for pair in places.items()):
             if axis not in self.wire.mesh.names:

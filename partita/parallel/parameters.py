@@ -1,10 +1,10 @@
 """Parameters of a model: the modules that hold each, the blocks that use them, their first values.
 
-A parameter that several modules share is exchanged in all of them at once, so that it stays one.
-The one that is given up is marked: an optimizer that still holds it would train nothing, and raises
-at its step. A model on the meta device gets memory piece by piece, and values from its own init
-functions; these draw one device's random numbers, so that the values are those of the model made on
-one device from the same seed, and no rank ever holds more than one whole parameter.
+A parameter that several modules share is exchanged in all of them at once, so that it stays shared.
+The old one is marked. An optimizer that still holds it would train nothing, so it raises at its
+step. A model on the meta device gets memory piece by piece, and values from its own init functions.
+These draw one device's random numbers. So the values equal those of the model made on one device
+with the same seed, and no rank ever holds more than one whole parameter.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class ParameterSlot:
         return found
 
     def put(self, value: Any) -> None:
-        """Have the module hold `value` here, whatever `value` is."""
+        """Make the module hold `value` here, of whatever type."""
         owner = self.owner
         table = owner._parameters if self.attr in owner._parameters else owner._buffers
         table[self.attr] = value
@@ -217,17 +217,18 @@ Blocks = Iterable[str | nn.Module] | str | nn.Module | None
 
 
 def find_blocks(model: nn.Module, chosen: Blocks = None) -> list[Block]:
-    """The blocks of `model`, in the order of its modules; together they hold every parameter.
+    """Returns the blocks of `model`, in the order of its modules; together they hold every
+    parameter.
 
     Args:
-        chosen: the modules that are to be blocks, or one, themselves or as patterns of names
-            ("layers.*": of what lies within another match, the outermost; "*" is each child of the
-            model, and of a ModuleList each of its own); by default the children of the outermost
-            ModuleLists and Sequentials.
+        chosen: the modules that become blocks, one or several, or patterns of names. "layers.*"
+            means, of nested matches, the outermost. "*" means each child of the model, and the
+            children of a
+            ModuleList. By default: the children of the outermost ModuleLists and Sequentials.
 
     Raises:
-        ValueError: a pattern that matches no module, or only lists of modules, a module that is
-            not the model's or that lies within another block.
+        ValueError: a pattern that matches no module, or only lists of modules; a module that is not
+            in the model, or that is inside another block.
     """
     names = {module: name for name, module in model.named_modules()}
     home: dict[nn.Module, nn.Module] = {}
@@ -418,7 +419,10 @@ def _refuse_without_values(
 
 
 def _find_reset(module: nn.Module) -> Callable[[], Any] | None:
-    """What initializes a module's own parameters: torch's modules call it one or the other."""
+    """Returns the function that initializes a module's own parameters.
+
+    Modules of torch use either of two names for it.
+    """
     for name in ("reset_parameters", "_reset_parameters"):
         if callable(reset := getattr(module, name, None)):
             return reset  # type: ignore[no-any-return]
@@ -429,13 +433,13 @@ def _find_reset(module: nn.Module) -> Callable[[], Any] | None:
 
 
 def initialize_missing(model: nn.Module, init_fn: Callable[[nn.Module], Any] | None) -> None:
-    """Allocate and initialize what of a loaded model is still on the meta device.
+    """Allocate and initialize the parts of a loaded model that are still on the meta device.
 
-    By the init function of the module that holds it (see `load_safetensors`). Other tensors of that
-    module keep their loaded values.
+    It uses the init function of the module that holds them (see `load_safetensors`). Other tensors
+    of that module keep their loaded values.
 
     Raises:
-        LayoutError: naming the tensors that still have no value.
+        LayoutError: some tensors still have no value. The error names them.
     """
     rest = [held for held in find_parameters_and_buffers(model) if held.tensor.is_meta]
     writes = _allocate_tensors(rest, "load")

@@ -1,8 +1,9 @@
-"""Wrappers of torch's that replicate or shard a model, where they meet one of partita.
+"""Torch's wrappers that replicate or shard a model, where they meet a model of partita.
 
-They exchange parameters and gradients as if each rank held the whole of them: DDP's first broadcast
+They exchange parameters and gradients as if each rank held the whole of them. DDP's first broadcast
 would write rank 0's pieces over the others, and every gradient would be reduced twice. So they
-refuse a model that has DTensors, and `zero` and `parallelize` refuse one that they have wrapped.
+refuse a model that has DTensors, and `zero` and `parallelize` refuse a model that they have
+wrapped.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ freed."""
 
 
 def _refuse_to_wrap(wrapper: str, models: Sequence[nn.Module], ranks: Sequence[int]) -> None:
-    """Raise where a model has DTensors of which several of `ranks` have parts.
+    """Raise if a model has DTensors whose parts are on several of `ranks`.
 
     Args:
-        ranks: those that the wrapper exchanges values with, by their numbers in the job; none for
-            any.
+        ranks: the ranks with which the wrapper exchanges values, by their numbers in the job; empty
+            means any.
     """
     for model in models:
         for name, p in model.named_parameters():
@@ -64,13 +65,13 @@ def _has_parts(p: DTensor, ranks: Sequence[int]) -> bool:
 
 
 def refuse_wrapped(model: nn.Module, what: str, wire: Wire) -> None:
-    """Raise where `model`, or a part of it, was wrapped or sharded by torch.
+    """Raise if `model`, or a part of it, was wrapped or sharded by torch.
 
     Whether a wrapper is alive may differ between ranks, so they compare what they found.
 
     Args:
         what: the function that is called, for the error.
-        wire: of the mesh that the model is put on.
+        wire: of the mesh for the model.
     """
     found = ""
     for name, module in model.named_modules():

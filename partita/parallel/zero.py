@@ -1,13 +1,13 @@
 """`zero`: shards a model's training state over the ranks of a data axis.
 
-At rest each rank holds its shard of the optimizer state (from stage 1), of gradients (from stage 2)
-and of every parameter (stage 3, see `fsdp_group`).
+Between steps each rank holds its shard of the optimizer state (from stage 1), of gradients (from
+stage 2) and of every parameter (stage 3, see `fsdp_group`).
 
-In stages 0 to 2 parameters lie whole on every rank of the data axis, and gradients are reduced
-while backward still runs. When the last gradient of a block has come, the ranks begin to reduce the
-block's gradients (all-reduce, or reduce-scatter in stage 2), and the block before it goes on
-computing. Until the sums are written back the gradients stay partial. If one is changed meanwhile,
-its sum is dropped, and it is reduced later.
+In stages 0 to 2 parameters are whole on every rank of the data axis, and gradients are reduced
+while backward still runs. When the last gradient of a block has arrived, the ranks begin to reduce
+the block's gradients (all-reduce, or reduce-scatter in stage 2). Meanwhile backward continues.
+Until the sums are written back the gradients stay Partial. If one changes in this time, its sum is
+dropped, and it is reduced later.
 """
 
 from __future__ import annotations
@@ -167,13 +167,13 @@ def zero(
 
 
 class _ForwardWatch:
-    """A hook before the forward of a model: warns once where a batch was not split, and compares
-    what kind of forward it is, where that changes.
+    """A hook before the forward of a model that warns about unsplit batches and compares ranks.
 
-    Where forwards gather weights, one that a rank makes alone would gather together with another
-    forward, or the backward, of the others. Such a forward differs from theirs in mode, or in the
-    collective before it; or the next forward does. Kinds that follow each other in a loop are
-    compared when it begins.
+    It warns once if a batch was not split. It also compares the kind of forward, when that changes.
+    If forwards gather weights, a forward that only one rank runs would gather together with another
+    forward, or the backward, of the other ranks. Such a forward differs from theirs in mode, or in
+    the collective before it; or the next forward does. Kinds that repeat in a loop are compared
+    when the loop begins.
     """
 
     def __init__(self, axes: tuple[str, ...], wire: Wire, *, gathers: bool):
@@ -529,7 +529,7 @@ class GradReducer(ShardedState):
             self._under_way = bucket
 
     def finish(self) -> None:
-        """Wait for the reduction under way. Gradients that changed meanwhile stay partial."""
+        """Wait for the running reduction. Gradients that changed since it began stay Partial."""
         bucket, self._under_way = self._under_way, None
         if bucket is None:
             return
@@ -601,6 +601,6 @@ def _spec_after_reduction(spec: Spec, axes: tuple[str, ...], stage: int) -> Spec
 
 
 def _find_updated_rows(p: DTensor) -> tuple[int, int]:
-    """Which rows of its own piece of `p` this rank updates: (first, count)."""
+    """Returns which rows of its own piece of `p` this rank updates: (first, count)."""
     mine, whole = update_spec(p).region[0], p._spec.region[0]
     return mine[0] - whole[0], mine[1]

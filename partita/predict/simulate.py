@@ -835,8 +835,7 @@ class Simulation:
 
     @cached_property
     def tokens_per_second(self) -> float | None:
-        """Tokens per second over all ranks; None if `tokens` is unknown or the step takes no time.
-        """
+        """Tokens per second over all ranks; None if `tokens` is unknown or `seconds` is 0."""
         return self.tokens / self.seconds if self.tokens and self.seconds else None
 
     @cached_property

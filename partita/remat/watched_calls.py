@@ -463,8 +463,7 @@ class Call:
 
 
 def keep_collectives(call: Call) -> bool:
-    """A policy, alone or in a list: keep the results of redistributions, so that none is repeated.
-    """
+    """A policy, alone or in a list: keep results of redistributions, so that none is repeated."""
     return call.is_collective
 
 

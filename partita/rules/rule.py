@@ -254,8 +254,7 @@ def table_rule(*what: Any) -> Any:
 
 
 def read_signature(takes: str) -> inspect.Signature:
-    """Returns the signature that a text describes: `"input dim=-1"` or `"*tensors indexing=None"`.
-    """
+    """Returns the signature for a text such as `"input dim=-1"` or `"*tensors indexing=None"`."""
     kind: Any = inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = []
     for word in takes.split():

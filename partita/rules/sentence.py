@@ -289,8 +289,7 @@ def _split_into_sections(
 
 
 def _find_common_cuts(ins: tuple[int, ...], outs: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Returns how many steps lie outside each boundary, in rising order; None if they do not nest.
-    """
+    """Returns how many steps are outside each boundary, in rising order; None if not nested."""
     if 0 in ins or 0 in outs:
         return None
     found = set()

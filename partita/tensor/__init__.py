@@ -1,21 +1,22 @@
-"""What users hold: the DTensor, the dispatch of functions on it, its gradients, its random numbers.
+"""DTensors: the class, the dispatch of functions on it, its gradients, and its random numbers.
 
 In reading order:
 
-- the class: `dtensor` (the DTensor whole, and how its value and its gradient cross a change of
-  layout), `tensor_state` (its spec, that is its layout and its rank's wire, and what is remembered
-  of it and of a thread), `trace_hooks` (what a capture makes nodes of)
-- a call: `dispatch` (its twin in C is in `in_c/`), `arguments` (where its tensors stand), `plan`
-  (how its plan is found, and run); the first of its kind: `plan_call` (its rule, and the cheapest
-  row for each axis), with `op_facts` (which op a function is, and what an op does). `x + y` runs
-  through these five files of the room, and those of `dtensor` and `tensor_state`
+- the class: `dtensor` (the DTensor, and how its value and gradient are redistributed),
+  `tensor_state` (its spec, that is, its layout and its rank's wire; what is stored for it and for a
+  thread), `trace_hooks` (what a capture records)
+- a call: `dispatch` (also in C, in `in_c/`), `arguments` (the positions of its tensors), `plan`
+(how
+  its plan is found and run). For the first call of its kind: `plan_call` (its rule, and the
+  cheapest row for each axis) and `op_facts` (which op a function is, and properties of ops). `x +
+  y` runs through these five files, `dtensor` and `tensor_state`
 - calls that need more: `foreach` (lists of tensors), `aliasing` (shared memory), `uneven_pieces`
-  (padded or empty ones), `infinite_factors` (of shares), `random` (one device's numbers on all
-  ranks), `origins` (which call made what ranks read)
-- what is no op: `tensor_overrides` (attributes, ways out to Python, `x[...] = y`, strides,
-  addresses, copies), `dtensor_gradients` (`.grad`, `backward`, hooks, buckets)
-- making tensors: `construct`
-- functions of torch that ask no tensor: `torch_patches`; those that take functions: `transforms`
+  (padded or empty ones), `infinite_factors` (of partial values), `random` (one device's numbers on
+  all ranks), `origins` (which call made a tensor that ranks read)
+- functions that are not ops: `tensor_overrides` (attributes, conversion to Python, `x[...] = y`,
+  strides, addresses, copies), `dtensor_gradients` (`.grad`, `backward`, hooks, buckets)
+- making tensors: `construct` - functions of torch without `__torch_function__`: `torch_patches`;
+function transforms: `transforms`
 """
 
 # Imported for what they put in place: methods of DTensor, overrides, patches of torch.

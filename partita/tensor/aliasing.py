@@ -1,18 +1,19 @@
-"""Aliasing: which results share memory on one device, and how the same holds for DTensors.
+"""Aliasing: which results share memory on one device, and how DTensors behave the same way.
 
-On one device the result of a view op (`x[1]`, `x.view(-1)`) shares x's memory, so that what is
-written into one of them is read from the other. Here it may have memory of its own: a layout had to
-change to make it, or a rank holds shares of it. Such a result is a *view copy*. Its spec says so
-(`Spec.as_copy`: the same layout, another identity), so that no other call pays for asking, and its
-`CopiedView` says what it is a view of.
+On one device the result of a view op (`x[1]`, `x.view(-1)`) shares x's memory: a write to one is
+seen in the other. Here the result may have memory of its own, because its layout had to change, or
+because a rank holds shares of it. Such a result is a *view copy*. Its spec marks it
+(`Spec.as_copy`: the same layout, another identity), so that other calls do not pay for a check. Its
+`CopiedView` stores what it is a view of.
 
-- x is written: the view copy is taken again when it is next read (`current`).
+- x is written: the view copy is made again when it is next read (`current`).
 - The view copy is written: it is written as a value, and then its place in x
   (`write_through_copy`).
-- An op copies only where it must (`contiguous`, `reshape`, `to`): one device's strides decide, on
-  all ranks. A piece of one row is contiguous whatever the whole is, so a rank could hand on the
-  memory of its operand where others, and one device, copy. What one device would copy is copied
-  here.
+- An op copies only where it must (`contiguous`, `reshape`, `to`). One device's strides decide this,
+on
+  all ranks. A piece of one row is contiguous whatever the strides of the whole are. So a rank could
+  return the memory of its operand where other ranks, and one device, copy. What one device would
+  copy is copied here.
 """
 
 from __future__ import annotations
@@ -124,8 +125,10 @@ def write_through_copy(write: Function, copy: DTensor, *args: Any, **kwargs: Any
 
 
 def _before_expand(copied: CopiedView) -> CopiedView:
-    """`copied`, where its source is a view copy by `expand`, as a view of what was expanded: an
-    expanded tensor cannot be written."""
+    """Returns `copied`; if its source is a view copy by `expand`, as a view of the expanded tensor.
+
+    An expanded tensor cannot be written.
+    """
     wide: CopiedView | None = state_of(copied.source).copied_view
     if wide is None or wide.view.__name__ not in ("expand", "expand_as", "broadcast_to"):
         return copied
@@ -138,8 +141,10 @@ def _before_expand(copied: CopiedView) -> CopiedView:
 
 
 def reshape_copy(reshape: Function, copy: DTensor, *args: Any, **kwargs: Any) -> DTensor:
-    """Run `reshape(copy, ...)`, which changes the shape of a view copy in place: it becomes a view
-    copy of what it was."""
+    """Run `reshape(copy, ...)`, which changes the shape of a view copy in place.
+
+    It becomes a view copy of the tensor that it was before.
+    """
     before, spec = _alias_of(copy), copy._spec
     own_state(copy).copied_view = None
     copy._spec = spec_of(spec.layout, spec.wire)
@@ -169,8 +174,10 @@ def _replace_viewed_part(source: DTensor, copied: CopiedView, value: DTensor) ->
 
 
 def may_be_denser_than_whole(spec: Spec) -> bool:
-    """May a piece of `spec` be contiguous where the whole is not? If a dimension has one element in
-    it, or none, and more in the whole."""
+    """True if a piece of `spec` may be contiguous although the whole is not.
+
+    This happens if it has at most one element in a dimension, and the whole has more.
+    """
     return any(n < 2 <= whole for n, whole in zip(spec.local_shape, spec.shape, strict=True))
 
 
@@ -261,12 +268,11 @@ def global_strides(x: DTensor) -> tuple[int, ...]:
 
 
 def strides_of_whole(x: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides in elements of a tensor of `shape`, of which x is a piece, that lies as x does.
+    """Returns the strides, in elements, of a tensor of `shape` in memory order of its piece `x`.
 
-    A piece that is dense stands for a tensor that is dense in the same order of dimensions. A gap
-    between rows, as a slice leaves it, stays the same number of rows. Where a piece has one row,
-    its stride from row to row is whatever it was copied from: the memory tells whether there are
-    gaps.
+    A dense piece corresponds to a dense tensor with the same order of dimensions. A gap between
+    rows, as a slice leaves it, stays the same number of rows. If a piece has a single row, its
+    stride between rows is arbitrary. Then the size of its storage shows whether there are gaps.
     """
     with Local():
         local = _stride(x)
@@ -289,7 +295,7 @@ def strides_of_whole(x: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _fills_memory(x: torch.Tensor) -> bool:
-    """Does the storage hold the elements of this rank's piece and nothing else?"""
+    """True if the storage holds the elements of this rank's piece and nothing else."""
     with Local():
         held = math.prod(n for n, stride in zip(x.size(), _stride(x), strict=True) if stride)
         return 0 < x.untyped_storage().nbytes() == held * x.element_size()

@@ -1,11 +1,11 @@
-"""Arguments of a call: where its tensors stand, and what stands there that is no DTensor.
+"""Arguments of a call: the positions of its tensors, and arguments that are not DTensors.
 
-A `Path` says where in a call a tensor stands. What is decided for one call (`plan`) is so applied
-to another of the same key, which may give by name what the first gave by place.
+A `Path` is the position of a tensor in a call. With it, a plan that was made for one call also
+serves other calls of the same key, which may pass by name what the first call passed by position.
 
-A number may be given as a DTensor (`x.topk(k)`): torch would read this rank's share of it in C++,
-so it is read before a rule or a kernel sees the call. A plain tensor beside DTensors is taken for a
-whole value, and compared between ranks (`admit`), as under `check_ranks()` numbers are.
+A number may be passed as a DTensor (`x.topk(k)`). Torch would read this rank's share of it in C++,
+so it is read before a rule or a kernel gets the call. A plain tensor beside DTensors counts as a
+whole value, and ranks compare it (`admit`). Under `check_ranks()` they compare numbers, too.
 """
 
 from __future__ import annotations
@@ -104,18 +104,18 @@ class OpCall:
 
     @property
     def view_copies(self) -> tuple[Path, ...]:
-        """The paths of the operands that are copies of what would be views on one device."""
+        """The paths of operands that are view copies (see `aliasing`)."""
         found = self.tensors.items()
         return tuple(path for path, t in found if isinstance(t, DTensor) and t._spec.is_copy)
 
     @property
     def writes_view_copy(self) -> bool:
-        """Is it in place on a copy of what would be a view on one device?"""
+        """True if the call is in place on a view copy."""
         return self.form.inplace and (0,) in self.view_copies
 
     @property
     def gives_view(self) -> bool:
-        """Would the result share the memory of the first operand on one device?"""
+        """True if the result would share the memory of the first operand on one device."""
         form, args = self.form, self.args
         is_view = facts_of_function(form.name).is_view and not form.inplace
         if not is_view or not args or not isinstance(args[0], DTensor):
@@ -152,8 +152,10 @@ class OpCall:
 
     @cached_property
     def operands(self) -> list[tuple[Path, Any]]:
-        """The value and the path of each term of the rule's sentence, in order. Of a fixed one None
-        stands for an operand that is not given."""
+        """The path and the value of each term of the rule's sentence, in order.
+
+        For a fixed sentence, None means an operand that is not passed.
+        """
         if self.form.rule is not None and self.form.rule.derive is not None:
             return self.declared[2]
         by_place: list[tuple[Path, Any]] = [((i,), value) for i, value in enumerate(self.args)]
@@ -249,8 +251,11 @@ def find_wire(op: str, tensors: Iterable[Any]) -> Wire:
 
 
 def locate_in_call(path: Path, names: Sequence[str], args: Args, kwargs: Kwargs) -> Path:
-    """Where in this call stands what stood at `path` in another of the same key: one may give by
-    place what the other gave by name. `names` are of the parameters, in order."""
+    """Returns the position in this call of what was at `path` in another call of the same key.
+
+    One may pass by position what the other passed by name. `names` are those of the parameters, in
+    order.
+    """
     head = path[0]
     if isinstance(head, str):
         return path if head in kwargs else (names.index(head), *path[1:])
@@ -301,7 +306,7 @@ _NUMBERS = _INTEGERS | frozenset(
 
 
 def may_have_numbers(args: Args, kwargs: Kwargs) -> bool:
-    """Is an argument a DTensor of one element, or a slice or list with such?"""
+    """True if an argument is a DTensor of one element, or a slice or list that contains one."""
     return any(map(_may_be_number, args)) or any(map(_may_be_number, kwargs.values()))
 
 
@@ -353,7 +358,7 @@ def _in_lists(kinds: Kinds) -> frozenset[str]:
 
 
 def takes_numbers(func: Function) -> bool:
-    """Has any argument of `func`, in any of its overloads, to be a number?"""
+    """True if any argument of `func`, in any of its overloads, must be a number."""
     return any(map(_are_numbers, _kinds_of_arguments(func)[1].values()))
 
 
@@ -422,7 +427,7 @@ def _hint_of(parameter: inspect.Parameter) -> str:
 
 
 def make_transform_error(name: str) -> LayoutError:
-    """What to raise where a function transform would get hold of a DTensor."""
+    """Returns the error for a function transform that gets a DTensor."""
     return make_layout_error(
         f"torch.func: {name} cannot take a DTensor",
         Fix("torch.autograd.grad(f(x), x)", "for gradients: it knows of layouts"),
@@ -439,21 +444,21 @@ def admit(
     where: tuple[Any, ...] = (),
     with_gradient: bool = False,
 ) -> None:
-    """Let a plain tensor pass as a whole value, or say why not.
+    """Accept a plain tensor as a whole value, or raise.
 
-    An `arange`, a mask made in forward: one that needs no gradient is taken as a whole value. If it
-    is in truth each rank's own data, that would be a silent fault, so the ranks compare a checksum
-    the first time that each place of the user's program does this (each time under
+    A tensor that needs no gradient (an `arange`, a mask made in forward) is taken as a whole value.
+    If it were each rank's own data, this would be a silent fault. So the ranks compare a checksum
+    the first time that each line of the user's program does this (every time under
     `check_ranks()`).
 
     Args:
-        where: which of the op's arguments it is, where an op takes several.
-        with_gradient: the caller sees to it that the gradient comes back whole; then it may require
+        where: which of the op's arguments it is, if an op takes several.
+        with_gradient: True if the caller makes its gradient whole. The tensor may then require
             grad, unless a parameter or a DTensor is in its history.
 
     Raises:
         LayoutError: it is sparse; it requires grad (its gradient would have no layout); it differs
-            between ranks; `strict()` is on; or a torch.func transform is at work on it.
+            between ranks; `strict()` is on; or a torch.func transform runs on it.
     """
     if is_functorch_wrapped_tensor(value):
         raise make_transform_error("grad" if value.requires_grad else "vmap")
@@ -518,10 +523,11 @@ WHOLE = "partita: a whole gradient"
 
 
 def _is_made_of_leaves(value: torch.Tensor) -> bool:
-    """Does plain `value` get its gradient from plain leaves alone that are no parameters?
+    """True if plain `value` depends only on plain leaves that are not parameters.
 
-    What a model makes in forward, and is the same on all ranks. A parameter beside DTensors was
-    forgotten when the others were spread; and what left the DTensors has a gradient of its own.
+    A model makes such tensors in forward, equal on all ranks. A parameter in its history was
+    forgotten when the others were distributed. A tensor computed from DTensors has its own
+    gradient.
     """
     if value.grad_fn is None:
         return not isinstance(value, torch.nn.Parameter)
@@ -596,10 +602,10 @@ _ATOMS = (int, float, complex, bool, str, slice, type(None))
 
 
 class _NumberCheck(TorchFunctionMode):
-    """Within, what ops on DTensors take besides tensors is compared.
+    """A mode that compares, between ranks, the numbers that ops on DTensors take.
 
-    Under `check_ranks()`, at each call. `D * (1 + rank)` makes no move, so nothing else would tell
-    that the ranks have parted.
+    Used at each call under `check_ranks()`. `D * (1 + rank)` makes no move, so nothing else would
+    detect that the ranks differ.
     """
 
     def __torch_function__(
@@ -628,7 +634,7 @@ class _NumberCheck(TorchFunctionMode):
 
 
 def _format_numbers(values: Any) -> str:
-    """What is no tensor, as text; "" where all are tensors."""
+    """Returns the arguments that are not tensors as text; "" if all are tensors."""
     parts = []
     for value in values:
         if isinstance(value, (tuple, list)):

@@ -1,9 +1,10 @@
-"""Construction: how plain tensors, modules and torch's own DTensors become DTensors, and back.
+"""Construction: conversion of plain tensors, modules and torch's own DTensors to DTensors, and
+back.
 
-`distribute_tensor` and `distribute_module` spread what is there, factories (`zeros`, `randn`, ...)
-make a rank's piece alone, `local_map` runs a function on pieces and makes its results DTensors,
-`from_torch` and `to_torch` share memory with `torch.distributed.tensor`. A parameter is known by
-identity to its optimizer, its hooks and other modules, so its value is exchanged, and never it.
+`distribute_tensor` and `distribute_module` distribute existing values. Factories (`zeros`, `randn`,
+...) make only a rank's piece. `local_map` runs a function on pieces and makes its results DTensors.
+`from_torch` and `to_torch` share memory with `torch.distributed.tensor`. An optimizer, hooks and
+other modules refer to a parameter by identity. So its value is exchanged, and the object stays.
 """
 
 from __future__ import annotations
@@ -54,9 +55,9 @@ from .uneven_pieces import copy_with_room, tie_to_operands, with_room
 
 
 def piece_of(whole: torch.Tensor, spec: Spec) -> torch.Tensor:
-    """This rank's piece of a `whole` value in the layout of `spec`, in memory of its own.
+    """Returns this rank's piece of a `whole` value in the layout of `spec`, in its own memory.
 
-    Of a pending axis the first rank takes the value and the others hold zeros.
+    On a Partial axis the first rank gets the value and the others zeros.
     """
     part = whole
     for dim, (offset, length) in enumerate(spec.region):
@@ -72,7 +73,7 @@ def piece_of(whole: torch.Tensor, spec: Spec) -> torch.Tensor:
 
 
 def _keep_on_first(local: torch.Tensor, spec: Spec) -> None:
-    """Of the ranks whose shares are summed, the first keeps what it holds, the others zeros."""
+    """Zero the shares of a Partial sum on all ranks but the first, which keeps its values."""
     summed = [axis for axis, op in spec.layout.partial if op == "sum"]
     if summed:
         local.masked_fill_(~spec.wire.is_first_along([summed], local.device)[0], 0)
@@ -190,8 +191,10 @@ def distribute_module(
 
 
 def place_buffer(b: torch.Tensor, wire: Wire, spread: Callable[[torch.Tensor], DTensor]) -> DTensor:
-    """What takes the place of the plain buffer `b` on a mesh: the same DTensor for all modules that
-    share `b`, whenever they are put there. `spread` makes it."""
+    """Returns the DTensor that replaces the plain buffer `b` on a mesh, made by `spread`.
+
+    It is the same for all modules that share `b`, whenever they are distributed.
+    """
     placed = _PLACED.get(b)
     if placed is None or placed._spec.wire is not wire:
         placed = _PLACED[b] = spread(b)
@@ -232,7 +235,10 @@ def _normalize_size(size: tuple[Any, ...]) -> tuple[int, ...]:
 def _fill_pieces(
     make: Function, spec: Spec, dtype: Any, requires_grad: bool, as_shares: bool = False
 ) -> DTensor:
-    """What `make` makes on each rank; where it is pending, `as_shares` or on the first alone."""
+    """Returns a DTensor of the pieces that `make` makes.
+
+    If it is Partial, the first rank keeps the value, or with `as_shares` every rank keeps its own.
+    """
     local = with_room(make(spec.local_shape, dtype=dtype, device=spec.wire.device), spec)
     if not as_shares:
         _keep_on_first(local, spec)
@@ -327,8 +333,10 @@ _grad: Any = torch._C.TensorBase.grad
 
 
 def can_hold(p: torch.Tensor, value: torch.Tensor) -> bool:
-    """May `value` become the value of `p`? Not if one of them is on "meta", or on another device
-    type."""
+    """True if `value` can become the value of `p`.
+
+    Both must be on "meta" or neither, and on one device type.
+    """
     return p.is_meta == value.is_meta and p.device.type == value.device.type
 
 
@@ -618,8 +626,9 @@ def to_torch(x: DTensor) -> Any:
 
 
 def _torch_placements(spec: Spec) -> list[tuple[str, Any]]:
-    """For each axis of the mesh torch's placement: its name, and its dimension, factor or
-    reduction."""
+    """Returns torch's placement for each axis of the mesh: its name, and its dimension, factor or
+    reduction.
+    """
     mesh, layout = spec.wire.mesh, spec.layout
     factors = split_factors(mesh, layout.shards)
     for size, axes in zip(layout.shape, layout.shards, strict=True):

@@ -1,12 +1,12 @@
 """Dispatch: how a torch function runs on DTensors.
 
-`handle` is `DTensor.__torch_function__`, and the hot path: it looks up the plan of the call, runs
-the local kernel with torch-function disabled, and tags the result with its layout. A call without a
-plan goes on to `_run_unplanned`, which makes one (`plan_call`) and remembers it (`plan`).
+`handle` is `DTensor.__torch_function__`, the hot path. It looks up the plan of the call, runs the
+local kernel with torch-function disabled, and tags the result with its layout. A call without a
+plan goes to `_run_unplanned`, which makes a plan (`plan_call`) and stores it (`plan`).
 
     torch.add(x, y)  ->  handle  ->  Op of torch.add  ->  key (spec of x, spec of y)  ->  CallPlan
 
-Frequent methods skip `handle`; `in_c` has both in C, and where it was built it replaces them.
+Frequent methods skip `handle`. `in_c` has both in C, and replaces them if it was built.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ _Tensor = torch.Tensor
 
 
 def _choose_run(op: Op) -> Run | None:
-    """What runs a function's calls in place of plans; None for an op with a rule."""
+    """Returns the function that runs calls of an op without plans; None for an op with a rule."""
     if op.func in OVERRIDES:
         run = _calling_instead(OVERRIDES[op.func])
         return _reading_numbers(run) if takes_numbers(op.func) else run
@@ -304,15 +304,16 @@ _MAY_HOLD_DTENSORS = (DTensor, list, tuple, dict)
 
 
 def _operands_of_collective(name: str, given: tuple[Args, Kwargs]) -> Any:
-    """Returns the arguments that a collective of torch.distributed is called with.
+    """Returns the arguments for a collective of torch.distributed.
 
-    What every rank holds whole is, on each, the plain tensor of the same memory.
+    A DTensor that is whole on every rank becomes the plain tensor of the same memory.
 
     Args:
         given: the arguments by position and by name.
 
     Raises:
-        LayoutError: a rank holds a part of a DTensor, which would be taken for its value.
+        LayoutError: a rank holds only a part of a DTensor, and the collective would take it for the
+            whole value.
     """
     args, kwargs = given
     holders = any(isinstance(v, _MAY_HOLD_DTENSORS) for v in (*args, *kwargs.values()))

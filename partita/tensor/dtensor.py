@@ -1,12 +1,12 @@
 """The DTensor: the tensor that users hold.
 
-A DTensor is this rank's piece of a global tensor: a plain tensor whose class was exchanged, with
-its spec in an attribute. There is no wrapper and no second object.
+A DTensor is this rank's piece of a global tensor: a plain tensor whose class was replaced, with its
+spec in an attribute. There is no wrapper and no second object.
 
     t.__class__, t._spec = DTensor, spec        `tagged`
 
-`.shape` and all that a user reads speak of the global tensor. Kernels run with torch-function
-disabled, where it is the plain piece. What its functions compute is decided in `dispatch`.
+`.shape` and everything else that a user reads describe the global tensor. Kernels run with
+torch-function disabled; there it is the plain piece. `dispatch` decides what its functions compute.
 """
 
 from __future__ import annotations
@@ -208,7 +208,9 @@ class DTensor(torch.Tensor):
         shape: Sequence[int] | None,
         run_check: bool = False,
     ) -> Spec:
-        """Of what each rank's local tensor is a piece. Arguments and errors are `from_local`'s."""
+        """Returns the spec of which each rank's local tensor is a piece. Arguments are
+        `from_local`'s.
+        """
         if isinstance(local_tensor, DTensor):
             raise make_layout_error(
                 "from_local of a DTensor: it has a layout already",
@@ -367,7 +369,9 @@ class DTensor(torch.Tensor):
         return repr(self)
 
     def _repr_html_(self) -> str:
-        """For a notebook: which rank holds what, and the piece of this one. Nothing is sent."""
+        """Returns HTML for a notebook: which rank holds what, and this rank's piece. Nothing is
+        sent.
+        """
         picture = html_of(draw(self.layout_over_mesh, self._spec.wire.mesh))
         with Local():
             piece = torch.Tensor.__repr__(torch.Tensor.detach(current(self)))
@@ -399,7 +403,7 @@ for _name in "dtype device requires_grad is_leaf is_sparse is_cuda is_cpu is_met
 
 
 def laid_out_as(x: DTensor, after: Spec, op: str) -> DTensor:
-    """The same global value in the layout of `after`, as the user asks for it. Differentiable."""
+    """Returns the same global value in the layout `after`, as an explicit move. Differentiable."""
     return tagged(moved(x, x._spec, after, op, "explicit"), after)
 
 
@@ -460,11 +464,12 @@ def _run_moves(moves: Plan, x: torch.Tensor, wire: Wire, op: str, reason: str) -
 
 
 def keep_missing_gradients(ctx: Any) -> None:
-    """In a captured step, have a function that no gradient reaches hear of None, not of zeros.
+    """Make an autograd function get None, not zeros, for a gradient that does not exist.
 
-    A block is one node there: behind it are also parameters of which nothing came into the loss.
-    An optimizer leaves alone what has no gradient, but not what has one of zeros. It is one program
-    for all ranks; in eager a rank that has no gradient takes part in what the others send.
+    Only in a captured step. A block is one node there, and some of its parameters may not affect
+    the loss. An optimizer skips a parameter without a gradient, but not one with a gradient of
+    zeros. The graph is the same for all ranks. In eager code a rank without a gradient must take
+    part in what the others send.
     """
     if HERE.capturing:
         ctx.set_materialize_grads(False)
@@ -504,10 +509,10 @@ def _move_with_gradient(
 
 
 def _carry_to_write(moves: Plan, x: torch.Tensor, wire: Wire, op: str, reason: str) -> torch.Tensor:
-    """Run the moves. The result can be written with autograd.
+    """Run the moves, with a result that may be written under autograd.
 
-    A part of what was gathered is a view. Autograd refuses to write a view that a Function returns
-    or that was made without gradients.
+    A part of a gathered tensor is a view. Autograd refuses writes to a view that a Function
+    returned, or that was made without gradients.
     """
     found = carry_all(moves, x, wire, op, reason)
     return found.detach() if found._is_view() else found
@@ -597,11 +602,11 @@ def make_other_cut_error(wanted: Spec, given: Spec, op: str, line: str) -> Layou
 
 
 def ask_gradient(x: torch.Tensor, spec: Spec, op: str) -> torch.Tensor:
-    """An alias of local `x`, a value of `spec` that leaves or enters the typed world as Replicate.
+    """Returns an alias of local `x`, a value of `spec` that leaves or enters DTensors as Replicate.
 
-    If a gradient arrives, it is either each rank's part of it or the same whole on all of them. By
-    duality it would be the first, in torch.distributed.tensor it is the second, and only the user
-    knows. Where nothing is to be asked this is a plain alias.
+    An arriving gradient is either each rank's part of it, or the same whole value on all ranks. By
+    duality it would be the first; in torch.distributed.tensor it is the second. Only the user
+    knows, so the backward of the alias raises. Where the two are the same this is a plain alias.
     """
     with Local():
         if not (spec.used_differently and x.requires_grad and torch.is_grad_enabled()):
@@ -679,9 +684,10 @@ def _read_piece(x: torch.Tensor, spec: Spec | None) -> Piece:
 
 
 def destination(x: torch.Tensor) -> Piece | None:
-    """The piece of `x` that a loaded value is written into.
+    """Returns the piece of `x` that a loaded value is written into.
 
-    Of a pending sum the first rank takes the value, and the others zeros: there it is None.
+    Of a Partial sum the first rank takes the value. On other ranks this is None, and they hold
+    zeros.
     """
     spec = getattr(x, "_spec", None)
     if spec is not None:
@@ -692,7 +698,8 @@ def destination(x: torch.Tensor) -> Piece | None:
 
 
 def holders_of_piece(spec: Spec) -> tuple[tuple[str, ...], int, int]:
-    """Who holds the same piece as this rank: the axes along which, which of them it is, how many.
+    """Returns which ranks hold the same piece: the axes that vary, this rank's number, and their
+    count.
 
     Pieces that are equal along the same axes have equally many holders.
     """
@@ -709,8 +716,7 @@ def holders_of_piece(spec: Spec) -> tuple[tuple[str, ...], int, int]:
 def _make_misfit_error(
     shape: Sequence[int], layout: Layout, wire: Wire, at: Coordinate, *, fix: Fix | None = None
 ) -> LayoutError:
-    """The error to raise where the rank at `at` brings a piece of `shape`, which is not what
-    `layout` has for it."""
+    """Returns the error for a piece of `shape` on the rank at `at` that does not fit `layout`."""
     rank, due = wire.mesh.coordinates().index(at), layout.local_shape(wire.mesh, at)
     return make_layout_error(
         f"from_local: the piece of rank {rank} does not fit the stated shape {layout.shape}",
@@ -724,13 +730,13 @@ def _make_misfit_error(
 
 
 def _agree_pieces(local: torch.Tensor, spec: Spec) -> None:
-    """Compare the pieces' shapes and dtypes, the first time that a place brings such ones.
+    """Compare the pieces' shapes and dtypes, the first time that a line passes such pieces.
 
-    A rank that brings another piece than before comes to compare alone, and is named.
+    A rank whose piece differs from earlier ones compares alone, and the error names it.
 
     Raises:
-        LayoutError: on every rank, where they do not go together; on this rank alone where only it
-            brings a piece that is not that of a stated shape which was compared before.
+        LayoutError: on every rank, if the pieces do not fit together. On this rank alone, if only
+            its piece does not fit a stated shape that was compared before.
     """
     wire, fits = spec.wire, local.shape == spec.local_shape
     graded = local.requires_grad and torch.is_grad_enabled()
@@ -787,7 +793,7 @@ def _compare_pieces(local: torch.Tensor, spec: Spec) -> None:
 
 
 def _order_of_memory(local: torch.Tensor, spec: Spec) -> int:
-    """Is the piece contiguous? 1 for yes, 2 for no; 0 where a row alone does not tell."""
+    """Returns 1 if the piece is contiguous, 2 if not, and 0 if a single row leaves it open."""
     if any(n < 2 <= whole for n, whole in zip(local.shape, spec.shape, strict=False)):
         return 0
     return 1 if local.is_contiguous() else 2
@@ -807,7 +813,7 @@ def _make_order_error(orders: Sequence[int]) -> LayoutError:
 
 
 def make_memory_error(name: str) -> LayoutError:
-    """What to raise where method `name`, which works on memory, is called of a DTensor."""
+    """Returns the error for method `name`, which works on memory, on a DTensor."""
     return make_layout_error(
         f"{name} cannot take a DTensor",
         Fix(f"x.to_local().{name}(...)", "on this rank's piece"),
@@ -816,10 +822,10 @@ def make_memory_error(name: str) -> LayoutError:
 
 
 def make_no_strides_error(what: str, t: torch.Tensor) -> LayoutError:
-    """What to raise where `t`, which is sparse (or has another layout of its own), is to be global.
+    """Returns the error for a tensor `t` that cannot be global, because it is sparse or similar.
 
     Args:
-        what: who takes it or makes it.
+        what: the function that takes it or makes it.
     """
     return make_layout_error(
         f"{what}: a tensor of layout {t.layout} cannot be a DTensor",

@@ -59,7 +59,7 @@ hooks_of_gradient = _base._post_accumulate_grad_hooks.__get__
 
 
 def _show_gradient(x: torch.Tensor) -> None:
-    """Have ZeRO add what it keeps of x's gradient to it, before it is read or cleared."""
+    """Make ZeRO add the gradient that it still keeps for x, before `x.grad` is read or cleared."""
     rest = state_of(x).rest
     if rest is not None:
         rest.owner.show_gradient()
@@ -128,7 +128,7 @@ def _set_grad(x: torch.Tensor, grad: torch.Tensor | None) -> None:
 
 
 def clear_gradients(tensors: Iterable[torch.Tensor]) -> None:
-    """`x.grad = None` for each, quickly where there is none."""
+    """Set `x.grad = None` for each tensor; fast if there is none."""
     shown = None
     with Unheard():
         for x in tensors:
@@ -151,9 +151,10 @@ def _del_grad(x: DTensor) -> None:
 def _make_backward_seed(
     root: DTensor, gradient: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A plain alias of a root of backward, and the local gradient that backward starts from.
+    """Returns a plain alias of a root of backward, and the local gradient that backward starts
+    from.
 
-    Of a Replicate root it is Partial: the first rank has the gradient, the others zeros. Of a
+    For a Replicate root this gradient is Partial: the first rank has it, the others zeros. For a
     Partial root it is Replicate. Neither needs communication.
     """
     root = current(root)
@@ -282,9 +283,10 @@ def _autograd_grad(
 def _grad_of_each(
     outputs: Any, inputs: Any, batches: Any, retain_graph: bool | None, *options: Any
 ) -> tuple[Any, ...]:
-    """What `torch.autograd.grad` gives for each gradient of a batch, stacked.
+    """Returns the results of `torch.autograd.grad` for each gradient of a batch, stacked.
 
-    One backward pass for each: torch would run one under vmap, and a collective has no batch.
+    It runs one backward pass for each. Torch would run one under vmap, but a collective has no
+    batch.
     """
     given = list(batches) if isinstance(batches, (tuple, list)) else [batches]
     count = next(len(batch) for batch in given if batch is not None)
@@ -305,8 +307,9 @@ def _grad_of_each(
 
 
 def type_hook(x: torch.Tensor, hook: Callable[..., Any]) -> Callable[[torch.Tensor], Any]:
-    """What is registered on `x` for the user's `hook`, which gets the gradient as a DTensor and may
-    return one."""
+    """Returns the hook to register on `x` for the user's `hook`, which gets and may return
+    DTensors.
+    """
     # A parameter may be laid out anew; what an op has made keeps the layout that it had here.
     known: list[Any] = [weakref.ref(x) if x.is_leaf else None]
     spec: Spec | None = getattr(x, "_spec", None)
@@ -362,11 +365,10 @@ def _register_post_accumulate_grad_hook(x: DTensor, hook: Callable[..., Any]) ->
 
 
 def type_accumulate_hook(x: torch.Tensor, hook: Callable[..., Any]) -> Callable[[Any], Any]:
-    """What is registered on the leaf `x` for the user's `hook`, to be called when its gradient has
-    been added up.
+    """Returns the hook to register on the leaf `x` for the user's `hook` after accumulation.
 
-    The engine also calls such hooks where an autograd node of ours gave no gradient, as for a
-    parameter that no block has used. The user's is called only where one came.
+    The engine also calls such hooks if one of our autograd nodes gave no gradient, as for a
+    parameter that no block used. The user's hook is called only if there was a gradient.
     """
     came = [False]
 
@@ -508,8 +510,7 @@ _node = _base.grad_fn.__get__
 
 
 def _grad_fn_of(x: DTensor) -> Any:
-    """The autograd node that made this tensor; code of torch and of partita gets the node itself.
-    """
+    """The autograd node that made this tensor. Code of torch and partita gets the node itself."""
     with Local():
         node = _node(x)
     if node is None:
@@ -612,7 +613,7 @@ def _unmark_settled(x: DTensor) -> None:
 
 
 def is_watched(x: torch.Tensor) -> bool:
-    """Is the hook of `mark_settled` on x?"""
+    """True if the hook of `mark_settled` is on x."""
     watch = state_of(x).reopens
     if watch is None:
         return False
@@ -695,13 +696,14 @@ def pending_gradients(values: Iterable[Any]) -> list[DTensor]:
 
 
 def reduce_pending_gradients(params: Iterable[DTensor]) -> None:
-    """Reduce the pending gradients of `params`; each is then in the layout of `settled_spec`.
+    """Reduce the Partial gradients of `params`; each then has the layout of `settled_spec`.
 
-    A gradient object that is reduced keeps its identity, not its memory: what else looks at that
-    memory (a view that somebody took before) goes on holding shares, which are right as shares.
+    A reduced gradient stays the same object in new memory. A view that somebody took before keeps
+    the shares, which are still correct as shares.
 
-    One all-reduce for each set of axes, dtype and `BUCKET_BYTES`, noted with the reason "settle".
-    Gradients that are not pending are left alone. Waits for those that ZeRO is reducing already.
+    One all-reduce for each set of axes, dtype and `BUCKET_BYTES`, recorded with the reason
+    "settle". Gradients that are not Partial do not change. Waits for those that ZeRO is already
+    reducing.
     """
     params = list({id(p): p for p in params}.values())
     rests = [state_of(p).rest for p in params]
@@ -767,7 +769,7 @@ def _reduce_with_history(p: DTensor, grad: DTensor) -> None:
 
 
 def _reduce_scatter_gradient(p: DTensor, grad: DTensor) -> None:
-    """Reduce-scatter a gradient of which ZeRO leaves each rank a shard."""
+    """Reduce-scatter a gradient, so that each rank keeps the shard that ZeRO gives it."""
     wanted = settled_spec(p)
     with torch.no_grad():
         rest = state_of(p).rest

@@ -1,9 +1,9 @@
-"""Functions of lists of DTensors: foreach and fused kernels, the norms of many tensors.
+"""Functions of lists of DTensors: foreach and fused kernels, and norms of many tensors.
 
-A foreach function is its op, once for each place of its lists. Each place is planned like a call of
-the op; if nothing moves in any place, the one native kernel runs on the pieces. The key is the
-specs of the lists' elements: bias corrections and learning rates are numbers and are not in it.
-Norms of all gradients, and a GradScaler's search for infinities, are one small all-reduce.
+A foreach function is its op, once for each position of its lists. Each position is planned like a
+call of the op. If nothing moves at any position, the one native kernel runs on the pieces. The key
+is the specs of the lists' elements. Bias corrections and learning rates are numbers and not part of
+it. Norms of all gradients, and a GradScaler's search for infinities, are one small all-reduce.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class _ListPlan:
     """How foreach calls of one key are run.
 
     Attributes:
-        wires: of each place, where they are not all of one mesh; None for plain tensors.
-        places: for each place its plan; None where the op is called as a user would call it.
-        clean: does the native kernel run, since nothing moves and no place has a kernel of its own?
-        specs: of the results, once the first call has set them.
-        hits: how many calls have found this plan.
+        wires: for each position, if not all are on one mesh; None for plain tensors.
+        places: for each position its plan; None if the op is called as a user would call it.
+        clean: True if the native kernel runs: nothing moves, and no position has its own kernel.
+        specs: of the results, set by the first call.
+        hits: the number of calls that have used this plan.
     """
 
     __slots__ = ("clean", "hits", "places", "specs", "wires")
@@ -409,7 +409,9 @@ OVERRIDES[torch._amp_foreach_non_finite_check_and_unscale_] = _check_and_unscale
 # torch's clip and optimizers use foreach functions for the types in these lists. They are private;
 # torch's own DTensor enters itself in the same way.
 def let_clip_use_foreach(kind: type[torch.Tensor]) -> None:
-    """Have torch's clip take the norms of tensors of this class by one foreach function."""
+    """Make torch's gradient clipping compute the norms of tensors of this class with one foreach
+    call.
+    """
     if kind not in _in_clip:
         _in_clip.append(kind)
 

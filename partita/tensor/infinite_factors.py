@@ -35,12 +35,13 @@ _FLOATS = frozenset((float, complex))
 def wrap_for_infinite_factors(
     kernel: Function | None, call: OpCall, plan: CallPlan
 ) -> Function | None:
-    """What to run where an operand is shares of a sum: `kernel`, on reduced operands where a factor
-    is infinite; `kernel` itself where there is no factor.
+    """Returns the kernel for Partial sum operands, which reduces them if a factor is infinite.
+
+    Returns `kernel` itself if there is no factor.
 
     Args:
-        kernel: what runs on finite factors; where there is none, the function.
-        plan: of the call, whose kernel is yet to be set.
+        kernel: runs with finite factors; None for the function itself.
+        plan: of the call; its kernel is not set yet.
     """
     bound, choice, wire, names, form = plan.bound, plan.choice, plan.wire, plan.names, call.form
     assert bound is not None and choice is not None

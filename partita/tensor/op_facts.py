@@ -1,9 +1,9 @@
-"""Facts of ops, and forms of functions: which op a function is, and what is so of its calls.
+"""Facts of ops, and forms of functions: which op a function is, and properties of its calls.
 
-Of an operator they are read off its schema and its tags, and for what these do not say off a table
-of corrections (`facts_of`). What a program calls, `torch.reshape`, `x.t()`, `F.dropout`, has no
-schema: there is one table by names (`facts_of_function`), with attributes in it, too, since their
-`__get__` and `__set__` are functions to torch.
+For an operator they follow from its schema and its tags, with a table of corrections (`facts_of`).
+Functions that a program calls, such as `torch.reshape`, `x.t()` and `F.dropout`, have no schema. A
+table by name has their facts (`facts_of_function`). It includes attributes, because their `__get__`
+and `__set__` are functions to torch.
 
 One op has one rule, given for one of its functions. The others are found by their names:
 `torch.add`, `Tensor.add`, `Tensor.__add__`, `Tensor.add_`, `torch._foreach_add_` and
@@ -11,7 +11,7 @@ One op has one rule, given for one of its functions. The others are found by the
 
     form_of(torch.Tensor.add_)  ->  Form(name="add", rule=RULES[torch.add], inplace=True, ...)
 
-A function in Python without a rule is entered, so that its ops are found (`enter_function`).
+A Python function without a rule is entered, so that its ops are dispatched (`enter_function`).
 """
 
 from __future__ import annotations
@@ -75,40 +75,41 @@ class Written:
         return (self.place,) if self.place < len(args) else (self.name,)
 
     def find(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What a call gives for it; None where that is nothing."""
+        """Returns the argument of a call at this position or with this name; None if it is not
+        passed.
+        """
         return args[self.place] if self.place < len(args) else kwargs.get(self.name)
 
 
 @dataclass(frozen=True, slots=True)
 class OpFacts:
-    """What is so of every call of an operator.
+    """Properties of every call of an operator.
 
     Attributes:
-        is_view: its results show memory of an operand, which it does not write, or may do so, as
-            those of reshape.
+        is_view: its results show memory of an operand that it does not write (reshape may do so).
         writes: the operands that it writes.
-        makes_new: its results lie in memory of their own, and it writes none.
-        moves: its results are elements of its operands as they are, elsewhere or otherwise shown.
+        makes_new: its results have their own memory, and it writes no operand.
+        moves: its results are unchanged elements of its operands, at other positions.
         casts: likewise, in another dtype.
-        statistics: it writes its fourth and fifth operands where its sixth says that it trains.
-        draws: it draws from a generator: another call gives something else.
-        fills: it draws, and what it draws is all that its first operand holds afterwards.
-        overwrites: no element of its first operand has a part in its result, only the metadata.
-        is_monotone: its result rises or falls with each operand; of bitwise ops, with truth values.
-        checks: it gives nothing, and raises where what it is given is not as it must be.
-        shows_unsaid: its results show memory of its one operand, and its schema does not say so.
-        is_alias: it gives its operand under another name, and is a view of all of it.
-        lifts: it makes a tensor of what Python holds.
-        by_storage: it depends on the whole storage of an operand, and not only on the elements that
-            the operand shows of it.
+        statistics: it writes its fourth and fifth operands if its sixth says that it trains.
+        draws: it draws random numbers, so another call returns another result.
+        fills: it draws random numbers that replace all values of its first operand.
+        overwrites: its result depends only on the metadata of its first operand, not on its values.
+        is_monotone: its result is monotone in each operand; for bitwise ops, on truth values.
+        checks: it returns nothing, and raises if its operands are not as required.
+        shows_unsaid: its results show memory of its only operand, and its schema does not say so.
+        is_alias: it returns its operand as another tensor that is a view of all of it.
+        lifts: it makes a tensor from a Python value.
+        by_storage: it depends on the whole storage of an operand, not only on the elements that the
+            operand shows.
         changes_metadata: it changes the shape, the strides or the storage of an operand in place.
-        workspace: what its kernel on a CPU takes while it runs: "casts", its operands in the dtype
-            in which it computes; "measured", what can only be found by running it; "", nothing.
-        takes_number_as_tensor: element by element it is the same with a tensor of no dimensions in
-            place of a number among its operands, though it may round otherwise.
-        exact_in_numbers: it rounds alike whether a number among its operands is one of Python or a
-            tensor. Others, as addcmul, are several calls of tensors.
-        stands_alone: no compiler makes one kernel of it and of its neighbours.
+        workspace: memory that its CPU kernel takes while it runs. "casts": its operands in the
+            dtype in which it computes. "measured": unknown until it runs. "": none.
+        takes_number_as_tensor: a number among its operands may be replaced by a 0-d tensor. It
+            computes the same elementwise, but may round differently.
+        exact_in_numbers: it rounds the same for a Python number and for a 0-d tensor. Others, such
+            as addcmul, are several calls on tensors.
+        stands_alone: no compiler fuses it with its neighbours.
     """
 
     is_view: bool = False
@@ -135,8 +136,11 @@ class OpFacts:
 
 @functools.lru_cache(maxsize=8192)
 def facts_of(target: Any) -> OpFacts:
-    """The facts of what a call calls: an operator of torch, `operator.getitem`, or a function that
-    declares them; of anything else that it does none of these."""
+    """Returns the facts of a call's target.
+
+    A target is an operator of torch, `operator.getitem`, or a function that declares its facts. For
+    anything else all facts are False.
+    """
     if target is operator.getitem:  # of what a call has given
         return OpFacts(is_view=True, moves=True)
     schema = getattr(target, "_schema", None)
@@ -265,7 +269,7 @@ it is summed. Norms sum by thread, and what is not contiguous is made so by many
 
 
 class Cast(enum.Enum):
-    """What autocast does to the floating operands of an op (never to those of float64)."""
+    """What autocast does to floating-point operands of an op (never to float64)."""
 
     FLOAT32 = "to float32"
     FLOAT32_UNLESS_TOLD = "to float32, unless the call gives a dtype"
@@ -276,22 +280,22 @@ class Cast(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class FunctionFacts:
-    """What is so of every call of a function.
+    """Properties of every call of a function.
 
     Attributes:
-        is_view: its result shares its operand's memory, on one device and where nothing moves.
-        may_copy: its result does so, or is a copy, as the strides are.
+        is_view: its result shares its operand's memory, on one device and if nothing moves.
+        may_copy: its result is a view or a copy, depending on the strides.
         reshapes: it changes its operand's shape in place.
         changes_shape: it does so, or gives its operand other memory.
         draws: it may draw random numbers.
-        answered_by_piece: it neither depends on how a DTensor is laid out nor changes it.
-        computes_nothing: it asks what is so of a tensor or of torch, or enters autograd.
-        needs_itself: it asks a tensor for what another of the same shape cannot answer, or hangs
-            something on it.
-        is_twin: of torch.nn.functional, it passes its arguments on to the builtin of its name, and
-            so runs whole on a piece (with `inplace=True` it does not).
-        autocast: what autocast does to its operands where it is on the list of a device; None where
-            that is to cast them to float32.
+        answered_by_piece: it neither depends on the layout of a DTensor nor changes it.
+        computes_nothing: it reads a property of a tensor or of torch, or starts autograd.
+        needs_itself: it needs this very tensor, because it reads or attaches something that another
+            tensor of the same shape lacks.
+        is_twin: a function of torch.nn.functional that passes its arguments to the builtin of its
+            name, and so runs whole on a piece (except with `inplace=True`).
+        autocast: what autocast does to its operands if it is on the list of a device. None: casts
+            them to float32.
     """
 
     is_view: bool = False
@@ -318,7 +322,9 @@ def facts_of_function(name: str) -> FunctionFacts:
 
 
 def _is_operator_drawing(name: str) -> bool:
-    """Does torch say of an operator of this name, or of that in place, that it draws?"""
+    """True if torch marks an operator of this name, or its in-place variant, as drawing random
+    numbers.
+    """
     packets = [getattr(torch.ops.aten, n, None) for n in (name, name + "_")]
     return any(
         facts_of(getattr(packet, overload)).draws
@@ -422,7 +428,7 @@ def _list_aten_overloads() -> dict[str, list[str]]:
 
 @cache
 def cast_of(op: str, device_type: str) -> Cast | None:
-    """What autocast does to an op's operands on a device; None where it acts on what is inside."""
+    """Returns how autocast casts an op's operands on a device; None if it acts on ops inside it."""
     overloads = _list_aten_overloads().get(op)
     if overloads is None:
         return None
@@ -453,22 +459,24 @@ def without_autocast(*device_types: str) -> Iterator[None]:
 
 
 def without_any_autocast() -> AbstractContextManager[None]:
-    """Within, autocast does nothing on any device: what runs has been cast as it was asked to."""
+    """Disable autocast inside the block on all devices, because the operands have been cast
+    already.
+    """
     if not torch._C._is_any_autocast_enabled():
         return nullcontext()
     return without_autocast(*[kind for kind, enabled, _ in read_autocast_state() if enabled])
 
 
 def as_autocast_casts(run: Function, op: str, inplace: bool) -> Function:
-    """`run`, which stands for `op`, in the dtypes that `op` has under autocast.
+    """Returns `run`, which implements `op`, with the dtypes that `op` has under autocast.
 
-    Torch casts the operands of the ops on its lists and runs what is inside without autocast. An op
-    that is written here as other ops has to be treated as the op that it stands for, not as those:
-    its operands are cast first, and autocast is off within. Which ops are listed for a device the
-    dispatcher is asked; what their list asks for is in the table, all else is in float32.
+    Torch casts the operands of the ops on its lists, and runs them without autocast. An op that is
+    written here as other ops must behave as `op`, not as those: its operands are cast first, and
+    autocast is off inside. The dispatcher says which ops are listed for a device. The table says
+    how a listed op is cast, by default to float32.
 
     Args:
-        inplace: it stands for the op in place, which is on no list.
+        inplace: True if `run` implements the in-place op, which is on no list.
     """
 
     def cast_and_run(*args: Any, **kwargs: Any) -> Any:
@@ -542,14 +550,14 @@ class Form:
     Attributes:
         func: the function.
         name: the op's name.
-        rule: what is known of it, or None.
+        rule: its rule, or None.
         inplace: the first operand is written and returned.
         reshapes: the first operand's shape is changed in place.
-        foreach: it takes lists, and is one call of the op for each place in them.
-        local: what runs on the pieces; the function itself where None.
-        bare: what runs on the operands alone, where the other arguments ask for nothing.
-        operator: what is known of an operator of torch.library; None of other functions.
-        writes: operands that are written besides the first of one in place.
+        foreach: it takes lists, and is one call of the op for each position in them.
+        local: the function that runs on pieces; None for `func` itself.
+        bare: the function that runs on the operands alone, if other arguments have their defaults.
+        operator: for an operator of torch.library; None for other functions.
+        writes: operands that are written, besides the first one of an in-place op.
     """
 
     func: Function
@@ -565,7 +573,7 @@ class Form:
 
     @cached_property
     def parameters(self) -> tuple[str, ...]:
-        """The names of the parameters that its rule speaks of, in order."""
+        """The names of the parameters that its rule reads, in order."""
         assert self.rule is not None
         if self.rule.derive is not None:
             return tuple(p.name for p in self.rule.params)
@@ -614,8 +622,11 @@ def form_of(func: Function) -> Form:
 
 
 def _form_of_operator(func: Function, operator: Operator) -> Form:
-    """One of torch's own is known as the torch function of its name; another by its own rule,
-    which may have been given for its packet or for what `torch.library.custom_op` returned."""
+    """Returns the form of an operator.
+
+    An operator of torch is known as the torch function of its name. Another one is known by its own
+    rule, which may belong to its packet or to the result of `torch.library.custom_op`.
+    """
     name = operator.name
     if operator.is_torchs:
         op = name.rstrip("_")
@@ -675,7 +686,10 @@ them."""
 
 
 def runs_as_torch_has_it(func: Function) -> bool:
-    """Is this function answered by the piece? Attributes are, unless `OVERRIDES` has them."""
+    """True if the local piece can answer for this function.
+
+    The piece answers for attributes that `OVERRIDES` lacks.
+    """
     name = getattr(func, "__name__", "")
     attributes = ("__get__", "__set__", "__delete__")
     return name in attributes or facts_of_function(name).answered_by_piece
@@ -726,12 +740,12 @@ def overloads_of(func: Any) -> list[OpOverload]:
 
 
 def is_collective(func: Any) -> bool:
-    """Is it an operator of torch.distributed's, functional or not?"""
+    """True for an operator of torch.distributed, functional or not."""
     return any("c10d" in overload.namespace for overload in overloads_of(func))
 
 
 def _operator_of(func: Function) -> Operator | None:
-    """What `func` is as an operator; None if it is another function."""
+    """Returns `func` as an operator; None if it is another kind of function."""
     overloads = overloads_of(func)
     if not overloads:
         return None
@@ -740,11 +754,11 @@ def _operator_of(func: Function) -> Operator | None:
 
 
 def find_unknown_effect(target: Any) -> str:
-    """What an operator of a library of its own may do beside giving tensors that it makes of its
-    arguments; empty where its schema, and who has made it, say that it does nothing else.
+    """Returns a possible side effect of a custom operator, as text; "" if it certainly has none.
 
-    That it draws no numbers without its tag and sends nothing is asked by `torch.library.custom_op`
-    and by a rule, under which it runs on a rank's piece.
+    The schema and the registration must show that it only returns new tensors.
+    `torch.library.custom_op` requires that it sends nothing and draws no random numbers without its
+    tag. So does a rule, because the operator then runs on a rank's piece.
     """
     if not isinstance(target, OpOverload):
         return "no schema says what it does"
@@ -843,7 +857,7 @@ _OVERRIDES = types.SimpleNamespace(
 
 
 class _Torch(types.ModuleType):
-    """Stands for torch where a function asks `torch.overrides.has_torch_function...`."""
+    """Replaces torch in a function that calls `torch.overrides.has_torch_function...`."""
 
     def __init__(self) -> None:
         super().__init__("torch")
@@ -890,9 +904,11 @@ def copy_function(func: types.FunctionType, space: dict[str, Any], closure: Any 
 
 
 def _entered_cell(cell: types.CellType, func: types.FunctionType) -> types.CellType:
-    """A cell of `func`'s closure; a function in it that asks is entered too.
+    """Returns a cell of `func`'s closure; a function in it that calls `has_torch_function` is
+    entered, too.
 
-    `boolean_dispatch` makes functions that hold two others, of which one may be such a one again.
+    `boolean_dispatch` makes functions that hold two others, and one of these may be such a function
+    again.
     """
     try:
         held = cell.cell_contents
@@ -914,12 +930,12 @@ def _globals_to_enter(func: types.FunctionType) -> dict[str, Any]:
 
 @cache
 def enter_function(func: Function) -> Function | None:
-    """A copy of a Python function that runs its body on DTensors; None if it is not Python.
+    """Returns a copy of a Python function that runs its body on DTensors; None if it is not Python.
 
-    `torch.nn.functional` is full of functions that ask `has_torch_function(...)` and, if so, hand
-    themselves over whole. To enter one is to run its body as if that question were answered no: a
-    copy of the function whose globals say so. The ops inside ask again, and are dispatched one by
-    one.
+    Many functions of `torch.nn.functional` call `has_torch_function(...)` and, if it is True,
+    dispatch themselves as a whole. Entering a function means running its body as if that call
+    returned False: a copy of the function has globals in which it does. The ops inside are
+    dispatched one by one.
     """
     if not isinstance(func, types.FunctionType):
         return None

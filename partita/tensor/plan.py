@@ -57,10 +57,10 @@ from .tensor_state import (
 
 @dataclass(frozen=True)
 class Choice:
-    """How an op is spread over the mesh.
+    """How an op is distributed over the mesh.
 
     Attributes:
-        inputs: the layout that each operand must have; None where it is absent or a number.
+        inputs: the layout that each operand must have; None if it is absent or a number.
         outputs: for each output and dimension the axes that split it, outermost first.
         partial, invariant: for each output, as in `Layout`.
         splits: for each split name its axes, outermost first.
@@ -96,30 +96,30 @@ class Target:
 
 @dataclass(slots=True, weakref_slot=True)
 class CallPlan:
-    """How calls of one key are run on this rank.
+    """How calls of one key run on this rank.
 
     Attributes:
         op: the op's name.
-        wire: the rank's wire, of the mesh on which the operands are.
-        direct: a call has nothing to do but to run the kernel, or the function, and to tag its
-            result as `spec`. Set by the first call, if not as the plan is made.
-        spec, local_shape: of the result, where it is one tensor; set as `direct` is.
-        outputs: the spec and the local shape of each result; the first call sets them.
+        wire: the rank's wire, on the mesh of the operands.
+        direct: True if a call only runs the kernel, or the function, and tags its result with
+            `spec`. Set when the plan is made, or by the first call.
+        spec, local_shape: of the result, if it is one tensor; set together with `direct`.
+        outputs: the spec and the local shape of each result; set by the first call.
         targets: the operands that are moved first, and those that are plain tensors.
-        kernel: what runs on the rank in place of the function.
-        bare: what runs on the operands alone, and their number, where a call gives all of them by
-            place and nothing else that it gives asks for anything.
-        rewrite: what is called with the DTensors in place of all this.
-        bound, choice: the reasoning, for `explain` and for shapes that only the kernel tells.
-        retags_operand: the op changes its operand's shape in place, so the operand is tagged anew.
-        result_is_view_copy: one device's result is a view, and here it has memory of its own.
-        may_copy: the op copies or not as the strides are, and a piece's strides do not tell which.
+        kernel: runs on the rank in place of the function.
+        bare: runs on the operands alone, with their number. It serves calls that pass all operands
+            by position, and defaults for all other arguments.
+        rewrite: a function that is called with the DTensors in place of all this.
+        bound, choice: how the plan was found, for `explain` and for shapes that only the kernel
+            knows.
+        retags_operand: the op changes its operand's shape in place, so the operand is tagged again.
+        result_is_view_copy: one device's result is a view, and here it has its own memory.
+        may_copy: the op copies or not depending on strides, and a piece's strides do not decide it.
         view_copies: the operands that are view copies (see `aliasing`): they may be out of date.
-        names: of the parameters that may be given by place or by name, in order.
+        names: of the parameters that may be passed by position or by name, in order.
         work: the matrix products of a call, for ledgers.
-        make_output_spec: gives the spec of a result from it, each time (shapes that depend on
-            data).
-        hits: how many calls have found this plan.
+        make_output_spec: computes the spec of each result (for shapes that depend on data).
+        hits: the number of calls that have used this plan.
     """
 
     op: str
@@ -144,8 +144,10 @@ class CallPlan:
     hits: int = field(default=0)
 
     def listen(self, on: bool) -> None:
-        """Have calls note their work in the open ledgers, or not any more. The kernel is exchanged
-        for it, so that calls cost nothing more while no ledger is open."""
+        """Start or stop recording the work of calls in the open ledgers.
+
+        This exchanges the kernel, so that calls cost nothing extra while no ledger is open.
+        """
         assert self.work is not None
         self.kernel = self.work.run_noting_work if on else self.work.kernel
 
@@ -238,8 +240,10 @@ class CallPlan:
         return out
 
     def _learn_output_specs(self, outs: Sequence[torch.Tensor]) -> None:
-        """Set the results' specs from the choice of rows. Sizes that the sentence does not tell are
-        those of this first result."""
+        """Set the results' specs from the choice of rows.
+
+        Sizes that the sentence does not determine are those of this first result.
+        """
         assert self.bound is not None and self.choice is not None
         if len(outs) != len(self.bound.outputs):
             raise make_layout_error(
@@ -291,13 +295,13 @@ def _collect_plain_tensors(out: Any) -> Sequence[torch.Tensor]:
 
 
 def _move_operand(x: DTensor, after: Spec, op: str) -> torch.Tensor:
-    """`x` in layout `after`.
+    """Returns `x` in layout `after`.
 
-    Where only the gradient's way differs (Invariant and Replicate), the result is an alias of `x`.
-    Ops that need the same one share it, so that their gradients meet before one transposed move. No
-    other result is kept: it would have memory of its own, and torch does not count every write of
-    `x` (`numpy`, `.data`, DLPack). Whether ranks move again must not depend on what one of them
-    does with its piece.
+    If the layouts differ only in the gradient's placement (Invariant and Replicate), the result is
+    an alias of `x`. Ops that need the same alias share it, so that their gradients are summed
+    before one transposed move. No other result is kept, for two reasons. It would have its own
+    memory, and torch does not count every write of `x` (`numpy`, `.data`, DLPack). And whether
+    ranks move again must not depend on what one of them does with its piece.
     """
     before = x._spec
     held, wanted = before.layout, after.layout
@@ -320,14 +324,14 @@ def _move_operand(x: DTensor, after: Spec, op: str) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class PlanWork:
-    """The matrix products that calls of one plan compute on a rank: on the mesh's first, which has
-    the largest piece of an uneven split, as bytes are counted.
+    """The matrix products of one plan's calls on the mesh's first rank, which has the largest
+    pieces.
 
     Attributes:
-        products: of each its operations, and the axes along which every rank computes the same.
-        is_even: does every rank make as many?
-        kernel: of the plan while no ledger is open; None where the function itself runs.
-        run: what runs, be it the kernel or the function.
+        products: for each its operations, and the axes along which every rank computes the same.
+        is_even: True if every rank computes equally many.
+        kernel: of the plan while no ledger is open; None if the function itself runs.
+        run: what runs: the kernel or the function.
     """
 
     op: str
@@ -543,7 +547,7 @@ def declared_key(params: Sequence[inspect.Parameter], flagged: bool = False) -> 
 
 
 def _classify_parameter(p: inspect.Parameter) -> int:
-    """What a derived rule's parameter is to the key."""
+    """Returns how a parameter of a derived rule enters the key."""
     if p.kind is inspect.Parameter.VAR_POSITIONAL:
         return REST
     by_name = KEYWORD if p.kind is inspect.Parameter.KEYWORD_ONLY else 0
@@ -641,7 +645,9 @@ class Plans(dict[Any, Any]):
         _CACHE.ops.append(self)
 
     def recall(self, key: Any) -> Any | None:
-        """A plan of the older generation, made young again; None if there is none."""
+        """Returns a plan of the older generation and moves it to the younger one; None if there is
+        none.
+        """
         plan = self.old.pop(key, None)
         if plan is not None:
             self.remember(key, plan)

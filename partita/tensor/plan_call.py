@@ -6,8 +6,8 @@
     targets              y has to become 8@dp 4       moved before a call, once if unchanged
     kernel               none: torch.add runs on the pieces
 
-A rule may also answer with other ops to call in its place (`Decomposition`), or with a new tensor
-in the operand's layout (`LikeRule`). Where it has no answer, operands are gathered (`dispatch`).
+A rule may also return other ops to call instead (`Decomposition`), or a new tensor in the operand's
+layout (`LikeRule`). If it returns None, operands are gathered (`dispatch`).
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _write_plain_first(form: Form, func: Function, *args: Any, **kwargs: Any) ->
 
 
 def _ask_rule(call: OpCall) -> KernelRule | Decomposition | LikeRule | None:
-    """What the rule says of the call."""
+    """Returns what the rule returns for the call."""
     rule = call.form.rule
     assert rule is not None
     if rule.derive is None:
@@ -116,9 +116,9 @@ def _ask_rule(call: OpCall) -> KernelRule | Decomposition | LikeRule | None:
 
 
 def _let_torch_complain(call: OpCall) -> None:
-    """Run it on tensors without storage, so that a bad shape gets torch's own message.
+    """Run the call on tensors without storage, so that a bad shape raises torch's own error.
 
-    Not a user's operator, which need not say what it makes of such tensors.
+    A user's operator is not run, because it need not support such tensors.
     """
     if call.form.operator is not None and not call.form.operator.is_torchs:
         return
@@ -131,7 +131,7 @@ def _let_torch_complain(call: OpCall) -> None:
 
 
 def _convert_for_rule(value: Any) -> Any:
-    """What a rule sees of an argument."""
+    """Returns an argument as rules see it."""
     if isinstance(value, DTensor):
         spec = value._spec
         mesh = spec.wire.mesh
@@ -283,7 +283,7 @@ def _name_of_argument(call: OpCall, path: Path) -> str:
 
 
 def _make_misfit_error(call: OpCall, text: str, reason: str) -> LayoutError:
-    """What to raise where a user's rule does not fit a call."""
+    """Returns the error for a call that a user's rule does not fit."""
     name = call.form.name
     shown = [f"rule  {text!r}"] if text else []
     for path, t in call.tensors.items():
@@ -339,7 +339,7 @@ def _find_targets(call: OpCall, choice: Choice) -> tuple[Target, ...]:
 
 
 def _make_kernel(call: OpCall, answer: KernelRule, plan: CallPlan) -> Function | None:
-    """What runs on the rank in place of the function; None where the function itself does."""
+    """Returns the kernel that runs on the rank; None if the function itself runs."""
     form, wire, run = call.form, call.wire, call.form.local or call.func
     assert plan.choice is not None
     kernel = form.local if form.operator is not None else None
@@ -601,7 +601,7 @@ class RowChooser:
         return total
 
     def _has_exchanges(self, row: Row) -> bool:
-        """Does the row move an operand from one sharded dimension to another (all-to-all)?"""
+        """True if the row moves an operand from one sharded dimension to another (all-to-all)."""
         held = [self._placement_of_layout(x) for x in self.layouts]
         return any(
             _is_split(before) and _is_split(after) and before != after
@@ -619,8 +619,10 @@ class RowChooser:
         return total
 
     def _local_numel_of_dims(self, dims: Sequence[Dim]) -> float:
-        """Elements of a result on a rank; of the largest operand, if only the kernel tells a
-        size."""
+        """Returns the elements of a result on a rank.
+
+        If only the kernel knows a size: the elements of the largest operand.
+        """
         names = {name for dim in dims for name in dim.names}
         if not names <= self.bound.sizes.keys():
             return max(local_numel(x.shape, x.shards, self.mesh) for x in self.layouts if x)
@@ -633,7 +635,7 @@ class RowChooser:
         return any(isinstance(self._placement_of_layout(x), Partial) for x in self.layouts)
 
     def _is_spread(self) -> bool:
-        """Does this axis shard a factor of a product that is a DTensor?"""
+        """True if this axis shards a factor of a product that is a DTensor."""
         factors = {i for work in self.work for i in work.factors if not self.plain[i]}
         return self.mesh.size(self.axis) > 1 and any(
             _is_split(self._placement_of_layout(self.layouts[i])) for i in factors

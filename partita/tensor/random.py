@@ -1,18 +1,18 @@
 """Random numbers: the same in every layout.
 
-By default every rank draws one device's numbers, all of them, from its own generator, which all
-ranks seed alike, and keeps its piece. So `init`, `dropout` and `randn` give the values that one
-device gives, and generators stay in step, at a price: each rank draws as many numbers, and for a
-moment holds as much memory, as one device would. For a mask of a large activation that is the whole
+By default every rank draws all of one device's numbers from its own generator, and keeps its piece.
+All ranks seed their generators alike. So `init`, `dropout` and `randn` give the values of one
+device, and the generators stay in step. The cost: each rank draws as many numbers, and briefly
+holds as much memory, as one device would. For a mask of a large activation that is the whole
 batch's mask.
 
-`random_mode("pieces")` is cheaper: each rank draws only its piece, from a generator seeded by one
-number drawn from the common one and the place of the piece. Values then depend on the layout, but
-not on the number of ranks that hold the same piece, and a run is reproducible on the same mesh.
+`random_mode("pieces")` is cheaper: each rank draws only its piece. Its generator is seeded by one
+number from the common generator and by the position of the piece. Values then depend on the layout,
+but not on the number of ranks that hold the same piece. A run is reproducible on the same mesh.
 
-Both need generators that are in one state on all ranks: else a dropout mask, or a weight that is
-made on each rank, would be another one on each. So the ranks compare their generators where a place
-of the program first draws (`with_generator_check`).
+Both need generators in the same state on all ranks. Otherwise a dropout mask, or a weight that is
+made on each rank, would differ between ranks. So the ranks compare their generators when a line of
+the program first draws (`with_generator_check`).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ Draw = Callable[[torch.Tensor, torch.Generator | None], torch.Tensor]
 def _draw_piece(
     call: KernelCall, names: Sequence[str], x: torch.Tensor, draw: Draw
 ) -> torch.Tensor:
-    """This rank's piece of what `draw` fills on one device."""
+    """Returns this rank's piece of the tensor that `draw` fills on one device."""
     if _MODE.get() == "pieces":
         seed = int(torch.randint(2**62, (), dtype=torch.int64))
         for name in names:
@@ -85,15 +85,21 @@ def _draw_piece(
 
 
 def _drawn_strides(x: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
-    """Of what one device draws into: it fills memory in the order in which its tensor lies, of
-    which x is a piece. Where a rank has one row, its own strides need not tell that order."""
+    """Returns the strides of the tensor that one device draws into; `x` is a piece of it.
+
+    Drawing fills memory in the order of the tensor's strides. If a rank has a single row, its own
+    strides may not show that order.
+    """
     lies = torch.empty_strided(shape, strides_of_whole(x, shape), device="meta")
     return torch.empty_like(lies).stride()
 
 
 def _on_pieces(x: Any, run: Function) -> Callable[[KernelCall], Kernel | None]:
-    """What a rule has for a kernel where its operand `x` is split: `run(draw_piece, input, ...)`,
-    with what draws this rank's piece of what a `Draw` fills."""
+    """Returns the kernel of a rule whose operand `x` is split: it runs `run(draw_piece, input,
+    ...)`.
+
+    `draw_piece` draws this rank's piece of what a `Draw` fills.
+    """
 
     def make_kernel(call: KernelCall) -> Kernel | None:
         def run_on_piece(input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -195,8 +201,10 @@ for _function in (torch.rand_like, torch.randn_like, torch.randint_like):
 
 
 def with_generator_check(kernel: Function, form: Form, wire: Wire) -> Function | None:
-    """`kernel` of an op that draws, which compares the generators where a place first does so; None
-    where there is nobody to compare with."""
+    """Returns `kernel` with a check that compares generators when a line first draws.
+
+    None if there are no ranks to compare with.
+    """
     if is_alone(wire):
         return None
     return partial(run_with_generator_check, kernel, form.name, wire)

@@ -1,8 +1,8 @@
-"""Overrides: what attributes and methods mean on a DTensor that are no ops.
+"""Overrides: attributes and methods of a DTensor that are not ops.
 
-`OVERRIDES` (`op_facts`) has them by torch's function: `x.data`, `x.T`, the ways out to Python
-(`item`, `numpy`, ...), `x[...] = value`, memory and copies here; `.grad` and `backward` in
-`dtensor_gradients`. All other functions are ops and have rules, or are gathered.
+`OVERRIDES` (`op_facts`) has them by torch's function. Here are `x.data`, `x.T`, conversions to
+Python (`item`, `numpy`, ...), `x[...] = value`, memory and copies. `.grad` and `backward` are in
+`dtensor_gradients`. All other functions are ops: they have rules, or their operands are gathered.
 """
 
 from __future__ import annotations
@@ -201,15 +201,16 @@ _write = torch.Tensor.__setitem__
 
 @implements(torch.Tensor.__setitem__)
 def set_item(x: torch.Tensor, index: Any, value: Any) -> None:
-    """`torch.Tensor.__setitem__` where x, the index or the value is a DTensor.
+    """Run `torch.Tensor.__setitem__` if x, the index or the value is a DTensor.
 
-    Ints and slices pick a range of each dimension, of which each rank holds a part: it writes that
-    part, and nothing is sent but a value that is sharded or pending. Into shares of a sum the first
-    rank writes the value and the others zeros. An index with tensors is applied to the gathered
-    tensor, unless it is a mask for a number; so is what is written into a pending maximum.
+    Ints and slices select a range of each dimension. Each rank writes the part of the range that it
+    holds. Nothing is sent except a value that is sharded or Partial. Into a Partial sum the first
+    rank writes the value and the others write zeros. An index that contains tensors is applied to
+    the gathered tensor, except a mask with a number as value. A write into a Partial max or min
+    also gathers.
 
     Raises:
-        LayoutError: x is a plain tensor, but no whole value that is the same on every rank.
+        LayoutError: x is a plain tensor, but not a whole value that is equal on every rank.
     """
     if not isinstance(x, DTensor):
         _write_plain(x, index, value)
@@ -247,7 +248,7 @@ def _is_basic(entry: Any) -> bool:
 
 
 def _is_number(entry: Any) -> bool:
-    """Is it an integer in a tensor of no dimensions? It is one that nobody has to read."""
+    """True if the entry is an integer in a 0-d tensor, which can be used without reading it."""
     kinds = (torch.bool, torch.uint8)
     return isinstance(entry, torch.Tensor) and not entry.dim() and entry.dtype not in kinds
 
@@ -337,10 +338,10 @@ def _align_value_dims(value: Any, result: list[int], added: list[int], taken: li
 
 
 def _write_traced(x: torch.Tensor, spec: Spec, ranges: list[Any], value: Any) -> None:
-    """Write a range of which a tensor says an end: a number that picks, or, in a captured step, the
-    index at which a piece begins.
+    """Write a range whose bounds are in tensors.
 
-    In such dimensions, and in those that are split, a mask says which of this rank's places are in
+    Such a bound is a number that selects, or, in a captured step, the index at which a piece
+    begins. In these dimensions, and in those that are split, a mask marks this rank's elements in
     the range.
     """
     if not all(len(places) for places in ranges):
@@ -647,7 +648,7 @@ _value_held = torch._C.TensorBase.tolist
 
 
 def is_read_in_part(x: torch.Tensor) -> bool:
-    """Is `x` a DTensor of which torch would read, as the number that it is, this rank's part?"""
+    """True if `x` is a DTensor, and torch would read this rank's part of it as a number."""
     return isinstance(x, DTensor) and _global_view() and not x._spec.is_whole
 
 

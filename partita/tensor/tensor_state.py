@@ -1,13 +1,13 @@
-"""State: what a DTensor has beside its piece: its spec, and what is remembered of it; a thread's.
+"""State: what is stored for a DTensor beside its piece (its spec, and more), and for a thread.
 
 A spec is a layout and the wire of the rank that holds a piece. Specs are interned: `spec_of` makes
-one for each layout and wire, so that two of them are equal exactly if they are the same object, and
-a plan is looked up by the identity of its operands' specs.
+one for each layout and wire. So two specs are equal exactly if they are the same object, and a plan
+is looked up by the identity of its operands' specs.
 
-What else is remembered of a tensor is one `TensorState` in one attribute, so that it is clear what
-a copy does not take over, and what a tensor that takes another's place must be given. A view copy
-has its `CopiedView` there (see `aliasing`). For a thread, which runs a rank, `HERE` has what
-follows its calls where torch has no hook for that: rematerialisation, a capture, `explain`.
+Everything else that is stored for a tensor is one `TensorState` in one attribute. This makes clear
+what a copy does not take over, and what a tensor that replaces another must get. A view copy has
+its `CopiedView` there (see `aliasing`). Each rank runs in a thread; `HERE` has what observes the
+calls of this thread where torch has no hook: rematerialization, a capture, `explain`.
 """
 
 from __future__ import annotations
@@ -114,17 +114,17 @@ class Spec:
 
     @cached_property
     def is_pending(self) -> bool:
-        """Is it Partial on any axis?"""
+        """True if it is Partial on any axis."""
         return bool(self.layout.partial)
 
     @cached_property
     def is_sharded(self) -> bool:
-        """Does any axis split a dimension?"""
+        """True if any axis splits a dimension."""
         return any(self.layout.shards)
 
     @cached_property
     def is_whole(self) -> bool:
-        """Does every rank hold the whole value? Answered alike on all of them."""
+        """True if every rank holds the whole value. Equal on all ranks."""
         mesh = self.wire.mesh
         parted = (a for a in mesh.names if mesh.size(a) > 1)
         return not any(p.is_shard() or p.is_partial() for p in map(self.layout.placement, parted))
@@ -165,8 +165,7 @@ class Spec:
 
     @cached_property
     def is_padded_behind(self) -> bool:
-        """Where pieces are uneven: are all elements of one before all of its padding, on every
-        rank?"""
+        """True if, on every rank, all elements of an uneven piece are before all of its padding."""
         mesh, layout = self.wire.mesh, self.layout
         uneven = [
             dim
@@ -313,22 +312,23 @@ class RetypedValue:
 
 @dataclass(slots=True)
 class TensorState:
-    """What is known of one tensor; of most tensors nothing.
+    """What is stored for one tensor; for most tensors nothing.
 
     Attributes:
         rest: the layouts in which ZeRO keeps its gradient and its update.
         gradient_of: the tensor whose `.grad` this object is, or was.
-        copied_view: of a view copy, what it was copied from (a `CopiedView`).
+        copied_view: for a view copy, what it was copied from (a `CopiedView`).
         retyped: an alias of it in the last other layout that an op needed.
-        reopens: the number of a hook that makes a reduced gradient partial again before backward
-            adds to it, and the hook. It is taken off and registered again in every step.
+        reopens: the number of a hook, and the hook. It makes a reduced gradient Partial again
+            before backward adds to it. It is removed and registered again in every step.
         unseen_writes: the writes that torch does not count and we do; see `count_unseen_writes`.
-        replaced_at: what `count_unseen_writes` gave when it was last given other memory.
-        data: the alias through which each `.data` of it is taken: it counts their writes.
-        gathered_from: the parameter at rest that this is the gathered value of, and its version.
-        node: what a user got for its `grad_fn`.
+        replaced_at: the result of `count_unseen_writes` when it last got other memory.
+        data: the alias from which each `.data` of it is made; it counts their writes.
+        gathered_from: the sharded parameter whose gathered value this is, and its version.
+        node: the object that a user got for its `grad_fn`.
         has_node_hooks: a user has registered hooks on the node that accumulates its gradient.
-        given_up: its name in the model that now holds another in its place, and what replaced it.
+        given_up: its name in the model that now holds another tensor in its place, and what
+            replaced it.
     """
 
     rest: Rest | None = None
@@ -354,7 +354,7 @@ _NOTHING = TensorState()
 
 
 def state_of(x: torch.Tensor) -> TensorState:
-    """What is known of `x`, to be read only: tensors of which nothing is known share one state."""
+    """Returns the state of `x`, for reading only: tensors without state share one object."""
     state: TensorState = x.__dict__.get(_STATE, _NOTHING)
     return state
 
@@ -373,7 +373,7 @@ def own_state(x: torch.Tensor) -> TensorState:
 
 
 def count_writes(x: torch.Tensor) -> int:
-    """How many writes of `x` torch has counted (its version); in inference it counts none."""
+    """Returns how many writes of `x` torch has counted (its version); 0 in inference mode."""
     with Unheard():
         return 0 if x.is_inference() else x._version
 
@@ -388,10 +388,10 @@ def count_writes_of(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def count_unseen_writes(x: torch.Tensor) -> int:
-    """How often `x` was written through an `x.data`, or was given other `data`.
+    """Returns how often `x` was written through an `x.data`, or was given other `data`.
 
-    Torch does not count these writes in the version of `x`, by which autograd checks what it has
-    saved. They count where another copy of the value is kept.
+    Torch does not count these writes in the version of `x`, with which autograd checks saved
+    tensors. They matter where another copy of the value is kept.
     """
     state = state_of(x)
     return state.unseen_writes + (0 if state.data is None else count_writes(state.data))
@@ -426,7 +426,7 @@ def note_other_memory(x: torch.Tensor) -> None:
 
 
 def was_written_since(x: torch.Tensor, count: int) -> bool:
-    """May `x` have other values than when `count` writes were counted?"""
+    """True if `x` may have other values than when `count` writes were counted."""
     return count_writes(x) != count or state_of(x).written_unseen
 
 
@@ -435,21 +435,22 @@ def was_written_since(x: torch.Tensor, count: int) -> bool:
 
 @dataclass(slots=True)
 class CopiedView:
-    """What a view copy is of: `view(source, *args, **kwargs)`, of several results number `index`.
+    """The source of a view copy: `view(source, *args, **kwargs)`, result number `index` of several.
 
-    A view copy has memory of its own and would be a view on one device, where a view shows what is
-    written into its base afterwards. So it is taken again when it is read and its source was
-    written since. Torch counts a tensor's writes, and every write of ours is counted on all ranks
-    alike, so that all take it again together. In inference mode nothing is counted, nor is what is
-    written through `.data`: then it is taken again at each read. What a rank writes into its piece
-    behind torch's back (`to_local().numpy()`) is not seen.
+    A view copy has its own memory; on one device it would be a view, which shows later writes to
+    its base. So it is made again when it is read and its source was written since. Torch counts a
+    tensor's writes, and our writes are counted equally on all ranks, so all ranks make it again
+    together. In inference mode nothing is counted, and writes through `.data` are not counted
+    either. Then it is made again at each read. A write that a rank makes without torch
+    (`to_local().numpy()`) is not detected.
 
     Attributes:
-        source: an alias of the tensor, whose shape stays as it was.
-        source_writes: how often `source` was written before the copy was taken.
-        retaken: the copy that was taken last in its place, with what it was taken from:
+        source: an alias of the tensor, with the shape that it had.
+        source_writes: how often `source` had been written when the copy was made.
+        retaken: the copy that last replaced it, with what it was made from:
             (source, its writes, with gradients?, copy).
-        graded: was it taken where gradients are recorded? Else it has none, wherever it is read.
+        graded: True if it was made with gradients enabled. Otherwise it has none, wherever it is
+            read.
     """
 
     source: Any
@@ -494,13 +495,12 @@ def current(x: Any) -> Any:
 
 
 class Watcher(Protocol):
-    """What is told of a call, and decides whether it is made.
+    """An object that sees each call and decides whether it runs.
 
-    A `TorchFunctionMode` is called for torch's own functions. It is not called where an
-    `autograd.Function` is applied (a region that torch compiled is one), where a region that
-    partita compiled is called, or for what a redistribution carries. Rematerialisation runs a part
-    of the program again and must find each call of the first run in the second, so it is told of
-    those.
+    A `TorchFunctionMode` intercepts torch's own functions. It does not intercept an
+    `autograd.Function` (a region that torch compiled is one), a region that partita compiled, or
+    the moves of a redistribution. Rematerialization runs a part of the program again, and must find
+    each call of the first run in the second. So it needs to see those, too.
     """
 
     def run_function(
@@ -520,16 +520,16 @@ class Watcher(Protocol):
 
 
 class _Here(threading.local):
-    """What watches this thread, which runs a rank.
+    """What observes this thread, which runs a rank.
 
     Attributes:
-        watcher: the `Watcher` that is told of calls.
-        capturing: is a step being captured (see `capture`)? Its tensors have no memory.
-        recorder: what tensors and regions report to; a capture makes nodes of it.
-        explainer: is told how each call is planned; while there is one, all are planned anew.
-        resized: is told of each storage whose memory its owner has freed or allocated again.
-        rerunnable: counts what may run a part of the program again in backward: hooks of saved
-            tensors (a checkpoint's), autograd.Functions.
+        watcher: the `Watcher` of calls, or None.
+        capturing: True while a step is captured (see `capture`). Its tensors have no memory.
+        recorder: the `TraceHooks` that tensors and regions call; a capture records them as nodes.
+        explainer: gets the plan of each call. While it is set, every call is planned anew.
+        resized: called with each storage whose owner has freed or allocated its memory again.
+        rerunnable: the number of things that may run a part of the program again in backward: hooks
+            of saved tensors (a checkpoint's), autograd.Functions.
     """
 
     watcher: Any = None
@@ -541,8 +541,7 @@ class _Here(threading.local):
 
     @cached_property
     def unfinished(self) -> list[Callable[[], None]]:
-        """For what has begun here and not ended (a block's forward), innermost last, the function
-        that ends it."""
+        """Functions that end what has begun in this thread (a block's forward), innermost last."""
         return []
 
     @contextmanager
@@ -575,13 +574,13 @@ def in_backward() -> bool:
 
 
 def frees_graph() -> bool:
-    """Is a backward pass at work that no second one over the same nodes can follow?"""
+    """True if a backward pass is running that frees the graph (`retain_graph=False`)."""
     keeps = torch._C._autograd._get_current_graph_task_keep_graph  # type: ignore[attr-defined]
     return in_backward() and not keeps()
 
 
 def after_backward(call: Callable[[], None]) -> None:
-    """Have `call` made when the backward pass that is at work ends; not if it raises."""
+    """Call `call` when the running backward pass ends, unless it raises."""
     torch.autograd.Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
 
 
@@ -591,10 +590,11 @@ def next_node() -> int:
 
 
 def saving_hooks() -> tuple[Any, Any] | None:
-    """What packs and unpacks saved tensors now (a checkpoint, an offload); None if nothing does.
+    """Returns the current hooks that pack and unpack saved tensors (a checkpoint's, an offload's),
+    or None.
 
-    Of nested `saved_tensors_hooks` torch calls the innermost alone: one that wants only some of the
-    tensors must give the others to the next.
+    Of nested `saved_tensors_hooks` torch calls only the innermost. One that handles only some
+    tensors must pass the others to the next.
     """
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
@@ -610,5 +610,5 @@ def without_history(t: torch.Tensor) -> torch.Tensor:
 
 
 def count_holders(storage: torch.UntypedStorage) -> int:
-    """How many tensors and storages have this memory? Whoever asks has one of them in hand."""
+    """Returns how many tensors and storages have this memory, including the caller's."""
     return torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]

@@ -1,10 +1,9 @@
-"""Patches of torch: functions that take a DTensor without asking it.
+"""Patches of torch: functions that do not call `__torch_function__` of a DTensor.
 
-Most of torch asks a tensor's class what a function means for it (`__torch_function__`). These do
-not: they would take this rank's piece for the whole tensor and say nothing. Each is replaced, under
-its public name, by one that asks: where it can mean the right thing it does, and the others raise.
-Patches that belong to one thing stand beside it: `Function.apply` in `dtensor_gradients`, an
-operator of ATen in `tensor_overrides`, lists of types in `foreach`.
+They would take this rank's piece for the whole tensor, silently. Each is replaced, under its public
+name, by a function that checks for DTensors. It does the right thing where that is defined, and
+raises otherwise. Patches that belong to one topic are in its file: `Function.apply` in
+`dtensor_gradients`, an operator of ATen in `tensor_overrides`, lists of types in `foreach`.
 """
 
 from __future__ import annotations
@@ -179,10 +178,10 @@ def _clear_unwritten(made: Any) -> Any:
 
 
 def _clear_results_of(name: str, home: Any) -> Function:
-    """Let a function of torch's that allocates return zeros to whoever is not partita.
+    """Make a torch function that allocates return zeros, except when partita calls it.
 
     Returns:
-        The function of torch's.
+        torch's original function.
     """
 
     def allocate(*args: Any, **options: Any) -> Any:
@@ -299,7 +298,7 @@ def _refuse_dtensors(what: str, given: Any) -> None:
 
 
 def _refuse_calls(kind: type) -> None:
-    """Let a function or method of TorchScript refuse DTensors."""
+    """Make a function or method of TorchScript refuse DTensors."""
     base = kind.__call__  # type: ignore[operator]
 
     @functools.wraps(base)
@@ -393,7 +392,9 @@ _plain_asarray = put_in_place_of("asarray", _convert_to_tensor, torch)
 
 
 class _LegacyType(type):
-    """The class of what stands for `torch.FloatTensor` and its kin, which take no subclasses."""
+    """The class of the replacements of `torch.FloatTensor` and similar types, which take no
+    subclasses.
+    """
 
     plain: Any  # what it stands for
 
@@ -669,11 +670,11 @@ plain PyTorch, which are compiled as a user's are: models, and benches with thei
 
 
 def only_entered(function: F) -> F:
-    """Have Dynamo run frames of `function` as they stand, though it enters it from others.
+    """Make Dynamo run frames of `function` as they are, although it inlines it into other frames.
 
-    One that asks `is_dynamo_compiling()` and is compiled by itself has that folded: what Dynamo
-    should do would be what runs. Private: `torch.compiler` keeps Dynamo out of a function callers
-    and all, not of its own frame alone.
+    If a function that calls `is_dynamo_compiling()` were compiled by itself, the result would be
+    folded to True, and always run Dynamo's branch. Private: `torch.compiler` keeps Dynamo out of a
+    function including its callers, not out of its own frame alone.
     """
     frames: Any = torch._C._dynamo.eval_frame
     strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
@@ -682,7 +683,7 @@ def only_entered(function: F) -> F:
 
 
 def _skip_files(rules: Any) -> None:
-    """Have Dynamo skip the frames of this package; `rules` is its module of what it skips."""
+    """Make Dynamo skip the frames of this package; `rules` is its module of files to skip."""
     package = Path(__file__).parents[1]
     rules.FORCE_SKIP_FILES.update(
         str(file)
@@ -692,7 +693,10 @@ def _skip_files(rules: Any) -> None:
 
 
 def _skip_dataclasses() -> None:
-    """Have Dynamo skip what `dataclass` writes for classes of this package: it is in no file."""
+    """Make Dynamo skip methods that `dataclass` generates for classes of this package.
+
+    They are in no file, so `_skip_files` does not find them.
+    """
     for name, module in list(sys.modules.items()):
         if name.startswith("partita."):
             for known in vars(module).values():
@@ -730,8 +734,10 @@ DTensor._dynamo_static_input_type = property(_refuse_dynamo, _ignore_static_addr
 
 
 def _answer_dynamo(function: Any) -> None:
-    """Let Dynamo ask of a piece what users must not: it looks at what a plain tensor is a view of,
-    and `x.to_local()` is a view of a DTensor."""
+    """Allow Dynamo to read attributes that users must not read.
+
+    It looks at the base of a view, and `x.to_local()` is a view of a DTensor.
+    """
     refused = OVERRIDES[function]
 
     def answer_or_refuse(x: DTensor, *args: Any, **kwargs: Any) -> Any:
@@ -788,7 +794,7 @@ def _run_on_dtensors(*args: Any, **kwargs: Any) -> Any:
 
 
 def _find_compiled_flex() -> Function:
-    """torch's function, compiled as the call of a compiled function asks that led here."""
+    """Returns torch's function, compiled in the way of the compiled function that calls it."""
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code

@@ -1,7 +1,7 @@
-"""Trace hooks: what tensors, optimizers and regions report to a capture, which makes nodes of it.
+"""Trace hooks: calls that tensors, optimizers and regions make, so that a capture can record them.
 
-`HERE.recorder` has the hooks of this thread. These do what eager code does; a capture installs its
-own (`capture.recorder`), so that no room below knows what a capture is.
+`HERE.recorder` has the hooks of this thread. By default they do what eager code does. A capture
+installs its own (`capture.recorder`), so that no package below imports it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _set_data = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
 
 
 class TraceHooks:
-    """What this thread reports.
+    """The hooks of this thread.
 
     Attributes:
-        is_behind_forward: whether a backward is traced that the program has not called yet.
-        updates_blocks: whether `step` makes the updates of a model's blocks.
+        is_behind_forward: True if a backward is traced that the program has not called yet.
+        updates_blocks: True if `step` makes the updates of a model's blocks.
     """
 
     is_behind_forward = False

@@ -1,11 +1,11 @@
-"""Uneven pieces: where their padding lies, and what an op runs where they are padded or empty.
+"""Uneven pieces: where their padding is, and what an op runs if they are padded or empty.
 
     7 elements over 2 ranks    rank 0: 4    rank 1: 3, and room for 1 behind them
 
-In eager a piece has its true size. The graph that all ranks share takes pieces as large as the
-first rank's, so what stays between steps has room for that in memory, which its storage does not
-show. An op that reduces padding gets such values there as add nothing; one whose piece has no
-element here makes the autograd graph that the ranks with elements make.
+In eager code a piece has its true size. A graph that all ranks share takes pieces as large as the
+first rank's. So tensors that stay between steps have room for the padding in memory, outside their
+storage. An op that reduces padding gets neutral values there. An op whose piece is empty on this
+rank makes the same autograd graph as on ranks with elements.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def with_room(local: torch.Tensor, spec: Spec) -> torch.Tensor:
 
 
 def _has_room(spec: Spec, device: torch.device | str | None) -> bool:
-    """Is there padding behind this rank's piece, in memory on `device`?"""
+    """True if there is padding behind this rank's piece, in memory on `device`."""
     if spec.local_shape == spec.padded_shape or not spec.is_padded_behind:
         return False
     # What stands for tensors while a step is captured is padded itself.
@@ -115,10 +115,10 @@ def find_padded(local: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | Non
 
 
 def give_room(x: torch.Tensor) -> None:
-    """Exchange the memory of `x` for one with room for its padding, if it has none.
+    """Replace the memory of `x` by memory with room for its padding, if it has none.
 
-    Not where anybody else shows that memory, or it is not torch's own: they would not see any more
-    what is written to `x`.
+    Not if another tensor shows that memory, or if torch did not allocate it: writes to `x` would no
+    longer be visible there.
     """
     if not isinstance(x, DTensor) or not x._spec.is_padded_behind:
         return
@@ -138,20 +138,18 @@ def give_room(x: torch.Tensor) -> None:
 
 
 def wrap_filling_padding(kernel: Function | None, call: OpCall, plan: CallPlan) -> Function | None:
-    """What to run on a rank's padded shards: `kernel`, behind what fills the padding of its
-    operands if the op reduces over it.
+    """Returns `kernel` for padded shards, which first fills the padding that the op reduces.
 
-    Only while a step is captured are pieces padded (`Wire.padded`). An op that keeps the names that
-    are split runs as it is. One that reduces such a name gets operands whose padding adds nothing
-    to the result; and since its gradient does not flow into what it did not see, what padding got
-    is 0 there.
+    Pieces are padded only while a step is captured (`Wire.padded`). An op that keeps the split
+    names runs unchanged. An op that reduces such a name gets operands whose padding does not change
+    the result. The gradient does not flow into the original padding, so it is 0 there.
 
     Args:
-        kernel: what runs on even ones; where there is none, the function.
-        plan: of the call, whose kernel is yet to be set.
+        kernel: runs on even pieces; None for the function itself.
+        plan: of the call; its kernel is not set yet.
 
     Raises:
-        LayoutError: the op reduces what is padded, and nothing is known of how to hide it.
+        LayoutError: the op reduces padded elements, and no neutral value is known.
     """
     bound, choice, wire, names = plan.bound, plan.choice, plan.wire, plan.names
     assert bound is not None and choice is not None and call.form.rule is not None
@@ -200,19 +198,18 @@ def _fill_operand_padding(
 
 
 def wrap_for_empty_pieces(kernel: Function | None, call: OpCall, plan: CallPlan) -> Function:
-    """What to run where one of the pieces is empty on this rank.
+    """Returns the function to run if one of the pieces is empty on this rank.
 
-    Which collectives backward makes must not depend on a rank's own autograd graph, and torch's
-    kernels may leave an operand out of the graph where there is nothing to compute, or fail there.
-    So an op whose piece is empty on this rank is also run on tensors on "meta" as large as the
-    first rank's pieces: what is differentiable there is tied to the result here, with a gradient of
-    zeros. And what torch refuses where there are elements, as dtypes that a kernel does not have,
-    is refused here, too: else this rank would go on alone. Ranks whose pieces have elements do none
-    of this.
+    The collectives of backward must not depend on a rank's own autograd graph. But with nothing to
+    compute, torch's kernels may leave an operand out of the graph, or fail. So an op with an empty
+    piece is also run on "meta" tensors as large as the first rank's pieces. Operands that are
+    differentiable there are connected to the result here, with a gradient of zeros. What torch
+    refuses if there are elements, such as a dtype without a kernel, is also refused here. Otherwise
+    this rank would continue alone. Ranks whose pieces have elements do none of this.
 
     Args:
-        kernel: what runs on pieces with elements; where there is none, the function.
-        plan: of the call, whose kernel is yet to be set.
+        kernel: runs on pieces with elements; None for the function itself.
+        plan: of the call; its kernel is not set yet.
     """
     bound, choice, wire, names, form = plan.bound, plan.choice, plan.wire, plan.names, call.form
     assert bound is not None and choice is not None
@@ -286,10 +283,11 @@ def wrap_for_empty_pieces(kernel: Function | None, call: OpCall, plan: CallPlan)
 def _find_refusal(
     run: Function, args: Any, kwargs: Any, metas: dict[Path, torch.Tensor], device: torch.device
 ) -> RuntimeError | None:
-    """What torch raises for operands of these shapes and dtypes, whatever their values are.
+    """Returns the error that torch raises for operands of these shapes and dtypes, whatever their
+    values.
 
-    It is asked with zeros and with ones: what it says of both it says of their kind. Kernels look
-    at dtypes on their way to the first element, and without one some never do.
+    It runs the function on zeros and on ones. If both raise, the dtypes or shapes are the cause.
+    Kernels check dtypes when they compute the first element, and without elements some never do.
     """
     refused: list[RuntimeError] = []
     for fill in (torch.zeros, torch.ones):
@@ -311,9 +309,9 @@ def _find_refusal(
 
 
 def _takes_shapes(run: Function, args: Any, kwargs: Any, metas: dict[Path, torch.Tensor]) -> bool:
-    """Does torch take operands of these shapes, if they are of other dtypes?
+    """True if torch accepts operands of these shapes with other dtypes.
 
-    Then what it says of these operands is not said of their shapes: each rank hears the same.
+    An error for the actual operands is then not about their shapes, and is the same on each rank.
     """
     for path, meta in metas.items():
         other = torch.int64 if meta.dtype.is_floating_point else torch.float32
@@ -327,8 +325,10 @@ def _takes_shapes(run: Function, args: Any, kwargs: Any, metas: dict[Path, torch
 def _run_on_meta(
     run: Function, args: Any, kwargs: Any, metas: dict[Path, torch.Tensor], is_users: bool
 ) -> tuple[list[torch.Tensor], list[Path]] | None:
-    """The outputs for pieces with elements, and the paths of the operands that they are
-    differentiable in; None where it takes values to tell."""
+    """Returns the outputs for pieces with elements, and the paths of differentiable operands.
+
+    None if the function needs values.
+    """
     args, kwargs = replace_at_paths(args, kwargs, dict(metas))
     try:
         # Nothing of it is saved: hooks that are set (remat's, an offload's) hear of the op alone.
@@ -345,7 +345,7 @@ def _run_on_meta(
 
 
 def _is_of_users(form: Form) -> bool:
-    """Is the op one of the user's, which raises errors of its own?"""
+    """True if the op is the user's own, which may raise its own errors."""
     if form.operator is not None:
         return not form.operator.is_torchs
     module = getattr(form.func, "__module__", None) or "torch"
@@ -361,7 +361,7 @@ def _node_of_tensor(t: torch.Tensor) -> Node:
 
 
 def _nodes_behind(outs: Iterable[torch.Tensor], operands: Iterable[torch.Tensor]) -> set[Node]:
-    """The nodes of what leads from `operands` to `outs`, theirs too."""
+    """Returns the autograd nodes between `operands` and `outs`, including their own."""
     ends = {_node_of_tensor(t) for t in operands}
     ahead = [t.grad_fn for t in outs if t.grad_fn is not None]
     seen: set[Node] = set()
@@ -377,8 +377,9 @@ def _nodes_behind(outs: Iterable[torch.Tensor], operands: Iterable[torch.Tensor]
 def _make_empty_output(
     t: torch.Tensor, i: int, bound: Bound, choice: Choice, wire: Wire
 ) -> torch.Tensor | None:
-    """This rank's piece of output i, of which the first rank has one like `t`; None if it has
-    elements."""
+    """Returns this rank's empty piece of output i; `t` is the first rank's. None if it has
+    elements.
+    """
     layout = choice.layout_of_output(bound, i, tuple(t.shape))
     local = layout.local_shape(wire.mesh, wire.at)
     if 0 not in local:

@@ -361,8 +361,7 @@ def make_pick_kernel(
 
 
 def _by_kind(input: Any, index: Any) -> Any:
-    """Returns the arguments of x[index] with masks converted to integers, and 0-d tensors applied.
-    """
+    """Returns the arguments of x[index] with masks as integers, and 0-d tensors applied."""
     entries = _entries_of_index(index)
     input, entries = _at_numbers(input, entries)
     pattern: list[Any] = []
@@ -488,8 +487,7 @@ def _rows_of(weight: Any, index: Any, piece: Any, padding_idx: Any) -> Any:
 
 
 def _renormalize_first(lookup: Kernel) -> Decomposition:
-    """Returns a decomposition that scales the rows to `max_norm` in the table, then calls `lookup`.
-    """
+    """Returns a decomposition that scales rows to `max_norm` in the table, then calls `lookup`."""
     takes = inspect.signature(lookup)
 
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -150,8 +150,7 @@ def _find_runs(whole: Spec, shard: Spec, axes: tuple[str, ...], length: int) -> 
 def _find_rank_spans(
     whole: Spec, shard: Spec, axes: tuple[str, ...], length: int
 ) -> Iterator[tuple[int, int]]:
-    """Yields for each rank the first element of its shard in the gathered parameter, and a count.
-    """
+    """Yields for each rank the first element of its shard in the gathered parameter, and a size."""
     mesh, shape = whole.wire.mesh, whole.local_shape
     if len(axes) == 1:
         for start in range(0, mesh.size(axes[0]) * length, max(length, 1)):

@@ -56,8 +56,10 @@ from .ledger import user_line_of_error as user_line_of_error
 from .meshes import LOOPBACK as LOOPBACK
 from .meshes import MEETING as MEETING
 from .meshes import describe_saved_mesh as describe_saved_mesh
+from .meshes import find_root_mesh as find_root_mesh
 from .meshes import find_saved_wire as find_saved_wire
 from .meshes import init_device_mesh as init_device_mesh
+from .meshes import init_mesh_of_all_ranks as init_mesh_of_all_ranks
 from .meshes import is_part_of_mesh as is_part_of_mesh
 from .meshes import join as join
 from .meshes import ranks_of_mesh as ranks_of_mesh

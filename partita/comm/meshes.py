@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from partita.layout import Fix, LayoutError, Placement
 
 from .backends import prepare_control
+from .device import HOST
 from .groups import GroupWire
 from .ledger import user_line
 from .ranks import RankWire, running_wire
@@ -82,6 +83,29 @@ def init_device_mesh(
     if isinstance(wire, GroupWire):
         wire.make_control()  # here all ranks are; later one may come alone
     return mesh
+
+
+def init_mesh_of_all_ranks() -> Any:
+    """Returns a mesh of one axis over all ranks of the job, on its accelerator or on the CPU.
+
+    Raises:
+        LayoutError: there is no job: no process group, no torchrun, no `ranks`.
+    """
+    running = running_wire()
+    if running is not None:
+        return _mesh_of_world(running, (running.mesh.size(),), None)
+    world = _world_size()
+    if world is None:
+        raise LayoutError(
+            "no mesh is given, and no process group is initialized",
+            place=user_line(),
+            fixes=(
+                Fix("mesh=pt.init_device_mesh(...)"),
+                Fix("torch.distributed.init_process_group()", "before, where torchrun started it"),
+            ),
+        )
+    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return init_device_mesh(here.type if here else HOST.type, (world,))
 
 
 def _mesh_of_world(wire: RankWire, sizes: tuple[int, ...], names: Sequence[str] | None) -> Any:
@@ -193,6 +217,17 @@ def is_part_of_mesh(part: object, device_mesh: object) -> bool:
     names = part.mesh_dim_names or ()
     # Those of process groups are equal where they arrange the same ranks alike.
     return {*names} <= {*(device_mesh.mesh_dim_names or ())} and part == device_mesh[names]
+
+
+def find_root_mesh(part: Any) -> Any:
+    """Returns the mesh from which a sub-mesh was taken by axes; the mesh itself if it is whole.
+
+    Private torch: nothing public names the root of a sub-mesh.
+    """
+    if isinstance(part, MeshHandle):
+        return part.root
+    root = part._get_root_mesh() if isinstance(part, DeviceMesh) else part
+    return root if is_part_of_mesh(part, root) else part
 
 
 def describe_saved_mesh(wire: Wire) -> tuple[Any, ...]:

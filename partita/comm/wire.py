@@ -426,6 +426,7 @@ class MeshHandle:
     Attributes:
         mesh: the ranks' numbers in the world, an integer tensor of the mesh's shape.
         wire: of this rank on this mesh.
+        root: the mesh from which this one was taken by axes; itself if it is whole.
     """
 
     device_type = HOST.type
@@ -433,6 +434,7 @@ class MeshHandle:
     def __init__(self, layout: Mesh, at: Coordinate, ranks: torch.Tensor, make_wire: MakeWire):
         self._layout, self._at, self.mesh, self._make_wire = layout, at, ranks, make_wire
         self._parts: dict[tuple[str, ...], MeshHandle] = {}
+        self.root = self
         self._number = next(_number)
         _known[self._number] = self
         with _disable_current_modes():
@@ -492,6 +494,7 @@ class MeshHandle:
                 ranks = self.mesh[line].permute([ordered.index(i) for i in where])
             at = tuple(self._at[i] for i in where)
             self._parts[names] = MeshHandle(part, at, ranks, self._make_wire)
+            self._parts[names].root = self.root
         return self._parts[names]
 
     def has_part(self, part: object) -> bool:

@@ -1,0 +1,405 @@
+"""FSDP2's names over `pt.zero`: a script of `torch.distributed.fsdp` changes its imports.
+
+    from partita.fsdp import MixedPrecisionPolicy, fully_shard
+
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+One thing differs. A DTensor of partita is the whole batch's, so each rank's rows become one batch
+before the forward, and the loss is the mean of all rows. A forward that gets rows of one rank alone
+raises an error with the line to write.
+
+Options that change how FSDP2 overlaps or allocates, but no number, are accepted and have no effect:
+partita frees each gathered parameter after its last use and prefetches the next block by itself.
+Options that partita cannot honor raise an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from partita.comm import (
+    find_root_mesh,
+    init_mesh_of_all_ranks,
+    sizes_of_mesh,
+    user_line,
+    wire_of,
+)
+from partita.layout import Fix, LayoutError
+from partita.parallel.batch import find_instances, replace_instances
+from partita.parallel.fsdp_group import MixedPrecision, Zero
+from partita.parallel.fsdp_hooks import refuse_no_sync
+from partita.parallel.zero import zero
+from partita.tensor.dtensor import DTensor
+from partita.tensor.tensor_state import HERE, make_argument_error, state_of
+
+__all__ = [
+    "CPUOffloadPolicy",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "UnshardHandle",
+    "fully_shard",
+    "get_mesh",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
+]
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """The dtypes of a step, with FSDP2's names.
+
+    Attributes:
+        param_dtype: of gathered parameters and of the computation; the parameters' own if None.
+        reduce_dtype: in which gradients are sent and summed; `param_dtype` if None.
+        output_dtype: to which the module's floating-point outputs are cast; not cast if None.
+        cast_forward_inputs: cast each block's floating-point inputs to `param_dtype`.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+
+    def _to_partita(self) -> MixedPrecision:
+        sums = self.reduce_dtype or self.param_dtype
+        return MixedPrecision(self.param_dtype, sums, sums, cast_inputs=self.cast_forward_inputs)
+
+
+@dataclass(frozen=True)
+class OffloadPolicy:
+    """No offloading: parameters, gradients and optimizer state stay on the device."""
+
+
+@dataclass(frozen=True)
+class CPUOffloadPolicy(OffloadPolicy):
+    """Offloading to the host, which `fully_shard` refuses."""
+
+    pin_memory: bool = True
+
+
+class UnshardHandle:
+    """The result of `FSDPModule.unshard(async_op=True)`."""
+
+    def wait(self) -> None:
+        """Return at once: a parameter is gathered where it is used."""
+
+
+def fully_shard(
+    module: Any,
+    *,
+    mesh: Any = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+    offload_policy: OffloadPolicy = OffloadPolicy(),
+    ignored_params: set[nn.Parameter] | None = None,
+) -> Any:
+    """Shard a module's parameters, gradients and optimizer state, as ZeRO-3 does. In place.
+
+    Apply it to the blocks first and to the model last, as with FSDP2. Each module to which it was
+    applied is gathered and reduced as one group.
+
+    Args:
+        module: a module, or a list of modules.
+        mesh: one dimension shards over it. Of two dimensions, the first replicates and the second
+            shards. A sub-mesh such as `mesh["dp"]` names the dimensions of the mesh that it was
+            taken from. None takes all ranks.
+        reshard_after_forward: False, for the model and for all its blocks, keeps gathered
+            parameters until the optimizer has changed them (`persistent` of `pt.zero`). Otherwise
+            each block is freed after its last use. An integer raises an error.
+        shard_placement_fn: it may return `Shard(0)` or None; partita shards dimension 0.
+        mp_policy: the same for the model and its blocks, but for `output_dtype`.
+        offload_policy: `OffloadPolicy()`.
+        ignored_params: none may be given.
+
+    Returns:
+        `module`. It is an `FSDPModule` now, too.
+
+    Raises:
+        LayoutError: the model and its blocks are on different meshes or have different policies.
+        ValueError: an option that partita does not have.
+    """
+    if isinstance(module, (list, tuple)):
+        options: dict[str, Any] = {
+            "mesh": mesh,
+            "reshard_after_forward": reshard_after_forward,
+            "shard_placement_fn": shard_placement_fn,
+            "mp_policy": mp_policy,
+            "offload_policy": offload_policy,
+            "ignored_params": ignored_params,
+        }
+        return [fully_shard(m, **options) for m in module]
+    _refuse_other_options(
+        module, reshard_after_forward, shard_placement_fn, offload_policy, ignored_params
+    )
+    if not isinstance(mp_policy, MixedPrecisionPolicy):
+        takes = "a partita.fsdp.MixedPrecisionPolicy as mp_policy"
+        fix = "from partita.fsdp import MixedPrecisionPolicy"
+        raise make_argument_error("fully_shard", takes, mp_policy, fix)
+    part = init_mesh_of_all_ranks() if mesh is None else mesh
+    whole = find_root_mesh(part)
+    replicate, shard = _name_axes(part)
+    inner = [m for m in module.modules() if isinstance(m, FSDPModule)]
+    keeps = reshard_after_forward is False and all(m._keeps_gathered for m in inner)
+    zero(module, whole, shard, precision=mp_policy._to_partita(), persistent=keeps)
+    wire = wire_of(whole)
+    wire.data_axes = (*wire.data_axes, *(a for a in replicate if a not in wire.data_axes))
+    if not isinstance(module, FSDPModule):
+        kind: Any = type(module)
+        module.__class__ = _derive_class(kind)
+        module.register_forward_pre_hook(_refuse_rows_of_one_rank, prepend=True, with_kwargs=True)
+    if mp_policy.output_dtype is not None:
+        module.register_forward_hook(partial(_cast_output, mp_policy.output_dtype))
+    module._keeps_gathered = reshard_after_forward is False
+    return module
+
+
+def get_mesh(model: nn.Module) -> Any:
+    """Return the mesh of a sharded model, for `pt.distribute_batch(batch, mesh, ...)`.
+
+    Raises:
+        ValueError: no parameter of the model is a DTensor.
+    """
+    for p in model.parameters():
+        if isinstance(p, DTensor):
+            return p.device_mesh
+    raise ValueError("get_mesh: no parameter of the model is a DTensor; call fully_shard first")
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let a method other than `forward` use sharded parameters; they can be used anywhere here.
+
+    Raises:
+        ValueError: the module has no such method.
+    """
+    if not callable(getattr(module, method_name, None)):
+        raise ValueError(f"{type(module).__name__} has no method {method_name!r}")
+
+
+def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
+    """Share streams between models. It has no effect here."""
+
+
+class FSDPModule:
+    """A module to which `fully_shard` was applied: FSDP2's methods.
+
+    Methods that change only how FSDP2 overlaps or allocates have no effect.
+    """
+
+    _keeps_gathered = False
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """Send gradients in the next backward passes, or keep them until a pass that sends.
+
+        Call it on the model; on a block, it must repeat the model's value.
+
+        Raises:
+            ValueError: a block's value differs from the model's.
+        """
+        state = _state_of(self)
+        if state is not None:
+            if HERE.capturing:
+                refuse_no_sync()
+            state.keeps_partial_gradients = not requires_gradient_sync
+            return
+        for model in _owners_of(self):
+            if model.keeps_partial_gradients == bool(requires_gradient_sync):
+                raise ValueError(
+                    "set_requires_gradient_sync: the gradients of a model are kept or sent "
+                    "together; call it on the model"
+                )
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """No effect: over replicas, gradients are summed once, in the optimizer's step."""
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """No effect: each backward pass waits for its reductions when it ends."""
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Keep gathered parameters (False), or free them after their last use (True)."""
+        _refuse_other_options(self, reshard_after_forward)
+        state = _state_of(self)
+        if state is not None:
+            state.persistent = not reshard_after_forward
+        self._keeps_gathered = not reshard_after_forward
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """As `set_reshard_after_forward`: parameters that stay after backward stay altogether."""
+        self.set_reshard_after_forward(reshard_after_backward, recurse)
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """No effect: parameters are DTensors of the full shape, gathered where they are used."""
+        return UnshardHandle() if async_op else None
+
+    def reshard(self) -> None:
+        """No effect: gathered parameters do not outlive their use."""
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """No effect: the next block in the order of the last step is prefetched."""
+        _check_modules("set_modules_to_forward_prefetch", modules)
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """No effect: the next block in the order of the last step is prefetched."""
+        _check_modules("set_modules_to_backward_prefetch", modules)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """No effect: a block is gathered in backward if one of its weights is needed."""
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """No effect."""
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """No effect."""
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """No effect: gathers wait for the stream on which the optimizer ran."""
+
+    def set_gradient_divide_factor(self, factor: float) -> NoReturn:
+        """Raise NotImplementedError: a loss of all rows has no factor of ranks."""
+        raise _make_scale_error("set_gradient_divide_factor")
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> NoReturn:
+        """Raise NotImplementedError: a loss of all rows has no factor of ranks."""
+        raise _make_scale_error("set_reduce_scatter_divide_factor")
+
+    def set_all_reduce_hook(self, hook: Any, *, stream: Any = None) -> NoReturn:
+        """Raise NotImplementedError: use `Tensor.register_post_accumulate_grad_hook`."""
+        raise NotImplementedError(
+            "set_all_reduce_hook: partita reduces in the optimizer's step; "
+            "p.register_post_accumulate_grad_hook(hook) sees each gradient"
+        )
+
+    def set_custom_all_gather(self, comm: Any) -> NoReturn:
+        """Raise NotImplementedError: collectives run in partita, which records them."""
+        raise NotImplementedError("set_custom_all_gather: partita runs its own collectives")
+
+    def set_custom_reduce_scatter(self, comm: Any) -> NoReturn:
+        """Raise NotImplementedError: collectives run in partita, which records them."""
+        raise NotImplementedError("set_custom_reduce_scatter: partita runs its own collectives")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # The class was made here, so that pickle does not find it by name.
+        plain = next(k for k in type(self).__mro__ if not issubclass(k, FSDPModule))
+        return (_make_empty, (plain,), *super().__reduce_ex__(protocol)[2:])
+
+
+@cache
+def _derive_class(kind: Any) -> Any:
+    return type(f"FSDP{kind.__name__}", (FSDPModule, kind), {"__module__": kind.__module__})
+
+
+def _make_empty(kind: type) -> Any:
+    derived = _derive_class(kind)
+    return derived.__new__(derived)
+
+
+def _state_of(module: Any) -> Zero | None:
+    """The state of a model that is sharded as a whole; None for a block within one."""
+    state: Zero | None = module.__dict__.get("_zero")
+    return state
+
+
+def _owners_of(module: Any) -> set[Zero]:
+    """The states of the models that hold the parameters of a block."""
+    rests = (state_of(p).rest for p in module.parameters())
+    return {rest.owner for rest in rests if rest is not None}
+
+
+def _name_axes(mesh: Any) -> tuple[tuple[str, ...], str]:
+    """The axes of a mesh that replicate, and the one that shards."""
+    names = (*(sizes_of_mesh(mesh) or wire_of(mesh).mesh.names),)  # wire_of says what is no mesh
+    if len(names) > 2:
+        raise LayoutError(
+            f"fully_shard: the mesh has {len(names)} dimensions: {' '.join(names)}",
+            place=user_line(),
+            reason="one dimension shards, and one before it may replicate",
+            fixes=(Fix(f"fully_shard(module, mesh=mesh[{names[0]!r}])", "the data dimension"),),
+        )
+    return names[:-1], names[-1]
+
+
+def _refuse_other_options(
+    module: Any,
+    reshard_after_forward: Any = None,
+    shard_placement_fn: Any = None,
+    offload_policy: Any = None,
+    ignored_params: Any = None,
+) -> None:
+    if not (reshard_after_forward is None or isinstance(reshard_after_forward, bool)):
+        raise ValueError(
+            f"fully_shard: reshard_after_forward={reshard_after_forward!r}: parameters are sharded "
+            "over one dimension or gathered; give True or False, or a mesh of two dimensions"
+        )
+    if offload_policy is not None and type(offload_policy) is not OffloadPolicy:
+        raise ValueError(
+            f"fully_shard: {offload_policy!r}: partita keeps state on the device; "
+            "offload_policy=OffloadPolicy()"
+        )
+    if ignored_params:
+        raise ValueError(
+            f"fully_shard: {len(ignored_params)} ignored_params: partita shards all parameters of "
+            "a model; apply fully_shard to modules without them"
+        )
+    for name, p in module.named_parameters() if shard_placement_fn is not None else ():
+        wanted = shard_placement_fn(p)
+        if wanted is not None and getattr(wanted, "dim", None) not in (0, -p.ndim):
+            raise ValueError(
+                f"fully_shard: shard_placement_fn wants {wanted} for {name}: partita shards "
+                "dimension 0 of parameters"
+            )
+
+
+def _cast_output(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) -> Any:
+    def cast(x: torch.Tensor) -> torch.Tensor:
+        return x.to(dtype) if x.is_floating_point() else x
+
+    return replace_instances(output, torch.Tensor, cast)
+
+
+def _check_modules(method: str, modules: Any) -> None:
+    if not all(isinstance(m, FSDPModule) for m in modules):
+        raise ValueError(f"{method}: apply fully_shard to these modules first")
+
+
+def _make_scale_error(method: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"{method}: the loss is the mean of all ranks' rows, and so is its gradient; "
+        "multiply the loss: (loss * factor).backward()"
+    )
+
+
+def _refuse_rows_of_one_rank(module: nn.Module, args: Any, kwargs: Any) -> None:
+    """Raise where a sharded model gets plain tensors: each rank's rows would differ unseen."""
+    state = _state_of(module)
+    if state is None or not any(wire_of(get_mesh(module)).mesh.size(a) > 1 for a in state.axes):
+        return
+    given = [t for t in find_instances((args, kwargs), torch.Tensor) if t.ndim]
+    if not given or any(isinstance(t, DTensor) for t in given):
+        return
+    shapes = ", ".join(str([*t.shape]) for t in given)
+    raise LayoutError(
+        f"{type(module).__name__} is sharded, and its input is a plain tensor of this rank alone",
+        place=user_line(),
+        operands=(f"input  {shapes}",),
+        reason="a loss and a gradient are of all ranks' rows, so the rows must form one batch",
+        fixes=(
+            Fix(
+                'batch = pt.distribute_batch(batch, mesh, each_rank_has="piece")',
+                "each rank has read its own rows",
+            ),
+            Fix("batch = pt.distribute_batch(batch, mesh)", "each rank has read all rows"),
+        ),
+    )

@@ -1,8 +1,8 @@
-"""Anomaly detection: which module made the first nan?
+"""Anomaly detection: which module produced the first NaN.
 
-Hooks look at what every module returns, and at the gradients that come back for it. A module is to
-blame whose result is not finite though all that it took is; one that was handed a nan is not. Ranks
-look at their own pieces and agree in `check`, where the earliest find of all is raised by all.
+Hooks check the results of every module, and the gradients that it gets. A module is to blame if its
+result is not finite although all its inputs are. One that got a NaN is not. Ranks check their own
+pieces and exchange their findings in `check`, where all ranks raise the earliest one.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ class NanWatch:
             self._hooks.append(module.register_forward_hook(hook, with_kwargs=True))
 
     def check(self, loss: float | torch.Tensor, step: int | None = None) -> None:
-        """Raise on every rank if the loss is not finite, or a gradient of this step is nan.
+        """Raise on every rank if the loss is not finite, or a gradient of this step is NaN.
 
-        Every rank calls it once a step: after backward, and before the optimizer's step, which
-        would bring the nan into the parameters. Costs one small exchange between all ranks.
+        Every rank calls this once a step, after backward and before the optimizer's step, which
+        would spread the NaN to the parameters. It costs one small exchange between all ranks.
 
         Args:
-            step: its number, for the message; counted from 0 where not given.
+            step: the step's number, for the message; by default counted from 0.
 
         Raises:
             NanError: names the step, and the first module.

@@ -169,7 +169,7 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
 
 
 def _argument(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """`read` for argparse, which shows the message of no error but its own."""
+    """Returns `read` for argparse, which shows the message only of its own error type."""
 
     def argument(text: str) -> Any:
         try:
@@ -181,7 +181,7 @@ def _argument(read: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def run_train(asked: argparse.Namespace) -> int:
-    """Train as options ask, or start the ranks that do."""
+    """Train with these options, or start the ranks that do."""
     try:
         options = _options(asked)
         if asked.print_config:
@@ -217,10 +217,10 @@ def run_train(asked: argparse.Namespace) -> int:
 
 
 def _least_seconds_of_step(options: Options) -> float | None:
-    """Of a step at the peak of all ranks; None where no machine says it.
+    """Returns the seconds of a step at the peak of all ranks; None without a machine.
 
     Raises:
-        MachineError: a machine that is not known, or whose file is wrong.
+        MachineError: an unknown machine, or an invalid file.
     """
     if options.machine is None:
         return None
@@ -255,7 +255,9 @@ def _options(asked: argparse.Namespace) -> Options:
 
 
 def _fit(mesh: Mesh | None, ranks: int | None, tp: int | None) -> Mesh:
-    """The mesh for so many ranks, of which `tp` split the weights; one rank needs none."""
+    """Returns the mesh for so many ranks, with `tp` of them splitting the weights; empty for one
+    rank.
+    """
     if mesh is None:
         n = ranks or max(4, tp or 1)
         tp = tp or (2 if n % 2 == 0 and n > 2 else 1)
@@ -293,7 +295,7 @@ def run_report(options: argparse.Namespace) -> int:
 
 
 def run_bench(options: argparse.Namespace) -> int:
-    """Run one of `BENCHES`, on the device that is asked for."""
+    """Run one of `BENCHES` on the requested device."""
     from partita.bench.place import DEVICE_VARIABLE
 
     name, device = options.name, options.device
@@ -495,7 +497,7 @@ def _machine_of(options: argparse.Namespace, axes: Collection[str] = ("dp", "tp"
 
 
 def run_simulate(options: argparse.Namespace) -> int:
-    """Print the simulation; the exit code is 2 where there is none, 1 where it does not fit."""
+    """Print the simulation. Returns 2 if there is none, 1 if the model does not fit."""
     try:
         if options.report:
             check_plotly()
@@ -568,7 +570,7 @@ def _showing_progress() -> Iterator[Callable[[int, int, str], None]]:
 
 
 def run_plan(options: argparse.Namespace) -> int:
-    """Print the plan; the exit code is 2 where there is none."""
+    """Print the plan. Returns 2 if there is none."""
     try:
         if options.memory is not None and options.memory.strip().isdecimal():
             raise ValueError(
@@ -635,7 +637,7 @@ _ACTIONS = {
 
 
 def run_cache(options: argparse.Namespace) -> int:
-    """Do one of `_ACTIONS` with the user's store, print what came of it, return the exit code."""
+    """Run one of `_ACTIONS` on the user's store, print its result, and return the exit code."""
     action = options.action
     try:
         store = default_store()

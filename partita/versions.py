@@ -1,9 +1,9 @@
-"""Versions: partita's own, those of torch that were tested, and what these have in other forms.
+"""Versions: partita's own, the tested versions of torch, and differences between these.
 
-Torch itself is asked, and not its number: a build between two releases has one form or the other.
-Three differences need no question, since what suits all versions is no longer than what suits one:
-torch 2.11 lets go of what an autograd node has saved when its result goes
-(`remat/saved_state.py`); from 2.14 on a group norm takes no piece without channels
+Code checks torch for a feature, not for its number, because a build between two releases has one
+form or the other. Three differences need no check, because code for all versions is as short as
+code for one. torch 2.11 drops what an autograd node has saved when its result is dropped
+(`remat/saved_state.py`). From 2.14 on a group norm accepts no piece without channels
 (`rules/table/norms_and_losses.py`), and `Function.apply` is in C (`tensor/dtensor_gradients.py`).
 """
 
@@ -27,7 +27,7 @@ from the check of a result."""
 
 
 def describe_torch() -> str:
-    """The version of torch, with a word where it is none of those that were tested."""
+    """Returns the version of torch, with a remark if it was not tested."""
     release = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if _OLDEST <= release <= _NEWEST:
         return torch.__version__
@@ -36,15 +36,20 @@ def describe_torch() -> str:
 
 
 def name_of_checkpoint_generator(checkpoints: ModuleType) -> str:
-    """The name of what `torch.utils.checkpoint` runs before and after a function that it will run
-    again: another one from torch 2.14 on."""
+    """Returns the name of the generator in `torch.utils.checkpoint` around a function that it
+    reruns.
+
+    torch 2.14 renamed it.
+    """
     name = "_checkpoint_without_reentrant_generator"
     return f"{name}_impl" if hasattr(checkpoints, f"{name}_impl") else name
 
 
 def frames_hold_inputs(frame: type) -> bool:
-    """Does a frame of `torch.utils.checkpoint` save its inputs by methods of its own? Torch 2.11
-    saves them by an `autograd.Function`."""
+    """True if a frame of `torch.utils.checkpoint` saves its inputs by its own methods.
+
+    Torch 2.11 saves them by an `autograd.Function`.
+    """
     return hasattr(frame, "save_inputs") and hasattr(frame, "get_inputs")
 
 

@@ -1,8 +1,8 @@
-"""The trainer of `partita train`, and the start of its ranks.
+"""The trainer behind `partita train`, and the start of its ranks.
 
-In reading order: `options`, `launch` (the ranks, and what is said where one fails) with
-`start_rank`, `trainer` (the loop, its checkpoints, the timeline of a step), `data`, `models/`,
-`logs` (progress on a terminal, and logs).
+In reading order: `options`, `launch` (the ranks, and messages if one fails) with `start_rank`,
+`trainer` (the loop, its checkpoints, the timeline of a step), `data`, `models/`, `logs` (progress
+on a terminal, and logs).
 """
 
 from .launch import count_cores, is_rank, joined, launch

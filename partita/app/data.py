@@ -1,4 +1,4 @@
-"""Training data: the bytes of text files, in batches that depend on the seed alone."""
+"""Training data: the bytes of text files, in batches that depend only on the seed."""
 
 from __future__ import annotations
 

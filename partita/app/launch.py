@@ -1,11 +1,11 @@
-"""The ranks of one machine: how they start, stay together, end, and what is said of a failure.
+"""The ranks of one machine: how they start, stay together and end, and messages about failures.
 
-`launch` starts each rank as a process that gets what torchrun would give it, so a rank started here
-and one started by torchrun are the same program. Two pipes tie a rank to its parent: it writes
-events to one, and the end of the other tells it that the parent is gone. The parent asks the
-operating system whether ranks have ended or been stopped, which no lock in a rank can delay.
-Nothing of it can be reached from another machine: the ranks meet in a file that only this user may
-read, and listen on the loopback interface.
+`launch` starts each rank as a process with the environment that torchrun would set. So a rank is
+the same program whoever starts it. Two pipes connect a rank and its parent. The rank writes events
+to one. The other one closes when the parent has ended. The parent polls the operating system for
+ranks that have ended or been stopped; no lock in a rank can delay this. Other machines cannot
+connect: the ranks meet in a file that only this user may read, and listen on the loopback
+interface.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _ENDING = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)
 
 
 def count_cores() -> int:
-    """The cores that this process may use."""
+    """Returns the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -69,11 +69,15 @@ class _Child:
     stopped_since: float = 0.0
 
     def has_died(self) -> bool:
-        """Ended without a word: asked only of what it wrote, which may outlast the process."""
+        """True if the process has ended without reporting its end.
+
+        Call this only after everything that it wrote has been read, because output may outlast the
+        process.
+        """
         return self.ended and not self.done
 
     def make_last_known(self) -> _LastKnown:
-        """What is known of it when the job ends."""
+        """Returns the last known state of the rank when the job ends."""
         code = self.process.returncode if self.has_died() else None
         # A signal from outside says all; what was written before has nothing to do with it.
         told = not self.has_died() or self.failed is not None or code in _ENDING
@@ -82,7 +86,7 @@ class _Child:
         return _LastKnown(self.rank, self.at, code, self.failed, self.failed_when, log, stopped)
 
     def has_stopped(self) -> bool:
-        """Has it been stopped for so long that the job cannot wait for it?"""
+        """True if the process has been stopped for so long that the job cannot wait for it."""
         return self.stopped_by != 0 and time.monotonic() - self.stopped_since > PATIENCE
 
     def note_stop(self) -> None:
@@ -98,12 +102,13 @@ def launch(command: list[str], ranks: int, show: Show) -> int:
 
     Args:
         command: the arguments, the same for every rank.
-        ranks: how many.
-        show: is told rank 0's events, and ("job", {"message": ...}) when the job ends early.
+        ranks: the number of ranks.
+        show: called with rank 0's events, and with ("job", {"message": ...}) if the job ends early.
 
     Returns:
         The exit code: 0, a rank's own, 1 if a rank died, 130 after Ctrl-C. No rank outlives the
-        call, nor a parent that is killed.
+            call,
+        even if the parent is killed.
     """
     children: list[_Child] = []
     saved: dict[str, Any] | None = None
@@ -147,7 +152,7 @@ def launch(command: list[str], ranks: int, show: Show) -> int:
 
 
 class _Terminated(BaseException):
-    """The job was asked to end, as a scheduler does: what is said of it, and the exit code."""
+    """Raised when the job must end, as by a scheduler: the message and the exit code."""
 
 
 def _raise_terminated(*_: Any) -> NoReturn:
@@ -223,9 +228,10 @@ def _read_events(selector: selectors.BaseSelector, show: Show, timeout: float = 
 
 
 def state_of_child(pid: int, which: int) -> int:
-    """The signal or exit code with which a process here came into this state; 0 if it is not in it.
+    """Returns the signal or exit code with which a child came into this state; 0 if it is not in
+    it.
 
-    An exit code of 0 is told as -1. Nothing is taken note of: others may ask too.
+    An exit code of 0 is returned as -1. The status is not consumed, so others may read it, too.
     """
     if not hasattr(os, "waitid"):  # macOS until Python 3.13
         return 0
@@ -300,16 +306,16 @@ class Rank:
 
 
 def is_rank() -> bool:
-    """Whether `launch` or torchrun started this process."""
+    """True if `launch` or torchrun started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 @contextlib.contextmanager
 def joined(show: Show) -> Iterator[Rank]:
-    """Join the job that the environment describes; leave it when all ranks are here again.
+    """Join the job that the environment describes, and leave it when all ranks have arrived again.
 
     Args:
-        show: is told rank 0's events where no parent listens, as under torchrun.
+        show: called with rank 0's events if no parent reads them, as under torchrun.
     """
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
@@ -325,7 +331,11 @@ def joined(show: Show) -> Iterator[Rank]:
     at: dict[str, Any] | None = None
 
     def end_of_signal(frame: FrameType | None) -> None:
-        """What torchrun sends to those that are left, often before they hear of it themselves."""
+        """Report why this rank ends at SIGTERM, and end.
+
+        torchrun sends it to the remaining ranks, often before they notice that another rank has
+        ended.
+        """
         place = user_line(frame) or "no line"
         others = [r for r in range(world) if r != rank]
         gone = find_ended(others, _GRACE)
@@ -391,7 +401,7 @@ _PHASES = {
 
 
 def _phase_of(at: dict[str, Any] | None) -> str:
-    """Where a rank is that last told so: "in backward of step 12"."""
+    """Returns the phase that a rank last reported: "in backward of step 12"."""
     return "before the first step" if at is None else _PHASES[at["phase"]].format(at["step"])
 
 
@@ -411,10 +421,10 @@ class _Failure:
 
 
 def _failure_of(error: BaseException) -> _Failure:
-    """What there is to say of an error.
+    """Returns the message of an error.
 
-    What a user can mend (a ValueError; a layout that does not fit is one) is said in its own words;
-    only a fault of a program needs its traceback.
+    An error that a user can fix (a ValueError; LayoutError is one) is shown without a traceback.
+    Other errors are faults of a program and are shown with one.
     """
     said = "".join(traceback.format_exception(error)).rstrip()
     if isinstance(error, ValueError):
@@ -432,15 +442,15 @@ def _place_of_error(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class _LastKnown:
-    """The last that is known of a rank.
+    """The last known state of a rank.
 
     Attributes:
-        at: the phase and step that it told of.
+        at: the phase and step that it reported.
         code: its exit code, if it has ended.
-        failed: its failure, if it told of one.
-        when: at which second of the machine's clock.
-        log: what it wrote last.
-        stopped: the signal that has stopped it, if it does not go on.
+        failed: its failure, if it reported one.
+        when: the time of that failure, in seconds of the machine's clock.
+        log: the last lines that it wrote.
+        stopped: the signal that has stopped it, or 0.
     """
 
     rank: int
@@ -453,9 +463,9 @@ class _LastKnown:
 
 
 def _describe_end_of_job(ranks: Sequence[_LastKnown], saved: dict[str, Any] | None) -> str:
-    """Which rank ended the job, why, and where the others were.
+    """Returns which rank ended the job, why, and where the others were.
 
-    One that fails because a peer is gone is not to blame.
+    A rank that fails because another one has ended is not to blame.
 
     Args:
         ranks: at least one has ended, or been stopped.
@@ -497,7 +507,7 @@ def _describe_end(rank: _LastKnown) -> str:
 
 
 def _list_places(others: Sequence[_LastKnown]) -> list[str]:
-    """Where the ranks were that had nothing to do with it; those at one place in one line."""
+    """Returns where the other ranks were, with a line for each place."""
     places: dict[str, list[str]] = {}
     for r in others:
         line = f" ({r.failed.place})" if r.failed and r.failed.place else ""

@@ -1,7 +1,7 @@
-"""What is heard of a training run: progress on a terminal, and its logs.
+"""Logs of a training run: progress on a terminal, and files and services.
 
-Each hears the events that rank 0 tells of: lines or a live bar; JSON lines, a report, TensorBoard,
-Weights & Biases, MLflow. The three last are imported where they are asked for.
+Each receives the events that rank 0 reports: as lines or a live bar; JSON lines, a report,
+TensorBoard, Weights & Biases, MLflow. The last three are imported only if they are requested.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ _PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
 
 
 class RunLog(Protocol):
-    """Hears of a run. `begin` comes with the first event, in the process that hears of them.
+    """A receiver of a run's events. `begin` is called at the first event, in the process that
+    receives them.
 
     Attributes:
-        asked: the option that asks for it, and where it is: "--log run.jsonl".
+        asked: the option that requests it, and its destination: "--log run.jsonl".
     """
 
     asked: str
@@ -53,17 +54,17 @@ class RunLog(Protocol):
 
 
 class Logs:
-    """All logs of a run. One that fails is left out from then on: training goes on.
+    """All logs of a run. One that fails is dropped, and training continues.
 
     Attributes:
-        complete: has none of them failed?
+        complete: True if none of them has failed.
 
     Args:
-        logs: what hears of the run.
+        logs: the logs.
         options: of the run, as text and numbers.
         tokens: bytes of text per step, over all ranks.
-        show: is told of each event, too.
-        least_seconds: of a step at the peak of all ranks, for MFU; None where that is not known.
+        show: called with each event, too.
+        least_seconds: of a step at the peak of all ranks, for MFU; None if unknown.
     """
 
     def __init__(
@@ -121,14 +122,13 @@ def make_logs(
     show: Callable[[str, dict[str, Any]], None],
     least_seconds: float | None = None,
 ) -> Logs:
-    """The logs that `options` ask for; `show` is told of all events.
+    """Returns the logs that `options` request; `show` gets all events.
 
     Args:
         least_seconds: of a step at the peak of all ranks, for MFU.
 
     Raises:
-        ValueError: a package that is asked for is not installed, or a file cannot be where it is
-            asked for.
+        ValueError: a required package is not installed, or a file cannot be written.
     """
     for name, package in _PACKAGES.items():
         if getattr(options, name) is not None and not _is_installed(package):
@@ -198,7 +198,7 @@ class JsonLines:
 
 
 def _ends_within_a_line(path: Path) -> bool:
-    """Was a run killed while it wrote the last line of this file?"""
+    """True if the file does not end with a newline, because a run was killed while it wrote."""
     if not path.is_file():  # a terminal or a pipe
         return False
     with path.open("rb") as file:
@@ -347,7 +347,7 @@ class Progress:
         self._every = max(1, steps // 30)
 
     def show(self, event: str, facts: dict[str, Any]) -> None:
-        """Show one event that a rank told of; an unknown one is left out."""
+        """Show one event of a rank; unknown events are skipped."""
         shown = getattr(self, f"_on_{event}", None)
         if shown is not None:
             shown(**facts)
@@ -469,7 +469,7 @@ class LiveProgress(Progress):
 def make_progress(
     *, steps: int, tokens: int, mesh: str, least_seconds: float | None = None
 ) -> Progress:
-    """A live bar where standard output is a terminal and rich is installed, else lines."""
+    """Returns a live bar if standard output is a terminal and rich is installed, else lines."""
     facts: dict[str, Any] = {"steps": steps, "tokens": tokens, "mesh": mesh}
     facts["least_seconds"] = least_seconds
     if sys.stdout.isatty():

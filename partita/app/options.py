@@ -1,4 +1,4 @@
-"""Options of a training run: one table, of flags, of config files and of checkpoints."""
+"""Options of a training run: one table for flags, config files and checkpoints."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _option(
 
 @dataclass(frozen=True)
 class Options:
-    """What to train, on what, how, and for how long. `partita train --help` shows the same table.
+    """The options of a training run. `partita train --help` shows the same table.
 
     Raises:
         ValueError: from `check`, which names the flag.
@@ -203,11 +203,11 @@ class Options:
 
     @property
     def flops_of_step(self) -> float:
-        """Operations that a step needs, on all ranks together; what is made again is not counted.
+        """Operations that a step needs, on all ranks together, without recomputation.
 
-        Each element of a matrix is multiplied three times a token, and attention is causal, so that
-        a token looks at half of the others (Chowdhery et al., arXiv 2204.02311, appendix B, where
-        attention is counted whole).
+        Each element of a matrix is multiplied three times per token. Attention is causal, so a
+        token attends to half of the others (Chowdhery et al., arXiv 2204.02311, appendix B, which
+        counts the whole).
         """
         matrices = 12 * self.layers * self.width**2 + 256 * self.width
         attention = 6 * self.layers * self.width * self.context
@@ -215,14 +215,14 @@ class Options:
 
     @property
     def checkpoint(self) -> Path | None:
-        """Where the run's checkpoint is kept."""
+        """The path of the run's checkpoint."""
         return None if self.save is None else self.save / _LAST
 
     def check(self) -> None:
-        """Refuse what can be refused before any rank starts.
+        """Refuse invalid options before any rank starts.
 
         Raises:
-            ValueError: options that do not go together, or name what is not there.
+            ValueError: options that exclude each other, or that name something missing.
         """
         if self.width % (2 * self.heads):
             near = 2 * self.heads * max(1, round(self.width / (2 * self.heads)))
@@ -258,7 +258,9 @@ class Options:
             )
 
     def leave_out_idle(self) -> tuple[Options, list[str]]:
-        """The options without those that one rank has no use for, and a line for each."""
+        """Returns the options without those that have no effect on one rank, and a line for each of
+        these.
+        """
         idle = {}
         if self.zero and not self.mesh:
             idle["zero"] = f"--zero {self.zero} has no effect on one rank, which shards nothing"
@@ -269,7 +271,7 @@ class Options:
     # -- as a file -------------------------------------------------------------------------------
 
     def to_toml(self) -> str:
-        """The options as a TOML file that `options_in` reads back, with a comment for each."""
+        """Returns the options as a TOML file that `options_in` reads, with a comment for each."""
         lines = []
         for one in fields(self):
             value, show = getattr(self, one.name), one.metadata["show"]
@@ -284,18 +286,18 @@ class Options:
 
 
 def flag(name: str) -> str:
-    """An option's name on the command line and in files."""
+    """Returns an option's name on the command line and in files."""
     return name.replace("_", "-")
 
 
 def options_in(text: str, source: str = "config") -> dict[str, Any]:
-    """The options that a TOML file names, by field: `Options(**options_in(text))`.
+    """Returns the options in a TOML file, by field: `Options(**options_in(text))`.
 
     Args:
-        source: what to call the file in errors.
+        source: the name of the file in errors.
 
     Raises:
-        ValueError: no TOML, an option that there is not, a value that it cannot have.
+        ValueError: invalid TOML, an unknown option, or an invalid value.
     """
     try:
         given = tomllib.loads(text)

@@ -1,8 +1,8 @@
-"""The first lines of a rank that `launch` starts: `python -m partita`, but for what SIGINT does.
+"""The first lines of a rank that `launch` starts: `python -m partita` with another SIGINT handler.
 
-It ends the rank at once, wherever it is, as SIGKILL does, and not by an exception, which would wait
-for the end of a kernel or a collective, and leave a traceback. Whoever started the rank says what
-happened. Run as a script, before anything that takes long to import.
+SIGINT ends the rank at once, as SIGKILL does. An exception would wait for the end of a kernel or a
+collective, and leave a traceback. The process that started the rank reports what happened. Run as a
+script, before anything that takes long to import.
 """
 
 from __future__ import annotations

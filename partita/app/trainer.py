@@ -1,7 +1,7 @@
-"""The trainer: an ordinary loop, over tensors that have been spread on a mesh.
+"""The trainer: an ordinary loop over tensors that are distributed on a mesh.
 
-Beside it stand its checkpoints (when one is written, how a run goes on from it) and the timeline of
-a step that is measured by torch's profiler.
+This file also has its checkpoints (when one is written, how a run resumes) and the timeline of a
+step, which torch's profiler measures.
 """
 
 from __future__ import annotations
@@ -44,13 +44,12 @@ _PROMPT = b"def "
 def train(options: Options, tell: Tell, text: Text | None = None, mesh: Any = None) -> list[float]:
     """Train a GPT and return the loss of each step (nats per byte, before its update).
 
-    Every rank of `options.mesh` calls this with equal options, and with the mesh, if it has one
-    already (that of `pt.ranks`). Tells of "ready" once, of "at" when
-    a step goes into another phase, of "step" after each step, of "saved" when a checkpoint is on
-    the disk, and of "sample" at the end.
+    Every rank of `options.mesh` calls this with equal options. Pass the mesh if it exists already
+    (that of `pt.ranks`). It reports the events "ready" once, "at" when a step enters another phase,
+    "step" after each step, "saved" when a checkpoint is on the disk, and "sample" at the end.
 
     Raises:
-        ValueError: options that fit no model, no text or no checkpoint; a loss that is not finite.
+        ValueError: options that fit no model, text or checkpoint; a loss that is not finite.
     """
     if text is None:
         text = read(options.data, context=options.context)
@@ -113,7 +112,7 @@ def train(options: Options, tell: Tell, text: Text | None = None, mesh: Any = No
 
 
 def build_model(options: Options, mesh: Any) -> GPT:
-    """The model as `options` ask for it, on `mesh`; on one device where that is None."""
+    """Returns the model for `options`, on `mesh`; on one device if that is None."""
     torch.manual_seed(options.seed)
     model = GPT(  # its first values are drawn on the CPU: the same on every kind of device
         layers=options.layers, width=options.width, heads=options.heads, context=options.context
@@ -157,7 +156,7 @@ def _make_eager_step(model: GPT, optimizer: Any, options: Options, tell: Tell) -
 
 
 def _make_compiled_step(model: GPT, optimizer: Any, options: Options, tell: Tell) -> Run:
-    """The same step as one graph, of which nothing can be told while it runs."""
+    """Returns the same step as one graph, which reports nothing while it runs."""
     eager = _make_eager_step(model, optimizer, options, _tell_nothing)
     graph = pt.compile(
         lambda micro_batches: eager(micro_batches, 0),
@@ -177,9 +176,10 @@ def _make_compiled_step(model: GPT, optimizer: Any, options: Options, tell: Tell
 
 
 class _ReportedStep:
-    """What is told where a report is asked for: layouts, and of one step moves, graph, timeline.
+    """What is reported if the options request a report: layouts, and one step's moves, graph and
+    timeline.
 
-    The first step plans, and what it does once is no part of the others: it is the second.
+    It is the second step, because the first also plans and does other work once.
     """
 
     def __init__(self, options: Options, mesh: Any, tell: Tell, first: int):
@@ -221,7 +221,9 @@ def _micro_batches(
 
 
 def _holding_back(model: GPT, options: Options) -> AbstractContextManager[None]:
-    """Who holds whole gradients anyhow sends them once a step; shards are sent as they come."""
+    """Returns `no_sync` if ranks hold whole gradients: these are sent once per step. Shards are
+    sent at once.
+    """
     return pt.no_sync(model) if "dp" in dict(options.mesh) and options.zero < 2 else nullcontext()
 
 
@@ -239,10 +241,10 @@ def _zero_precision(options: Options) -> pt.MixedPrecision | None:
 
 
 def verify(options: Options, tell: Tell, *, compare: bool) -> bool:
-    """Train on the mesh, then the same without one, and compare the losses of each step.
+    """Train on the mesh, then without one, and compare the losses of each step.
 
-    Every rank calls this; the rank with `compare` makes the second run, tells of "verify" and
-    returns whether no relative difference is over 1e-5. The other ranks return True.
+    Every rank calls this. The rank with `compare` makes the second run, reports the event "verify",
+    and returns True if all relative differences are at most 1e-5. The other ranks return True.
     """
     options = replace(options, sample=0)
     text = read(options.data, context=options.context)
@@ -312,10 +314,10 @@ The mesh, and how it is used, may change."""
 
 class _CheckpointSchedule:
     """The checkpoints of one run: model, optimizer, random numbers, and the step, which is the
-    position in the data. Does nothing where `options.save` is None.
+    position in the data. Does nothing if `options.save` is None.
 
     Args:
-        tell: told of "saved", with the step that a run would go on with.
+        tell: called with "saved", and the step with which a run would resume.
     """
 
     def __init__(
@@ -363,7 +365,7 @@ class _CheckpointSchedule:
         return self._saved
 
     def after_step(self, step: int) -> None:
-        """A step is over: save, if it is time to. Training goes on while the disk is written."""
+        """End a step: save if it is time to. Training continues while the disk is written."""
         if self._pending_save is not None and self._pending_save.done():
             self._wait_for_save()
         every = self._options.save_every
@@ -413,8 +415,8 @@ class _StepTimeline:
 
     Attributes:
         events: of the step, when it has run. Streams: "phase"; "compute", the outermost calls of
-            torch's operators; "waiting", calls of collectives; "links", their work beside that. On
-            a GPU its kernels are "compute" and "links", and what the processor calls is "calls".
+            torch's operators; "waiting", calls of collectives; "links", their other work. On a GPU
+            its kernels are "compute" and "links", and calls of the processor are "calls".
     """
 
     source = (
@@ -426,7 +428,7 @@ class _StepTimeline:
         self.events: list[TimelineEvent] = []
 
     def marking(self, tell: Callable[..., None]) -> Callable[..., None]:
-        """`tell`, which leaves a mark in the profile when a step goes into another phase."""
+        """Returns `tell` with a mark in the profile whenever a step enters another phase."""
 
         def told(event: str, **facts: Any) -> None:
             if event == "at":

@@ -1,10 +1,10 @@
 """Predictions of what a step costs, before it runs.
 
-In reading order, of a simulation: `machine` (what a rank's processor and links do, and the times of
-collectives), `strategy` (models by name, and the ways to spread one), `simulate` (a graph played on
-streams, kernel by kernel); `calibrate` measures a machine. Of a plan: `autoplan` (what a way takes
-at least, and the search). Of what is not run: `rehearsal` (a call that is only planned, and the
-memory of a step that is not compiled), `explain`. `show` draws layouts.
+In reading order, for a simulation: `machine` (a rank's processor and links, and the times of
+collectives), `strategy` (models by name, and ways to distribute one), `simulate` (a graph played on
+streams, kernel by kernel). `calibrate` measures a machine. For a plan: `autoplan` (lower bounds of
+a way, and the search). For code that is not run: `rehearsal` (a call that is only planned, and the
+memory of an eager step), `explain`. `show` draws layouts.
 """
 
 from .autoplan import ModelPlan, PlannedWay, autoplan

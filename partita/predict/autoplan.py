@@ -1,9 +1,9 @@
-"""Plans by search: `pt.autoplan`, the way to spread a model that fits and is fastest.
+"""Plans by search: `pt.autoplan`, the fastest way to distribute a model that fits.
 
-Bounds leave ways out, guesses order them, simulations rank them, and the best are simulated whole.
-A bound is never above what a simulation finds, whatever the model is; a guess is near it, and says
-only which way to simulate next. Both are reckoned from one run of the unsharded model over tensors
-without memory, of one block and of two.
+Bounds exclude ways, estimates order them, simulations rank them, and the best are simulated whole.
+A bound is never above the result of a simulation, whatever the model is. An estimate is close to
+it, and only decides which way to simulate next. Both are computed from one run of the unsharded
+model over tensors without memory, with one block and with two.
 """
 
 from __future__ import annotations
@@ -274,8 +274,8 @@ class PlannedWay:
         way: the mesh and the strategy.
         seconds: of a step.
         peak: bytes on a rank.
-        simulation: of its step; of its first four micro-batches where all of them have more than
-            128 blocks together.
+        simulation: of its step. If all micro-batches together have more than 128 blocks, of the
+            first four micro-batches.
     """
 
     way: Way
@@ -285,15 +285,15 @@ class PlannedWay:
 
 
 class WaySearch:
-    """The search for the best ways: bounds leave out, guesses order, simulations rank.
+    """The search for the best ways: bounds exclude, estimates order, simulations rank.
 
     Attributes:
         memory: bytes that a rank may hold.
-        prune: leave out what bounds exclude.
-        keep: the number of best ways that are asked for.
-        watch: is told how many ways were simulated, how many will be at most, and what is next.
-        ended: how each way ended that was looked at.
-        found: seconds and peak of those that were simulated.
+        prune: True skips ways that bounds exclude.
+        keep: the number of best ways to return.
+        watch: called with how many ways were simulated, how many will be at most, and the next one.
+        ended: the outcome of each way that was considered.
+        found: seconds and peak of the ways that were simulated.
     """
 
     def __init__(
@@ -314,12 +314,12 @@ class WaySearch:
 
     @property
     def outcomes(self) -> Mapping[str, int]:
-        """How many ways ended how; they add up to all of them."""
+        """The number of ways for each outcome; they add up to all ways."""
         counted = Counter(self.ended.values())
         return {outcome: counted[outcome] for outcome in OUTCOMES}
 
     def run(self, ways: list[Way], most: int) -> tuple[PlannedWay, ...]:
-        """The best that fit, fastest first, of which at most `most` ways were simulated."""
+        """Returns the best ways that fit, fastest first. At most `most` ways are simulated."""
         left = self._leave_out(ways, BOUND, self._is_too_big_at_least)
         while left and len(self.found) < most:
             way = self._choose_next(left)
@@ -339,7 +339,7 @@ class WaySearch:
     # -- which is next -----------------------------------------------------------------------------
 
     def _leave_out(self, ways: list[Way], outcome: str, is_out: Callable[[Way], bool]) -> list[Way]:
-        """What is left of ways, without those that a bound leaves out: they end so."""
+        """Returns the ways that a bound does not exclude. The others get this outcome."""
         gone = [way for way in ways if self.prune and is_out(way)]
         self.ended.update(dict.fromkeys(gone, outcome))
         return [way for way in ways if way not in self.ended]
@@ -348,10 +348,10 @@ class WaySearch:
         return least_bytes(self.model, way) > self.memory
 
     def _choose_next(self, left: list[Way]) -> Way:
-        """The one that is thought to be fastest of those that are thought to fit.
+        """Returns the way with the least estimated time among those estimated to fit.
 
-        Until one is found that fits, the one that is thought to hold least: that tells whether any
-        does, and how near the guesses are.
+        Until one has fitted: the way with the least estimated memory. It shows whether any way
+        fits, and how good the estimates are.
         """
         thought = {way: self._think_of(way) for way in left}
         if FITS not in self.ended.values():
@@ -409,10 +409,10 @@ class WaySearch:
     def price_way(
         self, way: Way, known: int = 4, blocks: int = _WHOLE
     ) -> tuple[float, int, Simulation]:
-        """Seconds, peak and simulation of a way with all of its blocks.
+        """Returns seconds, peak and simulation of a way with all of its blocks and micro-batches.
 
-        With all of its micro-batches, too; but of a step of more than `blocks` blocks in all of
-        them each micro-batch after number `known` adds what that one added, to the peak as well.
+        A step of more than `blocks` blocks in all micro-batches is extrapolated: each micro-batch
+        after number `known` adds what that one added, to the peak as well.
         """
         count = way.strategy.micro_batches
         if count <= known or self._layers_of(way) * count <= blocks:
@@ -453,7 +453,7 @@ class WaySearch:
 
 
 def _keeps_more(than: Way, way: Way) -> bool:
-    """Does `way` keep all that `than` keeps, on the same mesh and of the same micro-batches?"""
+    """True if `way` keeps all that `than` keeps, on the same mesh with the same micro-batches."""
     more, less = way.strategy, than.strategy
     same = dataclasses.replace(more, zero=less.zero, remat=less.remat) == less
     is_more = more.zero <= less.zero and more.remat <= less.remat
@@ -485,16 +485,16 @@ _KERNELS = 8
 
 @dataclass
 class _ModelNeeds:
-    """What one micro-batch of an unsharded model needs: of bytes, where not said otherwise.
+    """What one micro-batch of an unsharded model needs, in bytes if not stated otherwise.
 
     Attributes:
-        weights: of all parameters.
-        state: what AdamW keeps of those that get a gradient.
-        gradients: of these, in the smallest dtype in which they could be sent.
-        results: of the blocks' results, likewise.
-        saved: what backward reads of forward, parameters left out.
+        weights: all parameters.
+        state: AdamW's state of the parameters that get a gradient.
+        gradients: their gradients, in the smallest dtype in which they could be sent.
+        results: the blocks' results, likewise.
+        saved: what backward reads of forward, without parameters.
         flops: operations of products by dtype.
-        products: how many there are.
+        products: the number of products.
     """
 
     weights: float = 0.0
@@ -506,7 +506,9 @@ class _ModelNeeds:
     products: float = 0.0
 
     def extend_to_layers(self, two: _ModelNeeds, layers: int) -> _ModelNeeds:
-        """Of so many blocks: this is of one, and each further one adds what the second does."""
+        """Returns the needs of so many blocks. `self` is for one; each further one adds what the
+        second does.
+        """
 
         def extend(a: float, b: float) -> float:
             return max(a + (layers - 1) * (b - a), 0.0)
@@ -530,7 +532,8 @@ def least_bytes(shape: ModelShape, way: Way) -> float:
 
 
 def least_seconds(shape: ModelShape, way: Way, machine: Machine) -> float:
-    """Seconds of a step at least: the longest of what the processor and each link must do.
+    """Returns a lower bound of a step's seconds: the longest of what the processor and each link
+    must do.
 
     The processor makes the products of the unsharded model, each rank of tp its part. Over dp each
     gradient is summed once a step; stage 3 also gathers each weight once a micro-batch. Over tp
@@ -628,7 +631,7 @@ def _needs_of(shape: ModelShape, way: Way) -> _ModelNeeds:
 
 @lru_cache(maxsize=256)
 def _measure_needs(shape: ModelShape, layers: int, batch: int, context: int) -> _ModelNeeds:
-    """Of a model that cannot be run over tensors without memory no more than its weights."""
+    """Returns the needs of a model; only its weights if it cannot run without memory."""
     with torch.device("meta"):
         module = shape.make(layers, context)
     parameters = [*module.parameters()]

@@ -1,10 +1,10 @@
 """Calibration: what this machine's ranks reach, measured while all of them work at once.
 
-Every rank (this module, run by itself) makes the calls of a deck of kernels in turns, and meets the
-others in collectives between them, as in a step. Of a kernel what the processor works for the
-median call counts, times what passes in all calls over what is worked in them. Of a collective the
-time counts from when the last rank begins to when the first has ended; what passes between two
-beyond that work is `straggling`. Nothing of a model is run.
+Every rank (this module, run by itself) calls a deck of kernels in random order. Between them it
+meets the other ranks in collectives, as in a step. For a kernel the processor time of the median
+call counts, scaled by elapsed time over processor time of all calls. For a collective the time
+counts from when the last rank begins to when the first has ended. What elapses between two
+collectives beyond the work is `straggling`. No part of a model is run.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _format_table(table: Mapping[str, Any], above: str = "") -> Iterator[str]:
 
 
 def make_machine(told: Sequence[Mapping[str, Any]], ranks: int) -> Machine:
-    """The machine by what its ranks have told of their calls and collectives."""
+    """Returns the machine, from its ranks' measurements of calls and collectives."""
     slower = _compare_clocks(told)
     kernels = _fit_kernels(told, slower)
     bfloat16 = kernels.pop("matmul_bfloat16")
@@ -131,10 +131,10 @@ def _compare_clocks(told: Sequence[Mapping[str, Any]]) -> float:
 
 
 def _fit_kernels(told: Sequence[Mapping[str, Any]], slower: float) -> dict[str, MeasuredCurve]:
-    """For each rate its curve: at each amount the mean of the calls and the ranks.
+    """Returns the curve of each rate: at each amount, the mean over calls and ranks.
 
-    Of a call the median of the seconds in which a processor worked for it counts, in which nothing
-    else that ran meanwhile is; and it takes so many times as long.
+    For a call the median processor time counts, which excludes other processes. It is multiplied by
+    `slower`.
     """
     points: dict[tuple[str, float], list[float]] = {}
     for call in (call for one in told for call in one["kernels"]):
@@ -152,18 +152,18 @@ def _fit_kernels(told: Sequence[Mapping[str, Any]], slower: float) -> dict[str, 
 def _fit_collectives(
     told: Sequence[Mapping[str, Any]], slower: float
 ) -> tuple[dict[str, MeasuredCurve], float]:
-    """The curve of each kind and number of ranks, and how far behind the slowest rank is.
+    """Returns the curve of each kind and number of ranks, and how far behind the slowest rank is.
 
-    All ranks tell when they began and ended each collective, by the clock that they share. It takes
-    from when the last rank begins to when the first one has ended: what another waits for a
-    processor after that is computing that goes on meanwhile, and is not counted twice. From the
-    first end of one collective to the last beginning of the next the slowest computes: a line
-    through what passed and what a rank worked then. Its slope is how far behind the slowest is; and
-    what passes even where nothing is computed, until ranks that slept are awake, is added to each
+    All ranks report when they began and ended each collective, by a shared clock. A collective
+    takes from when the last rank begins to when the first one has ended. What another rank waits
+    for a processor after that is concurrent computing, and is not counted twice. From the first end
+    of one collective to the last beginning of the next, the slowest rank computes. A line is fitted
+    through elapsed time and processor time of these intervals. Its slope is how far behind the
+    slowest rank is. Its constant is the time until sleeping ranks are awake, and is added to each
     collective.
 
     Args:
-        slower: by what a rank is slower than the processor works for it.
+        slower: the factor by which elapsed time exceeds processor time.
     """
     points: dict[tuple[str, float], list[float]] = {}
     phases: dict[int, list[tuple[float, float]]] = {}
@@ -276,9 +276,9 @@ def _run_pass(
     found: list[list[tuple[float, float]]],
     met: list[dict[str, Any]],
 ) -> float:
-    """All calls and all collectives once; returns the seconds of the pass.
+    """Run all calls and all collectives once; return the seconds of the pass.
 
-    Of each call `found` gets the seconds in which a processor worked for it, and those that passed.
+    For each call `found` gets its processor time and its elapsed time.
     """
     began = time.perf_counter()
     order = draw_order(deck, draw)
@@ -297,7 +297,9 @@ def _run_pass(
 
 
 def _time_collective(collective: _TimedCollective) -> dict[str, Any]:
-    """When it began and ended, by the clock of all ranks and by that of this thread's work."""
+    """Returns when it began and ended, by the clock of all ranks and by this thread's processor
+    time.
+    """
     worked, start = time.thread_time(), time.perf_counter()
     collective.run()
     end, worked_after = time.perf_counter(), time.thread_time()

@@ -1,8 +1,8 @@
-"""Explanations: `pt.explain`, the row that each call takes, what that moves, and why not another.
+"""Explanations: `pt.explain`, the row that each call takes, its moves, and why not another row.
 
-The function is rehearsed (`rehearsal`): dispatch plans each call anew and tells an `Explainer` the
-rows that it priced, and the dry wire tells it of each move. What was found is an `Explanation`,
-data that prints.
+The function is rehearsed (`rehearsal`). Dispatch plans each call anew and passes the rows that it
+priced to an `Explainer`, and the dry wire passes it each move. The result is an `Explanation`: data
+that prints.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
 
 def _check_function(fn: Any) -> None:
-    """Raise LayoutError for what cannot be called, or of which a call runs nothing."""
+    """Raise LayoutError if `fn` cannot be called, or if calling it runs nothing."""
     if not callable(fn):
         fact = f"fn is {describe_value(fn)}, which cannot be called"
         raise make_refusal(fact, "pt.explain(F.linear, x, weight)", "pt.explain(model, x)")
@@ -119,7 +119,7 @@ def _name_of_function(fn: Any) -> str:
 
 
 class _ExplainedWire(DryWire):
-    """A dry wire that tells an explainer what it would carry."""
+    """A dry wire that reports to an explainer what it would carry."""
 
     explainer: Explainer
     _on_the_way: tuple[torch.Tensor, bool] | None = None
@@ -151,7 +151,7 @@ class _Call:
 
 
 class Explainer:
-    """Is told of plans and moves, and keeps the calls that are under way, outermost first."""
+    """Receives plans and moves, and keeps the stack of running calls, outermost first."""
 
     def __init__(self) -> None:
         self.calls = [_Call("")]
@@ -161,21 +161,21 @@ class Explainer:
         self._names: dict[int, str] = {}
 
     def make_wire(self, wire: Wire) -> Wire:
-        """What stands in for the wire of a mesh."""
+        """Returns the replacement for the wire of a mesh."""
         found = _ExplainedWire.standing_for(wire)
         found.explainer = self
         self.wires.append(found)
         return found
 
     def name_modules(self, modules: dict[str, nn.Module]) -> None:
-        """Take note of what modules are called."""
+        """Record the names of modules."""
         for name, module in modules.items():
             for prefix, part in module.named_modules():
                 self._names.setdefault(id(part), f"{name}.{prefix}" if prefix else name)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Within, this thread's calls on DTensors are told to this one."""
+        """Receive this thread's calls on DTensors inside the block."""
         before, HERE.explainer = HERE.explainer, self
         entered = register_module_forward_pre_hook(self._enter_module)
         left = register_module_forward_hook(self._leave_module, always_call=True)
@@ -260,8 +260,11 @@ class Explainer:
 
 
 def _share_that_is_done(name: str, args: Sequence[Any], out: Any) -> float:
-    """Which share of an op's operations a kernel makes: half of causal attention's, as simulations
-    count. Queries that are split along their sequence have a mask of their own, and all of them."""
+    """Returns the fraction of an op's operations that a kernel computes.
+
+    Half for causal attention, as in simulations; all if its queries are split along their sequence,
+    because they then have an explicit mask.
+    """
     if name != "attention" or args[_IS_CAUSAL] is not True or not isinstance(out, DTensor):
         return 1.0
     return 1.0 if out.layout_over_mesh.shards[-2] else 0.5
@@ -295,7 +298,7 @@ def _layouts_of(values: Any) -> tuple[Layout, ...]:
 
 
 def _describe_row(names: Sequence[str], chooser: RowChooser, one: Considered) -> ConsideredRow:
-    """A row that was priced, and what it asks for of the operands, which have these names."""
+    """Returns a row that was priced, and what it requires of the operands with these names."""
     moved = [*_find_moves(names, chooser, one)]
     needs = [text for text, _ in moved]
     held = [layout.placement(one.axis) for layout in chooser.layouts if layout is not None]
@@ -310,7 +313,7 @@ def _describe_row(names: Sequence[str], chooser: RowChooser, one: Considered) ->
 def _find_moves(
     names: Sequence[str], chooser: RowChooser, one: Considered
 ) -> Iterator[tuple[str, int]]:
-    """What moves each operand to where a row wants it, and the bytes of that."""
+    """Yields the moves of each operand to where a row needs it, and their bytes."""
     mesh, operands = chooser.mesh, zip(names, chooser.layouts, chooser.itemsizes, strict=True)
     for (name, layout, itemsize), wanted in zip(operands, one.row.inputs, strict=False):
         if layout is None or wanted is None or wanted == layout.placement(one.axis):
@@ -325,7 +328,7 @@ def _find_moves(
 
 
 def _name_of(path: Path, parameters: Sequence[str]) -> str:
-    """What the operand at `path` is called: "weight", or "tensors[1]" in a list."""
+    """Returns the name of the operand at `path`: "weight", or "tensors[1]" in a list."""
     head, inside = path[0], "".join(f"[{i}]" for i in path[1:])
     if isinstance(head, int):
         head = parameters[head] if head < len(parameters) else f"operand{head}"
@@ -337,16 +340,15 @@ def _name_of(path: Path, parameters: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class ExplainedMove:
-    """One move of an operand, or of whatever the program redistributes itself.
+    """One move of an operand, or of a redistribution in the program.
 
     Attributes:
         kind, axes: the move, such as "all_gather", and the mesh axes that it runs over.
         before, after: the layouts.
         reason: as in the ledger: "explicit", "implicit", "gather" of a ZeRO block, "gradient", ...
-        nbytes: bytes that a rank (the first) sends.
-        backward: the kind of its transpose, which runs in a backward; "" where no gradient comes
-            back.
-        backward_nbytes: bytes that a rank sends in that.
+        nbytes: bytes that the first rank sends.
+        backward: the kind of its transpose, which runs in a backward; "" if there is no gradient.
+        backward_nbytes: bytes that a rank sends in the transpose.
     """
 
     kind: str
@@ -370,17 +372,17 @@ class ExplainedMove:
 
 @dataclass(frozen=True)
 class ConsideredRow:
-    """A legal way to run an op on one mesh axis, and what it would cost.
+    """A legal way to run an op on one mesh axis, and its cost.
 
     Attributes:
         axis: the mesh axis.
         row: placements of operands and results, such as "S(0), R -> S(0)".
-        seconds: its price, forward and backward together, by round figures for a node of GPUs (see
-            `partita.redistribute.move`): to rank rows, not to predict a time.
-        chosen: is it the cheapest, which is taken?
-        needs: what it asks for: the moves of operands ("x all_gather 1.5 KiB"), and work that the
-            ranks of the axis would repeat.
-        nbytes: bytes that a rank sends in those moves, forward.
+        seconds: its price, forward and backward together. It uses round figures for a node of GPUs
+            (see `partita.redistribute.move`), to rank rows and not to predict a time.
+        chosen: True for the row that is used: the cheapest.
+        needs: its moves of operands ("x all_gather 1.5 KiB"), and work that the ranks of the axis
+            would repeat.
+        nbytes: bytes that a rank sends in those moves, in forward.
     """
 
     axis: str
@@ -398,17 +400,17 @@ class ExplainedOp:
     Attributes:
         op: the op's name.
         source: the user's "file:line".
-        module: the module in whose forward it is called, "" outside of one.
-        rule: the sentence by which it is planned; in parentheses what stands for one.
+        module: the module in whose forward it is called; "" outside of one.
+        rule: the sentence by which it is planned, or a replacement in parentheses.
         operands, results: the layouts, with their dtypes.
-        rows: the legal rows that were priced, of each axis in turn.
-        moves: what is moved for it, in order.
-        work: multiplications and additions of its matrix products on a rank, forward: on the first,
-            which holds the largest pieces, where they are not equal. Half of the whole of causal
-            attention, which leaves out what its mask hides.
-        repeated: the axes along which every rank does the same of them.
-        inner: the calls that it is written as, where it is.
-        is_even: does every rank do as much of the work?
+        rows: the legal rows that were priced, axis by axis.
+        moves: its moves, in order.
+        work: multiplications and additions of its matrix products in forward, on the first rank,
+            which has the largest pieces. For causal attention half of the whole, because masked
+            parts are skipped.
+        repeated: the axes along which all ranks compute the same products.
+        inner: the calls that it consists of, if it is written as other ops.
+        is_even: True if every rank computes equally much.
     """
 
     op: str
@@ -426,30 +428,30 @@ class ExplainedOp:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that a rank sends in its moves, with those of the calls inside."""
+        """Bytes that a rank sends in its moves, including those of inner calls."""
         return sum(move.nbytes for move in self.all_moves)
 
     @property
     def backward_nbytes(self) -> int:
-        """Bytes that a rank sends in their transposes, where gradients come back."""
+        """Bytes that a rank sends in the transposes, if there are gradients."""
         return sum(move.backward_nbytes for move in self.all_moves)
 
     @property
     def all_moves(self) -> list[ExplainedMove]:
-        """`moves`, with those of the calls inside."""
+        """`moves`, including those of inner calls."""
         return [move for op, _ in _with_depth([self]) for move in op.moves]
 
     @property
     def all_work(self) -> float:
-        """`work`, with that of the calls inside."""
+        """`work`, including that of inner calls."""
         return sum(op.work for op, _ in _with_depth([self]))
 
     def chosen(self, axis: str) -> ConsideredRow | None:
-        """The row that is taken on an axis; None where the op has no rule."""
+        """Returns the row that is used on an axis; None if the op has no rule."""
         return next((row for row in self.rows if row.axis == axis and row.chosen), None)
 
     def runner_up(self, axis: str) -> ConsideredRow | None:
-        """The cheapest row on an axis that is not taken; None where there is no other."""
+        """Returns the cheapest row on an axis that is not used; None if there is no other."""
         others = [row for row in self.rows if row.axis == axis and not row.chosen]
         return min(others, key=lambda row: row.seconds, default=None)
 

@@ -1,10 +1,10 @@
 """Machines: what a rank's processor, memory and links can do, and how much of it kernels reach.
 
-A machine is a TOML file. Three from public data sheets are shipped (`h100`, `h200`, `a100`); one's
-own is written by `partita calibrate`. Amounts are numbers in base units (bytes, seconds, operations
-a second) or text with a unit: "3.35 TB/s", "20 us", "989 TFLOP/s". Collectives are priced by
-formulas of rings and trees over a link; kernels by a curve of their rate where one was measured,
-else by the roofline (`simulate`).
+A machine is a TOML file. Three from public data sheets are included (`h100`, `h200`, `a100`).
+`partita calibrate` writes one for your own machine. Amounts are numbers in base units (bytes,
+seconds, operations per second) or text with a unit: "3.35 TB/s", "20 us", "989 TFLOP/s".
+Collectives are priced by formulas of rings and trees over a link. Kernels are priced by a curve of
+their rate if one was measured, otherwise by the roofline (`simulate`).
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _UNITS: dict[str, dict[str, float]] = {
 
 
 class MachineError(ValueError):
-    """A machine that is not known, or whose file says what it cannot mean."""
+    """An unknown machine, or an invalid machine file."""
 
 
 def is_number(value: Any) -> bool:
-    """Is it a number that a float can hold? A truth value is none."""
+    """True for a number that a float can hold. A bool is not a number here."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return False
     try:
@@ -59,8 +59,8 @@ class Kind:
     """What an argument or a field may be.
 
     Attributes:
-        allowed: what it is, in words.
-        has: is a value of this kind?
+        allowed: a description, in words.
+        has: True for a value of this kind.
     """
 
     allowed: str
@@ -101,11 +101,11 @@ def check_fields(of: object, error: type[ValueError], kinds: Mapping[str, Kind])
 
 @dataclass(frozen=True)
 class MeasuredCurve:
-    """What was measured, joined by straight lines.
+    """A measured curve: points joined by straight lines.
 
     Attributes:
         amounts: bytes or operations, rising.
-        seconds: of each.
+        seconds: for each amount.
 
     Raises:
         ValueError: there is no point, the amounts do not rise, or a time is not above 0.
@@ -148,34 +148,33 @@ def fit_curve(points: Sequence[tuple[float, float]]) -> MeasuredCurve:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a rank has.
+    """The hardware of a rank.
 
     Attributes:
-        name: as people call it.
+        name: the usual name.
         source: where the figures are from.
         memory_bytes: a rank's memory.
-        memory_bandwidth: bytes per second that kernels read and write at most.
+        memory_bandwidth: peak bytes per second that kernels read and write.
         kernel_seconds: the fixed cost of a kernel.
-        fuses: neighbouring element-wise kernels are compiled into one, as Inductor does.
-        ranks_per_host: ranks that the link `host` joins; the others are reached by `network`.
-        flops: operations per second at most, by dtype ("bfloat16", "float32").
-        efficiency: what part of a peak kernels reach, for each of `_EFFICIENCIES`.
+        fuses: True if neighbouring element-wise kernels are compiled into one, as by Inductor.
+        ranks_per_host: ranks that the link `host` joins. Others are connected by `network`.
+        flops: peak operations per second, by dtype ("bfloat16", "float32").
+        efficiency: the fraction of a peak that kernels reach, for each of `_EFFICIENCIES`.
         host: the link within a host.
-        network: the link from host to host.
-        links: for the axes of a collective ("dp", or joined by blanks) the link that they have, as
-            kernels reach it, in place of `host`, `network` and what was measured.
-        overlaps: collectives run beside kernels without slowing them, as on GPUs.
-        straggling: what part of the time of computing the slowest rank is behind the others when
-            they meet in a collective.
-        step_seconds: of a step beside its kernels and collectives: what the host does for a call.
-        kernels: seconds by amount of kinds of kernels (see `RATES`), where measured; the
-            roofline prices the others.
-        collectives: seconds by bytes that a rank sends, by kind and number of ranks
-            ("all_gather-4"), where measured; rings and trees with the links' figures price the
-            others.
+        network: the link between hosts.
+        links: by the axes of a collective ("dp", or several joined by blanks), a link that replaces
+            `host`, `network` and measurements. Its figures are what kernels reach.
+        overlaps: True if collectives run beside kernels without slowing them, as on GPUs.
+        straggling: how late the slowest rank arrives at a collective, as a fraction of computing
+            time.
+        step_seconds: time per step beside kernels and collectives: the host's work for a call.
+        kernels: measured seconds by amount, for kinds of kernels (see `RATES`). Other kernels are
+            priced by the roofline.
+        collectives: measured seconds by bytes that a rank sends, by kind and number of ranks
+            ("all_gather-4"). Others are priced as rings and trees with the links' figures.
 
     Raises:
-        MachineError: names what is of another type.
+        MachineError: a field has a wrong type. The error names it.
     """
 
     name: str
@@ -221,26 +220,30 @@ class Machine:
                 raise MachineError(f"efficiency has no {name!r}: a part of the peak, at most 1")
 
     def peak_flops(self, dtype: str) -> float:
-        """Operations per second of a dtype; of the slowest that is known where it is not."""
+        """Returns peak operations per second for a dtype; of the slowest known dtype if it is
+        unknown.
+        """
         return self.flops.get(dtype, min(self.flops.values()))
 
     def name_kernel(self, name: str) -> str:
-        """What the kernel is called there that the capture knows by this name.
+        """Returns the name on this machine of a kernel that the capture knows by `name`.
 
-        Where the capture ran on a torch without GPUs, fused attention is that of CPUs: the same
-        operands and results, priced by the machine's own rates.
+        If torch had no GPU at capture, fused attention is the CPU's. It has the same operands and
+        results, and is priced by the machine's own rates.
         """
         return name.replace("_for_cpu", "") if self.overlaps else name
 
     def given_link(self, axes: Sequence[str]) -> Link | None:
-        """The link that is said to join the ranks along these axes, in any order."""
+        """Returns the link in `links` for these axes, in any order, or None."""
         for name, link in self.links.items():
             if sorted(name.split()) == sorted(axes):
                 return link
         return None
 
     def reached_link(self, axes: Sequence[str], mesh: Mapping[str, int]) -> Link:
-        """What collectives over these axes reach: a given link, or that part of the slowest."""
+        """Returns what collectives over these axes reach: a given link, or a fraction of the
+        slowest.
+        """
         given = self.given_link(axes)
         if given is not None:
             return given
@@ -248,15 +251,15 @@ class Machine:
         return Link(link.latency, link.bandwidth * self.efficiency["link"])
 
     def link_of(self, axes: Sequence[str], mesh: Mapping[str, int]) -> Link:
-        """The slowest link that rings over these axes of a mesh cross.
+        """Returns the slowest link that rings over these axes of a mesh use.
 
-        As many rings as a collective has ranks on a host cross to the next host, each by the
-        network of another rank: eight ports of 25 GB/s were measured to carry 192 GB/s
+        A collective has as many rings to the next host as it has ranks on a host. Each uses the
+        network port of another rank: eight ports of 25 GB/s were measured to carry 192 GB/s
         (github.com/NVIDIA, issue 812 of the library of collectives).
 
         Args:
             axes: of the collective.
-            mesh: the size of each axis, outermost first; ranks are counted row-major, and
+            mesh: the size of each axis, outermost first. Ranks are counted row-major, and
                 `ranks_per_host` neighbours share a host.
         """
         if self._is_within_hosts(axes, mesh):
@@ -268,7 +271,10 @@ class Machine:
         return Link(self.network.latency, bandwidth)
 
     def is_each_on_its_host(self, axes: Sequence[str], mesh: Mapping[str, int]) -> bool:
-        """Does no collective over these axes have two ranks on a host, where hosts divide so?"""
+        """True if collectives over these axes have no two ranks on one host.
+
+        Axes with a given link return False.
+        """
         if self.given_link(axes) is not None or self._is_within_hosts(axes, mesh):
             return False
         inner = 1  # neighbours along the axes after the last of these, which share no collective
@@ -279,7 +285,7 @@ class Machine:
         return inner % self.ranks_per_host == 0
 
     def _is_within_hosts(self, axes: Sequence[str], mesh: Mapping[str, int]) -> bool:
-        """Is every ring over these axes within a host?"""
+        """True if every ring over these axes is inside one host."""
         span, inner = 1, 1  # the neighbours among which every ring is, and those seen so far
         for name, size in reversed([*mesh.items()]):
             inner *= size
@@ -303,7 +309,7 @@ class Machine:
 
 
 def shipped_machines() -> list[str]:
-    """Names of the machines that are shipped."""
+    """Returns the names of the included machines."""
     return sorted(path.stem for path in _FOLDER.glob("*.toml"))
 
 
@@ -408,7 +414,7 @@ def _check_table(key: str, found: Any) -> None:
 
 
 def _rows_of(read: _Read, check_name: Callable[[str, str], None] | None = None) -> _Read:
-    """What reads a table of any names, or of those that `check_name` lets pass."""
+    """Returns a reader of a table with any names, or with those that `check_name` accepts."""
 
     def read_rows(key: str, found: Any) -> dict[str, Any]:
         _check_table(key, found)
@@ -454,7 +460,7 @@ def _read_row(key: str, found: Any) -> tuple[float, ...]:
 
 
 def read_amount(what: str) -> _Read:
-    """What reads an amount, more than 0, of "bytes", "seconds" or another key of `_UNITS`."""
+    """Returns a reader of positive amounts of "bytes", "seconds" or another key of `_UNITS`."""
     units = _UNITS[what]
 
     def read(key: str, value: Any) -> float:
@@ -486,7 +492,7 @@ def _read_share(key: str, value: Any) -> float:
 
 
 def _as_it_is(key: str, value: Any) -> Any:
-    """What `Machine` itself refuses where it is of another kind."""
+    """Returns `value` unchanged: `Machine` itself refuses a wrong type."""
     return value
 
 
@@ -665,7 +671,7 @@ def _count_channels(node: fx.Node) -> int:
 
 
 def _rate_of_free(node: fx.Node) -> str:
-    """Of a view, or of a number: the host's time, at each node."""
+    """Returns the rate of a view, or of a number: the host's time for each node."""
     value = node.meta.get("val")
     schema = getattr(node.target, "_schema", None)
     is_view = schema is not None and any(r.alias_info is not None for r in schema.returns)
@@ -675,7 +681,7 @@ def _rate_of_free(node: fx.Node) -> str:
 
 
 def _moves_apart(node: fx.Node, short: str) -> bool:
-    """Does it copy what does not lie in one piece?"""
+    """True if the node copies a tensor that is not contiguous."""
     if short not in ("clone", "reshape", "_unsafe_view", "contiguous") or not node.all_input_nodes:
         return False
     before = node.all_input_nodes[0].meta.get("val")

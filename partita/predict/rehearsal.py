@@ -1,13 +1,13 @@
 """Rehearsals: calls and steps over tensors without memory, which compute nothing and send nothing.
 
-A call comes as text, `F.linear(f32[8@dp, 16], f32[32@tp, 16])`, or is a function with its
-arguments. Parameters, buffers and arguments give way to fakes of the same layouts, and each mesh's
-wire to a dry one at the same place of the same mesh. So the function plans what it would plan; what
-it had is put back afterwards.
+A call is text, `F.linear(f32[8@dp, 16], f32[32@tp, 16])`, or a function with its arguments. Fakes
+of the same layouts replace parameters, buffers and arguments. A dry wire at the same place of the
+same mesh replaces each wire. So the function plans what it would plan. Everything is restored
+afterwards.
 
-For `pt.eager_memory` a step is made and run so as it is, with all its hooks, on a dry mesh. Each
-storage that a kernel makes, that autograd drops or that ZeRO resizes changes a schedule, the same
-kind as that of a compiled step.
+For `pt.eager_memory` a step is made and run unchanged, with all its hooks, on a dry mesh. Each
+storage that a kernel makes, that autograd drops or that ZeRO resizes changes a schedule. It is the
+same kind of schedule as that of a compiled step.
 """
 
 from __future__ import annotations
@@ -71,16 +71,16 @@ def rehearse(
     kwargs: dict[str, Any],
     make_wire: Callable[[Wire], Wire] = DryWire.standing_for,
 ) -> Iterator[tuple[Callable[[], Any], State]]:
-    """Within, `fn` is run over tensors without memory; what is changed is put back.
+    """Run `fn` over tensors without memory inside the block, and restore what it changes.
 
     Args:
-        make_wire: what stands in for the wire of a mesh.
+        make_wire: makes the replacement for the wire of a mesh.
 
     Returns:
-        What runs `fn(*args, **kwargs)` so, and what `fn` was found to reach.
+        A function that runs `fn(*args, **kwargs)` in this way, and the state that `fn` reaches.
 
     Raises:
-        LayoutError: `fn` asks for a value of a tensor, or steps an optimizer.
+        LayoutError: `fn` reads the value of a tensor, or steps an optimizer.
     """
     state = find_state(fn, (), args, kwargs)
     fakes = _Fakes(make_wire)
@@ -112,7 +112,7 @@ def rehearse(
 
 
 def runs_nothing(fn: Callable[..., Any]) -> bool:
-    """Does a call of it give a generator or a coroutine, whose body nobody has run yet?"""
+    """True if a call of `fn` returns a generator or a coroutine, whose body has not run."""
     fn = fn.step if isinstance(fn, CompiledStep) else fn
     fn = fn.forward if isinstance(fn, torch.nn.Module) else fn
     while isinstance(fn, functools.partial):
@@ -124,7 +124,10 @@ def runs_nothing(fn: Callable[..., Any]) -> bool:
 
 
 class LocalFakes(FakeTensorMode):
-    """Fakes of what a rank holds: asked by their mode, a DTensor tells of its piece."""
+    """Fake tensors with a rank's local shapes.
+
+    DTensors report their local shard's metadata in this mode.
+    """
 
     def __torch_dispatch__(self, *args: Any, **kwargs: Any) -> Any:
         with Local():
@@ -132,7 +135,7 @@ class LocalFakes(FakeTensorMode):
 
 
 class _Fakes:
-    """What stands for tensors and wires: the same for the same."""
+    """The replacements of tensors and wires. Equal objects get the same replacement."""
 
     def __init__(self, make_wire: Callable[[Wire], Wire]):
         self.mode = LocalFakes(static_shapes=True)
@@ -176,10 +179,11 @@ def _refuse_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def make_refusal(
     fact: str, *fixes: str | tuple[str, str], reason: str = "", place: str | None = None
 ) -> LayoutError:
-    """What to raise of what is asked and not done, at the user's line unless it is said where.
+    """Returns the error for a request that cannot be done, at the user's line unless `place` is
+    passed.
 
     Args:
-        fixes: each as a text, or as what to write and what that is.
+        fixes: each a text, or what to write and an explanation.
     """
     told = (Fix(fix) if isinstance(fix, str) else Fix(*fix) for fix in fixes)
     place = user_line() if place is None else place
@@ -187,7 +191,7 @@ def make_refusal(
 
 
 def asks_value(error: Exception) -> LayoutError:
-    """What to raise where a function that is not run asked for a number."""
+    """Returns the error for a function that reads a tensor's value while it is not really run."""
     return make_refusal(
         "the function asks for the value of a tensor",
         ("give the part before it", "and the part after it by itself"),
@@ -272,10 +276,10 @@ def _find_function(name: str) -> Callable[..., Any]:
 
 
 def describe_raised(what: str, error: BaseException, *, is_user_s: bool) -> str:
-    """What raised an error, all that this says, and the line of what the user wrote.
+    """Returns a text for an error: what raised it, its message, and the user's line.
 
     Args:
-        is_user_s: did code of the user's raise it, or call what did?
+        is_user_s: True if the user's code raised it, or called what did.
     """
     said, _, _ = str(error).partition("\nException raised from")  # frames of C++
     # A SyntaxError says by itself where it is.
@@ -406,12 +410,12 @@ class _Schedule(MemoryCount):
         self._made_by = self._source = ""
 
     def counts(self, t: torch.Tensor) -> bool:
-        """Is it a count of steps of the optimizer that steps?"""
+        """True if `t` is a step count of the optimizer that is stepping."""
         state = {} if self.stepping is None else self.stepping.state
         return any(own.get("step") is t for own in state.values())
 
     def begin_place(self, made_by: str) -> None:
-        """What changes from now on does so where this runs."""
+        """Begin a new place of the schedule; changes from now on belong to it."""
         self._made_by, self._source = made_by, user_line()
         self._places.append(f"{made_by}_{len(self._places)} {made_by}")
 
@@ -523,8 +527,10 @@ def _errors_explained() -> Iterator[None]:
 
 
 def _list_held(state: State, args: Sequence[Any]) -> Iterator[HeldInput]:
-    """What is there between steps, each storage once: parameters, buffers, the optimizer's state,
-    arguments."""
+    """Yields the memory that exists between steps, each storage once.
+
+    These are parameters, buffers, the optimizer's state, and arguments.
+    """
     slots = [*state.slots, *state.optimizer_slots()]
     tensors, names = tensors_of_call(slots, args, {}), names_of_call(slots, args, {})
     seen = set()

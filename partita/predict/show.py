@@ -1,4 +1,4 @@
-"""Pictures of tensors where people work: `pt.show` on a terminal, HTML in a notebook."""
+"""Pictures of tensors: `pt.show` on a terminal, HTML in a notebook."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _COLORS = ("cyan", "yellow", "green", "magenta", "blue", "red", "bright_cyan", "
 class Shown:
     """Pictures of one tensor, or of a model's parameters.
 
-    `str` of it is plain text, `_repr_html_()` what a notebook shows.
+    `str` returns plain text; a notebook shows `_repr_html_()`.
 
     Attributes:
         pictures: by name; "" for a tensor by itself.
@@ -137,7 +137,7 @@ def _count_more(names: Sequence[str]) -> str:
 
 
 def _in_notebook() -> bool:
-    """Does a notebook run this? It shows what it is given back."""
+    """True in a notebook, which shows the value that a cell returns."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return type(shell).__name__ == "ZMQInteractiveShell"
 

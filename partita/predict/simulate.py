@@ -1,13 +1,13 @@
-"""Simulations: `pt.simulate`, what a step would cost on a machine that is not here.
+"""Simulations: `pt.simulate`, the cost of a step on a machine that you need not have.
 
-A step is captured and not run, and its memory read from the schedule. Its graph is played as events
-on streams: one computes; each set of mesh axes that a collective runs over has one more. A
-collective begins where the graph issues it, when its operands are there and its stream is free; its
-wait joins it. Where a machine does not overlap, carrying the bytes takes the processor from when a
-collective is issued, and all but sums are waited for at once. A kernel takes the longer of its
-operations and its bytes at what is reachable of the peaks, and a fixed cost (Williams, Waterman and
-Patterson 2009, "Roofline: an insightful visual performance model"). What was found is a
-`Simulation`: numbers, a table, a timeline, a report.
+A step is captured and not run. Its memory comes from the schedule. Its graph is played as events on
+streams: one stream computes, and each set of mesh axes of a collective has another. A collective
+begins when the graph issues it, its operands are ready and its stream is free; its wait joins it.
+If a machine does not overlap, sending takes the processor as soon as a collective is issued, and
+all but sums are waited for at once. A kernel takes the longer of its operations and its bytes, at
+the reachable fraction of the peaks, plus a fixed cost (Williams, Waterman and Patterson 2009,
+"Roofline: an insightful visual performance model"). The result is a `Simulation`: numbers, a table,
+a timeline, a report.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def _check_call(step: Any, args: Sequence[Any]) -> None:
 
 
 def _runs_last_program(step: Any, args: Sequence[Any]) -> bool:
-    """Is it a compiled step that ran, of which the last program is taken?"""
+    """True for a compiled step that has run, called without arguments: its last program is used."""
     return isinstance(step, CompiledStep) and not args and bool(step.reasons)
 
 
@@ -234,10 +234,10 @@ def simulate_program(
     tokens: int | None = None,
     unread: int = 0,
 ) -> Simulation:
-    """`simulate` of what is captured already.
+    """Simulate a captured program, as `simulate`.
 
     Args:
-        unread: bytes of parameters and buffers that a rank holds, and no step reads.
+        unread: bytes of parameters and buffers that a rank holds, and that no step reads.
     """
     played = play_graph(program, machine, mesh)
     memory = _schedule_for(machine, program, unread)
@@ -312,10 +312,10 @@ def _find_wires(step: Callable[..., Any], args: Sequence[Any]) -> list[Wire]:
 def _check_mesh(
     program: Program, reached: Sequence[Wire], sizes: Mapping[str, int], mesh: Any
 ) -> None:
-    """Raise StrategyError where a step's tensors lie on another mesh than is said.
+    """Raise StrategyError if a step's tensors are on another mesh than the given one.
 
-    They may lie on parts of the mesh that is given. By sizes it cannot be told what is a part of
-    what: then each axis must be one that they lie on.
+    They may be on sub-meshes of the given mesh. If only sizes are given, sub-meshes cannot be
+    recognized; then the step must use each axis.
     """
     held = {name: wire.mesh.size(name) for wire in reached for name in wire.mesh.names}
     is_by_sizes = mesh is None or isinstance(mesh, str | Mapping)
@@ -417,8 +417,9 @@ def play_graph(
     """Play a program's graph.
 
     Args:
-        mesh: the sizes of the axes, outermost first, of the mesh of which the program's are parts,
-            and which says what lies between neighbours; None where they are whole.
+        mesh: the sizes of the axes, outermost first, of the mesh that contains the program's
+            meshes. It
+            determines the links between neighbours. None: the program's meshes are whole.
     """
     return _Player(program, machine, mesh or {}).run()
 
@@ -548,15 +549,15 @@ _BACKWARD_OF_ATTENTION = 2.5
 
 @dataclass(frozen=True)
 class Kernel:
-    """What a node does on the processor.
+    """The work of a node on the processor.
 
     Attributes:
         kind: "matmul", "attention", "elementwise", "other" or "free" (a view, a number).
-        flops: operations, a multiplication and an addition being two.
-        nbytes: read and written.
+        flops: operations; a multiplication and an addition are two.
+        nbytes: bytes read and written.
         dtype: of its first operand, such as "bfloat16".
-        begins: it begins a kernel; false where it is fused into one before.
-        rate: the name of its curve, of a machine that has measured ones; "" where it costs nothing.
+        begins: True if it begins a kernel; False if it is fused into an earlier one.
+        rate: the name of its curve, on a machine with measurements; "" if it costs nothing.
     """
 
     kind: str = "free"
@@ -582,14 +583,14 @@ class Kernel:
 
 
 def kernels_of(graph: fx.Graph, fuses: bool) -> dict[fx.Node, Kernel]:
-    """What each call of a graph does; nothing of collectives, which are priced apart.
+    """Returns the work of each call of a graph, without collectives.
 
-    Where the machine fuses, neighbouring element-wise kernels and reductions are one, and what
-    passes between them alone is neither written nor read.
+    If the machine fuses, neighbouring element-wise kernels and reductions become one. Values that
+    are only used inside it are neither written nor read.
 
     Args:
         graph: a program's, whose nodes have their shapes.
-        fuses: element-wise neighbours are one kernel.
+        fuses: True fuses element-wise neighbours.
     """
     calls = [n for n in graph.nodes if n.op == "call_function"]
     kinds = {node: _kind_of(node) for node in calls}
@@ -669,7 +670,7 @@ def _kind_of(node: fx.Node) -> str:
 
 
 def _makes_copy(node: fx.Node) -> bool:
-    """Does a call that may show its operand's memory make new memory instead?"""
+    """True if a call that may return a view makes a copy here."""
     if "reshape" not in _name_of_op(node) or not node.all_input_nodes:
         return False
     before = node.all_input_nodes[0].meta.get("val")
@@ -677,7 +678,7 @@ def _makes_copy(node: fx.Node) -> bool:
 
 
 def _find_memory_owners(graph: fx.Graph, kinds: dict[fx.Node, str]) -> dict[fx.Node, fx.Node]:
-    """For each node the one whose memory it shows, itself where that is its own."""
+    """Returns for each node the node whose memory it shows, possibly itself."""
     found: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         operands = node.all_input_nodes
@@ -689,7 +690,7 @@ def _find_memory_owners(graph: fx.Graph, kinds: dict[fx.Node, str]) -> dict[fx.N
 def _fuse_elementwise(
     calls: list[fx.Node], kinds: dict[fx.Node, str], sources: dict[fx.Node, fx.Node]
 ) -> dict[fx.Node, fx.Node]:
-    """For each element-wise call the first of the kernel that it is fused into."""
+    """Returns for each element-wise call the first call of the kernel that it is fused into."""
     place: dict[fx.Node, int] = {}
     joins: dict[fx.Node, fx.Node] = {}
     for node in calls:
@@ -715,7 +716,7 @@ def _find_written_results(
     sources: dict[fx.Node, fx.Node],
     joins: dict[fx.Node, fx.Node],
 ) -> set[fx.Node]:
-    """The calls whose results are written to memory: somebody outside their kernel reads them."""
+    """Returns the calls whose results are written to memory, because another kernel reads them."""
     found = {node for node in calls if facts_of(node.target).writes}
     for node in calls:
         for user in node.users:
@@ -936,7 +937,9 @@ def _class_of(buffer: Buffer, reduced: set[str]) -> str:
 
 
 def _find_gradient_names(program: Program) -> set[str]:
-    """Names of what backward makes and an update, or the reduction of gradients, reads."""
+    """Returns the names of results of backward that an update, or the reduction of gradients,
+    reads.
+    """
     found = set()
     for node in program.flat().graph.graph.nodes:
         note = note_of(node)

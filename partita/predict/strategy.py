@@ -1,7 +1,7 @@
-"""Strategies: models by name, the ways to spread one over ranks, and the step of each.
+"""Strategies: models by name, the ways to distribute one over ranks, and the step of each.
 
-`make_step` gives a way's step over tensors without memory, to be captured and not run, or on a
-mesh; `write_code` and `train_options` say the same step as a program and as a command.
+`make_step` makes a way's step, over tensors without memory (for capture) or on a mesh. `write_code`
+and `train_options` write the same step as a program and as a command.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ from .machine import CHOICE, COUNT, COUNT_OR_NONE_AT_ALL, TEXT, Kind, Machine, c
 
 
 class StrategyError(ValueError):
-    """A model that is not known, no count, an argument of another type or one that has no effect,
-    or a mesh or a batch that does not divide."""
+    """A model, strategy, mesh or argument that is unknown, of a wrong type, without effect, or
+    indivisible.
+    """
 
 
 def refuse_if(is_wrong: object, said: str) -> None:
@@ -44,13 +45,13 @@ def refuse_if(is_wrong: object, said: str) -> None:
 
 
 def check_counts(**counts: Any) -> None:
-    """Raise StrategyError for what is no whole number of at least 1, by its name."""
+    """Raise StrategyError for a value that is not an integer of at least 1. Names it."""
     for name, count in counts.items():
         COUNT.check(name, count, StrategyError)
 
 
 def check_argument(name: str, value: Any, is_right: bool, allowed: str) -> None:
-    """Raise StrategyError for an argument that is not as it should be, with what is allowed."""
+    """Raise StrategyError for an argument that is not right, and say what is allowed."""
     refuse_if(not is_right, f"{name} is {describe_value(value)}: {allowed}")
 
 
@@ -67,26 +68,27 @@ def _loss_of_logits(result: Tensor, targets: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A model that is simulated and planned: one by name, or one's own.
+    """A model for simulation and planning: a known one, or your own.
 
     Attributes:
-        make: the module, of `layers` blocks, for sequences of `context` tokens at most.
-        layers, width, heads, groups: of its blocks; `groups` heads of keys and values.
-        context: tokens of a sequence, unless others are asked for.
-        vocab: the number of tokens.
-        plan: of tensor parallelism, with or without sequence parallelism.
-        name: what to call it.
-        make_batch: inputs and targets of so many sequences of so many tokens, with the samples in
-            dimension 0.
-        loss: of the module's result and the targets.
-        has_blocks: its `blocks` may be recomputed in backward.
-        has_sequence: sequences may be split over tp.
-        sums: over tp of a block's results in forward, at least.
+        make: returns the module, with `layers` blocks, for sequences of at most `context` tokens.
+        layers, width, heads, groups: the number and sizes of blocks; `groups` heads of keys and
+            values.
+        context: tokens per sequence, unless the strategy says otherwise.
+        vocab: the number of different tokens.
+        plan: returns the plan of tensor parallelism, with or without sequence parallelism.
+        name: the name in reports.
+        make_batch: returns inputs and targets for a number of sequences and of tokens per sequence.
+            Dimension 0 is the batch.
+        loss: computes the loss from the module's result and the targets.
+        has_blocks: True if its `blocks` can be recomputed in backward.
+        has_sequence: True if sequences can be split over tp.
+        sums: the least number of sums over tp of a block's results in forward.
         code: the call of a class of `partita.app.models` that makes it, with "{layers}" and
-            "{context}" in it; "" of one's own.
+            "{context}" in it; "" for your own.
 
     Raises:
-        StrategyError: names what is no count, or cannot be called.
+        StrategyError: a count is not valid, or a function cannot be called. The error names it.
     """
 
     make: Callable[[int, int], nn.Module]
@@ -272,7 +274,9 @@ def shape_of(model: str | ModelShape) -> ModelShape:
 
 
 def _check_strategy(shape: ModelShape, mesh: Mapping[str, int], of: Strategy) -> None:
-    """Raise StrategyError for what does not divide, and for what changes nothing on this mesh."""
+    """Raise StrategyError for sizes that do not divide, and for options without effect on this
+    mesh.
+    """
     for name, size in mesh.items():
         is_known = name in ("dp", "tp")
         refuse_if(not is_known, f"{name}={size} is no axis of a named model: dp=N, tp=N")
@@ -293,7 +297,7 @@ def _check_strategy(shape: ModelShape, mesh: Mapping[str, int], of: Strategy) ->
 
 
 def _check_effects(shape: ModelShape, mesh: Mapping[str, int], of: Strategy) -> None:
-    """Raise StrategyError for what is asked of a strategy, and changes nothing on this mesh."""
+    """Raise StrategyError for options of a strategy that have no effect on this mesh."""
     axes = ",".join(f"{name}={size}" for name, size in mesh.items())
     said = f"zero={of.zero} has no effect: ZeRO spreads over dp, and the mesh is {axes}"
     refuse_if(of.zero in (1, 2) and "dp" not in mesh, said)

@@ -1,11 +1,11 @@
-"""Rematerialization: a region keeps less for backward, and is run again when backward needs the
-rest.
+"""Rematerialization: a region saves less for backward, and its forward runs again when backward
+needs it.
 
-In reading order: `region` (`remat`, the call; budgets; regions in a captured step), `watched_calls`
-(how a region sees calls, the key of each, and which results a policy keeps), `runs` (the first run,
-which is recorded, and the second), `saved_state` (what is kept for the second: inputs, ambient
-state, results), `kept_results` (which of them a budget has room for), `counters` (live bytes, and
-operations that are made again).
+In reading order: `region` (`remat`; budgets; regions in a captured step), `watched_calls` (how a
+region sees calls, the key of each, and which results a policy keeps), `runs` (the first run, which
+is recorded, and the second), `saved_state` (what is kept for the second run: inputs, ambient state,
+results), `kept_results` (which results fit a budget), `counters` (live bytes, and recomputed
+operations).
 """
 
 from .counters import Report, remat_report

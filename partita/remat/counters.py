@@ -1,8 +1,8 @@
-"""Counters: bytes of tensors that are alive (`count_memory`), and operations that are made again.
+"""Counters: bytes of live tensors (`count_memory`), and recomputed operations (`remat_report`).
 
-The memory of a process says little of tensors: allocators keep what is freed. Here each storage
-that an op makes is counted when it appears, and no longer when it dies. `remat_report` tells which
-regions ran again, the operations that it took, and what was kept.
+The memory of a process says little about tensors, because allocators keep what is freed. Here each
+storage that an op makes is counted from its creation to its end. `remat_report` shows which regions
+ran again, the operations that this took, and what was kept.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ class MemoryCount:
         return attribute_set(self, "_labels", (*self._labels, name))
 
     def note(self, value: Any, name: str | None = None) -> None:
-        """Count the storages of the tensors in `value` from now on, whoever made them.
+        """Count the storages of the tensors in `value` from now on, whatever made them.
 
-        Their sizes are read anew with each op, so that a storage that its owner resizes (to
-        nothing, to free it through every view) counts with what it holds.
+        Their sizes are read again at each op. So a storage that its owner resizes (to nothing, to
+        free it through every view) counts with its current size.
 
         Args:
             value: a tensor, or tensors in lists, tuples and dicts.
-            name: a label to count them under as well.
+            name: a label under which they are counted as well.
         """
         for t in tensors_in(value):
             with Local():
@@ -207,7 +207,7 @@ def count_memory() -> Iterator[MemoryCount]:
 def told_of_resizes(
     told: Callable[[torch.UntypedStorage], Any],
 ) -> AbstractContextManager[None]:
-    """Within, `told` is given each storage that ZeRO has resized in this thread."""
+    """Call `told` with each storage that ZeRO resizes in this thread, inside the block."""
     before = HERE.resized
 
     def tell(storage: torch.UntypedStorage) -> None:
@@ -243,7 +243,7 @@ class Recomputed:
 
 
 class Report:
-    """What was recomputed while it was open, in order. Printing it gives a table."""
+    """The recomputation that happened inside `remat_report`, in order. Prints as a table."""
 
     def __init__(self) -> None:
         self.regions: list[Recomputed] = []
@@ -256,7 +256,7 @@ class Report:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of kept results, of all regions together."""
+        """Bytes of kept results, in all regions together."""
         return sum(r.kept_bytes for r in self.regions)
 
     def __str__(self) -> str:

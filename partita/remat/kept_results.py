@@ -64,7 +64,7 @@ def make_budget_error(budget: int, title: str, peak: int) -> RematError:
 
 
 def _solve_knapsack(items: list[tuple[int, int]], room: int, step: int) -> list[int]:
-    """Of items (bytes, worth), the indices of those that fit and are worth the most together."""
+    """Returns the indices of the items (bytes, worth) that fit and have the most total worth."""
     if sum(size for size, _ in items) <= room:
         return list(range(len(items)))
     capacity = max(0, room) // step

@@ -1,9 +1,9 @@
-"""Regions: `pt.remat` of functions and modules, whose forward is run again in backward.
+"""Regions: `pt.remat` of functions and modules, whose forward runs again in backward.
 
-In eager code a region makes its first run here and its second when backward needs it (`runs`). In
-a captured step it marks the nodes that it makes, of which the compiler's pass `remat` lets backward
-read copies. Regions that share a budget of bytes keep nothing in a first step, which is measured;
-then they keep the results that save the most operations, a knapsack.
+In eager code a region makes its first run here, and its second when backward needs it (`runs`). In
+a captured step it marks the nodes that it makes; the compiler's pass `remat` makes backward read
+copies of them. Regions that share a budget of bytes keep nothing in a first step, which is
+measured. Then they keep the results that save the most operations (a knapsack).
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ class _BudgetStep:
 
     @property
     def measures(self) -> bool:
-        """Are calls measured, and none kept?"""
+        """True while calls are measured and none is kept."""
         return self._kept is None
 
     def counting(self) -> AbstractContextManager[Any]:
@@ -260,7 +260,7 @@ class _BudgetStep:
         return MemoryCountMode(self.count) if self.measures else nullcontext()
 
     def keeps(self, region: Any, event: RecordedCall) -> bool:
-        """Is the result of this call kept?"""
+        """True if the result of this call is kept."""
         return self._kept is not None and (id(region), event.key, event.ordinal) in self._kept
 
     def note_candidate(self, region: Any, event: RecordedCall, nbytes: int) -> None:
@@ -293,7 +293,7 @@ class _BudgetStep:
             self._kept = self._choose_kept()
 
     def _choose_kept(self) -> set[Any]:
-        """What to keep; on all ranks alike, by the largest numbers of any rank."""
+        """Returns what to keep, equal on all ranks, from the largest numbers of any rank."""
         measured = [(c.nbytes, c.flops, c.written) for c in self._candidates.values()]
         told = [self.count.peak, *chain.from_iterable(measured)]
         for wire in self.wires:

@@ -1,15 +1,14 @@
-"""The two runs of a region: the first is recorded, the second brings back what that did not keep.
+"""The two runs of a region: the first is recorded, the second restores what the first did not keep.
 
 Each call gets an entry under its key, and each tensor that autograd would save a slot in its call's
-entry. Autograd saves the slot in place of the tensor, which is freed. A call also notes which
-versions it read of tensors from outside of the region: the second run reads them anew. A name that
-the program gives to a result comes after the call that made it, so that results are described,
-without their memory, until it is known which calls make named ones.
+entry. Autograd saves the slot in place of the tensor, which is freed. A call also records the
+versions of tensors from outside the region that it read; the second run reads these tensors again.
+The program names a result only after the call that made it. So results are described, without their
+memory, until it is known which calls make named ones.
 
-Each call of the second run is looked up by its key among the calls of the first. Where its result
-was kept it is not computed; what autograd saves in it fills the slots of the first run; and once
-all slots have been met the run ends. A call that is not found shows that the program took another
-way, which is an error.
+Each call of the second run is looked up by its key among the calls of the first. If its result was
+kept, it is not computed. What autograd saves in it fills the slots of the first run. When all slots
+are filled the run ends. A call that is not found is an error: the program took another path.
 """
 
 from __future__ import annotations
@@ -154,7 +153,7 @@ def _find_source(t: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 class _RegionRun:
-    """What the two runs of a region have in common: each is a `Watcher` while it lasts.
+    """The common part of the two runs of a region. Each is a `Watcher` while it runs.
 
     Attributes:
         policy: of the region.
@@ -242,7 +241,7 @@ class _RegionRun:
         raise NotImplementedError
 
     def _is_one_call(self, key: Key) -> bool:
-        """Is this call of what `one_call` marked one whose result is kept?"""
+        """True if this call of a function marked by `one_call` has a kept result."""
         raise NotImplementedError
 
 
@@ -280,7 +279,7 @@ class ForwardRecord(_RegionRun):
 
     @property
     def measures(self) -> bool:
-        """Is it a step that a budget measures?"""
+        """True in a step that a budget measures."""
         return self.budget_step is not None and self.budget_step.measures
 
     @property
@@ -289,9 +288,9 @@ class ForwardRecord(_RegionRun):
         return [*self.events.values()]
 
     def saving_slots(self) -> AbstractContextManager[None]:
-        """Within, autograd saves slots instead of tensors.
+        """Make autograd save slots in place of tensors, inside the block.
 
-        Not an attribute: it holds the record, and a cycle would keep the region's inputs until
+        Not an attribute: it refers to the record, and a cycle would keep the region's inputs until
         Python collects garbage.
         """
         return saved_tensors_hooks(self._pack, _unpack_slot)
@@ -374,7 +373,7 @@ class ForwardRecord(_RegionRun):
         return super()._note_outputs(event, out, tensors)
 
     def _is_result_kept(self, event: RecordedCall, op: str, function: Any) -> tuple[bool, bool]:
-        """(Is the call's result kept? If not, may it be, once it is named or measured?)"""
+        """Returns (is the result kept, could it be kept once it is named or measured)."""
         if self.budget_step is not None:
             return self.budget_step.keeps(self.region, event), self.measures
         name = None if self._names is None else self._names.name_of(event)
@@ -540,7 +539,7 @@ class _AllSlotsFilled(BaseException):
 
 
 def is_recomputing() -> bool:
-    """Is this thread running a region's forward again, in backward?"""
+    """True if this thread is running a region's forward again, in backward."""
     return isinstance(HERE.watcher, Recomputation)
 
 

@@ -1,10 +1,11 @@
 """Saved state: what a region keeps of its first run for the second.
 
-Its arguments; random generators, autocast, context variables, the default device, and buffers that
-it wrote; and the results that its policy keeps. Of a function of torch the outputs of the kernels
-are kept, below autograd: the second run makes the call again, but such a kernel gives what was
-kept. Of an opaque call (a compiled region, an `autograd.Function`, a function of the user's) the
-outputs are kept and what autograd saved inside, and the second run does not make it.
+It keeps the arguments; random generators, autocast, context variables, the default device, and
+buffers that the region wrote; and the results that its policy keeps. For a function of torch it
+keeps the outputs of the kernels, below autograd. The second run makes the call again, but its
+kernels return the kept outputs. For an opaque call (a compiled region, an `autograd.Function`, a
+user's function) it keeps the outputs and what autograd saved inside. The second run does not make
+this call.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ States = list[tuple[torch.Generator, torch.Tensor]]
 
 
 def is_random(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Does a call of this op draw random numbers?"""
+    """True if a call of this op draws random numbers."""
     if name == "scaled_dot_product_attention":
         return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0))
     return facts_of_function(name).draws or "generator" in kwargs
@@ -79,7 +80,7 @@ class _BufferWrites:
                 self._before[id(t)] = (weakref.ref(t), t.detach().clone())
 
     def has(self, t: torch.Tensor) -> bool:
-        """Is `t` written by the run?"""
+        """True if the run writes `t`."""
         known = self._before.get(id(t))
         return known is not None and known[0]() is t
 
@@ -501,9 +502,10 @@ class SavedInOpaque:
 
 
 class OpaqueSaves:
-    """What autograd saves in an opaque call that is kept, or could be.
+    """What autograd saves in an opaque call whose result is kept, or could be.
 
-    Saved tensors that are views of the call's inputs are not kept: the second run has the inputs.
+    Saved tensors that are views of the call's inputs are not kept, because the second run has the
+    inputs.
     """
 
     def __init__(self, inputs: list[torch.Tensor], keeps: bool):
@@ -540,7 +542,7 @@ _Calls = tuple[Any, tuple[int, ...]]
 
 
 class LearnedNames:
-    """What a region has learned of names in its runs so far.
+    """The names that a region has seen in its runs so far.
 
     Attributes:
         seen: calls that have been made.
@@ -579,7 +581,7 @@ class ResultsToName:
         return self._names.named.get(event.key[:2])
 
     def is_new(self, event: Any) -> bool:
-        """Is it unknown yet whether a call's result gets a name?"""
+        """True while it is unknown whether a call's result gets a name."""
         return event.key[:2] not in self._names.seen
 
     def note_maker(self, event: Any, out: Any) -> None:
@@ -606,8 +608,10 @@ class ResultsToName:
         self._offers[event] = replace_instances(kept.made, torch.Tensor, reference_weakly)
 
     def take_offer(self, event: Any, x: torch.Tensor) -> KeptKernels | None:
-        """What to keep of a call, with tensors in the storage of `x` again; None if it needs other
-        storages too."""
+        """Returns what to keep of a call, with tensors in the storage of `x`.
+
+        None if it needs other storages, too.
+        """
         offer, start = self._offers.pop(event, None), storage_id(x)
         if offer is None or any(w.start != start for w in find_instances(offer, _PlaceInStorage)):
             return None

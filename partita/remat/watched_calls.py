@@ -1,14 +1,14 @@
 """Watched calls: how a region sees the calls of its program, and the key under which it finds one.
 
-`CallMode` stands above autograd and passes each function of torch to the watcher of this thread,
-the region's first or second run. `KernelMode` stands below autograd and below layouts: it sees each
-ATen call, in backward too, with the rank's own pieces as plain tensors. A call's key is its
-function, the user's frames between the region and the call, and its arguments: of a tensor its
-shape, layout and dtype, and which call of the run made it. Two runs of one program make equal
-calls, though the second may leave some out; where it takes another way, its first call is not
-found.
+`CallMode` is above autograd. It passes each function of torch to the watcher of this thread, the
+region's first or second run. `KernelMode` is below autograd and below layouts. It sees each ATen
+call, in backward too, with the rank's own pieces as plain tensors. A call's key is its function,
+the user's frames between the region and the call, and its arguments. A tensor argument is described
+by its shape, layout and dtype, and by the call of the run that made it. Two runs of one program
+make equal calls, though the second may skip some. If it takes another path, its first new call is
+not found.
 
-A policy says which results a region keeps: those of the functions, modules and names in it.
+A policy decides which results a region keeps: those of the functions, modules and names in it.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def current_watcher() -> Any:
 
 
 def watching(watcher: Any) -> AbstractContextManager[None]:
-    """Within, `watcher` is told of this thread's calls; where it is None, nobody."""
+    """Make `watcher` the watcher of this thread's calls inside the block; None for no watcher."""
     return attribute_set(HERE, "watcher", watcher)
 
 
@@ -141,14 +141,15 @@ class CallMode(TorchFunctionMode):
 
 
 def is_internal(function: Any) -> bool:
-    """Is it an `autograd.Function` of partita's own, within a call of the program's?"""
+    """True for an `autograd.Function` of partita's own, inside a call of the program."""
     return isinstance(function, type) and function.__module__.startswith("partita.")
 
 
 def make_call_mode() -> AbstractContextManager[Any]:
-    """A `CallMode` to enter, or nothing where one is on: compiled regions guard on their number.
+    """Returns a `CallMode` to enter; a null context if one is on, because compiled regions guard on
+    the count.
 
-    Private torch: there is no public way to ask which modes are on.
+    Private torch: there is no public way to list the active modes.
     """
     count = torch._C._len_torch_function_stack()
     on = map(torch._C._get_function_stack_at, range(count))
@@ -258,8 +259,8 @@ class TensorProducers:
     """Which call of a run made which tensor.
 
     Args:
-        first: those of the first run, in the second. They are asked for results that the program
-            has kept itself, and so does not compute again.
+        first: in the second run, those of the first. They answer for results that the program has
+            kept itself, and so does not compute again.
     """
 
     def __init__(self, first: TensorProducers | None = None):
@@ -334,7 +335,7 @@ def make_inputs_key(
 def key_of_shape(
     what: Any, shape: Any, dtype: torch.dtype, site: tuple[int, ...] | None = None
 ) -> Key:
-    """The key of a call that has one tensor, of which the shape alone counts."""
+    """Returns the key of a call with one tensor, described by its shape alone."""
     inputs = (((None, torch.Size(shape), dtype),), ())
     return what, find_call_site() if site is None else site, inputs
 
@@ -397,7 +398,7 @@ class Wrapped:
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """The function that it stands for; `inspect.signature` follows this name."""
+        """The original function; `inspect.signature` follows this name."""
         if self._fn is not None:
             return self._fn
         assert self._module is not None
@@ -438,15 +439,16 @@ class Wrapped:
 
 @dataclass(frozen=True)
 class Call:
-    """A call within a region, as a policy function sees it.
+    """A call inside a region, as a policy function gets it.
 
     Attributes:
-        op: the op's name, "matmul" for `torch.matmul`, `Tensor.matmul` and `@`; of a
-            redistribution the kinds of its moves, "all_gather".
-        function: what is called: a function of torch, an `autograd.Function`, what `one_call` made.
-        inputs: shape and dtype of each tensor that goes in; of a DTensor the global shape.
-        is_collective: it is a redistribution that sends something.
-        name: what the program calls its result by `checkpoint_name`, if that is known.
+        op: the op's name: "matmul" for `torch.matmul`, `Tensor.matmul` and `@`. For a
+            redistribution,
+            the kinds of its moves: "all_gather".
+        function: the called function of torch, `autograd.Function`, or result of `one_call`.
+        inputs: shape and dtype of each input tensor; the global shape of a DTensor.
+        is_collective: True for a redistribution that sends.
+        name: the name that the program gives its result by `checkpoint_name`, if known.
     """
 
     op: str
@@ -574,10 +576,10 @@ class Policy:
         return bool(self.names) or self.test is not None
 
     def keeps(self, op: str, function: Any, key: Key, name: str | None, moves: bool) -> bool:
-        """Is this call's result kept?
+        """True if this call's result is kept.
 
         Args:
-            moves: it is a redistribution that sends.
+            moves: True if it is a redistribution that sends.
         """
         if self.test is not None:
             return bool(self.test(_make_call(op, function, key, name, moves)))
@@ -586,8 +588,10 @@ class Policy:
         return op in self.ops or function in self.functions or name in self.names
 
     def keeps_redistribution(self, plan: Any, x: torch.Tensor, site: tuple[int, ...]) -> bool:
-        """Is what this plan makes of local `x` kept? Asked of the global shape, so that the answer
-        is alike on every rank."""
+        """True if the result of this redistribution of local `x` is kept.
+
+        The policy gets the global shape, so that the result is equal on every rank.
+        """
         moves = [move for move in plan.moves if move.sends]
         if not moves:
             return False
@@ -614,7 +618,7 @@ def _collect_inputs(part: Any, found: list[Any]) -> None:
 
 @functools.cache
 def _is_announced(item: Any) -> bool:
-    """Does torch announce calls of this function to a `TorchFunctionMode`?"""
+    """True if a `TorchFunctionMode` intercepts calls of this function."""
     if isinstance(item, type) or not callable(item):
         return False
     if item in torch.overrides.get_testing_overrides():

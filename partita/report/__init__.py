@@ -1,7 +1,7 @@
-"""Reports: a run of training, or a captured step, as one page that needs no network.
+"""Reports: a training run, or a captured step, as one HTML page that works without a network.
 
-In reading order: `run_facts` (what is known of a run: its log, the timeline of a step), `picture`
-(which rank holds what of a tensor, drawn), `page` (as HTML, with figures by plotly).
+In reading order: `run_facts` (the facts of a run: its log, the timeline of a step), `picture`
+(which rank holds which part of a tensor, drawn), `page` (HTML, with figures by plotly).
 """
 
 from .page import check_outputs, check_plotly, check_written_folder, write_report, written_file

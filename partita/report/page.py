@@ -1,7 +1,7 @@
 """Report pages: self-contained HTML about one run or several, with figures by plotly.
 
-All that comes from outside is escaped. Whether its file, or another that a command will write, can
-be written is checked before the work.
+All text from outside is escaped. Before the work begins, it is checked that the output files can be
+written.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ for (const place of document.querySelectorAll(".figure")) {
 
 
 def check_plotly() -> None:
-    """Raise ValueError where plotly, which draws, is not installed."""
+    """Raise ValueError if plotly, which draws the figures, is not installed."""
     if importlib.util.find_spec("plotly") is None:
         raise ValueError("a report needs plotly: pip install plotly")
 
@@ -64,7 +64,7 @@ def write_report(path: str | Path, *runs: RunFacts) -> None:
     """Write a page about one run, or about several side by side.
 
     Args:
-        path: of the HTML file. It holds all that it needs, plotly too: some 5 MB.
+        path: the HTML file. It contains everything that it needs, also plotly: about 5 MB.
 
     Raises:
         ValueError: plotly is not installed.
@@ -150,7 +150,7 @@ def _table_html(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 
 def _table_of(head: Sequence[str], rows: Iterable[Mapping[str, Any]], *keys: str) -> str:
-    """A table of what rows have under `keys`, of which the first is a size."""
+    """Returns a table of the values that rows have under `keys`, the first of which is a size."""
     size, *others = keys
     cells = [(_format_size(row[size]), *(row[key] or "-" for key in others)) for row in rows]
     return _table_html(head, cells)
@@ -201,7 +201,7 @@ def _summary_html(run: RunFacts) -> str:
 
 
 def _describe_run(run: RunFacts) -> Iterator[tuple[str, Any]]:
-    """What was trained, on what, and when."""
+    """Yields what was trained, on what, and when."""
     options = run.options
     if run.began is not None:
         with suppress(ValueError, OverflowError, OSError):  # no year that there is
@@ -218,7 +218,7 @@ def _describe_run(run: RunFacts) -> Iterator[tuple[str, Any]]:
 
 
 def _describe_steps(run: RunFacts) -> str:
-    """How many, and which where they are not all that were asked for."""
+    """Returns how many steps ran; also which, if they are not all that were requested."""
     first, last, asked = run.steps[0]["step"], run.steps[-1]["step"], run.options.get("steps")
     count = f"{len(run.steps):,}"
     if first == 0 and asked in (None, len(run.steps)):
@@ -248,7 +248,7 @@ def _timeline_html(run: RunFacts) -> str:
 
 
 def _describe_other_ways(run: RunFacts) -> str:
-    """Says which collectives run in place of those that the step asks for, where some do."""
+    """Returns which collectives run in place of others that the step contains; "" if none."""
     asked = {move["kind"] for move in run.moves if move["nbytes"]}
     run_there = {e.kind for e in run.timeline} & {*_COLLECTIVES}
     others, gone = (", ".join(sorted(a - b)) for a, b in ((run_there, asked), (asked, run_there)))
@@ -435,7 +435,7 @@ def _memory_figure(run: RunFacts) -> Any:
 
 
 def _timeline_figure(run: RunFacts) -> Any:
-    """What each stream does when, in milliseconds; a bar of each kind of work."""
+    """Returns the timeline of each stream, in milliseconds, with a bar for each kind of work."""
     events = join_short_events(run.timeline, _BARS)
     kinds = dict.fromkeys([*_KINDS, *sorted({e.kind for e in events})])
     figure = _new_figure()
@@ -465,7 +465,7 @@ def _timeline_figure(run: RunFacts) -> Any:
 
 
 def _describe_event(event: TimelineEvent) -> str:
-    """What stands beside an event that one points at."""
+    """Returns the text of an event under the mouse pointer."""
     sent = [f"{event.nbytes / _MIB:.4g} MiB"] if event.nbytes else []
     parts = [event.kind, event.name, event.phase, *sent, event.source]
     return ", ".join(filter(None, parts))
@@ -483,7 +483,7 @@ def _places_shown(totals: Sequence[int], count: int) -> list[int]:
 
 
 def _moves_figure(run: RunFacts) -> Any:
-    """Bytes that a rank sends in a step, by the line of the program that asks for them."""
+    """Returns the bytes that a rank sends in a step, by line of the program."""
     sent: dict[str, Counter[str]] = {}  # by kind and then by line
     lines = Counter[str]()
     for move in run.moves:
@@ -535,10 +535,10 @@ def _passes_figure(run: RunFacts) -> Any:
 
 
 def check_outputs(outputs: Mapping[str, str | Path | None], inputs: Iterable[Path] = ()) -> None:
-    """Raise ValueError where a file cannot be written, would be another's, or one that is read.
+    """Raise ValueError if a file cannot be written, is named twice, or is one that is read.
 
     Args:
-        outputs: of each option the file that it asks for, if it does.
+        outputs: by option, the file that it writes, or None.
         inputs: files that the command reads.
     """
     asked = {option: Path(path) for option, path in outputs.items() if path is not None}
@@ -558,7 +558,7 @@ def check_outputs(outputs: Mapping[str, str | Path | None], inputs: Iterable[Pat
 
 
 def written_file(text: str) -> Path:
-    """The type of an argument that names a file to be written: refused where it cannot be."""
+    """The type of an argument that names an output file; refuses a file that cannot be written."""
     try:
         check_outputs({"": text})
     except ValueError as error:
@@ -567,7 +567,7 @@ def written_file(text: str) -> Path:
 
 
 def check_written_folder(path: Path, option: str) -> None:
-    """Raise ValueError where no folder is at `path` in which files can be made, nor can be made."""
+    """Raise ValueError unless `path` is a folder in which files can be made, or can become one."""
     above = path.absolute()
     while not above.exists() and above.parent != above:
         above = above.parent

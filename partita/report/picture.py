@@ -1,5 +1,4 @@
-"""Pictures of layouts: which rank holds what of a tensor, as a grid of pieces, and as HTML for a
-notebook or a report."""
+"""Pictures of layouts: a grid that shows which rank holds which piece of a tensor, also as HTML."""
 
 from __future__ import annotations
 
@@ -20,12 +19,13 @@ _RANKS_SHOWN = 4
 
 @dataclass(frozen=True)
 class DimPiece:
-    """A piece of one dimension, and whose it is.
+    """A piece of one dimension, and the ranks that hold it.
 
     Attributes:
         offset, length: in elements.
-        at: for each axis that splits the dimension the coordinate of its ranks.
-        left_out: how many pieces this stands for, where there are too many to be drawn; 0: itself.
+        at: for each axis that splits the dimension, the coordinate of its ranks.
+        left_out: if there are too many pieces to draw, how many this one represents; 0 means
+            itself.
     """
 
     offset: int
@@ -42,13 +42,13 @@ class DimPiece:
 
 @dataclass(frozen=True)
 class PictureCell:
-    """What one piece of the tensor is, and who holds it.
+    """One piece of the tensor, and the ranks that hold it.
 
     Attributes:
-        ranks: who: "0, 1" each has all of it, "0 = 1" each has it by the same computation, "0 + 1"
-            each has a share of its sum, "max(0 1)" of its maximum. "" for what is not drawn.
+        ranks: "0, 1": each has all of it. "0 = 1": each has it by the same computation. "0 + 1":
+            each has a share of its sum. "max(0 1)": of its maximum. "": not drawn.
         color: a number for each cell of a picture, in order.
-        pending: are these shares?
+        pending: True if these are shares.
     """
 
     ranks: str
@@ -72,14 +72,14 @@ class Panel:
 
 @dataclass(frozen=True)
 class Picture:
-    """Who holds what of a tensor.
+    """Which rank holds which part of a tensor.
 
     Attributes:
         title: the layout and the mesh, as they print.
-        down, across: the dimensions that are drawn as rows and columns; None for none.
+        down, across: the dimensions that are drawn as rows and columns, or None.
         panels: one for each piece of the other dimensions that are split.
         panels_left_out: how many more there would be.
-        notes: what the signs mean that occur, and who holds nothing.
+        notes: the meaning of the symbols that occur, and which ranks hold nothing.
     """
 
     title: str
@@ -91,7 +91,7 @@ class Picture:
 
     @property
     def corner(self) -> str:
-        """Which dimensions run down and across: `dim 0↓ 1→`."""
+        """The dimensions that run down and across: `dim 0↓ 1→`."""
         if self.across is None:
             return ""
         down = "" if self.down is None else f"{self.down}↓ "
@@ -128,7 +128,9 @@ def draw(layout: Layout, mesh: Mesh) -> Picture:
 
 
 def _choose_drawn_dims(layout: Layout, mesh: Mesh) -> tuple[int | None, int | None]:
-    """Which dimensions are rows and columns: the last two that are split, or the last."""
+    """Returns the dimensions that become rows and columns: the last two that are split, or the
+    last.
+    """
     dims = range(len(layout.shape))
     split = [d for d in dims if any(mesh.size(a) > 1 for a in layout.shards[d])]
     whole = [d for d in dims if d not in split]
@@ -139,7 +141,7 @@ def _choose_drawn_dims(layout: Layout, mesh: Mesh) -> tuple[int | None, int | No
 
 
 def _find_dim_pieces(layout: Layout, mesh: Mesh, dim: int) -> tuple[DimPiece, ...]:
-    """The pieces of a dimension that have elements; the last may stand for several."""
+    """Returns the pieces of a dimension that have elements; the last may represent several."""
     if not layout.shape[dim] or not _splitting_axes(layout, mesh, dim):
         return (DimPiece(0, layout.shape[dim]),)
     found = [
@@ -170,7 +172,7 @@ def _find_dim_regions(
 
 
 def _describe_empty_ranks(layout: Layout, mesh: Mesh) -> Iterator[str]:
-    """Who holds no element: few by their numbers, more by their places along the axes."""
+    """Yields which ranks hold no element: few by their numbers, many by their coordinates."""
     if 0 in layout.shape:
         yield "it has no element: every rank holds nothing of it"
         return
@@ -194,7 +196,9 @@ def _describe_empty_ranks(layout: Layout, mesh: Mesh) -> Iterator[str]:
 
 
 def _describe_places(places: Sequence[dict[str, int]], count: int) -> str:
-    """Which these are of `count` places: "dp=50…63", or of several axes the first ones."""
+    """Returns which of `count` coordinates these are: "dp=50…63", or for several axes the first
+    ones.
+    """
     if len(places[0]) > 1:
         texts = [" ".join(f"{a}={n}" for a, n in place.items()) for place in places]
         return f"{_join_shortened(texts, ', ')} ({len(places):,} of {count:,} places)"
@@ -310,7 +314,9 @@ def _panel_html(panel: Panel, picture: Picture, width: int) -> str:
 
 
 def _fraction_of_dim(piece: DimPiece, of: Sequence[DimPiece]) -> float:
-    """How much of the dimension a piece is; what stands for many is drawn as one."""
+    """Returns the fraction of the dimension that a piece is; one that represents many is drawn as
+    one.
+    """
     lengths = [of[0].length if p.left_out else p.length for p in of]
     length = of[0].length if piece.left_out else piece.length
     return round(length / max(sum(lengths), 1), 4) or 1

@@ -1,7 +1,7 @@
-"""Facts of a run: the events of a step's streams, and the log that a run's facts are read from.
+"""Facts of a run: the events of a step's streams, and the log from which a run's facts are read.
 
-A timeline says what each stream of a step does when, simulated or measured, and is written as a
-trace. A log has an event a line; what each must hold is checked as it is read.
+A timeline has the events of each stream of a step, simulated or measured, and can be written as a
+trace. A log has one event per line. Each event is checked when it is read.
 """
 
 from __future__ import annotations
@@ -22,30 +22,29 @@ _EVENT = '{"event": '  # what a line of a log begins with
 
 @dataclass
 class RunFacts:
-    """What is known of one run.
+    """The known facts of one run.
 
     Attributes:
-        name: what to call it.
+        name: the name in the report.
         options: of the run, by flag.
-        about: what was told of its model and data when it was ready.
+        about: facts of its model and data, reported when it was ready.
         steps: for each step its "step", "loss", "seconds", "tokens_per_second" and "nbytes", and
-            "mfu" where the machine's peak is known.
+            "mfu" if the machine's peak is known.
         layouts: for each parameter its name, its layout and its mesh as text, and its bytes on a
             rank.
         moves: for each line of the program that sends in a step: "source", "kind", "axes",
             "reason", "nbytes" of a rank, "count".
         memory: of a captured step: "places", "held" (bytes by class), "live" (by class, the bytes
             at each place), "holders" (at the peak: "source", "name", "kind", "nbytes").
-        passes: what each pass did to it: "name", "promise", "did", and (before, after) of
-            "collectives", "sent" and "peak".
+        passes: what each pass did: "name", "promise", "did", and (before, after) of "collectives",
+            "sent" and "peak".
         timeline: of a step on one rank, by stream.
-        timeline_source: where it is from, and what is not in it.
-        figures: what else is known of it: names, amounts, and what is to be said of each.
-        sample: what the model wrote.
-        began: when it did, the last time that it was started, in seconds since 1970; None where
-            that is not known.
-        stopped: why it ended before its last step, as far as that was told.
-        notes: what is to be said of its log, such as a line that is cut off.
+        timeline_source: where it is from, and what it leaves out.
+        figures: other numbers: names, amounts, and a remark on each.
+        sample: text that the model wrote.
+        began: when it was last started, in seconds since 1970; None if unknown.
+        stopped: why it ended before its last step, if reported.
+        notes: remarks on its log, such as a line that is cut off.
     """
 
     name: str
@@ -65,7 +64,7 @@ class RunFacts:
     notes: list[str] = field(default_factory=list)
 
     def hear(self, event: str, facts: dict[str, Any]) -> None:
-        """Take note of one event of the run."""
+        """Record one event of the run."""
         if event == "begin":
             self.options, self.began, self.stopped = facts["options"], facts.get("time"), ""
         elif event == "ready":
@@ -93,7 +92,7 @@ _KEPT_AS_TOLD = {
 
 
 def read_logs(paths: Sequence[Path]) -> list[RunFacts]:
-    """The runs of several logs, by names that tell them apart. Raises as `read_log`."""
+    """Returns the runs of several logs, with distinct names. Raises as `read_log`."""
     runs = [read_log(path) for path in paths]
     whole = [(*path.absolute().parent.parts, path.stem) for path in paths]
     for run, mine in zip(runs, whole, strict=True):
@@ -106,13 +105,13 @@ def read_logs(paths: Sequence[Path]) -> list[RunFacts]:
 
 
 def read_log(path: Path) -> RunFacts:
-    """The run of which `partita train --log` has kept a log.
+    """Returns the run whose log `partita train --log` wrote.
 
-    A line that is cut off, since the run was killed while it wrote or writes still, is left out,
-    and told in the run's `notes`: the last one, or the last before a run that goes on.
+    A run that was killed, or still writes, may leave a line that is cut off. If it is the last
+    line, or the last before the run was resumed, it is skipped, and `notes` mentions it.
 
     Raises:
-        ValueError: a line is no event of such a log, or there is none.
+        ValueError: a line is not an event of such a log, or there is none.
         OSError: the file cannot be read.
     """
     run = RunFacts(path.stem)
@@ -146,7 +145,7 @@ _NO_EVENT = "no event of a log of `partita train --log`"
 
 
 def _is_cut(line: str, following: str | None) -> bool:
-    """Is this the beginning of an event, whose end was not written before the log's, or a run's?"""
+    """True if the line is the beginning of an event that was not completely written."""
     begins = _EVENT.startswith(line[: len(_EVENT)])
     return begins and (following is None or following.startswith(_EVENT + '"begin"'))
 
@@ -159,9 +158,9 @@ Raises ValueError where it is not as it should be."""
 
 
 def _check_event(event: Any, facts: dict[str, Any]) -> None:
-    """Raise ValueError where an event has not what a report shows of it.
+    """Raise ValueError if an event lacks something that a report shows.
 
-    Events that no report shows, and what more an event has, are nobody's concern.
+    Events that no report shows, and additional fields, are ignored.
     """
     if not isinstance(event, str):
         raise ValueError(f"no event is called {_shorten_value(event)}")
@@ -324,16 +323,16 @@ _EVENTS: dict[str, Check] = {
 
 @dataclass(frozen=True)
 class TimelineEvent:
-    """What a stream does for a while.
+    """One interval of work on a stream.
 
     Attributes:
         name: of the node or of the call.
         stream: "compute", or the axes of a collective, such as "dp" or "dp tp".
-        start, seconds: since the step began, and for how long.
+        start, seconds: its start, in seconds since the step began, and its duration.
         kind: of the kernel or of the collective.
         phase: "forward", "backward" or "update".
         source: the user's "file:line".
-        nbytes: that a rank sends, or that a kernel reads and writes.
+        nbytes: bytes that a rank sends, or that a kernel reads and writes.
     """
 
     name: str
@@ -347,11 +346,11 @@ class TimelineEvent:
 
 
 class HasTimeline(Protocol):
-    """What was simulated or measured.
+    """An object with a timeline, simulated or measured.
 
     Attributes:
         events: of a step on one rank.
-        source: where they are from, and what is not in them.
+        source: where they are from, and what they leave out.
     """
 
     @property
@@ -399,10 +398,10 @@ def trace_bytes(events: Iterable[TimelineEvent]) -> bytes:
 
 
 def join_short_events(events: Sequence[TimelineEvent], most: int) -> list[TimelineEvent]:
-    """At most about `most` events on each stream, for a picture.
+    """Returns at most about `most` events on each stream, for a picture.
 
-    What is longer than a `most`-th part of the whole stays as it is. Of what is shorter each such
-    part of a stream gets the kind that takes the most of it, as long as all of it together.
+    The duration is cut into `most` parts. Events longer than a part stay unchanged. The shorter
+    events of a part become one, with their total duration and the kind that takes most of it.
     """
     end = max((e.start + e.seconds for e in events), default=0.0)
     if not end:

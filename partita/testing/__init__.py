@@ -1,4 +1,4 @@
-"""Tools that check: the prover of rules, the sweep over torch's own samples, counted bytes.
+"""Tools for checks: the prover of rules, the sweep over torch's own samples, counted bytes.
 
 In reading order: `prove` with `trial`, `simulated_ranks` and `samples/` (the rules), `opinfo`,
 `op_layouts`, `op_case` and `op_team` (the sweep), `strides` (of captured graphs),

@@ -1,10 +1,10 @@
-"""Allocated bytes: the most that an allocator of torch had out at once.
+"""Allocated bytes: the most that an allocator of torch had allocated at once.
 
-An accelerator's counts by itself. On the CPU every allocation counts, whoever makes it: ops, the
-kernels that Inductor compiled, collectives' staging. torch's profiler hears of them by itself, in
-this thread and in what process groups do for it. What it cannot hear is that one of their threads
-was the last to let go of a buffer, which would then seem to stay: so after each wait those threads
-are given time to let go first.
+An accelerator's allocator counts this itself. On the CPU every allocation counts: those of ops, of
+kernels that Inductor compiled, and of collectives. torch's profiler reports them, in this thread
+and in threads of process groups. It does not report if one of those threads was the last to release
+a buffer, which would then seem to stay. So after each wait those threads get time to release
+buffers first.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ def counted(
     device: str = HOST.type,
     before: Callable[[], Any] = lambda: None,
 ) -> int:
-    """The most bytes that an allocator had out at once during `step`, above those before.
+    """Returns the most bytes that an allocator had allocated at once during `step`, above those
+    before.
 
     Args:
         device: the kind of device whose allocator counts.
-        step: is run `times` times, and the least holds; it must have run before, so that what it
-            makes once is there.
-        before: is called before each, and not counted: it lets go of what the step would free.
+        step: run `times` times; the least count is returned. Run it once before, so that memory
+            that it makes only once exists.
+        before: called before each run, and not counted: it releases what the step would free.
     """
     count = counts_of if Device(device).is_host else _count_on_accelerator
     found = []

@@ -1,13 +1,13 @@
-"""Cases of ops: one op on DTensors, compared with what it gives on one device.
+"""Cases of ops: one op on DTensors, compared with its result on one device.
 
 A case is one op, one sample and one class of arguments: every tensor argument becomes a DTensor of
-that class (see `op_layouts`). Results, gradients, and the operands themselves after the call are
-compared with those of plain tensors, on every rank.
+that class (see `op_layouts`). Results, gradients, and the operands after the call are compared with
+those of plain tensors, on every rank.
 
-Elements may differ by 1e-4 of their size, plus 1e-5, or 1e-5 of the largest where that is in the
-thousands at most; or be nearer to what one device gives in double precision than its own is. An op
-may instead raise a LayoutError that gives a reason or a fix, the same on every rank; any other
-exception is a crash.
+Elements may differ by 1e-4 of their size plus 1e-5 (or 1e-5 of the largest, if that is in the
+thousands at most). They may also be nearer to one device's result in double precision than its own
+result is. An op may instead raise a LayoutError that gives a reason or a fix, the same on every
+rank. Any other exception is a crash.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ RTOL, ATOL, LARGEST_SCALE = 1e-4, 1e-5, 1e3
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one case.
+    """The outcome of one case.
 
     Attributes:
         kind: one of OUTCOMES.
@@ -121,7 +121,7 @@ def references(name: str, count: int) -> tuple[list[Reference], int]:
 
 
 def reference_of(form: Form, sample: Any) -> Reference:
-    """What one device makes of a sample. Raises whatever one device raises."""
+    """Returns the results of a sample on one device. Raises whatever one device raises."""
     reference = Reference(_make_call(form, sample), narrow=form.autocast)
     out, leaves = reference.call(lambda i, t: t.detach().clone())
     reference.outputs = _flatten_outputs(out)
@@ -237,7 +237,7 @@ def run_case(mesh: Any, name: str, number: int, reference: Reference, klass: str
 def _find_output_fault(
     outputs: list[Any], got: list[Any], reference: Reference, unspecified: bool
 ) -> str:
-    """What is wrong with the results; "" if nothing is. `got` has their values whole."""
+    """Returns what is wrong with the results; "" if nothing is. `got` has their whole values."""
     for i, (mine, right) in enumerate(zip(got, reference.outputs, strict=True)):
         if isinstance(right, torch.Tensor):
             if not isinstance(outputs[i], pt.DTensor):
@@ -251,7 +251,7 @@ def _find_output_fault(
 
 
 def _find_operand_fault(operands: list[Any], reference: Reference, unspecified: bool) -> str:
-    """What is wrong with the arguments as the call left them."""
+    """Returns what is wrong with the arguments after the call."""
     for i, (mine, right) in enumerate(zip(operands, reference.operands, strict=True)):
         fault = _find_difference(mine, right, unspecified)
         if fault and not _is_nearer(mine, right, reference, 1, i):
@@ -260,7 +260,7 @@ def _find_operand_fault(operands: list[Any], reference: Reference, unspecified: 
 
 
 def _find_gradient_fault(gradients: list[Any], reference: Reference) -> str:
-    """What is wrong with the gradients of the arguments. A zero gradient and none say the same."""
+    """Returns what is wrong with the gradients of the arguments. No gradient counts as zero."""
     for i, mine in enumerate(gradients):
         right = reference.gradients[i]
         if mine is None or right is None:
@@ -290,7 +290,7 @@ def _full_value(value: Any) -> Any:
 
 
 def _find_difference(mine: Any, right: Any, only_kind: bool) -> str:
-    """What is different; "" if nothing is."""
+    """Returns what is different; "" if nothing is."""
     if not isinstance(right, torch.Tensor):
         if isinstance(right, float):
             near = abs(mine - right) <= ATOL + RTOL * abs(right)
@@ -317,10 +317,10 @@ def _find_difference(mine: Any, right: Any, only_kind: bool) -> str:
 
 
 def _is_nearer(mine: Any, right: Any, reference: Reference, which: int, i: int) -> bool:
-    """Is ours, where it differs, nearer to the exact value than what one device computed?
+    """True if our value, where it differs, is nearer to the exact value than one device's.
 
-    One device's rounding errors are its own: where its value is within 100 times the tolerance of
-    what it gives in double precision, ours need not have the same error.
+    One device has its own rounding errors. If its value is within 100 times the tolerance of its
+    result in double precision, ours need not have the same error.
     """
     if not (isinstance(right, torch.Tensor) and mine.shape == right.shape):
         return False
@@ -347,9 +347,12 @@ def _is_nearer(mine: Any, right: Any, reference: Reference, which: int, i: int) 
 def _as_near(
     ours: torch.Tensor, theirs: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype
 ) -> bool:
-    """Under autocast: is ours within eight times what one device's own rounding comes to (pending
-    shares are rounded one by one, and are larger than their sum), or within two roundings of what
-    the result's dtype can hold?"""
+    """True if, under autocast, our value is as exact as one device's.
+
+    It must be within eight times one device's rounding error, because Partial shares are rounded
+    one by one and are larger than their sum. Or it must be within two roundings of the result's
+    dtype.
+    """
     step = torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
     if not theirs.numel():
         return True

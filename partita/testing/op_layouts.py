@@ -1,10 +1,10 @@
-"""Classes of layouts, in which an op's arguments are tried.
+"""Classes of layouts in which an op's arguments are tried.
 
 - replicated: whole on every rank.
-- even: sharded along a dimension that the ranks divide (along any, where there is none).
-- uneven: sharded along one that they do not, so that pieces are unequal or empty.
-- partial: pending sums of lopsided shares, 2x and -x (exact in binary); whole where not floating.
-- mixed: each argument as one of these on each mesh axis, or invariant, or a plain tensor.
+- even: sharded along a dimension that the ranks divide (along any, if there is none).
+- uneven: sharded along a dimension that they do not divide, so that pieces are unequal or empty.
+- partial: Partial sums of shares 2x and -x (exact in binary); whole if not floating-point.
+- mixed: each argument as one of these on each mesh axis, or Invariant, or a plain tensor.
 """
 
 from __future__ import annotations

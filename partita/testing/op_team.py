@@ -1,8 +1,8 @@
 """Teams of ranks for a sweep, which survives ops that hang their ranks or kill them.
 
-The process that sweeps never computes: it forks the ranks, hands them one case after the other and
-waits for all to answer. Ranks that do not answer in time are hanging, ranks that die have crashed;
-either way they are replaced and the sweep goes on.
+The sweeping process never computes. It forks the ranks, passes them one case after the other and
+waits for all results. Ranks that do not answer in time hang, and ranks that die have crashed.
+Either way they are replaced and the sweep continues.
 """
 
 from __future__ import annotations
@@ -37,8 +37,11 @@ Case = tuple[str, int, str]
 def _serve_cases(
     end: Connection, rank: int, store: str, axes: Axes, inprocess: bool, samples: int
 ) -> None:
-    """Answer cases until the pipe closes. `(op, -1, "")` asks how many samples an op has, and how
-    many one device refused; a text says why it is not in the sweep."""
+    """Run cases until the pipe closes.
+
+    `(op, -1, "")` requests how many samples an op has, and how many one device refused. The result
+    is a text if the op is not in the sweep.
+    """
     torch.set_num_threads(1)
     sys.stderr.flush()
     quiet = os.open(os.devnull, os.O_WRONLY)
@@ -125,7 +128,9 @@ class Team:
             self._folder.cleanup()
 
     def samples_of(self, name: str) -> tuple[int, int, str]:
-        """How many samples of an op one device runs and refuses; why the op is left out, or ""."""
+        """Returns how many samples of an op one device runs and refuses, and why the op is skipped,
+        or "".
+        """
         answers = self._ask_ranks((name, -1, ""), 120)
         if isinstance(answers, Outcome):
             return 0, 0, f"its samples do not run on one device ({answers.detail})"

@@ -1,8 +1,8 @@
 """OpInfo: the ops of torch, their forms, and samples of their arguments.
 
-Torch's own list (OpInfo): for each op arguments that it has to take. An op is named as there; one
-of its other forms, which has the same samples, as `add:method`, `add:inplace`, `add:out`, ..., and
-under bf16 autocast as `add:autocast`.
+Torch's own list (OpInfo) has, for each op, arguments that it must accept. Ops have the names of
+that list. Other forms of an op have the same samples; they are named `add:method`, `add:inplace`,
+`add:out`, ..., and `add:autocast` under bf16 autocast.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The prover: whether every row of a rule is right, and which right rows the rule does not know.
+"""The prover: checks every row of a rule, and finds right rows that the rule lacks.
 
-By brute force, on ranks that are simulated one after the other: cut the inputs as the row says
-(pieces of uneven size, shares that are lopsided and of both signs), run the local kernel on each
-rank, put the outputs together and compare with one device. Then the same backwards: the gradients
-of the outputs are placed by duality, plain autograd runs on each rank, and the gradients of the
-inputs, put together by duality, must be those of one device.
+It works by brute force, on ranks that are simulated one after the other. It cuts the inputs as the
+row says, with pieces of uneven size and with lopsided shares of both signs. It runs the local
+kernel on each rank, joins the outputs and compares them with one device. Then it does the same
+backward: the gradients of the outputs are placed by duality, and plain autograd runs on each rank.
+The gradients of the inputs, joined by duality, must be those of one device.
 
     python -m partita.testing.prove [op ...]
 """
@@ -44,14 +44,14 @@ MOST_COMBINATIONS = 150
 
 @dataclass
 class Proof:
-    """What the prover found; printed, a line for each row that is wrong or missed.
+    """What the prover found. Prints a line for each row that is wrong or missed.
 
     Attributes:
         name: of the rule.
-        wrong: rows that do not give what one device gives: the row, the sentence, the shapes, and
+        wrong: rows whose results differ from one device's: the row, the sentence, the shapes, and
             the greatest difference.
-        missed: rows that hold for the samples and that the sentence does not have.
-        rows: how many were checked, each on 2 and on 3 ranks where its dimension can be split.
+        missed: rows that hold for the samples and that the sentence lacks.
+        rows: how many were checked, each on 2 and on 3 ranks if its dimension can be split.
     """
 
     name: str
@@ -69,20 +69,22 @@ class Proof:
 def prove(function: Callable[..., Any], samples: Iterable[Sample], missed: bool = True) -> Proof:
     """Check each row of `function`'s rule, forward and dual, on 2 and 3 simulated ranks.
 
-    Nothing is started: the ranks are simulated one after the other. What they give, put together,
-    must be what the function gives on one device, up to rounding.
+    No process is started: the ranks are simulated one after the other. Their joined results must
+    equal the function's result on one device, up to rounding.
 
         proof = prove(bias_gelu, [((x, bias, 0.5), {})])
         assert not proof.wrong, str(proof)
 
     Args:
-        function: what has a rule, or an operator of `torch.library` under another of its names.
+        function: a function with a rule, or an operator of `torch.library` under another of its
+            names.
         samples: calls, each `(args, kwargs)` of plain tensors. Sizes that ranks do not divide
-            evenly, and that differ from each other, find most; float64 is compared most strictly.
-        missed: also search for valid rows that the rule does not derive.
+            evenly, and that differ from each other, find most faults. float64 is compared most
+            strictly.
+        missed: True also searches for valid rows that the rule lacks.
 
     Returns:
-        the `Proof`: `wrong` and `missed` are texts, `rows` the number that was checked; it prints.
+        A `Proof`. `wrong` and `missed` are texts; `rows` is the number of checked rows. It prints.
 
     Raises:
         KeyError: `function` has no rule.
@@ -299,7 +301,7 @@ def _is_row_right(trial: Trial, row: Row, n: int) -> bool:
 def _find_output_placements(
     trial: Trial, inputs: Sequence[Placement | None], n: int
 ) -> list[list[Placement]]:
-    """For each output the placements that give its value; empty where there is none."""
+    """Returns for each output the placements that give its value; empty if there is none."""
     pieces = [cut_for_ranks(x, p, n) for x, p in zip(trial.operands, inputs, strict=True)]
     try:
         outs = [trial.run(trial.function, [column[r] for column in pieces]) for r in range(n)]
@@ -328,7 +330,7 @@ def _find_output_placements(
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prove the rules that have samples, or those that are named; 1 if a row is wrong."""
+    """Prove the rules that have samples, or the named ones. Returns 1 if a row is wrong."""
     from .samples import samples
 
     known = samples()

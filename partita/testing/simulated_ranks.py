@@ -37,10 +37,10 @@ def cut_for_ranks(x: Any, p: Placement | None, n: int) -> list[Any]:
 
 
 def join_ranks(parts: Sequence[torch.Tensor], p: Placement, terms: int = 1) -> torch.Tensor:
-    """The value; raises ValueError where ranks differ that should agree.
+    """Returns the joined value. Raises ValueError if ranks differ that should agree.
 
     Args:
-        terms: of how many terms an element may be the sum, as `tolerance_of` takes it.
+        terms: the number of terms that an element may be the sum of, as for `tolerance_of`.
     """
     if isinstance(p, Shard):
         return torch.cat(list(parts), p.dim)
@@ -61,7 +61,7 @@ def are_same(a: torch.Tensor, b: torch.Tensor, tolerance: float = 0.0) -> bool:
 
 
 def find_difference(found: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> str:
-    """In which way `found` is not `wanted`; empty where it is.
+    """Returns in which way `found` differs from `wanted`; "" if it does not.
 
     Args:
         tolerance: absolute, and relative up to the precision of the dtype; 0 for integers.
@@ -97,13 +97,14 @@ def _text_of(x: torch.Tensor, what: str) -> str:
 def tolerance_of(
     of: Iterable[torch.Tensor], parts: Iterable[torch.Tensor] = (), terms: int = 1
 ) -> float:
-    """How far apart two roundings may lie: 0 where all is exact.
+    """Returns how much two roundings may differ: 0 if everything is exact.
 
     Args:
-        of: what takes part; the coarsest of their dtypes counts.
-        parts: the pieces or shares of which the value is made, which may be larger than it is.
-        terms: of how many of them an element may be the sum. Roundings of a sum add up as a random
-            walk does: by the root of the terms.
+        of: the operands; the coarsest of their dtypes counts.
+        parts: the pieces or shares of the value, which may be larger than it is.
+        terms: how many of them an element may be the sum of. Rounding errors of a sum grow like a
+            random
+            walk: with the square root of the number of terms.
     """
     floating = [x.dtype for x in of if _is_rounded(x)]
     if not floating:

@@ -1,6 +1,6 @@
-"""A debug run of captured graphs: which values lie otherwise in memory than their fakes.
+"""A debug run of captured graphs: which values have other strides than their fakes.
 
-A graph was traced by the strides of fakes. `watch_strides` runs it call by call and notes each
+A graph was traced by the strides of fakes. `watch_strides` runs it call by call and records each
 value whose real strides differ:
 
     with watch_strides(step.program) as differing:

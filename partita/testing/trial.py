@@ -1,4 +1,4 @@
-"""Trials of a rule: what it says of one sample, and what the sample's function gives."""
+"""Trials of a rule: its sentence for one sample, and the result of the sample's function."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Trial:
     """One sample: its operands, in the order of the rule's terms, and how to replace them.
 
     Attributes:
-        expected: what the function gives on one device.
-        tensors: the operands, and what is expected.
-        products: the elements of all dimensions that a sentence names, together.
+        expected: the function's results on one device.
+        tensors: the operands and the expected results.
+        products: the product of the sizes of all dimensions that a sentence names.
     """
 
     def __init__(self, function: Any, rule: Rule, args: tuple[Any, ...], kwargs: Any) -> None:
@@ -34,7 +34,7 @@ class Trial:
         self.differentiable = self._find_differentiable()
 
     def count_terms(self, value: torch.Tensor) -> int:
-        """Of how many terms each element of an output or of a gradient may be the sum."""
+        """Returns how many terms each element of an output or of a gradient may be the sum of."""
         return max(1, self.products // max(1, value.numel()))
 
     def _declared_arguments(self) -> Iterator[tuple[inspect.Parameter, Any]]:
@@ -50,7 +50,7 @@ class Trial:
                 yield p, named[p.name]
 
     def find_unread(self) -> list[Any]:
-        """The arguments that are no tensors and in whose places the rule has no parameter."""
+        """Returns the arguments that are not tensors and for which the rule has no parameter."""
         params = self.rule.params
         names = {p.name.lstrip("_") for p in params}
         rest = [] if any(p.kind == p.VAR_POSITIONAL for p in params) else self.args[len(params) :]
@@ -66,7 +66,7 @@ class Trial:
         return [x for x in tree_flatten(values)[0] if isinstance(x, torch.Tensor)]
 
     def _find_differentiable(self) -> list[bool]:
-        """For each operand, whether torch has a gradient for it."""
+        """Returns for each operand True if torch has a gradient for it."""
         able = []
         for i, x in enumerate(self.operands):
             able.append(
@@ -86,14 +86,16 @@ class Trial:
         return able
 
     def leaves_of(self, tensors: Sequence[Any]) -> list[Any]:
-        """Copies that want a gradient, where there is one."""
+        """Returns copies of the operands, which require grad where possible."""
         return [
             x.detach().clone().requires_grad_(able) if isinstance(x, torch.Tensor) else x
             for x, able in zip(tensors, self.differentiable, strict=True)
         ]
 
     def ask_rule(self) -> Iterator[KernelRule | Decomposition | None]:
-        """What the rule says: of whole operands, and of each operand with one dimension split."""
+        """Yields the rule's answers for whole operands, and for each operand with one dimension
+        split.
+        """
         if self.rule.derive is None:
             yield KernelRule(self.rule.text)
             return
@@ -131,7 +133,7 @@ class Trial:
         return None if isinstance(answer, LikeRule) else answer
 
     def run(self, kernel: Callable[..., Any], tensors: Sequence[Any]) -> list[torch.Tensor]:
-        """`kernel` on the sample with its operands replaced; the tensors that it returns."""
+        """Runs `kernel` on the sample with its operands replaced; returns the resulting tensors."""
         leaves = list(self.leaves)
         for place, x in zip(self.places, tensors, strict=True):
             if place is not None:
@@ -142,7 +144,7 @@ class Trial:
 
 
 def draw_cotangent(x: torch.Tensor) -> torch.Tensor:
-    """A gradient to send back: the same one for the same shape."""
+    """Returns a gradient for an output; the same one for the same shape."""
     g = torch.Generator().manual_seed(7)
     noise = torch.randn(x.shape, generator=g, dtype=torch.float64)
     return noise.to(x.dtype) if x.dtype.is_floating_point or x.dtype.is_complex else noise

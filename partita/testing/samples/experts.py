@@ -1,7 +1,7 @@
 """Samples of grouped products.
 
-torch's kernel takes no dtype that is exact enough to prove anything, so that one of our own stands
-in for it, with the same rule, alignment and rows that are left as they were.
+torch's kernel supports no dtype that is exact enough for a proof. So a kernel of our own replaces
+it, with the same rule, alignment, and rows that are left unchanged.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Values of which samples are made.
+"""Values for samples.
 
 Sizes are small, differ from each other and do not divide evenly by 3, so that on some rank a piece
-is short or missing. Floating values are float64.
+is short or missing. Floating-point values are float64.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ In reading order:
 - State: `optimizers`. Gradients of a region: `differentiate`. Constants: `known_masks` (what is
   computed from them alone; of attention, masks).
 - Writes become values: `functionalize`, `functional_calls` (what one call becomes, and
-  numbers as tensors), `functional_memory` (which nodes show the same memory).
+  numbers as tensors), `functional_memory` (views).
 - Blocks: `block_choice` (which modules), `fold` (equal ones become calls of one program),
-  `block_updates` (equal updates of optimizers are traced once), `update_programs` (these as graphs
-  of their own).
+  `block_updates` (equal updates of optimizers are traced once, by `block_tracing`),
+  `update_programs` (these as graphs of their own).
 """

@@ -24,9 +24,9 @@ from torch.utils import _pytree as pytree
 from partita.comm import TraceWire, Wire, substitute_wires
 from partita.graph.backend.executor import function_of
 from partita.graph.block_programs import inline_block_programs
-from partita.graph.block_traces import NotABlock
 from partita.graph.errors import (
     CaptureError,
+    UnsureOfWrites,
     explain_error,
     is_of_number,
     not_an_input,
@@ -35,6 +35,7 @@ from partita.graph.errors import (
 )
 from partita.graph.graph_nodes import drop_unused, has_effect, lazy_graph_modules, note_of
 from partita.graph.program import Input
+from partita.graph.slots import Slot
 from partita.graph.verify import SPACES
 from partita.guards import Guards, ReadRecord, Write
 from partita.guards.answers import (
@@ -76,6 +77,7 @@ from partita.guards.outputs import (
 )
 from partita.guards.predicted_values import PredictedValues, ValuesOfCall, gather_small_integers
 from partita.guards.record import exclusive_access
+from partita.guards.slot_homes import PlaceAsItem
 from partita.guards.values import MISSING, is_container, items_of
 from partita.layout import Fix, LayoutError
 from partita.tensor.op_facts import facts_of, find_unknown_effect
@@ -83,20 +85,14 @@ from partita.tensor.plan import forget_plans_on
 from partita.tensor.tensor_state import HERE
 
 from .block_choice import BlockCalls, BlockChoice, BlocksTraced
+from .block_tracing import NotABlock
 from .block_updates import BlockUpdates
-from .capture_context import (
-    PlaceAsItem,
-    Slot,
-    attribute_set,
-    set_for_capture,
-    slots_swapped,
-    taking_turns,
-)
+from .capture_context import attribute_set, set_for_capture, slots_swapped, taking_turns
 from .differentiate import make_seeds_inputs
 from .equal_calls import node_of
 from .fakes import is_symbolic
 from .fold import StepBlocks
-from .functionalize import UnsureOfWrites, functionalize_graph
+from .functionalize import functionalize_graph
 from .optimizers import CapturedOptimizers, find_equal_counts, places_of_equal
 from .recorder import (
     Recorder,

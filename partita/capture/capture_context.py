@@ -1,29 +1,25 @@
 """Capture context: what is exchanged, and set otherwise, while a step is captured.
 
-Slots are the places of a step's state in which other values are put for a while: in a dictionary, a
-list, a closure's cell, a function's defaults or a class, all read and written as `home[key]`. The
-settings of torch and Python are changed for the thread that captures alone.
+Slots hold other values for a while (`slots_swapped`). The settings of torch and Python are changed
+for the thread that captures alone.
 """
 
 from __future__ import annotations
 
-import inspect
 import logging
 import sys
 import threading
-import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
+from partita.graph.slots import Slot
 from partita.tensor.tensor_state import HERE, saving_hooks, without_history
 
 
@@ -251,159 +247,3 @@ def dispatch_listeners() -> tuple[Any, ...]:
     Private torch: how many dispatch modes there are.
     """
     return torch._C._len_torch_dispatch_stack(), saving_hooks()  # type: ignore[attr-defined]
-
-
-# -- slots -----------------------------------------------------------------------------------------
-
-
-class Cell:
-    """A closure's cell, read and written as a dictionary of one entry."""
-
-    def __init__(self, cell: types.CellType):
-        self.cell = cell
-
-    def __getitem__(self, _: Any) -> Any:
-        return self.cell.cell_contents
-
-    def __setitem__(self, _: Any, value: Any) -> None:
-        self.cell.cell_contents = value
-
-
-class Defaults:
-    """The defaults of a function, read and written as a list."""
-
-    def __init__(self, function: types.FunctionType):
-        self.function = function
-
-    def __getitem__(self, i: int) -> Any:
-        return (self.function.__defaults__ or ())[i]
-
-    def __setitem__(self, i: int, value: Any) -> None:
-        found = list(self.function.__defaults__ or ())
-        found[i] = value
-        self.function.__defaults__ = tuple(found)
-
-
-class Members:
-    """The attributes of a class, read and written as a dictionary."""
-
-    def __init__(self, kind: type):
-        self.kind = kind
-
-    def __getitem__(self, name: str) -> Any:
-        return inspect.getattr_static(self.kind, name)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        setattr(next(k for k in self.kind.__mro__ if name in vars(k)), name, value)
-
-
-class Arguments:
-    """The arguments by position of a `functools.partial`, read and written as a list."""
-
-    def __init__(self, function: Any):
-        self.function = function
-
-    def __getitem__(self, i: int) -> Any:
-        return self.function.args[i]
-
-    def __setitem__(self, i: int, value: Any) -> None:
-        function, args, *rest = self.function.__reduce__()[2]
-        args = (*args[:i], value, *args[i + 1 :])
-        self.function.__setstate__((function, args, *rest))
-
-
-class PlaceAsItem:
-    """Adapts a guarded Place to the item interface of a Slot's home."""
-
-    def __init__(self, place: Any):
-        self.place = place
-
-    def __getitem__(self, _: Any) -> Any:
-        return self.place.value
-
-    def __setitem__(self, _: Any, value: Any) -> None:
-        self.place.write(value)
-
-
-class ParamGroup:
-    """A parameter group, by number: `load_state_dict` replaces the dictionaries of all groups."""
-
-    def __init__(self, optimizer: Optimizer, index: int):
-        self.optimizer, self.index = optimizer, index
-
-    @property
-    def now(self) -> dict[str, Any]:
-        return self.optimizer.param_groups[self.index]
-
-    def __getitem__(self, key: str) -> Any:
-        return self.now[key]
-
-
-class ParamState:
-    """The state of the parameter in a slot, as a dictionary that is created when it is first
-    written."""
-
-    def __init__(self, optimizer: Optimizer, p: Slot):
-        self.optimizer, self.p = optimizer, p
-
-    def __getitem__(self, key: Any) -> Any:
-        return self.optimizer.state[self.p.value][key]
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.optimizer.state[self.p.value][key] = value
-
-
-class Attributes:
-    """The attributes of an object in its `__slots__`, or its `__dict__`, as a dictionary."""
-
-    def __init__(self, owner: Any):
-        self.owner = owner
-
-    def __getitem__(self, name: str) -> Any:
-        return object.__getattribute__(self.owner, name)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        object.__setattr__(self.owner, name, value)
-
-
-@dataclass(eq=False)
-class Slot:
-    """Where a value stands.
-
-    A search that finds another object on the path to it gives the slot another home, so that
-    programs that read or write the slot follow.
-
-    Attributes:
-        name: for people, as "model.head.weight".
-        kind: "parameter", "buffer", "optimizer" (its state) or "value".
-        home, key: `home[key]` is the value.
-    """
-
-    name: str
-    kind: str
-    home: Any
-    key: Any
-
-    @property
-    def value(self) -> Any:
-        return self.home[self.key]
-
-    def find_value(self) -> Any:
-        """The value; None where nothing stands there any more."""
-        try:
-            return self.value
-        except (LookupError, AttributeError, ValueError):  # of a cell the last
-            return None
-
-    def put(self, value: Any) -> None:
-        self.home[self.key] = value
-
-    @property
-    def identity(self) -> tuple[int, Any]:
-        """Equal for slots of one place; as `Place.identity`."""
-        home = self.home
-        if isinstance(home, PlaceAsItem):
-            return home.place.identity  # type: ignore[no-any-return]
-        if isinstance(home, (Cell, Members, Attributes)):
-            home = next(iter(vars(home).values()))
-        return id(home), self.key

@@ -17,7 +17,7 @@ from __future__ import annotations
 import operator
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
@@ -25,17 +25,16 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch._C import DisableTorchFunction as Unheard
 from torch._C import DisableTorchFunctionSubclass as Local
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_impls import fast_detach
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConfig, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import increment_version
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from partita.comm import user_line
-from partita.comm.device import HOST
+from partita.graph.fake_values import building_fakes, make_empty_meta, make_fake
 from partita.tensor.dtensor import PLAIN, TYPED, DTensor
 from partita.tensor.foreach import let_clip_use_foreach
 from partita.tensor.op_facts import facts_of
@@ -438,8 +437,6 @@ for _ours, _torchs in _OF_TORCH.items():
 
 # -- tensors ---------------------------------------------------------------------------------------
 
-_META = torch.device("meta")
-
 
 class FakeDTensor(DTensor, FakeTensor):
     """A fake shard. Never constructed: a FakeTensor is re-tagged."""
@@ -459,22 +456,6 @@ def fake_mode() -> FakeTensorMode:
     Its shape environment traces Python numbers; without one Inductor's cache would be bypassed.
     """
     return KernelStridesMode(shape_env=NumberEnv(), static_shapes=True)
-
-
-def fake_mode_of(inputs: Iterable[Any]) -> FakeTensorMode:
-    """The mode in which a graph's inputs were made; a new one for a graph that has none."""
-    return fake_mode_in(inputs) or FakeTensorMode()
-
-
-def fake_mode_in(values: Iterable[Any]) -> FakeTensorMode | None:
-    """The mode of the first fake tensor among values, in lists and dictionaries too."""
-    for value in values:
-        if isinstance(value, FakeTensor):
-            return value.fake_mode  # type: ignore[no-any-return]
-        inner = value.values() if isinstance(value, dict) else value
-        if isinstance(value, (list, tuple, dict)) and (found := fake_mode_in(inner)) is not None:
-            return found
-    return None
 
 
 class FakeMaker:
@@ -501,16 +482,16 @@ class FakeMaker:
         if not _is_dense(local) or _storage_id(local) in self._memory_of_others:
             fake = self._mode.from_tensor(local, static_shapes=True)
             return fake, fast_detach(self._mode, fake)
-        with _building():
+        with building_fakes():
             return self._make_pair(self._make_meta(local), local.device)
 
     def make_empty(
         self, local: torch.Tensor, shape: Sequence[int] | None = None
     ) -> tuple[FakeTensor, FakeTensor]:
         """A fake like `local` of other memory, and its snapshot; of another `shape` if given."""
-        with _building():
+        with building_fakes():
             if shape is None:
-                meta = _make_empty_meta(local)
+                meta = make_empty_meta(local)
             else:
                 meta = torch.empty(shape, dtype=local.dtype, device="meta")
             return self._make_pair(meta, device_at_capture(local))
@@ -528,65 +509,6 @@ class FakeMaker:
         return meta.set_(memory, local.storage_offset(), local.shape, local.stride())
 
 
-def make_fake(mode: FakeTensorMode, meta: torch.Tensor, device: torch.device) -> FakeTensor:
-    """`FakeTensor(mode, meta, device)`, in a third of the time.
-
-    Private torch: that constructor is Python, and most of it is for arguments that nobody gives.
-    """
-    is_unsure = device.index is None and device not in (HOST, _META)  # torch asks which is current
-    if FakeTensorConfig.debug or is_unsure or (device == _META and not mode.allow_meta):
-        return FakeTensor(mode, meta, device)
-    attributes, device = _attributes_of_fakes(device)
-    fake: FakeTensor = torch.Tensor._make_subclass(  # type: ignore[attr-defined]
-        FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device
-    )
-    if mode._allow_unsafe_data_ptr_access:
-        torch._C._set_warn_deprecated_on_mutable_data_ptr(fake)
-    else:
-        torch._C._set_throw_on_mutable_data_ptr(fake)
-    fake.__dict__.update(attributes, fake_mode=mode)
-    return fake
-
-
-def make_empty_fake(t: torch.Tensor, mode: FakeTensorMode) -> FakeTensor:
-    """A fake like `t`, in memory of its own."""
-    with _building():
-        return make_fake(mode, _make_empty_meta(t), t.device)
-
-
-def make_distinct(value: Any, known: set[int]) -> Any:
-    """A value for an input, in memory of its own: equal calls have made several of them, which
-    share one fake, and inputs are told apart by their fakes.
-
-    Args:
-        known: the memory of the inputs before; that of this one is added.
-    """
-    if isinstance(value, FakeTensor) and value.layout is torch.strided:
-        if value.untyped_storage()._cdata in known:
-            value = make_empty_fake(value, value.fake_mode)
-        known.add(value.untyped_storage()._cdata)
-    return value
-
-
-@lru_cache
-def _attributes_of_fakes(device: torch.device) -> tuple[dict[str, Any], torch.device]:
-    """The attributes that torch gives each new fake of a device, and the device with its index."""
-    with _building():
-        fake = FakeTensor(FakeTensorMode(), torch.empty(0, device="meta"), device)
-    return dict(fake.__dict__), fake.fake_device
-
-
-@contextmanager
-def _building() -> Iterator[None]:
-    """Within, nobody hears of tensors that are made."""
-    with torch._C._DisableTorchDispatch(), Unheard():  # type: ignore[attr-defined]
-        yield
-
-
-def _make_empty_meta(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-
-
 def _storage_id(x: torch.Tensor) -> int:
     return x.untyped_storage()._cdata
 
@@ -600,7 +522,7 @@ def _is_dense(x: torch.Tensor) -> bool:
 @lru_cache
 def _dense_keys(device: str) -> Any:
     """The dispatch keys of a dense tensor. Private torch: a tensor of another kind has others."""
-    with torch.inference_mode(False), _building():
+    with torch.inference_mode(False), building_fakes():
         return torch._C._dispatch_keys(torch.empty(0, device=device))
 
 
@@ -624,13 +546,6 @@ def captured_for(device: torch.device | str) -> Iterator[None]:
 def device_at_capture(x: torch.Tensor) -> torch.device:
     """The device of the fake of `x`."""
     return (_TARGET.get() if x.is_meta else None) or x.device
-
-
-def local_of(x: torch.Tensor) -> torch.Tensor:
-    """The local tensor of `x`, plain and without history."""
-    with Local(), torch.no_grad():
-        found: Any = x.detach()
-    return found
 
 
 def has_memory(x: Any) -> bool:

@@ -30,9 +30,10 @@ from torch import fx
 from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.comm.device import HOST
+from partita.graph.block_calls import LABELS, block_backward, block_forward, block_output
 from partita.graph.block_programs import BlockProgram
-from partita.graph.block_traces import LABELS, block_backward, block_forward, block_output
-from partita.graph.errors import CaptureError
+from partita.graph.errors import CaptureError, UnsureOfWrites
+from partita.graph.fake_values import make_distinct, tensors_in
 from partita.graph.graph_nodes import (
     BLOCK,
     NOTE,
@@ -47,14 +48,17 @@ from partita.graph.graph_nodes import (
     lazy_graph_module,
     note_of,
 )
+from partita.graph.shared_memory import (
+    memory_that_is_written,
+    operands_written,
+    overlapping_results,
+)
 from partita.tensor.op_facts import facts_of
 
 from .block_choice import BlockCalls
-from .equal_calls import tensors_in
-from .fakes import is_symbolic, make_distinct
+from .fakes import is_symbolic
 from .functional_calls import takes_number_exactly
-from .functional_memory import memory_that_is_written, operands_written, overlapping_results
-from .functionalize import UnsureOfWrites, functionalize_graph
+from .functionalize import functionalize_graph
 
 _SCALAR = torch.ops.aten.scalar_tensor.default
 _NEIGHBOURS = 2

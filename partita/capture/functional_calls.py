@@ -26,12 +26,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from partita.comm.device import HOST, Device
-from partita.graph.errors import not_captured
+from partita.graph.errors import UnsureOfWrites, not_captured
+from partita.graph.fake_values import make_distinct
 from partita.graph.graph_nodes import drop_unused, key_of_operands, lazy_graph_modules
 from partita.layout import Fix
 from partita.tensor.op_facts import facts_of
 
-from .fakes import RECKONED, RECKONED_OF_INTS, is_symbolic, make_distinct
+from .fakes import RECKONED, RECKONED_OF_INTS, is_symbolic
 
 # -- scalars in the graph --------------------------------------------------------------------------
 
@@ -350,10 +351,6 @@ _WORDS = {"truediv": "div", "rtruediv": "div", "floordiv": "floor_divide", "mod"
 # -- patterns --------------------------------------------------------------------------------------
 
 _PATTERNS_KEPT = 4096
-
-
-class UnsureOfWrites(Exception):
-    """Which values a write changes cannot be told by rewriting: the graph is traced again."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,8 +25,9 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import _pytree as pytree
 
-from partita.graph.block_traces import is_block_node
-from partita.graph.errors import not_captured
+from partita.graph.block_calls import is_block_node
+from partita.graph.errors import UnsureOfWrites, not_captured
+from partita.graph.fake_values import call_without_memory, fake_mode_in
 from partita.graph.graph_nodes import (
     NOTE,
     GraphPart,
@@ -38,14 +39,19 @@ from partita.graph.graph_nodes import (
     note_of,
     written_operands,
 )
+from partita.graph.shared_memory import (
+    keep_apart,
+    lie_alike,
+    memory_that_is_written,
+    overlapping_results,
+    part_of,
+)
 from partita.layout import Fix
 from partita.tensor.op_facts import facts_of
 
-from .equal_calls import call_without_memory
-from .fakes import fake_mode_in, is_symbolic
+from .fakes import is_symbolic
 from .functional_calls import (
     Scalar,
-    UnsureOfWrites,
     call_in_list,
     call_without_writes,
     calls_of_list,
@@ -61,12 +67,7 @@ from .functional_memory import (
     invert_view,
     is_plain_write,
     is_reshaped,
-    keep_apart,
-    lie_alike,
     makers_of_shared,
-    memory_that_is_written,
-    overlapping_results,
-    part_of,
     refuse_lost_writes,
     share_memory_of_results,
     view_of,

@@ -47,10 +47,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from partita.comm import read_autocast_state, switch_off, use_autocast_state
 from partita.comm.device import HOST
+from partita.graph.shared_memory import operands_written, shown_operand
 from partita.tensor.op_facts import facts_of
 
 from .fakes import is_symbolic
-from .functional_memory import operands_written, shown_operand
 
 ATTENTION: Any = F.scaled_dot_product_attention
 """The function whose masks are left out."""

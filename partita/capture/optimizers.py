@@ -32,6 +32,7 @@ from partita.comm.device import HOST
 from partita.graph.errors import CaptureError, not_captured
 from partita.graph.graph_nodes import is_collective, key_of_operands, note_of
 from partita.graph.program import Input
+from partita.graph.slots import ParamGroup, ParamState, Slot
 from partita.guards.bytecode import codes_within
 from partita.guards.conditions import EqualInputs, read_counts
 from partita.guards.guards import hearing_modes
@@ -43,7 +44,7 @@ from partita.tensor.op_facts import facts_of
 from partita.tensor.tensor_state import HERE
 
 from .block_updates import COUNTS, BlockUpdates, WidenedCounts, narrow_counts, widen_counts
-from .capture_context import ParamGroup, ParamState, Slot, dispatch_listeners
+from .capture_context import dispatch_listeners
 from .fakes import device_at_capture
 from .recorder import Recorder
 

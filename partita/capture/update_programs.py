@@ -13,8 +13,10 @@ from typing import Any
 
 from torch import fx
 
+from partita.graph.block_calls import block_forward, block_output, inline_bodies
 from partita.graph.block_programs import BlockProgram, find_base_of_alias
-from partita.graph.block_traces import BlockTrace, block_forward, block_output, inline_bodies
+from partita.graph.errors import UnsureOfWrites
+from partita.graph.fake_values import make_distinct, tensors_in
 from partita.graph.graph_nodes import (
     add_input,
     copy_node,
@@ -23,12 +25,15 @@ from partita.graph.graph_nodes import (
     lazy_graph_module,
     written_operands,
 )
+from partita.graph.shared_memory import (
+    memory_that_is_written,
+    operands_written,
+    overlapping_results,
+)
 from partita.tensor.op_facts import facts_of
 
-from .equal_calls import tensors_in
-from .fakes import make_distinct
-from .functional_memory import memory_that_is_written, operands_written, overlapping_results
-from .functionalize import UnsureOfWrites, functionalize_graph
+from .block_tracing import BlockTrace
+from .functionalize import functionalize_graph
 
 
 def count_inlined_nodes(graph: fx.Graph) -> int:

@@ -23,7 +23,6 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
-from partita.capture.functional_memory import overlapping_results
 from partita.comm import user_line
 from partita.comm.collective import WAIT
 from partita.graph.errors import of_anomalies
@@ -46,6 +45,7 @@ from partita.graph.program import (
     Program,
     find_cotangents,
 )
+from partita.graph.shared_memory import overlapping_results
 from partita.graph.verify import verify
 from partita.guards.captured_program import CapturedProgram, record_moves
 from partita.layout import Fix, LayoutError

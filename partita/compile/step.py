@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from partita.capture.block_choice import BlockChoice
-from partita.capture.capture_context import Slot, attribute_set
+from partita.capture.capture_context import attribute_set
 from partita.capture.optimizers import MadeState, drop_unused_state, make_optimizer_state
 from partita.comm import (
     GroupWire,
@@ -42,6 +42,7 @@ from partita.graph.errors import CaptureError, RefusedCall, of_dispatch_mode, of
 from partita.graph.graph_text import Graph
 from partita.graph.memory import scheduled
 from partita.graph.program import Passes, StepOptions
+from partita.graph.slots import Slot
 from partita.graph.step_report import (
     explain_passes,
     facts_of_graph,

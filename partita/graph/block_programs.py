@@ -3,7 +3,7 @@
 A block's forward and backward are one graph: its inputs are the block's operands, then what its
 backward is given; its outputs the block's results, then the gradients of operands. So it is
 functionalized, rewritten by passes and compiled once, however many blocks have the structure. What
-is left of the step is an outer graph, in which each block is two nodes (`block_traces`). `fold`
+is left of the step is an outer graph, in which each block is two nodes (`block_calls`). `fold`
 makes the programs of modules, `update_programs` those of optimizers' updates.
 """
 
@@ -16,10 +16,10 @@ from typing import Any
 
 from torch import fx
 
-from partita.capture.functionalize import UnsureOfWrites
 from partita.tensor.op_facts import facts_of
 
-from .block_traces import BlockBody, block_backward, inline_bodies
+from .block_calls import BlockBody, block_backward, inline_bodies
+from .errors import UnsureOfWrites
 from .graph_nodes import (
     BLOCK_RESULT,
     GraphPart,

@@ -288,3 +288,7 @@ def user_line_of(error: BaseException) -> str:
         if line and frame.f_code.co_filename.endswith(line.rsplit(":", 1)[0].lstrip("./")):
             return f"{line.rsplit(':', 1)[0]}:{number}"
     return ""
+
+
+class UnsureOfWrites(Exception):
+    """Which values a write changes cannot be told by rewriting: the graph is traced again."""

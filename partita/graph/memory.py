@@ -5,7 +5,7 @@ A place of a schedule (`Memory`) is a node of the graph where the step runs node
 (`backend.codegen_memory`). Either way the schedule is known before anything runs, and is the same
 on every rank.
 
-The storages of a graph are found call by call over fake tensors (`equal_calls`): a result whose
+The storages of a graph are found call by call over fake tensors (`fake_values`): a result whose
 storage no operand has is new memory, every other result is a view. A storage lives from the node
 that makes it to the last node that reads a view of it, since the executor drops a value behind its
 last use. `memory_of` turns these lifetimes into the schedule of a graph. What a kernel allocates
@@ -27,12 +27,12 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-from partita.capture.equal_calls import call_without_memory, tensors_in
 from partita.comm.collective import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, all_gather
 from partita.comm.device import Device, state_of_host_profiler
 from partita.layout.text import format_table, human
 from partita.tensor.op_facts import facts_of
 
+from .fake_values import call_without_memory, tensors_in
 from .graph_nodes import Note, Section, SectionSchedule, is_collective, note_of, section_of
 from .program import Groups, Program
 

@@ -23,8 +23,6 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from torch.autograd.graph import increment_version
 from torch.utils import _pytree as pytree
 
-from partita.capture.capture_context import Slot
-from partita.capture.fakes import local_of
 from partita.comm import Record, Request, TraceWire, Wire, is_uneven
 from partita.comm.device import Device
 from partita.comm.move_steps import has_empty, places_of, span
@@ -34,6 +32,7 @@ from partita.tensor.tensor_state import Spec, count_holders, spec_of, state_of
 from partita.tensor.uneven_pieces import find_padded, show_front
 
 from .graph_nodes import calls_within, examples_of, inline_sections, written_inputs_of
+from .slots import Slot
 
 Pass = Callable[[Any], Any]
 """Changes the graph of a `Program`, and returns in a few words what it did."""
@@ -651,3 +650,10 @@ class Built:
             many = sum(not one.loaded for one in self.sections)
             how = f"{len(self.sections)} sections, {many} of them compiled,"
         return f"{how} in {self.seconds:.1f} s"
+
+
+def local_of(x: torch.Tensor) -> torch.Tensor:
+    """The local tensor of `x`, plain and without history."""
+    with Local(), torch.no_grad():
+        found: Any = x.detach()
+    return found

@@ -23,8 +23,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from .backend.section_cutter import UnsureOfSections, sections_of_blocks
-from .block_programs import BlockProgram, find_late, inline_block_programs
-from .block_traces import (
+from .block_calls import (
     BlockBody,
     block_backward,
     block_forward,
@@ -32,6 +31,7 @@ from .block_traces import (
     calls_of_blocks,
     inline_bodies,
 )
+from .block_programs import BlockProgram, find_late, inline_block_programs
 from .errors import cannot_be_kept
 from .graph_nodes import Section, copy_graph, lazy_graph_module, sections_in
 from .memory import peak_of

@@ -22,7 +22,7 @@ from partita.comm.collective import WAIT
 from partita.layout import LayoutError
 from partita.tensor.op_facts import facts_of, find_unknown_effect
 
-from .block_traces import is_block_node
+from .block_calls import is_block_node
 from .graph_nodes import call_section, is_collective, note_of, written_operands
 from .program import Program
 

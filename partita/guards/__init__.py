@@ -11,9 +11,9 @@ In reading order:
   `torch_settings` (what a process sets for all calls).
 - What a program expects of its inputs: `arguments` (the leaves of a call), `conditions`,
   `captured_program` (how a call runs a program).
-- The state of a step: `inputs` (what it reaches, as inputs of the graph), `outputs` (results,
-  slots, attributes; which of them the program keeps), `answers` (floats as inputs; what torch
-  asks of tensors' values), `predicted_values` (what small inputs lead to, on every rank).
+- The state of a step: `inputs` (what it reaches, as inputs of the graph), `slot_homes`, `outputs`
+  (results, slots, attributes; which of them the program keeps), `answers` (floats as inputs; what
+  torch asks of tensors' values), `predicted_values` (what small inputs lead to, on every rank).
 - What a step reads: `record` (places that are read, and writes), `calls` (names in bytecode,
   settings that are asked for; what is refused) and `read_record` (what each value that is reached
   leads to: `ReadRecord`).

@@ -28,13 +28,13 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, track_tensor_tree
 from torch.utils._sympy.printers import PythonPrinter
 
-from partita.capture.capture_context import ParamGroup
 from partita.capture.fakes import NumberEnv
 from partita.comm import user_line
 from partita.graph.errors import file_of_torch, not_captured
 from partita.graph.graph_nodes import has_effect, note_of
 from partita.graph.passes.rewrite import Making
 from partita.graph.program import Input
+from partita.graph.slots import ParamGroup
 from partita.layout import Fix
 from partita.tensor.op_facts import facts_of
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 
-from partita.capture.fakes import local_of
+from partita.graph.program import local_of
 
 from .arguments import LEAVES, flatten_call
 from .conditions import Condition, Conditions
@@ -22,7 +22,7 @@ from .guards import TensorGuard, active_modes, kind_of_tensor
 from .values import AttributesAndHooks, argument_key
 
 if TYPE_CHECKING:
-    from partita.capture.capture_context import Slot
+    from partita.graph.slots import Slot
 
     from .captured_program import CapturedProgram
     from .inputs import State

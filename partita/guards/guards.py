@@ -60,8 +60,8 @@ from .values import (
 )
 
 if TYPE_CHECKING:
-    from partita.capture.capture_context import Slot
     from partita.graph.program import Input
+    from partita.graph.slots import Slot
 
     from .inputs import State
 

@@ -48,21 +48,13 @@ from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from partita.capture.capture_context import (
-    Arguments,
-    Attributes,
-    Cell,
-    Defaults,
-    Members,
-    PlaceAsItem,
-    Slot,
-)
 from partita.capture.equal_calls import set_node_of
-from partita.capture.fakes import FakeMaker, fake_mode, identity_of, local_of
+from partita.capture.fakes import FakeMaker, fake_mode, identity_of
 from partita.comm import TraceWire, Wire, user_line
 from partita.graph.errors import not_captured
 from partita.graph.graph_nodes import add_input
-from partita.graph.program import Input
+from partita.graph.program import Input, local_of
+from partita.graph.slots import Slot
 from partita.layout import Fix
 from partita.tensor.dtensor import tagged
 from partita.tensor.dtensor_gradients import update_spec
@@ -72,6 +64,7 @@ from partita.tensor.tensor_state import Spec, count_writes, own_state, spec_of, 
 from .arguments import flatten_call
 from .bytecode import codes_within, global_names
 from .conditions import FACTS_OF_OBJECTS, FactCondition, read_fact
+from .slot_homes import Arguments, Attributes, Cell, Defaults, Members, PlaceAsItem
 from .values import (
     INSIDE,
     MISSING,

@@ -28,7 +28,6 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-from partita.capture.capture_context import Slot
 from partita.capture.differentiate import (
     Seed,
     asks_gradient,
@@ -42,10 +41,11 @@ from partita.capture.fakes import is_symbolic, is_text_of_unknown
 from partita.capture.functional_memory import refuse_cut_views
 from partita.capture.recorder import Recorder
 from partita.comm import TraceWire, Wire, user_line
-from partita.graph.block_traces import is_block_node
+from partita.graph.block_calls import is_block_node
 from partita.graph.errors import CaptureError, not_captured
 from partita.graph.graph_nodes import drop_unused, written_operands
 from partita.graph.program import Input, Output, ResultPlace, border_of
+from partita.graph.slots import Slot
 from partita.layout import Fix
 from partita.tensor.dtensor import DTensor, tagged
 from partita.tensor.dtensor_gradients import user_hooks_of

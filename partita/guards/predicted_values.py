@@ -22,13 +22,13 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from partita.capture.fakes import is_symbolic, local_of
-from partita.capture.functional_memory import operands_written
+from partita.capture.fakes import is_symbolic
 from partita.capture.known_masks import NotKnown, computing
 from partita.comm import TraceWire, Wire, run_in_one_process
 from partita.comm.device import HOST
 from partita.graph.graph_nodes import is_collective, request_of_collective
-from partita.graph.program import Input
+from partita.graph.program import Input, local_of
+from partita.graph.shared_memory import operands_written
 from partita.tensor.op_facts import facts_of
 
 FEW = 64

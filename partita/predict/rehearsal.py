@@ -46,11 +46,11 @@ from partita.capture.capture_context import (
     slots_swapped,
     taking_turns,
 )
-from partita.capture.fakes import local_of
 from partita.comm import DryWire, Wire, substitute_wires, user_line, user_line_of_error, wire_of
 from partita.compile import CompiledStep
 from partita.graph.errors import user_line_of
 from partita.graph.memory import Buffer, HeldInput, Memory, workspace
+from partita.graph.program import local_of
 from partita.guards.inputs import State, find_state, names_of_call, tensors_of_call
 from partita.guards.outputs import ModuleAttributes
 from partita.layout import Fix, Layout, LayoutError

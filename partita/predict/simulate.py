@@ -25,14 +25,14 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
-from partita.capture.fakes import captured_for, local_of
+from partita.capture.fakes import captured_for
 from partita.comm import Wire, is_part_of_mesh, own_lines_shown, sizes_of_mesh
 from partita.comm.device import HOST
 from partita.compile import CompiledStep
 from partita.compile import compile as compile_step
 from partita.graph.graph_nodes import is_collective, note_of
 from partita.graph.memory import Buffer, HeldInput, Memory, held_by, scheduled
-from partita.graph.program import Program
+from partita.graph.program import Program, local_of
 from partita.graph.step_report import facts_of_layouts, facts_of_memory, facts_of_moves
 from partita.guards.captured_program import list_sent_moves
 from partita.guards.inputs import find_state, tensors_of_call

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from partita.capture.fakes import FakeMaker, make_fake
+from partita.capture.fakes import FakeMaker
+from partita.graph.fake_values import make_fake
 
 
 def _attributes(fake: FakeTensor) -> dict[str, object]:

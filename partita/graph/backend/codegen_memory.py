@@ -21,9 +21,9 @@ from torch import fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from partita.capture.fakes import fake_mode_of
 from partita.comm.collective import WAIT
 
+from ..fake_values import fake_mode_of
 from ..graph_nodes import Note, lazy_graph_module, note_of
 from ..memory import (
     Buffer,

@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from partita.capture.equal_calls import tensors_in
 from partita.comm.device import HOST, Device, KernelRecording
 from partita.tensor.op_facts import facts_of
 
 from ..errors import of_recording
+from ..fake_values import tensors_in
 from ..graph_nodes import (
     add_call,
     copy_node,

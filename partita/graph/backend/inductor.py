@@ -47,13 +47,13 @@ from typing import Any
 import torch
 from torch._guards import TracingContext, tracing
 
-from partita.capture.fakes import fake_mode_of
 from partita.comm import Wire, gather_texts, user_line
 from partita.comm.collective import ALL_TO_ALL, all_to_all
 from partita.comm.device import describe_hardware
 from partita.layout import Fix, LayoutError
 from partita.versions import INPUT_CHECK, __version__
 
+from ..fake_values import fake_mode_of
 from ..graph_nodes import NOTE, Section, checks_value, section_of
 from ..program import Built, Call, Program
 from .codegen_memory import memory_of_code

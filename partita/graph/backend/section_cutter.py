@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from partita.capture.equal_calls import tensors_in
-from partita.capture.fakes import make_distinct
 from partita.comm.collective import WAIT
 from partita.tensor.op_facts import facts_of
 
+from ..fake_values import make_distinct, tensors_in
 from ..graph_nodes import (
     DEEP,
     NOTE,

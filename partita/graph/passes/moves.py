@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from partita.capture.functional_memory import lie_alike
 from partita.tensor.op_facts import facts_of
 
 from ..graph_nodes import NOTE, is_collective, key_of_operands, note_of
 from ..program import Program
+from ..shared_memory import lie_alike
 from .regather import find_moved
 from .rewrite import fake_value_of, put, replace
 

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from partita.capture.functional_memory import Pairs, keep_apart, overlapping_results
 from partita.comm.ledger import human
 from partita.redistribute.move import bytes_of, seconds_of
 
@@ -32,6 +31,7 @@ from ..graph_nodes import (
 )
 from ..graph_text import canonical, digest_of
 from ..program import Pass, Program, StepOptions
+from ..shared_memory import Pairs, keep_apart, overlapping_results
 from ..verify import IllegalGraph, verifies_each_pass, verify
 from .backend_ways import backend_ways
 from .bucket import bucket

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from partita.capture.equal_calls import call_without_memory
-
+from ..fake_values import call_without_memory
 from ..graph_nodes import NOTE, Note, add_call, note_of
 from ..program import Program
 from ..verify import IllegalGraph

@@ -1,54 +1,34 @@
-"""Block traces: the calls of blocks in the graph of a step.
+"""Block calls: the blocks of a step as calls in its graph.
 
     f = block_forward(block, (), *operands)        block_output(f, number), for each result
     b = block_backward(block, f, *cotangents)      block_output(b, number), for each gradient
 
-These targets are never called. `block` is a `BlockProgram`; of an update, until it is outlined, a
-`BlockTrace`, whose nodes `BlockTracing` marks while it is traced. `inline_bodies` replaces block
-nodes by copies of the nodes of a `BlockBody`.
+These targets are never called. `block` is a `BlockProgram`; of an update that is being traced, a
+`BlockTrace`. `inline_bodies` replaces block nodes by copies of the nodes of a `BlockBody`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import count
 from typing import Any
 
 import torch
-from torch import fx, nn
-from torch._C import DisableTorchFunction as Unheard
+from torch import fx
 
-from partita.capture.equal_calls import node_of
-from partita.capture.functional_memory import lie_alike
-from partita.capture.recorder import Recorder
 from partita.tensor.op_facts import OpFacts, declare_facts, facts_of
-from partita.tensor.tensor_state import count_writes, count_writes_of
 
 from .graph_nodes import (
     NOTE,
     GraphPart,
     Note,
-    add_call,
     copy_node,
     has_effect,
-    nodes_since,
     note_of,
 )
-
-
-class NotABlock(BaseException):
-    """Updates of a class of optimizers cannot be traced once: capture starts again without them.
-
-    A BaseException, so that no `except Exception` of the user's catches it.
-    """
-
-    def __init__(self, kind: type, reason: str):
-        super().__init__(f"{kind.__name__}: {reason}")
-        self.kind, self.reason = kind, reason
-
+from .shared_memory import lie_alike
 
 LABELS = "labels"
 """The key, in the `meta` of a `block_forward` node, of the labels of that block's calls."""
@@ -100,18 +80,6 @@ def block_backward(back: Any, forward: Any, *cotangents: Any) -> Any:
 def block_output(made: Any, number: int) -> Any:
     """One of the tensors that a block's forward or backward makes."""
     raise RuntimeError("a block's call was not put in its place")
-
-
-def add_block_node(
-    recorder: Recorder, target: Any, args: Sequence[Any], numbers: Iterable[int]
-) -> tuple[fx.Node, list[fx.Node]]:
-    """Add a block's node to the graph that is being traced, and a node for each of the results with
-    these `numbers`."""
-    graph = recorder.graph
-    node = add_call(graph, target, tuple(args))
-    outputs = [add_call(graph, block_output, (node, n)) for n in numbers]
-    recorder.note_made(node, *outputs)
-    return node, outputs
 
 
 def is_block_node(node: fx.Node) -> bool:
@@ -217,72 +185,3 @@ def _is_alias(node: fx.Node) -> bool:
     if node.target is not torch.ops.aten.view.default:
         return False
     return lie_alike(node.meta["val"], node.args[0].meta["val"])  # type: ignore[union-attr]
-
-
-# -- traces of blocks ------------------------------------------------------------------------------
-
-
-@dataclass(eq=False, repr=False)
-class BlockTrace(BlockBody):
-    """The traced update of the parameters of a block.
-
-    Attributes:
-        kind: the class of the optimizer.
-        written: the places of the operands that it writes.
-    """
-
-    kind: type = field(kw_only=True)
-    written: tuple[int, ...] = ()
-
-
-# -- tracing ---------------------------------------------------------------------------------------
-
-
-def traced_node(t: torch.Tensor, kind: type) -> fx.Node:
-    """The node that makes `t`. Raises NotABlock, for an optimizer of class `kind`."""
-    node = node_of(t)
-    if node is None:
-        raise NotABlock(kind, "it takes a tensor that the graph does not make")
-    return node
-
-
-class BlockTracing:
-    """Traces an update into the graph, and notes which nodes are its own.
-
-    Attributes:
-        nodes: of the update, in order.
-        entered: the node of each tensor that is traced in place of one from outside.
-    """
-
-    def __init__(self, recorder: Recorder):
-        self.recorder = recorder
-        self.nodes: list[fx.Node] = []
-        self.entered: list[fx.Node] = []
-        self._writes: list[int] = []
-
-    @contextmanager
-    def tracing(self) -> Iterator[None]:
-        """Within, the nodes that are added belong to the update."""
-        first = self.recorder.newest()
-        try:
-            yield
-        finally:
-            self.nodes += reversed([*nodes_since(self.recorder.graph, first)])
-
-    def enter_tensor(self, t: torch.Tensor) -> torch.Tensor:
-        """The tensor that is traced in place of `t`: an alias of it at which history begins, of no
-        layout."""
-        with Unheard(), torch.no_grad():
-            inner = t.detach()
-        self.entered.append(self.recorder.add_alias(inner))
-        with Unheard(), torch.enable_grad():
-            inner.requires_grad_(t.requires_grad)
-            if isinstance(t, nn.Parameter):
-                inner._is_param = True  # type: ignore[attr-defined]
-            self._writes.append(count_writes(inner))
-        return inner
-
-    def written_places(self, entered: Sequence[torch.Tensor]) -> tuple[int, ...]:
-        """The places of those of the tensors entered that were written since."""
-        counts = enumerate(zip(self._writes, count_writes_of(entered), strict=True))
-        return tuple(i for i, (before, now) in counts if before != now)

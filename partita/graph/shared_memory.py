@@ -1,0 +1,272 @@
+"""Shared memory: which nodes of a graph show the same memory, and which results overlap.
+
+Read from the schemas and facts of ops, not from where fake tensors lie: equal calls share one fake
+(`fake_values`), so that two values may have one storage there and none in common when they run.
+`overlapping_results` finds the pairs of results that show common elements, which passes must keep
+as they were; `keep_apart` copies new ones.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Container, Iterator
+from itertools import count
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from partita.comm.collective import WAIT
+from partita.tensor.op_facts import facts_of
+
+from .fake_values import tensors_in
+from .graph_nodes import NOTE, GraphPart, add_call, written_operands
+
+_aten = torch.ops.aten
+
+
+def memory_that_is_written(graph: fx.Graph) -> dict[fx.Node, int]:
+    """By node, a number for the memory that it shows; only of memory that some call writes.
+
+    Each input has a memory of its own, as in torch's functionalization.
+    """
+    shown: dict[fx.Node, list[int]] = {}  # for each tensor of a node's value, its memory
+    written: set[int] = set()
+    numbers = count()
+    for node in graph.nodes:
+        if node.op == "output":
+            break
+        shown[node] = [
+            next(numbers) if source is None else shown[source[0]][source[1]]
+            for source in _find_sources(node)
+        ]
+        for operand in operands_written(node):
+            written.update(shown[operand])
+    tensors = ((n, m) for n, m in shown.items() if isinstance(n.meta.get("val"), torch.Tensor))
+    return {node: memory for node, (memory,) in tensors if memory in written}
+
+
+def _find_sources(node: fx.Node) -> list[tuple[fx.Node, int] | None]:
+    """For each tensor of a node's value the operand whose memory it shows, and which of the tensors
+    of that; None of a tensor in memory of its own."""
+    made = tensors_in(_value_of(node))
+    facts, schema = facts_of(node.target), getattr(node.target, "_schema", None)
+    if node.op != "call_function" or not made or facts.makes_new:
+        return [None for _ in made]
+    if node.target is operator.getitem:
+        whole, place = node.args
+        assert isinstance(whole, fx.Node) and isinstance(place, int)
+        first = len(tensors_in(_value_of(whole)[:place]))
+        return [(whole, first + i) for i, _ in enumerate(made)]
+    if facts.shows_unsaid:
+        return [(node.all_input_nodes[0], 0) for _ in made]
+    if schema is None:
+        known = {  # private: a number for each storage
+            t.untyped_storage()._cdata: (read, i)
+            for read in node.all_input_nodes
+            for i, t in enumerate(tensors_in(_value_of(read)))
+        }
+        return [known.get(t.untyped_storage()._cdata) for t in made]
+    found: list[tuple[fx.Node, int] | None] = []
+    values = node.meta["val"] if len(schema.returns) > 1 else (node.meta["val"],)
+    for value, returned in zip(values, schema.returns, strict=False):
+        source = _shown_operand(node, schema, returned)
+        # Chunks of one tensor, or of a list each the one at its place.
+        is_list = source is not None and len(tensors_in(_value_of(source))) > 1
+        for i, _ in enumerate(tensors_in(value)):
+            found.append(None if source is None else (source, i if is_list else 0))
+    return found
+
+
+def shown_operand(node: fx.Node) -> tuple[fx.Node | None, bool]:
+    """The operand whose memory the value of a call shows, and whether the call writes it.
+
+    None where the call makes its own. A call that writes shows the part that its operand shows.
+    """
+    if node.op != "call_function":
+        return None, False
+    if node.target is operator.getitem:
+        whole: Any = node.args[0]
+        source, is_written = shown_operand(whole)
+        return (whole if source is not None else None), is_written
+    if facts_of(node.target).shows_unsaid:
+        return node.all_input_nodes[0], False
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.returns:
+        return None, False
+    returned = schema.returns[0]
+    operand = _shown_operand(node, schema, returned)
+    return operand, operand is not None and returned.alias_info.is_write
+
+
+def _shown_operand(node: fx.Node, schema: Any, returned: Any) -> fx.Node | None:
+    """The operand whose memory one of a call's results shows; None for new memory."""
+    if returned.alias_info is None:
+        return None
+    arguments = zip(schema.arguments, node.args, strict=False)
+    named = ((a, node.kwargs[a.name]) for a in schema.arguments if a.name in node.kwargs)
+    for argument, value in (*arguments, *named):
+        own = argument.alias_info
+        if own is None or not isinstance(value, fx.Node):
+            continue
+        # For a list of chunks the operand's alias set is "*" (`Tensor(a -> *)`).
+        if own.before_set & returned.alias_info.before_set or "*" in own.after_set:
+            return value
+    return None
+
+
+def _value_of(node: fx.Node) -> Any:
+    if node.op == "get_attr" and "val" not in node.meta:
+        return getattr(node.graph.owning_module, str(node.target))
+    return node.meta.get("val")
+
+
+def operands_written(node: fx.Node) -> list[fx.Node]:
+    """The operands that a call writes, in a graph with writes."""
+    target: Any = node.target
+    if node.op != "call_function":
+        return []
+    if node.args and isinstance(node.args[0], GraphPart):
+        return [*written_operands(node)]
+    if facts_of(target).statistics:
+        statistics = node.args[3:5] if node.args[5] else ()
+        return [t for t in statistics if isinstance(t, fx.Node)]
+    written = [operand.find(node.args, node.kwargs) for operand in facts_of(target).writes]
+    return [n for n in pytree.tree_leaves(written) if isinstance(n, fx.Node)]
+
+
+def part_of(t: torch.Tensor) -> Any:
+    """Identifies the part of its memory that a tensor shows, and as what."""
+    lazily = t.is_conj(), t.is_neg()
+    return tuple(t.shape), t.stride(), t.storage_offset(), t.dtype, lazily
+
+
+def lie_alike(a: Any, b: Any) -> bool:
+    """Have tensors, or lists of them, equal shapes, strides and dtypes?"""
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(lie_alike, a, b))
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        return a is None and b is None
+    return a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
+
+
+Pairs = frozenset[frozenset[int]]
+"""Pairs of places of results; for a result that shows input i, its place and -1 - i."""
+
+
+def overlapping_results(graph: fx.Graph) -> Pairs:
+    """The pairs of results that overlap, or of a result and the input that it shows."""
+    return frozenset(_find_overlapping_pairs(graph))
+
+
+def _find_overlapping_pairs(graph: fx.Graph) -> Iterator[frozenset[int]]:
+    (end,) = graph.find_nodes(op="output")
+    inputs = {node: i for i, node in enumerate(graph.find_nodes(op="placeholder"))}
+    together: dict[fx.Node, list[tuple[int, fx.Node]]] = defaultdict(list)
+    for i, node in enumerate(end.args[0]):  # type: ignore[arg-type]
+        if isinstance(node, fx.Node):  # else a number
+            together[views_of(node)[0]].append((i, node))
+    for first, results in together.items():
+        if first in inputs:
+            yield from (frozenset((i, -1 - inputs[first])) for i, _ in results)
+        if len(results) > 1:
+            yield from _find_overlaps_within(first, results)
+
+
+def _find_overlaps_within(
+    first: fx.Node, results: list[tuple[int, fx.Node]]
+) -> Iterator[frozenset[int]]:
+    """The pairs that overlap among results in the memory that `first` made."""
+    shown = _replay_views([node for _, node in results], first)
+    pairs = zip(shown, (i for i, _ in results), strict=True)
+    ordered = sorted(pairs, key=lambda pair: (pair[0].storage_offset(), pair[1]))
+    for at, (one, i) in enumerate(ordered):
+        for other, j in ordered[at + 1 :]:
+            if other.storage_offset() > last_element_offset(one):  # and so do all behind it
+                break
+            if _has_common_elements(one, other):
+                yield frozenset((i, j))
+
+
+def keep_apart(graph: fx.Graph, before: Pairs) -> None:
+    """Copy results that overlap now, and did not in `before`."""
+    (end,) = graph.find_nodes(op="output")
+    values = list(end.args[0])  # type: ignore[arg-type]
+    now = overlapping_results(graph)
+    if now <= before:
+        return
+    for place in sorted({max(pair) for pair in now - before}):
+        shown = values[place]
+        # Where it is made: it may show an input, into which the graph writes later.
+        behind = graph.find_nodes(op="placeholder")[-1] if shown.op == "placeholder" else shown
+        with graph.inserting_after(behind):
+            values[place] = copy = add_call(graph, _aten.clone.default, (shown,))
+        copy.meta["val"] = shown.meta["val"].clone()
+        if NOTE in shown.meta:
+            copy.meta[NOTE] = shown.meta[NOTE]
+    end.args = (values,)
+
+
+def _replay_views(nodes: list[fx.Node], first: fx.Node) -> list[torch.Tensor]:
+    """Meta tensors that lie in the memory of `first` as the values of the nodes do."""
+    value = first.meta["val"]
+    with _disable_current_modes(), torch.no_grad():
+        like = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        like = like.conj() if value.is_conj() else like  # which decides what some views are
+        like = torch._neg_view(like) if value.is_neg() else like
+        return [_apply_view_calls(like, views_of(node)[1]) for node in nodes]
+
+
+def _has_common_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if not (a.numel() and b.numel()):
+        return False
+    if a.itemsize != b.itemsize:  # offsets count elements of different sizes: not compared
+        return True
+    begin, end = (
+        max(a.storage_offset(), b.storage_offset()),
+        min(last_element_offset(a), last_element_offset(b)),
+    )
+    if begin > end:
+        return False
+    with _disable_current_modes(), torch.no_grad():
+        marks = torch.zeros(
+            max(last_element_offset(a), last_element_offset(b)) + 1, dtype=torch.bool
+        )
+        marks.as_strided(a.shape, a.stride(), a.storage_offset()).fill_(True)
+        return bool(marks.as_strided(b.shape, b.stride(), b.storage_offset()).any())
+
+
+def last_element_offset(t: torch.Tensor) -> int:
+    steps = ((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
+    return t.storage_offset() + sum(steps)  # type: ignore[return-value]
+
+
+def views_of(node: fx.Node, known: Container[fx.Node] = ()) -> tuple[fx.Node, list[fx.Node]]:
+    """The node that made the memory which a node shows, and the view calls from there to the node.
+
+    Args:
+        known: nodes at which to stop before that.
+    """
+    calls: list[fx.Node] = []
+    while True:
+        if node in known:
+            return node, calls
+        source, is_written = shown_operand(node)
+        if source is None:
+            return node, calls
+        if not is_written:
+            calls.insert(0, node)
+        node = source
+
+
+def _apply_view_calls(shown: Any, calls: list[fx.Node]) -> Any:
+    for call in calls:
+        target: Any = call.target
+        if target is operator.getitem:
+            shown = shown[call.args[1]]
+        elif target is not WAIT:
+            shown = target(shown, *call.args[1:], **call.kwargs)
+    return shown

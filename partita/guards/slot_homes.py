@@ -1,0 +1,82 @@
+"""Homes of slots that are no dictionaries or lists: cells, defaults, classes, attributes."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from typing import Any
+
+from partita.graph.slots import SlotHome
+
+
+class Cell(SlotHome):
+    """A closure's cell, read and written as a dictionary of one entry."""
+
+    def __getitem__(self, _: Any) -> Any:
+        return self.owner.cell_contents
+
+    def __setitem__(self, _: Any, value: Any) -> None:
+        self.owner.cell_contents = value
+
+
+class Defaults:
+    """The defaults of a function, read and written as a list."""
+
+    def __init__(self, function: types.FunctionType):
+        self.function = function
+
+    def __getitem__(self, i: int) -> Any:
+        return (self.function.__defaults__ or ())[i]
+
+    def __setitem__(self, i: int, value: Any) -> None:
+        found = list(self.function.__defaults__ or ())
+        found[i] = value
+        self.function.__defaults__ = tuple(found)
+
+
+class Members(SlotHome):
+    """The attributes of a class, read and written as a dictionary."""
+
+    def __getitem__(self, name: str) -> Any:
+        return inspect.getattr_static(self.owner, name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(next(k for k in self.owner.__mro__ if name in vars(k)), name, value)
+
+
+class Arguments:
+    """The arguments by position of a `functools.partial`, read and written as a list."""
+
+    def __init__(self, function: Any):
+        self.function = function
+
+    def __getitem__(self, i: int) -> Any:
+        return self.function.args[i]
+
+    def __setitem__(self, i: int, value: Any) -> None:
+        function, args, *rest = self.function.__reduce__()[2]
+        args = (*args[:i], value, *args[i + 1 :])
+        self.function.__setstate__((function, args, *rest))
+
+
+class PlaceAsItem(SlotHome):
+    """The value of a `Place`, which is read and written through it."""
+
+    def __getitem__(self, _: Any) -> Any:
+        return self.owner.value
+
+    def __setitem__(self, _: Any, value: Any) -> None:
+        self.owner.write(value)
+
+    def identity(self, key: Any) -> tuple[int, Any]:
+        return self.owner.identity  # type: ignore[no-any-return]
+
+
+class Attributes(SlotHome):
+    """The attributes of an object in its `__slots__`, or its `__dict__`, as a dictionary."""
+
+    def __getitem__(self, name: str) -> Any:
+        return object.__getattribute__(self.owner, name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        object.__setattr__(self.owner, name, value)

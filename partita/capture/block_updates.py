@@ -34,13 +34,12 @@ from torch.overrides import _get_current_function_mode
 
 from partita.comm import read_autocast_state
 from partita.graph.block_calls import LABELS, block_forward
-from partita.guards.guards import hearing_modes
-from partita.guards.values import ByIdentity
+from partita.graph.graph_nodes import ByIdentity
 from partita.tensor.tensor_state import Spec, count_writes, count_writes_of
 
 from .block_choice import BlockChoice
 from .block_tracing import BlockTrace, BlockTracing, NotABlock, add_block_node, traced_node
-from .capture_context import attribute_set, dispatch_listeners, unprofiled
+from .capture_context import attribute_set, dispatch_listeners, hearing_modes, unprofiled
 from .equal_calls import known_node_of, tensors_of
 from .fakes import is_symbolic
 from .recorder import Recorder, StepFunctionMode

@@ -10,17 +10,20 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import _pop_mode_temporarily
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from partita.graph.slots import Slot
 from partita.tensor.tensor_state import HERE, saving_hooks, without_history
+
+from .whose_code import is_user_module
 
 
 @contextmanager
@@ -247,3 +250,41 @@ def dispatch_listeners() -> tuple[Any, ...]:
     Private torch: how many dispatch modes there are.
     """
     return torch._C._len_torch_dispatch_stack(), saving_hooks()  # type: ignore[attr-defined]
+
+
+# Private torch: the mode of `with torch.device(...)`.
+DeviceMode = torch.utils._device.DeviceContext
+
+
+def function_modes() -> list[Any]:
+    """The user's active TorchFunctionModes, the outermost first: their effect is in the graph."""
+    count = torch._C._len_torch_function_stack()
+    if not count:
+        return []
+    found = map(torch._C._get_function_stack_at, range(count))
+    return [m for m in found if isinstance(m, DeviceMode) or is_user_module(type(m).__module__)]
+
+
+def hearing_modes() -> list[Any]:
+    """Those of `function_modes` that hear calls: `torch.device` says where tensors are made."""
+    return [mode for mode in function_modes() if not isinstance(mode, DeviceMode)]
+
+
+@contextmanager
+def without_function_modes() -> Iterator[None]:
+    """Within, no TorchFunctionMode is active. Private torch: `_pop_mode_temporarily`."""
+    with ExitStack() as stack:
+        for _ in range(torch._C._len_torch_function_stack()):
+            stack.enter_context(_pop_mode_temporarily())
+        yield
+
+
+def find_unheard_mode() -> Any:
+    """A TorchDispatchMode of the user's that is active now, if there is one.
+
+    Private torch: the stack of modes.
+    """
+    if not torch._C._len_torch_dispatch_stack():  # type: ignore[attr-defined]
+        return None
+    active = _get_current_dispatch_mode_stack()
+    return next((mode for mode in active if is_user_module(type(mode).__module__)), None)

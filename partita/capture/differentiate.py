@@ -25,10 +25,10 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from partita.graph.fake_values import make_distinct
 from partita.graph.graph_nodes import NOTE
 from partita.graph.program import Input
-from partita.guards.inputs import GraphInputs
 from partita.tensor.dtensor import tagged
 from partita.tensor.tensor_state import Spec
 
+from .graph_inputs import GraphInputs
 from .recorder import Recorder
 
 _SPENT = (

@@ -33,9 +33,6 @@ from partita.graph.errors import CaptureError, not_captured
 from partita.graph.graph_nodes import is_collective, key_of_operands, note_of
 from partita.graph.program import Input
 from partita.graph.slots import ParamGroup, ParamState, Slot
-from partita.guards.bytecode import codes_within
-from partita.guards.conditions import EqualInputs, read_counts
-from partita.guards.guards import hearing_modes
 from partita.layout import Fix
 from partita.tensor.construct import lay_out_state
 from partita.tensor.dtensor import DTensor
@@ -44,9 +41,11 @@ from partita.tensor.op_facts import facts_of
 from partita.tensor.tensor_state import HERE
 
 from .block_updates import COUNTS, BlockUpdates, WidenedCounts, narrow_counts, widen_counts
-from .capture_context import dispatch_listeners
+from .capture_context import dispatch_listeners, hearing_modes
+from .conditions import EqualInputs, read_counts
 from .fakes import device_at_capture
 from .recorder import Recorder
+from .whose_code import codes_within
 
 MadeState = list[tuple[Optimizer, torch.Tensor]]
 

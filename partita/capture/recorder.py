@@ -57,10 +57,6 @@ from partita.graph.graph_nodes import (
     nodes_since,
     note_of,
 )
-from partita.guards.guards import function_modes
-from partita.guards.inputs import GraphInputs, TensorFacts, is_fact
-from partita.guards.torch_settings import read_kernel_settings
-from partita.guards.values import is_recorded
 from partita.layout import Fix
 from partita.redistribute import Move
 from partita.redistribute.move import bytes_sent
@@ -75,7 +71,13 @@ from partita.tensor.tensor_overrides import is_read_in_part
 from partita.tensor.tensor_state import HERE, next_node, own_state
 from partita.tensor.trace_hooks import TraceHooks
 
-from .capture_context import attribute_set, dispatch_listeners, profiled_again, unprofiled
+from .capture_context import (
+    attribute_set,
+    dispatch_listeners,
+    function_modes,
+    profiled_again,
+    unprofiled,
+)
 from .equal_calls import (
     DETACH,
     RepeatedCalls,
@@ -95,7 +97,10 @@ from .fakes import (
     tensors_written,
 )
 from .functional_calls import REPLACED, taken_as_numbers, takes_number, with_exact_numbers
+from .graph_inputs import GraphInputs, TensorFacts, is_fact
 from .known_masks import ATTENTION, KnownMasks
+from .torch_settings import read_kernel_settings
+from .whose_code import is_recorded
 
 _aten = torch.ops.aten
 _ONEDNN_LSTM = _aten.mkldnn_rnn_layer.default

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from partita.capture.block_choice import BlockChoice
-from partita.capture.capture import capture
+from partita.capture.conditions import Sharing
 from partita.comm import Wire
 from partita.graph.block_programs import inline_block_programs
 from partita.graph.errors import CaptureError, cannot_be_kept
@@ -25,8 +25,8 @@ from partita.graph.step_forms import CapturedForms, FormSearch
 from partita.graph.step_report import changes_of
 from partita.graph.verify import verifies_each_pass, verify
 from partita.guards.answers import Guesses
+from partita.guards.capture_run import capture
 from partita.guards.captured_program import CapturedProgram
-from partita.guards.conditions import Sharing
 from partita.guards.inputs import State, tensors_of_call
 from partita.guards.predicted_values import ValuesOfCall
 

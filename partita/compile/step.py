@@ -25,7 +25,12 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from partita.capture.block_choice import BlockChoice
-from partita.capture.capture_context import attribute_set
+from partita.capture.capture_context import (
+    attribute_set,
+    find_unheard_mode,
+    function_modes,
+    without_function_modes,
+)
 from partita.capture.optimizers import MadeState, drop_unused_state, make_optimizer_state
 from partita.comm import (
     GroupWire,
@@ -53,11 +58,6 @@ from partita.guards import History, describe_call, signature_of
 from partita.guards.answers import Guesses, OtherAnswers, StepRaises, ValuesWanted
 from partita.guards.call_guard import CallGuard
 from partita.guards.captured_program import CapturedProgram, announce_run, list_sent_moves
-from partita.guards.guards import (
-    find_unheard_mode,
-    function_modes,
-    without_function_modes,
-)
 from partita.guards.inputs import ReachedMore, State, find_state, names_of_call, tensors_of_call
 from partita.guards.predicted_values import ValuesOfCall
 from partita.guards.values import Place

@@ -481,3 +481,19 @@ def _inline_call(graph: fx.Graph, section: Section, takes: Sequence[fx.Node]) ->
             of[node] = copy_node(graph, node, of.__getitem__)
     (end,) = inner.find_nodes(op="output")
     return [of[n] for n in end.args[0]]  # type: ignore[union-attr, index]
+
+
+class ByIdentity:
+    """An object as a part of a key: equal only to a `ByIdentity` of the same object."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ByIdentity) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __repr__(self) -> str:
+        return f"a {type(self.value).__name__}"

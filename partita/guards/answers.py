@@ -28,6 +28,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, track_tensor_tree
 from torch.utils._sympy.printers import PythonPrinter
 
+from partita.capture.conditions import Condition
 from partita.capture.fakes import NumberEnv
 from partita.comm import user_line
 from partita.graph.errors import file_of_torch, not_captured
@@ -38,7 +39,6 @@ from partita.graph.slots import ParamGroup
 from partita.layout import Fix
 from partita.tensor.op_facts import facts_of
 
-from .conditions import Condition
 from .predicted_values import ValuesOfCall
 
 # -- floats as inputs ------------------------------------------------------------------------------

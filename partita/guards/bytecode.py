@@ -36,14 +36,6 @@ _MUTATING_METHODS = frozenset(
 )
 
 
-def codes_within(code: CodeType) -> Iterator[CodeType]:
-    """Code, and that of the functions that it defines."""
-    yield code
-    for const in code.co_consts:
-        if isinstance(const, CodeType):
-            yield from codes_within(const)
-
-
 def _instructions_of(code: CodeType) -> Iterator[dis.Instruction]:
     return (i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "EXTENDED_ARG"))
 

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 
+from partita.capture.conditions import Condition, Conditions
 from partita.graph.program import local_of
 
 from .arguments import LEAVES, flatten_call
-from .conditions import Condition, Conditions
 from .guards import TensorGuard, active_modes, kind_of_tensor
 from .values import AttributesAndHooks, argument_key
 

@@ -33,12 +33,13 @@ import torch
 from torch.utils import _pytree as pytree
 
 from partita.capture.capture_context import profiled_by
+from partita.capture.whose_code import is_recorded, is_user_module
 from partita.comm import user_line
 from partita.graph.errors import of_anomalies
 from partita.layout import Fix
 
 from .record import PlaceRecord
-from .values import PLAIN, Place, is_recorded, is_user_module, place_of_answer
+from .values import PLAIN, Place, place_of_answer
 
 # -- calls -----------------------------------------------------------------------------------------
 
@@ -523,7 +524,7 @@ def _is_stdlib_file(filename: str) -> bool:
 
 _STDLIB = os.__file__.removesuffix("os.py")
 _NUMPY = os.path.join("site-packages", "numpy", "")
-_CAPTURE_FILE = "partita/capture/capture.py"
+_CAPTURE_FILE = "partita/guards/capture_run.py"
 
 
 def _find_user_frame(frame: FrameType | None) -> FrameType | None:

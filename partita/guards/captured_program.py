@@ -21,6 +21,7 @@ from torch import fx
 from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.capture.block_choice import BlocksTraced
+from partita.capture.conditions import Conditions, Sharing
 from partita.comm import Record, Wire, agree, is_alone, user_line
 from partita.comm.device import accelerator_indices, default_generator
 from partita.graph.backend.executor import function_of
@@ -38,7 +39,6 @@ from partita.tensor.uneven_pieces import give_room
 from . import Guards, Write
 from .answers import Answers
 from .arguments import unflatten_call
-from .conditions import Conditions, Sharing
 
 
 @dataclass(eq=False)

@@ -14,7 +14,6 @@ import functools
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, compress, cycle, islice, repeat
 from operator import call, getitem, is_, is_not
@@ -23,23 +22,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
-from torch.overrides import _pop_mode_temporarily
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from partita.capture.capture_context import DeviceMode, function_modes
+from partita.capture.torch_settings import SETTINGS, read_settings
 from partita.comm import enabled_autocast_dtypes, read_autocast_state
+from partita.graph.graph_nodes import ByIdentity
 from partita.tensor.dtensor import DTensor, short_dtype
 from partita.tensor.dtensor_gradients import user_hooks_of
 from partita.tensor.tensor_state import state_of
 
 from .arguments import flatten_call
 from .record import count_own_attributes
-from .torch_settings import SETTINGS, read_settings
 from .values import (
     INSIDE,
     MISSING,
     OWN_ATTRIBUTES,
-    ByIdentity,
     ByType,
     ContainerKey,
     ContentWalk,
@@ -52,7 +50,6 @@ from .values import (
     find_difference,
     find_last_leaf,
     forget_leaves,
-    is_user_module,
     shorten_text,
     text_of,
     user_attributes_of,
@@ -558,9 +555,6 @@ def _attribute_key(value: Any) -> Any:
 
 # -- torch modes -----------------------------------------------------------------------------------
 
-# Private torch: the mode of `with torch.device(...)`.
-_Device = torch.utils._device.DeviceContext
-
 
 def active_modes() -> tuple[Any, ...]:
     """The torch modes of now, as a hashable value."""
@@ -573,42 +567,8 @@ def active_modes() -> tuple[Any, ...]:
     )
 
 
-def function_modes() -> list[Any]:
-    """The user's active TorchFunctionModes, the outermost first: their effect is in the graph."""
-    count = torch._C._len_torch_function_stack()
-    if not count:
-        return []
-    found = map(torch._C._get_function_stack_at, range(count))
-    return [m for m in found if isinstance(m, _Device) or is_user_module(type(m).__module__)]
-
-
-def hearing_modes() -> list[Any]:
-    """Those of `function_modes` that hear calls: `torch.device` says where tensors are made."""
-    return [mode for mode in function_modes() if not isinstance(mode, _Device)]
-
-
-@contextmanager
-def without_function_modes() -> Iterator[None]:
-    """Within, no TorchFunctionMode is active. Private torch: `_pop_mode_temporarily`."""
-    with ExitStack() as stack:
-        for _ in range(torch._C._len_torch_function_stack()):
-            stack.enter_context(_pop_mode_temporarily())
-        yield
-
-
-def find_unheard_mode() -> Any:
-    """A TorchDispatchMode of the user's that is active now, if there is one.
-
-    Private torch: the stack of modes.
-    """
-    if not torch._C._len_torch_dispatch_stack():  # type: ignore[attr-defined]
-        return None
-    active = _get_current_dispatch_mode_stack()
-    return next((mode for mode in active if is_user_module(type(mode).__module__)), None)
-
-
 def _key_of_mode(mode: Any) -> Any:
-    return mode.device if isinstance(mode, _Device) else ByIdentity(mode)
+    return mode.device if isinstance(mode, DeviceMode) else ByIdentity(mode)
 
 
 # -- recompile reasons -----------------------------------------------------------------------------

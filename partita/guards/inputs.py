@@ -1,4 +1,4 @@
-"""What a step reads: the state that it reaches, the inputs of its graph, and what it asks of them.
+"""The state of a step: what it reaches, and where that stands.
 
 The state of a step is what it reads and writes that is not one of its arguments: modules,
 optimizers, tensors, and lists and dictionaries of them. `find_state` searches for them: it follows
@@ -10,15 +10,6 @@ of the arguments (`tensors_of_call`); inputs of a graph refer to them by index.
 A slot is known by the path on which it was found. Where an object on the way has been exchanged,
 another search gives the slots their homes of now (`State.has_changed`). That each value that the
 step reads is the leaf that the graph takes for it is checked by the guards.
-
-Inputs are the rank's coordinate on each mesh axis, the tensors of the step's slots and arguments,
-and their gradients. A leaf without a gradient gets a "mark" instead: a fake gradient that shows
-whether the step reads it. Floats are added as the trace meets them (`answers`). A DTensor with
-uneven pieces has a fake of the first rank's, largest, piece, so that all ranks trace the same
-graph.
-
-Whether an input is a leaf, a view, shared or conjugated becomes a condition of the program
-(`TensorFacts`). Where its memory lies and how often it was written is refused.
 """
 
 from __future__ import annotations
@@ -28,51 +19,36 @@ import collections
 import contextvars
 import enum
 import functools
-import inspect
 import itertools
 import operator
 import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from types import FrameType
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx, nn
-from torch._C import DisableTorchFunctionSubclass as Local
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from partita.capture.equal_calls import set_node_of
-from partita.capture.fakes import FakeMaker, fake_mode, identity_of
-from partita.comm import TraceWire, Wire, user_line
+from partita.capture.whose_code import codes_within
 from partita.graph.errors import not_captured
-from partita.graph.graph_nodes import add_input
-from partita.graph.program import Input, local_of
 from partita.graph.slots import Slot
 from partita.layout import Fix
-from partita.tensor.dtensor import tagged
-from partita.tensor.dtensor_gradients import update_spec
-from partita.tensor.op_facts import FACTS_THAT_CHANGE, FACTS_THAT_STAY
-from partita.tensor.tensor_state import Spec, count_writes, own_state, spec_of, state_of
 
 from .arguments import flatten_call
-from .bytecode import codes_within, global_names
-from .conditions import FACTS_OF_OBJECTS, FactCondition, read_fact
+from .bytecode import global_names
 from .slot_homes import Arguments, Attributes, Cell, Defaults, Members, PlaceAsItem
 from .values import (
     INSIDE,
     MISSING,
     Place,
     dict_of,
-    hang_hooks,
-    is_recorded,
-    is_user_module,
     read_field,
     results_of_cache,
     slots_of,
@@ -589,280 +565,3 @@ def _is_of_run(value: Any) -> bool:
     elif isinstance(value, Optimizer):
         value = [group["params"] for group in value.param_groups]
     return any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves(value))
-
-
-# -- inputs of a graph -----------------------------------------------------------------------------
-
-WITHOUT_GRADIENT = ("gradient", "mark", "number", "cotangent")
-"""Kinds of inputs that have no gradient themselves."""
-
-
-class GraphInputs:
-    """The inputs of one capture.
-
-    Attributes:
-        all: in the graph's order: coordinates, tensors, gradients, numbers.
-        fakes: the fake tensor that stands for each.
-        identities: the ids of the fakes.
-        leaves: of the call, as `tensors_of_call` gives them.
-        marked: places of leaves that have a mark.
-
-    Args:
-        unmarked: places of leaves without a gradient that are given no mark.
-    """
-
-    def __init__(self, slots: Sequence[Slot], args: Any, kwargs: Any, unmarked: set[int]):
-        self.mode = fake_mode()
-        self.all: list[Input] = []
-        self.fakes: list[torch.Tensor] = []
-        self.identities: set[int] = set()
-        self.marked: set[int] = set()
-        self._snapshots: list[torch.Tensor] = []
-        self._fakes_by_id: dict[int, torch.Tensor] = {}
-        self._coordinates: dict[tuple[Wire, str], int] = {}  # places among all inputs
-        self._by_leaf: dict[int, Input] = {}
-        names = names_of_call(slots, args, kwargs)
-        self.leaves = tensors = tensors_of_call(slots, args, kwargs)
-        self._add_coordinates(tensors)
-        seen = set[int]()
-        for i, (t, (name, kind)) in enumerate(zip(tensors, names, strict=True)):
-            if isinstance(t, torch.Tensor) and id(t) not in seen:
-                seen.add(id(t))
-                _check_class(t, name)
-                self._by_leaf[i] = Input(name, kind, t, i)
-        self.all += self._by_leaf.values()
-        for given in self._by_leaf.values():
-            if not given.tensor.is_leaf:  # what has a history has no `.grad`
-                continue
-            grad = given.tensor.grad
-            name = given.name + ".grad"
-            if grad is not None:
-                self.all.append(Input(name, "gradient", grad, given.index))
-            elif given.index not in unmarked and given.tensor.requires_grad:
-                self.all.append(Input(name, "mark", given.tensor, given.index))
-                self.marked.add(given.index)
-        self._make_fakes()
-        self._by_fake = {id(self.stand_in(i.tensor)): i for i in self._by_leaf.values()}
-
-    def _add_coordinates(self, tensors: Sequence[Any]) -> None:
-        wires = dict.fromkeys(t._spec.wire for t in tensors if hasattr(t, "_spec"))
-        for wire in wires:
-            for axis, at in zip(wire.mesh.names, wire.at, strict=True):
-                if wire.mesh.size(axis) > 1:
-                    self._coordinates[(wire, axis)] = len(self.all)
-                    self.all.append(Input(f"at {axis}", "coordinate", torch.tensor(at)))
-
-    def _make_fakes(self) -> None:
-        """Make a fake, and a snapshot of it, for each input."""
-        locals_ = [local_of(given.tensor) for given in self.all]
-        maker = FakeMaker(self.mode, locals_)
-        for given, local in zip(self.all, locals_, strict=True):
-            spec = given.spec
-            if spec is not None and spec.is_uneven:
-                fake, snapshot = maker.make_empty(local, spec.padded_shape)
-            elif given.kind == "mark":
-                fake, snapshot = maker.make_empty(local)
-            else:
-                fake, snapshot = maker.make(local)
-            if given.kind not in ("coordinate", "mark"):
-                self._fakes_by_id[id(given.tensor)] = fake
-            self.fakes.append(fake)
-            self._snapshots.append(snapshot)
-            self.identities.add(id(fake))
-
-    def add_placeholders(self, graph: fx.Graph) -> list[fx.Node]:
-        """Add the inputs to the graph that is being traced; called before any other node is there.
-
-        The metadata in a node is a snapshot: the fakes are given layouts, and may be written.
-        """
-        nodes = []
-        for i, (fake, snapshot) in enumerate(zip(self.fakes, self._snapshots, strict=True)):
-            node = add_input(graph, f"arg{i}_1")
-            node.meta["val"] = snapshot
-            set_node_of(fake, node)
-            nodes.append(node)
-        return nodes
-
-    def drop_unread_marks(self, graph: fx.Graph) -> None:
-        """Take the marks that nobody reads off the traced graph."""
-        kept: list[tuple[Input, torch.Tensor]] = []
-        nodes = graph.find_nodes(op="placeholder")
-        for node, given, fake in zip(nodes, self.all, self.fakes, strict=True):
-            if given.kind == "mark" and not node.users:
-                graph.erase_node(node)
-            else:
-                kept.append((given, fake))
-        self.all, self.fakes = [i for i, _ in kept], [fake for _, fake in kept]
-
-    def add_made(self, given: Input) -> None:
-        """Add an input that capture has made: a number or a cotangent."""
-        self.all.append(given)
-        self.fakes.append(given.tensor)
-
-    def tag_fakes(
-        self, wires: Mapping[Wire, TraceWire], copy_attributes: Callable[..., None]
-    ) -> list[Any]:
-        """Give the fakes the layout, gradient, hooks and attributes of what they stand for.
-
-        Args:
-            wires: for each wire of the inputs the one that traces.
-            copy_attributes: `InputAttributes.copy`.
-
-        Returns:
-            The handles of the hooks.
-        """
-
-        def traced_spec(spec: Spec) -> Spec:
-            return spec_of(spec.layout, wires[spec.wire])
-
-        hooks: list[Any] = []
-        for given, fake in zip(self.all, self.fakes, strict=True):
-            spec = given.spec
-            if spec is not None:
-                spec = spec.gradient if given.kind == "mark" else spec
-                tagged(fake, traced_spec(spec))
-            rest = state_of(given.tensor).rest
-            if rest is not None and update_spec(given.tensor) is not spec:  # type: ignore[arg-type]  # ZeRO 1 and 2
-                gradient, update = map(traced_spec, (rest.gradient, rest.update))
-                own_state(fake).rest = replace(rest, gradient=gradient, update=update)
-            if given.kind in ("mark", "gradient"):
-                self.owner(given).grad = fake  # a DTensor: it may be reduced already
-            elif given.tensor.requires_grad:
-                with Local():
-                    fake.requires_grad_()
-                hooks += hang_hooks(given.tensor, fake)
-            fake._is_param = isinstance(given.tensor, torch.nn.Parameter)  # type: ignore[attr-defined]
-            if given.kind not in WITHOUT_GRADIENT and given.kind != "coordinate":
-                copy_attributes(given, fake, self.stand_in)
-        return hooks
-
-    # -- tensors and their fakes -------------------------------------------------------------------
-
-    def stand_in(self, value: Any) -> Any:
-        """The fake of `value` where that is an input; else `value`."""
-        return self._fakes_by_id.get(id(value), value) if isinstance(value, torch.Tensor) else value
-
-    def input_of(self, fake: torch.Tensor) -> Input | None:
-        """The input, a leaf of the call, for which `fake` stands; None if for none."""
-        return self._by_fake.get(id(fake))
-
-    def coordinates(self, wire: Wire) -> dict[str, torch.Tensor]:
-        """By axis of more than one rank, the fake of this rank's coordinate."""
-        return {axis: self.fakes[i] for (w, axis), i in self._coordinates.items() if w is wire}
-
-    def owner(self, gradient: Input) -> torch.Tensor:
-        """The fake of the tensor whose gradient an input is."""
-        return self._fakes_by_id[id(self._by_leaf[gradient.index].tensor)]
-
-
-def _check_class(t: torch.Tensor, name: str) -> None:
-    """Raise CaptureError if `t` is of a class of the user's, which a fake cannot be."""
-    kind = type(t)
-    if is_user_module(kind.__module__) and not isinstance(t, torch.nn.Parameter):
-        raise not_captured(
-            f"the step takes {name}, which is of a class of its own ({kind.__name__})",
-            "what stands for a tensor in a graph has not its methods, nor its __torch_function__",
-            Fix(f"{name}.as_subclass(torch.Tensor)", "is a plain tensor of the same memory"),
-        )
-
-
-# -- facts of input tensors ------------------------------------------------------------------------
-
-_HELD = {inspect.getattr_static(torch.Tensor, name): name for name in FACTS_THAT_STAY}
-_LOST = {inspect.getattr_static(torch.Tensor, name): name for name in FACTS_THAT_CHANGE}
-_HELD[identity_of] = "id"
-_OF_MEMORY = ("storage_offset", "is_shared", "is_pinned", "_base")
-_WITHIN = (
-    torch.Tensor.is_shared.__code__.co_filename,
-    torch.overrides.__file__,
-    identity_of.__code__.co_filename,
-)
-
-
-class TensorFacts:
-    """Answers the facts that a step reads while it is captured.
-
-    Args:
-        inputs: of the graph.
-    """
-
-    def __init__(self, inputs: GraphInputs):
-        self._inputs = inputs
-        # By id of each gradient that is there when the step begins: is it a mark (which stands
-        # where there is none), and how often was it written?
-        self._grads = {
-            id(fake): (given.kind == "mark", count_writes(fake))
-            for given, fake in zip(inputs.all, inputs.fakes, strict=True)
-            if given.kind in ("mark", "gradient")
-        }
-        self._found: dict[tuple[int, str], FactCondition] = {}
-
-    def conditions(self) -> list[FactCondition]:
-        return [*self._found.values()]
-
-    def answer(self, func: Any, args: Any, caller: FrameType) -> tuple[Any, ...]:
-        """The answer, in a tuple, where a torch function reads a fact of an input; () for others.
-
-        Args:
-            caller: the frame that calls the function.
-
-        Raises:
-            CaptureError: it reads what differs in each call.
-        """
-        if not is_fact(func) or not args or not _is_asked_by_user(caller):
-            return ()
-        asked = getattr(func, "__self__", func)
-        name = _HELD.get(asked) or _LOST[asked]
-        if asked in _LOST:
-            raise not_captured(
-                f"the step asks for {name} of a tensor",
-                "where memory lies, and how often it was written, is another thing in each call",
-                Fix("ask before the step", "and give the answer as an argument"),
-                place=user_line(),
-            )
-        return self._answer(name, args[0], func)
-
-    def _answer(self, name: str, fake: Any, func: Any) -> tuple[Any, ...]:
-        given = self._inputs.input_of(fake)
-        if given is None:
-            if name in _OF_MEMORY and self._shows_input(fake):
-                raise not_captured(
-                    f"the step asks for {name} of a view of one of its inputs",
-                    "it depends on the memory of what the call brings, which a graph does not ask",
-                    Fix(f"ask the input itself for {name}", "which becomes a condition"),
-                    place=user_line(),
-                )
-            return ()
-        if name == "grad":
-            with Local():
-                found = fake.grad
-            if found is not None and id(found) not in self._grads:
-                return ()  # the step's own
-            untouched = found is not None and self._grads[id(found)] == (True, count_writes(found))
-        value = read_fact(given.tensor, name)
-        condition = FactCondition(given.name, given.index, name, value, user_line())
-        self._found.setdefault((given.index, name), condition)
-        if name == "grad":
-            return (None,) if untouched else ()
-        if name in FACTS_OF_OBJECTS:
-            with Local():
-                return () if not value or func(fake) is not None else (func(given.tensor),)
-        return (value,)
-
-    def _shows_input(self, fake: Any) -> bool:
-        with Local():
-            memory = fake.untyped_storage()._cdata
-            return any(x.untyped_storage()._cdata == memory for x in self._inputs.fakes)
-
-
-def is_fact(func: Any) -> bool:
-    """Does a function of torch read a fact of a tensor, rather than set one or anything else?"""
-    asked = getattr(func, "__self__", func)
-    reads = getattr(func, "__name__", "") not in ("__set__", "__delete__")
-    return reads and (asked in _HELD or asked in _LOST)
-
-
-def _is_asked_by_user(frame: FrameType | None) -> bool:
-    while frame is not None and frame.f_code.co_filename in _WITHIN:
-        frame = frame.f_back
-    return frame is not None and is_recorded(frame.f_code.co_filename)

@@ -28,6 +28,7 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
+from partita.capture.conditions import Conditions
 from partita.capture.differentiate import (
     Seed,
     asks_gradient,
@@ -39,7 +40,9 @@ from partita.capture.differentiate import (
 )
 from partita.capture.fakes import is_symbolic, is_text_of_unknown
 from partita.capture.functional_memory import refuse_cut_views
+from partita.capture.graph_inputs import WITHOUT_GRADIENT, GraphInputs
 from partita.capture.recorder import Recorder
+from partita.capture.whose_code import is_user_module
 from partita.comm import TraceWire, Wire, user_line
 from partita.graph.block_calls import is_block_node
 from partita.graph.errors import CaptureError, not_captured
@@ -55,15 +58,8 @@ from . import ReadRecord, Write
 from .arguments import flatten_call
 from .bytecode import line_of_write
 from .captured_program import CapturedProgram, extract_compared
-from .conditions import Conditions
-from .inputs import WITHOUT_GRADIENT, GraphInputs, State
-from .values import (
-    MISSING,
-    Place,
-    brief,
-    is_user_module,
-    user_attributes_of,
-)
+from .inputs import State
+from .values import MISSING, Place, brief, user_attributes_of
 
 _NO_RESULTS = ("mark", "gradient")  # inputs of which no gradient is left or asked for
 

@@ -35,7 +35,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from partita.capture.capture_context import function_modes
 from partita.capture.fakes import Substitutes
+from partita.capture.whose_code import is_recorded, is_user_module
 from partita.tensor.dtensor_gradients import select_user_hooks
 
 from .bytecode import (
@@ -47,7 +49,7 @@ from .bytecode import (
     strings_of,
 )
 from .calls import Calls, read_ambient, read_environment_of, reads_for_user, refuse_if_random
-from .guards import Guards, ReadInputs, function_modes
+from .guards import Guards, ReadInputs
 from .record import (
     PlaceRecord,
     has_own_getattribute,
@@ -76,9 +78,7 @@ from .values import (
     holds_no_more,
     is_container,
     is_iterator,
-    is_recorded,
     is_shared_memory,
-    is_user_module,
     items_of,
     may_be_hidden,
     names_of_class,

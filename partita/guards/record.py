@@ -34,6 +34,7 @@ from torch import nn
 
 from partita.capture.capture_context import attribute_set
 from partita.capture.fakes import Substitutes
+from partita.capture.whose_code import is_user_module
 from partita.graph.errors import CaptureError, not_captured
 from partita.layout import Fix
 
@@ -48,7 +49,6 @@ from .values import (
     copy_raw_content,
     dict_of,
     is_container,
-    is_user_module,
     items_of,
     may_have_attributes,
     place_in_namespace,

@@ -26,9 +26,7 @@ import functools
 import gc
 import io
 import logging
-import os
 import sys
-import sysconfig
 import threading
 import types
 from collections.abc import Callable, Container, Mapping, Sequence, Set
@@ -44,10 +42,11 @@ from torch import nn
 from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.capture.fakes import Substitutes
+from partita.capture.whose_code import is_user_module
+from partita.graph.graph_nodes import ByIdentity
 from partita.tensor.dtensor_gradients import (
     hooks_of_backward,
     hooks_of_gradient,
-    select_user_hooks,
 )
 from partita.tensor.tensor_state import OURS
 
@@ -72,22 +71,6 @@ _CONTAINERS = (
 _METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
 
 # -- keys ------------------------------------------------------------------------------------------
-
-
-class ByIdentity:
-    """An object as a part of a key: equal only to a `ByIdentity` of the same object."""
-
-    def __init__(self, value: Any):
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ByIdentity) and other.value is self.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-    def __repr__(self) -> str:
-        return f"a {type(self.value).__name__}"
 
 
 class ByType(ByIdentity):
@@ -956,16 +939,6 @@ def _names_of_user(names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple([n for n in names if n not in OWN_ATTRIBUTES and not n.startswith("_dynamo")])
 
 
-def hang_hooks(tensor: torch.Tensor, fake: torch.Tensor) -> list[Any]:
-    """Register the user's hooks of a leaf on its fake, so that they are traced; the handles."""
-    if not tensor.is_leaf:  # autograd calls them outside the graph, when it goes on from there
-        return []
-    found = [fake.register_hook(hook) for hook in select_user_hooks(tensor._backward_hooks)]
-    for hook in select_user_hooks(getattr(tensor, "_post_accumulate_grad_hooks", None)):
-        found.append(fake.register_post_accumulate_grad_hook(hook))
-    return found
-
-
 class AttributesAndHooks:
     """What torch's dictionaries hold of the attributes and hooks of some tensors."""
 
@@ -1000,48 +973,3 @@ class AttributesAndHooks:
         names, values = [*chain(*others)], chain(*map(dict.values, others))
         hooks = chain.from_iterable(map(dict.values, there))
         return (counts, names), [*tables, *hooks, *values]
-
-
-# -- whose code ------------------------------------------------------------------------------------
-
-_TORCH_FILES = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-_PARTITA = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-# Our own models and training loop are recorded like a user's.
-_RECORDED_OF_PARTITA = (
-    os.path.join(_PARTITA, "app", "models", ""),
-    os.path.join(_PARTITA, "app", "trainer.py"),
-)
-_STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
-_INSTALLED = (os.sep + "site-packages" + os.sep, os.sep + "dist-packages" + os.sep)
-# Libraries that torch itself runs while it traces.
-_LIBRARIES_OF_TORCH = tuple(
-    os.sep + name + os.sep
-    for name in "filelock functorch mpmath networkx numpy optree sympy torchgen triton z3".split()
-) + (os.sep + "typing_extensions.py",)
-_LIBRARY_MODULES = (
-    "torch partita builtins numpy sympy mpmath functorch torchgen typing_extensions".split()
-)
-
-
-@functools.cache
-def is_recorded(filename: str) -> bool:
-    """True if a file's code is recorded: it is not of torch, partita or Python."""
-    if filename.startswith("<frozen"):
-        return False
-    path = os.path.abspath(filename)
-    if path.startswith(_TORCH_FILES):
-        return False
-    if path.startswith(_PARTITA):
-        return path.startswith(_RECORDED_OF_PARTITA)
-    installed = any(part in path for part in _INSTALLED)
-    if installed and any(part in path for part in _LIBRARIES_OF_TORCH):
-        return False
-    return installed or not path.startswith(_STDLIB)
-
-
-def is_user_module(module: Any) -> bool:
-    """True if the module of this name is the user's, or of a library whose code is recorded."""
-    root = str(module).split(".")[0]
-    return (
-        root not in _LIBRARY_MODULES and root not in sys.stdlib_module_names
-    ) or root == "__main__"

@@ -7,7 +7,7 @@ import torch
 from torch import nn, optim
 
 import partita as pt
-from partita.capture import capture
+from partita.guards import capture_run as capture
 
 OPTIMIZERS = {
     "a list at once": lambda p: optim.SGD(p, 0.1, momentum=0.9),

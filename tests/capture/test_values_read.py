@@ -160,7 +160,7 @@ def test_reads_that_follow_from_one_another_do_not_each_begin_a_capture_anew(
     monkeypatch: pytest.MonkeyPatch, layout: Any
 ) -> None:
     runs: list[Any] = []
-    module = importlib.import_module("partita.capture.capture")
+    module = importlib.import_module("partita.guards.capture_run")
     trace_once = module.trace_once
     monkeypatch.setattr(module, "trace_once", lambda run: (runs.append(run), trace_once(run))[1])
 

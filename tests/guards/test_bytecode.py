@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import partita as pt
+from partita.capture.whose_code import codes_within
 from partita.guards.bytecode import (
     asks_which_object,
-    codes_within,
     dotted_names,
     global_names,
     imported_names,

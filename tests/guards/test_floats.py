@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import partita as pt
-from partita.guards.values import is_recorded
+from partita.capture.whose_code import is_recorded
 from partita.tensor.plan import declared_key, operand_key
 
 S = pt.Shard

@@ -175,7 +175,7 @@ class Fails(Trainer):
 
 @pytest.mark.parametrize("how", ["raises", "branches"])
 def test_a_step_that_fails_is_captured_a_few_times(how, monkeypatch):
-    capture, runs = sys.modules["partita.capture.capture"], []
+    capture, runs = sys.modules["partita.guards.capture_run"], []
     run = capture.trace_once
     monkeypatch.setattr(capture, "trace_once", lambda *given: (runs.append(how), run(*given))[1])
     expected = ZeroDivisionError if how == "raises" else pt.CaptureError

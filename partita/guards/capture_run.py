@@ -11,16 +11,47 @@ inputs and outputs. `capture` repeats this where a run shows that another is nee
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.utils import _pytree as pytree
 
+from partita.capture.block_choice import BlockCalls, BlockChoice, BlocksTraced
+from partita.capture.block_tracing import NotABlock
+from partita.capture.block_updates import BlockUpdates
+from partita.capture.capture_context import (
+    attribute_set,
+    set_for_capture,
+    slots_swapped,
+    taking_turns,
+    without_function_modes,
+)
+from partita.capture.conditions import Conditions, EqualInputs, GradientCondition, kind_of_gradient
+from partita.capture.differentiate import make_seeds_inputs
+from partita.capture.equal_calls import node_of
+from partita.capture.fakes import is_symbolic
+from partita.capture.fold import StepBlocks
+from partita.capture.functionalize import functionalize_graph
+from partita.capture.graph_inputs import WITHOUT_GRADIENT, GraphInputs, TensorFacts
+from partita.capture.optimizers import CapturedOptimizers, find_equal_counts, places_of_equal
+from partita.capture.recorder import (
+    Recorder,
+    RepeatedMoves,
+    StepFunctionMode,
+)
+from partita.capture.tracer import (
+    check_constants,
+    check_operators,
+    drop_unused_numbers,
+    keep_dead_code,
+    noting_blocks,
+)
+from partita.capture.update_programs import count_inlined_nodes, inline_updates, outline_updates
 from partita.comm import TraceWire, Wire, substitute_wires
 from partita.graph.backend.executor import function_of
 from partita.graph.block_programs import inline_block_programs
@@ -29,16 +60,18 @@ from partita.graph.errors import (
     UnsureOfWrites,
     explain_error,
     is_of_number,
-    not_an_input,
     not_captured,
     user_line_of,
 )
-from partita.graph.graph_nodes import drop_unused, has_effect, lazy_graph_modules, note_of
+from partita.graph.graph_nodes import drop_unused, has_effect, lazy_graph_modules
 from partita.graph.program import Input
 from partita.graph.slots import Slot
-from partita.graph.verify import SPACES
-from partita.guards import Guards, ReadRecord, Write
-from partita.guards.answers import (
+from partita.layout import Fix, LayoutError
+from partita.tensor.plan import forget_plans_on
+from partita.tensor.tensor_state import HERE
+
+from . import Guards, ReadRecord, Write
+from .answers import (
     NUMBER,
     Answer,
     AskedQuestions,
@@ -51,19 +84,18 @@ from partita.guards.answers import (
     gate_writes,
     guess_by_kind,
 )
-from partita.guards.arguments import (
+from .arguments import (
     classes_of_call,
     flatten_call,
     is_taken_apart,
     refuse_closed,
     unflatten_call,
 )
-from partita.guards.bytecode import asks_which_object, compares_objects
-from partita.guards.captured_program import CapturedProgram, extract_answers, extract_values
-from partita.guards.conditions import Conditions, EqualInputs, GradientCondition, kind_of_gradient
-from partita.guards.guards import ReadInputs, find_first_leaves, without_function_modes
-from partita.guards.inputs import WITHOUT_GRADIENT, GraphInputs, State, TensorFacts
-from partita.guards.outputs import (
+from .bytecode import asks_which_object, compares_objects
+from .captured_program import CapturedProgram, extract_answers, extract_values
+from .guards import ReadInputs, find_first_leaves
+from .inputs import State, names_of_call, tensors_of_call
+from .outputs import (
     GraphOutputs,
     InputAttributes,
     ModuleAttributes,
@@ -75,31 +107,10 @@ from partita.guards.outputs import (
     program_of_trace,
     unrepeated_write_error,
 )
-from partita.guards.predicted_values import PredictedValues, ValuesOfCall, gather_small_integers
-from partita.guards.record import exclusive_access
-from partita.guards.slot_homes import PlaceAsItem
-from partita.guards.values import MISSING, is_container, items_of
-from partita.layout import Fix, LayoutError
-from partita.tensor.op_facts import facts_of, find_unknown_effect
-from partita.tensor.plan import forget_plans_on
-from partita.tensor.tensor_state import HERE
-
-from .block_choice import BlockCalls, BlockChoice, BlocksTraced
-from .block_tracing import NotABlock
-from .block_updates import BlockUpdates
-from .capture_context import attribute_set, set_for_capture, slots_swapped, taking_turns
-from .differentiate import make_seeds_inputs
-from .equal_calls import node_of
-from .fakes import is_symbolic
-from .fold import StepBlocks
-from .functionalize import functionalize_graph
-from .optimizers import CapturedOptimizers, find_equal_counts, places_of_equal
-from .recorder import (
-    Recorder,
-    RepeatedMoves,
-    StepFunctionMode,
-)
-from .update_programs import count_inlined_nodes, inline_updates, outline_updates
+from .predicted_values import PredictedValues, ValuesOfCall, gather_small_integers
+from .record import exclusive_access
+from .slot_homes import PlaceAsItem
+from .values import MISSING, is_container, items_of
 
 # -- runs until one is complete --------------------------------------------------------------------
 
@@ -290,7 +301,11 @@ class CaptureRun:
         self._tensor_writes: list[Write] = []
         self.slots, self.values = [*state.slots, *state.optimizer_slots()], state.values
         self._slot_identities = frozenset(slot.identity for slot in self.slots)
-        self.inputs = GraphInputs(self.slots, args, kwargs, unmarked)
+        self.inputs = GraphInputs(
+            tensors_of_call(self.slots, args, kwargs),
+            names_of_call(self.slots, args, kwargs),
+            unmarked,
+        )
         self._equal_counts: list[EqualInputs] = []
         if not counts_apart:
             self._equal_counts = find_equal_counts(self.inputs.all, state.optimizers.values())
@@ -332,7 +347,7 @@ class CaptureRun:
             if explained is error:
                 raise
             raise explained from error
-        _drop_unused_numbers(made.graph)
+        drop_unused_numbers(made.graph)
         if self._wanted is not None:
             self._want_values(self._wanted, made)
             return None
@@ -463,7 +478,7 @@ class CaptureRun:
         """Run the step within `make_fx`, which is given no inputs; the outputs of the graph."""
         mode = get_proxy_mode()
         assert mode is not None
-        _keep_dead_code(mode.tracer.graph)
+        keep_dead_code(mode.tracer.graph)
         inputs = self.inputs.add_placeholders(mode.tracer.graph)
         recorder = self.recorder = Recorder(mode.tracer.graph, self.inputs.mode)
         self._repeated = RepeatedMoves(recorder, self.inputs.mode)
@@ -494,7 +509,7 @@ class CaptureRun:
             self._hooks = self.inputs.tag_fakes(self.wires, self._input_attributes.copy)
             stack.enter_context(substitute_wires(dict(self.wires)))
             stack.enter_context(set_for_capture(self.modules))
-            stack.enter_context(_noting_blocks(self._blocks, self.modules, recorder, mode.tracer))
+            stack.enter_context(noting_blocks(self._blocks, self.modules, recorder, mode.tracer))
             parts = [part for module in self.modules for part in module.modules()]
             stack.enter_context(exclusive_access(parts))  # whose tensors are exchanged meanwhile
             stack.enter_context(self.attributes.restored())
@@ -778,46 +793,11 @@ class CaptureRun:
         self.outputs.add_cotangents(self.recorder)
 
 
-@contextmanager
-def _noting_blocks(
-    choice: BlockChoice, models: Iterable[nn.Module], recorder: Recorder, tracer: Any
-) -> Iterator[None]:
-    """Within, the nodes of each block that `tracer` (fx's) meets are noted as its own."""
-    blocks, usual = choice.find(models), tracer.call_module
-
-    def call_module(m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        with recorder.block(type(m)) if m in blocks else nullcontext():
-            return usual(m, forward, args, kwargs)
-
-    if not blocks:
-        yield
-        return
-    tracer.call_module = call_module
-    try:
-        yield
-    finally:
-        del tracer.call_module
-
-
 def _must_be_kept(write: Write, known: set[int]) -> bool:
     """True if a write is the user's, or leaves a tensor in an object of a library."""
     if not write.is_of_library:
         return True
     return is_filled(write.after) or holds_made(write.after, known)
-
-
-def _keep_dead_code(graph: fx.Graph) -> None:
-    """Have `make_fx` not look for dead code, of which it drops only numbers, in a fortieth of the
-    time of a capture."""
-    graph.eliminate_dead_code = lambda *_, **__: False  # type: ignore[method-assign]
-
-
-def _drop_unused_numbers(graph: fx.Graph) -> None:
-    """Erase numbers that are computed of numbers alone, and that nobody uses."""
-    for node in reversed(graph.nodes):
-        is_dead = not node.users and is_symbolic(node.meta.get("val")) and node.op != "placeholder"
-        if is_dead and all(is_symbolic(n.meta.get("val")) for n in node.all_input_nodes):
-            graph.erase_node(node)
 
 
 def _drop_all_but(graph: fx.Graph, wanted: Iterable[fx.Node]) -> None:
@@ -835,38 +815,6 @@ def _drop_all_but(graph: fx.Graph, wanted: Iterable[fx.Node]) -> None:
 
 
 # -- checks of a run -------------------------------------------------------------------------------
-
-
-def check_constants(graph: fx.Graph) -> None:
-    """Raise CaptureError if a tensor that is no input is a constant of the graph.
-
-    Tensors that a step makes of numbers are copied first (`lift_fresh_copy`). Fake modes refuse any
-    other tensor, but a proxy mode handles some calls of one-element tensors itself.
-    """
-    for node in graph.find_nodes(op="get_attr"):
-        for user in node.users:
-            if user.op == "call_function" and not facts_of(user.target).lifts:
-                raise not_an_input(note_of(user).source)
-
-
-def check_operators(graph: fx.Graph) -> None:
-    """Raise CaptureError if the step calls an operator that is not torch's own, and of which it is
-    not known that it only makes tensors of its arguments."""
-    for node in graph.nodes:
-        space = getattr(node.target, "namespace", "aten")
-        if node.op != "call_function" or space in (*SPACES, "profiler"):
-            continue
-        if effect := find_unknown_effect(node.target):
-            raise not_captured(
-                f"the step calls {node.target}, an operator of a library of its own",
-                effect,
-                Fix(
-                    "torch.library.custom_op(..., mutates_args=())",
-                    "for what only gives new tensors",
-                ),
-                Fix("call it outside the step", "before or after, or between compiled regions"),
-                place=note_of(node).source,
-            )
 
 
 def check_arguments(call: Any, record: ReadRecord) -> None:

@@ -38,13 +38,13 @@ def attribute_set(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 class _InThisThread:
-    """A bool that is True in threads that capture, and elsewhere what it was."""
+    """A bool that is True in threads that trace, and elsewhere what it was."""
 
     def __init__(self, otherwise: Any):
         self.otherwise = otherwise
 
     def __bool__(self) -> bool:
-        return HERE.capturing or bool(self.otherwise)
+        return HERE.trace.is_tracing or bool(self.otherwise)
 
 
 def _make_bool_method(name: str) -> Callable[..., Any]:
@@ -64,7 +64,7 @@ _capturing = 0  # threads
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Within, torch and partita know that a graph is made: optimizers read no number of a tensor.
+    """Within, torch knows that a graph is made: optimizers read no number of a tensor.
 
     Private torch: `torch.compiler.is_compiling()` has no public way to be made true.
     """
@@ -75,8 +75,7 @@ def compiling() -> Iterator[None]:
             compiler._is_compiling_flag = _InThisThread(compiler._is_compiling_flag)
         _capturing += 1
     try:
-        with attribute_set(HERE, "capturing", True):
-            yield
+        yield
     finally:
         with _LOCK:
             _capturing -= 1

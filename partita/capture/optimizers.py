@@ -239,12 +239,12 @@ class CapturedOptimizers:
 
         # Global hooks are called for optimizers of other threads too.
         def begin_update(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if HERE.recorder is recorder:
+            if HERE.trace is recorder:
                 if _find_modes() != modes:
                     raise _steps_under_mode()
                 recorder.updating = True
                 if _is_of_torch(optimizer):
-                    HERE.recorder.run_without_profiling(_check_state_is_apart, optimizer)
+                    HERE.trace.run_without_profiling(_check_state_is_apart, optimizer)
                 if not any(optimizer is o for o in self.optimizers.values()):
                     self._set_up_made_optimizer(optimizer)
                 if _leaves_state_to_torch(optimizer):
@@ -259,7 +259,7 @@ class CapturedOptimizers:
         def begin_rest(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             """Widen the counts of an optimizer that has not stepped in blocks, as most do within
             partita's own hook, which runs before this."""
-            if HERE.recorder is recorder and updates.has_blocks and optimizer not in self._stepped:
+            if HERE.trace is recorder and updates.has_blocks and optimizer not in self._stepped:
                 self._counts += widen_counts(optimizer.state.values(), self._kept)
 
         def step_in_blocks(optimizer: Optimizer, run: Any, originals: Any) -> None:
@@ -267,7 +267,7 @@ class CapturedOptimizers:
             updates.update_blocks(optimizer, run, originals)
 
         def end_update(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if HERE.recorder is recorder:
+            if HERE.trace is recorder:
                 recorder.exact = None
                 narrow_counts(self._counts)
                 self._stepped.clear()

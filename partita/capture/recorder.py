@@ -218,6 +218,8 @@ class Recorder(TraceHooks, TorchDispatchMode):
         block_kinds: for each call of a block the class of the block.
     """
 
+    is_tracing = True
+
     def __init__(self, graph: fx.Graph, mode: FakeTensorMode):
         super().__init__()
         self.graph = graph
@@ -404,12 +406,12 @@ class Recorder(TraceHooks, TorchDispatchMode):
         set_proxy_slot(x, mode.tracer, get_proxy_slot(value, mode.tracer))  # type: ignore[arg-type]
 
     def __enter__(self) -> Any:
-        self._outer.append(HERE.recorder)  # itself, where it traces a call of its own
-        HERE.recorder = self
+        self._outer.append(HERE.trace)  # itself, where it traces a call of its own
+        HERE.trace = self
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> Any:
-        HERE.recorder = self._outer.pop()
+        HERE.trace = self._outer.pop()
         return super().__exit__(*error)
 
     def behind_forward(self) -> AbstractContextManager[None]:
@@ -634,7 +636,7 @@ class StepFunctionMode(TorchFunctionMode):
             # A shape, a place, a count: a graph is for one.
             args, kwargs = _with_ints((args, kwargs))
         if func is ATTENTION:
-            args, kwargs = HERE.recorder.masks.leave_out(args, kwargs, _find_node)
+            args, kwargs = HERE.trace.masks.leave_out(args, kwargs, _find_node)
         if type(func) in _C_FUNCTION_TYPES and not _is_followed(func):
             return self.calls.call(func, args, kwargs)
         if name in _READING:
@@ -657,7 +659,7 @@ class StepFunctionMode(TorchFunctionMode):
             value = _laid_out_like(x, value.detach())
         if id(x) in self._inputs.identities:
             self._written.setdefault(id(x), (x, before))
-        HERE.recorder.replace_value(x, value)
+        HERE.trace.replace_value(x, value)
 
     def copy_back(self) -> None:
         """Write what the step has left in the `.data` of its inputs into their memory."""

@@ -86,9 +86,9 @@ class _BlockHooks:
         self._in_graph = _GraphGather(self.group)
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if HERE.capturing:
+        if HERE.trace.is_tracing:
             HERE.unfinished.append(self._in_graph.end)
-            HERE.recorder.run_without_profiling(self._in_graph.begin)
+            HERE.trace.run_without_profiling(self._in_graph.begin)
             return self._prepare_inputs(args, kwargs, None)
         group = self.group
         group.open_forwards.append(None)
@@ -133,7 +133,7 @@ class _BlockHooks:
         return replace_instances((args, kwargs), torch.Tensor, prepared)
 
     def end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if HERE.capturing:
+        if HERE.trace.is_tracing:
             if HERE.unfinished and HERE.unfinished[-1] == self._in_graph.end:
                 HERE.unfinished.pop()()
             return
@@ -591,7 +591,7 @@ class _GraphGather:
 
     def end(self) -> None:
         """The forward has ended, or was aborted."""
-        HERE.recorder.run_without_profiling(self._end_forward)
+        HERE.trace.run_without_profiling(self._end_forward)
 
     def _end_forward(self) -> None:
         self.depth -= 1

@@ -142,34 +142,34 @@ def _before_step(optimizer: Optimizer, args: _Args, kwargs: _Kwargs) -> _StepCal
         return None
     _after_step(optimizer, args, kwargs)  # of a step that failed
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    HERE.recorder.run_without_profiling(refuse_given_up, params)
+    HERE.trace.run_without_profiling(refuse_given_up, params)
     spread = [p for p in params if isinstance(p, DTensor)]
     # A closure computes new gradients, which only the step itself sees.
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     plain = type(optimizer) in _ELEMENTWISE and closure is None
     if not spread:
-        if not plain or not HERE.recorder.updates_blocks:
+        if not plain or not HERE.trace.updates_blocks:
             return None
         args, kwargs = _run_own_hooks(optimizer, args, kwargs)
         _run_step(optimizer, {}, args, kwargs)
         return _make_idle_step_args(optimizer, args, kwargs)
     _agree_settings(optimizer, spread)
-    owners = HERE.recorder.run_without_profiling(_find_owners, spread)
-    if owners and plain and HERE.capturing:
+    owners = HERE.trace.run_without_profiling(_find_owners, spread)
+    if owners and plain and HERE.trace.is_tracing:
         args, kwargs = _run_own_hooks(optimizer, args, kwargs)
         with _step_on_parts(optimizer, spread) as parts:
             originals = dict(zip(parts, spread, strict=True))
             _step_as_plain(optimizer, parts, args, kwargs, originals)
         return _make_idle_step_args(optimizer, args, kwargs)
-    alike = not owners and HERE.recorder.run_without_profiling(_lie_alike, optimizer, spread)
+    alike = not owners and HERE.trace.run_without_profiling(_lie_alike, optimizer, spread)
     if not alike:
-        HERE.recorder.run_without_profiling(reduce_gradients, spread)
+        HERE.trace.run_without_profiling(reduce_gradients, spread)
     if not plain:
-        HERE.recorder.run_without_profiling(_lay_out_states, optimizer, spread)
+        HERE.trace.run_without_profiling(_lay_out_states, optimizer, spread)
         return None
-    if not alike and not HERE.recorder.run_without_profiling(_lie_alike, optimizer, spread):
-        HERE.recorder.run_without_profiling(_lay_out_states, optimizer, spread)
-        if not HERE.recorder.run_without_profiling(_lie_alike, optimizer, spread):
+    if not alike and not HERE.trace.run_without_profiling(_lie_alike, optimizer, spread):
+        HERE.trace.run_without_profiling(_lay_out_states, optimizer, spread)
+        if not HERE.trace.run_without_profiling(_lie_alike, optimizer, spread):
             return None
     args, kwargs = _run_own_hooks(optimizer, args, kwargs)
     with _narrow_to_updated([p for p in spread if update_spec(p) is not p._spec]):
@@ -189,7 +189,7 @@ def _agree_settings(optimizer: Optimizer, params: list[DTensor]) -> None:
     Compared at an optimizer's first step, and at each step under `check_ranks()`.
     """
     check = params[0]._spec.wire.scope.check
-    if (optimizer in _agreed and check is None) or HERE.capturing:
+    if (optimizer in _agreed and check is None) or HERE.trace.is_tracing:
         return
     groups = []
     for group in optimizer.param_groups:
@@ -272,7 +272,7 @@ def _step_as_plain(
         originals: maps each tensor that the optimizer updates to the parameter that holds it.
     """
     state = optimizer.state
-    tensors = HERE.recorder.run_without_profiling(_list_tensors, optimizer, params)
+    tensors = HERE.trace.run_without_profiling(_list_tensors, optimizer, params)
     typed = type(params[0])  # another class than DTensor while a step is captured
     plain = next(cls for cls, kind in TYPED.items() if kind is typed)
     try:
@@ -313,7 +313,7 @@ def _run_step(
 ) -> None:
     """Run the optimizer's own step without its hooks; in a captured step block by block."""
     step = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]
-    HERE.recorder.step(optimizer, lambda: step(*args, **kwargs), originals)
+    HERE.trace.step(optimizer, lambda: step(*args, **kwargs), originals)
 
 
 def _lie_alike(optimizer: Optimizer, params: list[DTensor]) -> bool:

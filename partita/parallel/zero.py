@@ -183,7 +183,7 @@ class _ForwardWatch:
         self.changes: deque[object] = deque(maxlen=_CHANGES_KEPT)
 
     def __call__(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        if not self.axes or HERE.capturing:
+        if not self.axes or HERE.trace.is_tracing:
             return
         trains = model.training and torch.is_grad_enabled()
         if self.gathers and self.wire.ranks_to_wait_for:
@@ -317,7 +317,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     if state is None:  # partial gradients add up as they are, and settle in the step
         yield
         return
-    if HERE.capturing and isinstance(state, Zero):
+    if HERE.trace.is_tracing and isinstance(state, Zero):
         refuse_no_sync()
     with state.keeping_partial_gradients():
         yield
@@ -485,7 +485,7 @@ class GradReducer(ShardedState):
     def adopt_replaced(self, *_: Any) -> None:
         """A hook before the forward: take over parameters that the program has put in the places of
         others, as `load_state_dict(assign=True)` does."""
-        if HERE.capturing:
+        if HERE.trace.is_tracing:
             return
         for bucket in self._buckets:
             for slot, old in zip(bucket.slots, bucket.params, strict=True):

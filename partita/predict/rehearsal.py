@@ -93,7 +93,7 @@ def rehearse(
         stack.enter_context(compiling())
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(hidden_from_watchers())
-        stack.enter_context(attribute_set(HERE, "recorder", TraceHooks()))
+        stack.enter_context(attribute_set(HERE, "trace", _RehearsalHooks()))
         for optimizer in state.optimizers.values():  # whose state has no fakes
             stack.enter_context(optimizer.register_step_pre_hook(_refuse_step))
         stack.enter_context(ModuleAttributes(state).restored())
@@ -109,6 +109,12 @@ def rehearse(
                 raise asks_value(error) from None
 
         yield run, state
+
+
+class _RehearsalHooks(TraceHooks):
+    """Hooks of a rehearsal, which runs over fake tensors and makes no graph."""
+
+    is_tracing = True
 
 
 def runs_nothing(fn: Callable[..., Any]) -> bool:

@@ -70,7 +70,7 @@ class RematRegion(Wrapped):
         return None if self.budget is None else self.budget.now
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if HERE.capturing:
+        if HERE.trace.is_tracing:
             return _run_marked_region(self.__wrapped__, self.policy, args, kwargs)
         if torch.compiler.is_compiling():
             # torch.compile knows torch's checkpoint.
@@ -170,7 +170,7 @@ def checkpoint_name(x: torch.Tensor, name: str) -> torch.Tensor:
 
 def _run_marked_region(fn: Callable[..., Any], policy: Policy, args: Any, kwargs: Any) -> Any:
     """`fn(*args, **kwargs)` as a region of a step that is being captured."""
-    recorder = HERE.recorder
+    recorder = HERE.trace
     if HERE.watcher is not None:  # within another region, whose policy holds
         with recorder.region():
             return fn(*args, **kwargs)
@@ -369,8 +369,8 @@ class _BudgetedFunction(Wrapped):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         budget = self.budget
-        if HERE.capturing and HERE.watcher is None:
-            HERE.recorder.refuse_budget(budget.nbytes, budget.title)
+        if HERE.trace.is_tracing and HERE.watcher is None:
+            HERE.trace.refuse_budget(budget.nbytes, budget.title)
             return self.__wrapped__(*args, **kwargs)
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or budget.now is not None:
             return self.__wrapped__(*args, **kwargs)

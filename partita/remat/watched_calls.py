@@ -109,7 +109,7 @@ _KINDS: dict[Callable[..., Any], FunctionKind] = {}
 
 def current_watcher() -> Any:
     """The watcher of this thread; None while torch.compile traces, which is no business of ours."""
-    if torch.compiler.is_compiling() and not HERE.capturing:
+    if torch.compiler.is_compiling() and not HERE.trace.is_tracing:
         return None
     return HERE.watcher
 

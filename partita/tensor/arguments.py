@@ -613,7 +613,7 @@ class _NumberCheck(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         # What runs on pieces is ours, and may well be another number on each rank.
-        if _global_view() and not in_backward() and not HERE.capturing:
+        if _global_view() and not in_backward() and not HERE.trace.is_tracing:
             given = _all_tensors(args, kwargs).values()
             wires = dict.fromkeys(t._spec.wire for t in given if isinstance(t, DTensor))
             numbers = _format_numbers((*args, *sorted(kwargs.items()))) if wires else ""

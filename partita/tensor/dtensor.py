@@ -471,7 +471,7 @@ def keep_missing_gradients(ctx: Any) -> None:
     zeros. The graph is the same for all ranks. In eager code a rank without a gradient must take
     part in what the others send.
     """
-    if HERE.capturing:
+    if HERE.trace.is_tracing:
         ctx.set_materialize_grads(False)
 
 
@@ -624,7 +624,7 @@ def _refuse_to_guess(grad: torch.Tensor, spec: Spec, op: str, line: str) -> None
         return f"from_local(x, mesh, placements, grad_placements=[{text}])"
 
     axes = " and ".join(spec.used_differently)
-    ahead = HERE.recorder.is_behind_forward
+    ahead = HERE.trace.is_behind_forward
     if op == "to_local":
         whose = f"a gradient {'may come' if ahead else 'came'} back to what left as Replicate"
     else:

@@ -654,7 +654,7 @@ def _restore_partial_gradient(x: DTensor | None) -> None:
         return
     _unmark_settled(x)
     # As autograd adds to it: into the tensor that is there, which others may hold, or else anew.
-    stays = not (torch.is_grad_enabled() or HERE.capturing)
+    stays = not (torch.is_grad_enabled() or HERE.trace.is_tracing)
     with Local(), torch.no_grad():
         grad_now = _grad.__get__(x)
         if isinstance(grad_now, DTensor) and grad_now._spec is not x._spec.gradient:
@@ -718,7 +718,7 @@ def reduce_pending_gradients(params: Iterable[DTensor]) -> None:
         grad: Any = p.grad  # which types it
         if not grad._spec.is_pending:
             continue
-        if grad.requires_grad and not HERE.capturing:
+        if grad.requires_grad and not HERE.trace.is_tracing:
             _reduce_with_history(p, grad)
             continue
         if settled_spec(p) is not p._spec:
@@ -775,13 +775,15 @@ def _reduce_scatter_gradient(p: DTensor, grad: DTensor) -> None:
         rest = state_of(p).rest
         name = (rest and rest.name) or "gradients"
         shard = moved(grad, grad._spec, wanted, name, "settle")
-    HERE.recorder.replace_value(grad, shard)
+    HERE.trace.replace_value(grad, shard)
     grad._spec = wanted
     mark_settled(p)
 
 
 def _split_into_buckets(params: list[DTensor]) -> Iterable[list[DTensor]]:
-    if HERE.capturing:  # when each gradient is there, and so which go together, its graph will tell
+    if (
+        HERE.trace.is_tracing
+    ):  # when each gradient is there, and so which go together, its graph will tell
         yield from ([p] for p in params)
         return
     buckets: list[list[DTensor]] = []
@@ -822,7 +824,7 @@ def _reduce_bucket(params: list[DTensor], wire: Wire, partial: tuple[tuple[str, 
             whole = piece.view(g.shape)
             if not g.is_contiguous():  # it keeps the order in memory that autograd gave it
                 whole = torch.empty_like(g).copy_(whole)
-            HERE.recorder.fill_value(g, whole)
+            HERE.trace.fill_value(g, whole)
     for p, g in zip(params, grads, strict=True):
         g._spec = p._spec
         mark_settled(p)

@@ -61,7 +61,7 @@ def _get_data(x: DTensor) -> DTensor:
     # What is written through it is not counted in x's version. It is counted in that of an alias
     # which all tensors that this gives share.
     state = own_state(x)
-    if HERE.capturing:
+    if HERE.trace.is_tracing:
         note_unseen_write(x)
         with Local():
             return tagged(_data.__get__(x), x._spec)

@@ -524,8 +524,7 @@ class _Here(threading.local):
 
     Attributes:
         watcher: the `Watcher` of calls, or None.
-        capturing: True while a step is captured (see `capture`). Its tensors have no memory.
-        recorder: the `TraceHooks` that tensors and regions call; a capture records them as nodes.
+        trace: the `TraceHooks` that tensors and regions call; a capture records them as nodes.
         explainer: gets the plan of each call. While it is set, every call is planned anew.
         resized: called with each storage whose owner has freed or allocated its memory again.
         rerunnable: the number of things that may run a part of the program again in backward: hooks
@@ -533,8 +532,7 @@ class _Here(threading.local):
     """
 
     watcher: Any = None
-    capturing: bool = False
-    recorder: Any = TraceHooks()
+    trace: Any = TraceHooks()
     explainer: Any = None
     resized: Any = None
     rerunnable: int = 0

@@ -113,7 +113,7 @@ _TABLES_OF_HOOKS = [
 
 
 def _swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
-    if HERE.capturing:
+    if HERE.trace.is_tracing:
         # `module.to(...)` swaps fake parameters, which the weak references of a tracer forbid. It
         # means what `p.data = ...` means in eager.
         with Local():
@@ -170,7 +170,7 @@ _plain_swap = put_in_place_of("swap_tensors", _swap_tensors, torch.utils)
 
 def _clear_unwritten(made: Any) -> Any:
     """`made`, a fresh tensor, with zeros. In a graph that is traced nothing is compared."""
-    if type(made) is not torch.Tensor or made.is_quantized or HERE.capturing:
+    if type(made) is not torch.Tensor or made.is_quantized or HERE.trace.is_tracing:
         return made
     if not is_functorch_wrapped_tensor(made):
         made.data.zero_()  # counts no version
@@ -197,7 +197,7 @@ def _clear_results_of(name: str, home: Any) -> Function:
 
 def _resize_and_clear(self: torch.Tensor, *size: Any, **options: Any) -> Any:
     compiles = torch.compiler.is_dynamo_compiling()
-    if compiles or type(self) is not torch.Tensor or self.is_meta or HERE.capturing:
+    if compiles or type(self) is not torch.Tensor or self.is_meta or HERE.trace.is_tracing:
         return _plain_resize(self, *size, **options)
     held = self.untyped_storage().nbytes()
     made = _plain_resize(self, *size, **options)
@@ -625,20 +625,20 @@ _begin = getattr(torchs, BEGINS)
 
 
 def _begin_or_mark(function: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
-    return _mark_remat_region() if HERE.capturing else _begin(function, *args, **kwargs)
+    return _mark_remat_region() if HERE.trace.is_tracing else _begin(function, *args, **kwargs)
 
 
 def _mark_remat_region() -> Iterator[None]:
-    with HERE.recorder.region():
+    with HERE.trace.region():
         yield
 
 
 def _apply_or_mark(cls: type[Any], function: Any, preserve: bool, *args: Any) -> Any:
-    if not HERE.capturing:
+    if not HERE.trace.is_tracing:
         return super(torchs.CheckpointFunction, cls).apply(function, preserve, *args)
     # One that runs its forward without gradients has some where an argument has.
     trains = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
-    with HERE.recorder.region(), torch.set_grad_enabled(trains and torch.is_grad_enabled()):
+    with HERE.trace.region(), torch.set_grad_enabled(trains and torch.is_grad_enabled()):
         return function(*args)
 
 

@@ -1,6 +1,6 @@
 """Trace hooks: calls that tensors, optimizers and regions make, so that a capture can record them.
 
-`HERE.recorder` has the hooks of this thread. By default they do what eager code does. A capture
+`HERE.trace` has the hooks of this thread. By default they do what eager code does. A capture
 installs its own (`capture.recorder`), so that no package below imports it.
 """
 
@@ -20,10 +20,13 @@ class TraceHooks:
     """The hooks of this thread.
 
     Attributes:
+        is_tracing: True while the program runs over fake tensors. They have no memory: no value is
+            read, and ranks compare nothing. A backward pass belongs to the same graph.
         is_behind_forward: True if a backward is traced that the program has not called yet.
         updates_blocks: True if `step` makes the updates of a model's blocks.
     """
 
+    is_tracing = False
     is_behind_forward = False
     updates_blocks = False
 

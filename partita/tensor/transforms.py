@@ -298,7 +298,7 @@ for _name in _TRANSFORMS:
 
 def _meets_dtensors(*values: Any) -> bool:
     """True if one of `values` is a DTensor, holds one, or is a function that refers to one."""
-    if HERE.capturing:
+    if HERE.trace.is_tracing:
         return True
     for value in tree_leaves(values):
         while isinstance(value, functools.partial):

@@ -75,7 +75,7 @@ def _has_room(spec: Spec, device: torch.device | str | None) -> bool:
     if spec.local_shape == spec.padded_shape or not spec.is_padded_behind:
         return False
     # What stands for tensors while a step is captured is padded itself.
-    return not HERE.capturing and (device is None or torch.device(device).type != "meta")
+    return not HERE.trace.is_tracing and (device is None or torch.device(device).type != "meta")
 
 
 def show_front(whole: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

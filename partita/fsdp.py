@@ -209,7 +209,7 @@ class FSDPModule:
         """
         state = _state_of(self)
         if state is not None:
-            if HERE.capturing:
+            if HERE.trace.is_tracing:
                 refuse_no_sync()
             state.keeps_partial_gradients = not requires_gradient_sync
             return

@@ -15,6 +15,7 @@ import partita as pt
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MESHES = {
+    "start": {"dp": 2},
     "gpt": {"dp": 2},
     "llama": {"dp": 2, "tp": 2},
     "cnn": {"dp": 2},
@@ -42,7 +43,7 @@ def test_its_loss_falls_and_is_that_of_one_rank(name, tmp_path):
 
     def losses(sizes: dict[str, int], steps: int) -> list[float]:
         # The checkpoint of one run is not for the other.
-        where = {"run": tmp_path / str(steps)} if name == "gpt" else {}
+        where = {"run": tmp_path / str(steps)} if name in ("gpt", "start") else {}
         with pt.ranks(**sizes) as world:
             return world.run(lambda mesh: main(mesh, steps, **where))[0]
 

@@ -76,7 +76,9 @@ def check_command(words, capsys):
         case ["partita", *given]:
             check_partita(given, capsys)
         case ["torchrun", *given]:
-            if given[-1].endswith(".py"):
+            scripts = [word for word in given if word.endswith(".py")]
+            if scripts:
+                assert "/" not in scripts[0] or (ROOT / scripts[0]).exists(), words
                 return
             at = given.index("-m")
             assert given[at + 1] == "partita"

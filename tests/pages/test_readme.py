@@ -40,7 +40,8 @@ def find_programs(page: Path) -> list[tuple[str, str | None]]:
 
 def match_printed(shown: str) -> re.Pattern[str]:
     lines = [
-        r"(?:.*\n)*?" if line == "..." else re.escape(line) + "\n" for line in shown.splitlines()
+        r"(?:.*\n)*?" if line.strip() == "..." else re.escape(line) + "\n"
+        for line in shown.splitlines()
     ]
     return re.compile("".join(lines))
 

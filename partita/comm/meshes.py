@@ -55,7 +55,9 @@ def init_device_mesh(
     Raises:
         LayoutError: on every rank, if the product differs from the number of ranks of the job. For
             a mesh over some of the ranks, use `DeviceMesh(device_type, ranks)`.
+        TypeError: the sizes are not whole numbers, or the names not as many names.
     """
+    _check_mesh_arguments(device_type, mesh_shape, mesh_dim_names)
     running = running_wire()
     if running is not None:
         return _mesh_of_world(running, tuple(mesh_shape), mesh_dim_names)
@@ -106,6 +108,24 @@ def init_mesh_of_all_ranks() -> Any:
         )
     here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return init_device_mesh(here.type if here else HOST.type, (world,))
+
+
+def _check_mesh_arguments(device_type: Any, sizes: Any, names: Any) -> None:
+    """Raise TypeError if these are not a device, the axes' sizes and, if given, their names."""
+    is_sizes = isinstance(sizes, Sequence) and not isinstance(sizes, str)
+    if not is_sizes or not all(hasattr(n, "__index__") and n > 0 for n in sizes):
+        takes, given, fix = "the size, at least 1, of each mesh axis", sizes, '("cpu", (2,))'
+    elif isinstance(names, str) or (names is not None and len(names) != len(sizes)):
+        takes, given, fix = "a name for each mesh axis", names, '(..., mesh_dim_names=("dp",))'
+    elif not isinstance(device_type, str):
+        takes, given, fix = "a type of device", device_type, '("cpu", (2,))'
+    else:
+        return
+    place = user_line()
+    raise TypeError(
+        f"init_device_mesh takes {takes}, not {given!r}{f' (at {place})' if place else ''}: "
+        f"pt.init_device_mesh{fix}"
+    )
 
 
 def _mesh_of_world(wire: RankWire, sizes: tuple[int, ...], names: Sequence[str] | None) -> Any:

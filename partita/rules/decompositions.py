@@ -214,10 +214,11 @@ def moments(
 @own_op
 def power_sum(x: torch.Tensor, p: float, dim: Dim, keepdim: bool) -> torch.Tensor:
     """The sum of |x|^p over `dim`."""
+    if p == 2:  # not by |x|: at 0 its slope is 0, and so would be the second derivative
+        powers = x.real.square() + x.imag.square() if x.is_complex() else x * x
+        return torch.sum(powers, Names.of(x.ndim).dims(dim), keepdim=keepdim)
     size = x.abs()
-    if p == 2:
-        powers = size * size
-    elif p < 1:  # has no slope at 0; torch takes it as 0 there
+    if p < 1:  # has no slope at 0; torch takes it as 0 there
         zero = size == 0
         powers = (size.masked_fill(zero, 1) ** p).masked_fill(zero, 0 if p > 0 else math.inf)
     else:

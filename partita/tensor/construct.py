@@ -228,8 +228,13 @@ def _put_on_mesh(part: torch.nn.Module, key: str, before: Any, device_mesh: Any)
 
 def _normalize_size(size: tuple[Any, ...]) -> tuple[int, ...]:
     if len(size) == 1 and isinstance(size[0], (tuple, list)):
-        return tuple(size[0])
-    return tuple(size)
+        size = tuple(size[0])
+    try:
+        return torch.Size(size)
+    except TypeError:
+        given = next(n for n in size if not hasattr(n, "__index__"))
+        fix = "pt.zeros(4, 8, device_mesh=mesh)"
+        raise make_argument_error("a size", "whole numbers", given, fix) from None
 
 
 def _fill_pieces(

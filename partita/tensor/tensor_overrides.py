@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch._C import DisableTorchFunction  # type: ignore[attr-defined]  # for modes, too
 from torch._C import DisableTorchFunctionSubclass as Local
 from torch._C import _is_torch_function_enabled as _global_view
@@ -92,7 +93,8 @@ def _set_data(x: torch.Tensor, value: torch.Tensor) -> None:
         before, after = value._spec, x._spec
         with Local(), torch.no_grad():
             alike = before.wire is after.wire and before.shape == after.shape
-            if x.requires_grad and alike and before is not after:
+            is_kept = x.requires_grad or isinstance(x, nn.Parameter)  # a frozen one, too
+            if is_kept and alike and before is not after:
                 # Its optimizer's state, its gradient and ZeRO's blocks lie as a parameter does.
                 value = tagged(moved(value, before, after, "x.data = y", "explicit"), after)
             _data.__set__(x, value)

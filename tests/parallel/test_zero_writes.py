@@ -290,3 +290,31 @@ def test_a_forward_that_writes_the_rows_of_one_rank_is_an_error_on_all_ranks_in_
 
     with pt.ranks(dp=2) as world:
         world.run(body)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("set_", [False, True])
+def test_a_frozen_parameter_that_is_given_other_data_keeps_its_layout(stage, set_):
+    def program(model, spread):
+        model[0].requires_grad_(False)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        vector = nn.utils.parameters_to_vector(model[0].parameters()).detach() * 0.5
+        if set_:
+            with torch.no_grad():
+                at = 0
+                for p in model[0].parameters():
+                    p.set_(vector[at : (at := at + p.numel())].view_as(p))
+        else:
+            nn.utils.vector_to_parameters(vector, model[0].parameters())
+        for is_trained in (False, True):
+            model[0].requires_grad_(is_trained)
+            loss_of(model, spread(X)).backward()
+            optimizer.step()
+        return [whole(p) for p in model.parameters()]
+
+    def make():
+        model = mlp()
+        model[0].scale = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
+        return model
+
+    run(program, stage, make)

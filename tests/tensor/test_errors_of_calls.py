@@ -198,3 +198,40 @@ def test_what_one_device_refuses_every_rank_refuses(what, first):
         call(T.clone())
     errors = each_rank(lambda mesh: call(spread(mesh, first=first)), dp=2)
     assert all(isinstance(e, Exception) for e in errors), errors
+
+
+# -- sizes and meshes ------------------------------------------------------------------------------
+
+NO_SIZES = {
+    "a text": lambda mesh: pt.zeros("4", device_mesh=mesh),
+    "a fraction": lambda mesh: pt.randn(2.5, device_mesh=mesh),
+    "none of several": lambda mesh: pt.full((2, None), 1.0, device_mesh=mesh),
+    "two sizes": lambda mesh: pt.empty((2, 3), (4,), device_mesh=mesh),
+}
+
+
+@pytest.mark.parametrize("what", NO_SIZES)
+def test_a_size_that_is_none_names_the_line_and_what_to_write(what):
+    for error in each_rank(NO_SIZES[what], dp=2):
+        assert isinstance(error, TypeError)
+        assert "a size takes whole numbers, not " in str(error), error
+        assert "test_errors_of_calls.py:" in str(error), error
+
+
+NO_MESHES = {
+    "one size": (("cpu", 2), {}),
+    "a text": (("cpu", "2"), {}),
+    "none": (("cpu", None), {}),
+    "a fraction": (("cpu", (2.0,)), {}),
+    "no ranks": (("cpu", (0, 2)), {}),
+    "one name": (("cpu", (2,)), {"mesh_dim_names": "dp"}),
+    "too many names": (("cpu", (2,)), {"mesh_dim_names": ("dp", "tp")}),
+    "no device": ((2, (2,)), {}),
+}
+
+
+@pytest.mark.parametrize("what", NO_MESHES)
+def test_a_mesh_of_other_arguments_is_refused_with_what_to_write(what):
+    args, kwargs = NO_MESHES[what]
+    with pytest.raises(TypeError, match=r"init_device_mesh takes .*: pt.init_device_mesh\("):
+        pt.init_device_mesh(*args, **kwargs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.autograd.functional import hessian, jacobian
+from torch.nn import functional as F
 
 import partita as pt
 from partita import Invariant, Partial, Replicate, Shard
@@ -102,6 +103,36 @@ BATCHED = [_batched, _batched_of_two, _jacobian, _jacobian_with_graph, _hessian]
 @pytest.mark.parametrize("program", BATCHED)
 def test_gradients_in_a_batch_are_those_of_one_device(program):
     _check(program)
+
+
+# -- where a value is zero -------------------------------------------------------------------------
+
+
+def _norm_where_elements_are_zero(compute_norm):
+    def program(mesh, placement):
+        x = torch.tensor([[0.0, 1.0], [2.0, 0.0], [0.0, 0.0]], dtype=torch.float64)
+        x = _lay_out(mesh, x, placement).requires_grad_()
+        (first,) = torch.autograd.grad(compute_norm(x).sum(), x, create_graph=True)
+        weights = torch.arange(1.0, 7, dtype=torch.float64).view(3, 2)
+        (second,) = torch.autograd.grad((first * weights).sum(), x)
+        return torch.stack([_whole(first).detach(), _whole(second)])
+
+    return program
+
+
+NORMS = [
+    torch.linalg.norm,
+    lambda x: torch.linalg.vector_norm(x, 3),
+    lambda x: torch.linalg.vector_norm(x, dim=0),
+    lambda x: F.normalize(x, dim=0),
+    lambda x: torch.linalg.matrix_norm(torch.complex(x, x * 2)),
+    lambda x: torch.dist(x, x * 3),
+]
+
+
+@pytest.mark.parametrize("compute_norm", NORMS)
+def test_a_norm_has_the_second_derivative_of_one_device_where_elements_are_zero(compute_norm):
+    _check(_norm_where_elements_are_zero(compute_norm))
 
 
 # -- gradients that torch sums ---------------------------------------------------------------------

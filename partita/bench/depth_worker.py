@@ -141,7 +141,7 @@ def _first_step(name: str, layers: int, width: int, mesh: Any, backend: str) -> 
         start = time.process_time()
         step(*rows)
         calls.append(time.process_time() - start)
-    capture, both = _seconds["capture"], _seconds["make_program"]
+    capture, both = _seconds["capture_step"], _seconds["make_program"]
     return {
         "capture": capture,
         "passes": both - capture,
@@ -157,7 +157,7 @@ def main(name: str, width: int, backend: str, depths: Sequence[int]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     mesh = pt.init_device_mesh(_DEVICE, (2,), mesh_dim_names=("dp",))
-    _timed("capture")
+    _timed("capture_step")
     _timed("make_program")
     _first_step(name, 1, width, mesh, backend)  # imports, and tables that are made once
     for layers in depths:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from types import FrameType
 from typing import Any
 
@@ -29,7 +30,7 @@ from partita.layout import Fix
 from partita.tensor.dtensor import tagged
 from partita.tensor.dtensor_gradients import select_user_hooks, update_spec
 from partita.tensor.op_facts import FACTS_THAT_CHANGE, FACTS_THAT_STAY
-from partita.tensor.tensor_state import Spec, count_writes, own_state, spec_of, state_of
+from partita.tensor.tensor_state import OURS, Spec, count_writes, own_state, spec_of, state_of
 
 from .conditions import FACTS_OF_OBJECTS, FactCondition, read_fact
 from .equal_calls import set_node_of
@@ -321,3 +322,17 @@ def hang_hooks(tensor: torch.Tensor, fake: torch.Tensor) -> list[Any]:
     for hook in select_user_hooks(getattr(tensor, "_post_accumulate_grad_hooks", None)):
         found.append(fake.register_post_accumulate_grad_hook(hook))
     return found
+
+
+# Attributes that partita sets, and that torch sets on a parameter.
+OWN_ATTRIBUTES = OURS | {"_is_param"}
+
+
+def user_attributes_of(t: torch.Tensor) -> tuple[str, ...]:
+    """The names of the attributes that a program has set on a tensor, as `_no_weight_decay`."""
+    return _names_of_user(tuple(t.__dict__))
+
+
+@lru_cache(maxsize=4096)  # most tensors have the attributes of others
+def _names_of_user(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple([n for n in names if n not in OWN_ATTRIBUTES and not n.startswith("_dynamo")])

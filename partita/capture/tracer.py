@@ -1,26 +1,442 @@
-"""Checks of a trace, and how `make_fx` is set for it."""
+"""The tracer: `Tracer`, which makes a graph of one run of a function, and `capture`, which uses it.
+
+In a run fake tensors (metadata without memory) take the places of the tensors of modules,
+optimizers and arguments. The function then runs as it is, and torch's `make_fx` records each ATen
+call, in backward and in the optimizer too, as a node. A redistribution becomes functional
+collectives on local tensors (`TraceWire`): nothing is sent, and the real tensors do not change.
+
+`capture` alone takes declared state. `guards.capture_run` drives a `Tracer` for steps that reach
+their state through Python.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
+import torch
 from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 
-from partita.graph.errors import not_an_input, not_captured
-from partita.graph.graph_nodes import note_of
+from partita.comm import TraceWire, Wire, substitute_wires
+from partita.graph.backend.executor import function_of
+from partita.graph.block_programs import inline_block_programs
+from partita.graph.errors import (
+    UnsureOfWrites,
+    explain_error,
+    not_an_input,
+    not_captured,
+    user_line_of,
+)
+from partita.graph.graph_nodes import drop_unused, lazy_graph_modules, note_of
+from partita.graph.program import Input, Program
+from partita.graph.slots import Slot
 from partita.graph.verify import SPACES
 from partita.layout import Fix
 from partita.tensor.op_facts import facts_of, find_unknown_effect
+from partita.tensor.plan import forget_plans_on
+from partita.tensor.tensor_state import HERE
 
 from .block_choice import BlockChoice
+from .block_updates import BlockUpdates
+from .capture_context import attribute_set, set_for_capture, slots_swapped, taking_turns
+from .differentiate import make_seeds_inputs
 from .fakes import is_symbolic
-from .recorder import Recorder
+from .fold import StepBlocks
+from .functionalize import functionalize_graph
+from .graph_inputs import GraphInputs, TensorFacts
+from .graph_outputs import GraphOutputs, program_of_trace
+from .optimizers import CapturedOptimizers, find_equal_counts, places_of_equal
+from .recorder import Recorder, RepeatedMoves, StepFunctionMode
+from .update_programs import count_inlined_nodes, inline_updates, outline_updates
+
+# -- a function over declared state ----------------------------------------------------------------
+
+
+@taking_turns()
+def capture(
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    modules: Sequence[nn.Module] = (),
+    optimizers: Sequence[Optimizer] = (),
+    slots: Sequence[Slot] = (),
+    blocks: BlockChoice | None = None,
+) -> Program:
+    """Returns the program of `function(*args, **kwargs)`, over the state that is declared.
+
+    - *State* is what is named: the parameters and buffers of `modules`, the state of `optimizers`,
+      and tensors in `slots`. The function may read and write it: the program does the same.
+    - *Leaves* of the arguments and of the result are tensors and numbers, in tuples, lists and
+      dictionaries. A number, also an optimizer's learning rate, is a constant of the program.
+    - *Anything else is an error*: a tensor that is neither state nor an argument, a branch on a
+      tensor's value, a leaf of another kind.
+    - Gradients that are there when the program is captured are there in each call, others are not.
+    - What the function reads of Python otherwise is as at capture, in all calls, and what it writes
+      of Python is written once. Whether that holds is the caller's business (`guards` finds out).
+
+    `program.run_graph(leaves)` runs the program and gives this rank's values of its outputs; what
+    it writes is written in place. The leaves of a call are the values of `list_slots` and of
+    `slots`, then the tensors and numbers of the arguments.
+
+    Args:
+        slots: where other tensors of the state stand.
+        blocks: which modules are blocks; None for none.
+
+    Raises:
+        CaptureError: the function does what a graph cannot express.
+    """
+    names = {f"optimizer[{i}]" if i else "optimizer": o for i, o in enumerate(optimizers)}
+    places = [*list_slots(modules, optimizers), *slots]
+    given, structure = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
+    leaves = [*(slot.value for slot in places), *given]
+    called = [(slot.name, slot.kind) for slot in places]
+    called += [(f"argument[{i}]", "argument") for i, _ in enumerate(given)]
+    for leaf, (name, _) in zip(leaves, called, strict=True):
+        _check_leaf(leaf, name)
+    inputs = GraphInputs(leaves, called, range(len(leaves)))
+    tracer = Tracer(inputs, places, modules, names, blocks or BlockChoice(()), counts_apart=True)
+    line = ""
+
+    def run() -> list[Any]:
+        nonlocal line
+        with tracer.tracing(lambda name, value, *_: value, lambda *_: None):
+            now: Any = pytree.tree_unflatten([*map(inputs.stand_in, given)], structure)
+            try:
+                with tracer.following_functions() as functions:
+                    result = function(*now[0], **now[1])
+            except Exception as error:
+                line = user_line_of(error)
+                raise
+            functions.copy_back()
+            with torch.no_grad():
+                found, of_result = pytree.tree_flatten(result)
+                tracer.outputs.add_result(found, of_result, partial(_check_leaf, name="a result"))
+                tracer.collect_state()
+                tracer.outputs.add_left_gradients()
+            tracer.finish_outputs()
+        return tracer.outputs.values
+
+    try:
+        made = tracer.trace(run)
+    except Exception as error:
+        explained = explain_error(error, line, tracer.called_last)
+        if explained is error:
+            raise
+        raise explained from error
+    finally:
+        tracer.forget()
+    tracer.check(made)
+    folded = tracer.fold(made)
+    try:
+        program, _ = tracer.make_program(made)
+    except UnsureOfWrites:
+        tracer.inline_blocks(made, folded)
+        program, _ = tracer.make_program(made)
+    program.call = function_of(program.graph, program.groups)
+    return program
+
+
+def list_slots(modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> list[Slot]:
+    """Returns where the tensors of modules and optimizers stand: their parameters and buffers, then
+    the optimizers' state as it is now."""
+    found = []
+    for i, module in enumerate(modules):
+        for prefix, part in module.named_modules():
+            where = ".".join(filter(None, (f"module[{i}]" if i else "module", prefix)))
+            for kind, home in (("parameter", part._parameters), ("buffer", part._buffers)):
+                for key, t in home.items():
+                    if t is not None:
+                        found.append(Slot(f"{where}.{key}", kind, home, key))
+    for i, optimizer in enumerate(optimizers):
+        for j, state in enumerate(optimizer.state.values()):
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    found.append(Slot(f"optimizer[{i}][{j}].{key}", "optimizer", state, key))
+    return found
+
+
+def _check_leaf(leaf: Any, name: str) -> None:
+    """Raise CaptureError if a leaf is neither a tensor nor a number."""
+    if leaf is not None and not isinstance(leaf, (torch.Tensor, bool, int, float)):
+        raise not_captured(
+            f"{name} is a {type(leaf).__name__}",
+            "a program takes and returns tensors and numbers",
+            Fix("tuples, lists and dictionaries", "of tensors and numbers"),
+        )
+
+
+# -- one run ---------------------------------------------------------------------------------------
+
+
+class Tracer:
+    """Traces one run of a function over the fakes of its inputs.
+
+    Args:
+        inputs: of the graph.
+        slots: where the tensors of the state stand.
+        modules: of the state.
+        optimizers: of the state, by name.
+        blocks: which modules are blocks.
+        counts_apart: optimizers' step counts of parameters may differ: none stands for all.
+
+    Attributes:
+        outputs: of the graph.
+        facts: answers what is asked of the metadata of inputs.
+        wires: by real wire, the one that traces.
+        equal_counts: the step counts of which one stands for all.
+        recorder: the dispatch mode through which the calls of the run go.
+        nodes: of the inputs in the graph that is traced.
+        root: the module of that graph, which holds its constants.
+        slot_values: what each slot has held when the run began.
+        updates: makes the updates of blocks.
+        called_last: the name of the function of torch that was called last.
+    """
+
+    recorder: Recorder
+    nodes: list[fx.Node]
+    root: Any
+    slot_values: list[Any]
+    updates: BlockUpdates
+    called_last = ""
+
+    def __init__(
+        self,
+        inputs: GraphInputs,
+        slots: Sequence[Slot],
+        modules: Iterable[nn.Module],
+        optimizers: Mapping[str, Optimizer],
+        blocks: BlockChoice,
+        counts_apart: bool,
+    ):
+        self.inputs, self.slots, self.modules, self.blocks = inputs, slots, [*modules], blocks
+        self.optimizers = CapturedOptimizers({**optimizers})
+        counted = () if counts_apart else optimizers.values()
+        self.equal_counts = find_equal_counts(inputs.all, counted)
+        self.outputs, self.facts = GraphOutputs(inputs), TensorFacts(inputs)
+        self.wires: dict[Wire, TraceWire] = {}
+        self._slots_by_fake: dict[int, Slot] = {}
+        self._hooks: list[Any] = []
+
+    # -- the run -----------------------------------------------------------------------------------
+
+    def trace(self, run: Callable[[], Sequence[Any]]) -> fx.GraphModule:
+        """The graph of the calls that `run()` makes within `tracing`; `run` returns its outputs."""
+        with self.inputs.mode, lazy_graph_modules():
+            made = make_fx(
+                # Of a method fx would take `self` for an input.
+                lambda: self._trace(run),
+                _error_on_data_dependent_ops=True,
+                _disable_torch_fn_metadata_mode=True,
+            )()
+        _drop_unused_numbers(made.graph)
+        return made
+
+    def _trace(self, run: Callable[[], Sequence[Any]]) -> list[Any]:
+        mode = get_proxy_mode()
+        assert mode is not None
+        self._fx_tracer, self.root = mode.tracer, getattr(mode.tracer, "root", None)
+        _keep_dead_code(mode.tracer.graph)
+        self.nodes = self.inputs.add_placeholders(mode.tracer.graph)
+        self.recorder = Recorder(mode.tracer.graph, self.inputs.mode)
+        self._repeated = RepeatedMoves(self.recorder, self.inputs.mode)
+        found = run()
+        self.recorder.finish()
+        return [*found]
+
+    @contextmanager
+    def tracing(
+        self, number: Callable[..., Any], copy_attributes: Callable[..., None]
+    ) -> Iterator[None]:
+        """Within, the state holds fakes, and calls of this thread become nodes.
+
+        Args:
+            number: gives what stands for a float of an optimizer, by name, value, home and path.
+            copy_attributes: gives a fake the attributes of its input (`GraphInputs.tag_fakes`).
+        """
+        stand_in, recorder = self.inputs.stand_in, self.recorder
+        with ExitStack() as stack:
+            stack.enter_context(recorder)
+            self._make_wires()
+            self._hooks = self.inputs.tag_fakes(self.wires, copy_attributes)
+            stack.enter_context(substitute_wires(dict(self.wires)))
+            stack.enter_context(set_for_capture(self.modules))
+            stack.enter_context(
+                _noting_blocks(self.blocks, self.modules, recorder, self._fx_tracer)
+            )
+            self.slot_values = stack.enter_context(slots_swapped(self.slots, stand_in))
+            self.updates = BlockUpdates(recorder, self.inputs.mode, self.blocks, self.modules)
+            stack.enter_context(
+                self.optimizers.standing_in(stand_in, number, recorder, self.updates)
+            )
+            yield
+
+    def _make_wires(self) -> None:
+        for given in self.inputs.all:
+            spec = given.spec
+            if spec is not None and spec.wire not in self.wires:
+                wire = spec.wire
+                trace = TraceWire(wire, self.inputs.coordinates(wire))
+                trace.noting = partial(self.recorder.noting, trace)
+                trace.repeating = self._repeated.carry
+                self.wires[wire] = trace
+
+    @contextmanager
+    def following_functions(self, reads_values: bool = False) -> Iterator[StepFunctionMode]:
+        """Within, the function runs: the calls that it makes of torch by name are followed.
+
+        Args:
+            reads_values: what `.item()` gives is the value, where that follows from the call's
+                data.
+        """
+        functions = StepFunctionMode(self.inputs, self.facts, reads_values)
+        own = functions.calls.call_own
+        # A NotABlock, which is no Exception, does not run the hooks after a module's forward.
+        with (
+            HERE.breaking_off(),
+            attribute_set(self.recorder, "run_without_profiling", own),
+            functions,
+        ):
+            try:
+                yield functions
+            finally:
+                self.called_last = functions.called_last
+
+    # -- what comes out ----------------------------------------------------------------------------
+
+    def collect_state(self) -> None:
+        """Add to the outputs what slots and optimizers hold after the run.
+
+        Raises:
+            CaptureError: a slot holds no tensor any more.
+        """
+        pairs = zip(self.slot_values, self.slots, strict=True)
+        self._slots_by_fake = {id(fake): slot for fake, slot in reversed([*pairs])}
+        new_state = self.optimizers.list_new_state(self._find_slot)
+        for slot, first in zip(self.slots, self.slot_values, strict=True):
+            value = slot.find_value()
+            if value is not first and slot.kind != "optimizer":
+                if not isinstance(value, torch.Tensor):
+                    raise not_captured(
+                        f"{slot.name} is no tensor after the step",
+                        "it would be one before the next step",
+                    )
+                self.outputs.add_slot(slot, value)
+        for slot, value in new_state:
+            self.outputs.add_slot(slot, value)
+
+    def _find_slot(self, fake: torch.Tensor) -> Slot | None:
+        """The slot of the input for which `fake` stands; None where it is no input."""
+        given = self.inputs.input_of(fake)
+        if given is None:
+            return None
+        return self._slots_by_fake.get(id(fake)) or Slot(given.name, "value", [given.tensor], 0)
+
+    def finish_outputs(self) -> None:
+        """Add the gradients of results that have a history, and the values that ranks compare."""
+        if self.outputs.differentiable:
+            for hook in self._hooks:  # the tensors' own will see the gradients that backward gives
+                hook.remove()
+            self.outputs.add_cotangents(self.recorder)
+        admitted = [value for trace in self.wires.values() for value in trace.admitted]
+        self.outputs.add_unreturned("admitted", admitted)
+
+    # -- the graph ---------------------------------------------------------------------------------
+
+    def check(self, made: fx.GraphModule) -> None:
+        """Raise CaptureError where the graph would do something else than the run."""
+        _check_constants(made.graph)
+        _check_operators(made.graph)
+        self.inputs.drop_unread_marks(made.graph)
+        drop_unused(made.graph)
+
+    def fold(self, made: fx.GraphModule, flat: str = "") -> StepBlocks:
+        """Replace equal blocks by calls of one program.
+
+        Args:
+            flat: why all blocks are inlined; "" to fold them.
+        """
+        pairs = zip(made.graph.find_nodes(op="placeholder"), self.inputs.all, strict=True)
+        coordinates = {node for node, given in pairs if given.kind == "coordinate"}
+        env = self.inputs.mode.shape_env
+        blocks = StepBlocks(made, self.recorder.block_kinds, coordinates, env)
+        if self.outputs.seeds:
+            flat = "a result of the step has a history"
+        if self.blocks.outline_above is None:
+            flat = "sections=False, or passes of your own"
+        if flat:
+            blocks.leave_flat(flat)
+        if flat or not self._outline(made, blocks, self.blocks.outline_above or 0):
+            inline_updates(made.graph)
+        return blocks
+
+    def _outline(self, made: fx.GraphModule, blocks: StepBlocks, least: int) -> bool:
+        """Replace blocks by calls; False where all have to be inlined."""
+        try:
+            with self.inputs.mode:
+                size = count_inlined_nodes(made.graph)
+                if size < least:
+                    blocks.leave_flat(f"the step has {size} calls, fewer than {least}")
+                    return False
+                are_folded = blocks.fold()
+                return outline_updates(made, self._places_of_equal()) or are_folded
+        except UnsureOfWrites:
+            return False
+
+    def inline_blocks(self, made: fx.GraphModule, blocks: StepBlocks) -> None:
+        """Inline blocks around whose calls the graph cannot do without writes."""
+        inline_block_programs(made.graph)
+        blocks.leave_flat("around calls of blocks, the step has no graph without writes")
+
+    def list_read_inputs(self, made: fx.GraphModule) -> list[Input]:
+        """The inputs that the graph reads, the gradients of results among them."""
+        make_seeds_inputs(made.graph, self.outputs.seeds, self.inputs)
+        nodes = [n for n in made.graph.nodes if n.op == "placeholder"]
+        drop_unused(made.graph)
+        return [i for node, i in zip(nodes, self.inputs.all, strict=True) if node.users]
+
+    def functionalize(self, made: fx.GraphModule) -> fx.GraphModule:
+        """The graph without writes but those into inputs, at its end.
+
+        Raises:
+            UnsureOfWrites: blocks that are calls in it have to be inlined.
+        """
+        with self.inputs.mode:
+            return functionalize_graph(made, self._places_of_equal())
+
+    def _places_of_equal(self) -> list[list[int]]:
+        return places_of_equal(self.inputs.all, self.equal_counts)
+
+    def make_program(self, made: fx.GraphModule) -> tuple[Program, list[Any]]:
+        """The program of a traced graph, and the values that ranks compare before it runs.
+
+        Raises:
+            UnsureOfWrites: blocks that are calls in it have to be inlined.
+        """
+        self.list_read_inputs(made)
+        made = self.functionalize(made)
+        with self.inputs.mode:
+            program, _, admitted = program_of_trace(
+                made, self.inputs, self.wires, self.outputs, Program
+            )
+        env: Any = self.inputs.mode.shape_env
+        env.forget()
+        return program, admitted
+
+    def forget(self) -> None:
+        """Drop what the run has left in caches and wires."""
+        forget_plans_on(set(self.wires.values()))
+        for wire in self.wires.values():
+            wire.forget()
 
 
 @contextmanager
-def noting_blocks(
+def _noting_blocks(
     choice: BlockChoice, models: Iterable[nn.Module], recorder: Recorder, tracer: Any
 ) -> Iterator[None]:
     """Within, the nodes of each block that `tracer` (fx's) meets are noted as its own."""
@@ -40,13 +456,13 @@ def noting_blocks(
         del tracer.call_module
 
 
-def keep_dead_code(graph: fx.Graph) -> None:
+def _keep_dead_code(graph: fx.Graph) -> None:
     """Have `make_fx` not look for dead code, of which it drops only numbers, in a fortieth of the
     time of a capture."""
     graph.eliminate_dead_code = lambda *_, **__: False  # type: ignore[method-assign]
 
 
-def drop_unused_numbers(graph: fx.Graph) -> None:
+def _drop_unused_numbers(graph: fx.Graph) -> None:
     """Erase numbers that are computed of numbers alone, and that nobody uses."""
     for node in reversed(graph.nodes):
         is_dead = not node.users and is_symbolic(node.meta.get("val")) and node.op != "placeholder"
@@ -54,7 +470,10 @@ def drop_unused_numbers(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def check_constants(graph: fx.Graph) -> None:
+# -- checks of a run -------------------------------------------------------------------------------
+
+
+def _check_constants(graph: fx.Graph) -> None:
     """Raise CaptureError if a tensor that is no input is a constant of the graph.
 
     Tensors that a step makes of numbers are copied first (`lift_fresh_copy`). Fake modes refuse any
@@ -66,7 +485,7 @@ def check_constants(graph: fx.Graph) -> None:
                 raise not_an_input(note_of(user).source)
 
 
-def check_operators(graph: fx.Graph) -> None:
+def _check_operators(graph: fx.Graph) -> None:
     """Raise CaptureError if the step calls an operator that is not torch's own, and of which it is
     not known that it only makes tensors of its arguments."""
     for node in graph.nodes:

@@ -25,7 +25,7 @@ from partita.graph.step_forms import CapturedForms, FormSearch
 from partita.graph.step_report import changes_of
 from partita.graph.verify import verifies_each_pass, verify
 from partita.guards.answers import Guesses
-from partita.guards.capture_run import capture
+from partita.guards.capture_run import capture_step
 from partita.guards.captured_program import CapturedProgram
 from partita.guards.inputs import State, tensors_of_call
 from partita.guards.predicted_values import ValuesOfCall
@@ -61,7 +61,7 @@ def make_program(
     tensors = tensors_of_call(slots, args, kwargs)
 
     def capture_forms() -> FormSearch:
-        program = capture(step, args, kwargs, state, guesses, values, blocks, counts_apart)
+        program = capture_step(step, args, kwargs, state, guesses, values, blocks, counts_apart)
         program.options = options
         if verifies_each_pass():
             verify(program, "capture")

@@ -1,11 +1,8 @@
-"""Capture: runs a step over fake tensors until one run gives a complete graph.
+"""The capture of a step that reads Python: runs it until one run gives a complete graph.
 
-In a run fake tensors (metadata without memory) take the places of parameters, optimizer state and
-arguments, symbolic floats those of Python floats. The step then runs as it is, and torch's
-`make_fx` records each ATen call, in backward and in the optimizer too, as a node. A redistribution
-becomes functional collectives on local tensors (`TraceWire`): nothing is sent, and the real tensors
-do not change. `CaptureRun.program` then rewrites the traced graph without writes and finds its
-inputs and outputs. `capture` repeats this where a run shows that another is needed, and with what.
+`CaptureRun` drives a `Tracer` (`capture.tracer`) and records what the step reads and writes of
+Python meanwhile. Floats and answers to questions about values are inputs or conditions of the
+program. `capture_step` repeats this where a run shows that another is needed, and with what.
 """
 
 from __future__ import annotations
@@ -18,43 +15,24 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils import _pytree as pytree
 
 from partita.capture.block_choice import BlockCalls, BlockChoice, BlocksTraced
 from partita.capture.block_tracing import NotABlock
-from partita.capture.block_updates import BlockUpdates
 from partita.capture.capture_context import (
-    attribute_set,
-    set_for_capture,
-    slots_swapped,
     taking_turns,
     without_function_modes,
 )
-from partita.capture.conditions import Conditions, EqualInputs, GradientCondition, kind_of_gradient
-from partita.capture.differentiate import make_seeds_inputs
+from partita.capture.conditions import Conditions, GradientCondition, kind_of_gradient
 from partita.capture.equal_calls import node_of
 from partita.capture.fakes import is_symbolic
-from partita.capture.fold import StepBlocks
-from partita.capture.functionalize import functionalize_graph
-from partita.capture.graph_inputs import WITHOUT_GRADIENT, GraphInputs, TensorFacts
-from partita.capture.optimizers import CapturedOptimizers, find_equal_counts, places_of_equal
-from partita.capture.recorder import (
-    Recorder,
-    RepeatedMoves,
-    StepFunctionMode,
-)
-from partita.capture.tracer import (
-    check_constants,
-    check_operators,
-    drop_unused_numbers,
-    keep_dead_code,
-    noting_blocks,
-)
-from partita.capture.update_programs import count_inlined_nodes, inline_updates, outline_updates
-from partita.comm import TraceWire, Wire, substitute_wires
+from partita.capture.graph_inputs import WITHOUT_GRADIENT, GraphInputs
+from partita.capture.graph_outputs import list_trained, program_of_trace
+from partita.capture.tracer import Tracer
+from partita.capture.update_programs import inline_updates
+from partita.comm import user_line
 from partita.graph.backend.executor import function_of
-from partita.graph.block_programs import inline_block_programs
 from partita.graph.errors import (
     CaptureError,
     UnsureOfWrites,
@@ -63,12 +41,10 @@ from partita.graph.errors import (
     not_captured,
     user_line_of,
 )
-from partita.graph.graph_nodes import drop_unused, has_effect, lazy_graph_modules
+from partita.graph.graph_nodes import has_effect
 from partita.graph.program import Input
 from partita.graph.slots import Slot
 from partita.layout import Fix, LayoutError
-from partita.tensor.plan import forget_plans_on
-from partita.tensor.tensor_state import HERE
 
 from . import Guards, ReadRecord, Write
 from .answers import (
@@ -92,19 +68,22 @@ from .arguments import (
     unflatten_call,
 )
 from .bytecode import asks_which_object, compares_objects
-from .captured_program import CapturedProgram, extract_answers, extract_values
+from .captured_program import (
+    CapturedProgram,
+    extract_answers,
+    extract_compared,
+    extract_values,
+)
 from .guards import ReadInputs, find_first_leaves
 from .inputs import State, names_of_call, tensors_of_call
 from .outputs import (
-    GraphOutputs,
     InputAttributes,
     ModuleAttributes,
+    check_result,
     holds_made,
     is_filled,
     is_held,
-    list_trained,
     make_left_error,
-    program_of_trace,
     unrepeated_write_error,
 )
 from .predicted_values import PredictedValues, ValuesOfCall, gather_small_integers
@@ -116,7 +95,7 @@ from .values import MISSING, is_container, items_of
 
 
 @taking_turns()
-def capture(
+def capture_step(
     step: Callable[..., Any],
     args: Any,
     kwargs: Any,
@@ -223,9 +202,7 @@ def trace_once(run: CaptureRun) -> CapturedProgram | None:
         return run.program()
     finally:
         run.numbers.env.stop_asking()
-        forget_plans_on(set(run.wires.values()))
-        for wire in run.wires.values():
-            wire.forget()
+        run.tracer.forget()
 
 
 def _check_repeats(run: CaptureRun, other: CaptureRun) -> None:
@@ -306,9 +283,9 @@ class CaptureRun:
             names_of_call(self.slots, args, kwargs),
             unmarked,
         )
-        self._equal_counts: list[EqualInputs] = []
-        if not counts_apart:
-            self._equal_counts = find_equal_counts(self.inputs.all, state.optimizers.values())
+        modules, optimizers = state.modules.values(), state.optimizers
+        self.tracer = Tracer(self.inputs, self.slots, modules, optimizers, blocks, counts_apart)
+        self.outputs = self.tracer.outputs
         self.read_marks: set[int] = set()
         self.unmarked = unmarked
         self.questions = AskedQuestions(guesses)
@@ -317,12 +294,7 @@ class CaptureRun:
         numbers: Any = self.inputs.mode.shape_env
         numbers.answer = self._answer
         self.numbers = CapturedNumbers(numbers, plain)
-        self.tensor_facts = TensorFacts(self.inputs)
-        self.optimizers = CapturedOptimizers(state.optimizers)
-        self.attributes, self.modules = ModuleAttributes(state), state.modules.values()
-        self._blocks = blocks
-        self.wires: dict[Wire, TraceWire] = {}
-        self.outputs = GraphOutputs(self.inputs)
+        self.attributes = ModuleAttributes(state)
         self._input_attributes = InputAttributes(self.record)
         self.meets_unknown_tensors = False
 
@@ -332,37 +304,24 @@ class CaptureRun:
         Returns:
             None where the step has read marks: see `read_marks`.
         """
-        inputs = self.inputs
+        tracer = self.tracer
         self._error_line, self._called_last, self.raised = "", "", False
         try:
-            with inputs.mode, lazy_graph_modules():
-                made = make_fx(
-                    # Of a method fx would take `self` for an input.
-                    lambda: self._trace_step(),
-                    _error_on_data_dependent_ops=True,
-                    _disable_torch_fn_metadata_mode=True,
-                )()
+            made = tracer.trace(self._trace_step)
         except Exception as error:
             explained = explain_error(error, self._error_line, self._called_last)
             if explained is error:
                 raise
             raise explained from error
-        drop_unused_numbers(made.graph)
         if self._wanted is not None:
             self._want_values(self._wanted, made)
             return None
-        check_constants(made.graph)
-        check_operators(made.graph)
-        inputs.drop_unread_marks(made.graph)
-        drop_unused(made.graph)
-        blocks = self._find_blocks(made)
-        if not self._outline_blocks(made, blocks):
-            inline_updates(made.graph)
+        tracer.check(made)
+        blocks = tracer.fold(made, "the step reads values of tensors" * bool(self.questions.values))
         try:
             program = self._make_program(made, blocks.calls)
         except UnsureOfWrites:
-            inline_block_programs(made.graph)
-            blocks.leave_flat("around calls of blocks, the step has no graph without writes")
+            tracer.inline_blocks(made, blocks)
             program = self._make_program(made, blocks.calls)
         self.numbers.env.forget()
         return program
@@ -379,16 +338,16 @@ class CaptureRun:
             )
         inline_updates(made.graph)
         _drop_all_but(made.graph, made.graph.find_nodes(op="output")[0].all_input_nodes)
-        with inputs.mode:
-            made = functionalize_graph(made, places_of_equal(inputs.all, self._equal_counts))
+        made = self.tracer.functionalize(made)
         given = dict(zip(made.graph.find_nodes(op="placeholder"), inputs.all, strict=True))
         side = extract_values(made, given, made.graph.find_nodes(op="output")[0].args[0])
         self.read_marks = {given.index for given in side.inputs if given.kind == "mark"}
         if self.read_marks:
             return
-        groups = {name: (t.real, a) for t in self.wires.values() for name, a in t.groups.items()}
+        wires = self.tracer.wires
+        groups = {name: (t.real, a) for t in wires.values() for name, a in t.groups.items()}
         run = function_of(side.graph, groups)
-        known, given_all, real = self._values_of_call, [*inputs.all], [*self.wires]
+        known, given_all, real = self._values_of_call, [*inputs.all], [*wires]
 
         def compute(tensors: Sequence[Any]) -> ValuesOfCall:
             reads = tuple(t.item() for t in side.compute(tensors, run))
@@ -399,36 +358,6 @@ class CaptureRun:
         wanted.compute = compute
         raise wanted
 
-    def _find_blocks(self, made: fx.GraphModule) -> StepBlocks:
-        pairs = zip(made.graph.find_nodes(op="placeholder"), self.inputs.all, strict=True)
-        coordinates = {node for node, given in pairs if given.kind == "coordinate"}
-        kinds, env = self.recorder.block_kinds, self.inputs.mode.shape_env
-        return StepBlocks(made, kinds, coordinates, env)
-
-    def _outline_blocks(self, made: fx.GraphModule, blocks: StepBlocks) -> bool:
-        """Replace blocks by calls in a traced graph; False where all have to be inlined."""
-        least = self._blocks.outline_above
-        if least is None:
-            blocks.leave_flat("sections=False, or passes of your own")
-            return False
-        if self.outputs.seeds:
-            blocks.leave_flat("a result of the step has a history")
-            return False
-        if self.questions.values:
-            blocks.leave_flat("the step reads values of tensors")
-            return False
-        try:
-            with self.inputs.mode:
-                size = count_inlined_nodes(made.graph)
-                if size < least:
-                    blocks.leave_flat(f"the step has {size} calls, fewer than {least}")
-                    return False
-                are_folded = blocks.fold()
-                equal = places_of_equal(self.inputs.all, self._equal_counts)
-                return outline_updates(made, equal) or are_folded
-        except UnsureOfWrites:
-            return False
-
     def _make_program(
         self, made: fx.GraphModule, calls: tuple[BlockCalls, ...]
     ) -> CapturedProgram | None:
@@ -437,32 +366,33 @@ class CaptureRun:
         Raises:
             UnsureOfWrites: blocks that are calls in it have to be inlined.
         """
-        inputs = self.inputs
-        make_seeds_inputs(made.graph, self.outputs.seeds, inputs)
-        nodes = [n for n in made.graph.nodes if n.op == "placeholder"]
-        drop_unused(made.graph)
-        read = [i for node, i in zip(nodes, inputs.all, strict=True) if node.users]
+        tracer, inputs = self.tracer, self.inputs
+        read = tracer.list_read_inputs(made)
         self.read_marks = {given.index for given in read if given.kind == "mark"}
         if self.read_marks:
             return None
         self.read_gradients = {i.index for i in read if i.kind == "gradient"} | self.unmarked
+        made = tracer.functionalize(made)
         with inputs.mode:
-            made = functionalize_graph(made, places_of_equal(inputs.all, self._equal_counts))
             if self.questions.values:
                 gate_writes(made.graph, self.questions.answers.values)
-            conditions = self._collect_conditions()
-            program = program_of_trace(made, inputs, self.wires, self.outputs, conditions)
+            program, given, admitted = program_of_trace(
+                made, inputs, tracer.wires, self.outputs, CapturedProgram
+            )
+            program.conditions = self._collect_conditions()
+            program.compared = extract_compared(made, given, admitted, user_line())
         program.answers, program.trained = self.questions.answers, self._trained
         if program.answers.numeric:
             program.asked = extract_answers(program, program.answers.numeric)
-        apart, updates = self._blocks.apart_by_name, self._updates.structures
+        apart, updates = tracer.blocks.apart_by_name, tracer.updates.structures
         program.blocks = BlocksTraced(calls, apart, updates)
-        program.work = [work for wire in self.wires.values() for work in wire.work]
+        program.work = [work for wire in tracer.wires.values() for work in wire.work]
         return program
 
     def _collect_conditions(self) -> Conditions:
-        numbers, facts = self.numbers.conditions(), self.tensor_facts.conditions()
-        return Conditions((*numbers, *facts, *self._gradient_conditions(), *self._equal_counts))
+        numbers, facts = self.numbers.conditions(), self.tracer.facts.conditions()
+        counts = self.tracer.equal_counts
+        return Conditions((*numbers, *facts, *self._gradient_conditions(), *counts))
 
     def _gradient_conditions(self) -> Iterator[GradientCondition]:
         """Of each gradient that the step reads, whether it is there and of what metadata."""
@@ -475,68 +405,46 @@ class CaptureRun:
     # -- the run -----------------------------------------------------------------------------------
 
     def _trace_step(self) -> list[Any]:
-        """Run the step within `make_fx`, which is given no inputs; the outputs of the graph."""
-        mode = get_proxy_mode()
-        assert mode is not None
-        keep_dead_code(mode.tracer.graph)
-        inputs = self.inputs.add_placeholders(mode.tracer.graph)
-        recorder = self.recorder = Recorder(mode.tracer.graph, self.inputs.mode)
-        self._repeated = RepeatedMoves(recorder, self.inputs.mode)
+        """Run the step; the outputs of the graph."""
+        recorder = self.tracer.recorder
         recorder.note_read = self._note_read
         recorder.follows_from_integers = partial(self._follows_from_data, only_integers=True)
         try:
-            self._run_step(recorder, inputs, mode)
+            self._run_step()
         except ValuesWanted as wanted:
             self._wanted = wanted
             return [*self.questions.reads]
         finally:
             recorder.note_read = lambda number, of: None
             recorder.follows_from_integers = lambda number: False
-        recorder.finish()
         return self.outputs.values
 
-    def _run_step(self, recorder: Recorder, inputs: list[fx.Node], mode: Any) -> None:
-        stand_in = self.inputs.stand_in
+    def _run_step(self) -> None:
+        tracer = self.tracer
+        pairs = [*zip(tracer.nodes, self.inputs.all, strict=True)]
+        self._kinds = {n: i.kind for n, i in pairs}
         with ExitStack() as stack:
-            stack.enter_context(recorder)
-            self._make_wires()
-            pairs = [*zip(inputs, self.inputs.all, strict=True)]
-            self._kinds = {n: i.kind for n, i in pairs}
-            root = getattr(mode.tracer, "root", None)
-            self._predicted = PredictedValues(
-                recorder.graph, root, dict(pairs), self.wires, self._values_of_call
-            )
-            self._hooks = self.inputs.tag_fakes(self.wires, self._input_attributes.copy)
-            stack.enter_context(substitute_wires(dict(self.wires)))
-            stack.enter_context(set_for_capture(self.modules))
-            stack.enter_context(noting_blocks(self._blocks, self.modules, recorder, mode.tracer))
-            parts = [part for module in self.modules for part in module.modules()]
+            parts = [part for module in tracer.modules for part in module.modules()]
             stack.enter_context(exclusive_access(parts))  # whose tensors are exchanged meanwhile
             stack.enter_context(self.attributes.restored())
-            self._slot_values_before = stack.enter_context(slots_swapped(self.slots, stand_in))
-            self._updates = BlockUpdates(recorder, self.inputs.mode, self._blocks, self.modules)
-            stack.enter_context(
-                self.optimizers.standing_in(
-                    stand_in, self._make_symbolic_number, recorder, self._updates
-                )
+            copy_attributes = self._input_attributes.copy
+            stack.enter_context(tracer.tracing(self._make_symbolic_number, copy_attributes))
+            self._predicted = PredictedValues(
+                tracer.recorder.graph, tracer.root, dict(pairs), tracer.wires, self._values_of_call
             )
             self._number_slots = stack.enter_context(self._swap_numbers())
             args, kwargs = self._stand_in_arguments()
             stack.enter_context(self._undo_writes_on_error())
-            stack.enter_context(HERE.breaking_off())  # hooks hear of no NotABlock
             for optimizer in self.state.optimizers.values():
                 self.record.watch_new(optimizer.param_groups, "param_groups")
             self.record.watch_new((args, kwargs), "argument")
-            reads_values = bool(self.numbers.plain.why)
-            functions = StepFunctionMode(self.inputs, self.tensor_facts, reads_values)
-            own = functions.calls.call_own
-            stack.enter_context(attribute_set(recorder, "run_without_profiling", own))
+            recording = self.record.recording(self.step, self._list_plain_arguments())
+            following = tracer.following_functions(bool(self.numbers.plain.why))
             try:
-                with functions, self.record.recording(self.step, self._list_plain_arguments()):
+                with following as functions, recording:
                     result = self.step(*args, **kwargs)
             except Exception as error:
-                self._error_line = user_line_of(error)
-                self._called_last = functions.called_last
+                self._error_line, self._called_last = user_line_of(error), tracer.called_last
                 self.raised = not isinstance(error, LayoutError)
                 raise
             check_arguments((self.args, self.kwargs), self.record)
@@ -546,10 +454,7 @@ class CaptureRun:
             self._collect_writes()
             with torch.no_grad():
                 self._collect_outputs(result)
-            if self.outputs.differentiable:
-                self._add_cotangents()
-            admitted = [value for trace in self.wires.values() for value in trace.admitted]
-            self.outputs.add_unreturned("admitted", admitted)
+            tracer.finish_outputs()
             if self.questions.values:
                 self.outputs.add_unreturned("answers", self.questions.values)
 
@@ -732,37 +637,15 @@ class CaptureRun:
         codes = [*self.record.codes.values()]
         return unrepeated_write_error(write, codes, self.step)
 
-    def _make_wires(self) -> None:
-        for given in self.inputs.all:
-            spec = given.spec
-            if spec is not None and spec.wire not in self.wires:
-                wire = spec.wire
-                trace = TraceWire(wire, self.inputs.coordinates(wire))
-                trace.noting = partial(self.recorder.noting, trace)
-                trace.repeating = self._repeated.carry
-                self.wires[wire] = trace
-
     # -- what comes out ----------------------------------------------------------------------------
 
     def _collect_outputs(self, result: Any) -> None:
         """Add to `outputs` what the step returns, and what slots and gradients hold after it."""
         outputs = self.outputs
-        pairs = zip(self._slot_values_before, self.slots, strict=True)
-        self._slots_by_fake = {id(fake): slot for fake, slot in reversed([*pairs])}
-        outputs.add_result(result, self._is_returned_as_itself, self._known)
+        leaves, structure = flatten_call(result, self._is_returned_as_itself)
+        outputs.add_result(leaves, structure, self._check_result)
         self._trained = list_trained(self.inputs)
-        new_state = self.optimizers.list_new_state(self._find_slot)
-        for slot, first in zip(self.slots, self._slot_values_before, strict=True):
-            value = slot.find_value()
-            if value is not first and slot.kind != "optimizer":
-                if not isinstance(value, torch.Tensor):
-                    raise not_captured(
-                        f"{slot.name} is no tensor after the step",
-                        "it would be one before the next step",
-                    )
-                outputs.add_slot(slot, value)
-        for slot, value in new_state:
-            outputs.add_slot(slot, value)
+        self.tracer.collect_state()
         for slot, first in self._number_slots:
             if slot.value is not first:
                 outputs.add_slot(slot, slot.value)
@@ -773,24 +656,13 @@ class CaptureRun:
             outputs.add_slot(Slot(place.name, "value", PlaceAsItem(place), place.key), write.after)
         outputs.add_left_gradients()
 
-    def _find_slot(self, fake: torch.Tensor) -> Slot | None:
-        """The slot of the input for which `fake` stands; None where it is no input."""
-        given = self.inputs.input_of(fake)
-        if given is None:
-            return None
-        return self._slots_by_fake.get(id(fake)) or Slot(given.name, "value", [given.tensor], 0)
-
     def _is_returned_as_itself(self, leaf: Any) -> bool:
         """Was this part of a result there before the step, so that it is returned as it is?"""
         return self.record.is_reached(leaf) and id(leaf) not in self._made_for_arguments
 
-    def _add_cotangents(self) -> None:
-        """Trace the backward of results that have a history."""
-        for (
-            hook
-        ) in self._hooks:  # the tensors' own hooks will see the gradients that backward gives
-            hook.remove()
-        self.outputs.add_cotangents(self.recorder)
+    def _check_result(self, leaf: Any) -> None:
+        if not self._is_returned_as_itself(leaf):
+            check_result(leaf, self._known)
 
 
 def _must_be_kept(write: Write, known: set[int]) -> bool:

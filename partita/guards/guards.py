@@ -25,6 +25,7 @@ from torch._C import DisableTorchFunctionSubclass as Local
 from torch.utils import _pytree as pytree
 
 from partita.capture.capture_context import DeviceMode, function_modes
+from partita.capture.graph_inputs import OWN_ATTRIBUTES, user_attributes_of
 from partita.capture.torch_settings import SETTINGS, read_settings
 from partita.comm import enabled_autocast_dtypes, read_autocast_state
 from partita.graph.graph_nodes import ByIdentity
@@ -37,7 +38,6 @@ from .record import count_own_attributes
 from .values import (
     INSIDE,
     MISSING,
-    OWN_ATTRIBUTES,
     ByType,
     ContainerKey,
     ContentWalk,
@@ -52,7 +52,6 @@ from .values import (
     forget_leaves,
     shorten_text,
     text_of,
-    user_attributes_of,
     whole_key,
 )
 

@@ -42,13 +42,13 @@ from torch import nn
 from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.capture.fakes import Substitutes
+from partita.capture.graph_inputs import OWN_ATTRIBUTES
 from partita.capture.whose_code import is_user_module
 from partita.graph.graph_nodes import ByIdentity
 from partita.tensor.dtensor_gradients import (
     hooks_of_backward,
     hooks_of_gradient,
 )
-from partita.tensor.tensor_state import OURS
 
 
 class _Missing:
@@ -924,19 +924,6 @@ def runs_in_frame(f: types.FunctionType, frame: FrameType) -> bool:
 
 
 # -- attributes and hooks of tensors ---------------------------------------------------------------
-
-# Attributes that partita sets, and that torch sets on a parameter.
-OWN_ATTRIBUTES = OURS | {"_is_param"}
-
-
-def user_attributes_of(t: torch.Tensor) -> tuple[str, ...]:
-    """The names of the attributes that a program has set on a tensor, as `_no_weight_decay`."""
-    return _names_of_user(tuple(t.__dict__))
-
-
-@lru_cache(maxsize=4096)  # most tensors have the attributes of others
-def _names_of_user(names: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple([n for n in names if n not in OWN_ATTRIBUTES and not n.startswith("_dynamo")])
 
 
 class AttributesAndHooks:

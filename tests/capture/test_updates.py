@@ -7,7 +7,7 @@ import torch
 from torch import nn, optim
 
 import partita as pt
-from partita.guards import capture_run as capture
+from partita.capture import tracer
 
 OPTIMIZERS = {
     "a list at once": lambda p: optim.SGD(p, 0.1, momentum=0.9),
@@ -245,7 +245,7 @@ def test_a_fused_optimizer_is_planned_for_tensors_without_memory(kind):
 
 def test_a_gradient_is_traced_once_however_often_it_is_kept_and_read(monkeypatch):
     traced = []
-    rewrite = capture.functionalize_graph
+    rewrite = tracer.functionalize_graph
 
     def note(module, *given):
         traced.append(list(module.graph.nodes))
@@ -266,7 +266,7 @@ def test_a_gradient_is_traced_once_however_often_it_is_kept_and_read(monkeypatch
         step(pt.distribute_tensor(torch.ones(4, 4), mesh, [pt.Shard(0)]))
         return len(step.program.inputs)
 
-    monkeypatch.setattr(capture, "functionalize_graph", note)
+    monkeypatch.setattr(tracer, "functionalize_graph", note)
     with pt.ranks(dp=1) as world:
         (inputs,) = world.run(run)
     (nodes,) = traced

@@ -8,6 +8,7 @@ its arguments       files that are given x or y as it is planned; returns to one
 lists               written by hand, of torch's functions, outside of the table of corrections
 backends            files that name one, outside of comm/backends/
 docstrings          that public names lack
+rooms of a step     raw lines of graph, capture, guards and compile; imports that point up
 """
 
 from __future__ import annotations
@@ -387,6 +388,37 @@ def names_without_docstring(modules: list[Module]) -> list[str]:
     return found
 
 
+# -- the rooms of a compiled step ------------------------------------------------------------------
+
+STEP_ROOMS = ("graph", "capture", "guards", "compile")
+"""From the bottom."""
+
+
+def count_raw_lines(modules: list[Module]) -> dict[str, int]:
+    """By room of a compiled step, the lines of its files, with comments and docstrings."""
+    return {
+        room: sum(m.text.count("\n") for m in modules if m.path.startswith(f"{room}/"))
+        for room in STEP_ROOMS
+    }
+
+
+def find_upward_imports(arrows: dict[str, set[str]]) -> list[str]:
+    """The imports of a room of a compiled step from one above it."""
+
+    def height(name: str) -> int:
+        room = name.removeprefix("partita.").partition(".")[0]
+        return STEP_ROOMS.index(room) if room in STEP_ROOMS else -1
+
+    pairs = ((name, to) for name, found in arrows.items() for to in found)
+    return sorted(f"{a} {b}" for a, b in pairs if 0 <= height(a) < height(b))
+
+
+def count_reads_of_tracing(modules: list[Module]) -> int:
+    """How often rooms outside of a compiled step ask whether this thread traces."""
+    others = (m for m in modules if m.is_runtime and not m.path.startswith(STEP_ROOMS))
+    return sum(m.text.count("HERE.trace.is_tracing") for m in others)
+
+
 # -- the page --------------------------------------------------------------------------------------
 
 
@@ -412,7 +444,9 @@ def main() -> int:
     modules = read_modules()
     runtime = [m for m in modules if m.is_runtime]
     names = {m.name for m in modules}
-    circles = find_circles({m.name: imports_of(m, names) for m in modules})
+    arrows = {m.name: imports_of(m, names) for m in modules}
+    circles, upward = find_circles(arrows), find_upward_imports(arrows)
+    raw = count_raw_lines(modules)
     one, of = one_word_functions(runtime)
     twice = types_defined_twice(runtime)
     cached, missed = files_of_an_addition()
@@ -438,6 +472,14 @@ def main() -> int:
         ("files that name a backend", "0", str(len(backends)), backends),
         ("lines that name a device or a backend", "0", str(len(devices)), devices),
         ("public names without docstring", "0", str(len(silent)), silent),
+        (
+            "raw lines of the rooms of a step; capture",
+            "20k; 7k",
+            f"{sum(raw.values())}; {raw['capture']}",
+            [f"{room} {lines}" for room, lines in raw.items()],
+        ),
+        ("imports between them that point up", "0", str(len(upward)), upward),
+        ("reads of is_tracing in other rooms", "", str(count_reads_of_tracing(modules)), []),
     ]
     for what, wanted, found, details in rows:
         print(f"{what:40} {wanted:>14} {found:>14}")

@@ -58,22 +58,27 @@ class Picture:
 
 def draw_rooms() -> Picture:
     """The rooms, each on those that it may import."""
-    p = Picture(940, 424)
+    p = Picture(940, 490)
     rows = [
         ("app, predict", "the trainer of `partita train`; plans and times without running", GREY),
         ("parallel, remat, checkpoint", "models on a mesh, ZeRO; recomputation; files", BLUE),
-        ("compile", "a step as one graph: capture, guards, passes, memory, backend", BLUE),
+        (
+            "compile, guards",
+            "pt.compile; what a step reads of Python, and when it changes",
+            BLUE,
+        ),
+        ("capture, graph", "a step as one graph; its passes, memory schedule and backends", BLUE),
         ("tensor", "DTensor, dispatch, plans of calls, autograd, aliasing", BLUE),
         ("comm", "wires, the ledger, agreement: the only room that sends", YELLOW),
     ]
     for i, (title, line, fill) in enumerate(rows):
         p.box(170, 16 + 66 * i, 600, 52, title, [line], fill)
         p.arrow(470, 68 + 66 * i, 470, 80 + 66 * i)
-    p.box(170, 346, 190, 60, "rules", ["sentences, rows, the table"], GREEN)
-    p.box(375, 346, 190, 60, "redistribute", ["moves, plans, their cost"], GREEN)
-    p.box(580, 346, 190, 60, "layout", ["placements, duality, errors"], GREEN)
-    p.text(855, 370, "without torch,", 11, fill=SOFT)
-    p.text(855, 386, "but for kernels of rules", 11, fill=SOFT)
+    p.box(170, 412, 190, 60, "rules", ["sentences, rows, the table"], GREEN)
+    p.box(375, 412, 190, 60, "redistribute", ["moves, plans, their cost"], GREEN)
+    p.box(580, 412, 190, 60, "layout", ["placements, duality, errors"], GREEN)
+    p.text(855, 436, "without torch,", 11, fill=SOFT)
+    p.text(855, 452, "but for kernels of rules", 11, fill=SOFT)
     return p
 
 

@@ -26,7 +26,7 @@ from .recorder import Recorder
 class NotABlock(BaseException):
     """Updates of a class of optimizers cannot be traced once: capture starts again without them.
 
-    A BaseException, so that no `except Exception` of the user's catches it.
+    It is a BaseException, so that no `except Exception` of the user catches it.
     """
 
     def __init__(self, kind: type, reason: str):
@@ -37,8 +37,9 @@ class NotABlock(BaseException):
 def add_block_node(
     recorder: Recorder, target: Any, args: Sequence[Any], numbers: Iterable[int]
 ) -> tuple[fx.Node, list[fx.Node]]:
-    """Add a block's node to the graph that is being traced, and a node for each of the results with
-    these `numbers`."""
+    """Add a block's node to the graph that is being traced, and a node for each result in
+    `numbers`.
+    """
     graph = recorder.graph
     node = add_call(graph, target, tuple(args))
     outputs = [add_call(graph, block_output, (node, n)) for n in numbers]
@@ -52,7 +53,7 @@ class BlockTrace(BlockBody):
 
     Attributes:
         kind: the class of the optimizer.
-        written: the places of the operands that it writes.
+        written: the positions of the operands that it writes.
     """
 
     kind: type = field(kw_only=True)
@@ -60,7 +61,7 @@ class BlockTrace(BlockBody):
 
 
 def traced_node(t: torch.Tensor, kind: type) -> fx.Node:
-    """The node that makes `t`. Raises NotABlock, for an optimizer of class `kind`."""
+    """Returns the node that makes `t`. Raises NotABlock, for an optimizer of class `kind`."""
     node = node_of(t)
     if node is None:
         raise NotABlock(kind, "it takes a tensor that the graph does not make")
@@ -68,7 +69,7 @@ def traced_node(t: torch.Tensor, kind: type) -> fx.Node:
 
 
 class BlockTracing:
-    """Traces an update into the graph, and notes which nodes are its own.
+    """Traces an update into the graph, and records which nodes belong to it.
 
     Attributes:
         nodes: of the update, in order.
@@ -83,7 +84,7 @@ class BlockTracing:
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
-        """Within, the nodes that are added belong to the update."""
+        """Assign nodes that are added inside the block to the update."""
         first = self.recorder.newest()
         try:
             yield
@@ -91,8 +92,7 @@ class BlockTracing:
             self.nodes += reversed([*nodes_since(self.recorder.graph, first)])
 
     def enter_tensor(self, t: torch.Tensor) -> torch.Tensor:
-        """The tensor that is traced in place of `t`: an alias of it at which history begins, of no
-        layout."""
+        """Returns the tensor that is traced in place of `t`: an alias with no history or layout."""
         with Unheard(), torch.no_grad():
             inner = t.detach()
         self.entered.append(self.recorder.add_alias(inner))
@@ -104,6 +104,6 @@ class BlockTracing:
         return inner
 
     def written_places(self, entered: Sequence[torch.Tensor]) -> tuple[int, ...]:
-        """The places of those of the tensors entered that were written since."""
+        """Returns the positions of the entered tensors that have been written since."""
         counts = enumerate(zip(self._writes, count_writes_of(entered), strict=True))
         return tuple(i for i, (before, now) in counts if before != now)

@@ -210,7 +210,7 @@ class BlockUpdates:
         return _memory_of(taken), _memory_of(t for t, was, now in pairs if was != now)
 
     def _trace_update(self, optimizer: Optimizer, run: Run, update: _Update) -> _UpdateTrace:
-        """Trace the update of one block, over aliases of what it takes.
+        """Trace the update of one block, over aliases of its tensors.
 
         Raises:
             NotABlock: no trace can describe the update.
@@ -547,12 +547,12 @@ def _without_numbers(nodes: Sequence[Any], entered: Sequence[Any], kind: type) -
 
 
 def _share_writes(uses: Sequence[tuple[set[int], set[int]]]) -> bool:
-    """True if one of several updates writes memory that another one takes.
+    """True if one of several updates writes memory that another one uses.
 
-    One after the other they would not compute what they compute together.
+    Running them one after the other would then differ from running them together.
 
     Args:
-        uses: for each update the memory that it takes, and what of it it writes.
+        uses: for each update the memory that it uses, and the part of it that it writes.
     """
     takers = Counter(memory for taken, _ in uses for memory in taken)
     return any(takers[memory] > 1 for _, written in uses for memory in written)

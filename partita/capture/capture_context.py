@@ -1,7 +1,7 @@
-"""Capture context: what is exchanged, and set otherwise, while a step is captured.
+"""Capture context: what is exchanged, and set differently, while a step is captured.
 
 Slots hold other values for a while (`slots_swapped`). The settings of torch and Python are changed
-for the thread that captures alone.
+only for the thread that captures.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ _T = TypeVar("_T")
 
 
 class _Profiling(threading.local):
-    """The profile function of this thread, and that which does not hear now."""
+    """The profile function of this thread, and one that is suspended now."""
 
     event: Callable[[FrameType, str, Any], None] | None = None
     silenced: Callable[[FrameType, str, Any], None] | None = None
@@ -197,7 +197,8 @@ _profiling = _Profiling()
 
 @contextmanager
 def profiled_by(event: Callable[[FrameType, str, Any], None]) -> Iterator[None]:
-    """Within, `event` is the profile function of this thread, but for calls by `unprofiled`.
+    """Make `event` the profile function of this thread inside the block, except in calls by
+    `unprofiled`.
 
     For each op torch makes about a thousand Python calls over fake tensors. None is the user's, and
     reporting them would take longer than making them.
@@ -244,9 +245,9 @@ def profiled_again(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwar
 
 
 def dispatch_listeners() -> tuple[Any, ...]:
-    """What observes calls below torch functions: dispatch modes and saved-tensor hooks.
+    """Returns what observes calls below torch functions: dispatch modes and saved-tensor hooks.
 
-    Private torch: how many dispatch modes there are.
+    Private torch: the number of dispatch modes.
     """
     return torch._C._len_torch_dispatch_stack(), saving_hooks()  # type: ignore[attr-defined]
 

@@ -1,8 +1,8 @@
 """Conditions of a program: what must hold of a call's inputs, so that the program may run in it.
 
-Numbers, gradients and facts of tensors are as they were at capture (`Conditions`). If one is not,
-another program is found or captured, and `reason` says why. And what the program writes overlaps no
-other input (`Sharing`): to a graph its inputs are separate values, so that it would not do what the
+Numbers, gradients and facts of tensors must be as at capture (`Conditions`). If one is not, another
+program is found or captured, and `reason` says why. What the program writes must not overlap
+another input (`Sharing`). To a graph its inputs are separate values, so it would not do what the
 step does in eager.
 """
 
@@ -28,10 +28,10 @@ class Condition:
 
     Attributes:
         text: for people, as "optimizer.weight_decay[0] != 0".
-        line: the user's line that asks.
-        numbers: the inputs that it is about.
+        line: the user's line of the branch.
+        numbers: the inputs in it.
         values: theirs at capture.
-        code: an expression of their `symbols`; None where they must have the same values.
+        code: an expression of their `symbols`; None if they must have the same values.
         symbols: the names of `numbers` in `code`.
     """
 
@@ -52,7 +52,7 @@ class Condition:
             return False
 
     def reason(self, tensors: Sequence[Any]) -> str:
-        """Why it does not hold: which number became what, and which line asks."""
+        """Returns why it does not hold: which number changed, and the line of the branch."""
         changed = [
             f"{given.name}: {was} became {now}"
             for given, was in zip(self.numbers, self.values, strict=True)
@@ -176,7 +176,7 @@ class FactCondition:
         index: among the leaves of a call.
         fact: its name, as "is_leaf".
         value: at capture.
-        line: the user's line that asks.
+        line: the user's line that reads it.
     """
 
     name: str
@@ -205,12 +205,12 @@ class Conditions(tuple["Condition | EqualInputs | GradientCondition | FactCondit
         return None
 
     def identify_numbers(self) -> int:
-        """A hash of what is asked of numbers, and of the values of those that are read."""
+        """Returns a hash of the conditions on numbers, and of numbers that are read."""
         asked = (c for c in self if isinstance(c, Condition))
         return hash(tuple((c.text, c.line, c.values if c.code is None else ()) for c in asked))
 
     def counts_differ(self, tensors: Sequence[Any]) -> bool:
-        """Does an `EqualInputs` not hold?"""
+        """True if an `EqualInputs` does not hold."""
         return any(isinstance(c, EqualInputs) and not c.holds(tensors) for c in self)
 
 
@@ -239,7 +239,10 @@ class Sharing:
         self._overlaps = False
 
     def may_overlap(self, tensors: Sequence[Any]) -> bool:
-        """May arguments of a call share memory that is written? Looks at the arguments alone."""
+        """True if arguments of a call may share memory that is written.
+
+        It checks only the arguments.
+        """
         if not self.program.written:
             return False
         with Local():

@@ -1,13 +1,12 @@
 """Gradients of a captured function whose results have a history: a region of a larger model.
 
-No backward has run through these results, so the caller may ask for their gradients. Backward is
-traced right behind forward, into the same graph, so that passes see both. Where the gradients of
-results come in, the graph gets "cotangent" inputs, laid out by the dual of the results' placements.
+No backward has run through these results, so the caller may need their gradients. Backward is
+traced right after forward, into the same graph, so that passes see both. The gradients of results
+are "cotangent" inputs of the graph, with the dual of the results' placements.
 
-Results that share history go backward at once, so that it is gone through once, as in eager: they
-are one `ResultPart`. A result from which another one is computed, without other shared history, is
-a part of its own, which runs later: autograd adds up its gradients in between, and shows hooks the
-sum.
+Results that share history go backward together, so that it is traversed once, as in eager: they are
+one `ResultPart`. A result from which another one is computed, without other shared history, is a
+separate part that runs later. Autograd sums its gradients in between, and hooks get the sum.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ _SPENT = (
 
 @dataclass(frozen=True)
 class Seed:
-    """A node that stands for the gradient of a result until it becomes an input.
+    """A node that represents the gradient of a result until it becomes an input.
 
     Attributes:
         node: its name.
-        spec: of the gradient, where the result is a DTensor.
+        spec: of the gradient, if the result is a DTensor.
         number: of the result.
     """
 
@@ -54,7 +53,7 @@ class Seed:
 
 
 def has_history(value: torch.Tensor) -> bool:
-    """Can the caller of the function that made `value` go backward from it?"""
+    """True if the caller of the function that made `value` can call backward on it."""
     if not requires_grad(value) or not _is_computed(value):
         return False
     spec = getattr(value, "_spec", None)
@@ -62,12 +61,15 @@ def has_history(value: torch.Tensor) -> bool:
 
 
 def asks_gradient(value: torch.Tensor) -> bool:
-    """Does it require a gradient and have no history, as leaves, and views made under `no_grad`?"""
+    """True if it requires a gradient and has no history.
+
+    Leaves are such, and views made under `no_grad`.
+    """
     return requires_grad(value) and not _is_computed(value)
 
 
 def requires_grad(value: torch.Tensor) -> bool:
-    """Does it, as it is asked of a local tensor?"""
+    """True if the local tensor requires grad."""
     with Local():
         return value.requires_grad
 
@@ -234,7 +236,7 @@ def _find_history(edge: _Edge, results: dict[_Edge, int]) -> tuple[set[Any], set
 
 
 def _compute_levels(ancestors: Sequence[set[int]]) -> list[int]:
-    """For each result the length of the longest chain of results computed from it."""
+    """Returns for each result the length of the longest chain of results computed from it."""
     levels = [0] * len(ancestors)
     ahead = [*range(len(ancestors))]
     while ahead:

@@ -1,11 +1,11 @@
-"""Equal calls: each after the first is not traced.
+"""Equal calls: only the first of them is traced.
 
 A model is a few structures, repeated: of the thousands of calls in its graph about a hundred
 differ. While a step is traced, `RepeatedCalls` adds a call whose key is known (`graph.fake_values`)
-as a node at once: tracing it would take the dispatcher through Python three times. Of a call over
-lists, as optimizers make over all parameters, the places that are alike are computed once. Code
-that adds nodes without running the calls needs `node_of`, the node that makes a fake, and
-`tensors_of`, fakes that a node makes.
+as a node at once: tracing it would take the dispatcher through Python three times. For a call over
+lists, as optimizers make over all parameters, equal positions are computed once. Code that adds
+nodes without running the calls needs `node_of`, the node that makes a fake, and `tensors_of`, fakes
+that a node makes.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _node_of_number(number: torch.SymFloat | torch.SymInt | torch.SymBool) -> fx
 
 
 def set_node_of(t: torch.Tensor, node: fx.Node) -> None:
-    """Have `node` be the node that makes `t`."""
+    """Record `node` as the node that makes `t`."""
     tracer = get_proxy_mode().tracer  # type: ignore[union-attr]
     set_proxy_slot(t, tracer, _ProxyTensor(fx.Proxy(node, tracer), None))
 
@@ -96,7 +96,7 @@ class RepeatedCalls:
     """The calls of one capture that were traced, by key.
 
     Attributes:
-        shared: the nodes of which each makes several tensors: one, and what was detached of it.
+        shared: the nodes that make several tensors each: one, and what was detached from it.
     """
 
     def __init__(self, graph: fx.Graph, mode: FakeTensorMode):
@@ -237,20 +237,20 @@ def _have_same_strides(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def is_over_lists(func: Any) -> bool:
-    """Is it an op that does to each place of lists what another op does to a tensor?"""
+    """True for an op that applies another op to each position of lists."""
     returns = [str(r.type) for r in func._schema.returns]
     return func._opname.startswith("_foreach_") and returns in ([], ["List[Tensor]"])
 
 
 @functools.lru_cache(maxsize=4096)
 def _makes_one(func: Any) -> bool:
-    """Does an op return one tensor in new memory, and write nothing?"""
+    """True if an op returns one tensor in new memory, and writes nothing."""
     return _is_plain(func) and facts_of(func).makes_new
 
 
 @functools.lru_cache(maxsize=4096)
 def _writes_one(func: Any) -> bool:
-    """Does an op write its first operand alone, and return it?"""
+    """True if an op writes only its first operand, and returns it."""
     facts = facts_of(func)
     writes = facts.writes
     return (

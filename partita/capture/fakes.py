@@ -1,15 +1,15 @@
-"""Fakes: what stands for tensors, DTensors and Python numbers while a step is captured.
+"""Fakes: replacements of tensors, DTensors and Python numbers while a step is captured.
 
-A FakeTensor has metadata, a device and no memory. For a DTensor's local tensor it is re-tagged as
-`FakeDTensor`, like any other shard. That class is both: a DTensor to Python, so that rules and
-moves run as ever, and a FakeTensor to the dispatcher, which aborts where a tensor with a fake's
-dispatch keys has a class that cannot take its calls.
+A FakeTensor has metadata and a device, but no memory. A DTensor's local fake is re-tagged as
+`FakeDTensor`, like any other shard. That class is both. To Python it is a DTensor, so that rules
+and moves run as usual. To the dispatcher it is a FakeTensor. The dispatcher aborts if a tensor with
+a fake's dispatch keys has a class that cannot take its calls.
 
-For a float, int or bool that is known when the graph runs stand torch's `SymFloat` and its kin,
-subclassed so that the user's code takes them for numbers: `isinstance(x, float)` holds, a
-comparison with a known hint gives True or False (and becomes a condition), and arithmetic follows
-Python's where algebra would not (signed zeros, division by zero, powers of negative numbers).
-`Substitutes` has `type`, `id` and `hash` see what they stand for.
+torch's `SymFloat` and similar classes replace a float, int or bool that is known only when the
+graph runs. They are subclassed so that the user's code takes them for numbers: `isinstance(x,
+float)` holds, and a comparison with a known hint gives True or False (and becomes a condition).
+Arithmetic follows Python's where algebra would not (signed zeros, division by zero, powers of
+negative numbers). `Substitutes` makes `type`, `id` and `hash` see the replaced number.
 """
 
 from __future__ import annotations
@@ -45,19 +45,20 @@ from .kernel_strides import KernelStridesMode
 
 
 def is_symbolic(value: Any) -> bool:
-    """Does it stand for a Python number that is known when the graph runs?"""
+    """True for the replacement of a Python number that is known only when the graph runs."""
     return isinstance(value, (torch.SymFloat, torch.SymInt, torch.SymBool))
 
 
 class NumberEnv(ShapeEnv):
-    """A shape environment that notes what a step asks of its numbers, and at which user's line.
+    """A shape environment that records how a step branches on its numbers, and at which user's
+    line.
 
     Attributes:
         lines: by the index of a guard, the user's line.
         asked: the symbols of numbers that were compared or read, and the first line that did.
-        answer: gives the value of a number without a hint, by its node; None if nothing tells.
+        answer: returns the value of a number without a hint, by its node; None if unknown.
 
-    Private torch: `ShapeEnv`, which is what can trace a Python number.
+    Private torch: `ShapeEnv`, the only class that can trace a Python number.
     """
 
     def __init__(self) -> None:
@@ -93,7 +94,7 @@ class NumberEnv(ShapeEnv):
         self.pending_fresh_unbacked_symbols.clear()
 
     def stop_asking(self) -> None:
-        """Drop the reference to what answers."""
+        """Drop the reference to the object that answers."""
         self.answer = lambda question: None
 
     def symbolic(self, name: str, value: float) -> SymbolicFloat:
@@ -110,10 +111,10 @@ _LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, str(Path(__file__).paren
 
 
 class SymbolicFloat(torch.SymFloat):
-    """A float whose value is not in the graph; `isinstance(x, float)` holds, as of the float.
+    """A float whose value is not in the graph; `isinstance(x, float)` holds, as for the float.
 
     Attributes:
-        kind: the type of the number that it stands for: float, or NumPy's.
+        kind: the type of the number that it replaces: float, or NumPy's.
     """
 
     kind: type = float
@@ -154,7 +155,7 @@ def _class_of(fake: FakeTensor) -> type:
 
 
 class _Type(type):
-    """A stand-in for `type` whose `type(x)` is that of what x stands for."""
+    """A replacement of `type` whose `type(x)` is that of the number that x replaces."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if len(args) != 1 or kwargs:
@@ -217,7 +218,7 @@ class Substitutes:
 
     @classmethod
     def has(cls, value: Any) -> bool:
-        """Is `value` one of them?"""
+        """True if `value` is one of them."""
         return any(value is ours for ours in cls.of_builtins.values())
 
     def put(self, variables: dict[str, Any], name: str) -> None:
@@ -271,14 +272,16 @@ RECKONED_OF_INTS: dict[str, Callable[..., Any]] = {
 
 
 def _is_read_first(name: str) -> bool:
-    """Is it a method of floats that is called of the value, since tensors do not compute it as
-    Python does: rounding, remainders, `int(x)`?"""
+    """True for a method of floats that is called on the value.
+
+    Tensors do not compute it as Python does: rounding, remainders, `int(x)`.
+    """
     reckoned = {f"__{r}{done}__" for done in RECKONED for r in ("", "r")}
     return name in vars(float) and name not in (*_ASKS, *reckoned)
 
 
 def _has_value(number: Any) -> bool:
-    """Is it a number whose value is known during capture, as `.item()` is not?"""
+    """True for a number whose value is known during capture; that of `.item()` is not."""
     return number.node.has_hint() if is_symbolic(number) else isinstance(number, (int, float))
 
 
@@ -329,7 +332,9 @@ def _value_at_capture(number: Any) -> Any:
 
 
 def _odd_power(name: str, self: Any, others: tuple[Any, ...]) -> Any:
-    """The value of a power whose base is not positive, which may be complex; None of others."""
+    """Returns the value of a power whose base is not positive, which may be complex; otherwise
+    None.
+    """
     if name not in ("__pow__", "__rpow__") or len(others) != 1:
         return None
     base, exponent = (self, others[0]) if name == "__pow__" else (others[0], self)
@@ -461,12 +466,13 @@ def fake_mode() -> FakeTensorMode:
 class FakeMaker:
     """Makes fakes of local tensors, each with a snapshot: another fake of the same memory.
 
-    Most inputs of a step are dense tensors of a standard kind, of which shape, strides and memory
-    say all. Other tensors are left to `FakeTensorMode.from_tensor`, which asks each for all that a
-    tensor may be: that takes longer than all else that a capture does for an input.
+    Most inputs of a step are dense tensors of a standard kind, described by shape, strides and
+    memory. Other tensors go to `FakeTensorMode.from_tensor`, which checks everything that a tensor
+    may be. For one input this takes longer than the rest of its capture.
 
     Args:
-        tensors: of which fakes may be made. Those that share memory have fakes that do.
+        tensors: the tensors that may get fakes. Fakes of tensors that share memory share memory,
+            too.
     """
 
     def __init__(self, mode: FakeTensorMode, tensors: Sequence[torch.Tensor]):
@@ -514,7 +520,9 @@ def _storage_id(x: torch.Tensor) -> int:
 
 
 def _is_dense(x: torch.Tensor) -> bool:
-    """Is it strided, and not quantized, nested, wrapped, of inference mode or yet to conjugate?"""
+    """True for a strided tensor that is not quantized, nested, wrapped, inference or lazily
+    conjugated.
+    """
     keys = torch._C._dispatch_keys(x)
     return type(x) is torch.Tensor and bool(keys == _dense_keys(x.device.type))
 
@@ -531,10 +539,10 @@ _TARGET: ContextVar[torch.device | None] = ContextVar("captured_for", default=No
 
 @contextmanager
 def captured_for(device: torch.device | str) -> Iterator[None]:
-    """Within, what lies on the meta device is captured as if it lay on `device`.
+    """Capture tensors on the meta device as if they were on `device`, inside the block.
 
-    So a graph that is never run has a device's own kernels, of attention above all, of which the
-    meta device has none.
+    So a graph that is never run has a device's own kernels, most importantly of attention, which
+    the meta device lacks.
     """
     token = _TARGET.set(torch.device(device))
     try:
@@ -549,7 +557,7 @@ def device_at_capture(x: torch.Tensor) -> torch.device:
 
 
 def has_memory(x: Any) -> bool:
-    """Is it a real tensor, for which no fake stands?"""
+    """True for a real tensor, which is not a fake."""
     return isinstance(x, torch.Tensor) and not isinstance(x, FakeTensor)
 
 

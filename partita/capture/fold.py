@@ -71,9 +71,9 @@ class StepBlocks:
     """The blocks of a traced step.
 
     Args:
-        step: as traced, without calls that nobody needs.
+        step: as traced, without unused calls.
         kinds: for each call of a block the class of the block.
-        coordinates: the inputs that say where a rank is.
+        coordinates: the inputs that hold the rank's coordinates.
         env: makes symbolic floats.
     """
 
@@ -216,7 +216,7 @@ class StepBlocks:
         return {number for number, blocks in holders.items() if len(blocks) > 1}
 
     def _find_foreign_write(self, run: _BlockRun) -> str:
-        """The write for which a block cannot be a program without writes; "" if there is none."""
+        """Returns the write because of which a block cannot be a program without writes, or ""."""
         memory = self._memory
         of_forward = {memory[n] for n in run.forward if n in memory}
         outside = {memory[n] for n in run.taken if n in memory}
@@ -484,7 +484,7 @@ class _BlockRun:
         return early, late
 
     def absorb_between(self) -> None:
-        """Add the nodes of no block that compute something from its nodes for its nodes."""
+        """Add nodes outside any block that compute something from its nodes for its nodes."""
         self.own = dict.fromkeys((*self.forward, *self.backward), 0)
         for nodes in (self.forward, self.backward):
             if len(nodes) < 2:
@@ -585,8 +585,8 @@ _FLOAT = ("a float",)
 def _may_vary(node: fx.Node, value: Any, place: int | str) -> bool:
     """True if an operand is a number that may have another value in another block.
 
-    Not zero, infinite or NaN: torch treats these in ways of its own. An int where torch computes
-    with a float of its value.
+    Not zero, infinite or NaN, which torch treats specially. An int only where torch computes with a
+    float of its value.
     """
     if type(value) is float:
         return value != 0 and math.isfinite(value)

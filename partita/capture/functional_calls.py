@@ -1,15 +1,14 @@
 """Calls without writes: what one call of a traced graph becomes in a graph without writes.
 
 Three kinds of calls change: those that write, those over lists (`_foreach_*`, which become one call
-for each tensor), and those with a number that is known only when the graph runs. A graph has
-tensors alone: in it such a number is a `Scalar`, a float64 tensor of no dimension, an int64 or a
-bool. `call_with_scalars` makes a call that takes such a number again, `compute_scalar` does
-arithmetic of Python on tensors.
+for each tensor), and those with a number that is known only when the graph runs. A graph has only
+tensors. In it such a number is a `Scalar`: a 0-d float64, int64 or bool tensor. `call_with_scalars`
+repeats a call that takes such a number, `compute_scalar` does arithmetic of Python on tensors.
 
 `call_without_writes` and `call_in_list` make such a call for torch's functionalization. A `Pattern`
-is what it traces to, cached for calls alike in operator, numbers, dtypes and dimensions (in shapes,
-too, where the pattern contains sizes), which the rewrite puts into the graph. CTC loss, of which
-torch's op has a result of unknown shape, is replaced while the step is traced (`REPLACED`).
+is its trace, cached for calls that agree in operator, numbers, dtypes and number of dimensions (and
+in shapes, if the pattern contains sizes). The rewrite puts it into the graph. CTC loss, whose op
+has a result of unknown shape, is replaced while the step is traced (`REPLACED`).
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True, eq=False)
 class Scalar:
-    """A number: a tensor of no dimensions, float64, int64 or bool."""
+    """A number as a 0-d tensor: float64, int64 or bool."""
 
     tensor: torch.Tensor
 
@@ -153,14 +152,14 @@ def _is_float(value: Any) -> bool:
 def _make_scalar_tensor(
     value: Any, dtype: torch.dtype, device: torch.device | None = None
 ) -> torch.Tensor:
-    """A number, or a `Scalar`, as a tensor of no dimensions; of that on its own device if None."""
+    """Returns a number, or a `Scalar`, as a 0-d tensor; on its own device if `device` is None."""
     if isinstance(value, Scalar):
         return value.tensor.to(device=device, dtype=dtype)
     return torch.full((), value, dtype=dtype, device=device)
 
 
 def has_scalars(args: Any, kwargs: Any) -> bool:
-    """Is one of the values, or of those in a list, a `Scalar`?"""
+    """True if one of the values, or of those in a list, is a `Scalar`."""
     return any(
         isinstance(a, Scalar)
         or (isinstance(a, (list, tuple)) and any(type(v) is Scalar for v in a))
@@ -175,7 +174,7 @@ _SUMS = ("add", "sub", "rsub")
 
 
 def takes_number_exactly(node: fx.Node) -> bool:
-    """Does a call give the same bits where a number among its operands is a tensor?"""
+    """True if a call gives the same bits when a number among its operands is a tensor."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return _name_of(node.target) in ("add", "sub", "mul", "truediv", "neg", "pos")
     values: list[Any] = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
@@ -328,7 +327,7 @@ _CALLS: dict[str, _RunCall] = {
 
 @lru_cache
 def _find_call(base: str) -> _RunCall | None:
-    """How an op takes a tensor in place of a number; None of one that cannot."""
+    """Returns how an op takes a tensor in place of a number; None if it cannot."""
     packet = getattr(_aten, base, None)
     if base in _CALLS or packet is None:
         return _CALLS.get(base)
@@ -358,7 +357,7 @@ class Pattern:
     """The calls that replace one call.
 
     Attributes:
-        operands: the nodes that stand for tensor operands of the original call, in order.
+        operands: the nodes for the tensor operands of the original call, in order.
         calls: the nodes of the calls.
         gives: the value of the original call, as a tree of nodes, and of `Scalar`s of nodes.
         writes: by the number of an operand that is written, the node of its new value.
@@ -376,15 +375,15 @@ _patterns: dict[Any, Pattern] = {}
 def pattern_of(
     call: Callable[..., Any], what: Any, args: Any, kwargs: Any, like: Any, mode: Any
 ) -> Pattern:
-    """The pattern of `call(args, kwargs, like)`, over fake tensors.
+    """Returns the pattern of `call(args, kwargs, like)`, over fake tensors.
 
     Args:
         what: identifies `call` in the cache.
-        like: the value that it had while it was captured.
+        like: its value during capture.
         mode: of the fake tensors.
 
     Raises:
-        UnsureOfWrites: it traces to what a pattern cannot express.
+        UnsureOfWrites: its trace cannot be expressed by a pattern.
     """
     shapes, kinds = ((what, key) for key in _keys_of_call((args, kwargs, like)))
     found = _patterns.get(kinds) or _patterns.get(shapes)
@@ -460,7 +459,9 @@ def _pattern_of_graph(graph: fx.Graph, tree: Any, kinds: list[type]) -> Pattern:
 
 
 def _is_general(pattern: Pattern, args: Any, kwargs: Any) -> bool:
-    """Does a pattern hold for other shapes? Not if it draws, or has numbers that may be sizes."""
+    """True if a pattern holds for other shapes. False if it draws, or has numbers that may be
+    sizes.
+    """
     given = {(type(v), v) for v in pytree.tree_leaves((args, kwargs)) if _is_number(v)}
     for call in pattern.calls:
         if facts_of(call.target).draws:
@@ -514,7 +515,7 @@ def _keys_of_call(values: Any) -> tuple[Any, Any]:
 
 
 def changes_without_writes(target: Any, args: Any, kwargs: Any) -> bool:
-    """Has a call, if not over lists, to be another one in a graph without writes?"""
+    """True if a call, not over lists, must become another one in a graph without writes."""
     name = getattr(target, "_opname", "")
     if name == "_local_scalar_dense" or has_scalars(args, kwargs) or name.endswith("_"):
         return True

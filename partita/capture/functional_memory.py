@@ -1,8 +1,8 @@
 """Memory without writes: views that are written through, and results that share memory.
 
-In a graph without writes, results of one memory would become values of their own: a view of an
+In a graph without writes, results that share memory would become separate values: a view of an
 argument would not follow the argument. `share_memory_of_results` makes such a result a view again,
-by the calls that made it. `invert_view` gives the base of a view after a write to the view.
+by the calls that made it. `invert_view` returns the base of a view after a write to the view.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _aten = torch.ops.aten
 
 
 def is_plain_write(target: Any) -> bool:
-    """Does an op that writes change values only, and no shape, stride or storage?"""
+    """True if a writing op changes only values, and no shape, stride or storage."""
     return target.namespace == "aten" and not facts_of(target).changes_metadata
 
 
@@ -51,7 +51,7 @@ def makers_of_shared(graph: fx.Graph, memory: Mapping[fx.Node, int]) -> list[fx.
 
 
 def view_of(node: fx.Node) -> fx.Node | None:
-    """The operand of which a node is a view, where it is its only operand; else None."""
+    """Returns the operand that a node is a view of, if it is its only operand; otherwise None."""
     schema = getattr(node.target, "_schema", None)
     if schema is None or schema.is_mutable or not schema.returns:
         return None
@@ -116,7 +116,7 @@ def _shows_all_between(whole: torch.Tensor, part: torch.Tensor) -> bool:
 
 
 def is_reshaped(part: Any, other: Any) -> bool:
-    """Do two parts of a memory hold the same elements in the same order, without gaps?"""
+    """True if two parts of a memory hold the same elements in the same order, without gaps."""
     (shape, _, *rest), (other_shape, _, *other_rest) = part, other
     same = rest == other_rest and math.prod(shape) == math.prod(other_shape)
     return same and _is_packed(part) and _is_packed(other)
@@ -204,9 +204,10 @@ def _is_without_overlap(t: torch.Tensor) -> bool:
 
 
 def base_on_makers(graph: fx.Graph) -> None:
-    """Have each `as_strided` take the value that made the memory, not a view of it.
+    """Make each `as_strided` take the value that made the memory, not a view of it.
 
-    It depends on the memory alone, and its inverse is known of what shows all of that.
+    Its result depends only on the memory. An inverse is known only for a value that shows all of
+    it.
     """
     for node in graph.find_nodes(op="call_function", target=_aten.as_strided.default):
         source = node.args[0]
@@ -229,12 +230,12 @@ def share_memory_of_results(
     memory: Mapping[fx.Node, int],
     made: Mapping[fx.Node, fx.Node],
 ) -> None:
-    """Make results of `after` views of what they were views of in `before`.
+    """Make results of `after` views of the values that they were views of in `before`.
 
     Args:
         before: the graph with writes.
         after: the same graph without; changed in place.
-        memory: by node of `before`, the number of the memory that it shows, where it is written.
+        memory: by node of `before`, the number of the memory that it shows, if that is written.
         made: by node of `before` that made such memory, its value at the end of `after`.
 
     Raises:
@@ -263,7 +264,7 @@ def share_memory_of_results(
 def refuse_cut_views(graph: fx.Graph, cut: Collection[int]) -> None:
     """Raise CaptureError if a result in `cut`, whose padding is cut off, is a view.
 
-    What is left is a copy. A result that shows all of an input is replaced by that input.
+    Cutting makes a copy. A result that shows all of an input is replaced by that input.
     """
     (end,) = graph.find_nodes(op="output")
     values = list(end.args[0])  # type: ignore[arg-type]
@@ -300,7 +301,7 @@ def _make_views(results: Results, bases: Mapping[fx.Node, fx.Node], values: list
 
 
 def _call_again(calls: list[fx.Node], value: fx.Node) -> fx.Node:
-    """Repeat the view calls `calls`, beginning with `value` in place of what they showed."""
+    """Repeat the view calls `calls`, starting with `value` in place of their original operand."""
     if calls and not lie_alike(value.meta["val"], _find_viewed_operand(calls[0]).meta["val"]):
         raise _make_view_error(calls[0])
     for call in calls:

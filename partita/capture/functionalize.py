@@ -1,15 +1,15 @@
 """Functionalization: the traced graph without writes, in which each node is a value.
 
 Passes may then move, merge or drop nodes. What a step writes in place (accumulated gradients,
-parameters, optimizer state) becomes a new value; writes into inputs become `copy_` nodes at the end
+parameters, optimizer state) becomes a new value. Writes into inputs become `copy_` nodes at the end
 of the graph, the only nodes that write:
 
     add_(w, g); mul_(w, 2)     ->     a = add(w, g); b = mul(a, 2); copy_(w, b)
 
-`rewrite_without_writes` does this call by call: a write gives the part of the memory that it writes
-a new value, and a node that shows another part is made again from it. Where it is not sure which
+`rewrite_without_writes` does this call by call. A write gives a new value to the part of the memory
+that it writes, and a node that shows another part is made again from it. If it is uncertain which
 values a write changes, the graph is traced once more under torch's own functionalization
-(`trace_without_writes`), which is right whatever the graph writes and takes as long as capture.
+(`trace_without_writes`). That is correct for any graph, but takes as long as capture.
 """
 
 from __future__ import annotations
@@ -87,15 +87,16 @@ _aten = torch.ops.aten
 def functionalize_graph(
     graph: fx.GraphModule, equal: Sequence[Sequence[int]] = ()
 ) -> fx.GraphModule:
-    """`graph` without writes but for `copy_` into inputs at its end. Notes are kept.
+    """Returns `graph` without writes except `copy_` into inputs at its end. Notes are kept.
 
     Args:
-        equal: groups of inputs, by place, that hold the same number.
+        equal: groups of inputs, by position, that hold the same number.
 
     Raises:
-        CaptureError: a result cannot be a view of what it is a view of in eager, or no graph does
-            what is written through a view.
-        UnsureOfWrites: what a block node takes or gives is written as only a trace could tell.
+        CaptureError: a result cannot be the view that it is in eager, or no graph does what is
+            written through a view.
+        UnsureOfWrites: an operand or result of a block node is written in a way that only a trace
+            shows.
     """
     drop_needless_sets(graph.graph)
     refuse_lost_writes(graph.graph, traced=False)
@@ -120,7 +121,7 @@ def functionalize_graph(
 
 
 def _remove_redundant_nodes(graph: fx.Graph) -> None:
-    """Drop aliases, copies into new memory, and a profiler's marks; then what nobody uses."""
+    """Drop aliases, copies into new memory, and a profiler's marks; then unused nodes."""
     for node in list(graph.nodes):
         if facts_of(node.target).is_alias:
             node.replace_all_uses_with(node.args[0])
@@ -143,13 +144,13 @@ def _remove_redundant_nodes(graph: fx.Graph) -> None:
 def trace_without_writes(
     graph: fx.GraphModule, makers: Sequence[fx.Node]
 ) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
-    """`graph` without writes, traced again under torch's functionalization. Notes are kept.
+    """Returns `graph` without writes, traced again under torch's functionalization. Notes are kept.
 
     Args:
         makers: nodes whose memory several results show.
 
     Returns:
-        The graph module, and for each of `makers` the node of what its memory holds at the end.
+        The graph module, and for each of `makers` the node with the final content of its memory.
     """
     inputs = graph.graph.find_nodes(op="placeholder")
     fakes = [value_of_input(n.meta["val"]) for n in inputs]
@@ -245,7 +246,7 @@ def _without_views_in_place(graph: fx.Graph) -> None:
 
 
 def _safe_view_of(target: Any) -> Any:
-    """For `unsafe_split` and the like, the op whose schema says that it gives views."""
+    """Returns, for `unsafe_split` and similar ops, the op whose schema declares views."""
     if not target._opname.startswith("unsafe_"):
         return target
     return getattr(getattr(_aten, target._opname.removeprefix("unsafe_")), target._overloadname)
@@ -253,7 +254,7 @@ def _safe_view_of(target: Any) -> Any:
 
 @lru_cache(maxsize=64)
 def _view_like(target: Any) -> Any:
-    """The out-of-place view op with the arguments of `target`; None where there is none."""
+    """Returns the out-of-place view op with the arguments of `target`, or None."""
     packet = getattr(_aten, target._opname.removesuffix("_"), None)
     for name in packet.overloads() if packet is not None else ():
         found = getattr(packet, name)
@@ -272,17 +273,17 @@ def _arguments_of_schema(target: Any) -> list[tuple[str, str]]:
 def rewrite_without_writes(
     graph: fx.GraphModule, memory: dict[fx.Node, int], makers: Sequence[fx.Node]
 ) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
-    """`graph` without writes but for `copy_` into inputs at its end. Notes are kept.
+    """Returns `graph` without writes except `copy_` into inputs at its end. Notes are kept.
 
     Args:
-        memory: by node, a number for the memory that it shows; only of memory that is written.
+        memory: by node, a number for the memory that it shows; only for memory that is written.
         makers: nodes whose memory several results show.
 
     Returns:
-        The graph module, and for each of `makers` the node of what its memory holds at the end.
+        The graph module, and for each of `makers` the node with the final content of its memory.
 
     Raises:
-        UnsureOfWrites: the graph has to be traced again.
+        UnsureOfWrites: the graph must be traced again.
     """
     rewrite = _Rewrite(graph, memory, makers)
     return lazy_graph_module(graph, rewrite.graph_without_writes()), rewrite.shared
@@ -293,13 +294,13 @@ class _Rewrite:
 
     Attributes:
         of: by old node, its value in the new graph: a node, a `Scalar` of one, or a list.
-        memory: by old node, the number of the memory that it shows, where that is written.
+        memory: by old node, the number of the memory that it shows, if that is written.
         written: by memory, how often it has been written so far.
         made_at: by old node, `written` of its memory when `of` was made.
         latest: by memory and part of it, the count at which that part was written, and its value.
-        other_strides: new nodes whose strides are others than those of the old.
+        other_strides: new nodes whose strides differ from those of the old ones.
         shared: by node of `makers`, its value at the end.
-        closed: memory that a part of the graph has written, which nobody may use any more.
+        closed: memory that a part of the graph has written, and that must not be used any more.
     """
 
     def __init__(
@@ -475,7 +476,7 @@ class _Rewrite:
     # -- memory ------------------------------------------------------------------------------------
 
     def current_value(self, node: fx.Node) -> Any:
-        """The value in the new graph of what an old node shows at this point."""
+        """Returns the value in the new graph of what an old node shows at this point."""
         memory = self.memory.get(node)
         if memory is not None and memory in self.closed:
             raise UnsureOfWrites
@@ -516,9 +517,11 @@ class _Rewrite:
     def _without_views(
         self, node: fx.Node, value: fx.Node, memory: int
     ) -> Iterator[tuple[fx.Node, fx.Node]]:
-        """Each tensor of which `node` is a view, in turn, with its value after the write.
+        """Yields each tensor that `node` is a view of, one after another, with its value after the
+        write.
 
-        Ends at a view that cannot be inverted; what is further is made again or refused when read.
+        Ends at a view that cannot be inverted. Tensors beyond it are made again, or refused, when
+        read.
         """
         while (source := view_of(node)) is not None and self.memory.get(source) == memory:
             if part_of(source.meta["val"]) != part_of(node.meta["val"]):

@@ -1,18 +1,18 @@
-"""Strides of fake results: those that the kernel gives, found by running it on small operands.
+"""Strides of fake results: those of the real kernel, found by running it on small operands.
 
-A graph is traced of fakes, and what a step does may depend on their strides: `reshape` is a view
-or a copy, `contiguous` a copy or nothing. Torch computes many fakes by a decomposition. If operands
-are transposed, its strides differ from the kernel's:
+A graph is traced over fakes, and a step may depend on their strides: `reshape` is a view or a copy,
+`contiguous` a copy or nothing. Torch computes many fakes by a decomposition. If operands are
+transposed, its strides differ from the kernel's:
 
     softplus_backward(grad, x)    the fake has the strides of x, the kernel's result those of grad
 
-So where an operand is not contiguous, the kernel is called on the device of the graph. It gets
-zeros with the operands' order of strides, and a small size in place of each above 6. The real
-result has the same order of strides. Equal calls are made once in a process.
+So if an operand is not contiguous, the kernel is called on the device of the graph. It gets zeros
+with the operands' order of strides, and a small size in place of each above 6. The real result has
+the same order of strides. Equal calls are made once in a process.
 
 An op that computes with sizes, as padding does, is called with those of its operands if they are
-small. Of large ones torch's own answer stands; the executor takes no view by it that a tensor does
-not have (`backend/executor.py`).
+small. For large ones torch's own result is used. The executor makes no view with it that a tensor
+does not have (`backend/executor.py`).
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def have_same_strides(shape: Sequence[int], one: Sequence[int], other: Sequence[
 
 @dataclass(frozen=True)
 class _Operand:
-    """What a kernel is given in place of a tensor."""
+    """The operand that a kernel gets in place of a tensor."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -174,7 +174,7 @@ def _sizes_of(t: Any, size_of: dict[int, int]) -> tuple[int, ...] | None:
 
 
 def _twin_of(leaf: Any, size_of: dict[int, int]) -> Any:
-    """What replaces an argument in the call. Raises ValueError where there is nothing."""
+    """Returns the replacement of an argument in the call. Raises ValueError if there is none."""
     if isinstance(leaf, torch.Tensor):
         shape = _sizes_of(leaf, size_of)
         assert shape is not None

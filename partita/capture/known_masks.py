@@ -1,28 +1,28 @@
-"""Known masks: attention whose mask is the causal one, or hides nothing, takes none in the graph.
+"""Known masks: attention with a causal mask, or one that hides nothing, needs no mask in the graph.
 
-Models make masks of places. One that hides from each query the keys after it says what `is_causal`
-says; but with a mask torch takes a slower kernel than flash attention, which reads (queries, keys)
-numbers more and keeps them for backward. Libraries know, and leave such masks out in eager; where
-they see that they are traced they make one all the same (transformers does, as it asks of positions
-whether several texts lie in a row). So where a mask is computed from constants alone it is computed
-once, at capture, and left out of the call:
+Models compute masks from positions. A mask that hides from each query the later keys means the same
+as `is_causal`. But with a mask torch uses a slower kernel than flash attention. It reads (queries,
+keys) numbers more, and keeps them for backward. Libraries know this, and omit such masks in eager.
+When they are traced they make one all the same (transformers does, because it checks positions for
+packed sequences). So a mask that depends only on constants is computed once, at capture, and
+removed from the call:
 
     scaled_dot_product_attention(q, k, v, mask)  ->  ...(q, k, v, is_causal=True), or no mask at all
 
-Every element is looked at. A mask that an input or a draw has a part in stays.
+Every element is checked. A mask that depends on an input or on random numbers stays.
 
-A value depends on constants alone where factories (`arange`, `full`), metadata and arithmetic make
-it, and no input of the graph, no number that may change, no generator and no operator of others has
-a part in it: it is then the same in every call of the program. `KnownNode.find_value` computes it
-on the CPU, whatever the device of the step.
+A value depends on constants alone if factories (`arange`, `full`), metadata and arithmetic make it,
+and no input of the graph, no number that may change, no generator and no custom operator affects
+it. It is then the same in every call of the program. `KnownNode.find_value` computes it on the CPU,
+whatever the device of the step.
 
     places = arange(8)                                            a tensor
     mask = places <= unsqueeze(places, 1)                         a tensor, or if large a LargeValue
     mask = expand(mask, [4, 1, 8, 8])                             shows that one
 
-Elements that are equal along a dimension are computed once, and shown with stride 0. What is large
-all the same is not computed as a whole: `compute_part` computes a box of it, and `find_bounds` says
-between which numbers that lies, mostly without computing it.
+Elements that are equal along a dimension are computed once, and shown with stride 0. A value that
+is still large is not computed as a whole: `compute_part` computes a box of it, and `find_bounds`
+returns numbers between which that box lies, mostly without computing it.
 """
 
 from __future__ import annotations
@@ -121,9 +121,9 @@ def _bind(
     is_causal: Any = False,
     **more: Any,
 ) -> Any:
-    """Query, key, value, mask and the other arguments; None of a call whose mask stays.
+    """Returns query, key, value, mask and the other arguments; None for a call whose mask stays.
 
-    With dropout it does: which weights are dropped is the kernel's own choice.
+    A call with dropout keeps its mask, because the kernel decides which weights are dropped.
     """
     if type(attn_mask) is not FakeTensor or is_causal is not False:
         return None
@@ -140,7 +140,7 @@ def _shape_of(x: Any) -> tuple[int, ...]:
 
 
 def _is_of_scores(mask: torch.Tensor, query: Any, scores: tuple[int, ...]) -> bool:
-    """Is it a mask that attention takes for scores of this shape, which it does not make larger?"""
+    """True for a mask that attention accepts for scores of this shape without broadcasting them."""
     with Unheard():
         shape, dtype = tuple(mask.shape), mask.dtype
         kinds = (torch.bool, query.dtype)
@@ -156,11 +156,11 @@ def _is_of_scores(mask: torch.Tensor, query: Any, scores: tuple[int, ...]) -> bo
 
 
 def what_is_hidden(mask: KnownValue, queries: int, keys: int) -> str:
-    """What a mask hides, whose elements are all looked at.
+    """Returns what a mask hides; every element is checked.
 
     Returns:
-        "nothing"; "later keys": from each query those of a greater number; "" if something else,
-        or if it takes too long to tell.
+        "nothing"; "later keys": from each query those with a greater number; "" for anything else,
+        or if the check would take too long.
     """
     look = _Look(mask, queries, keys)
     with computing():
@@ -191,19 +191,19 @@ class _Look:
             yield slice(first, min(first + step, self._queries))
 
     def shown(self, x: Any) -> Any:
-        """Does an element show its key?"""
+        """True for an element that shows its key."""
         return x if self._is_bool else x == 0
 
     def hidden(self, x: Any) -> Any:
-        """Does an element hide its key?"""
+        """True for an element that hides its key."""
         return x == 0 if self._is_bool else x <= self._least
 
     def shows_all(self, rows: slice) -> bool:
-        """Are all keys shown in these rows?"""
+        """True if all keys are shown in these rows."""
         return self.holds(rows, slice(0, self._keys), self.shown)
 
     def shows_earlier(self, rows: slice) -> bool:
-        """Is the key of a row's own number, with all before it, shown in these rows, and no other?
+        """True if each of these rows shows the key of its own number, all before it, and no other.
 
         Before these rows' own keys all are shown, and after them all are hidden.
         """
@@ -217,7 +217,7 @@ class _Look:
         return bool(torch.where(later, self.hidden(part), self.shown(part)).all())
 
     def holds(self, rows: slice, columns: slice, test: Callable[[Any], Any]) -> bool:
-        """Does a test hold for all elements in some rows and columns?"""
+        """True if a test holds for all elements in some rows and columns."""
         count = columns.stop - columns.start
         if not count:
             return True
@@ -291,7 +291,7 @@ class LargeValue:
 
     @cached_property
     def calls(self) -> int:
-        """How many calls compute a part of it."""
+        """The number of calls that compute a part of it."""
         return 1 + sum(map(count_calls, self.args))
 
     def compute_part(self, box: Box) -> torch.Tensor:
@@ -323,8 +323,11 @@ class LargeValue:
         return None if math.isnan(found[0]) else found
 
     def _locate(self, box: Box) -> tuple[list[slice], list[int | None]]:
-        """Where the elements of a box stand in the result of the call, and for each dimension of
-        this value which of that it is; None for one of equal elements."""
+        """Returns where the elements of a box are in the result of the call.
+
+        For each dimension of this value it also returns the dimension of the result, or None if its
+        elements are equal.
+        """
         strides = torch.empty(self.sizes, device="meta").stride()
         offset, firsts = int(self.shown.storage_offset()), list[int]()
         for size, stride in zip(self.sizes, strides, strict=True):
@@ -344,7 +347,7 @@ class LargeValue:
         return at, dims
 
     def _is_monotone(self, bounds: Sequence[Any]) -> bool:
-        """Does the result rise or fall with each operand, between their bounds?"""
+        """True if the result is monotone in each operand, between their bounds."""
         name, is_truth = self.func._opname, self.dtype is torch.bool
         of_truths = all(not _is_value(v) or v.dtype is torch.bool for v in self.args)
         if not facts_of(self.func).is_monotone or (self.kwargs and name != "_to_copy"):
@@ -376,7 +379,7 @@ def _is_value(value: Any) -> bool:
 
 
 def count_calls(value: Any) -> int:
-    """How many calls compute a part of a value."""
+    """Returns the number of calls that compute a part of a value."""
     return value.calls if isinstance(value, LargeValue) else 0
 
 
@@ -412,15 +415,15 @@ def find_bounds(value: KnownValue, box: Box) -> Bounds | None:
 
 
 class KnownNode:
-    """A node whose value depends on constants alone, as far as its graph tells.
+    """A node whose value depends on constants alone, as far as its graph shows.
 
     Args:
         node: of the graph that is being traced.
-        entered: by the node that stands in a traced block for a tensor from outside, the node of
+        entered: by the node in a traced block that represents a tensor from outside, the node of
             that tensor in the block that follows the trace.
 
     Raises:
-        NotKnown: something else has a part in it, or it is written in a way that is not followed.
+        NotKnown: something else affects it, or it is written in a way that is not tracked.
     """
 
     def __init__(self, node: fx.Node, entered: Mapping[fx.Node, fx.Node]):
@@ -475,8 +478,10 @@ class KnownNode:
     def _refuse_later_writes(
         self, node: fx.Node, reader: fx.Node | None, writes: dict[fx.Node, list[fx.Node]]
     ) -> None:
-        """Raise NotKnown where the memory of `node` is written between it and its reader, by way
-        of a view or of what it is a view of: it stands for what that memory held before.
+        """Raise NotKnown if the memory of `node` is written between it and its reader.
+
+        The write may go through a view, or through what it is a view of. The reader would get the
+        older content.
 
         Args:
             reader: the call that reads it; None if that has no node yet.
@@ -524,7 +529,7 @@ def _operands_of(node: fx.Node) -> list[fx.Node]:
 
 
 def _writes_first(target: Any) -> bool:
-    """Does an operator write its first operand alone, and gives that one: `x.add_(y)`?"""
+    """True if an operator writes only its first operand, and returns it: `x.add_(y)`."""
     first, *more = facts_of(target).writes
     return not more and first.place == 0 and not first.is_list and target._opname.endswith("_")
 
@@ -534,7 +539,9 @@ def _writes_first(target: Any) -> bool:
 
 @contextmanager
 def computing() -> Iterator[None]:
-    """Within, torch computes as it is called: nothing is traced, heard of, cast or kept."""
+    """Compute inside the block as torch normally does: nothing is traced, intercepted, cast or
+    saved.
+    """
     casts_off = use_autocast_state(switch_off(read_autocast_state()))
     with _disable_current_modes(), Unheard(), torch.no_grad(), casts_off:
         yield
@@ -594,8 +601,9 @@ def _check_constant(value: Any) -> torch.Tensor:
 
 
 def _without_repeats(found: torch.Tensor) -> torch.Tensor:
-    """What was computed, with whole numbers and truth values that are equal along a dimension
-    stored once."""
+    """Returns a computed value; integers and bools that are equal along a dimension are stored
+    once.
+    """
     if found.is_floating_point() or found.is_complex() or not found.numel():
         return found
     values = found

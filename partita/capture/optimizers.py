@@ -1,12 +1,12 @@
 """Captured optimizers: how a torch.optim optimizer steps in a graph.
 
-Its state and parameters are inputs like all others, and so are the floats of its groups, which
+Its state and parameters are inputs like all others. So are the floats of its groups, which
 schedules change: as constants they would make another graph in every step. State that the first
-step would make is made before (`make_optimizer_state`), so that the first step is the same program
-as the others. Where the model has blocks, `block_updates` has each updated by itself.
+step would make is made before (`make_optimizer_state`), so that the first step has the same program
+as the others. If the model has blocks, `block_updates` updates each separately.
 
-Step counts of parameters, a dozen scalar calls for each, are equal as a rule. That they are becomes
-a condition (`EqualInputs`), under which one stands for all (`share_equal_counts`).
+Step counts of parameters need a dozen scalar calls each, and are normally equal. This becomes a
+condition (`EqualInputs`), under which one count represents all (`share_equal_counts`).
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ foreach, because the compiler fuses it."""
 
 
 def make_optimizer_state(optimizers: dict[str, Optimizer]) -> MadeState:
-    """Have torch's optimizers make their state now, as their first step would.
+    """Make the state of torch's optimizers now, as their first step would.
 
-    So that the first step is the same program as the others. Private torch: `_init_group`, which
-    every optimizer of torch.optim has, makes the state of each parameter with a gradient.
+    So the first step has the same program as the others. Private torch: `_init_group`, which every
+    optimizer of torch.optim has, makes the state of each parameter with a gradient.
 
     Returns:
         The (optimizer, parameter)s whose state was made, for `drop_unused_state`.
@@ -103,15 +103,15 @@ def _check_state_is_apart(optimizer: Optimizer) -> None:
 
 
 def _is_of_torch(optimizer: Optimizer) -> bool:
-    """Is it of a class of torch's, or of a subclass that steps and makes state as that does?"""
+    """True for a class of torch, or a subclass that steps and makes state in the same way."""
     found = [getattr(type(optimizer), name, None) for name in ("step", "_init_group")]
     return all(_is_defined_in_torch(inspect.unwrap(f)) for f in found if f is not None)
 
 
 def _leaves_state_to_torch(optimizer: Optimizer) -> bool:
-    """Is it of a class of torch's, or of a subclass whose own methods do not name the state?
+    """True for a class of torch, or a subclass whose own methods do not name the state.
 
-    Those that do may ask whether there is any, and make it in their own way if not.
+    Methods that name it may check whether there is any, and make it in their own way if not.
     """
     for kind in type(optimizer).__mro__:
         if _is_defined_in_torch(kind):
@@ -128,7 +128,7 @@ def _is_defined_in_torch(found: Any) -> bool:
 
 
 def _find_modes() -> tuple[Any, ...]:
-    """The user's modes that hear calls of functions, and how many dispatch modes there are."""
+    """Returns the user's modes that intercept function calls, and the number of dispatch modes."""
     return (*map(id, hearing_modes()), dispatch_listeners()[0])
 
 
@@ -194,7 +194,7 @@ def _make_momentum(optimizer: Optimizer) -> MadeState:
 
 
 def drop_unused_state(made_state: MadeState, used: Callable[[Any], bool]) -> bool:
-    """Delete made state of which no tensor is used, by `used`. Returns whether there was any."""
+    """Delete made state without a tensor that is used, by `used`. Returns True if there was any."""
     found = False
     for optimizer, p in made_state:
         state = optimizer.state.get(p)
@@ -331,7 +331,7 @@ class CapturedOptimizers:
         return now | {name: _CAPTURED[name] for name in _CAPTURED.keys() & group.keys()}
 
     def _set_up_made_optimizer(self, optimizer: Optimizer) -> None:
-        """Have an optimizer that the step has made update as those do that are there before."""
+        """Make an optimizer that the step has made update like those that exist before."""
         if _is_of_torch(optimizer):
             for group in optimizer.param_groups:
                 own = {name: group[name] for name in _CAPTURED if name in group}
@@ -442,14 +442,14 @@ def share_equal_counts(graph: fx.Graph, equal: Sequence[Sequence[fx.Node]]) -> N
 
 
 def _exchange_operands(node: fx.Node, of: Mapping[fx.Node, fx.Node]) -> None:
-    """Have a node read, in place of the operands that are keys of `of`, the values."""
+    """Make a node read, in place of operands that are keys of `of`, their values."""
     # At once: a call may read many, and each change of one of them copies its operands.
     if not of.keys().isdisjoint(node.all_input_nodes):
         node.args, node.kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: of.get(n, n))
 
 
 def _is_scalar_call(node: fx.Node) -> bool:
-    """Is it a deterministic call of an update that makes one number from single numbers?"""
+    """True for a deterministic call of an update that makes one number from single numbers."""
     if node.op != "call_function" or not _is_single(node) or note_of(node).phase != "update":
         return False
     facts = facts_of(node.target)

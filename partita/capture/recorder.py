@@ -1,23 +1,24 @@
-"""The modes of a captured step: `Recorder`, of ATen calls, and `StepFunctionMode`, of functions.
+"""The modes of a captured step: `Recorder`, for ATen calls, and `StepFunctionMode`, for functions.
 
-`Recorder` is the dispatch mode through which every ATen call goes. It traces the call (or repeats
-an equal one: `RepeatedCalls`), and gives the new nodes a `Note`: the user's line that asked for it
-(in backward: the line of the forward call whose gradient it is), the phase of the step and, within
-a redistribution, the move. The nodes of a redistribution are copied for each tensor of equal
-metadata (`RepeatedMoves`): the parameters of one block are gathered like those of the next, and to
-trace a move takes ten times as long as to copy its nodes.
+`Recorder` is the dispatch mode that every ATen call goes through. It traces the call (or repeats an
+equal one: `RepeatedCalls`), and gives the new nodes a `Note`: the user's line (in backward: the
+line of the forward call whose gradient it is), the phase of the step and, inside a redistribution,
+the move. The nodes of a redistribution are copied for each tensor of equal metadata
+(`RepeatedMoves`). The parameters of one block are gathered like those of the next, and tracing a
+move takes ten times as long as copying its nodes.
 
-`StepFunctionMode`, a torch-function mode, follows what the step calls of tensors by name.
+`StepFunctionMode`, a torch-function mode, follows the functions that the step calls on tensors.
 
-- `x.data = y` exchanges what node makes x. Reads of x from then on are reads of y; at the step's
-  end y's value is copied into the memory of x. Other views of that keep their values until then, as
-  in eager.
+- `x.data = y` exchanges the node that makes x. Reads of x from then on are reads of y; at the
+step's end
+  y's value is copied into the memory of x. Other views of that memory keep their values until then,
+  as in eager.
 - `.item()`, `bool(x)`: numbers that are known when the graph runs (`fakes`).
-- Metadata of inputs, as `is_leaf`: conditions of the program (`inputs.TensorFacts`).
-- Checks of values that torch makes in eager and leaves out when it traces: nodes of the graph.
-- Attention's masks, where they need not be there (`known_masks`).
-- Calls during which no code of the user's runs are not profiled (`LibraryCalls`).
-- What a graph cannot answer is refused: at once, or when the step has run (`capture`).
+- Metadata of inputs, such as `is_leaf`: conditions of the program (`inputs.TensorFacts`).
+- Checks of values that torch makes in eager and omits when it traces: nodes of the graph.
+- Attention masks that are not needed (`known_masks`).
+- Calls that run no code of the user are not profiled (`LibraryCalls`).
+- What a graph cannot express is refused: at once, or when the step has run (`capture`).
 """
 
 from __future__ import annotations
@@ -114,7 +115,9 @@ def _shape_of_value(value: Any) -> Any:
 
 
 def _is_shaped(func: Any, args: Any, kwargs: Any) -> bool:
-    """Is the output shape of this call known, though for other operands of `func` it is not?"""
+    """True if the output shape of this call is known, though for other operands of `func` it is
+    not.
+    """
     if func is _aten.index.Tensor:  # masks have a data-dependent count, integers have not
         given = [i for i in args[1] if i is not None]
         return not any(i.dtype in (torch.bool, torch.uint8) for i in given)
@@ -202,19 +205,19 @@ def _other_settings() -> CaptureError:
 class Recorder(TraceHooks, TorchDispatchMode):
     """Traces each call and notes the nodes that it adds to `graph`.
 
-    Calls see local shapes: kernels that Python implements ask for shapes, and in backward, where
-    torch functions must be on, a saved DTensor would answer with its global one.
+    Calls see local shapes. Kernels that Python implements read shapes, and in backward, where torch
+    functions must be on, a saved DTensor would return its global shape.
 
     Attributes:
-        masks: what is known of attention's masks.
-        updating: is an optimizer stepping?
-        exact: while one of torch's steps, the ids for `with_exact_numbers`; else None.
-        is_behind_forward: is the backward of a region being traced, which the step itself has not
-            asked for?
-        regions_begun: how many remat regions have begun.
-        follows_from_integers: tells whether a number that was read follows from integers and bools
-            of the step's arguments alone.
-        note_read: is called with each number that is read of a tensor, and that tensor.
+        masks: what is known of attention masks.
+        updating: True while an optimizer steps.
+        exact: during one of torch's steps, the ids for `with_exact_numbers`; otherwise None.
+        is_behind_forward: True while the backward of a region is traced, which the step itself has
+            not called.
+        regions_begun: the number of remat regions that have begun.
+        follows_from_integers: True for a number that depends only on integers and bools of the
+            step's arguments.
+        note_read: called with each number that is read of a tensor, and that tensor.
         block_kinds: for each call of a block the class of the block.
     """
 
@@ -250,7 +253,9 @@ class Recorder(TraceHooks, TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Private torch: must each dispatch turn Dynamo off? Capture has, for all of the step."""
+        """Private torch: True if each dispatch must turn Dynamo off. Capture has done so for the
+        step.
+        """
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -383,7 +388,7 @@ class Recorder(TraceHooks, TorchDispatchMode):
         return self._noting(kept=self._within.kept or keep)
 
     def keep(self, x: torch.Tensor) -> None:
-        """Have the nodes that made the memory of `x` kept for backward."""
+        """Mark the nodes that made the memory of `x` as kept for backward."""
         with Local():
             wanted = x.untyped_storage()._cdata
             for node, made in self._made:
@@ -395,7 +400,7 @@ class Recorder(TraceHooks, TorchDispatchMode):
         x.copy_(value)
 
     def replace_value(self, x: torch.Tensor, value: torch.Tensor) -> None:
-        """Have `x` be the value of `value` from now on, as `x.data = value` does in eager."""
+        """Make `x` have the value of `value` from now on, as `x.data = value` does in eager."""
         mode = get_proxy_mode()
         assert mode is not None
         # Hidden from torch-function modes: it is no write of the user's.
@@ -452,21 +457,22 @@ class Recorder(TraceHooks, TorchDispatchMode):
         self._note_new_nodes()
 
     def _note_new_nodes(self) -> None:
-        """Give a note to all new nodes that have none: arithmetic of numbers, of which no call
-        tells."""
+        """Give a note to new nodes that have none.
+
+        These are arithmetic of numbers, which no call announces.
+        """
         for node in nodes_since(self.graph, self._last):
             if NOTE not in node.meta:
                 self._note_nodes([node], unprofiled(self._make_note))
         self._last = self.newest()
 
     def note_copies(self, nodes: Sequence[fx.Node], made: fx.Node, out: torch.Tensor) -> None:
-        """Give a note to nodes that were added without a call, of which `made` makes `out`."""
+        """Give a note to nodes that were added without a call; `made` is the node of `out`."""
         self.note_made(*nodes)
         self._made.append((made, out))
 
     def add_alias(self, made: torch.Tensor) -> fx.Node:
-        """Add a node for an alias of what the node of `made` makes, and have it be the node of
-        `made`."""
+        """Add a node for an alias of the value of `made`, and record it as the node of `made`."""
         shown = node_of(made)
         assert shown is not None
         node = add_call(self.graph, DETACH, (shown,))
@@ -602,13 +608,13 @@ class StepFunctionMode(TorchFunctionMode):
 
     Args:
         inputs: of the graph.
-        facts: answers what is asked of their metadata.
-        reads_values: what `.item()` gives is the value, where that follows from the call's data.
+        facts: answers reads of their metadata.
+        reads_values: True if `.item()` returns the value, if that depends on the call's data alone.
 
     Attributes:
         called_last: the name of the function that was called last.
-        meets_unknown_tensors: was a function called of a tensor that is no input and is not made by
-            the step?
+        meets_unknown_tensors: True if a function was called on a tensor that is not an input and
+            was not made by the step.
     """
 
     def __init__(self, inputs: GraphInputs, facts: TensorFacts, reads_values: bool = False):
@@ -718,7 +724,7 @@ def _with_ints(value: Any) -> Any:
 
 
 def _read_number(value: Any) -> Any:
-    """What `.item()` gives: True or False itself, as a step may ask whether something `is True`."""
+    """Returns the result of `.item()`: True or False itself, because a step may use `is True`."""
     return bool(value) if isinstance(value, torch.SymBool) else as_number(value)
 
 
@@ -729,7 +735,7 @@ def _find_node(mask: torch.Tensor) -> tuple[fx.Node, dict[fx.Node, fx.Node]] | N
 
 @lru_cache(maxsize=8192)
 def _is_followed(func: Any) -> bool:
-    """May the mode have to do with calls of a function of C?"""
+    """True if the mode may have to handle calls of a function in C."""
     name = getattr(func, "__name__", "")
     return (
         name in (*_READING, *_ASKING)
@@ -749,10 +755,10 @@ def _shape_is_changed(name: str) -> CaptureError:
 
 
 def _check_function(func: Any) -> None:
-    """Raise CaptureError where the program has replaced a function of torch by one that calls it.
+    """Raise CaptureError if the program has replaced a function of torch by one that calls it.
 
-    Torch announces the call of its own function under the replacement's name, so that the
-    replacement would run twice.
+    Torch announces the call of its own function under the replacement's name, so the replacement
+    would run twice.
     """
     if isinstance(func, types.FunctionType) and is_recorded(func.__code__.co_filename):
         raise not_captured(
@@ -794,7 +800,7 @@ _Checks = Iterator[tuple[torch.Tensor, str]]
 
 
 def _check_values(func: Any, args: Any, kwargs: Any) -> None:
-    """Have the graph check what `func` checks in eager, of this rank's local values."""
+    """Make the graph check what `func` checks in eager, on this rank's local values."""
     if func not in _CHECKS:
         return
     with Local(), torch.no_grad():
@@ -851,11 +857,11 @@ _PLAIN = frozenset(
 
 
 class LibraryCalls:
-    """Calls functions of torch, unprofiled where that calls nothing of the user's.
+    """Calls functions of torch, unprofiled if that runs none of the user's code.
 
-    What the user may have put between a function and its kernels is compared with what is there
-    when this is made: torch-function modes must not be the user's, dispatch modes and hooks on
-    saved tensors not have become more.
+    The user may have put something between a function and its kernels. This is compared with the
+    state when this object was made: torch-function modes must not be the user's, and there must be
+    no additional dispatch modes and hooks on saved tensors.
     """
 
     def __init__(self) -> None:
@@ -869,8 +875,10 @@ class LibraryCalls:
         return profiled_again(func, *args, **kwargs)
 
     def call_own(self, func: Callable[..., Any], *args: Any) -> Any:
-        """`func(*args)`, a function of partita's, unprofiled unless a mode of the user's hears what
-        it calls of torch."""
+        """Returns `func(*args)`, for a function of partita.
+
+        It is unprofiled, unless a mode of the user intercepts the torch functions that it calls.
+        """
         if function_modes() or dispatch_listeners() != self._listeners:
             return func(*args)
         return unprofiled(func, *args)
@@ -888,7 +896,7 @@ class LibraryCalls:
 
 
 def _calls_nothing_back(func: Any) -> bool:
-    """Is it a function of torch that calls at most its operands' methods?"""
+    """True for a function of torch that calls at most its operands' methods."""
     if type(func) in _C_FUNCTION_TYPES:
         return func.__name__ not in _CALLING_BACK
     return type(func) is types.FunctionType and _is_functional(func)
@@ -896,7 +904,7 @@ def _calls_nothing_back(func: Any) -> bool:
 
 @lru_cache(maxsize=1024)
 def _is_functional(func: types.FunctionType) -> bool:
-    """Is it a Python function of torch.nn.functional itself?"""
+    """True for a Python function of torch.nn.functional itself."""
     return vars(F).get(func.__name__) is func and func.__module__ == F.__name__
 
 

@@ -1,7 +1,7 @@
-"""Settings of torch: what a process sets for all calls, and kernels, composites and autograd read.
+"""Settings of torch: of the whole process, read by kernels, composites and autograd.
 
-A call is compared in all of them with the call that was captured. What differs is the reason of a
-new capture, by the name in the table.
+A call is compared in all of them with the captured call. A difference is the reason of a new
+capture, by the name in the table.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The pipeline: how a program is made for a call, the same on all ranks.
+"""The pipeline: how a program is made for a call, equally on all ranks.
 
-Capture, passes, the split of a region, then the key, which ranks compare before anything is
-compiled. If a rank fails, the others learn it in the comparison and raise too.
+It captures, runs the passes, splits a region, and computes the key, which ranks compare before
+anything is compiled. If one rank fails, the comparison tells the others, and they raise too.
 """
 
 from __future__ import annotations
@@ -44,14 +44,15 @@ def make_program(
     blocks: BlockChoice,
     counts_apart: bool = False,
 ) -> CapturedProgram:
-    """The program of the call `step(*args, **kwargs)`. Every rank calls this.
+    """Returns a program for the call `step(*args, **kwargs)`. Every rank calls this.
 
     Args:
         state: what the step reaches.
-        guesses: answers to what is asked of values.
+        guesses: assumed answers to branches on values.
         values: what is known of the call's values.
         blocks: which modules are blocks.
-        counts_apart: optimizers' step counts of parameters may differ: none stands for all.
+        counts_apart: True if step counts of an optimizer may differ between parameters, so that one
+            cannot represent all.
 
     Raises:
         CaptureError: it cannot be captured, on any rank.

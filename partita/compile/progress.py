@@ -1,7 +1,7 @@
 """Progress of a first call: shown on standard error if it takes longer than five seconds.
 
-On a terminal one line says what is done and for how long; elsewhere one line is written, once. Only
-the first rank writes it.
+On a terminal one line shows the phase and its duration. Elsewhere one line is written, once. Only
+the first rank writes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _shows = threading.Lock()
 
 @contextmanager
 def told_of_phases(tell: Callable[[str], None]) -> Iterator[None]:
-    """Within, `tell` is called with "capture", "compile" and "graph" as each begins."""
+    """Call `tell` with "capture", "compile" and "graph" when each begins, inside the block."""
     _listeners.append(tell)
     try:
         yield

@@ -57,8 +57,8 @@ class _Entrance:
     """How a tensor enters the graph of a backward.
 
     Attributes:
-        size, stride, dtype, device: of the input, for which the graph is made.
-        border: how it is padded; None where it is not.
+        size, stride, dtype, device: of the input for which the graph is made.
+        border: how it is padded; None if it is not.
     """
 
     size: torch.Size
@@ -83,7 +83,7 @@ class _Entrance:
 
 
 class _BackwardPart:
-    """The backward of results that go backward together.
+    """The backward of results whose gradients are computed together.
 
     Args:
         given: the outputs of the region.
@@ -91,14 +91,14 @@ class _BackwardPart:
 
     Attributes:
         backward: its program.
-        results: places of the results among the outputs of the region.
+        results: positions of the results among the outputs of the region.
         numbers: of these results, as in `Output.number`.
-        ancestors: places of the results from which these are computed: it gives their gradients.
-        graded: indices of the leaves of a call whose gradients it gives after those.
-        saved: places, among what the region saves, of what it reads.
+        ancestors: positions of results from which these are computed; it returns their gradients.
+        graded: indices of the leaves of a call whose gradients it returns after those.
+        saved: positions, among what the region saves, of what it reads.
         entrances: for each of its inputs.
-        reached: for each gradient that it gives, the numbers of the cotangents from which it is
-            computed. Without any of them it is None, as in eager.
+        reached: for each gradient that it returns, the numbers of the cotangents that it depends
+            on. Without any of them it is None, as in eager.
     """
 
     def __init__(self, backward: Program, given: Sequence[Output], results: list[int]):
@@ -390,7 +390,9 @@ def _is_cheap(node: fx.Node) -> bool:
 
 
 def _is_whole_view(node: fx.Node) -> bool:
-    """Is it a view of a whole tensor? (Of a part, saving the part keeps less memory.)"""
+    """True if the node is a view of a whole tensor. (For a view of a part, saving the part is
+    smaller.)
+    """
     if not facts_of(node.target).is_view or len(node.all_input_nodes) != 1 or node.target is WAIT:
         return False
     shown, value = node.all_input_nodes[0].meta["val"], node.meta["val"]

@@ -1,13 +1,13 @@
 """Compiled steps: `pt.compile`, the `CompiledStep` that it returns, and what a call of it does.
 
-The first call captures a program, compiles it and runs it; later calls run it. A call that differs
-in what the program was made for (shapes, layouts, modes, what the step reads of Python) needs
-another program, which is captured in its turn. At most `keep` are kept, and `reasons` says why each
-was made. To find the program of a call:
+The first call captures a program, compiles it and runs it; later calls run it. A call with other
+shapes, layouts or modes, or after a change of what the step reads of Python, needs another program,
+which is captured then. At most `keep` programs are kept, and `reasons` says why each was made. To
+find the program of a call:
 
 1. The call guard compares it with the last call (`CallGuard`): the usual case.
-2. Else the programs of its signature are tried: their guards and conditions must hold.
-3. Else the step is captured, by all ranks (`pipeline`), or runs eagerly where a capture has failed.
+2. Otherwise the programs of its signature are tried: their guards and conditions must hold.
+3. Otherwise all ranks capture the step (`pipeline`), or it runs eagerly if a capture has failed.
 """
 
 from __future__ import annotations
@@ -186,14 +186,14 @@ class _StepCall:
         return [*self.state.slots, *self.state.optimizer_slots()]
 
     def list_leaves(self) -> list[Any]:
-        """What `tensors_of_call` finds now."""
+        """Returns the current result of `tensors_of_call`."""
         return tensors_of_call(self.slots, self.args, self.kwargs)
 
     def find_signature(self, leaves: list[Any]) -> tuple[Any, ...]:
         return signature_of(self.state, leaves, self._list_names(), (self.args, self.kwargs))
 
     def describe(self, leaves: Sequence[Any]) -> Any:
-        """What `History` compares."""
+        """Returns what `History` compares."""
         return describe_call(self.state, leaves, self._list_names(), (self.args, self.kwargs))
 
     def _list_names(self) -> list[str]:
@@ -435,7 +435,7 @@ class CompiledStep:
         return self._admit_program(program, tensors)
 
     def _search_state(self, args: Any, kwargs: Any) -> State:
-        """What the step reaches now."""
+        """Returns what the step reaches now."""
         self.call_guard = None  # whose slots may get other homes
         before = self._state
         self._state = find_state(self.step, self._given, args, kwargs, self._reached, before)
@@ -444,10 +444,10 @@ class CompiledStep:
     def _find_kept_program(
         self, signature: Any, tensors: list[Any], others: OtherAnswers | None
     ) -> tuple[tuple[Any, int] | None, str]:
-        """The key of a kept program that may run such a call; None where there is none.
+        """Returns the key of a kept program for such a call, or None.
 
         Returns:
-            And the condition that does not hold, where that is the reason; else "".
+            The key, and the condition that does not hold if that is the reason, or "".
         """
         why = ""  # of the newest program
         for key, program in reversed(self._programs.items()):
@@ -557,9 +557,9 @@ class CompiledStep:
     def _prepare_program(
         self, call: _StepCall, guesses: Guesses, made_state: MadeState
     ) -> tuple[CapturedProgram, list[Any]]:
-        """A program that is captured for a call, ready to run, and the leaves of the call.
+        """Returns a program that is captured for a call, ready to run, and the leaves of the call.
 
-        Of the state that was made for optimizers what the step does not use is gone. After an error
+        State that was made for optimizers and that the step does not use is removed. After an error
         Python's objects are as they were before the capture.
         """
         from .pipeline import kept_within, make_program  # what makes graphs takes seconds to import

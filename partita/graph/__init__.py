@@ -2,13 +2,14 @@
 
 In reading order:
 
-- What a program is: `program` (a graph, its inputs and outputs, its options), `slots` (where state
-  stands), `graph_nodes` (nodes, their notes, sections), `fake_values` (what a call makes),
+- What a program is: `program` (a graph, its inputs and outputs, its options), `slots` (the places
+of
+  state), `graph_nodes` (nodes, their notes, sections), `fake_values` (metadata of a call's result),
   `verify` (the grammar of graphs), `errors`.
-- Its memory: `shared_memory` (which nodes show the same), `memory` (the schedule).
-- Its blocks: `block_calls` (calls of blocks in a graph), `block_programs` (a structure as a graph
-  of its own), `step_forms` (blocks as calls; how much is made again for a budget).
+- Its memory: `shared_memory` (which nodes share memory), `memory` (the schedule). - Its blocks:
+`block_calls` (calls of blocks in a graph), `block_programs` (a structure as a separate
+  graph), `step_forms` (blocks as calls; how much is recomputed for a budget).
 - Rewrites: `passes/`.
 - Execution: `backend/` (node by node, Inductor, CUDA graphs).
-- What people and other ranks read: `graph_text` (and the key), `step_report`.
+- Texts: `graph_text` (for people, and the key that ranks compare), `step_report`.
 """

@@ -66,19 +66,19 @@ class BlockBody(GraphPart):
 
 @declare_facts(OpFacts(makes_new=True))
 def block_forward(block: Any, numbers: Sequence[float], *taken: Any) -> Any:
-    """The tensors that a block makes, by number."""
+    """Returns the tensors that a block makes, by number."""
     raise RuntimeError("a block's forward was not put in its place")
 
 
 @declare_facts(OpFacts(makes_new=True))
 def block_backward(back: Any, forward: Any, *cotangents: Any) -> Any:
-    """The gradients of a block's outer tensors."""
+    """Returns the gradients of a block's outer tensors."""
     raise RuntimeError("a block's backward was not put in its place")
 
 
 @declare_facts(OpFacts(makes_new=True))
 def block_output(made: Any, number: int) -> Any:
-    """One of the tensors that a block's forward or backward makes."""
+    """Returns one of the tensors that a block's forward or backward makes."""
     raise RuntimeError("a block's call was not put in its place")
 
 
@@ -88,7 +88,7 @@ def is_block_node(node: fx.Node) -> bool:
 
 
 def calls_of_blocks(graph: fx.Graph) -> list[fx.Node]:
-    """The calls of the forward and backward of blocks, in order."""
+    """Returns the calls of the forward and backward of blocks, in order."""
     return [n for n in graph.nodes if n.target in (block_forward, block_backward)]
 
 
@@ -99,7 +99,7 @@ def inline_bodies(graph: fx.Graph, body_of: Callable[[fx.Node], Any]) -> None:
     """Replace block nodes by copies of the nodes of their bodies.
 
     Args:
-        body_of: gives the `BlockBody` of a block node; None for those that stay.
+        body_of: returns the `BlockBody` of a block node; None for those that stay.
     """
     calls = [(node, body) for node in calls_of_blocks(graph) if (body := body_of(node)) is not None]
     if not calls:
@@ -135,9 +135,9 @@ class _Copy:
     Attributes:
         of: by the body's node, the copied node, operand or number.
         labels: by the label in the body's notes, the label in the copies.
-        free_moves, free_regions: give the next numbers that are free in the graph.
+        free_moves, free_regions: return the next numbers that are free in the graph.
         moves, regions: by the number in the body's notes, the number in the copies.
-        notes: by the id of a note of the body that of the copies.
+        notes: by the id of a note of the body, the note of the copies.
     """
 
     of: dict[fx.Node, Any]
@@ -165,7 +165,7 @@ class _Copy:
                 copied.meta[NOTE] = self.notes[id(note)]
 
     def _renumber_note(self, note: Note) -> Note:
-        """The note with numbers of this copy, so that its moves and regions are its own."""
+        """Returns the note with numbers of this copy, so that moves and regions are distinct."""
         region = note.region
         if region:  # it lies within the block
             region = self.regions.get(note.region) or next(self.free_regions)

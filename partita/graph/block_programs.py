@@ -1,9 +1,9 @@
 """Block programs: each block structure of a step as one graph of its own, without writes.
 
-A block's forward and backward are one graph: its inputs are the block's operands, then what its
-backward is given; its outputs the block's results, then the gradients of operands. So it is
-functionalized, rewritten by passes and compiled once, however many blocks have the structure. What
-is left of the step is an outer graph, in which each block is two nodes (`block_calls`). `fold`
+A block's forward and backward are one graph. Its inputs are the block's operands, then the
+cotangents of its backward. Its outputs are the block's results, then the gradients of operands. So
+it is functionalized, rewritten by passes and compiled once, however many blocks have the structure.
+The rest of the step is an outer graph, in which each block is two nodes (`block_calls`). `fold`
 makes the programs of modules, `update_programs` those of optimizers' updates.
 """
 
@@ -97,10 +97,10 @@ class BlockProgram(GraphPart):
         )
 
     def bodies(self, graph: fx.Graph) -> tuple[BlockBody, BlockBody]:
-        """The forward and backward of `graph`, which is its own, or was made of it.
+        """Returns the forward and backward of `graph`, which is its own graph or was made from it.
 
         Raises:
-            UnsureOfWrites: a result is computed from what backward is given.
+            UnsureOfWrites: a result depends on the inputs of backward.
         """
         inputs, (end,) = graph.find_nodes(op="placeholder"), graph.find_nodes(op="output")
         late = find_late(graph, self.taken) if self.has_backward else set()
@@ -117,8 +117,9 @@ class BlockProgram(GraphPart):
 
 
 def find_late(graph: fx.Graph, operands: int) -> set[fx.Node]:
-    """The nodes of backward in the graph of a block: those in its phase, and what is made of them
-    and of what backward is given.
+    """Returns the nodes of backward in the graph of a block.
+
+    They are those in its phase, and those that depend on them or on the inputs of backward.
 
     Args:
         operands: how many of the inputs forward takes.
@@ -146,7 +147,7 @@ def inline_block_programs(graph: fx.Graph) -> None:
 
 
 def find_base_of_alias(node: fx.Node) -> fx.Node:
-    """The node of which `node` is an alias; itself where it is none."""
+    """Returns the node that `node` is an alias of; `node` itself if it is none."""
     while node.op == "call_function" and facts_of(node.target).is_alias:
         node = node.args[0]  # type: ignore[assignment]
     return node

@@ -1,6 +1,6 @@
-"""Errors of capture: what is raised where a step cannot become one graph, and when to try again.
+"""Errors of capture: raised if a step cannot become one graph, and when to try again.
 
-`explain_error` says of an error of torch's during capture what the step does, and at which line.
+`explain_error` converts an error of torch during capture to what the step does, and at which line.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class CaptureError(LayoutError):
 
 
 class RefusedCall:
-    """A kind of call that could not be captured, and what the step had read of Python by then.
+    """A kind of call that could not be captured, and what the step had read of Python until then.
 
-    It is tried again when something of that has changed, but not by the step itself when it runs
-    eagerly: what stands there after a run is what the next call is compared to.
+    It is tried again when something of that has changed. Changes that the step itself makes when it
+    runs eagerly do not count: the next call is compared with the state after the run.
 
     Args:
-        guards: of what was read; None where it is not known.
-        tries: how many captures have failed; after `_MOST_TRIES` none is made any more.
+        guards: of what was read; None if unknown.
+        tries: the number of failed captures; after `_MOST_TRIES` there are no more.
     """
 
     def __init__(self, guards: Any, tries: int):
@@ -50,7 +50,7 @@ class RefusedCall:
         self.tries = tries
 
     def holds(self) -> bool:
-        """Would another capture read what the last one read?"""
+        """True if another capture would read what the last one read."""
         return self._guards is None or bool(self._guards.hold())
 
     def note_run(self) -> None:
@@ -235,12 +235,13 @@ _MACHINERY = (
 
 
 def file_of_torch(frames: Iterable[FrameType], machinery: Collection[str]) -> str:
-    """The file of torch whose code asks for a value, as "torch/nn/functional.py"; "" where the
-    user's code does.
+    """Returns the file of torch whose code reads a value, as "torch/nn/functional.py".
+
+    "" if the user's code reads it.
 
     Args:
         frames: the innermost first.
-        machinery: files and folders of torch that only pass a question on.
+        machinery: files and folders of torch that only pass a call on.
     """
     for frame in frames:
         path = Path(frame.f_code.co_filename)
@@ -254,7 +255,7 @@ def file_of_torch(frames: Iterable[FrameType], machinery: Collection[str]) -> st
 
 
 def _has_functorch_frame(frames: Iterable[tuple[FrameType, int]]) -> bool:
-    """Is one of the frames in torch.func's gradients?"""
+    """True if one of the frames is in torch.func's gradients."""
     path = str(_TORCH / "_functorch" / "eager_transforms.py")
     return any(frame.f_code.co_filename == path for frame, _ in frames)
 
@@ -291,4 +292,4 @@ def user_line_of(error: BaseException) -> str:
 
 
 class UnsureOfWrites(Exception):
-    """Which values a write changes cannot be told by rewriting: the graph is traced again."""
+    """Raised if rewriting cannot decide which values a write changes: the graph is traced again."""

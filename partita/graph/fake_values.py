@@ -1,9 +1,9 @@
-"""Fake values of nodes: the metadata of what a call makes, computed once for equal calls.
+"""Fake values of nodes: the metadata of a call's result, computed once for equal calls.
 
-A FakeTensor has metadata, a device and no memory. The fake value of a call is decided by its
-target, its numbers, and the shapes, strides, dtypes and devices of its operands, which make its key
-(`key_of_call`). Equal calls share one fake tensor (`call_without_memory`): a node's `meta["val"]`
-says what the node makes, and not in which memory that lies.
+A FakeTensor has metadata and a device, but no memory. The fake value of a call depends on its
+target, its numbers, and the shapes, strides, dtypes and devices of its operands. These are its key
+(`key_of_call`). Equal calls share one fake tensor (`call_without_memory`). So a node's
+`meta["val"]` describes its value, but not its memory.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _META = torch.device("meta")
 
 
 def fake_mode_of(inputs: Iterable[Any]) -> FakeTensorMode:
-    """The mode in which a graph's inputs were made; a new one for a graph that has none."""
+    """Returns the mode in which a graph's inputs were made; a new one for a graph that has none."""
     return fake_mode_in(inputs) or FakeTensorMode()
 
 
 def fake_mode_in(values: Iterable[Any]) -> FakeTensorMode | None:
-    """The mode of the first fake tensor among values, in lists and dictionaries too."""
+    """Returns the mode of the first fake tensor among values, also in lists and dictionaries."""
     for value in values:
         if isinstance(value, FakeTensor):
             return value.fake_mode  # type: ignore[no-any-return]
@@ -44,9 +44,10 @@ def fake_mode_in(values: Iterable[Any]) -> FakeTensorMode | None:
 
 
 def make_fake(mode: FakeTensorMode, meta: torch.Tensor, device: torch.device) -> FakeTensor:
-    """`FakeTensor(mode, meta, device)`, in a third of the time.
+    """Returns `FakeTensor(mode, meta, device)`, in a third of the time.
 
-    Private torch: that constructor is Python, and most of it is for arguments that nobody gives.
+    Private torch: that constructor is Python, and most of it handles arguments that are never
+    passed.
     """
     is_unsure = device.index is None and device not in (HOST, _META)  # torch asks which is current
     if FakeTensorConfig.debug or is_unsure or (device == _META and not mode.allow_meta):
@@ -64,14 +65,16 @@ def make_fake(mode: FakeTensorMode, meta: torch.Tensor, device: torch.device) ->
 
 
 def make_empty_fake(t: torch.Tensor, mode: FakeTensorMode) -> FakeTensor:
-    """A fake like `t`, in memory of its own."""
+    """Returns a fake like `t`, in its own memory."""
     with building_fakes():
         return make_fake(mode, make_empty_meta(t), t.device)
 
 
 def make_distinct(value: Any, known: set[int]) -> Any:
-    """A value for an input, in memory of its own: equal calls have made several of them, which
-    share one fake, and inputs are told apart by their fakes.
+    """Returns a value for an input, in its own memory.
+
+    Equal calls have made several values that share one fake, but inputs are distinguished by their
+    fakes.
 
     Args:
         known: the memory of the inputs before; that of this one is added.
@@ -85,7 +88,9 @@ def make_distinct(value: Any, known: set[int]) -> Any:
 
 @lru_cache
 def _attributes_of_fakes(device: torch.device) -> tuple[dict[str, Any], torch.device]:
-    """The attributes that torch gives each new fake of a device, and the device with its index."""
+    """Returns the attributes that torch gives each new fake of a device, and the device with its
+    index.
+    """
     with building_fakes():
         fake = FakeTensor(FakeTensorMode(), torch.empty(0, device="meta"), device)
     return dict(fake.__dict__), fake.fake_device
@@ -93,7 +98,7 @@ def _attributes_of_fakes(device: torch.device) -> tuple[dict[str, Any], torch.de
 
 @contextmanager
 def building_fakes() -> Iterator[None]:
-    """Within, nobody hears of tensors that are made."""
+    """Hide tensors that are made inside the block from all modes."""
     with torch._C._DisableTorchDispatch(), Unheard():  # type: ignore[attr-defined]
         yield
 
@@ -119,11 +124,11 @@ class MadeByCall:
 
 
 def call_without_memory(target: Any, args: Any, kwargs: Any, like: Any = None) -> MadeByCall:
-    """`target(*args, **kwargs)` over fake tensors, computed or known from an equal call.
+    """Returns `target(*args, **kwargs)` over fake tensors, computed or known from an equal call.
 
     Args:
-        like: a value of the same fake mode, for calls without a tensor operand; of a part of a
-            graph (`GraphPart`) what it gives.
+        like: a value of the same fake mode, for calls without a tensor operand; for a part of a
+            graph (`GraphPart`) its result.
     """
     if not isinstance(target, torch._ops.OpOverload) and facts_of(target).makes_new:
         nbytes = tuple(t.untyped_storage().nbytes() for t in tensors_in(like))
@@ -149,7 +154,7 @@ def call_without_memory(target: Any, args: Any, kwargs: Any, like: Any = None) -
 
 
 def tensors_in(value: Any) -> Sequence[torch.Tensor]:
-    """The tensors of a value, in order."""
+    """Returns the tensors of a value, in order."""
     if isinstance(value, torch.Tensor):
         return (value,)
     if value is None or isinstance(value, (int, float, str)):
@@ -182,10 +187,10 @@ def _call_and_describe(
 
 
 def _without_bases(value: Any) -> Any:
-    """The value with views detached from their bases.
+    """Returns the value with views detached from their bases.
 
-    A view holds its base, which holds the mode, which holds the known calls: a cycle that Python's
-    collector does not see.
+    A view holds its base, which holds the mode, which holds the known calls. Python's collector
+    does not see this cycle.
     """
     if not any(t._is_view() for t in tensors_in(value)):
         return value
@@ -194,7 +199,7 @@ def _without_bases(value: Any) -> Any:
 
 
 def _storage_of(t: torch.Tensor) -> torch.UntypedStorage:
-    """The memory of a tensor; of a sparse one that of its values."""
+    """Returns the memory of a tensor; for a sparse one that of its values."""
     if t.layout is torch.strided:
         return t.untyped_storage()
     with torch.no_grad():
@@ -203,7 +208,7 @@ def _storage_of(t: torch.Tensor) -> torch.UntypedStorage:
 
 
 def key_of_call(target: Any, args: Any, kwargs: Any) -> Any:
-    """The key that decides the fake value of a call; None where more does."""
+    """Returns the key that decides the fake value of a call; None if it depends on more."""
     try:
         key = (
             target,

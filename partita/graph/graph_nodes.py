@@ -1,11 +1,10 @@
 """Nodes of graphs: added, copied, dropped and ordered; their notes; sections, which are called.
 
-`fx.Graph` walks through the operands of each new call to warn of symbolic numbers: half of what a
-node costs. A captured graph (`verify`) has none, so operands are assigned afterwards.
-`fx.GraphModule` writes and compiles Python code whenever its graph is set; between capture and the
-last pass nobody runs it, so that the modules here do it on first use. A `Note` says from which line
-of the user's, which phase and which move a node comes. A `Section` stands in a graph as one call,
-and equal parts are one section:
+`fx.Graph` walks through the operands of each new call to warn about symbolic numbers, which is half
+the cost of a node. A captured graph (`verify`) has none, so operands are assigned afterwards.
+`fx.GraphModule` writes and compiles Python code whenever its graph is set. Between capture and the
+last pass nobody runs it, so the modules here do it on first use. A `Note` has the user's line, the
+phase and the move of a node. A `Section` is one call in a graph, and equal parts are one section:
 
     call = call_section(section, [x, weight])     y = call[0]
 """
@@ -60,18 +59,18 @@ BLOCK = "block"
 
 @dataclass(frozen=True)
 class Note:
-    """Where a node comes from.
+    """The origin of a node.
 
     Attributes:
         source: the user's "file:line".
-        phase: "forward", "backward" or "update" (within an optimizer's step).
-        layout: of the value, where it is a DTensor.
+        phase: "forward", "backward" or "update" (inside an optimizer's step).
+        layout: of the value, if it is a DTensor.
         kind, axes, nbytes, op, reason, before, after: of the move that the node belongs to, as in
-            a ledger's `Record`; kind is "" where there is none.
+            a ledger's `Record`; kind is "" if there is none.
         move: the number of the move in the step; 0 for none.
         region: the number of the call of a `pt.remat` region; 0 outside.
-        kept: the region's policy keeps the value.
-        again: a pass added the node, to recompute or gather again what forward had.
+        kept: True if the region's policy keeps the value.
+        again: True if a pass added the node, to recompute or gather again what forward had.
     """
 
     source: str = ""
@@ -91,7 +90,7 @@ class Note:
 
 
 def note_of(node: fx.Node) -> Note:
-    """The note of a node; an empty one where it has none."""
+    """Returns the note of a node; an empty one if it has none."""
     found: Note = node.meta.get(NOTE, NO_NOTE)
     return found
 
@@ -126,7 +125,7 @@ def add_input(graph: fx.Graph, name: str) -> fx.Node:
 
 @lru_cache(maxsize=4096)
 def _name_of(target: Any) -> str:
-    """How fx calls a node of a target, before it appends a number. Private torch."""
+    """Returns fx's name for a node with this target, before it appends a number. Private torch."""
     found: str = _GRAPH._target_to_str(target)
     return found
 
@@ -195,19 +194,20 @@ def lazy_graph_modules() -> AbstractContextManager[None]:
 
 
 class GraphPart:
-    """A part of a graph, a graph of its own, that stands in it as one call: the first operand of
-    that call.
+    """A part of a graph as a separate graph; the first operand of one call in the outer graph.
 
     Attributes:
-        has_effect: does it write, draw or check?
-        written: the places, among what is given to the part, of what it writes.
+        has_effect: True if it writes, draws random numbers or checks.
+        written: the positions, among the arguments of the part, of those that it writes.
     """
 
     has_effect: bool
     written: tuple[int, ...] = ()
 
     def operands(self, call: fx.Node) -> Sequence[Any]:
-        """What a call gives to the part: of a block what stands behind its first two operands."""
+        """Returns the arguments of a call for the part: for a block, those after the first two
+        operands.
+        """
         return call.args[2:]
 
 
@@ -237,14 +237,14 @@ def nodes_since(graph: fx.Graph, first: fx.Node) -> Iterator[fx.Node]:
 
 
 def drop_unused(graph: fx.Graph) -> None:
-    """Erase calls whose value nobody uses, collectives too, unless they have an effect."""
+    """Erase calls whose value is not used, including collectives, unless they have an effect."""
     for node in reversed(graph.nodes):  # fx's own looks at the whole graph first
         if not node.users and not has_effect(node):
             graph.erase_node(node)
 
 
 def has_effect(node: fx.Node) -> bool:
-    """Must a node stay though nobody uses its value: does it write, draw or check?"""
+    """True if a node must stay although its value is not used: it writes, draws or checks."""
     if node.op != "call_function":
         return node.op in ("placeholder", "output")
     if node.args and isinstance(node.args[0], GraphPart):
@@ -256,7 +256,7 @@ def has_effect(node: fx.Node) -> bool:
 
 
 def checks_value(node: fx.Node) -> bool:
-    """Does a call only raise where a value is not as it must be?"""
+    """True if a call only raises if a value is invalid."""
     return node.op == "call_function" and facts_of(node.target).checks
 
 
@@ -354,12 +354,12 @@ the call of a section costs some microseconds."""
 
 @dataclass(frozen=True)
 class SectionSchedule:
-    """The memory of a section in each of its calls, in bytes; what it reads is not counted.
+    """The memory of a section in each of its calls, in bytes; its inputs are not counted.
 
     Attributes:
-        live: for each call in it what is allocated while that runs.
-        given: what it has allocated in the end: its results.
-        last_reads: for each input the place of the last call that reads it.
+        live: for each call in it, the bytes allocated while that call runs.
+        given: the bytes allocated at the end: its results.
+        last_reads: for each input, the position of the last call that reads it.
     """
 
     live: Sequence[int]
@@ -374,15 +374,14 @@ class SectionSchedule:
 
 @dataclass(eq=False)
 class Section(GraphPart):
-    """A part of a graph, as a graph of its own.
+    """A part of a graph, as a separate graph.
 
-    What it gives lies in memory of its own; it may write inputs, by the `copy_` calls in it.
+    Its results have their own memory. It may write inputs, by the `copy_` calls in it.
 
     Attributes:
         graph: its output is a list.
         key: a hash of its text, equal for equal sections.
-        schedule: of its memory, where it runs call by call; None while nobody has asked
-            (`memory`).
+        schedule: of its memory if it runs call by call; None until it is computed (`memory`).
     """
 
     graph: fx.GraphModule
@@ -394,31 +393,31 @@ class Section(GraphPart):
         return examples_of(self.graph.graph)
 
     def operands(self, call: fx.Node) -> Sequence[Any]:
-        """What a call gives to the section."""
+        """Returns the arguments of a call for the section."""
         given: Any = call.args[1]
         return given  # type: ignore[no-any-return]
 
     @cached_property
     def written(self) -> tuple[int, ...]:  # type: ignore[override]
-        """The places of the inputs that it writes."""
+        """The positions of the inputs that it writes."""
         return written_inputs_of(self.graph.graph)
 
     @cached_property
     def has_effect(self) -> bool:  # type: ignore[override]
-        """Does it write, draw or check?"""
+        """True if it writes, draws random numbers or checks."""
         calls = self.graph.graph.nodes
         return any(n.op == "call_function" and has_effect(n) for n in calls)
 
     @cached_property
     def only_moves(self) -> bool:
-        """Does it give elements of its inputs as they are, or cast, and computes nothing?"""
+        """True if it computes nothing: it only returns elements of its inputs, possibly cast."""
         calls = (n for n in self.graph.graph.nodes if n.op == "call_function")
         facts = (facts_of(n.target) for n in calls)
         return all(f.moves or f.casts for f in facts)
 
     @property
     def name(self) -> str:
-        """How graphs that are printed call it."""
+        """The name in printed graphs."""
         return f"section_{self.key[:8]}"
 
     def __repr__(self) -> str:
@@ -432,7 +431,7 @@ def call_section(section: Section, takes: Sequence[Any]) -> Any:
 
 
 def section_of(node: fx.Node) -> Section | None:
-    """The section that a node calls; None where it calls none."""
+    """Returns the section that a node calls, or None."""
     return node.args[0] if node.target is call_section else None  # type: ignore[return-value]
 
 
@@ -449,9 +448,10 @@ def calls_within(graph: fx.Graph) -> Iterator[fx.Node]:
 
 
 def inline_sections(module: fx.GraphModule) -> fx.GraphModule:
-    """A graph in which each call of a section is its calls; `module` itself where it has none.
+    """Returns a graph with the calls of each section in place of it; `module` itself if there is
+    none.
 
-    What a section gives and nobody reads is there until the section has ended, as when it is
+    A result of a section that is not used stays alive until the section has ended, as when it is
     called.
     """
     if not sections_in(module.graph):
@@ -473,7 +473,7 @@ def inline_sections(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _inline_call(graph: fx.Graph, section: Section, takes: Sequence[fx.Node]) -> list[fx.Node]:
-    """Add the calls of a section; the nodes of what it gives."""
+    """Add the calls of a section. Returns the nodes of its results."""
     inner = section.graph.graph
     of = dict(zip(inner.find_nodes(op="placeholder"), takes, strict=True))
     for node in inner.nodes:

@@ -1,11 +1,10 @@
-"""Graphs as text: for people, for comparison, and as the key on which all ranks agree.
+"""Graphs as text: for people, for comparison, and for the key on which all ranks agree.
 
 `Graph` prints a line for each node: name, call, shape and layout, bytes, the move and its reason,
-and the user's line; what repeats itself (`repeats_of`) is printed once. `canonical` gives lines
-that contain what the program is and nothing of the process that captured it, so that equal
-programs are equal texts on all ranks. `key_of` hashes these, with options and versions. Ranks
-compare hashes before any of them compiles; where they differ, bisection over the lines finds the
-first that does.
+and the user's line. Parts that repeat (`repeats_of`) are printed once. `canonical` returns lines
+that describe the program and nothing of the process that captured it. So equal programs are equal
+texts on all ranks. `key_of` hashes these, with options and versions. Ranks compare hashes before
+any of them compiles. If they differ, bisection over the lines finds the first difference.
 """
 
 from __future__ import annotations
@@ -191,7 +190,7 @@ def line_of(node: fx.Node, number: Mapping[fx.Node, str]) -> str:
 
 
 def _format_node(node: fx.Node, number: Mapping[fx.Node, str]) -> str:
-    """What a node does, without what it makes."""
+    """Returns what a node does, without its result."""
     if node.op == "output":
         return f"output {_format_value(node.args[0], number)}"
     if node.op != "call_function":
@@ -242,18 +241,18 @@ _PERIODS = 16
 
 
 def repeats_of(calls: Sequence[Hashable], least: int) -> tuple[range, int] | None:
-    """The longest part of `calls` that repeats itself, and its period.
+    """Returns the longest part of `calls` that repeats, and its period.
 
-    A model of equal layers is a graph that repeats itself, and so is its update. The distance to a
-    call's last occurrence suggests periods; for each of the most frequent ones the longest run of
-    calls equal to those one period later is found.
+    A model of equal layers is a graph that repeats, and so is its update. The distance to a call's
+    last occurrence suggests periods. For each of the most frequent periods, the longest run of
+    calls that equal those one period later is found.
 
     Args:
-        calls: equal where they do the same.
-        least: the shortest period; of shorter ones a multiple is taken.
+        calls: equal if they do the same.
+        least: the shortest period; a multiple is used for shorter ones.
 
     Returns:
-        The range of the part, at least two periods long; None where there is none.
+        The range of the part, at least two periods long; None if there is none.
     """
     before: dict[Hashable, int] = {}
     often: Counter[int] = Counter()
@@ -278,7 +277,7 @@ def repeats_of(calls: Sequence[Hashable], least: int) -> tuple[range, int] | Non
 
 
 def _find_longest_repeat(calls: Sequence[Hashable], period: int) -> range:
-    """The longest part of which each call equals the one a period later."""
+    """Returns the longest part in which each call equals the one a period later."""
     best, begin = range(0), 0
     for i in range(len(calls) - period + 1):
         if i == len(calls) - period or calls[i] != calls[i + period]:
@@ -364,7 +363,7 @@ def _find_diverging_pass(stages: Sequence[tuple[str, int]], wire: Wire) -> str:
 
 
 def _are_equal(lines: Sequence[str], wire: Wire) -> bool:
-    """Have all ranks the same lines?"""
+    """True if all ranks have the same lines."""
     raw = _hash_lines(lines)
     numbers = tuple(int.from_bytes(raw[i : i + 4], "big") for i in range(0, 32, 4))
     return len(set(wire.gather_ints(numbers, "captured programs"))) <= 1

@@ -1,16 +1,16 @@
 """Memory of a captured step: each buffer, where it is made and where it is freed, and the peak.
 
-A place of a schedule (`Memory`) is a node of the graph where the step runs node by node
-(`memory_of`), or a line of the generated code where Inductor compiled it
-(`backend.codegen_memory`). Either way the schedule is known before anything runs, and is the same
-on every rank.
+A place of a schedule (`Memory`) is a node of the graph if the step runs node by node (`memory_of`),
+or a line of the generated code if Inductor compiled it (`backend.codegen_memory`). Either way the
+schedule is known before anything runs, and is the same on every rank.
 
-The storages of a graph are found call by call over fake tensors (`fake_values`): a result whose
-storage no operand has is new memory, every other result is a view. A storage lives from the node
-that makes it to the last node that reads a view of it, since the executor drops a value behind its
-last use. `memory_of` turns these lifetimes into the schedule of a graph. What a kernel allocates
-and frees while it runs (`workspace`) is computed or measured for the operators that
-`OpFacts.workspace` names, and what collectives stage is known of their backends (`staging`).
+The storages of a graph are found call by call over fake tensors (`fake_values`). A result whose
+storage no operand has is new memory; every other result is a view. A storage lives from the node
+that makes it to the last node that reads a view of it, because the executor drops a value after its
+last use. `memory_of` converts these lifetimes to the schedule of a graph. The memory that a kernel
+allocates and frees while it runs (`workspace`) is computed, or measured for the operators that
+`OpFacts.workspace` names. The staging buffers of collectives are known from their backends
+(`staging`).
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class Buffer:
         made_by: the operator.
         source: the user's "file:line".
         phase: "forward", "backward" or "update".
-        layout: of the DTensor that it is, or "".
+        layout: of the DTensor in it, or "".
         reason: of the move that made it: "gather", "regather", "gradient", or "".
-        passing: whether it is a workspace, which a kernel frees before it returns.
+        passing: True for a workspace, which a kernel frees before it returns.
     """
 
     name: str
@@ -77,7 +77,7 @@ class HeldInput:
     Attributes:
         name: of the input, in messages.
         kind: of the input, as in `program.Input`.
-        nbytes: of its storage, on a rank; 0 where another input has the same.
+        nbytes: of its storage, on a rank; 0 if another input has the same storage.
     """
 
     name: str
@@ -87,11 +87,11 @@ class HeldInput:
 
 @dataclass(frozen=True)
 class Memory:
-    """The schedule of a step's memory on one rank; print it for what holds the peak.
+    """The schedule of a step's memory on one rank. Print it to see the buffers at the peak.
 
     Attributes:
         places: the text of what runs at each place.
-        buffers: what the step allocates, in order of birth.
+        buffers: the buffers that the step allocates, in order of birth.
         held: its inputs.
     """
 
@@ -101,11 +101,11 @@ class Memory:
 
     @cached_property
     def live(self) -> list[int]:
-        """For each place the bytes of the step's buffers that are allocated while it runs."""
+        """For each place, the bytes of the step's buffers that are allocated while it runs."""
         return self.live_of(lambda buffer: True)
 
     def live_of(self, counts: Callable[[Buffer], bool]) -> list[int]:
-        """`live`, counting only the buffers for which `counts` returns true."""
+        """Returns `live` of only those buffers for which `counts` returns True."""
         change = [0] * (len(self.places) + 1)
         for buffer in self.buffers:
             if counts(buffer):
@@ -119,7 +119,7 @@ class Memory:
 
     @cached_property
     def peak(self) -> int:
-        """The most bytes of buffers at once, the inputs not counted."""
+        """The most bytes of buffers at once, without the inputs."""
         return max(self.live, default=0)
 
     @cached_property
@@ -129,7 +129,7 @@ class Memory:
 
     @property
     def total_peak(self) -> int:
-        """The most bytes at once, the inputs counted."""
+        """The most bytes at once, including the inputs."""
         return self.peak + self.held_bytes
 
     @cached_property
@@ -138,7 +138,7 @@ class Memory:
         return self.live.index(self.peak) if self.live else 0
 
     def at(self, place: int) -> list[Buffer]:
-        """The buffers that are allocated at a place, biggest first."""
+        """Returns the buffers that are allocated at a place, biggest first."""
         found = [b for b in self.buffers if b.birth <= place < b.death]
         return sorted(found, key=lambda b: (-b.nbytes, b.birth))
 
@@ -204,7 +204,7 @@ class Storages:
             self.of[node] = tuple(dict.fromkeys(self._shows[node]))
 
     def made_by(self, node: fx.Node) -> tuple[int, ...]:
-        """The storages that a node allocates."""
+        """Returns the storages that a node allocates."""
         return tuple(s for s in self.of[node] if self.maker[s] is node)
 
     @cached_property
@@ -221,7 +221,7 @@ class Storages:
         return {s: node for s, node in last.items() if s not in stays}
 
     def freed_by(self, node: fx.Node) -> list[int]:
-        """The storages that calls have made and that a call is the last to read."""
+        """Returns the storages made by calls that a call is the last to read."""
         shown = {s for read in (node, *node.all_input_nodes) for s in self.of.get(read, ())}
         last, maker = self.last_reader, self.maker
         return [s for s in shown if last.get(s) is node and maker[s].op == "call_function"]
@@ -239,7 +239,7 @@ class Storages:
         return getattr(self._graph, str(node.target)) if is_constant else node.meta["val"]
 
     def _find_shown_by_call(self, node: fx.Node) -> Sequence[int]:
-        """For each tensor in a call's value its storage."""
+        """Returns the storage of each tensor in a call's value."""
         section = section_of(node)
         if section is not None:  # what it gives lies in memory of its own
             if extra := _schedule_of_section(section).workspace:
@@ -270,12 +270,12 @@ class Storages:
 
 
 def storages_of(program: Program) -> Storages:
-    """The storages of a program's graph."""
+    """Returns the storages of a program's graph."""
     return Storages(program.graph, program.groups)
 
 
 def _schedule_of_section(section: Section) -> SectionSchedule:
-    """What a section has allocated in each of its calls, and which of these reads an input last."""
+    """Returns the allocated bytes in each call of a section, and which calls read an input last."""
     if section.schedule is None:
         storages = Storages(section.graph, {})
         calls = [n for n in section.graph.graph.nodes if n.op == "call_function"]
@@ -293,17 +293,17 @@ def _schedule_of_section(section: Section) -> SectionSchedule:
 
 
 def scheduled(program: Program) -> Memory:
-    """The schedule of a program as it runs: of its graph, or of the code made of it.
+    """Returns the schedule of a program as it runs: of its graph, or of the generated code.
 
     Raises:
-        ValueError: the memory of the generated code is not known.
+        ValueError: the memory of the generated code is unknown.
     """
     built = program.built
     return memory_of(program) if built is None or built.schedule is None else built.schedule()
 
 
 def memory_of(program: Program) -> Memory:
-    """The schedule of a graph that runs node by node."""
+    """Returns the schedule of a graph that runs node by node."""
     program = program.flat()
     nodes = [n for n in program.graph.graph.nodes if n.op != "placeholder"]
     storages = storages_of(program)
@@ -331,7 +331,7 @@ def memory_of(program: Program) -> Memory:
 
 
 def peak_of(program: Program) -> int:
-    """The peak of `memory_of` in bytes, which takes no longer where a section is called often."""
+    """Returns the peak of `memory_of` in bytes. Fast also if a section is called often."""
     storages = storages_of(program)
     live = peak = sum(b.nbytes for b in made_at_entry(program, 1))
     for node in program.graph.graph.nodes:
@@ -348,8 +348,10 @@ def peak_of(program: Program) -> int:
 
 
 def _peak_of_call(call: fx.Node, section: Section, storages: Storages, freed: Sequence[int]) -> int:
-    """The most bytes that a call of a section adds to those allocated before it, of which it frees
-    what nobody reads later."""
+    """Returns the most bytes that a call of a section adds to those allocated before it.
+
+    The section frees those inputs that nobody reads later.
+    """
     schedule = _schedule_of_section(section)
     frees = [0] * (len(schedule.live) + 2)
     for s in freed:
@@ -394,7 +396,7 @@ def made_at_entry(program: Program, places: int) -> Iterator[Buffer]:
 
 
 def opname(node: fx.Node) -> str:
-    """The name of what a node calls: "mm"; "" for other nodes."""
+    """Returns the name of what a node calls: "mm"; "" for other nodes."""
     if node.op != "call_function":
         return ""
     target: Any = node.target

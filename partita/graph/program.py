@@ -1,11 +1,10 @@
-"""Programs: a graph, and what its inputs and outputs are to the user's step.
+"""Programs: a graph, and what its inputs and outputs mean for the user's step.
 
-An input says where its value is in each call (`Input.now`): the leaf of the call at `index`, that
-leaf's gradient, a Python float at `home[path...]`, or the rank's coordinate. An output says what
-becomes of its value: a part of the result, the content of a slot, a gradient. `run_graph` runs the
-compiled graph (`Built`) over local tensors, with uneven pieces padded on their way in and cut on
-their way out (`PaddingBoundary`); what is done with its outputs is in `captured_program` and
-`region`.
+An input defines where its value is in each call (`Input.now`): the leaf of the call at `index`,
+that leaf's gradient, a Python float at `home[path...]`, or the rank's coordinate. An output defines
+what its value becomes: a part of the result, the content of a slot, a gradient. `run_graph` runs
+the compiled graph (`Built`) over local tensors. Uneven pieces are padded before it and cut after it
+(`PaddingBoundary`). `captured_program` and `region` use its outputs.
 """
 
 from __future__ import annotations
@@ -75,10 +74,10 @@ class StepOptions:
 
     @property
     def outline_above(self) -> int | None:
-        """The nodes of a graph above which blocks stay calls of sections; None for never.
+        """The number of nodes of a graph above which blocks stay calls of sections; None for never.
 
         Capture makes a program of each block structure that can have one (`outline_blocks`), and
-        `FormSearch` inlines them after all where the budget asks for that.
+        `FormSearch` inlines them if the budget requires it.
         """
         if self.sections is False or self.passes or self.cuda_graphs:
             return None
@@ -148,7 +147,7 @@ class Input:
 
     @property
     def border(self) -> PaddingBoundary | None:
-        """How it is padded on its way into the graph; None where its pieces are even."""
+        """How it is padded before the graph; None if its pieces are even."""
         if self.kind == "saved":  # the graph made it, with padding
             return None
         zeros = self.kind in ("gradient", "cotangent", "mark")
@@ -193,20 +192,20 @@ class Output:
     Attributes:
         kind: "result" of the step, "slot" (the new value of a slot), "gradient" (the `.grad` of an
             input), "left gradient" (the `.grad` of a tensor that the step made), "cotangent" (a
-            gradient that backward gives), "saved" (for backward) or "answers" (to torch's
-            questions, as they are in this run).
-        spec: of a DTensor; None of a plain tensor.
+            gradient that backward returns), "saved" (for backward) or "answers" (to torch's
+            branches on values, as they are in this run).
+        spec: of a DTensor; None for a plain tensor.
         slot: whose value it becomes.
         index: for a gradient, the index of its tensor among the leaves of a call; for a left
             gradient the `tensor` of the output whose gradient it is.
-        number: for a result or slot with a history its number among all of these; for a cotangent
-            of such a result the number of that. Else -1.
-        part: for what has a history the part of backward that its gradient enters; for a
-            cotangent the part that gives it.
-        unheard: for a result, others of its part are computed from it, so that the gradient that
-            flows through those does not reach it.
-        scalar: to the step it is a Python number.
-        tensor: equal for outputs that are one tensor to the step.
+        number: for a result or slot with a history, its number among all of these; for a cotangent
+            of such a result, the number of that result. Otherwise -1.
+        part: for a value with a history, the part of backward that its gradient enters; for a
+            cotangent, the part that returns it.
+        unheard: for a result, True if others of its part are computed from it, so that the gradient
+            that flows through those does not reach it.
+        scalar: True if the step has it as a Python number.
+        tensor: equal for outputs that are one tensor in the step.
         asks_gradient: it has no history and requires a gradient, as a view of a parameter made
             under `no_grad`.
         retains_grad: it has a history, and the step called `retain_grad()` on it.
@@ -227,7 +226,7 @@ class Output:
 
 @dataclass(frozen=True)
 class ResultPlace:
-    """Where a tensor in a step's result comes from.
+    """The origin of a tensor in a step's result.
 
     Attributes:
         source: "result": an output of the graph; "input": a tensor of the call itself.
@@ -240,11 +239,12 @@ class ResultPlace:
 
 @dataclass(eq=False)
 class RecomputeLevel:
-    """How much of a step is made again in backward: one for its graph and those of its blocks.
+    """How much of a step is recomputed in backward; one object for its graph and those of its
+    blocks.
 
     Attributes:
-        number: of a choice of the pass `remat`, from 0, nothing, on.
-        is_last: in none of the graphs has `remat` found a further choice.
+        number: of a choice of the pass `remat`; 0 means nothing.
+        is_last: True if `remat` has found no further choice in any of the graphs.
     """
 
     number: int = 0
@@ -253,25 +253,25 @@ class RecomputeLevel:
 
 @dataclass(eq=False)
 class Program:
-    """A graph, and what goes into it and comes out of it.
+    """A graph, and the meaning of its inputs and outputs.
 
     Attributes:
         graph: local ATen calls and collectives; the only writes are `copy_` into inputs, at its
             end.
         inputs, outputs: in the graph's order.
         result: the structure of the step's result, whose leaves are `constants`.
-        constants: for each leaf a `ResultPlace`, or the leaf itself where it is no tensor.
-        cleared: indices of leaves whose `.grad` the step leaves None.
-        groups: by its name in the graph, each process group: its wire and axes.
+        constants: for each leaf a `ResultPlace`, or the leaf itself if it is not a tensor.
+        cleared: indices of leaves whose `.grad` the step sets to None.
+        groups: each process group by its name in the graph: its wire and axes.
         key: equal for equal programs.
         call: runs the graph over its inputs.
-        carried: the records of its moves, once somebody has asked for them.
-        written: the places of the inputs that it writes.
-        entering, leaving: by place, how uneven inputs are padded and outputs cut.
-        taken, given: the inputs and outputs without cotangents, which are those of backward.
-        built: the compiled code; None where the graph runs without being compiled.
+        carried: the records of its moves, computed on demand.
+        written: the positions of the inputs that it writes.
+        entering, leaving: by position, how uneven inputs are padded and outputs cut.
+        taken, given: the inputs and outputs without cotangents, which belong to backward.
+        built: the compiled code; None if the graph runs without being compiled.
         options: of the step.
-        recompute: how much is made again in backward for a budget.
+        recompute: how much is recomputed in backward for a budget.
     """
 
     graph: fx.GraphModule
@@ -302,7 +302,7 @@ class Program:
 
     @property
     def level(self) -> int:
-        """The number of the choice of what is made again."""
+        """The number of the choice of what is recomputed."""
         return self.recompute.number
 
     @property
@@ -315,14 +315,14 @@ class Program:
 
     @cached_property
     def given_back(self) -> dict[int, int]:
-        """By the place of an output that is an input, the place of that input."""
+        """By the position of an output that is an input, the position of that input."""
         (end,) = self.graph.graph.find_nodes(op="output")
         inputs = {n: i for i, n in enumerate(self.graph.graph.find_nodes(op="placeholder"))}
         return {i: inputs[n] for i, n in enumerate(end.args[0]) if n in inputs}
 
     @cached_property
     def given_again(self) -> dict[int, int]:
-        """By the place of an output that is an earlier output too, the place of that.
+        """By the position of an output that is also an earlier output, the position of that one.
 
         An output whose padding is cut off is not the one that is saved with it.
         """
@@ -334,12 +334,12 @@ class Program:
 
     @cached_property
     def ranks(self) -> list[int]:
-        """The ranks, as the job numbers them, for which its collectives may wait without end."""
+        """The ranks, by their numbers in the job, for which its collectives may wait forever."""
         return sorted({r for wire in self.wires for r in wire.ranks_to_wait_for})
 
     @cached_property
     def draws_on(self) -> list[torch.device]:
-        """The devices whose generators it draws from."""
+        """The devices whose generators it uses."""
         nodes = [n for n in calls_within(self.graph.graph) if facts_of(n.target).draws]
         made = [pytree.tree_leaves(n.meta["val"])[0] for n in nodes]
         return list(dict.fromkeys(value.device for value in made))
@@ -356,16 +356,16 @@ class Program:
 
     @property
     def runs(self) -> Program:
-        """The program that runs when a call runs this one: itself; of a region its forward."""
+        """The program that runs when a call runs this one: itself; for a region, its forward."""
         return self
 
     @property
     def artifact(self) -> Built | None:
-        """What was compiled of it; None where it runs without being compiled."""
+        """The result of compiling it; None if it runs without being compiled."""
         return self.built
 
     def flat(self) -> Program:
-        """The program with the calls of its sections in place of these; itself if it has none."""
+        """Returns the program with the calls of its sections inlined; itself if it has none."""
         graph = inline_sections(self.graph)
         if graph is self.graph:
             return self
@@ -384,10 +384,10 @@ class Program:
     def run_graph(
         self, tensors: Sequence[Any], inputs: Sequence[torch.Tensor] | None = None
     ) -> Sequence[torch.Tensor]:
-        """Run the graph in a call with these leaves; the local values of the outputs.
+        """Runs the graph in a call with these leaves. Returns the local values of the outputs.
 
         Args:
-            inputs: the values of `taken` in this call, where the caller knows them.
+            inputs: the values of `taken` in this call, if the caller has them.
         """
         assert self.call is not None
         locals_ = [i.now(tensors) for i in self.inputs] if inputs is None else inputs
@@ -463,7 +463,8 @@ class _Lender:
     Attributes:
         axes: the mesh axes that split the dimension.
         members: the number of ranks along them.
-        place: in the group's order, the rank that lends to this one; None if it is not empty.
+        place: the rank, in the group's order, whose element this rank uses; None if it is not
+            empty.
     """
 
     axes: tuple[str, ...]
@@ -473,19 +474,19 @@ class _Lender:
 
 @dataclass(frozen=True)
 class PaddingBoundary:
-    """How one tensor of uneven pieces is padded into a graph, and cut when it leaves.
+    """How one tensor of uneven pieces is padded before a graph, and cut after it.
 
-    A graph is made for the pieces of the first rank, the largest. A smaller one is padded with
-    copies of its last element, so that what is computed of the padding is as finite as what is
-    computed of the value; a gradient with zeros. A rank whose piece is empty takes the copies from
-    the rank before it. A piece that has room behind it is padded in place, and written there.
+    A graph is made for the pieces of the first rank, the largest. A smaller piece is padded with
+    copies of its last element, so that results for the padding are as finite as those for the
+    value. A gradient is padded with zeros. A rank whose piece is empty gets the copies from the
+    rank before it. A piece with room behind it is padded in place, and written there.
 
     Attributes:
         true, padded: the local shape of this rank, and of the first rank.
-        behind: does the padding lie behind the piece in memory, so that there may be room for it?
-        stays: is the tensor there between calls, so that it is given room?
-        zeros: is it padded with zeros?
-        read: does the graph read the padding?
+        behind: True if the padding is behind the piece in memory, so that there may be room for it.
+        stays: True if the tensor exists between calls, so that it gets room.
+        zeros: True if it is padded with zeros.
+        read: True if the graph reads the padding.
         lenders: by dimension in which some ranks are empty.
     """
 
@@ -540,7 +541,7 @@ class PaddingBoundary:
             here.copy_(all_last[lender.place])
 
     def moves(self, itemsize: int) -> list[tuple[tuple[str, ...], int]]:
-        """For each collective that serves empty ranks: its axes, and the bytes a rank sends."""
+        """Returns the axes, and the bytes that a rank sends, of each collective for empty ranks."""
         found = []
         for dim, lender in self.lenders.items():
             nbytes = itemsize * math.prod(n for d, n in enumerate(self.padded) if d != dim)
@@ -565,12 +566,12 @@ class PaddingBoundary:
 def border_of(
     spec: Spec | None, *, stays: bool = True, zeros: bool = False, read: bool = True
 ) -> PaddingBoundary | None:
-    """The border of a tensor of `spec`; None where its pieces are even.
+    """Returns the boundary of a tensor of `spec`; None if its pieces are even.
 
     Args:
-        stays: is it there between calls?
-        zeros: is it padded with zeros, as a gradient?
-        read: does the graph read its padding, which then must be like the value?
+        stays: True if it exists between calls.
+        zeros: True if it is padded with zeros, as a gradient.
+        read: True if the graph reads its padding, which must then be similar to the value.
     """
     if spec is None or not is_uneven(spec.layout, spec.wire.mesh):
         return None
@@ -621,12 +622,12 @@ class Built:
 
     Attributes:
         call: runs the program, over its inputs.
-        loaded: whether it came from the store; else it was compiled here.
+        loaded: True if it came from the store; False if it was compiled here.
         seconds: of compiling or loading, without waiting for other ranks.
         key: of the artifact in the store: of the program and of what it is compiled for.
         metadata: of the artifact: what it is, when and in how many seconds it was compiled.
-        schedule: computes its `memory.Memory`; None of a section by itself.
-        sections: the different sections that it calls, where it was cut.
+        schedule: computes its `memory.Memory`; None for a section by itself.
+        sections: the different sections that it calls, if it was cut.
     """
 
     call: Call
@@ -639,7 +640,7 @@ class Built:
 
     @classmethod
     def of_parts(cls, call: Call, key: str, parts: Iterable[Built]) -> Built:
-        """What calls several that are built."""
+        """Returns a function that calls several built parts."""
         parts = tuple(parts)
         loaded, seconds = all(p.loaded for p in parts), sum(p.seconds for p in parts)
         return cls(call, loaded, seconds, key, sections=parts)
@@ -653,7 +654,7 @@ class Built:
 
 
 def local_of(x: torch.Tensor) -> torch.Tensor:
-    """The local tensor of `x`, plain and without history."""
+    """Returns the local tensor of `x`, plain and without history."""
     with Local(), torch.no_grad():
         found: Any = x.detach()
     return found

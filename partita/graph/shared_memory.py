@@ -1,9 +1,9 @@
-"""Shared memory: which nodes of a graph show the same memory, and which results overlap.
+"""Shared memory: which nodes of a graph share memory, and which results overlap.
 
-Read from the schemas and facts of ops, not from where fake tensors lie: equal calls share one fake
-(`fake_values`), so that two values may have one storage there and none in common when they run.
-`overlapping_results` finds the pairs of results that show common elements, which passes must keep
-as they were; `keep_apart` copies new ones.
+This follows from the schemas and facts of ops, not from the storages of fake tensors. Equal calls
+share one fake (`fake_values`), so two values may share a storage there and none when they run.
+`overlapping_results` finds the pairs of results with common elements, which passes must keep.
+`keep_apart` copies new pairs.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _aten = torch.ops.aten
 
 
 def memory_that_is_written(graph: fx.Graph) -> dict[fx.Node, int]:
-    """By node, a number for the memory that it shows; only of memory that some call writes.
+    """Returns by node a number for the memory that it shows; only for memory that some call writes.
 
-    Each input has a memory of its own, as in torch's functionalization.
+    Each input has its own memory, as in torch's functionalization.
     """
     shown: dict[fx.Node, list[int]] = {}  # for each tensor of a node's value, its memory
     written: set[int] = set()
@@ -50,8 +50,11 @@ def memory_that_is_written(graph: fx.Graph) -> dict[fx.Node, int]:
 
 
 def _find_sources(node: fx.Node) -> list[tuple[fx.Node, int] | None]:
-    """For each tensor of a node's value the operand whose memory it shows, and which of the tensors
-    of that; None of a tensor in memory of its own."""
+    """Returns for each tensor of a node's value the operand whose memory it shows, and which tensor
+    of it.
+
+    None for a tensor with its own memory.
+    """
     made = tensors_in(_value_of(node))
     facts, schema = facts_of(node.target), getattr(node.target, "_schema", None)
     if node.op != "call_function" or not made or facts.makes_new:
@@ -82,9 +85,9 @@ def _find_sources(node: fx.Node) -> list[tuple[fx.Node, int] | None]:
 
 
 def shown_operand(node: fx.Node) -> tuple[fx.Node | None, bool]:
-    """The operand whose memory the value of a call shows, and whether the call writes it.
+    """Returns the operand whose memory the value of a call shows, and whether the call writes it.
 
-    None where the call makes its own. A call that writes shows the part that its operand shows.
+    None if the call makes its own memory. A call that writes shows the part that its operand shows.
     """
     if node.op != "call_function":
         return None, False
@@ -103,7 +106,7 @@ def shown_operand(node: fx.Node) -> tuple[fx.Node | None, bool]:
 
 
 def _shown_operand(node: fx.Node, schema: Any, returned: Any) -> fx.Node | None:
-    """The operand whose memory one of a call's results shows; None for new memory."""
+    """Returns the operand whose memory one of a call's results shows; None for new memory."""
     if returned.alias_info is None:
         return None
     arguments = zip(schema.arguments, node.args, strict=False)
@@ -125,7 +128,7 @@ def _value_of(node: fx.Node) -> Any:
 
 
 def operands_written(node: fx.Node) -> list[fx.Node]:
-    """The operands that a call writes, in a graph with writes."""
+    """Returns the operands that a call writes, in a graph with writes."""
     target: Any = node.target
     if node.op != "call_function":
         return []
@@ -139,13 +142,15 @@ def operands_written(node: fx.Node) -> list[fx.Node]:
 
 
 def part_of(t: torch.Tensor) -> Any:
-    """Identifies the part of its memory that a tensor shows, and as what."""
+    """Returns an identifier of the part of its memory that a tensor shows, with its dtype and so
+    on.
+    """
     lazily = t.is_conj(), t.is_neg()
     return tuple(t.shape), t.stride(), t.storage_offset(), t.dtype, lazily
 
 
 def lie_alike(a: Any, b: Any) -> bool:
-    """Have tensors, or lists of them, equal shapes, strides and dtypes?"""
+    """True if tensors, or lists of them, have equal shapes, strides and dtypes."""
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(lie_alike, a, b))
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
@@ -158,7 +163,7 @@ Pairs = frozenset[frozenset[int]]
 
 
 def overlapping_results(graph: fx.Graph) -> Pairs:
-    """The pairs of results that overlap, or of a result and the input that it shows."""
+    """Returns the pairs of results that overlap, or of a result and the input that it shows."""
     return frozenset(_find_overlapping_pairs(graph))
 
 
@@ -179,7 +184,7 @@ def _find_overlapping_pairs(graph: fx.Graph) -> Iterator[frozenset[int]]:
 def _find_overlaps_within(
     first: fx.Node, results: list[tuple[int, fx.Node]]
 ) -> Iterator[frozenset[int]]:
-    """The pairs that overlap among results in the memory that `first` made."""
+    """Returns the pairs that overlap among results in the memory that `first` made."""
     shown = _replay_views([node for _, node in results], first)
     pairs = zip(shown, (i for i, _ in results), strict=True)
     ordered = sorted(pairs, key=lambda pair: (pair[0].storage_offset(), pair[1]))
@@ -192,7 +197,7 @@ def _find_overlaps_within(
 
 
 def keep_apart(graph: fx.Graph, before: Pairs) -> None:
-    """Copy results that overlap now, and did not in `before`."""
+    """Copy results that overlap now, but not in `before`."""
     (end,) = graph.find_nodes(op="output")
     values = list(end.args[0])  # type: ignore[arg-type]
     now = overlapping_results(graph)
@@ -211,7 +216,7 @@ def keep_apart(graph: fx.Graph, before: Pairs) -> None:
 
 
 def _replay_views(nodes: list[fx.Node], first: fx.Node) -> list[torch.Tensor]:
-    """Meta tensors that lie in the memory of `first` as the values of the nodes do."""
+    """Returns meta tensors whose memory in `first` corresponds to that of the nodes' values."""
     value = first.meta["val"]
     with _disable_current_modes(), torch.no_grad():
         like = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
@@ -245,7 +250,7 @@ def last_element_offset(t: torch.Tensor) -> int:
 
 
 def views_of(node: fx.Node, known: Container[fx.Node] = ()) -> tuple[fx.Node, list[fx.Node]]:
-    """The node that made the memory which a node shows, and the view calls from there to the node.
+    """Returns the node that made the memory of a node, and the view calls from there to the node.
 
     Args:
         known: nodes at which to stop before that.

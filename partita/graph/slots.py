@@ -1,4 +1,4 @@
-"""Slots: the places in which a step's state stands.
+"""Slots: the places of a step's state.
 
 A slot is an item of a home: a dictionary, a list, or an object that is read and written in the same
 way (`home[key]`). A program reads its inputs from slots and writes outputs into them.
@@ -19,7 +19,7 @@ class SlotHome:
         self.owner = owner
 
     def identity(self, key: Any) -> tuple[int, Any]:
-        """Equal for one place, whichever home gives it."""
+        """Returns an identifier that is equal for one place, whichever home returns it."""
         return id(self.owner), key
 
 
@@ -38,8 +38,7 @@ class ParamGroup:
 
 
 class ParamState:
-    """The state of the parameter in a slot, as a dictionary that is created when it is first
-    written."""
+    """The state of the parameter in a slot, as a dictionary that is created at its first write."""
 
     def __init__(self, optimizer: Optimizer, p: Slot):
         self.optimizer, self.p = optimizer, p
@@ -53,9 +52,9 @@ class ParamState:
 
 @dataclass(eq=False)
 class Slot:
-    """Where a value stands.
+    """A place of a value.
 
-    A search that finds another object on the path to it gives the slot another home, so that
+    A search may find another object on the path to it. Then the slot gets another home, so that
     programs that read or write the slot follow.
 
     Attributes:
@@ -74,7 +73,7 @@ class Slot:
         return self.home[self.key]
 
     def find_value(self) -> Any:
-        """The value; None where nothing stands there any more."""
+        """Returns the value; None if the place has none any more."""
         try:
             return self.value
         except (LookupError, AttributeError, ValueError):  # of a cell the last

@@ -1,12 +1,12 @@
-"""Forms of a captured step: blocks are calls or inlined, more or less is made again in backward.
+"""Forms of a captured step: blocks are calls or inlined, more or less is recomputed in backward.
 
-A program is kept as captured (`CapturedForms`) and made again in any form, to be rewritten within a
-smaller budget, or for whoever asks what the passes do. `FormSearch` finds the form whose predicted
-peak of memory is within a number of bytes. `_lower_blocks` has the passes rewrite each block
-structure once, cuts it at its collectives, and puts calls of these sections in place of the blocks.
+A program is kept as captured (`CapturedForms`) and rebuilt in any form, to be rewritten within a
+smaller budget, or to explain what the passes do. `FormSearch` finds the form whose predicted peak
+of memory is within a number of bytes. `_lower_blocks` makes the passes rewrite each block structure
+once, cuts it at its collectives, and puts calls of these sections in place of the blocks.
 
-Blocks stay calls where all of these let them: the options, by the size of the graph
-(`StepOptions.outline_above`); capture, which inlines a structure that cannot be a graph of its own
+Blocks stay calls if all of these allow it: the options, by the size of the graph
+(`StepOptions.outline_above`); capture, which inlines a structure that cannot be a separate graph
 (`block_programs`); the budget (`FormSearch`); the cut into sections (`_lower_blocks`).
 """
 
@@ -47,8 +47,8 @@ class StepForm:
     """How a captured step is rewritten.
 
     Attributes:
-        level: how much is made again for a budget: the number of a `RecomputeLevel`.
-        in_blocks: blocks stay calls; else they are inlined.
+        level: how much is recomputed for a budget: the number of a `RecomputeLevel`.
+        in_blocks: True if blocks stay calls; False if they are inlined.
     """
 
     level: int = 0
@@ -60,13 +60,13 @@ _CHANGED_PARTS = ("inputs", "outputs")
 
 
 class CapturedForms:
-    """A program before the passes, of which programs are made in any form.
+    """A program before the passes, from which programs are made in any form.
 
-    The first is the program itself; for others there is a row for each of its nodes.
+    The first is the program itself. For others it stores a row for each node.
 
     Attributes:
-        form: the one in which it was rewritten: with blocks as calls where it has any, unless a
-            budget took another.
+        form: the one in which it was rewritten: with blocks as calls if it has any, unless a budget
+            required another.
     """
 
     def __init__(self, program: Program):
@@ -133,11 +133,12 @@ class FormSearch:
         self._cost = (0, 0)  # and what is made again for it
 
     def first_within(self, limit: int | None) -> Program:
-        """The step in the first form whose predicted peak is at most `limit` bytes; in the first
-        of all where that is None. Asked again, the limit must be smaller.
+        """Returns the step in the first form whose predicted peak is at most `limit` bytes.
+
+        None means the first form of all. Later calls need a smaller limit.
 
         Raises:
-            CaptureError: there is none; it tells the least that can be kept.
+            CaptureError: there is none; the error names the least that can be kept.
         """
         for form, program in self._untried:
             if limit is None or (self._is_better(program) and self._peak <= limit):
@@ -147,10 +148,10 @@ class FormSearch:
         raise cannot_be_kept(limit, int(self._peak))
 
     def _is_better(self, program: Program) -> bool:
-        """Has it a lower peak than those before, and does it make no less again?
+        """True if the form has a lower peak than those before, and recomputes no less.
 
-        One that has a lower peak and makes less again, or less of one kind, is left out: for a
-        smaller limit less would be made again than for a larger one.
+        A form with a lower peak that recomputes less, or less of one kind, is skipped. Otherwise a
+        smaller limit would recompute less than a larger one.
         """
         peak = peak_of(program)
         if peak >= self._peak:
@@ -186,7 +187,7 @@ class RewrittenBlock:
 
     Attributes:
         name: of the class of the blocks.
-        calls: how many blocks of the step are of the structure.
+        calls: the number of blocks of the step with this structure.
         changes: of the passes that changed it.
     """
 
@@ -198,14 +199,14 @@ class RewrittenBlock:
 def _lower_blocks(program: Program, recorded: list[RewrittenBlock] | None = None) -> None:
     """Replace the block nodes of a program by calls of sections, and collectives.
 
-    They are replaced by copies of the calls of their blocks if a part of a block gives another part
-    a value that is not a tensor with memory of its own.
+    They are replaced by copies of the calls of their blocks if a part of a block passes another
+    part a value that is not a tensor with its own memory.
 
-    Collectives and waits become nodes of the step's graph, in which later passes place them; what
-    stands between two is a section. Forward and backward are never in one.
+    Collectives and waits become nodes of the step's graph, where later passes place them. The parts
+    between two of them are sections. Forward and backward are never in one section.
 
     Args:
-        recorded: what passes did in each structure is added, where somebody asks for that.
+        recorded: what passes did in each structure is appended to it, if it is not None.
 
     Raises:
         IllegalGraph: a pass breaks a block's graph.
@@ -231,7 +232,7 @@ class _Lowering:
         self._bodies: dict[BlockProgram, tuple[BlockBody, BlockBody]] = {}
 
     def body_of(self, node: fx.Node) -> BlockBody:
-        """What a block node stands for."""
+        """Returns the body of a block node."""
         block: Any = node.args[0]
         if block not in self._bodies:
             self._bodies[block] = self._lower(block)
@@ -256,8 +257,11 @@ class _Lowering:
 
 
 def _find_read(graph: fx.Graph) -> dict[Any, tuple[set[int], set[int]]]:
-    """For each block program the numbers of the results, and of the gradients, that are read of
-    one of its calls: what was only compared is read by nobody."""
+    """Returns for each block program the numbers of the results, and of the gradients, that are
+    used.
+
+    Values that were only compared are not used.
+    """
     found: dict[Any, tuple[set[int], set[int]]] = {}
     for call in calls_of_blocks(graph):
         read = found.setdefault(call.args[0], (set(), set()))
@@ -267,7 +271,9 @@ def _find_read(graph: fx.Graph) -> dict[Any, tuple[set[int], set[int]]]:
 
 
 def _find_packing_of_gathers(graph: fx.Graph) -> Iterator[set[fx.Node]]:
-    """For each gather of a block what packs its operand, where that is made of inputs alone."""
+    """Yields the nodes that pack the operand of each gather of a block, if it depends on inputs
+    alone.
+    """
     for node in filter(is_gather, graph.nodes):
         packing, sources = packing_of(node)
         if all(source.op != "call_function" for source in sources):

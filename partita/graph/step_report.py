@@ -1,7 +1,7 @@
 """Reports of a captured step: memory by class, bytes by line, and what each pass did and saved.
 
-To describe changes takes longer than all passes together, and mostly nobody asks. So whoever asks
-has the passes run over the captured program again.
+Describing changes takes longer than all passes together, and is rarely needed. So the passes run
+again over the captured program when a report is requested.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def facts_of_parameter(name: str, p: DTensor) -> list[Any]:
 
 
 def explain_passes(captured: CapturedForms) -> str:
-    """What each pass changes and saves, with a short diff; then all of them together."""
+    """Returns what each pass changes and saves, with a short diff; then all of them together."""
     program, changes, peaks = _record_changes(captured)
     texts = []
     for change, (before, after) in zip(changes, pairwise(peaks), strict=True):
@@ -141,7 +141,7 @@ def explain_passes(captured: CapturedForms) -> str:
 
 
 def _describe_budget(program: Program, peak: int, budget: int) -> str:
-    """What a program makes again for its budget, in each section and between them."""
+    """Returns what a program recomputes for its budget, in each section and between them."""
     graph = program.graph.graph
     lines = [f"{human(peak)} of {human(budget)}, at level {program.level} of recomputation"]
     calls = Counter(map(section_of, graph.find_nodes(op="call_function", target=call_section)))
@@ -195,7 +195,7 @@ def _run_and_record(captured: CapturedForms) -> Iterator[tuple[Program, Change]]
 def _change_in_blocks(
     before: GraphFigures, after: GraphFigures, blocks: Iterable[RewrittenBlock]
 ) -> Change:
-    """What passes did within blocks, each structure of which is rewritten and cut once."""
+    """Returns what passes did inside blocks; each structure is rewritten and cut once."""
     lines = ["each structure is rewritten once, and its parts between collectives are sections:"]
     for block in blocks:
         lines.append(f"{block.name}, {block.calls} times")

@@ -1,11 +1,11 @@
 """The verifier: the grammar of legal graphs.
 
 Checked after the last pass, and with PARTITA_VERIFY=1 after capture and each pass. A graph has
-inputs, constants, calls of ATen, of functional collectives, of a user's operators that do nothing
-but make tensors, or of sections (which are such graphs, without collectives), and one output. Each
-value is made before it is used. Nothing writes but a `copy_` into an input, once, after which
-nobody reads that input. A collective is waited for before it is read, and its group is one of the
-program's. No node knows more of a rank than the coordinates among the inputs.
+inputs, constants, calls and one output. Calls are of ATen, of functional collectives, of a user's
+operators that only make tensors, or of sections (which are such graphs, without collectives). Each
+value is made before it is used. The only write is a `copy_` into an input, once, and that input is
+not read afterwards. A collective is waited for before it is read, and its group is one of the
+program's. The coordinates among the inputs are the only values that depend on the rank.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ class IllegalGraph(LayoutError):
 
 
 def verifies_each_pass() -> bool:
-    """Is the graph to be checked after capture and each pass, so that an error names the pass?"""
+    """True if the graph is checked after capture and after each pass, so that an error names the
+    pass.
+    """
     return os.environ.get("PARTITA_VERIFY", "") not in ("", "0")
 
 
@@ -48,7 +50,7 @@ def verify(program: Program, after: str) -> None:
 
 
 def _find_faults(program: Program) -> Iterator[tuple[fx.Node | None, str]]:
-    """What breaks the grammar, and the node that does."""
+    """Yields each violation of the grammar, and its node."""
     graph = program.graph.graph
     seen: set[fx.Node] = set()
     closed: dict[fx.Node, fx.Node] = {}

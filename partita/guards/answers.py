@@ -1,15 +1,15 @@
-"""Numbers and answers: what a step asks of its floats, and torch of tensors' values.
+"""Numbers and answers: how a step branches on its floats, and torch on tensors' values.
 
 A float that the step reads (a learning rate, an argument) is a symbolic float, an input of the
 graph (`CapturedNumbers`). What the step branches on becomes a condition, under which the program
 may be used for other values.
 
-Where the step branches on a tensor's value, or makes a shape of it, each question gets a guess: the
-answer of an earlier run, or what follows from the values of the call's small inputs
-(`predicted_values`). Where nothing predicts it, what has been read so far is computed
+If the step branches on a tensor's value, or makes a shape of it, each such question gets a guess:
+the answer of an earlier run, or what follows from the values of the call's small inputs
+(`predicted_values`). If nothing predicts it, what has been read so far is computed
 (`ValuesWanted`), and the capture starts again with the values. The graph computes the true answers
-as one more output. Where one differs, `gate_writes` has kept the graph from writing anything, and
-the call runs the program of the other answers (`OtherAnswers`).
+as one more output. If one differs, `gate_writes` has kept the graph from writing anything, and the
+call runs the program of the other answers (`OtherAnswers`).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class PlainNumbers:
     """Which floats are not traced, so that the program is for their values alone.
 
     Attributes:
-        why: the reason for which none is traced; "" where they are.
+        why: the reason if none is traced; "" otherwise.
         zeros: names of zeros that the step reads or compares with something, and its line.
     """
 
@@ -79,7 +79,7 @@ class CapturedNumbers:
         self.traced: dict[str, Input] = {}
 
     def stand_in(self, given: Input, value: float) -> Any:
-        """The symbolic float, an input of the graph, that stands for `value`; or `value` itself.
+        """Returns the symbolic float, an input of the graph, for `value`; or `value` itself.
 
         Args:
             given: the input that it becomes.
@@ -101,7 +101,10 @@ class CapturedNumbers:
         return found
 
     def asked_zeros(self) -> bool:
-        """Has the step read or compared a traced zero? It stays plain from the next run on."""
+        """True if the step has read or compared a traced zero.
+
+        It stays plain from the next run on.
+        """
         lines = {id(given): line for given, line in self._list_asked()}
         found = {
             given.name: lines[id(given)]
@@ -121,7 +124,7 @@ class CapturedNumbers:
         return [(given, lines[s]) for s, given in self.traced.items() if s in lines]
 
     def conditions(self) -> list[Condition]:
-        """What the step has asked of its floats, as conditions."""
+        """Returns the step's branches on its floats, as conditions."""
         found = []
         values = {id(given): value for given, value in self.met}
         traced = set(map(id, self.traced.values()))
@@ -166,9 +169,10 @@ def _make_finite_condition(numbers: list[Input], values: list[float]) -> Conditi
 
 
 def _is_traceable(value: float, given: Input, zeros: Container[str]) -> bool:
-    """Can a float be traced? Not NaN, infinities and -0.0, which symbolic numbers do not know.
+    """True if a float can be traced. Not NaN, infinities and -0.0, which symbolic numbers lack.
 
-    Nor a zero among an optimizer's settings other than the learning rate: it branches on those.
+    Nor a zero among an optimizer's settings, except the learning rate: the optimizer branches on
+    those.
     """
     if value != 0:
         return math.isfinite(value)
@@ -177,7 +181,7 @@ def _is_traceable(value: float, given: Input, zeros: Container[str]) -> bool:
 
 
 def _is_value(expr: Any) -> bool:
-    """Is a condition that one number has one value?"""
+    """True for the condition that one number has one value."""
     return bool(type(expr).__name__ == "Equality" and expr.rhs.is_number and expr.lhs.is_symbol)
 
 
@@ -265,14 +269,14 @@ class Guesses:
 
 @dataclass(frozen=True)
 class OtherAnswers:
-    """The result of a run whose answers differ from its program's: it has changed nothing.
+    """The result of a run whose answers differ from its program's. The run has changed nothing.
 
     Attributes:
         answers: as the graph computed them.
-        certain: so many of them are the call's own: those behind the first that differs were
-            computed on a branch that the call does not take.
-        line: the user's line that asks for the first that differs.
-        before: the program's answer to that.
+        certain: how many of them are the call's own. Those after the first difference were computed
+            on a branch that the call does not take.
+        line: the user's line of the first difference.
+        before: the program's answer there.
     """
 
     answers: tuple[Answer, ...]
@@ -292,7 +296,7 @@ class OtherAnswers:
         return Guesses(self.answers, self.certain)
 
     def agrees_with(self, answers: Sequence[Answer]) -> bool:
-        """May a program made for these answers run in the call?"""
+        """True if a program made for these answers may run in the call."""
         return tuple(answers[: self.certain]) == self.answers[: self.certain]
 
 
@@ -302,7 +306,7 @@ class Answers:
 
     Attributes:
         values: in the order of the questions.
-        lines: for each question the user's line whose call asks.
+        lines: for each question the user's line.
     """
 
     values: tuple[Answer, ...] = ()
@@ -310,7 +314,7 @@ class Answers:
 
     @property
     def numeric(self) -> tuple[int, ...]:
-        """The places of the questions that ask which number a value is."""
+        """The positions of the questions whose answer is a number, not a bool."""
         return tuple([i for i, v in enumerate(self.values) if not isinstance(v, bool)])
 
     def compare_numbers(self, found: Sequence[int]) -> OtherAnswers | None:
@@ -331,11 +335,12 @@ class Answers:
 
 
 class ValuesWanted(BaseException):
-    """A capture needs values that nothing predicts. (A step's `except Exception` must not see it.)
+    """A capture needs values that nothing predicts. (A step's `except Exception` must not catch
+    it.)
 
     Attributes:
-        compute: gives, of the leaves of the call, what the step has read so far, and what else is
-            known of the call's values then. Every rank calls it.
+        compute: computes, from the leaves of the call, what the step has read so far, and what else
+            is known of the call's values then. Every rank calls it.
     """
 
     compute: Callable[[Sequence[Any]], ValuesOfCall]
@@ -362,7 +367,7 @@ class AskedQuestions:
     Attributes:
         values: for each question the symbolic value of its answer, an output of the graph.
         reads: the numbers that the step has read of tensors (`.item()`), in order.
-        last_line: the user's line that asks for a value that has to be computed first.
+        last_line: the user's line that needs a value that must be computed first.
     """
 
     def __init__(self, guesses: Guesses):
@@ -375,14 +380,14 @@ class AskedQuestions:
         self.last_line = ""
 
     def answer(self, question: Any, predict: Callable[[Any], Answer | None]) -> Answer | None:
-        """The answer with which capture goes on; None where nothing tells.
+        """Returns the answer with which capture continues; None if it is unknown.
 
         Args:
             question: the node of a symbolic number.
-            predict: gives the likely answer where there is no guess; None if it knows of none.
+            predict: returns the likely answer if there is no guess; None if it has none.
 
         Raises:
-            ValuesWanted: what was read has to be computed first.
+            ValuesWanted: what was read must be computed first.
         """
         known = self._known.get(question.expr)
         if known is not None:
@@ -421,14 +426,14 @@ class AskedQuestions:
 
     @property
     def answers(self) -> Answers:
-        """The answers with which capture went on."""
+        """Returns the answers with which capture continued."""
         return Answers(tuple(self._answers), tuple(self._lines))
 
 
 def guess_by_kind(node: fx.Node) -> bool | None:
-    """What a question most likely gets as answer, by what computes it; None where unsure.
+    """Returns the most likely answer to a question, from the op that computes it; None if unsure.
 
-    Programs ask whether all is well: `isfinite(x).all()` is true, `isnan(x).any()` is not.
+    Programs check whether all is well: `isfinite(x).all()` is true, `isnan(x).any()` is not.
     """
     name = getattr(node.target, "_opname", getattr(node.target, "__name__", ""))
     operands = [a for a in node.args if isinstance(a, fx.Node)]
@@ -465,10 +470,10 @@ def _finds_bad(node: fx.Node) -> bool:
 
 
 def gate_writes(graph: fx.Graph, answers: Sequence[Answer]) -> None:
-    """Have a graph write only if its answers, the last outputs, are `answers`.
+    """Make a graph write only if its answers, the last outputs, are `answers`.
 
-    Each `copy_` writes what the input holds where they are not, so that no write waits for Python.
-    The answers become one output: a tensor of integers.
+    Otherwise each `copy_` writes the old value of the input, so that no write waits for Python. The
+    answers become one output: a tensor of integers.
 
     Raises:
         CaptureError: a call of the graph writes by itself, whatever the answers are.

@@ -1,9 +1,9 @@
 """Arguments of a step: the leaves of a call, in any containers and objects; lengths of batches.
 
-torch's pytrees know lists, tuples and dictionaries. An object that a library makes of a batch (a
-dataclass, a UserDict, a SimpleNamespace, a class of one's own) is taken apart as well, if it holds
-tensors and otherwise data alone; `unflatten_call` makes a new one of other leaves.
-`pad_to_bucket` pads batches of many lengths to a few, so that few programs are captured.
+torch's pytrees support lists, tuples and dictionaries. Other objects that hold a batch (a
+dataclass, a UserDict, a SimpleNamespace, a user's class) are flattened as well, if they hold only
+tensors and plain data. `unflatten_call` makes a new object from other leaves. `pad_to_bucket` pads
+batches of many lengths to a few, so that few programs are captured.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _DEPTH = 32  # of objects in one another; each costs frames of Python's stack
 def flatten_call(
     call: Any, stays: Callable[[Any], bool] | None = None
 ) -> tuple[list[Any], pytree.TreeSpec]:
-    """The leaves of arguments or results, and the structure that `unflatten_call` takes.
+    """Returns the leaves of arguments or results, and the structure that `unflatten_call` takes.
 
     Args:
-        stays: is an object to be a leaf, not taken apart?
+        stays: True for an object that is a leaf and is not flattened.
     """
     leaves, structure = pytree.tree_flatten(call)
     if LEAVES.issuperset(map(type, leaves)):
@@ -70,7 +70,7 @@ def classes_of_call(structure: pytree.TreeSpec) -> list[type]:
 
 
 def is_taken_apart(value: Any) -> bool:
-    """Does `flatten_call` take this object apart?"""
+    """True if `flatten_call` flattens this object."""
     return _ObjectFlattener().open(value) is not value
 
 

@@ -64,7 +64,9 @@ def dotted_names(code: CodeType) -> tuple[tuple[str, ...], ...]:
 
 
 def names_asked_for(code: CodeType) -> set[str]:
-    """The names that code may ask an object for: of attributes, and strings (as for `getattr`)."""
+    """Returns the names that code may read from an object: attributes, and strings (as for
+    `getattr`).
+    """
     return {*code.co_names, *(c for c in code.co_consts if isinstance(c, str) and c.isidentifier())}
 
 
@@ -168,7 +170,7 @@ _REFLECTING_ATTRIBUTES = frozenset(
 
 @functools.lru_cache(maxsize=4096)
 def reflects(code: CodeType) -> bool:
-    """True if code may ask for an attribute by a name that does not stand in it.
+    """True if code may read an attribute whose name does not occur in it.
 
     A call of `getattr` pushes the function, an empty place and its arguments. So the name is a
     constant if the last instruction that ends at the depth of the second argument loads one.

@@ -1,7 +1,7 @@
-"""The guard of a call: is a call like the last one?
+"""The guard of a call: compares a call with the last one.
 
-To describe hundreds of tensors takes longer than a small step computes. But most calls find the
-same tensor objects in the same storages as the call before, which identity comparisons show.
+Describing hundreds of tensors takes longer than a small step computes. But most calls have the same
+tensor objects in the same storages as the call before, which identity comparisons show.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ class CallGuard:
     """One call, with which later ones are compared.
 
     Args:
-        slots: of what the step reaches: `state.slots`, and those of optimizers that are there now.
+        slots: of what the step reaches: `state.slots`, and those of optimizers that exist now.
         state: what the step reaches.
-        tensors: the leaves of the call, as `tensors_of_call` gives them.
-        program: that it runs.
+        tensors: the leaves of the call, as `tensors_of_call` returns them.
+        program: the program that it runs.
 
     Attributes:
-        usable: can calls be compared with this one? Not where one tensor is two arguments, nor
-            where a module holds a tensor with a history (a gathered parameter), which a guard
-            must not keep alive.
+        usable: True if calls can be compared with this one. False if one tensor is two arguments,
+            or if a module holds a tensor with a history (a gathered parameter), which a guard must
+            not keep alive.
     """
 
     def __init__(
@@ -96,7 +96,9 @@ class CallGuard:
         self._others = Conditions(c for c in program.conditions if c not in asked)
 
     def _find_fixed_input(self, kind: str, index: int, count: int) -> torch.Tensor | None:
-        """The local tensor of an input that has the same memory in each call; None of others."""
+        """Returns the local tensor of an input that has the same memory in each call; otherwise
+        None.
+        """
         if kind in ("parameter", "buffer", "optimizer", "value") and 0 <= index < count:
             return local_of(self._held[index])
         return None
@@ -124,7 +126,10 @@ class CallGuard:
         return tensors if self._has_met_conditions(tensors) else None
 
     def _has_met_conditions(self, tensors: list[Any]) -> bool:
-        """Do the program's conditions hold? Those on numbers do for the same number objects."""
+        """True if the program's conditions hold.
+
+        Those on numbers hold if the number objects are the same.
+        """
         numbers = [given.number(tensors) for given in self._asked]
         if len(numbers) == len(self._answered) and all(map(is_, numbers, self._answered)):
             return self._others.failed(tensors) is None
@@ -144,7 +149,7 @@ class CallGuard:
         return found
 
     def _as_before(self) -> bool:
-        """Are guards, training flags, optimizers and state tensors as in this call?"""
+        """True if guards, training flags, optimizers and state tensors are as in this call."""
         assert self.program.guards is not None
         if not self.program.guards.hold(self._held, are_the_same=True):
             return False
@@ -161,7 +166,7 @@ class CallGuard:
 
 
 def _kind_of(value: Any) -> tuple[Any, ...]:
-    """What a program is made for, of one leaf of a call."""
+    """Returns the properties of one leaf of a call that a program is made for."""
     if not isinstance(value, torch.Tensor):
         return argument_key(value)  # type: ignore[no-any-return]
     with Local():  # or each attribute of a DTensor would enter it for itself

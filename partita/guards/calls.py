@@ -1,10 +1,10 @@
 """Calls that a captured step makes, watched by a profile function of this thread.
 
-`Calls` sees each call, of Python functions and of functions of C, classified once per code object
-(`_kind_of`). The user's functions are entered by the record. A setting that is asked for (of torch,
-Python, the environment) is guarded: before a later call it is asked again. What no guard can cover
-raises a CaptureError: random numbers, clocks, seeds, files and locks. `print` and logging run at
-capture alone, of which a warning tells.
+`Calls` sees each call, of Python functions and of functions in C, classified once per code object
+(`_kind_of`). The record enters the user's functions. A setting that is read (of torch, Python, the
+environment) is guarded: it is read again before a later call. What no guard can cover raises a
+CaptureError: random numbers, clocks, seeds, files and locks. `print` and logging run only at
+capture, with a warning.
 """
 
 from __future__ import annotations
@@ -131,10 +131,10 @@ _GENERATOR_METHODS = {
 
 
 def _kind_of(frame: FrameType) -> str:
-    """How calls of a frame's code are handled.
+    """Returns how calls of a frame's code are handled.
 
-    "recorded" is the user's code; "special" may have to be refused; "setting" reads how torch or
-    the process is set; "stdlib" is Python's own library; "library" is not looked at.
+    "recorded" is the user's code; "special" may have to be refused; "setting" reads a setting of
+    torch or the process; "stdlib" is Python's own library; "library" is ignored.
     """
     code = frame.f_code
     if is_recorded(code.co_filename) and not _is_made_by_library(frame):
@@ -148,19 +148,19 @@ def _kind_of(frame: FrameType) -> str:
 
 
 def _is_setting(code: CodeType) -> bool:
-    """Is it a function of torch without arguments that returns a setting, by its name?"""
+    """True for a function of torch without arguments that returns a setting, judged by its name."""
     of_torch = code.co_argcount == 0 and code.co_filename.startswith(_TORCH)
     return of_torch and _is_called_as_setting(code.co_name)
 
 
 def _is_made_by_library(frame: FrameType) -> bool:
-    """Is it generated code (as `dataclass` makes) in a module of a library?"""
+    """True for generated code (as `dataclass` makes) in a module of a library."""
     made = frame.f_code.co_filename.startswith("<")
     return made and not is_user_module(frame.f_globals.get("__name__"))
 
 
 def _forwards_call(code: CodeType, called: CodeType) -> bool:
-    """Does `code` only forward the user's call to the code `called`?"""
+    """True if `code` only forwards the user's call to the code `called`."""
     return code.co_filename == called.co_filename or code.co_filename.endswith(_FORWARDING_FILES)
 
 
@@ -179,9 +179,9 @@ class Calls:
     """Watches what a step calls while it is captured, for a record.
 
     Args:
-        record: is told of settings that are read, and raises refusals.
-        enter_frame: called where a function of the user's runs.
-        reach_globals: called where `globals()` is called, with what it returns.
+        record: receives settings that are read, and raises refusals.
+        enter_frame: called when a function of the user runs.
+        reach_globals: called when `globals()` is called, with its result.
     """
 
     def __init__(
@@ -387,13 +387,13 @@ def _read_process_object(record: PlaceRecord, frame: FrameType) -> None:
 
 
 def _is_called_as_setting(name: str) -> bool:
-    """Is it the name of a function that returns a setting, as `get_num_threads`?"""
+    """True for the name of a function that returns a setting, such as `get_num_threads`."""
     begins = name.lstrip("_").startswith(("is_", "are_", "get_")) or name.endswith("_enabled")
     return begins and "rng" not in name and "seed" not in name
 
 
 def _is_setting_of_c(function: Any) -> bool:
-    """Is it a function of C that returns a setting of torch or of Python?"""
+    """True for a function in C that returns a setting of torch or of Python."""
     owner = getattr(function, "__self__", None)
     if not isinstance(owner, types.ModuleType):
         return False
@@ -452,7 +452,7 @@ _AMBIENT: dict[str, list[tuple[str, Callable[[], Any]]]] = {
 
 
 def read_ambient(record: PlaceRecord, module: str | None) -> None:
-    """Record the settings that functions of a module heed: something of it is reached."""
+    """Record the settings that functions of a module read implicitly, because it is reached."""
     for name, function in _AMBIENT.get(module or "", ()):
         record.read_place(place_of_answer(name, function), shallow=True)
 
@@ -514,7 +514,7 @@ def _name_of_external_function(function: Any) -> str:
 
 
 def _is_stdlib_file(filename: str) -> bool:
-    """Is it a file of Python's library (but not the import system) or of numpy?"""
+    """True for a file of Python's library (but not the import system) or of numpy."""
     if _NUMPY in filename:
         return True
     if filename.startswith("<frozen"):

@@ -1,11 +1,11 @@
-"""Captured programs: how a call runs one, what ranks compare before it, and what ledgers are told.
+"""Captured programs: how a call runs one, what ranks compare before it, and what ledgers record.
 
 `run` runs the graph and puts its outputs where the step would have put them: into slots, `.grad`,
-the result. Conditions, guards and answers say when the program may run instead of the step. Plain
-tensors that are used with DTensors must be equal on all ranks: what leads to them is a small graph
-(`ReplicatedInputCheck`), which runs before the first run, and before each under `check_ranks()`. A
-graph's moves are known beforehand, so that a run costs nothing where no ledger and no `strict()`
-listens.
+the result. Conditions, guards and answers decide when the program may run in place of the step.
+Plain tensors that are used with DTensors must be equal on all ranks. The calls that lead to them
+are a small graph (`ReplicatedInputCheck`), which runs before the first run, and before each under
+`check_ranks()`. A graph's moves are known in advance, so that a run costs nothing extra without a
+ledger and without `strict()`.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ class CapturedProgram(Program):
         conditions: on its inputs: numbers, gradients, facts of tensors.
         guards: on what the step read of Python at capture.
         writes: what the step changes in Python objects, the same in each call.
-        trained: index and value, where the step sets `requires_grad` of a leaf of the call.
-        answers: to what is asked of values, for which the program was made.
+        trained: index and value, if the step sets `requires_grad` of a leaf of the call.
+        answers: to the branches on values for which the program was made.
         blocks: how its blocks were traced.
         work: its matrix products, for ledgers.
         captured: the program before any pass.
         search: finds how it is rewritten for a smaller budget, until it is compiled.
         sharing: finds inputs that overlap one that is written.
         asked: computes the numbers among the answers: with others the graph could not run.
-        holds_writes: True while the writes that its capture has made stand, before its first run.
+        holds_writes: True while the writes of its capture are in effect, before its first run.
     """
 
     compared: ReplicatedInputCheck | None = None

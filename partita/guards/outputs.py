@@ -118,7 +118,7 @@ class ModuleAttributes:
 
 
 class InputAttributes:
-    """Attributes that the program has set on input tensors, and that their stand-ins have too.
+    """Attributes that the program has set on input tensors, and that their fakes have too.
 
     Args:
         record: of what the step reads of Python: these attributes become guards.
@@ -129,7 +129,7 @@ class InputAttributes:
         self._before: list[tuple[Input, torch.Tensor, dict[str, Any], Any]] = []
 
     def copy(self, given: Input, fake: torch.Tensor, stand_in: Callable[[Any], Any]) -> None:
-        """Give `fake`, which stands for an input, the input's attributes."""
+        """Give `fake`, the replacement of an input, the input's attributes."""
         held = given.tensor.__dict__
         for name in user_attributes_of(given.tensor):
             self._record.read_place(Place(f"{given.name}.{name}", held, name), held[name])
@@ -238,7 +238,7 @@ def _in_container(value: Any) -> Iterable[Any]:
 
 
 def _in_object(value: Any) -> Iterable[Any]:
-    """What an object refers to, without what its code does."""
+    """Returns what an object refers to, except what its code does."""
     kind = type(value)
     if isinstance(value, type):
         return [*vars(value).values()] if is_user_module(value.__module__) else ()

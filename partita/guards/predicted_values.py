@@ -1,12 +1,12 @@
-"""Predicted values: what the small inputs of a call lead to, on every rank.
+"""Predicted values: values that depend on the small inputs of a call, on every rank.
 
-A step reads values (`grid.tolist()`, a loop over its items), and what it does next depends on them.
-`PredictedValues` runs each new node of the graph that is being traced on the CPU, if all that it
-depends on is known: constants, small inputs of the call, and what was computed of these. Sharded
+A step reads values (`grid.tolist()`, a loop over its items), and then depends on them.
+`PredictedValues` runs each new node of the graph that is being traced on the CPU, if all its
+operands are known: constants, small inputs of the call, and what was computed from these. Sharded
 integers are gathered once (`gather_small_integers`). From then on the nodes run for all ranks, and
 collectives are copies within the process.
 
-A prediction is a guess. The graph computes the true value, and where that differs it writes nothing
+A prediction is a guess. The graph computes the true value, and if that differs it writes nothing
 (`answers`).
 """
 
@@ -42,13 +42,13 @@ Values = list[Any]
 
 @dataclass(frozen=True)
 class ValuesOfCall:
-    """What is known of the values of a call, when a capture starts again.
+    """What is known of the values of a call when a capture starts again.
 
     Attributes:
         reads: the numbers that the step reads first, in order.
         integers: by index among the leaves of the call, an integer input's local values on each
             rank, as they enter the graph.
-        mesh: on whose ranks.
+        mesh: the mesh of these ranks.
     """
 
     reads: tuple[float, ...] = ()

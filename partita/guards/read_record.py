@@ -1,10 +1,10 @@
 """Reached values: what each value that a captured step reaches leads to, which it may read unseen.
 
-A function leads to the globals, closure cells, defaults and attributes of modules that its bytecode
-names, when its code runs for the first time; a class, module or function to variables
-of the names that code asks for; code that reflects (`getattr(x, key)`, `vars(x)`) to all of their
-names. Containers are recorded whole, a bound method leads to its owner. What no
-guard can cover, as an iterator, is refused.
+When its code runs for the first time, a function leads to the globals, closure cells, defaults and
+attributes of modules that its bytecode names. A class, module or function leads to variables of the
+names that code may read; code that reflects (`getattr(x, key)`, `vars(x)`) leads to all of their
+names. Containers are recorded whole, and a bound method leads to its owner. What no guard can
+cover, such as an iterator, is refused.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class _ReachedObject:
 
 
 class ReadRecord(PlaceRecord):
-    """What one run of a step under capture reads, and the functions of it that run.
+    """What one run of a step under capture reads, and the functions that it runs.
 
     Args:
         names: by id, the names of modules and optimizers that were found before the run.
@@ -168,7 +168,7 @@ class ReadRecord(PlaceRecord):
 
     @contextmanager
     def recording(self, step: Any, arguments: Iterable[tuple[str, Any]]) -> Iterator[None]:
-        """Within, what this thread reads is recorded.
+        """Record what this thread reads inside the block.
 
         Args:
             step: what is going to run.
@@ -209,7 +209,7 @@ class ReadRecord(PlaceRecord):
                 uninstrument_module(module)
 
     def ids_reached(self) -> set[int]:
-        """The ids of what was reached: it was there before the step."""
+        """Returns the ids of what was reached, and so existed before the step."""
         return {*self._reached, *self._classes, *self._namespaces}
 
     def is_reached(self, value: Any) -> bool:
@@ -218,7 +218,9 @@ class ReadRecord(PlaceRecord):
         return known is not None and known.value is value
 
     def values_reached(self) -> Iterator[tuple[Any, str]]:
-        """What was reached, with names: values of places, what they hold, entries of huge ones."""
+        """Yields what was reached, with names: values of places, their contents, entries of huge
+        ones.
+        """
         for place in self.places.values():
             yield place.value, place.name
         for value in [v for i, v in self._reached.items() if i not in self._made_anew]:
@@ -228,11 +230,11 @@ class ReadRecord(PlaceRecord):
                 yield value, f"an entry of a {type(huge).__name__}"
 
     def make_guards(self, inputs: ReadInputs, extra: Iterable[Place]) -> Guards:
-        """The guards of what was read, which expect the values of now.
+        """Returns the guards of what was read, which expect the current values.
 
         Args:
-            inputs: what of this the graph has as inputs.
-            extra: places to be guarded beside those that were read.
+            inputs: which of this the graph has as inputs.
+            extra: places to guard beside those that were read.
         """
         spaces = [(o, name) for o, name in self._namespaces.values() if not isinstance(o, type)]
         asked = frozenset(self._names_asked | {"__getattr__"})
@@ -253,7 +255,7 @@ class ReadRecord(PlaceRecord):
         )
 
     def _names_asked_of(self, space: Any, asked: frozenset[str]) -> frozenset[str] | None:
-        """The names that code may ask of a namespace; None for all."""
+        """Returns the names that code may read from a namespace; None for all."""
         is_library = isinstance(space, types.ModuleType) and not is_user_module(space.__name__)
         return asked if is_library or not self._all_names_asked else None
 
@@ -309,7 +311,7 @@ class ReadRecord(PlaceRecord):
             self.read_place(Place(f"{called}.{name}", held, name), value)
 
     def instrument_module(self, module: Any, name: str) -> None:
-        """Have a module of the user's tell what is read of it."""
+        """Make a module of the user report what is read from it."""
         if not isinstance(module, types.ModuleType) or id(module) in self._modules:
             return
         if is_user_module(dict_of(module).get("__name__")) and instrument_module(module):
@@ -319,7 +321,9 @@ class ReadRecord(PlaceRecord):
                 _read_all_names(self, module, name)
 
     def find_modules(self) -> None:
-        """Have all modules of the user's tell what is read of them: code finds them by name."""
+        """Make all modules of the user report what is read from them, because code finds them by
+        name.
+        """
         if not self._finds_modules:
             self._finds_modules = True
             for name, module in [*sys.modules.items()]:
@@ -469,7 +473,7 @@ class ReadRecord(PlaceRecord):
                 self._reach_cached_function(value.__wrapped__, name)
 
     def reach_object(self, value: Any, name: str) -> None:
-        """Have an object's class tell what is read of it from now on."""
+        """Make an object's class report what is read from it from now on."""
         kind = type(value)
         is_heap_type = kind.__flags__ & (1 << 9)
         if not is_heap_type or not has_settings(kind) or not self._instrument_type(kind):
@@ -491,9 +495,9 @@ class ReadRecord(PlaceRecord):
                 self.reach_value(v, f"{name}.{key}")
 
     def _reach_by_names(self, value: Any, name: str) -> None:
-        """Record the attributes of an object by the names that code asks for.
+        """Record the attributes of an object by the names that code may read.
 
-        Objects of partita keep what it computes, which no step reads; of a logger only the level
+        Objects of partita keep what it computes, which no step reads. For a logger only the level
         counts, which `_record_read` records.
         """
         if type(value).__module__.split(".")[0] == "partita" or isinstance(value, logging.Logger):
@@ -668,7 +672,7 @@ class ReadRecord(PlaceRecord):
         self.note_asked_names(names_asked_for(code))
 
     def note_asked_names(self, names: set[str]) -> None:
-        """Note names that reached objects, classes and modules may be asked for."""
+        """Note names that code may read from reached objects, classes and modules."""
         new = names - self._names_asked
         self._names_asked |= new
         for value, name in [*self._described.values()]:
@@ -681,7 +685,7 @@ class ReadRecord(PlaceRecord):
             self._read_namespace(space, name, new)
 
     def _describe(self, value: Any, name: str) -> None:
-        """Record the special attributes of a function or class that code asks for, now or later."""
+        """Record the special attributes of a function or class that code may read, now or later."""
         if id(value) not in self._described:
             self._described[id(value)] = value, name
             self._read_special(value, name, self._names_asked)
@@ -775,7 +779,7 @@ class ReadRecord(PlaceRecord):
             self._read_namespace(space, name, {*(dict_of(space) or ())})
 
     def _ask_all_names(self) -> None:
-        """Note that code may ask for any name."""
+        """Note that code may read any name."""
         if not self._all_names_asked:
             self._all_names_asked = True
             for space, name in list(self._namespaces.values()):
@@ -882,7 +886,7 @@ _SPECIAL_ATTRIBUTES = frozenset(
 
 @functools.lru_cache(maxsize=1024)
 def _names_in_c(kind: type) -> frozenset[str]:
-    """The attributes of the instances of a class that stand in no dictionary of theirs.
+    """Returns the attributes of the instances of a class that are in no dictionary of theirs.
 
     Of other objects of C than these, a program sets none.
     """
@@ -926,7 +930,7 @@ def _is_special_name(key: Any) -> bool:
 
 
 def _names_asked_by(getter: Any) -> set[str]:
-    """The names that `attrgetter("a.b")` or `methodcaller("c")` asks an object for."""
+    """Returns the names that `attrgetter("a.b")` or `methodcaller("c")` reads from an object."""
     _, given = getter.__reduce__()[:2]
     texts = given if isinstance(getter, operator.attrgetter) else given[:1]
     return {name for text in texts for name in text.split(".")}

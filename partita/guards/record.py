@@ -1,12 +1,13 @@
-"""The record of the places that a step reads of Python while it is captured, and of its writes.
+"""The record of the places of Python that a step reads while it is captured, and of its writes.
 
-A value read may lead to others: it is *reached*, and what hangs on it is recorded by its kind
-(`read_record`). It is copied, too, so that `Snapshots.find_writes` finds what the step has changed.
+A value that is read may lead to others: it is *reached*, and what it refers to is recorded by its
+kind (`read_record`). It is copied, too, so that `Snapshots.find_writes` finds what the step has
+changed.
 
-Attributes are seen by a `__getattribute__` that tells the record of this thread what is read. While
-a step is captured it is installed in nn.Module, optimizers, schedulers and each class of the user's
-that is reached (`instrument`). Threads without a record read as ever; but a thread that reads a
-module whose parameters are exchanged for fakes at the moment waits until they are back
+Attributes are seen by a `__getattribute__` that reports reads to the record of this thread. While a
+step is captured it is installed in nn.Module, optimizers, schedulers and each class of the user
+that is reached (`instrument`). Threads without a record read as usual. But a thread that reads a
+module whose parameters are currently exchanged for fakes waits until they are back
 (`exclusive_access`).
 """
 
@@ -71,13 +72,13 @@ _WEAK = (
 
 
 class PlaceRecord:
-    """The places that one run of a step under capture reads, and what it finds there.
+    """The places that one run of a step under capture reads, and their values.
 
     Attributes:
         places: by identity, the places that were read, in order.
         huge: by id, containers that are not compared deeply.
         snapshots: of what was reached, to find what the step writes.
-        error: the refusal to raise when the step is over, whoever caught it meanwhile.
+        error: the refusal to raise when the step is over, even if the step caught it.
         reached_by_name: see `reaching_by_name`.
     """
 
@@ -325,8 +326,10 @@ class Snapshots:
         self.snapshot_place(place, ())
 
     def value_before(self, home: Any, key: Any) -> Any:
-        """What stood in a dictionary before the step; what stands there now if it was not
-        copied."""
+        """Returns the value in a dictionary before the step.
+
+        It is the current value if the dictionary was not copied.
+        """
         copied = self._containers.get(id(home))
         return (home if copied is None else copied.before).get(key, MISSING)
 
@@ -452,7 +455,7 @@ _SET_BY_PYTHON = frozenset(
 
 
 def _is_of_torch(owner: Any) -> bool:
-    """True if it is an object of torch, but no module: nobody else holds its containers."""
+    """True for an object of torch that is not a module: nobody else holds its containers."""
     return type(owner).__module__.startswith("torch.") and not isinstance(owner, nn.Module)
 
 
@@ -485,7 +488,7 @@ def _refill(container: Any, content: Any) -> None:
 
 
 class _Recording(threading.local):
-    """The record that is told what this thread reads."""
+    """The record to which reads of this thread are reported."""
 
     record: PlaceRecord | None = None
 
@@ -499,10 +502,10 @@ _PATIENCE = 5.0  # seconds to wait for threads that are within a read of an attr
 
 
 def instrument(kind: type) -> bool:
-    """Have a class tell what is read of its instances; `uninstrument` undoes it.
+    """Make a class report what is read from its instances; `uninstrument` undoes it.
 
     Returns:
-        Whether that is possible: not for classes implemented in C.
+        True if that is possible: not for classes implemented in C.
     """
     with _LOCK:
         if kind not in _INSTALLED:
@@ -560,10 +563,11 @@ _INSTALLED_IN: collections.Counter[int] = collections.Counter()  # by id of a mo
 
 
 def instrument_module(module: types.ModuleType) -> bool:
-    """Have a module tell what is read of it, as `instrument` does; `uninstrument_module` undoes it.
+    """Make a module report what is read from it, as `instrument` does; `uninstrument_module` undoes
+    it.
 
     Returns:
-        Whether that is possible: not for modules with a class of their own.
+        True if that is possible: not for modules with their own class.
     """
     with _LOCK:
         if type(module) is types.ModuleType:
@@ -599,15 +603,15 @@ _READERS = frozenset((nn.Module.__getattr__.__code__, _make_recording_getter(nn.
 
 
 def recorded_by(record: PlaceRecord) -> AbstractContextManager[None]:
-    """Within, `record` is told what this thread reads."""
+    """Report what this thread reads to `record`, inside the block."""
     return attribute_set(_recording, "record", record)
 
 
 @contextmanager
 def exclusive_access(objects: Iterable[Any]) -> Iterator[None]:
-    """Within, other threads wait before they read attributes of these modules or capture with them.
+    """Make other threads wait before they read attributes of these modules or capture with them.
 
-    The capture meanwhile exchanges their parameters for fake tensors.
+    The capture exchanges the modules' parameters for fake tensors inside the block.
     """
     ids = [id(o) for o in objects]
     with _FREED:

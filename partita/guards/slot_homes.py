@@ -1,4 +1,4 @@
-"""Homes of slots that are no dictionaries or lists: cells, defaults, classes, attributes."""
+"""Homes of slots that are not dictionaries or lists: cells, defaults, classes, attributes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Arguments:
 
 
 class PlaceAsItem(SlotHome):
-    """The value of a `Place`, which is read and written through it."""
+    """The value of a `Place`, read and written as an item."""
 
     def __getitem__(self, _: Any) -> Any:
         return self.owner.value

@@ -1,16 +1,16 @@
 """Values and places: what a program can read, and where, compared with what it was at capture.
 
-`content_key` makes a hashable key of a value, equal for values of which a program reads the same.
-Numbers and strings count by type and bits (0.0 is not -0.0, True is not 1, NaN is NaN), containers
-by what they hold, arrays and buffers by their bytes, other objects by identity. A tensor is an
-input of the graph. `find_difference` says in which place two keys differ:
+`content_key` makes a hashable key of a value. Keys are equal for values of which a program reads
+the same. Numbers and strings count by type and bits (0.0 is not -0.0, True is not 1, NaN is NaN),
+containers by their contents, arrays and buffers by their bytes, other objects by identity. A tensor
+is an input of the graph. `find_difference` returns the place in which two keys differ:
 
     find_difference(content_key([1, 2]), content_key([1, 3]))    ("[1]", "2", "3")
 
-A `Place` has a home and a key, which identify it, a name for messages, and the means to read and
+A `Place` has a home and a key, which identify it, a name for messages, and functions that read and
 write its value again. There is a constructor for each kind: cells, slots, attributes of classes,
-settings. An attribute of an object may stand in its `__dict__`, in a slot, in a dictionary of an
-nn.Module, or in a class; those of tensors, and their hooks, are compared for all tensors at once.
+settings. An attribute of an object may be in its `__dict__`, in a slot, in a dictionary of an
+nn.Module, or in a class. Attributes and hooks of tensors are compared for all tensors at once.
 
     Place("cfg.scale", vars(cfg), "scale").value    what `cfg.scale` is now
 """
@@ -164,7 +164,7 @@ def argument_key(value: Any) -> Any:
 
 
 def whole_key(value: Any) -> Any:
-    """The key of what a step is given whole: dataclasses count by their fields, not by identity."""
+    """Returns the key of an argument: dataclasses count by their fields, not by identity."""
     return content_key(value) if type(value) in PLAIN else ContentWalk(True).make_key(value)
 
 
@@ -185,15 +185,15 @@ class ContentWalk:
     """One walk over values that may hold others, and share what they hold.
 
     Attributes:
-        is_whole: whether dataclasses count by their fields, tensors by identity, and two of one
-            content are another value than one that is there twice.
+        is_whole: True if dataclasses count by their fields, tensors by identity, and two objects
+            with one content differ from one object that occurs twice.
         numbers: by the identity of its place, the index of each number that is a graph input.
         leaves: by id, the first index of each tensor among the leaves of the call.
         huge: by id, containers whose entries count by identity.
         written: ids of containers that the program writes, which count by identity, too.
-        changeable: what was met that may change in place, or holds such, each with its key, as
-            often as it was met.
-        shared: ids of what of this was met more than once.
+        changeable: visited objects that may change in place, or hold such, each with its key, once
+            for each visit.
+        shared: ids of those that were visited more than once.
     """
 
     is_whole: bool = False
@@ -347,8 +347,10 @@ def is_container(value: Any) -> bool:
 
 @lru_cache(maxsize=4096)
 def _sort_of_type(kind: type) -> str:
-    """How values of a type are compared: "container", "raw", "view", "method", "value", "tensor",
-    "object"."""
+    """Returns how values of a type are compared.
+
+    One of "container", "raw", "view", "method", "value", "tensor", "object".
+    """
     if issubclass(kind, torch.Tensor):
         return "tensor"
     if issubclass(kind, _CONTAINERS) and not issubclass(kind, nn.Module):
@@ -370,8 +372,10 @@ def _sort_of_type(kind: type) -> str:
 
 
 def find_difference(was: Any, now: Any) -> tuple[str, str, str] | None:
-    """The path to the first difference of two keys, as "['k'][0]", with the text of what was there
-    and of what is there now; None where they are equal."""
+    """Returns the path to the first difference of two keys, as "['k'][0]", with both texts.
+
+    None if they are equal.
+    """
     if was == now:
         return None
     if isinstance(was, EntriesKey) and isinstance(now, EntriesKey):
@@ -401,7 +405,7 @@ def _find_other_key(was: Any, now: Any) -> tuple[str, str, str]:
 
 
 def _text_of_key(key: Any) -> str:
-    """The text of what has this key, in at most 60 characters."""
+    """Returns the text of a value with this key, in at most 60 characters."""
     if isinstance(key, EntriesKey):
         key = key.expand()
     if isinstance(key, ByIdentity):
@@ -566,13 +570,13 @@ def _builtin_kind_of(home: dict[Any, Any]) -> type[dict[Any, Any]]:
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Where a value stands.
+    """The place of a value.
 
     Attributes:
         name: in messages: "cfg.scale".
         home, key: identify the place; for an entry of a dictionary, `home[key]` is the value.
-        get: returns the value, or MISSING. None for entries, of which guards read many at a time.
-        put: writes the value; None where it cannot be written.
+        get: returns the value, or MISSING. None for entries, which guards read many at a time.
+        put: writes the value; None if it cannot be written.
     """
 
     name: str
@@ -677,7 +681,7 @@ def place_of_special_attribute(name: str, owner: Any, key: str) -> Place:
 
 
 def place_of_dict(name: str, owner: Any) -> Place:
-    """The `__dict__` of an object, which stands for all of its attributes."""
+    """Returns the place of an object's `__dict__`, for all of its attributes."""
     put = partial(object.__setattr__, owner, "__dict__")
     return Place(name, owner, "__dict__", partial(dict_of, owner), put)
 
@@ -783,7 +787,7 @@ def _find_table(function: Any) -> dict[Any, Any]:
 
 
 def place_of_log_level(name: str, logger: logging.Logger) -> Place:
-    """What a logger lets through: by its own level, its parents' and the global one."""
+    """Returns the place of a logger's effective level: its own, its parents' and the global one."""
 
     def get_logger_level() -> tuple[int, bool, int]:
         return logger.manager.disable, logger.disabled, logger.getEffectiveLevel()
@@ -917,7 +921,7 @@ def cell_content(where: types.CellType, otherwise: Any = None) -> Any:
 
 
 def runs_in_frame(f: types.FunctionType, frame: FrameType) -> bool:
-    """True if the frame runs `f`, as far as the variables of its closure tell."""
+    """True if the frame runs `f`, as far as the variables of its closure show."""
     local = frame.f_locals
     pairs = zip(f.__code__.co_freevars, f.__closure__ or (), strict=True)
     return all(cell_content(where) is local.get(key) for key, where in pairs)
@@ -927,7 +931,7 @@ def runs_in_frame(f: types.FunctionType, frame: FrameType) -> bool:
 
 
 class AttributesAndHooks:
-    """What torch's dictionaries hold of the attributes and hooks of some tensors."""
+    """The attributes and hooks of some tensors, in torch's dictionaries."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]):
         self._attributed = tensors

@@ -1,8 +1,8 @@
 """Memory of generated code: the schedule of what the code that Inductor generated allocates.
 
 The code is run over fake tensors, with kernels that do nothing. Its own allocations, reuses and
-`del`s then show when each buffer is made and when it is freed, by Python's reference counts. So
-nothing about Inductor's memory planning has to be known, and nothing is estimated.
+`del`s then show, by Python's reference counts, when each buffer is made and freed. So this needs no
+knowledge of Inductor's memory planning, and estimates nothing.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class _GeneratedCode:
         self.begin, self.end = self._def.lineno, self._def.end_lineno or self._def.lineno
 
     def function(self) -> Callable[[list[Any]], Any]:
-        """The function, with stand-ins for what the code imports and compiles."""
+        """Returns the function, with replacements for what the code imports and compiles."""
         names = _GeneratedGlobals()
         exec(compile(ast.Module([self._def], []), self.file, "exec"), names)
         first = [None] * (len(self._def.args.args) - 1)

@@ -1,18 +1,18 @@
 """CUDA graphs: a program's kernels, recorded once and launched as one in each later call.
 
 A small step spends more time launching kernels than running them; a replay is one launch. A
-recording reads and writes fixed addresses, and nothing of Python or of the host runs in a replay.
-So a program is cut in two (`HostSplit`): what is computed on the host (rates, step counts,
-bias corrections) runs in each call, and what the rest reads of it is copied to the device.
+recording reads and writes fixed addresses, and no Python and no host code runs in a replay. So a
+program is cut in two (`HostSplit`). What is computed on the host (rates, step counts, bias
+corrections) runs in each call. The values of it that the rest reads are copied to the device.
 
-- State (parameters, buffers, optimizer state) is read and written where it lies. Where it has
-  moved, the kernels are recorded anew; state that moves again is copied like an argument.
-- Arguments are copied to where the recording reads them.
+- State (parameters, buffers, optimizer state) is read and written in place. If it has moved, the
+  kernels are recorded again. State that moves once more is copied like an argument.
+- Arguments are copied to the addresses that the recording reads.
 - Results are copied out of the recording's memory, which the next replay writes.
 
-The first call runs as it does without: kernels are compiled and tuned, and process groups connect.
-The second records. Inductor's own CUDA graphs are not used: they leave out a graph that writes its
-inputs, as every training step does, and record each section for itself.
+The first call runs as without CUDA graphs: kernels are compiled and tuned, and process groups
+connect. The second records. Inductor's own CUDA graphs are not used: they skip a graph that writes
+its inputs, as every training step does, and record each section separately.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def find_device(program: Program) -> torch.device:
 
 
 def is_of_host(value: torch.Tensor) -> bool:
-    """Does the host compute such a value?"""
+    """True if the value is computed on the host."""
     return value.device == HOST
 
 
@@ -107,17 +107,16 @@ class HostSplit:
         device: where values that cross are copied.
 
     Attributes:
-        host: a graph of host inputs, which gives first the values that cross to the device.
-        host_inputs: their places among the program's inputs.
-        crossing: how many values cross.
-        device: a program of the other inputs, and behind them of what crosses.
-        device_inputs: the places of the other inputs.
-        outputs: for each of the program's outputs where it comes from: "host" or "device" and the
-            place among what that gives, or "input" and the place of the input that it is; or None
-            and what it is.
+        host: a graph of host inputs. Its first results are the values that cross to the device.
+        host_inputs: their positions among the program's inputs.
+        crossing: the number of values that cross.
+        device: a program of the other inputs, followed by the values that cross.
+        device_inputs: the positions of the other inputs.
+        outputs: the origin of each of the program's outputs: "host" or "device" and the position
+            among its results; "input" and the position of that input; or None and the value itself.
 
     Raises:
-        NotRecorded: the host reads what the device has computed.
+        NotRecorded: the host reads a result of the device.
     """
 
     def __init__(self, program: Program, device: torch.device):
@@ -244,7 +243,7 @@ def _is_half(value: Any) -> bool:
 
 
 def _computes_in_half(node: fx.Node) -> bool:
-    """Does a call compute element by element, in half precision?"""
+    """True if a call computes element by element, in half precision."""
     if torch.Tag.pointwise not in node.target.tags or facts_of(node.target).writes:  # type: ignore[union-attr]
         return False
     value = node.meta["val"]
@@ -304,7 +303,7 @@ class ReplayedProgram:
 
     @property
     def is_recorded(self) -> bool:
-        """Does the next call replay?"""
+        """True if the next call replays."""
         return self._recorded is not None
 
     def __call__(self, *inputs: torch.Tensor) -> list[Any]:
@@ -325,7 +324,7 @@ class ReplayedProgram:
         return [found[where][at] if where else at for where, at in split.outputs]
 
     def _ensure_recorded(self, given: Sequence[torch.Tensor]) -> _RecordedProgram:
-        """The recording, made where there is none and where state has moved."""
+        """Returns the recording; makes it if there is none, or if state has moved."""
         if (recorded := self._recorded) is not None:
             moved = [i for i, then in recorded.addresses.items() if given[i].data_ptr() != then]
             if not moved:
@@ -382,7 +381,7 @@ def _make_like(x: torch.Tensor, device: torch.device | None = None) -> torch.Ten
 
 @dataclass(frozen=True)
 class _View:
-    """A tensor as a view of a storage, of which it keeps nothing.
+    """A tensor as a view of a storage; it does not keep the storage alive.
 
     Attributes:
         begin: the bytes of the storage before its first element.
@@ -406,12 +405,12 @@ class _View:
 
 
 class _ReplayResults:
-    """The results of calls, made of what a recording gives.
+    """Makes the results of calls from the results of a recording.
 
     They share memory with each other, and with the call's inputs, as those of the program do.
 
     Args:
-        values: what the recording gives, in memory that the next replay writes.
+        values: results of the recording, in memory that the next replay writes.
         held: the inputs that it read.
     """
 

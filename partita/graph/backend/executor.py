@@ -1,14 +1,14 @@
 """The executor of a graph as it is: straight-line Python code, written from its nodes.
 
-There is a line for each call; targets, constants and collectives are bound to names once, and the
-name of a value is deleted behind the last line that reads it.
+There is a line for each call. Targets, constants and collectives are bound to names once. The name
+of a value is deleted after the last line that reads it.
 
     v3 = c0(v1, v2); del v1
 
-Collectives run through the ranks' wires, so that a captured step runs wherever an eager one does:
-on process groups, on ranks that are threads, on a dry mesh. An all-reduce is under way until the
-graph waits for it; the result of another collective is there when its line has run. Where sections
-were compiled, the code calls these, and constants are inputs of theirs.
+Collectives run on the ranks' wires, so that a captured step runs wherever an eager one does: on
+process groups, on ranks that are threads, on a dry mesh. An all-reduce runs until the graph waits
+for it. Other collectives are complete when their line has run. If sections were compiled, the code
+calls these, and constants are their inputs.
 """
 
 from __future__ import annotations
@@ -80,14 +80,14 @@ FIRST_LINE = 3
 
 
 class GraphWriter:
-    """Writes the code of one graph: two lines that begin it, then a line for each node.
+    """Writes the code of one graph: two lines at the beginning, then a line for each node.
 
     Args:
-        groups: wire and axes of the graph's process groups, by name; None for torch's own
-            collectives, of which what they read is held until they are waited for.
-        calls: what runs each section, once it is compiled; others are written, too.
-        drops_inputs: are inputs dropped where they are read last? They come in a list, which the
-            code empties, as a section does.
+        groups: wire and axes of the graph's process groups, by name. None uses torch's own
+            collectives, whose operands are kept alive until they are waited for.
+        calls: the function for each section, once it is compiled; others are written, too.
+        drops_inputs: True if inputs are dropped after their last read. They come in a list, which
+            the code empties, as a section does.
 
     Attributes:
         names: for each node the name of its value.
@@ -140,7 +140,7 @@ class GraphWriter:
         return f"taken = {self.text(node.args[1])}; {gone}{name} = {call}(taken){end}"
 
     def call_of(self, section: Section) -> SectionCall:
-        """What runs a section."""
+        """Returns the function that runs a section."""
         if section not in self._calls:
             written = GraphWriter(section.graph, self.groups, drops_inputs=True)
             self._calls[section] = run = written.function()
@@ -178,7 +178,7 @@ class GraphWriter:
         return f"{name} = {self.bind(_WITHOUT_STRIDES.get(str(target), target))}({', '.join(args)})"
 
     def _make_collective(self, node: fx.Node) -> Callable[[torch.Tensor], Any]:
-        """What runs a collective, of its operand."""
+        """Returns the function that runs a collective on its operand."""
         wire, axes = self.groups[str(node.args[-1])]  # type: ignore[index]
         request = request_of_collective(node)
         if request.kind in _IN_PLACE:
@@ -189,7 +189,9 @@ class GraphWriter:
         return partial(_run_into_new, wire, axes, request, node.meta["val"].shape)
 
     def _find_last_reads(self, nodes: fx.graph._node_list) -> dict[fx.Node, list[fx.Node]]:
-        """For each node the values it reads last: itself where unused, but no inputs."""
+        """Returns for each node the values that it reads last, without inputs; itself if it is
+        unused.
+        """
         found: dict[fx.Node, list[fx.Node]] = {}
         seen: set[fx.Node] = set()
         for node in reversed(nodes):
@@ -251,7 +253,7 @@ def _run_in_copy(wire: Wire, axes: Axes, request: Request, x: torch.Tensor) -> t
 
 
 def _may_be_under_way(node: fx.Node, wire: Wire, axes: Axes) -> bool:
-    """Is it an all-reduce whose result may be waited for later, and which needs no other memory?"""
+    """True for an all-reduce that can be waited for later and that needs no other memory."""
     value = node.meta["val"]
     return (
         node.target is ALL_REDUCE

@@ -177,9 +177,10 @@ def _build_together(wanted: Sequence[_BuildRequest], wires: Sequence[Wire]) -> l
 
 
 def _assign_turns(wanted: Sequence[_BuildRequest], wire: Wire) -> list[int]:
-    """For each program this rank's turn among the ranks of its host that miss it; -1 if it has it.
+    """Returns for each program this rank's turn among the ranks of its host that lack it; -1 if it
+    has it.
 
-    Turn 0 compiles. It rotates from program to program, so that each rank has as many to compile.
+    Turn 0 compiles. It rotates from program to program, so that each rank compiles equally many.
     """
     keys = " ".join(program.key for program in wanted)
     place = f"{_identify_host()} {keys} {wanted[0].store and wanted[0].store.folder}"
@@ -243,7 +244,7 @@ class _BuildRequest:
 
     @property
     def is_missing(self) -> bool:
-        """Is it neither built nor failed?"""
+        """True if it is neither built nor failed."""
         return self.built is None and self.error is None
 
     def attempt(self, do: Callable[[], None]) -> None:
@@ -414,18 +415,19 @@ def _has_checked_inputs(program: Program | Section) -> bool:
 
 
 def load(payload: bytes, is_boxed: bool = False) -> Call:
-    """The function of a payload that `compile_program` has made, maybe in another process.
+    """Returns the function in a payload that `compile_program` has made, possibly in another
+    process.
 
     The payload is executed: it must come from a file that only this user can have written.
 
     Args:
-        is_boxed: is it to take its inputs in a list, which it empties to free them early? Private
-            torch: then the function that Inductor generated is called directly, without the
-            runtime that handles outputs that are views of inputs, and inputs that are written.
-            Sections have none.
+        is_boxed: True if it takes its inputs in a list, which it empties to free them early. The
+            function that Inductor generated is then called directly (private torch), without the
+            runtime for outputs that are views of inputs, and for inputs that are written. Sections
+            have neither.
 
     Raises:
-        Exception: of any kind, where it is not for this torch or this machine.
+        Exception: of any kind, if it is not for this torch or this machine.
     """
     version, result, libraries, whole = pickle.loads(zlib.decompress(payload))
     if version != _FORMAT:
@@ -490,9 +492,10 @@ def _find_cpu_features() -> str:
 
 
 def use_private_cache() -> None:
-    """Have Inductor use a cache folder that only this user can write to: it executes files of it.
+    """Make Inductor use a cache folder that only this user can write to, because it executes files
+    from it.
 
-    Its default is a folder of a known name in /tmp, which another user may have made first.
+    Its default is a folder with a known name in /tmp, which another user may have made first.
     """
     from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 
@@ -633,9 +636,9 @@ def remove_input_checks(saved: bytes) -> bytes:
 
 
 def _runs_by_itself(saved: bytes) -> bool:
-    """May generated code be called directly, without torch's runtime around it?
+    """True if generated code can be called directly, without torch's runtime around it.
 
-    So where no output is an input or a view of one, and no write of an input is left to the
+    That is so if no output is an input or a view of one, and no write of an input is left to the
     runtime. Private torch: the metadata of its runtime.
     """
     entry, *_ = pickle.loads(saved)
@@ -759,7 +762,9 @@ def _delete_incomplete(folder: Path, marker: Path) -> None:
 
 
 def _is_complete(library: Path) -> bool:
-    """Is a library complete? The table of sections, which its header locates, is written last."""
+    """True if a library is complete: the table of sections, which its header locates, is written
+    last.
+    """
     with library.open("rb") as file:
         header = file.read(64)
     if not header.startswith(b"\x7fELF"):  # nor is one of zeros, which a killed linker may leave

@@ -1,15 +1,16 @@
 """Scheduling of Inductor's kernels: which calls it fuses, and in which order kernels run.
 
 Fusion (`Choices`): Inductor also fuses calls that only read something in common, as the updates of
-all parameters read a learning rate. That saves little for large tensors, and all their gradients
-then live until the last is there, which undoes the pass `lifetime`. A recomputed call reads what
-the call in forward reads: fused with it, it would be computed once, and live until backward. A sum
-that is fused with a later reader, as a bucket of gradients, keeps all its operands alive until
-then.
+all parameters read a learning rate. That saves little for large tensors. All their gradients then
+live until the last one is computed, which undoes the pass `lifetime`. A recomputed call reads what
+the call in forward reads. If the two were fused, it would be computed once, and live until
+backward. A sum that is fused with a later reader, such as a bucket of gradients, keeps all its
+operands alive until then.
 
 Order (`InOrder`): Inductor moves every write into an input, and so every update of a parameter, to
-the end of the graph, where all gradients wait for it, and calls that need little to its beginning.
-Kernels are put back into the order of the passes, and each write to where its operands are there.
+the end of the graph, where all gradients wait for it. It moves calls that need little to the
+beginning. Here kernels are put back into the order of the passes, and each write to where its
+operands are ready.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Choices(InductorChoices):
 
     @staticmethod
     def can_fuse(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
-        """May two nodes be one kernel, whether or not one needs the other?"""
+        """True if two nodes may become one kernel, whether or not one needs the other."""
         marks = _marks_of_kernel(node1), _marks_of_kernel(node2)
         if any(_AGAIN in one and _FORWARD in other for one, other in (marks, marks[::-1])):
             return False
@@ -64,7 +65,7 @@ class Choices(InductorChoices):
 
     @staticmethod
     def can_fuse_vertical(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
-        """May the second node, which needs the first, be one kernel with it?"""
+        """True if the second node, which needs the first, may become one kernel with it."""
         if node1.is_reduction():
             read = _count_bytes(scheduler, node1.read_writes.reads)
             written = _count_bytes(scheduler, node1.read_writes.writes)
@@ -74,7 +75,7 @@ class Choices(InductorChoices):
 
     @staticmethod
     def can_fuse_horizontal(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
-        """May two nodes that do not need each other be one kernel?"""
+        """True if two nodes that do not need each other may become one kernel."""
         both = (node.read_writes for node in (node1, node2))
         least = min(_count_bytes(scheduler, (*one.reads, *one.writes)) for one in both)
         if least > _SMALL and _SHARED * shared_data_score < least:

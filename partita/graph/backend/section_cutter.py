@@ -1,7 +1,7 @@
 """The section cutter: a graph is cut into sections, so that equal ones are compiled once.
 
-It is cut at collectives and at checks of values (which a compiler might drop); what stands between
-is cut further where it repeats itself, as the layers of a model do. A section takes and returns
+It is cut at collectives and at checks of values (which a compiler might drop). The parts between
+them are cut further where they repeat, as the layers of a model do. A section takes and returns
 only values that own their memory: views are made again in the section that reads them.
 """
 
@@ -219,7 +219,7 @@ class _GraphCutter:
         yield from self._split_repeats(run[cut:])
 
     def _count_live_values(self, run: list[fx.Node]) -> list[int]:
-        """For each call of a run, how many values of earlier calls it or later ones read."""
+        """Returns for each call of a run how many values of earlier calls are still read."""
         place = {node: i for i, node in enumerate(run)}
         change = [0] * (len(run) + 1)
         for node, i in place.items():
@@ -233,7 +233,9 @@ class _GraphCutter:
     # -- views -------------------------------------------------------------------------------------
 
     def _is_remakeable_view(self, node: fx.Node) -> bool:
-        """Is it a view, to be made again where it is read? (No item of a call's new result.)"""
+        """True for a view that can be made again where it is read. (Not an item of a call's new
+        result.)
+        """
         if node.op != "call_function" or _stands_between(node) or node.target is _COPY:
             return False
         if node.target is operator.getitem:
@@ -345,10 +347,10 @@ class _SectionGraph:
                 self._of[read] = self._add_placeholder(read)
 
     def _pieces_of_more(self, part: Sequence[fx.Node]) -> set[fx.Node]:
-        """The views of others' values that are passed to the part instead of the values.
+        """Returns views of others' values that are passed to the part in place of the values.
 
-        Where a part reads little of a value, as its piece of a bucket of gradients: the view would
-        otherwise stand in its text, with an offset that differs between equal parts.
+        This is done if a part reads little of a value, such as its piece of a bucket of gradients.
+        Otherwise the view would be in its text, with an offset that differs between equal parts.
         """
         pieces: dict[fx.Node, set[fx.Node]] = {}
         seen: set[fx.Node] = set()
@@ -406,8 +408,11 @@ def _devices_of(graph: fx.Graph) -> frozenset[torch.device]:
 
 
 def _stands_between(node: fx.Node) -> bool:
-    """Does a node stand between sections: a collective, a wait for one, a check of a value, a call
-    of a section that is there already, or an item of what that gives?"""
+    """True if a node is between sections.
+
+    Such nodes are a collective, a wait for one, a check of a value, a call of an existing section,
+    or an item of its result.
+    """
     if node.target is operator.getitem:
         return node.args[0].target is call_section  # type: ignore[union-attr]
     return node.target in (WAIT, call_section) or is_collective(node) or checks_value(node)
@@ -430,7 +435,7 @@ def _numel_of_node(node: fx.Node) -> int:
 
 
 def _is_piece(node: fx.Node) -> bool:
-    """Is it an item of another call's result, which has to be in the same part?"""
+    """True for an item of another call's result, which must be in the same part."""
     return node.target is operator.getitem
 
 

@@ -1,10 +1,10 @@
-"""The store of compiled programs: a folder with one file for each key, kept from run to run.
+"""The store of compiled programs: a folder with one file for each key, kept between runs.
 
 A file is a header with a checksum, metadata as JSON, and the payload, which is code. So it is read
-only if this user, or root, alone can have written it (`check_folder`, `_open_trusted`). A file that
-is damaged, of another version or not trusted counts as missing, with one warning. The size of the
-folder is bounded, the least recently used files are deleted first, and many processes may use it at
-once.
+only if nobody but this user, or root, can have written it (`check_folder`, `_open_trusted`). A file
+that is damaged, of another version or not trusted counts as missing, with one warning. The size of
+the folder is bounded, the least recently used files are deleted first, and many processes may use
+it at once.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 @dataclass(frozen=True)
 class Artifact:
-    """What a compiler made of a program.
+    """The result of compiling a program.
 
     Attributes:
         payload: bytes that `inductor.load` turns into a function.
-        metadata: what is known of it without loading it, as JSON.
+        metadata: facts about it that can be read without loading it, as JSON.
     """
 
     payload: bytes

@@ -3,15 +3,16 @@
 In reading order:
 
 - The frame: `pass_manager` (the order, the contract, what changed), `rewrite` (find, add and
-  replace nodes).
-- Collectives: `moves` (`dedupe`, `cancel`, `cast`: those that are not needed; `merge_views`),
-  `regather` (of what ZeRO gathers, by the runs in which it is used), `bucket`, `overlap`,
+replace
+  nodes).
+- Collectives: `moves` (`dedupe`, `cancel`, `cast`: unnecessary ones; `merge_views`), `regather` (of
+  parameters that ZeRO gathers, by the runs in which they are used), `bucket`, `overlap`,
   `backend_ways`.
-- Memory: `remat` (regions, and what the step's budget has no room for), `lifetime`.
+- Memory: `remat` (regions, and what exceeds the step's budget), `lifetime`.
 
 A new pass is a function `(Program) -> str` in a file here and an entry of `PASSES`. The first line
 of its docstring is what `explain()` shows. Its nodes need their value's metadata and a note, which
-`Making` gives them. In deep steps it runs over the graph of each block as well, and meets blocks as
+`Making` gives them. In deep steps it also runs over the graph of each block, and sees blocks as
 calls of sections, unless `pass_manager` lists it as one of the step alone.
 """
 

@@ -1,8 +1,8 @@
-"""Collectives as their backends do them best, in place of the usual ones.
+"""Collectives in the form that is best for their backends, in place of the usual one.
 
-A backend (`comm/backends`) says how it gathers and sums in eager code; the graph does the same, so
-that a captured step gives the same bits. A reduce-scatter may become an all-to-all and a local sum
-in rank order, a small all-reduce a gather and a sum.
+A backend (`comm/backends`) defines how it gathers and sums in eager code. The graph does the same,
+so that a captured step gives the same bits. A reduce-scatter may become an all-to-all and a local
+sum in rank order; a small all-reduce may become a gather and a sum.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _MOST_ADDITIONS = 8
 
 
 def backend_ways(program: Program) -> str:
-    """A backend's collectives are done as it does them best: as in eager (`comm/backends`).
+    """A backend's collectives are done as it does them best, as in eager code (`comm/backends`).
 
-    A gather may be a broadcast by each rank; shares may be exchanged and summed in rank order.
-    Where the sum is read late, it is made at once, so that the exchanged shares, which are larger
-    by the number of ranks, are freed.
+    A gather may become a broadcast by each rank. Shares may be exchanged and summed in rank order.
+    A sum that is read late is made at once, so that the exchanged shares, which are larger by the
+    number of ranks, are freed.
     """
     graph = program.graph.graph
     changed = 0

@@ -36,11 +36,11 @@ _LEAST_BYTES, _MOST_BYTES = 1 << 20, 25 << 20
 def bucket(program: Program) -> str:
     """The gathers of one block's parameters are one collective, and so are their reductions.
 
-    A bucket does not exceed a block, nor the run in which the step uses it, so that at most one
-    block's parameters are gathered at once: a small model's step is as slow as its collectives are
-    many, a large one is bound by memory. Gradients that a region returns are joined where they are
-    made of gradients of the same results. A reduction that backward goes on with is not joined with
-    a later one. What an optimizer's step reduces is reduced right after backward has made it, in
+    A bucket does not exceed a block, nor the run in which the step uses it. So at most one block's
+    parameters are gathered at once: the number of collectives bounds a small model's step, memory
+    that of a large one. Gradients that a region returns are joined if they depend on gradients of
+    the same results. A reduction whose result backward uses is not joined with a later one.
+    Gradients that an optimizer's step reduces are reduced right after backward has made them, in
     about eight parts.
     """
     graph = program.graph.graph
@@ -70,7 +70,7 @@ def bucket(program: Program) -> str:
 
 
 def _reduce_where_ready(graph: fx.Graph) -> None:
-    """Move reductions that an optimizer's step asks for to where backward makes their operands."""
+    """Move reductions of an optimizer's step to where backward makes their operands."""
     place = {node: i for i, node in enumerate(graph.nodes)}
     found: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.nodes:
@@ -135,24 +135,24 @@ def _split_where(
 
 
 def _is_ready_before_part(gather: fx.Node, part: list[fx.Node]) -> bool:
-    """Is the operand of a gather there before the first one of a part?"""
+    """True if the operand of a gather is ready before the first member of a part."""
     return _is_ready_before(_operand_of_collective(gather), part[0])
 
 
 def _is_independent_of(node: fx.Node, part: list[fx.Node]) -> bool:
-    """Does no member of a part, the last first, depend on an earlier one?
+    """True if no member of a part (the last first) depends on an earlier one.
 
-    Nor does backward work wait for it: joined, it would wait for the last.
+    Nor may backward work wait for it: after joining, that work would wait for the last member.
     """
     waiting = _find_dependents([node], part[0])
     return waiting.isdisjoint(part) and not any(map(_is_backward_work, waiting))
 
 
 def _is_backward_work(node: fx.Node) -> bool:
-    """Does backward go on with it? Sums, scales and moves only make a parameter's gradient ready.
+    """True if backward continues with the node. Sums, scales and moves only complete a gradient.
 
-    What goes on is another micro-batch's backward, or another use's of one module: all that it
-    saved would be held until the reduction that it waits for has its last operand.
+    It may be the backward of another micro-batch, or of another use of a module. All that it saved
+    would be kept until the reduction that it waits for has its last operand.
     """
     if note_of(node).phase != "backward" or is_collective(node) or node.target is WAIT:
         return False
@@ -168,7 +168,7 @@ def _operand_of_collective(node: fx.Node) -> fx.Node:
 
 
 def _is_ready_before(operand: fx.Node, place: fx.Node) -> bool:
-    """Is `operand`, or what it is a view or a cast of, computed before the node `place`?"""
+    """True if `operand`, or what it is a view or a cast of, is computed before the node `place`."""
     while operand > place and operand.target is not WAIT:
         facts = facts_of(operand.target)
         if not (facts.is_view or facts.casts):
@@ -268,11 +268,11 @@ def _replace_members(
     dim: int,
     shown: Iterable[tuple[fx.Node, list[int] | None]],
 ) -> list[fx.Node]:
-    """Have who waits for `members` read pieces of a joint result; the pieces.
+    """Make the nodes that wait for `members` read pieces of a joint result. Returns the pieces.
 
     Args:
-        dim: along which the pieces lie in `whole`, end to end.
-        shown: for each piece the node that has as many elements, and its shape; None for flat.
+        dim: the dimension along which the pieces are in `whole`, end to end.
+        shown: for each piece the node with as many elements, and its shape; None for flat.
     """
     at, pieces = 0, []
     for like, shape in shown:

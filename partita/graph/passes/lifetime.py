@@ -76,8 +76,10 @@ def _find_ready_places(
     place: dict[fx.Node, int],
     floor: int,
 ) -> dict[fx.Node, int]:
-    """For each late node the place of the last other node that must run before it; for each other
-    node its own."""
+    """Returns for each late node the position of the last other node that must run before it.
+
+    For each other node it is its own position.
+    """
     ready = {**place, **dict.fromkeys(late, floor)}
     # A reader of an input may stand behind writes of other inputs: repeat until nothing changes.
     changing = True

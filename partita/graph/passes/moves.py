@@ -1,5 +1,5 @@
-"""Moves that are not needed: values carried twice, there and back, or in more bits than are read;
-and views of views.
+"""Unnecessary moves: values carried twice, there and back, or in a wider dtype than is read; and
+views of views.
 """
 
 from __future__ import annotations
@@ -166,11 +166,11 @@ def _cast_first(
 
 
 def merge_views(program: Program) -> str:
-    """What is shown in one shape and then in another is shown in the last at once.
+    """A view of a view becomes one view.
 
-    A view of the shape that its operand has is dropped. Moves flatten what they carry, and buckets
+    A view with the shape of its operand is dropped. Moves flatten what they carry, and buckets
     flatten the moves' results again: on a small model these are as many calls as the rest. Outputs
-    of the step are left as they are.
+    of the step do not change.
     """
     graph = program.graph.graph
     (end,) = graph.find_nodes(op="output")

@@ -27,14 +27,14 @@ _ROOM = 1.05
 
 
 def overlap(program: Program) -> str:
-    """A gather is under way while the block before computes, a sum while the next ones do.
+    """A gather runs while the block before computes, a sum while the next ones do.
 
     A gather begins when the block before it begins to compute, so that at most two blocks are
-    gathered at once. A reduction is waited for when the next one begins; one that an optimizer's
-    step asked for, behind backward. Other collectives begin with the step, if they are small and
-    made of inputs alone, and are waited for where they are read. Each change is made only if the
-    predicted peak of memory, the inputs included, stays within 5 % of what it was, and within the
-    step's budget: where activations fill the memory, nothing is prefetched.
+    gathered at once. A reduction is waited for when the next one begins; a reduction of an
+    optimizer's step, after backward. Other collectives begin with the step if they are small and
+    depend on inputs alone, and are waited for where they are read. Each change is made only if the
+    predicted peak of memory, including the inputs, stays within 5 % of what it was, and within the
+    step's budget. If activations fill the memory, nothing is prefetched.
     """
     order = _Order(program)
     limit = _ROOM * order.peak

@@ -1,10 +1,10 @@
-"""The pass manager: in which order passes run, what each must keep, and what each has changed.
+"""The pass manager: the order of passes, what each must keep, and what each has changed.
 
-A pass is a function of a `Program` that changes its graph and returns what it did in a few words.
-It may count on a legal graph and must leave one (`graph.verify`) that does the same
-(`PassContract`). Both are checked after each user's pass, and after the last pass; with
-`PARTITA_VERIFY=1` in the environment after every pass, so that an error names the one. A `Change`
-is what `step.explain()` prints of a pass.
+A pass is a function of a `Program` that changes its graph and returns a few words on what it did.
+It gets a legal graph (`graph.verify`) and must leave one that does the same (`PassContract`). Both
+are checked after each user's pass, and after the last pass. With `PARTITA_VERIFY=1` in the
+environment they are checked after every pass, so that an error names the pass. `step.explain()`
+prints a `Change` for each.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def record_changes(program: Program) -> Iterator[Change]:
 
 
 def _run_one_by_one(program: Program) -> Iterator[tuple[str, Pass, str]]:
-    """Run the passes; yield after each its name, itself, and its report of what it did."""
+    """Run the passes. After each, yield its name, itself, and its report of what it did."""
     contract_of_graph = PassContract.of_program(program)
     each, last = verifies_each_pass(), ""
     for name, change in order_passes(program.options).items():
@@ -169,7 +169,7 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class PassContract:
-    """What a pass must leave as it is in a program.
+    """What a pass must not change in a program.
 
     Attributes:
         inputs, outputs: their descriptions (`program.Input`, `program.Output`), by identity.
@@ -282,13 +282,13 @@ class Change:
     Attributes:
         name, promise: of the pass; its promise is the first line of its docstring.
         did: what it did, in a few words.
-        nodes, collectives, sent, saved, seconds: (before, after): nodes; collectives among them;
-            bytes that a rank sends; bytes of gathered parameters that live from forward to
-            backward; the predicted time of the collectives one after another (`redistribute.move`),
-            to compare graphs by and no measurement.
+        nodes, collectives, sent, saved, seconds: (before, after). The numbers of nodes and of
+            collectives; bytes that a rank sends; bytes of gathered parameters that live from
+            forward to backward; the predicted time of the collectives one after another
+            (`redistribute.move`), which compares graphs and is not a measurement.
         diff: the calls that were removed ("-") and added ("+"), with their counts.
-        digest: of the graph after it; where ranks differ, the pass depends on the rank.
-        changed: whether the graph differs.
+        digest: of the graph after it. If ranks differ, the pass depends on the rank.
+        changed: True if the graph differs.
     """
 
     name: str

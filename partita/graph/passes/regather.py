@@ -1,14 +1,14 @@
 """Regathering: a parameter that ZeRO gathers is freed between distant uses, and gathered again.
 
-Its users are grouped by the runs in which they stand (`Runs`); each group after the first gets its
-own copy of the gather, from the shard on. No node frees anything: what runs the graph drops a value
-behind its last use (`backend.executor`), so that a copy that ends sooner is freed sooner.
+Its users are grouped by the runs that they belong to (`Runs`). Each group after the first gets its
+own copy of the gather, starting from the shard. No node frees anything: the executor drops a value
+after its last use (`backend.executor`), so a copy that ends sooner is freed sooner.
 
 A step uses the blocks of a model one after another, forward, then backward, and again for the next
 micro-batch. A *run* is what it computes with one block until it comes to another block, or turns
-from forward to backward. A gathered parameter must be there in its own runs; its gather may be
-under way in the run before. Around a collective stand nodes that only move elements: those that
-pack its operand (`packing_of`), and the views of its result (`GatheredParameter.chain`).
+from forward to backward. A gathered parameter must exist in its own runs; its gather may run during
+the run before. Around a collective are nodes that only move elements: those that pack its operand
+(`packing_of`), and the views of its result (`GatheredParameter.chain`).
 """
 
 from __future__ import annotations
@@ -121,12 +121,12 @@ def _from_shard(gather: fx.Node) -> list[fx.Node]:
 
 @dataclass(frozen=True, eq=False)
 class GatheredParameter:
-    """One gather of ZeRO, with what it gathers.
+    """One gather of ZeRO, with the nodes around it.
 
     Attributes:
         gather: the collective.
-        chain: the gather and what only moves its result, in order.
-        users: the calls that compute with it, in order; the graph's output is none.
+        chain: the gather and the nodes that only move its result, in order.
+        users: the calls that compute with it, in order; the graph's output does not count.
     """
 
     gather: fx.Node
@@ -188,12 +188,12 @@ class Runs:
 
 
 def is_backward(node: fx.Node) -> bool:
-    """Is it a call of backward or of the update?"""
+    """True for a call of backward or of the update."""
     return note_of(node).phase in ("backward", "update") and node.op == "call_function"
 
 
 def only_moves(node: fx.Node) -> bool:
-    """Is it a view, a copy or a cast of its operands, and computes nothing of them?"""
+    """True for a view, a copy or a cast of operands, without computation."""
     if (section := section_of(node)) is not None:
         return section.only_moves
     facts = facts_of(node.target)
@@ -201,7 +201,7 @@ def only_moves(node: fx.Node) -> bool:
 
 
 def is_gather(node: fx.Node) -> bool:
-    """Does it gather a parameter of ZeRO's?"""
+    """True if the node gathers a parameter of ZeRO."""
     note = note_of(node)
     return (
         is_collective(node) and note.kind == "all_gather" and note.reason in ("gather", "regather")
@@ -214,12 +214,12 @@ def find_moved(
     moves: Callable[[fx.Node], bool] = only_moves,
     operands: Callable[[fx.Node], Collection[fx.Node]] = attrgetter("all_input_nodes"),
 ) -> list[fx.Node]:
-    """A node and what is made of it alone by moving elements, in order.
+    """Returns a node and the nodes that only move its elements, in order.
 
     Args:
         place: for each node its index in the graph.
-        moves: does a call only move?
-        operands: those whose elements it moves.
+        moves: True for a call that only moves.
+        operands: the operands whose elements a call moves.
     """
     found = {start}
     waiting = [start]

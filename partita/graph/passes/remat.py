@@ -1,9 +1,10 @@
-"""Recomputation: what is computed again in backward, so that it need not wait there.
+"""Recomputation: values that are computed again in backward, so that they need not be kept until
+then.
 
-For regions of `pt.remat` all of their nodes are, but those that a policy keeps and that others
-read. For a budget of the step there are choices, in an order (`_make_levels`); a `RecomputeLevel`
-says by number which one is taken in a step's graph and in those of its blocks (`FormSearch` finds
-the number).
+In regions of `pt.remat` these are all nodes, except those that a policy keeps and those that others
+read. For a budget of the step there is an ordered list of choices (`_make_levels`). A
+`RecomputeLevel` is the number of the choice for a step's graph and those of its blocks
+(`FormSearch` finds the number).
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ _ALONE = 1.25
 
 
 def remat(program: Program) -> str:
-    """What regions of `pt.remat` made, but what their policies keep, is made again in backward.
+    """Results in `pt.remat` regions that no policy keeps are computed again in backward.
 
-    Right before backward first reads it, from what is there then; a gathered weight is gathered
-    again. Random numbers are kept, never drawn twice. For a budget of the whole step, those values
-    are made again whose recompute costs least for the bytes that it saves, as many as the program's
-    level says.
+    They are computed right before backward first reads them, from what exists then. A gathered
+    weight is gathered again. Random numbers are kept, never drawn twice. For a budget of the whole
+    step, the values whose recomputation costs least for the bytes that it saves are recomputed, as
+    many as the program's level says.
     """
     graph = program.graph.graph
     made = len(recompute(graph, _find_recomputed_in_regions(program)))
@@ -59,7 +60,7 @@ def remat(program: Program) -> str:
 
 
 def _choose_level(program: Program) -> set[fx.Node]:
-    """What is made again at the program's level; at its last one where it has fewer."""
+    """Returns what is recomputed at the program's level, or at its last level if it has fewer."""
     chosen = set[fx.Node]()
     for number, level in enumerate(_make_levels(program)):
         if number > program.level:
@@ -70,12 +71,12 @@ def _choose_level(program: Program) -> set[fx.Node]:
 
 
 def _make_levels(program: Program) -> Iterator[set[fx.Node]]:
-    """Choices, each with more recomputed than the one before; the first with nothing.
+    """Yields choices, each with more recomputed than the one before; the first with nothing.
 
-    First go what is cheap for its bytes. What all of forward passes through stays, so that no
-    recompute goes back further than to the one before; at the end of those only every second
-    stays, every fourth, and so on, until none does. What a block takes is of no call of the block,
-    and stays.
+    The values that are cheapest for their bytes come first. Bottlenecks of forward stay, so that no
+    recomputation goes back further than to the last one. At the end only every second bottleneck
+    stays, then every fourth, and so on, until none does. Inputs of a block are not results of its
+    calls, and stay.
     """
     graph = program.graph.graph
     storages = storages_of(program)
@@ -102,10 +103,10 @@ def _make_levels(program: Program) -> Iterator[set[fx.Node]]:
 def _find_narrow_points(
     graph: fx.Graph, storages: Storages, saved: Mapping[fx.Node, set[int]]
 ) -> list[fx.Node]:
-    """Of the calls in `saved` those beside whose results the rest of forward needs next to nothing
-    else; where it is known what blocks give, only of these.
+    """Returns saved calls at which almost nothing else is live (bottlenecks).
 
-    So a recompute through several blocks makes again all that a variant of a block would.
+    If the results of blocks are known, only these. So a recomputation through several blocks
+    repeats all that a variant of a block would.
     """
     forward = [n for n in graph.nodes if n.op == "call_function" and note_of(n).phase == "forward"]
     last = {s: n for n in forward for read in n.all_input_nodes for s in storages.of[read]}
@@ -192,7 +193,7 @@ def _find_recomputed_in_regions(program: Program) -> set[fx.Node]:
 
 
 def _is_read_by_others(node: fx.Node, user: fx.Node) -> bool:
-    """Does forward read `node` outside of its region or, if its call is kept, outside of that call?
+    """True if forward reads `node` outside its region or, for a kept call, outside that call.
 
     A view that a kept call makes only for its own kernels is not kept with it.
     """
@@ -208,10 +209,10 @@ def _is_read_by_others(node: fx.Node, user: fx.Node) -> bool:
 
 
 def _can_be_made_again(node: fx.Node) -> bool:
-    """Is it a call of forward that can be run again with the same result?
+    """True for a call of forward that can run again with the same result.
 
-    Of a user's operator nobody knows what that costs, or that it draws nothing. What a block makes
-    again is in its own graph; a section is no such call, nor is an item of what one gives.
+    For a user's operator the cost is unknown, and whether it draws random numbers. What a block
+    recomputes is in its own graph. A section is not such a call, nor is an item of its result.
     """
     if node.target is operator.getitem:
         return _can_be_made_again(node.args[0])  # type: ignore[arg-type]
@@ -227,13 +228,15 @@ def _can_be_made_again(node: fx.Node) -> bool:
 
 
 def _is_late(node: fx.Node) -> bool:
-    """Is it a call of backward?"""
+    """True for a call of backward."""
     return node.op == "call_function" and note_of(node).phase == "backward"
 
 
 def recompute(graph: fx.Graph, chosen: set[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Have backward read copies of `chosen`, made where first read, of operands that are copied
-    likewise or still there; the copies by node."""
+    """Make backward read copies of `chosen`. Returns the copies by node.
+
+    A copy is made where it is first read, from operands that are copied likewise or still exist.
+    """
     copies: dict[fx.Node, fx.Node] = {}
     needs = {node: [n for n in node.all_input_nodes if n in chosen] for node in chosen}
     made: set[fx.Node] = set()
@@ -293,8 +296,10 @@ def cost_of_recompute(graph: fx.Graph) -> tuple[int, int]:
 
 
 def count_made_again(graph: fx.Graph) -> int:
-    """How many calls of a graph are made again, those within sections not counted; without
-    parameters that are gathered again."""
+    """Returns how many calls of a graph are recomputed.
+
+    Calls inside sections, and parameters that are gathered again, do not count.
+    """
     return sum(map(_is_made_again, graph.nodes))
 
 

@@ -1,8 +1,8 @@
-"""Rewriting: the functions by which a pass finds nodes, adds nodes and replaces nodes.
+"""Rewriting: the functions with which a pass finds nodes, adds nodes and replaces nodes.
 
 A pass may use the methods of FX as well. But new nodes need metadata that other passes rely on, and
 these functions write it: the fake value (`meta["val"]`) and the note (`graph_nodes.Note`), which
-says from which line of the user's and which phase a node comes.
+has the user's line and the phase of a node.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def put(target: Any, *args: Any, before: fx.Node, **kwargs: Any) -> fx.Node:
 
 
 def replace(old: fx.Node, new: fx.Node) -> None:
-    """Have all users of `old` read `new`. Unused nodes are dropped after the pass.
+    """Make all users of `old` read `new`. Unused nodes are dropped after the pass.
 
     Raises:
         IllegalGraph: their shapes or dtypes differ.

@@ -458,14 +458,14 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def _strategy_of(options: argparse.Namespace) -> Strategy:
-    """The strategy that options say."""
+    """Returns the strategy that options say."""
     given = vars(options)
     known = [f.name for f in fields(Strategy) if f.name in given and f.name != "batch"]
     return Strategy(**{name: given[name] for name in known})
 
 
 def _share_batch(strategy: Strategy, batch: int | None, mesh: dict[str, int]) -> Strategy:
-    """The strategy with its part of a batch of all ranks, as `train` and `plan` take it.
+    """Returns the strategy with its part of a batch of all ranks, as `train` and `plan` take it.
 
     Raises:
         ValueError: it does not divide.
@@ -484,7 +484,7 @@ def _share_batch(strategy: Strategy, batch: int | None, mesh: dict[str, int]) ->
 
 
 def _machine_of(options: argparse.Namespace, axes: Collection[str] = ("dp", "tp")) -> Machine:
-    """The machine that options say, with its links, of a mesh of these axes.
+    """Returns the machine that options say, with its links, of a mesh of these axes.
 
     Raises:
         MachineError: a machine that is not known, a wrong file or a wrong link.
@@ -521,7 +521,7 @@ def run_simulate(options: argparse.Namespace) -> int:
 
 
 def _find_eager_memory(model: str, mesh: dict[str, int], strategy: Strategy) -> Memory:
-    """The memory of a named model's step that is not compiled."""
+    """Returns the memory of a named model's step that is not compiled."""
     with own_lines_shown(strategy_file):
         return eager_memory(lambda: make_step(model, mesh, strategy, dry_mesh(**mesh))[:2])  # type: ignore[arg-type]
 

@@ -307,19 +307,19 @@ def _make_empty(kind: type) -> Any:
 
 
 def _state_of(module: Any) -> Zero | None:
-    """The state of a model that is sharded as a whole; None for a block within one."""
+    """Returns the state of a model that is sharded as a whole; None for a block within one."""
     state: Zero | None = module.__dict__.get("_zero")
     return state
 
 
 def _owners_of(module: Any) -> set[Zero]:
-    """The states of the models that hold the parameters of a block."""
+    """Returns the states of the models that hold the parameters of a block."""
     rests = (state_of(p).rest for p in module.parameters())
     return {rest.owner for rest in rests if rest is not None}
 
 
 def _name_axes(mesh: Any) -> tuple[tuple[str, ...], str]:
-    """The axes of a mesh that replicate, and the one that shards."""
+    """Returns the axes of a mesh that replicate, and the one that shards."""
     names = (*(sizes_of_mesh(mesh) or wire_of(mesh).mesh.names),)  # wire_of says what is no mesh
     if len(names) > 2:
         raise LayoutError(

@@ -47,12 +47,12 @@ class Text:
 
 
 def _standard_library() -> Path:
-    """The folder of Python's own sources."""
+    """Returns the folder of Python's own sources."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 
 def read(path: Path | None = None, *, context: int = 1) -> Text:
-    """The text files below `path`, or Python's standard library without its tests.
+    """Returns the text files below `path`, or Python's standard library without its tests.
 
     Files are taken in the order of their names, so every rank on every machine reads the same. A
     file with a zero byte in it is no text and is left out, and so is what is no file: a
@@ -93,7 +93,7 @@ def read(path: Path | None = None, *, context: int = 1) -> Text:
 
 
 def _read_text(path: Path, most: int) -> bytes:
-    """The first `most` bytes of a file; none where it is no file, or they are no text.
+    """Returns the first `most` bytes of a file; none where it is no file, or they are no text.
 
     Raises:
         ValueError: it cannot be read.

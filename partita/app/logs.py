@@ -158,7 +158,7 @@ def _is_installed(package: str) -> bool:
 
 
 def _options_by_flag(options: Options) -> dict[str, Any]:
-    """The options that have a value, by flag, as their config file has them."""
+    """Returns the options that have a value, by flag, as their config file has them."""
     found = {}
     for one in fields(options):
         value, show = getattr(options, one.name), one.metadata["show"]
@@ -366,7 +366,7 @@ class Progress:
         return time.monotonic() - self._said
 
     def figures_of(self, loss: float, nbytes: int, memory: int) -> str:
-        """The loss, how fast steps are, MFU too where the peak is known, bytes and memory.
+        """Returns the loss, how fast steps are, MFU too where the peak is known, bytes and memory.
 
         Speed is the median's of the last steps: the few that plan or compile say nothing about it.
         """

@@ -44,7 +44,7 @@ def shown_mesh(mesh: Mesh) -> str:
 
 
 def _read_whole(text: str, least: float = -math.inf) -> int:
-    """A whole number, at least `least`."""
+    """Returns a whole number, at least `least`."""
     try:
         number = int(text)
     except ValueError:
@@ -59,7 +59,7 @@ _read_count = partial(_read_whole, least=0)
 
 
 def _read_rate(text: str) -> float:
-    """A number above 0, and finite."""
+    """Returns a number above 0, and finite."""
     try:
         number = float(text)
     except ValueError:

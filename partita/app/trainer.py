@@ -449,7 +449,7 @@ class _StepTimeline:
         self.events = _events_of([*found.events()])
 
     def facts(self) -> dict[str, Any]:
-        """The event "timeline"."""
+        """Returns the event "timeline"."""
         rows = [
             [e.name, e.stream, e.start, e.seconds, e.kind, e.phase, e.source, e.nbytes]
             for e in self.events

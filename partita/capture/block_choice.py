@@ -66,7 +66,7 @@ class BlocksTraced:
         return tuple((calls.kind, calls.count) for calls in self.calls if not calls.reason)
 
     def left_flat(self, reason: str) -> BlocksTraced:
-        """The same blocks where those that were folded are inlined again."""
+        """Returns the same blocks where those that were folded are inlined again."""
         calls = (c if c.reason else replace(c, reason=reason) for c in self.calls)
         return replace(self, calls=tuple(calls))
 
@@ -96,7 +96,7 @@ class BlockChoice:
 
     @classmethod
     def from_option(cls, blocks: bool | Iterable[nn.Module | type] | None) -> BlockChoice:
-        """The choice that the argument `blocks` of `pt.compile` means.
+        """Returns the choice that the argument `blocks` of `pt.compile` means.
 
         Raises:
             ValueError: something that is neither a module nor a class of modules.
@@ -114,7 +114,7 @@ class BlockChoice:
         return cls(named)
 
     def without_class(self, kind: type, reason: str) -> BlockChoice:
-        """The same choice without updates of this class of optimizers."""
+        """Returns the same choice without updates of this class of optimizers."""
         return replace(self, apart=(*self.apart, (kind, reason)))
 
     @property
@@ -123,7 +123,7 @@ class BlockChoice:
         return tuple((kind.__name__, reason) for kind, reason in self.apart)
 
     def find(self, models: Iterable[nn.Module]) -> set[nn.Module]:
-        """The blocks of these models."""
+        """Returns the blocks of these models."""
         search = self._find_repeated if self.named is None else self._find_named
         return {block for model in models for block in search(model)}
 

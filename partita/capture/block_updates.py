@@ -138,7 +138,7 @@ class BlockUpdates:
     def _find_updates(
         self, optimizer: Optimizer, originals: Mapping[torch.Tensor, torch.Tensor]
     ) -> list[_Update]:
-        """The updates of blocks that are equal to the update of another block."""
+        """Returns the updates of blocks that are equal to the update of another block."""
         try:
             writer = _UpdateWriter(optimizer)
         except NotABlock:
@@ -281,7 +281,7 @@ class _Update:
     key: Any = field(repr=False)
 
     def bind_tensors(self, inner: Sequence[Any]) -> tuple[list[dict[str, Any]], Any]:
-        """The groups and the state of an optimizer that has this update alone.
+        """Returns the groups and the state of an optimizer that has this update alone.
 
         Args:
             inner: the tensor to use in place of each tensor of `taken`.
@@ -311,7 +311,7 @@ class TakenTensor:
 
 
 def bind_recorded(value: Any, bind: Callable[[Any], Any]) -> Any:
-    """The value of recorded operands.
+    """Returns the value of recorded operands.
 
     Args:
         bind: gives the values of `TakenTensor`s.
@@ -368,7 +368,7 @@ def _is_closed(value: Any) -> bool:
 
 
 def current_modes() -> tuple[Any, ...]:
-    """The settings of torch that decide what an update does."""
+    """Returns the settings of torch that decide what an update does."""
     casts = read_autocast_state() if torch._C._is_any_autocast_enabled() else None  # private torch
     return (
         torch.is_grad_enabled(),
@@ -405,7 +405,7 @@ class _UpdateWriter:
         ]
 
     def write_operand(self, value: Any) -> Any:
-        """An operand as recorded. Raises NotABlock for one that cannot be compared."""
+        """Returns an operand as recorded. Raises NotABlock for one that cannot be compared."""
         kind = type(value)
         if kind is int or kind is bool:
             return (kind, value)
@@ -440,7 +440,7 @@ class _UpdateWriter:
     def describe_update(
         self, kind: type, params: Sequence[tuple[int, torch.Tensor]]
     ) -> _Update | None:
-        """The update of parameters of one block of class `kind`.
+        """Returns the update of parameters of one block of class `kind`.
 
         None if there are no parameters, or if it cannot be compared with other updates.
 
@@ -490,7 +490,7 @@ class _UpdateTrace:
 def _results_of(
     kind: type, update: _Update, inner: Sequence[Any], before: Any, state: Any
 ) -> dict[tuple[int, str], FakeTensor]:
-    """The state that an update has made, by number of the parameter and name.
+    """Returns the state that an update has made, by number of the parameter and name.
 
     Raises:
         NotABlock: it changed its state in another way.
@@ -559,7 +559,7 @@ def _share_writes(uses: Sequence[tuple[set[int], set[int]]]) -> bool:
 
 
 def _memory_of(tensors: Iterable[torch.Tensor]) -> set[int]:
-    """The storages of tensors. Private torch: one number for one, as long as it lives."""
+    """Returns the storages of tensors. Private torch: one number for one, as long as it lives."""
     with Unheard():
         return {t.untyped_storage()._cdata for t in tensors}
 

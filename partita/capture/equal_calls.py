@@ -54,7 +54,7 @@ def known_node_of(t: torch.Tensor) -> fx.Node | None:
 
 
 def _node_of_number(number: torch.SymFloat | torch.SymInt | torch.SymBool) -> fx.Node | None:
-    """The node that makes a symbolic number; None if none does."""
+    """Returns the node that makes a symbolic number; None if none does."""
     slot = get_proxy_slot(number, get_proxy_mode().tracer, None)  # type: ignore[union-attr]
     return None if slot is None else slot.force().node  # type: ignore[union-attr]
 

@@ -98,7 +98,7 @@ class NumberEnv(ShapeEnv):
         self.answer = lambda question: None
 
     def symbolic(self, name: str, value: float) -> SymbolicFloat:
-        """A symbolic float with the hint `value`."""
+        """Returns a symbolic float with the hint `value`."""
         source = ConstantSource(name)
         symbol = self.create_unspecified_symbol(value, source, dynamic_dim=DimDynamic.DYNAMIC)
         self._made.append(symbol)
@@ -142,13 +142,13 @@ _OURS = {torchs: ours for ours, torchs in _OF_TORCH.items()}
 
 
 def as_number(value: Any) -> Any:
-    """A symbolic number of torch's as one of these classes; other values as they are."""
+    """Returns a symbolic number of torch's as one of these classes; other values as they are."""
     ours = _OURS.get(type(value))
     return value if ours is None else ours(value.node)
 
 
 def _class_of(fake: FakeTensor) -> type:
-    """The class of the tensor for which a fake stands."""
+    """Returns the class of the tensor for which a fake stands."""
     if isinstance(fake, DTensor):
         return DTensor
     return torch.nn.Parameter if getattr(fake, "_is_param", False) else torch.Tensor
@@ -237,7 +237,7 @@ class Substitutes:
 
 
 def _to_torch_symbol(value: Any) -> Any:
-    """The plain torch number: torch's methods take what is a `float` for a constant."""
+    """Returns the plain torch number: torch's methods take what is a `float` for a constant."""
     torchs = _OF_TORCH.get(type(value))
     return value if torchs is None else torchs(value.node)
 
@@ -327,7 +327,7 @@ def _signed_zero(name: str, self: Any, others: tuple[Any, ...]) -> Any:
 
 
 def _value_at_capture(number: Any) -> Any:
-    """The value at capture, without a condition on it."""
+    """Returns the value at capture, without a condition on it."""
     return number.node.hint if is_symbolic(number) else number
 
 
@@ -403,7 +403,7 @@ def _make_text_method(name: str) -> Callable[..., Any]:
 
 
 def _read_attribute(self: Any, name: str) -> Any:
-    """An attribute that torch's numbers do not have, of the Python number."""
+    """Returns an attribute that torch's numbers do not have, of the Python number."""
     if hasattr(_BUILTIN[type(self)], name):
         return getattr(_value_of(self), name)
     raise AttributeError(f"'{self.kind.__name__}' object has no attribute '{name}'")
@@ -482,7 +482,7 @@ class FakeMaker:
         self._memory_of_others = {_storage_id(t) for t in others if not t.is_nested}
 
     def make(self, local: torch.Tensor) -> tuple[FakeTensor, FakeTensor]:
-        """A fake of `local`, and its snapshot."""
+        """Returns a fake of `local`, and its snapshot."""
         if device_at_capture(local) != local.device:
             return self.make_empty(local)
         if not _is_dense(local) or _storage_id(local) in self._memory_of_others:
@@ -506,7 +506,7 @@ class FakeMaker:
         return make_fake(self._mode, meta, device), make_fake(self._mode, meta, device)
 
     def _make_meta(self, local: torch.Tensor) -> torch.Tensor:
-        """A meta tensor like `local`, in the memory of those that share its."""
+        """Returns a meta tensor like `local`, in the memory of those that share its."""
         memory = self._memory.get(_storage_id(local))
         if memory is None:
             memory = torch.UntypedStorage(local.untyped_storage().nbytes(), device="meta")
@@ -552,7 +552,7 @@ def captured_for(device: torch.device | str) -> Iterator[None]:
 
 
 def device_at_capture(x: torch.Tensor) -> torch.device:
-    """The device of the fake of `x`."""
+    """Returns the device of the fake of `x`."""
     return (_TARGET.get() if x.is_meta else None) or x.device
 
 

@@ -253,7 +253,7 @@ class StepBlocks:
     # -- calls -------------------------------------------------------------------------------------
 
     def _make_program(self, run: _BlockRun, varying: Sequence[int]) -> BlockProgram:
-        """The program of a block.
+        """Returns the program of a block.
 
         Args:
             varying: which of its floats are inputs.
@@ -362,7 +362,7 @@ class StepBlocks:
             last = node
 
     def _find_later(self, run: _BlockRun, nodes: Sequence[fx.Node]) -> list[fx.Node]:
-        """The nodes of others between those of a block that have to come after it.
+        """Returns the nodes of others between those of a block that have to come after it.
 
         Raises:
             _OrderMatters: the block needs one of them, or their order changes what is computed.
@@ -412,7 +412,7 @@ class _OrderMatters(Exception):
 
 
 def _make_number_like(run: _BlockRun) -> torch.Tensor:
-    """The value of a number in a graph without numbers, of the fake mode of a block."""
+    """Returns the value of a number in a graph without numbers, of the fake mode of a block."""
     mode = next(t.fake_mode for n in run.forward for t in tensors_in(n.meta["val"]))  # type: ignore[attr-defined]
     with mode:
         return torch.empty((), dtype=torch.float64, device=HOST)
@@ -599,7 +599,7 @@ def _may_vary(node: fx.Node, value: Any, place: int | str) -> bool:
 
 @lru_cache(maxsize=4096)
 def _places_of_numbers(target: Any) -> frozenset[int | str]:
-    """The places and names of operands that are numbers, or tensors that may be numbers."""
+    """Returns the places and names of operands that are numbers, or tensors that may be numbers."""
     schema = getattr(target, "_schema", None)
     if schema is None:
         return frozenset()
@@ -609,7 +609,7 @@ def _places_of_numbers(target: Any) -> frozenset[int | str]:
 
 
 def _describe_metadata(value: Any) -> Any:
-    """The metadata in which operands must agree."""
+    """Returns the metadata in which operands must agree."""
     if not _is_comparable(value):
         return object()  # equal to nothing
     if not isinstance(value, torch.Tensor):
@@ -694,14 +694,14 @@ def _split_by_use(runs: Iterable[_BlockRun]) -> Iterator[list[_BlockRun]]:
 
 
 def _nodes_read(run: _BlockRun) -> Iterator[fx.Node]:
-    """The nodes of a block that others read."""
+    """Yields the nodes of a block that others read."""
     results, gradients = run.read
     yield from (run.forward[i] for i in results)
     yield from (run.backward[i] for i in gradients)
 
 
 def _find_varying_floats(runs: Sequence[_BlockRun]) -> list[int]:
-    """The places of floats that are not the same in all of these blocks."""
+    """Returns the places of floats that are not the same in all of these blocks."""
     columns = zip(*(run.floats for run in runs), strict=True)
     return [i for i, values in enumerate(columns) if len({repr(float(v)) for v in values}) > 1]
 

@@ -141,7 +141,7 @@ def _cannot_raise(name: str, values: Sequence[Any]) -> bool:
 
 
 def unwrap_scalar(value: Any) -> Any:
-    """The tensor of a `Scalar`; other values as they are."""
+    """Returns the tensor of a `Scalar`; other values as they are."""
     return value.tensor if isinstance(value, Scalar) else value
 
 
@@ -494,7 +494,7 @@ def _without_memory(t: torch.Tensor) -> torch.Tensor:
 
 
 def _keys_of_call(values: Any) -> tuple[Any, Any]:
-    """The keys of a call's arguments and value: with the shapes of tensors, and without."""
+    """Returns the keys of a call's arguments and value: with the shapes of tensors, and without."""
     leaves, structure = pytree.tree_flatten(values, is_leaf=_is_scalar)
     exact, rough = list[Any](), list[Any]()
     for leaf in leaves:
@@ -590,7 +590,7 @@ def _find_single_op(name: str) -> Any:
 
 
 def value_of_input(value: Any) -> torch.Tensor:
-    """An input's value in the graph without writes, in which numbers are tensors."""
+    """Returns an input's value in the graph without writes, in which numbers are tensors."""
     if is_symbolic(value):
         return torch.empty((), dtype=torch.float64)
     found: torch.Tensor = value
@@ -653,13 +653,13 @@ def _draw_in_place(func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
 
 
 def _compute_loss(log_probs: torch.Tensor, *args: Any) -> torch.Tensor:
-    """The loss of each sequence."""
+    """Returns the loss of each sequence."""
     loss: torch.Tensor = _aten._ctc_loss(log_probs, *args)[0]
     return loss
 
 
 def _compute_gradient(grad: torch.Tensor, log_probs: torch.Tensor, *args: Any) -> torch.Tensor:
-    """The gradient of `log_probs`; `grad` is that of each sequence's loss."""
+    """Returns the gradient of `log_probs`; `grad` is that of each sequence's loss."""
     *operands, blank, zero_infinity = args
     made = _aten._ctc_loss(log_probs, *args)
     given = (grad, log_probs, *operands, *made, blank, zero_infinity)

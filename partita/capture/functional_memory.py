@@ -41,7 +41,7 @@ def is_plain_write(target: Any) -> bool:
 
 
 def makers_of_shared(graph: fx.Graph, memory: Mapping[fx.Node, int]) -> list[fx.Node]:
-    """The calls that made memory which is written and which several results show."""
+    """Returns the calls that made memory which is written and which several results show."""
     (end,) = graph.find_nodes(op="output")
     counts = Counter(memory[n] for n in end.args[0] if n in memory)
     first: dict[int, fx.Node] = {}
@@ -135,7 +135,7 @@ def _is_packed(part: Any) -> bool:
 def invert_view(
     view: fx.Node, value: fx.Node, before: fx.Node, make: Callable[..., fx.Node]
 ) -> fx.Node:
-    """The base of `view` after `value` was written to it.
+    """Returns the base of `view` after `value` was written to it.
 
     Args:
         before: the base before the write, in the new graph.
@@ -326,7 +326,7 @@ def _find_viewed_operand(call: fx.Node) -> fx.Node:
 
 
 def _call_view(call: fx.Node, shown: Any) -> Any:
-    """The fake value of a view call on `shown`."""
+    """Returns the fake value of a view call on `shown`."""
     if call.target is operator.getitem:
         return shown[call.args[1]]
     return call_without_memory(call.target, (shown, *call.args[1:]), call.kwargs).value

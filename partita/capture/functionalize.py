@@ -487,7 +487,7 @@ class _Rewrite:
         return value
 
     def _remake_view(self, node: fx.Node, memory: int) -> fx.Node:
-        """The value of a node whose memory was written since it was made."""
+        """Returns the value of a node whose memory was written since it was made."""
         part, count = part_of(node.meta["val"]), self.written[memory]
         latest = {p: value for p, (at, value) in self.latest[memory].items() if at == count}
         if part in latest:

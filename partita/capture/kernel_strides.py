@@ -105,7 +105,7 @@ def _is_plain(t: torch.Tensor) -> bool:
 
 
 def strides_in_order(shape: Sequence[int], order: Order) -> tuple[int, ...]:
-    """The strides of a tensor without gaps whose dimensions lie in `order`."""
+    """Returns the strides of a tensor without gaps whose dimensions lie in `order`."""
     strides, size = [0] * len(shape), 1
     for d in reversed(order):
         strides[d] = size
@@ -142,7 +142,7 @@ _results: dict[Any, list[_Result]] = {}
 
 
 def _find_orders(func: Any, args: Any, kwargs: Any, made: Sequence[Any]) -> list[Order | None]:
-    """The order of each result; None where it is not known."""
+    """Returns the order of each result; None where it is not known."""
     leaves, structure = pytree.tree_flatten((args, kwargs))
     for size_of in _smaller_sizes([t for t in leaves if isinstance(t, torch.Tensor)]):
         try:
@@ -208,7 +208,7 @@ def _strides_of_twin(t: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _call_kernel(func: Any, args: Any, kwargs: Any) -> list[_Result]:
-    """The shape and order of each result of a call; no results where it fails."""
+    """Returns the shape and order of each result of a call; no results where it fails."""
     kept = torch.random.fork_rng() if facts_of(func).draws else nullcontext()
     below_autograd = torch._C._AutoDispatchBelowAutograd()
     try:
@@ -222,7 +222,7 @@ def _call_kernel(func: Any, args: Any, kwargs: Any) -> list[_Result]:
 
 
 def _order_of(t: torch.Tensor) -> Order | None:
-    """The order of a tensor's dimensions in memory; None where there are gaps in it."""
+    """Returns the order of a tensor's dimensions in memory; None where there are gaps in it."""
     if t.layout is not torch.strided:
         return None
     strides = t.stride()

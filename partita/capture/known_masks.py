@@ -133,7 +133,7 @@ def _bind(
 
 
 def _shape_of(x: Any) -> tuple[int, ...]:
-    """The shape of a tensor, of a DTensor the global one."""
+    """Returns the shape of a tensor, of a DTensor the global one."""
     spec = getattr(x, "_spec", None)
     with Unheard():
         return tuple(x.shape if spec is None else spec.shape)
@@ -185,7 +185,7 @@ class _Look:
         self._least = -math.inf if mask.dtype is torch.float16 else HIDDEN
 
     def chunks(self) -> Iterator[slice]:
-        """All rows, some at a time."""
+        """Yields all rows, some at a time."""
         step = max(1, min(ROWS, math.isqrt(_AT_ONCE // max(1, self._times))))
         for first in range(0, self._queries, step):
             yield slice(first, min(first + step, self._queries))
@@ -360,7 +360,7 @@ class LargeValue:
         return self.dtype is torch.int64 and is_sure
 
     def _call_at_ends(self, func: Any, bounds: Sequence[Any]) -> Bounds:
-        """The least and the greatest result where each operand is one of its bounds."""
+        """Returns the least and the greatest result where each operand is one of its bounds."""
         args = [*self.args]
         for i, value in enumerate(args):
             if _is_value(value):
@@ -498,7 +498,7 @@ class KnownNode:
 
 
 def _find_writes(root: fx.Node) -> Iterator[fx.Node]:
-    """The calls that write the memory that `root` makes."""
+    """Yields the calls that write the memory that `root` makes."""
     ahead, done = [root], {root}
     while ahead:
         shows = ahead.pop()
@@ -566,7 +566,7 @@ def _compute_node(node: fx.Node, value_of: Callable[[fx.Node], Any], root: Any) 
 
 
 def _without_writing(target: Any) -> Any:
-    """The operator that gives what `target` writes."""
+    """Returns the operator that gives what `target` writes."""
     if not facts_of(target).writes:
         return target
     return getattr(getattr(_aten, target._opname.removesuffix("_")), target._overloadname)
@@ -647,7 +647,7 @@ def _compute_elementwise(func: Any, args: Any, kwargs: Any, like: Any) -> KnownV
 
 
 def _store_small(value: LargeValue) -> KnownValue:
-    """A value, computed if it is not large."""
+    """Returns a value, computed if it is not large."""
     if math.prod(shape_without_repeats(value)) > LARGE:
         return value
     part = value.compute_part([slice(0, n) for n in value.shape])
@@ -655,7 +655,7 @@ def _store_small(value: LargeValue) -> KnownValue:
 
 
 def _view(target: Any, args: Any, kwargs: Any) -> Any:
-    """The result of a call that shows a value otherwise, or each of its results."""
+    """Returns the result of a call that shows a value otherwise, or each of its results."""
     value, *rest = args
     if not isinstance(value, LargeValue):
         try:

@@ -166,7 +166,7 @@ def _make_state(optimizer: Optimizer, only_with_gradient: bool = False) -> MadeS
 
 
 def _without_fused(group: dict[str, Any], params: Sequence[torch.Tensor]) -> dict[str, Any]:
-    """The group with `fused` off where its parameters are meta tensors.
+    """Returns the group with `fused` off where its parameters are meta tensors.
 
     A fused optimizer refuses those, though to make its state it needs no kernel. A capturable one
     counts its steps in a tensor beside each parameter, as a fused one does.
@@ -408,7 +408,7 @@ def find_equal_counts(
 
 
 def places_of_equal(inputs: Sequence[Input], equal: Iterable[EqualInputs]) -> list[list[int]]:
-    """The places of equal counts among all inputs."""
+    """Returns the places of equal counts among all inputs."""
     place = {given.index: i for i, given in enumerate(inputs) if given.kind == "optimizer"}
     return [[place[i] for i in one.indices] for one in equal]
 

@@ -424,7 +424,7 @@ class Recorder(TraceHooks, TorchDispatchMode):
         return attribute_set(self, "is_behind_forward", True)
 
     def line(self) -> str:
-        """The user's line that calls now; in backward that of the forward call."""
+        """Returns the user's line that calls now; in backward that of the forward call."""
         backward = torch._C._current_autograd_node()  # private; there is no public way to ask
         if backward is not None:
             known = self._lines.get(backward._sequence_nr(), "")
@@ -503,7 +503,7 @@ class Recorder(TraceHooks, TorchDispatchMode):
             self._running_block = None
 
     def _find_block(self) -> int | None:
-        """The number of the block call that a node added now belongs to."""
+        """Returns the number of the block call that a node added now belongs to."""
         if self._running_block is not None:
             return self._running_block
         if torch._C._current_graph_task_id() == -1 or not self.block_kinds:
@@ -523,7 +523,7 @@ class Recorder(TraceHooks, TorchDispatchMode):
             node.meta[NOTE], node.meta[BLOCK] = note, block
 
     def newest(self) -> fx.Node:
-        """The node that was added last."""
+        """Returns the node that was added last."""
         return self.graph._root.prev
 
 

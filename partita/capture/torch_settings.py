@@ -110,10 +110,10 @@ _READ, _READ_OF_KERNELS = tuple(SETTINGS.values()), tuple(OF_KERNELS.values())
 
 
 def read_settings() -> tuple[Any, ...]:
-    """The values of all settings now, in the order of `SETTINGS`."""
+    """Returns the values of all settings now, in the order of `SETTINGS`."""
     return tuple([read() for read in _READ])
 
 
 def read_kernel_settings() -> tuple[Any, ...]:
-    """The values of the settings in `OF_KERNELS` now."""
+    """Returns the values of the settings in `OF_KERNELS` now."""
     return tuple([read() for read in _READ_OF_KERNELS])

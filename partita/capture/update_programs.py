@@ -37,7 +37,7 @@ from .functionalize import functionalize_graph
 
 
 def count_inlined_nodes(graph: fx.Graph) -> int:
-    """The nodes of a traced graph in which each update has nodes of its own."""
+    """Returns the nodes of a traced graph in which each update has nodes of its own."""
     return len(graph.nodes) + sum(len(_trace_of(call).nodes) for call in _calls_of_updates(graph))
 
 
@@ -129,7 +129,7 @@ class _Outlining:
             step.erase_node(node)
 
     def _find_outer_nodes(self, traces: Sequence[BlockTrace]) -> set[fx.Node]:
-        """The nodes that belong to no update, and the nodes of traces that others read.
+        """Returns the nodes that belong to no update, and the nodes of traces that others read.
 
         The latter are numbers that all updates share, and constants.
         """
@@ -148,7 +148,7 @@ class _Outlining:
         return outer
 
     def _find_live_nodes(self) -> set[fx.Node]:
-        """The nodes outside of traces that have an effect or that something needs."""
+        """Returns the nodes outside of traces that have an effect or that something needs."""
         live: set[fx.Node] = set()
         for node in reversed(self.step.graph.nodes):
             if node not in self._traced and (has_effect(node) or not live.isdisjoint(node.users)):

@@ -93,7 +93,7 @@ class LoadPieces(DefaultLoadPlanner):
         self.trial = False
 
     def plan_tensors(self) -> LoadPlan:
-        """The chunks to read of tensors.
+        """Returns the chunks to read of tensors.
 
         Raises:
             ValueError: the chunks in the metadata do not cover a piece.
@@ -109,7 +109,7 @@ class LoadPieces(DefaultLoadPlanner):
         return plan
 
     def plan_values(self) -> LoadPlan:
-        """The chunks to read of values."""
+        """Returns the chunks to read of values."""
         none = torch.Size((0,))
         indices = map(MetadataIndex, self._names)
         return LoadPlan([ReadItem(LoadItemType.BYTE_IO, i, none, i, none, none) for i in indices])
@@ -404,7 +404,7 @@ def offer_piece(name: str, piece: Piece, path: tuple[str | int, ...] = ()) -> li
 
 
 def write_items(name: str, piece: Piece) -> list[WriteItem]:
-    """The items of torch's plan for `offer_piece`."""
+    """Returns the items of torch's plan for `offer_piece`."""
     return [offer.make_item() for offer in offer_piece(name, piece)]
 
 

@@ -125,12 +125,12 @@ class Checksums:
 
     @classmethod
     def of(cls, folder: Path, chunks: dict[Place, int]) -> Checksums:
-        """The checksums of the checkpoint in `folder`, whose chunks have these."""
+        """Returns the checksums of the checkpoint in `folder`, whose chunks have these."""
         content = (folder / ".metadata").read_bytes()
         return cls((len(content), zlib.crc32(content)), chunks)
 
     def to_bytes(self) -> bytes:
-        """The content of `.checksums`: the checksum of its second line, and that line."""
+        """Returns the content of `.checksums`: the checksum of its second line, and that line."""
         rows = [[*place, crc] for place, crc in self.chunks.items()]
         text = json.dumps({"format": 1, "metadata": self.metadata, "chunks": rows}).encode()
         return b"%08x\n" % zlib.crc32(text) + text + b"\n"

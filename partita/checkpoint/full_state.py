@@ -158,7 +158,7 @@ class _FullCopies:
 
 
 def gather_full_value(x: torch.Tensor) -> torch.Tensor:
-    """The whole value of `x` on every rank; it may share the memory of `x`."""
+    """Returns the whole value of `x` on every rank; it may share the memory of `x`."""
     with torch.no_grad():
         x = x.detach()
         return x.full_tensor() if isinstance(x, DTensor) else x
@@ -260,7 +260,7 @@ def _join_states(model: Any, optimizer: Any) -> dict[str, Any]:
 
 
 def _flatten_states(state: Any, optimizer: torch.optim.Optimizer | None) -> dict[str, Leaf]:
-    """All leaves of `state`, by the names that a checkpoint would give them.
+    """Returns all leaves of `state`, by the names that a checkpoint would give them.
 
     Raises:
         ValueError: `state` is no state dict, or with an optimizer no pair of them.
@@ -283,7 +283,7 @@ def _flatten_states(state: Any, optimizer: torch.optim.Optimizer | None) -> dict
 
 
 def collect_model_tensors(model: nn.Module) -> dict[str, Any]:
-    """The entries of the model's state dict, by name, as the model's own objects."""
+    """Returns the entries of the model's state dict, by name, as the model's own objects."""
     state = model.state_dict(keep_vars=True)
     return {strip_wrapper_names(name): value for name, value in state.items()}
 
@@ -433,7 +433,7 @@ def _find_argument(call: inspect.BoundArguments, name: str, default: Any = None)
 
 
 def _spread_tensors(model: Any, state: Mapping[str, Any] | None) -> dict[int, DTensor]:
-    """The DTensors of the model, or of the state dict that is to be saved, by id."""
+    """Returns the DTensors of the model, or of the state dict that is to be saved, by id."""
     if not isinstance(model, nn.Module):
         return {}
     if state is None:
@@ -701,7 +701,7 @@ def _read_piece(file: Any, name: str, piece: Piece) -> None:
 
 
 def _listed_files(path: Path) -> list[tuple[Path, list[str] | None]]:
-    """The files at `path`, each with the names to read of it; None: all that it has."""
+    """Returns the files at `path`, each with the names to read of it; None: all that it has."""
     if path.is_dir():
         indices = sorted(path.glob("*.safetensors.index.json"))
         files = sorted(path.glob("*.safetensors"))
@@ -806,7 +806,7 @@ def _describe_stored(there: Any) -> Stored:
 
 
 def _tensors_by_name(model: nn.Module | Mapping[str, Any]) -> dict[str, Any]:
-    """The tensors, of a module as its own objects."""
+    """Returns the tensors, of a module as its own objects."""
     if isinstance(model, nn.Module):
         return collect_model_tensors(model)
     return {name: leaf.value for name, leaf in open_state(model).leaves.items()}

@@ -39,7 +39,7 @@ Names = dict[int, str]
 
 
 def strip_wrapper_names(name: str) -> str:
-    """A parameter's name without the parts that torch.compile adds."""
+    """Returns a parameter's name without the parts that torch.compile adds."""
     return name.replace("_orig_mod.", "")
 
 
@@ -92,7 +92,7 @@ def _number_parameters(raw: Any, names: NamedGroups) -> dict[str, Any] | None:
 
 
 def _pack_by_name(raw: Any, names: NamedGroups) -> Any:
-    """A state dict of an optimizer, and those of optimizers in it, packed and by name.
+    """Returns a state dict of an optimizer, and those of optimizers in it, packed and by name.
 
     Raises:
         ValueError: the optimizer keeps something else by a parameter's name, or by no name.
@@ -170,7 +170,7 @@ def open_optimizer(
     stored: Mapping[str, Stored] | None = None,
     values: Mapping[str, Any] | None = None,
 ) -> OpenedOptimizer:
-    """The state of `optimizer` by name; grown from a checkpoint if there is one.
+    """Returns the state of `optimizer` by name; grown from a checkpoint if there is one.
 
     Args:
         names: of its parameters (`name_parameters`).
@@ -231,7 +231,7 @@ def _find_saved_groups(there: Any, where: str, values: Mapping[str, Any]) -> lis
 
 
 def _find_split_groups(where: str, groups: NamedGroups, saved: NamedGroups) -> Iterator[str]:
-    """A line for each group whose parameters were in several."""
+    """Yields a line for each group whose parameters were in several."""
     for names in groups:
         count = sum(not set(names).isdisjoint(one) for one in saved)
         if count > 1:
@@ -260,7 +260,7 @@ def _undo_casts(optimizer: torch.optim.Optimizer, loaded: Mapping[Any, Any]) -> 
 def _find_owner(
     at: KeyPath, one: Stored, groups: list[dict[str, Any]], params: Mapping[Any, torch.Tensor]
 ) -> torch.Tensor | None:
-    """The parameter to which state at a path within the optimizer belongs.
+    """Returns the parameter to which state at a path within the optimizer belongs.
 
     Some optimizers count parameters in keys of their own: by (group, index), or through all groups.
     """

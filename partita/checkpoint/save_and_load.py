@@ -366,7 +366,7 @@ _SAMPLED = 1 << 18
 
 
 def _fingerprint_tensor(x: DTensor, sampled: bool) -> str:
-    """A checksum of `x`; `sampled`: of a large tensor, of a sample of its elements."""
+    """Returns a checksum of `x`; `sampled`: of a large tensor, of a sample of its elements."""
     with Local(), torch.no_grad():
         local = x.detach()
         if sampled and local.numel() > _SAMPLED:
@@ -526,7 +526,7 @@ class _LoadJob:
         ] = []  # classes that the state has at hand: their making runs nothing
 
     def check(self) -> Mismatches:
-        """The mismatches.
+        """Returns the mismatches.
 
         Raises:
             ValueError: the checkpoint is damaged.
@@ -728,7 +728,7 @@ def _describe_names(names: list[str], others: Set[str], where: str) -> list[str]
 def agree_on_mismatches(
     decide: Decide, found: Mismatches | Exception, path: str, line: str
 ) -> Loaded:
-    """The names that this rank passes over, if all ranks can load.
+    """Returns the names that this rank passes over, if all ranks can load.
 
     Raises:
         LayoutError: the mismatches of all ranks; on every rank.

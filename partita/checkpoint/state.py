@@ -75,7 +75,7 @@ def open_state(
     stored: Mapping[str, Stored] | None = None,
     values: Mapping[str, Any] | None = None,
 ) -> OpenedState:
-    """The leaves of `state`.
+    """Returns the leaves of `state`.
 
     Args:
         stored: what the checkpoint has that will be read into it: an object gets what the

@@ -218,7 +218,7 @@ class Transport:
         return n
 
     def mesh_size(self, axes: Axes) -> int:
-        """The number of ranks along `axes` together."""
+        """Returns the number of ranks along `axes` together."""
         n = 1
         for axis in axes:
             n *= self.mesh.size(axis)
@@ -343,7 +343,7 @@ _library.define("sum_of_shares(Tensor shares, int count) -> Tensor")
 
 
 def _all_gather(x: torch.Tensor, group_size: int, group_name: str) -> torch.Tensor:
-    """The group's `x`, concatenated in group order; each rank broadcasts its own.
+    """Returns the group's `x`, concatenated in group order; each rank broadcasts its own.
 
     On CPUs that takes half the processor time of a ring, and `x` is not read after this returns.
     """
@@ -372,7 +372,7 @@ def _all_to_all(x: torch.Tensor, group_size: int, group_name: str) -> torch.Tens
 
 
 def _sum_of_shares(shares: torch.Tensor, count: int) -> torch.Tensor:
-    """The sum of shares that lie end to end, in their order.
+    """Returns the sum of shares that lie end to end, in their order.
 
     One operator and not additions: a compiler would defer those, and keep the shares until the sum
     is read.

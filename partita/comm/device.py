@@ -138,7 +138,7 @@ class Device:
     # -- processes ---------------------------------------------------------------------------------
 
     def current(self) -> torch.device:
-        """The device of this kind that this process computes on."""
+        """Returns the device of this kind that this process computes on."""
         if self.type != "cuda":
             return torch.device(self.type)
         return torch.device(self.type, torch.cuda.current_device())
@@ -226,7 +226,7 @@ def _list_kinds() -> list[str]:
 
 @cache
 def _kinds_that_cast() -> tuple[str, ...]:
-    """The kinds of devices that a tensor may lie on here and autocast knows."""
+    """Returns the kinds of devices that a tensor may lie on here and autocast knows."""
     return tuple(k for k in _list_kinds() if torch.amp.is_autocast_available(k))
 
 
@@ -237,7 +237,7 @@ def keys_of_kernels() -> list[str]:
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """The generator that random functions use where none is passed."""
+    """Returns the generator that random functions use where none is passed."""
     if device.type != "cuda":
         return torch.default_generator
     torch.cuda.init()
@@ -266,12 +266,12 @@ def finish_copies() -> None:
 
 
 def accelerator_indices(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """The numbers of the GPUs that `tensors` lie on."""
+    """Returns the numbers of the GPUs that `tensors` lie on."""
     return sorted({t.device.index for t in tensors if t.is_cuda and t.device.index is not None})
 
 
 def accelerator_names() -> list[str]:
-    """The name of each GPU that this process sees."""
+    """Returns the name of each GPU that this process sees."""
     return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
 
 
@@ -370,7 +370,7 @@ def use_autocast_state(state: AutocastState, *, cache: bool | None = None) -> It
 
 
 def view_bytes(x: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU."""
+    """Returns the memory of a contiguous tensor on the CPU."""
     if x.nbytes == 0:
         return memoryview(b"")
     x = x.resolve_conj().resolve_neg()

@@ -344,7 +344,7 @@ class ControlGroup:
     def _gather_to_first(
         self, mine: bytes, sizes: list[int], wait: Callable[[Any], None]
     ) -> list[bytes] | None:
-        """Every rank's bytes, of these sizes, on the first rank; None on the others."""
+        """Returns every rank's bytes, of these sizes, on the first rank; None on the others."""
         longest, rows = max(sizes), []
         if self._group.rank() == 0:
             rows = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
@@ -354,7 +354,7 @@ class ControlGroup:
         return [copy_bytes(r[:n]) for r, n in zip(rows, sizes, strict=True)] if rows else None
 
     def _scatter_from_first(self, rows: list[bytes] | None, wait: Callable[[Any], None]) -> bytes:
-        """The bytes that the first rank has for this rank."""
+        """Returns the bytes that the first rank has for this rank."""
         longest = max(map(len, rows or [b""])) + _LENGTH.size
         length = torch.tensor([longest])
         wait(self._group.broadcast(length, 0))
@@ -426,12 +426,12 @@ def _bytes_tensor(data: bytes, length: int) -> torch.Tensor:
 
 
 def hash_text(text: str, nbytes: int = 16) -> bytes:
-    """A digest of `text`, equal in every process."""
+    """Returns a digest of `text`, equal in every process."""
     return hashlib.blake2b(text.encode(), digest_size=nbytes).digest()
 
 
 def _append_user_line(why: str) -> str:
-    """The reason with the user's line: "compares from_local, at train.py:10"."""
+    """Returns the reason with the user's line: "compares from_local, at train.py:10"."""
     return f"{why}, at {user_line() or 'no line'}"
 
 

@@ -127,7 +127,7 @@ class Ledger:
         return sum(m.nbytes for m in self.moves)
 
     def count(self, kind: str | None = None, *, reason: str | None = None) -> int:
-        """The number of moves of this kind and reason; of any where None."""
+        """Returns the number of moves of this kind and reason; of any where None."""
         return sum(
             (kind is None or m.kind == kind) and (reason is None or m.reason == reason)
             for m in self.moves
@@ -524,6 +524,6 @@ def _kind_of_file(name: str) -> Literal["partita", "library", "no file", "user"]
 
 
 def _shorten_path(name: str, here: str) -> str:
-    """The path from here where that is shorter; the whole path otherwise."""
+    """Returns the path from here where that is shorter; the whole path otherwise."""
     here = (here or os.getcwd()) + os.sep
     return name[len(here) :] if name.startswith(here) else name

@@ -149,7 +149,7 @@ def _make_all_to_all_step(move: Move, transport: Transport) -> Step:
 
 
 def _make_restack_step(move: Move, transport: Transport) -> Step:
-    """An all_to_all between pieces whose overlaps form no grid (see `is_restack`)."""
+    """Returns an all_to_all between pieces whose overlaps form no grid (see `is_restack`)."""
     axes, _ = transport.group_order(move.axes)
     shape, run = move.after.local_shape(transport.mesh, transport.at), transport.run_collective
     send, sent = _find_overlaps(move.before, move.after, transport, axes)
@@ -206,7 +206,7 @@ def _find_overlaps(
 
 
 def _copy_alone(x: torch.Tensor, op: str) -> torch.Tensor:
-    """The step of any move that sends, in a group of one rank."""
+    """Returns the step of any move that sends, in a group of one rank."""
     return x.clone(memory_format=_CONTIGUOUS)
 
 
@@ -309,7 +309,7 @@ axis the first rank, how many ranks, and the distance."""
 
 
 def _find_piece_runs(length: int, parts: tuple[int, ...]) -> Iterator[_Run]:
-    """All pieces that are not empty, as at most two runs for each axis."""
+    """Yields all pieces that are not empty, as at most two runs for each axis."""
     if not length:
         return
     if not parts:
@@ -341,7 +341,7 @@ class _PieceBlock(NamedTuple):
         return (*(count for _, count, _, _ in self.axes), *self.piece)
 
     def find_in(self, strides: Sequence[int]) -> _View:
-        """The pieces in a tensor of these strides."""
+        """Returns the pieces in a tensor of these strides."""
         outer = [step * strides[dim] for _, _, step, dim in self.axes]
         return self.shape, (*outer, *strides), sum(map(int.__mul__, self.start, strides))
 
@@ -396,7 +396,7 @@ class Side:
         return (*self.shape[: cut.dim], length, *self.shape[cut.dim + 1 :])
 
     def splits(self) -> Splits:
-        """The pieces, in order, end to end and without padding."""
+        """Returns the pieces, in order, end to end and without padding."""
         (length,), (cut,) = self._lengths, self._cuts
         if self.even:
             return Splits.evenly(self.ranks, self.pad)
@@ -453,7 +453,7 @@ class Side:
         return unpack_pieces
 
     def _find_blocks(self) -> list[_PieceBlock]:
-        """The pieces for each rank of the grid, but for empty ones."""
+        """Returns the pieces for each rank of the grid, but for empty ones."""
         if math.prod(self.shape) == 0:
             return []
         found = []
@@ -518,7 +518,7 @@ class Cut:
 
 
 def find_cuts(move: Move, mesh: Mesh) -> tuple[list[Cut], list[Cut]]:
-    """The dimensions whose pieces `move` joins, and those that it divides.
+    """Returns the dimensions whose pieces `move` joins, and those that it divides.
 
     Raises:
         LayoutError: one move of its kind cannot lead from `before` to `after`.
@@ -556,7 +556,7 @@ def is_restack(
 
 
 def _cut_further(cut: Layout, whole: Layout, mesh: Mesh) -> list[Cut]:
-    """The dimensions that are cut further in `cut` than in `whole`."""
+    """Returns the dimensions that are cut further in `cut` than in `whole`."""
     found = []
     for dim, (size, have, want) in enumerate(zip(cut.shape, cut.shards, whole.shards, strict=True)):
         if have == want:
@@ -605,7 +605,7 @@ def places_of(at: Number, length: Number, parts: Sequence[int]) -> tuple[list[Nu
 
 
 def unravel(i: int, sizes: Sequence[int]) -> list[int]:
-    """The place along each axis of rank `i`, the last axis fastest."""
+    """Returns the place along each axis of rank `i`, the last axis fastest."""
     places = []
     for n in reversed(sizes):
         i, place = divmod(i, n)
@@ -619,7 +619,7 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def padded_length(size: int, parts: Sequence[int]) -> int:
-    """The elements of the first piece."""
+    """Returns the elements of the first piece."""
     for n in parts:
         size = -(-size // n)
     return size

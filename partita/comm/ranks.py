@@ -56,7 +56,7 @@ class World:
         return None
 
     def handle(self, rank: int) -> MeshHandle:
-        """The mesh as rank `rank` gets it; the same object in each run."""
+        """Returns the mesh as rank `rank` gets it; the same object in each run."""
         return self._handles[rank]
 
     def run(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
@@ -523,7 +523,7 @@ def run_in_one_process(
 
 
 def ranks(**axes: int) -> World:
-    """A world of simulated ranks in one process. Its `run` calls a function on each rank.
+    """Returns a world of simulated ranks in one process. Its `run` calls a function on each rank.
 
     The ranks take turns in a fixed order. If their calls do not match, every rank raises an error
     that names both calls and both lines. It never hangs.

@@ -346,7 +346,7 @@ def _outer_length(cut: Cut, wire: TraceWire) -> tuple[int, Number]:
 def _pack_padded_pieces(
     x: torch.Tensor, cuts: Sequence[Cut], grid: Sequence[str], wire: TraceWire
 ) -> torch.Tensor:
-    """A buffer of the padded piece of each member of `grid`, in the grid's order."""
+    """Returns a buffer of the padded piece of each member of `grid`, in the grid's order."""
     labels: list[Any] = []
     by_dim = {cut.dim: cut for cut in cuts}
     shape: list[int] = []
@@ -387,7 +387,7 @@ def _pieces_in_a_row(x: torch.Tensor, cut: Cut, wire: TraceWire) -> torch.Tensor
 def _take_padded_piece(
     x: torch.Tensor, dim: int, start: Number, length: Number, offsets: torch.Tensor, zeros: bool
 ) -> torch.Tensor:
-    """The elements of pieces along `dim`, each padded to as many as there are offsets."""
+    """Returns the elements of pieces along `dim`, each padded to as many as there are offsets."""
     at = (start + least(offsets, length - 1)).clamp(min=0)
     out = x.index_select(dim, at.flatten())
     return _fill_where(out, dim, (offsets >= length).expand(at.shape).flatten()) if zeros else out
@@ -494,7 +494,7 @@ def _own_memory(x: torch.Tensor, cuts: Sequence[Cut]) -> torch.Tensor:
 
 
 def _row_of(cut: Cut, wire: TraceWire, device: torch.device) -> torch.Tensor:
-    """The number of this rank's piece, of pieces that are even."""
+    """Returns the number of this rank's piece, of pieces that are even."""
     return wire.place(cut.inner).view(1).to(device)
 
 

@@ -360,7 +360,7 @@ class MoveHistory:
         return self
 
     def describe(self) -> dict[str, str]:
-        """The last collectives in words, by their numbers."""
+        """Returns the last collectives in words, by their numbers."""
         # A copy: another thread may add to it.
         return {str(number): request.describe() for number, request in list(self.last)}
 
@@ -438,7 +438,7 @@ def _announce_exit() -> None:
 
 
 def make_post(need: Need) -> Post:
-    """The post of a rank that waits for `need`."""
+    """Returns the post of a rank that waits for `need`."""
     # Copies: this thread may not be the one that begins collectives.
     groups = {name: (b.number, list(b.last)) for name, b in _begun_in.copy().items()}
     return {
@@ -582,7 +582,7 @@ def _group_equal_lines(lines: list[str], posts: dict[int, Any]) -> list[str]:
 
 
 def _read_verdict(store: Any, me: int) -> LayoutError | None:
-    """The error of a verdict of another rank that names this one; None without one."""
+    """Returns the error of a verdict of another rank that names this one; None without one."""
     if not store.check([_VERDICT]):
         return None
     said = json.loads(store.get(_VERDICT))
@@ -593,7 +593,7 @@ def _read_verdict(store: Any, me: int) -> LayoutError | None:
 
 
 def make_deadlock_error(fact: str, lines: Sequence[str]) -> LayoutError:
-    """The error of ranks that do what `lines` say, each something else."""
+    """Returns the error of ranks that do what `lines` say, each something else."""
     return LayoutError(
         fact,
         place=user_line(),
@@ -669,7 +669,7 @@ _processes: dict[int, _Process] = {}
 
 
 def describe_process() -> bytes:
-    """This process as bytes, for `remember_processes` of other ranks."""
+    """Returns this process as bytes, for `remember_processes` of other ranks."""
     return _PROCESS.pack(*_this_process())
 
 
@@ -707,7 +707,7 @@ def is_lost(error: BaseException | None) -> bool:
 def make_lost_rank_error(
     failure: BaseException, text: str, ranks: Sequence[int]
 ) -> RankGoneError | None:
-    """The error for `failure` of a collective among `ranks`; None where no rank is gone.
+    """Returns the error for `failure` of a collective among `ranks`; None where no rank is gone.
 
     Args:
         text: what this rank does: "waits in all_reduce over dp: ...".

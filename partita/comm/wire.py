@@ -468,7 +468,7 @@ class MeshHandle:
         return list(self._at)
 
     def get_rank(self) -> int:
-        """This rank's number in the world."""
+        """Returns this rank's number in the world."""
         with _disable_current_modes():
             return int(self.mesh[self._at])
 
@@ -523,7 +523,7 @@ class MeshHandle:
 
 
 def find_handle(number: int) -> MeshHandle:
-    """The handle that was pickled as this number, if it still lives in this process."""
+    """Returns the handle that was pickled as this number, if it still lives in this process."""
     try:
         return _known[number]
     except KeyError:
@@ -652,7 +652,7 @@ def dry_mesh(
     backend: str = "",
     **axes: int,
 ) -> MeshHandle:
-    """A mesh without other ranks, for planning. This process acts as one rank of it.
+    """Returns a mesh without other ranks, for planning. This process acts as one rank of it.
 
     Programs run on it with the layouts, shapes and moves of that rank. Values are meaningless: data
     from other ranks is replaced by zeros or by this rank's own data. `pt.ledger` counts the bytes

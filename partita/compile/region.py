@@ -222,7 +222,7 @@ class Region(CapturedProgram):
 
 
 def region_of(program: CapturedProgram) -> CapturedProgram:
-    """The program, as a region if it gives gradients for those of its results.
+    """Returns the program, as a region if it gives gradients for those of its results.
 
     Raises:
         IllegalGraph: one of its halves breaks the grammar.
@@ -347,7 +347,7 @@ def _results_of_program(program: Program) -> list[tuple[Output, fx.Node]]:
 
 
 def _find_backward_calls(program: Program, given: dict[fx.Node, Input]) -> set[fx.Node]:
-    """The calls that belong to backward."""
+    """Returns the calls that belong to backward."""
     graph = program.graph.graph
     needed = {node for output, node in _results_of_program(program) if output.kind != "cotangent"}
     needed.update(n for n in graph.nodes if n.target is _aten.copy_.default)
@@ -407,7 +407,7 @@ def _from_input(node: fx.Node) -> bool:
 
 
 def _read_by(program: Program, late: set[fx.Node], given: dict[fx.Node, Input]) -> list[fx.Node]:
-    """The values of inputs and of forward that backward reads, in order."""
+    """Returns the values of inputs and of forward that backward reads, in order."""
     read = {used for n in late for used in n.all_input_nodes}
     read.update(n for output, n in _results_of_program(program) if output.kind == "cotangent")
     nodes = program.graph.graph.nodes

@@ -401,7 +401,7 @@ class CompiledStep:
         return self._run_eagerly(args, kwargs, found[2])
 
     def _find_program(self, args: Any, kwargs: Any, others: OtherAnswers | None = None) -> Found:
-        """The program of a call and the call's leaves; or why it runs eagerly.
+        """Returns the program of a call and the call's leaves; or why it runs eagerly.
 
         Args:
             others: the answers of a run of this call, where they were other than its program's.

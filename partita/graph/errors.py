@@ -63,7 +63,7 @@ _MOST_TRIES = 16  # captures of one kind of call, for other values of Python
 
 
 def not_captured(fact: str, reason: str, *fixes: Fix, place: str | None = None) -> CaptureError:
-    """The error to raise; `place` is the user's current line where None."""
+    """Returns the error to raise; `place` is the user's current line where None."""
     return CaptureError(
         f"capture: {fact}",
         place=user_line() if place is None else place,
@@ -82,7 +82,7 @@ def of_data(op: str, *, place: str | None = None) -> CaptureError:
 
 
 def of_lazy_parameters() -> CaptureError:
-    """The error to raise where a step reaches a parameter that has no shape yet."""
+    """Returns the error to raise where a step reaches a parameter that has no shape yet."""
     return not_captured(
         "the step reaches a parameter that has no shape yet, as a LazyLinear has",
         "a lazy module makes its parameters in its first forward, and a graph is of known shapes",
@@ -91,7 +91,7 @@ def of_lazy_parameters() -> CaptureError:
 
 
 def of_anomalies() -> CaptureError:
-    """The error to raise where a backward pass runs in anomaly mode."""
+    """Returns the error to raise where a backward pass runs in anomaly mode."""
     return not_captured(
         "the step has a backward pass in torch's anomaly mode",
         "a graph has a backward pass of its own, in which nobody looks for NaN",
@@ -100,7 +100,7 @@ def of_anomalies() -> CaptureError:
 
 
 def of_dispatch_mode(mode: Any) -> CaptureError:
-    """The error to raise where a compiled step is called within a mode of the user's."""
+    """Returns the error to raise where a compiled step is called within a mode of the user's."""
     return not_captured(
         f"the step is called within {type(mode).__name__}, a TorchDispatchMode",
         "compiled code makes none of the calls that the mode would see, or change",
@@ -110,7 +110,7 @@ def of_dispatch_mode(mode: Any) -> CaptureError:
 
 
 def of_recording(error: Exception) -> CaptureError:
-    """The kernels of a step could not be recorded as a CUDA graph."""
+    """Returns the kernels of a step could not be recorded as a CUDA graph."""
     return not_captured(
         "a step's kernels cannot be recorded as a CUDA graph",
         f"{type(error).__name__}: {error}",
@@ -270,7 +270,7 @@ def _functorch_error(place: str) -> CaptureError:
 
 
 def not_an_input(place: str, more: str = "") -> CaptureError:
-    """The error to raise where a step uses a tensor that it does not reach by name."""
+    """Returns the error to raise where a step uses a tensor that it does not reach by name."""
     if _has_functorch_frame(traceback.walk_stack(None)):
         return _functorch_error(place)
     return not_captured(
@@ -282,7 +282,7 @@ def not_an_input(place: str, more: str = "") -> CaptureError:
 
 
 def user_line_of(error: BaseException) -> str:
-    """The user's innermost line in the traceback of an error."""
+    """Returns the user's innermost line in the traceback of an error."""
     frames = list(traceback.walk_tb(error.__traceback__))
     for frame, number in reversed(frames):
         line = user_line(frame)

@@ -141,7 +141,7 @@ def copy_node(graph: fx.Graph, node: fx.Node, of: Callable[[fx.Node], Any]) -> f
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:
-    """A copy of a graph, its output included."""
+    """Returns a copy of a graph, its output included."""
     made, of = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in graph.nodes:
         of[node] = copy_node(made, node, of.__getitem__)
@@ -229,7 +229,7 @@ def written_operands(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def nodes_since(graph: fx.Graph, first: fx.Node) -> Iterator[fx.Node]:
-    """The nodes that were added at the end of a graph after `first`, the newest first."""
+    """Yields the nodes that were added at the end of a graph after `first`, the newest first."""
     node = graph._root.prev
     while node is not first:
         yield node
@@ -269,7 +269,7 @@ def examples_of(graph: fx.Graph) -> list[torch.Tensor]:
 
 
 def nbytes_of(node: fx.Node) -> int:
-    """Bytes of a node's value on a rank; 0 where that is no tensor."""
+    """Returns bytes of a node's value on a rank; 0 where that is no tensor."""
     value = node.meta.get("val")
     return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
 
@@ -299,7 +299,7 @@ def _sends(target: Any) -> bool:
 
 
 def request_of_collective(node: fx.Node) -> Request:
-    """The request that runs a collective of a graph on a wire."""
+    """Returns the request that runs a collective of a graph on a wire."""
     args: Any = node.args
     operand, *given, name = args
     x, kind, more = operand.meta["val"], COLLECTIVES[node.target], dict[str, Any]()
@@ -426,7 +426,7 @@ class Section(GraphPart):
 
 @declare_facts(OpFacts(makes_new=True))
 def call_section(section: Section, takes: Sequence[Any]) -> Any:
-    """The target of nodes that call a section. (Written code calls what was made of it.)"""
+    """Returns the target of nodes that call a section. (Written code calls what was made of it.)"""
     raise RuntimeError("a section was not made code")
 
 
@@ -436,13 +436,13 @@ def section_of(node: fx.Node) -> Section | None:
 
 
 def sections_in(graph: fx.Graph) -> list[Section]:
-    """The different sections that a graph calls, in the order of their first call."""
+    """Returns the different sections that a graph calls, in the order of their first call."""
     calls = graph.find_nodes(op="call_function", target=call_section)
     return list(dict.fromkeys(n.args[0] for n in calls))  # type: ignore[misc]
 
 
 def calls_within(graph: fx.Graph) -> Iterator[fx.Node]:
-    """The calls of a graph, those within its sections once for each section."""
+    """Yields the calls of a graph, those within its sections once for each section."""
     for graph_of_part in (graph, *(s.graph.graph for s in sections_in(graph))):
         yield from (n for n in graph_of_part.nodes if n.op == "call_function")
 

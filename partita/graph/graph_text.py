@@ -50,7 +50,7 @@ class Graph:
         return [n for n in self.nodes if is_collective(n)]
 
     def to_string(self, repeats: bool = True) -> str:
-        """A line for each node, and a total.
+        """Returns a line for each node, and a total.
 
         Args:
             repeats: print repeated parts, as equal blocks, each time; else once, with a count.
@@ -84,7 +84,7 @@ def _write_rows(
 
 
 def _row_of_node(node: fx.Node, role: str) -> tuple[str, ...]:
-    """The cells of a line: name, call, value, bytes, reason, place."""
+    """Returns the cells of a line: name, call, value, bytes, reason, place."""
     note, value = note_of(node), node.meta.get("val")
     shape, size = "", ""
     if isinstance(value, torch.Tensor):
@@ -114,7 +114,7 @@ def _signature_of_row(node: fx.Node, row: tuple[str, ...]) -> tuple[Any, ...]:
 
 
 def _fold_repeats(lines: list[str], alike: list[int]) -> list[str]:
-    """The lines, with each repeated part printed once."""
+    """Returns the lines, with each repeated part printed once."""
     if len(lines) < 2 * _LEAST_LINES or (found := repeats_of(alike, _LEAST_LINES)) is None:
         return lines
     part, period = found
@@ -173,7 +173,7 @@ def _format_layout(spec: Spec) -> str:
 
 
 def lines_of(graph: fx.Graph) -> Iterator[str]:
-    """The graph as lines that are equal for graphs that compute the same."""
+    """Yields the graph as lines that are equal for graphs that compute the same."""
     number: dict[fx.Node, str] = {}
     for node in graph.nodes:
         number[node] = f"%{len(number)}"
@@ -181,7 +181,7 @@ def lines_of(graph: fx.Graph) -> Iterator[str]:
 
 
 def line_of(node: fx.Node, number: Mapping[fx.Node, str]) -> str:
-    """A node as text that is equal for equal nodes.
+    """Returns a node as text that is equal for equal nodes.
 
     Args:
         number: how the nodes that it reads are named.
@@ -291,17 +291,17 @@ def _find_longest_repeat(calls: Sequence[Hashable], period: int) -> range:
 
 
 def versions() -> list[str]:
-    """The versions and the kind of machine, which also decide what is compiled."""
+    """Returns the versions and the kind of machine, which also decide what is compiled."""
     return [f"torch {torch.__version__}", f"partita {__version__}", platform.machine()]
 
 
 def key_of(lines: Sequence[str]) -> str:
-    """The hash of a program's lines: 64 hexadecimal digits."""
+    """Returns the hash of a program's lines: 64 hexadecimal digits."""
     return _hash_lines(lines).hex()
 
 
 def digest_of(lines: Sequence[str]) -> int:
-    """A 63-bit hash of lines, the same in every process."""
+    """Returns a 63-bit hash of lines, the same in every process."""
     return int.from_bytes(_hash_lines(lines)[:8], "big") >> 1
 
 
@@ -352,7 +352,7 @@ def agree_on_program(
 
 
 def _find_diverging_pass(stages: Sequence[tuple[str, int]], wire: Wire) -> str:
-    """The first pass after which ranks differ; "" if capture or options do."""
+    """Returns the first pass after which ranks differ; "" if capture or options do."""
     count = min(n for (n,) in wire.gather_ints((len(stages),), "passes"))
     digests = tuple(digest for _, digest in stages[:count])
     by_rank = wire.gather_ints(digests, "passes") if count else [()]

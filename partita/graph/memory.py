@@ -367,7 +367,7 @@ def _peak_of_call(call: fx.Node, section: Section, storages: Storages, freed: Se
 
 
 def held_by(program: Program) -> Iterator[HeldInput]:
-    """The inputs of a program that are there between calls, each storage once."""
+    """Yields the inputs of a program that are there between calls, each storage once."""
     seen: set[int] = set()
     for given, fake in zip(program.inputs, program.example(), strict=True):
         if given.kind != "number":  # which is made into a tensor when the step is called
@@ -378,7 +378,7 @@ def held_by(program: Program) -> Iterator[HeldInput]:
 
 
 def made_at_entry(program: Program, places: int) -> Iterator[Buffer]:
-    """The buffers that a call makes of its inputs before the step, and keeps until its end.
+    """Yields the buffers that a call makes of its inputs before the step, and keeps until its end.
 
     Tensors of Python numbers; and copies of inputs whose storage has no room for their padding, on
     ranks with smaller pieces.
@@ -404,7 +404,7 @@ def opname(node: fx.Node) -> str:
 
 
 def noted_buffer(note: Note, name: str, made_by: str, nbytes: int, **more: Any) -> Buffer:
-    """The buffer of a call with this note; `more` are other attributes of it."""
+    """Returns the buffer of a call with this note; `more` are other attributes of it."""
     more |= {k: getattr(note, k) for k in ("source", "phase", "layout", "reason")}
     return Buffer(name, nbytes, made_by=made_by, **more)
 
@@ -440,7 +440,7 @@ memory."""
 
 
 def _cast_operands(packet: Any, args: Sequence[Any], made: Any) -> int:
-    """Bytes of the casts that an elementwise kernel makes of its two operands."""
+    """Returns bytes of the casts that an elementwise kernel makes of its two operands."""
     common = _find_common_dtype(*args[:2])
     if packet is _aten.div and not (common.is_floating_point or common.is_complex):
         common = made.dtype
@@ -476,7 +476,7 @@ MEASURED: dict[Any, int] = {}
 
 
 def _measure_workspace(target: Any, args: Sequence[Any]) -> int:
-    """The workspace of a call with such arguments, measured by making one."""
+    """Returns the workspace of a call with such arguments, measured by making one."""
     key = target, tuple(map(_signature_of_argument, args))
     found = MEASURED.get(key)  # asked once: other threads clear it, too
     if found is None:
@@ -499,7 +499,7 @@ def _make_real(x: torch.Tensor) -> torch.Tensor:
 
 
 def _measure_peak(call: Callable[[], Any]) -> int:
-    """The most bytes that a call allocates at once, above those of its result."""
+    """Returns the most bytes that a call allocates at once, above those of its result."""
     # Private torch: its legacy profiler. Of the current one there is one per process, which the
     # user may be running; and it prints that it starts.
     start, stop = torch.autograd._enable_profiler_legacy, torch.autograd._disable_profiler_legacy  # type: ignore[attr-defined]
@@ -521,7 +521,7 @@ def _measure_peak(call: Callable[[], Any]) -> int:
 
 
 def _legacy_config() -> Any:
-    """The configuration of a profiler of the host's memory alone."""
+    """Returns the configuration of a profiler of the host's memory alone."""
     inner = torch._C._profiler._ExperimentalConfig()
     state = state_of_host_profiler()
     return torch.autograd.ProfilerConfig(state, False, True, False, False, False, inner)  # type: ignore[attr-defined]
@@ -537,7 +537,7 @@ def _signature_of_argument(value: Any) -> Any:
 
 
 def staging(target: Any, args: Sequence[Any], made: Any, groups: Groups, compiled: bool) -> int:
-    """Bytes of the buffers that a collective of the program's groups stages its data in.
+    """Returns bytes of the buffers that a collective of the program's groups stages its data in.
 
     Args:
         compiled: whether it is called as torch's functional collective, not through a wire.

@@ -84,7 +84,7 @@ class StepOptions:
         return 0 if self.sections else _OUTLINED_ABOVE
 
     def key_lines(self, ran: Iterable[str]) -> list[str]:
-        """Those that decide what a program is, as lines of its key.
+        """Returns those that decide what a program is, as lines of its key.
 
         Args:
             ran: the names of the passes that run.
@@ -174,7 +174,7 @@ class Input:
         return id(self.home.now), self.path[0]
 
     def number(self, tensors: Sequence[Any]) -> Any:
-        """The value of a number in a call with these leaves."""
+        """Returns the value of a number in a call with these leaves."""
         if self.index >= 0:
             return tensors[self.index]
         found = self.home
@@ -549,7 +549,7 @@ class PaddingBoundary:
         return found
 
     def leave(self, value: torch.Tensor) -> torch.Tensor:
-        """This rank's piece of `value`, an output of the graph, in memory of its own."""
+        """Returns this rank's piece of `value`, an output of the graph, in memory of its own."""
         if self.true == self.padded:
             return value
         if self.behind and _fills_its_own(value):
@@ -557,7 +557,7 @@ class PaddingBoundary:
         return self.cut(value).clone(memory_format=torch.contiguous_format)
 
     def cut(self, value: torch.Tensor) -> torch.Tensor:
-        """A view of this rank's piece of `value`."""
+        """Returns a view of this rank's piece of `value`."""
         for dim, n in enumerate(self.true):
             value = value.narrow(dim, 0, n)
         return value

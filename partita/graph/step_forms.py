@@ -84,7 +84,7 @@ class CapturedForms:
     def program(
         self, form: StepForm | None = None, recorded: list[RewrittenBlock] | None = None
     ) -> Program:
-        """A new program like it, which may be changed.
+        """Returns a new program like it, which may be changed.
 
         Args:
             form: `self.form` where None.
@@ -291,7 +291,7 @@ def _find_equal_operands(
 
 
 def _program_of_block(block: BlockProgram, step: Program) -> Program:
-    """A copy of a block's graph, as a program that passes rewrite."""
+    """Returns a copy of a block's graph, as a program that passes rewrite."""
     graph = copy_graph(block.graph.graph)
     inputs = graph.find_nodes(op="placeholder")
     (end,) = graph.find_nodes(op="output")

@@ -38,7 +38,7 @@ _SHOWN_OF_PASS = ("name", "promise", "did", "collectives", "sent")
 
 
 def facts_of_graph(step: Any) -> dict[str, Any]:
-    """The last program of a compiled step, as the event "graph" of `report.RunFacts`.
+    """Returns the last program of a compiled step, as the event "graph" of `report.RunFacts`.
 
     Raises:
         ValueError: nothing was captured yet.
@@ -54,7 +54,7 @@ def facts_of_graph(step: Any) -> dict[str, Any]:
 def facts_of_memory(
     memory: Memory, class_of: Callable[[Buffer], str] | None = None
 ) -> dict[str, Any]:
-    """Bytes over a step by class, as `report.RunFacts.memory` has them.
+    """Returns bytes over a step by class, as `report.RunFacts.memory` has them.
 
     Args:
         class_of: gives the class of a buffer; None for `_class_of`.
@@ -76,7 +76,7 @@ def facts_of_memory(
 
 
 def _class_of(buffer: Buffer) -> str:
-    """The class of a buffer: by the move that made it, else by the phase."""
+    """Returns the class of a buffer: by the move that made it, else by the phase."""
     if buffer.passing:
         return "workspace"
     if buffer.reason in ("gather", "regather"):
@@ -88,7 +88,7 @@ def _class_of(buffer: Buffer) -> str:
 
 
 def facts_of_moves(moves: list[Record]) -> list[dict[str, Any]]:
-    """The moves of one rank, summed by line, kind, axes and reason: the event "moves"."""
+    """Returns the moves of one rank, summed by line, kind, axes and reason: the event "moves"."""
     found: dict[tuple[str, ...], dict[str, Any]] = {}
     for move in moves:
         name = (move.source, move.kind, " ".join(move.axes), move.reason)
@@ -156,7 +156,7 @@ def _describe_budget(program: Program, peak: int, budget: int) -> str:
 
 
 def changes_of(captured: CapturedForms) -> Iterator[Change]:
-    """The change of each pass in a captured program, one after another.
+    """Returns the change of each pass in a captured program, one after another.
 
     The first is that of all passes within blocks, where blocks stay calls.
     """

@@ -115,7 +115,7 @@ class CapturedNumbers:
         return bool(found)
 
     def _list_asked(self) -> list[tuple[Input, str]]:
-        """The inputs of floats that were compared or read, and the first line that does."""
+        """Returns the inputs of floats that were compared or read, and the first line that does."""
         lines = dict(self.env.asked)
         for i, guard in enumerate(self.env.guards):
             if type(guard.expr).__name__ == "Equality":
@@ -186,7 +186,7 @@ def _is_value(expr: Any) -> bool:
 
 
 def _describe_condition(expr: Any, names: dict[str, str]) -> str:
-    """A condition in words."""
+    """Returns a condition in words."""
     kind = type(expr).__name__
     if _is_value(expr):
         return f"{_name_symbols(expr.lhs, names)} is read as a number"
@@ -219,21 +219,21 @@ Answer = bool | float
 
 
 def _encode_answer(answer: Answer) -> int:
-    """An answer as the graph gives it: of a float the bits."""
+    """Returns an answer as the graph gives it: of a float the bits."""
     return (
         struct.unpack("<q", struct.pack("<d", answer))[0] if type(answer) is float else int(answer)
     )
 
 
 def _decode_answer(found: int, like: Answer) -> Answer:
-    """The answer, of the type of `like`, that a graph has given."""
+    """Returns the answer, of the type of `like`, that a graph has given."""
     if type(like) is float:
         return float(struct.unpack("<d", struct.pack("<q", found))[0])
     return bool(found) if type(like) is bool else found
 
 
 def as_symbol(question: Any) -> torch.SymBool | torch.SymInt | torch.SymFloat:
-    """The symbolic number of a node."""
+    """Returns the symbolic number of a node."""
     kinds: Any = {bool: torch.SymBool, int: torch.SymInt, float: torch.SymFloat}
     return kinds[question.pytype](question)  # type: ignore[no-any-return]
 
@@ -318,7 +318,7 @@ class Answers:
         return tuple([i for i, v in enumerate(self.values) if not isinstance(v, bool)])
 
     def compare_numbers(self, found: Sequence[int]) -> OtherAnswers | None:
-        """The other answers where numbers, which are computed before a run, are others."""
+        """Returns the other answers where numbers, which are computed before a run, are others."""
         values = [*map(_encode_answer, self.values)]
         for i, value in zip(self.numeric, found, strict=True):
             values[i] = value
@@ -515,7 +515,7 @@ def gate_writes(graph: fx.Graph, answers: Sequence[Answer]) -> None:
 
 
 def _make_integer(make: Making, value: fx.Node) -> Any:
-    """A number of the graph as an integer: of a float the bits."""
+    """Returns a number of the graph as an integer: of a float the bits."""
     if value.meta["val"].dtype is torch.float64:
         return make(_aten.view.dtype, value, torch.int64)
     return make(_aten._to_copy.default, value, dtype=torch.int64)

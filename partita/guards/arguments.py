@@ -64,7 +64,7 @@ def unflatten_call(leaves: list[Any], structure: pytree.TreeSpec) -> Any:
 
 
 def classes_of_call(structure: pytree.TreeSpec) -> list[type]:
-    """The classes of objects that `flatten_call` has taken apart."""
+    """Returns the classes of objects that `flatten_call` has taken apart."""
     within = [kind for child in structure.children() for kind in classes_of_call(child)]
     return [structure.context[0], *within] if structure.type is _Parts else within
 
@@ -175,7 +175,7 @@ def _number_parts(value: Any, numbers: dict[int, int]) -> Any:
 
 
 def _base_of(kind: type) -> type | None:
-    """The base whose `__new__` makes an object of `kind`; None where none does."""
+    """Returns the base whose `__new__` makes an object of `kind`; None where none does."""
     if kind.__module__ == "builtins":
         return None
     base = next(b for b in _BASES if issubclass(kind, b))

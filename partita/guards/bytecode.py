@@ -49,7 +49,7 @@ def global_names(code: CodeType) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def dotted_names(code: CodeType) -> tuple[tuple[str, ...], ...]:
-    """The chains of attributes that code reads of variables: ("torch", "relu")."""
+    """Returns the chains of attributes that code reads of variables: ("torch", "relu")."""
     found: dict[tuple[str, ...], None] = {}
     chain: tuple[str, ...] = ()
     for i in _instructions_of(code):
@@ -71,12 +71,12 @@ def names_asked_for(code: CodeType) -> set[str]:
 
 
 def strings_of(code: CodeType) -> set[str]:
-    """The string constants of code."""
+    """Returns the string constants of code."""
     return {c for c in code.co_consts if isinstance(c, str)}
 
 
 def line_of_write(codes: list[CodeType], key: object) -> str | None:
-    """The `"file:line"` where one of `codes` writes the name `key`; None where unsure."""
+    """Returns the `"file:line"` where one of `codes` writes the name `key`; None where unsure."""
     writes_by_name, mutations = [], []
     for code in codes:
         line = code.co_firstlineno
@@ -143,7 +143,7 @@ def _compares_by(code: CodeType, names: tuple[str, ...]) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def imported_names(code: CodeType, package: str | None) -> tuple[str, ...]:
-    """The modules that code, of a module in `package`, imports when it runs."""
+    """Returns the modules that code, of a module in `package`, imports when it runs."""
     found, steps = [], list(_instructions_of(code))
     for n, i in enumerate(steps):
         if i.opname == "IMPORT_NAME":  # the level and the names imported were pushed

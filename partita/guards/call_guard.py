@@ -104,7 +104,7 @@ class CallGuard:
         return None
 
     def tensors(self, args: Any, kwargs: Any) -> list[Any] | None:
-        """The leaves of a call like this one; None where it differs."""
+        """Returns the leaves of a call like this one; None where it differs."""
         if self._flat and not kwargs and LEAVES.issuperset(map(type, args)):
             if len(args) != len(self._arguments):
                 return None
@@ -138,7 +138,7 @@ class CallGuard:
         return holds
 
     def inputs(self, tensors: Sequence[Any]) -> list[torch.Tensor]:
-        """The values of the program's inputs in a call with these leaves."""
+        """Returns the values of the program's inputs in a call with these leaves."""
         for i, (at, given) in enumerate(self._numbers):
             value = given.number(tensors)
             if value is not self._values[i]:

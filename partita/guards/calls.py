@@ -487,7 +487,7 @@ _FILES_OF_CODE_READERS = tuple(
 
 
 def _name_of_external_function(function: Any) -> str:
-    """The public name of a function or method of C that uses external state; "" for others.
+    """Returns the public name of a function or method of C that uses external state; "" for others.
 
     Imports none of these modules.
     """
@@ -528,7 +528,7 @@ _CAPTURE_FILE = "partita/guards/capture_run.py"
 
 
 def _find_user_frame(frame: FrameType | None) -> FrameType | None:
-    """The user's frame that called into Python's library, which runs `frame`.
+    """Returns the user's frame that called into Python's library, which runs `frame`.
 
     None where torch or another module called it, and while a module is imported.
     """

@@ -361,7 +361,7 @@ class CaptureRun:
     def _make_program(
         self, made: fx.GraphModule, calls: tuple[BlockCalls, ...]
     ) -> CapturedProgram | None:
-        """The program of a traced graph; None where the step has read marks.
+        """Returns the program of a traced graph; None where the step has read marks.
 
         Raises:
             UnsureOfWrites: blocks that are calls in it have to be inlined.
@@ -524,7 +524,7 @@ class CaptureRun:
         return found
 
     def _stand_in_arguments(self) -> Any:
-        """The arguments of the step with stand-ins for tensors and floats."""
+        """Returns the arguments of the step with stand-ins for tensors and floats."""
         leaves, structure = flatten_call((self.args, self.kwargs))
         first = len(self.inputs.leaves) - len(leaves)
         for i, leaf in enumerate(leaves):
@@ -626,14 +626,14 @@ class CaptureRun:
                 self.writes.append(write)
 
     def _ids_known(self) -> set[int]:
-        """The ids of objects that were there before the step."""
+        """Returns the ids of objects that were there before the step."""
         return self.record.ids_reached() | self.state.ids_searched()
 
     def _is_argument(self, write: Write) -> bool:
         return write.place.name.startswith(("argument", "param_groups"))
 
     def make_unrepeated_write_error(self, write: Write) -> Exception:
-        """The error to raise where a graph would not write again what the step writes."""
+        """Returns the error to raise where a graph would not write again what the step writes."""
         codes = [*self.record.codes.values()]
         return unrepeated_write_error(write, codes, self.step)
 
@@ -733,14 +733,14 @@ def _may_be_argument(value: Any, given: Any) -> bool:
 
 
 def _form_of(container: Any) -> tuple[Any, list[type]]:
-    """The keys of a container, and the kinds of its values."""
+    """Returns the keys of a container, and the kinds of its values."""
     keys, values = items_of(container)
     kinds = [torch.Tensor if isinstance(v, torch.Tensor) else type(v) for v in values]
     return None if keys is None else [*keys], kinds
 
 
 def _made_anew(call: Any) -> list[Any]:
-    """The containers and objects among the arguments that `flatten_call` takes apart."""
+    """Returns the containers and objects among the arguments that `flatten_call` takes apart."""
     found: list[Any] = []
 
     def look(value: Any) -> bool:

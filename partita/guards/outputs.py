@@ -82,7 +82,7 @@ class ModuleAttributes:
         return any(home is known for _, known in self._homes)
 
     def make_left_error(self, place: Place, value: Any) -> Exception:
-        """The error to raise where the step leaves `value` in a place."""
+        """Returns the error to raise where the step leaves `value` in a place."""
         for _, attributes in self._homes:
             if place.home is attributes.get("_buffers"):
                 return not_captured(
@@ -94,7 +94,7 @@ class ModuleAttributes:
         return make_left_error(place.name, value)
 
     def list_left_tensors(self, known: Collection[tuple[int, Any]]) -> list[Slot]:
-        """The attributes in which the step leaves a tensor; called within `restored`.
+        """Returns the attributes in which the step leaves a tensor; called within `restored`.
 
         Args:
             known: identities of the slots that are inputs.
@@ -311,7 +311,7 @@ def unrepeated_write_error(write: Write, codes: list[CodeType], step: Any) -> Ca
 
 
 def _line_of(step: Any) -> str:
-    """The line at which a step is defined; "" where it has none."""
+    """Returns the line at which a step is defined; "" where it has none."""
     f = inspect.unwrap(step) if inspect.isfunction(step) else getattr(step, "__func__", step)
     code = getattr(f, "__code__", None)
     return "" if code is None else f"{code.co_filename}:{code.co_firstlineno}"

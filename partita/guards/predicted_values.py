@@ -129,7 +129,7 @@ class PredictedValues:
             self._reads[node] = self._read_of[of]
 
     def find_value(self, node: fx.Node) -> Any:
-        """The likely value of a number's node on this rank. Raises NotKnown."""
+        """Returns the likely value of a number's node on this rank. Raises NotKnown."""
         new = []
         for last in reversed(self._graph.nodes):
             if last in self._values:

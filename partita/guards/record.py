@@ -234,7 +234,7 @@ class _Copied:
     is_settings: bool = True
 
     def find_writes(self) -> Iterator[Write]:
-        """The changes since."""
+        """Yields the changes since."""
         value, before, dotted = self.value, self.before, self.owner is not None
         if dotted and _has_other_dict(self.owner, value):
             place = place_of_dict(f"{self.name}.__dict__", self.owner)
@@ -254,7 +254,7 @@ class _Copied:
             yield Write(Place(self.name, value, None, get, put), before, get(), repeatable)
 
     def _find_set_names(self) -> Iterator[Write]:
-        """The names set in a class, module or function, or in an object of a library."""
+        """Yields the names set in a class, module or function, or in an object of a library."""
         users = _is_of_user(self.owner)
         for key in [*self.value.keys() | self.before.keys()]:
             was, now = self.before.get(key, MISSING), self.value.get(key, MISSING)
@@ -362,7 +362,7 @@ class Snapshots:
         self._raw.append((place, read_raw_content(value)))
 
     def find_writes(self) -> Iterator[Write]:
-        """The changes since the snapshots. What the step changes and puts back is none."""
+        """Yields the changes since the snapshots. What the step changes and puts back is none."""
         with_owner = {
             i
             for i, copied in self._containers.items()
@@ -435,7 +435,7 @@ _CACHES = (functools._lru_cache_wrapper, weakref.WeakKeyDictionary)
 
 
 def _list_held(cache: Any) -> list[Any]:
-    """The results that a cache keeps, among other objects."""
+    """Returns the results that a cache keeps, among other objects."""
     if isinstance(cache, weakref.WeakKeyDictionary):
         return [*cache.values()]
     held = [v for v in gc.get_referents(cache) if v is not vars(cache)]
@@ -587,7 +587,7 @@ def uninstrument_module(module: types.ModuleType) -> None:
 
 
 def count_own_attributes(kind: type) -> int:
-    """The number of attributes of a class, without what `instrument` has added."""
+    """Returns the number of attributes of a class, without what `instrument` has added."""
     held = vars(kind)
     added = getattr(held.get("__getattribute__"), "_partita_own", 0) is None
     return len(held) - added

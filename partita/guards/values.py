@@ -117,7 +117,7 @@ class EntriesKey:
         self.keys, self.values = items_of(value)
 
     def expand(self) -> ContainerKey:
-        """A key for each entry."""
+        """Returns a key for each entry."""
         parts = tuple(map(_key_of_entry, self.values))
         return ContainerKey(self.kind, _keys_of_members(self.kind, self.keys), parts)
 
@@ -157,7 +157,7 @@ def _keys_of_members(kind: type, keys: list[Any] | None) -> Any:
 
 
 def argument_key(value: Any) -> Any:
-    """The key of an argument that is no tensor; of a float, a graph input, its type."""
+    """Returns the key of an argument that is no tensor; of a float, a graph input, its type."""
     if isinstance(value, float):  # what the step asks of it is in the program's conditions
         return (type(value),)
     return whole_key(value)
@@ -169,7 +169,7 @@ def whole_key(value: Any) -> Any:
 
 
 def content_key(value: Any, walk: ContentWalk | None = None) -> Any:
-    """The key of a value that is no number input; `walk` makes it, or one of its own."""
+    """Returns the key of a value that is no number input; `walk` makes it, or one of its own."""
     kind = type(value)
     if kind in _BY_REPR:
         return (kind, repr(value))
@@ -209,7 +209,7 @@ class ContentWalk:
     _met: dict[int, tuple[Any, Any, bool]] = field(default_factory=dict)
 
     def make_key(self, value: Any) -> Any:
-        """The key of a value that is not plain."""
+        """Returns the key of a value that is not plain."""
         kind: type = type(value)
         sort = _sort_of_type(kind)
         if sort == "object" and not self.is_whole:
@@ -250,12 +250,12 @@ class ContentWalk:
         return (kind, repr(value) if sort == "value" else ByIdentity(value))
 
     def make_part(self, value: Any, home: Any, key: Any) -> Any:
-        """The key of `value`, which stands in `home` at `key`."""
+        """Returns the key of `value`, which stands in `home` at `key`."""
         number = self.numbers.get((id(home), key)) if self.numbers else None
         return content_key(value, self) if number is None else ByType(value, number)
 
     def _make_changeable_key(self, value: Any, sort: str) -> Any:
-        """The key of a container, or of an array or its like."""
+        """Returns the key of a container, or of an array or its like."""
         if id(value) in self.huge:
             return EntriesKey(value)
         if sort == "raw":
@@ -276,7 +276,7 @@ class ContentWalk:
         return ContainerKey(type(value), members, tuple(parts), own)
 
     def _key_of_attributes(self, value: Any) -> Any:
-        """The key of the attributes of a container of a class of the user's."""
+        """Returns the key of the attributes of a container of a class of the user's."""
         if not is_user_module(type(value).__module__):
             return None
         held = dict_of(value)
@@ -286,7 +286,7 @@ class ContentWalk:
 
 
 def read_field(value: Any, key: str) -> Any:
-    """An attribute, past a `__getattr__` of the user's, which may make one."""
+    """Returns an attribute, past a `__getattr__` of the user's, which may make one."""
     try:
         return object.__getattribute__(value, key)
     except AttributeError:
@@ -297,7 +297,7 @@ _MET = "met before"
 
 
 def forget_leaves(key: Any) -> Any:
-    """The key, with all tensors equal."""
+    """Returns the key, with all tensors equal."""
     if isinstance(key, LeafKey):
         return torch.Tensor
     if isinstance(key, ContainerKey):
@@ -306,7 +306,7 @@ def forget_leaves(key: Any) -> Any:
 
 
 def find_last_leaf(key: Any) -> int:
-    """The highest index of a leaf in a key; -1 where it has none."""
+    """Returns the highest index of a leaf in a key; -1 where it has none."""
     if isinstance(key, LeafKey):
         return key.number
     return max(map(find_last_leaf, key), default=-1) if isinstance(key, tuple) else -1
@@ -434,7 +434,7 @@ def _text_of_key(key: Any) -> str:
 
 
 def brief(value: Any) -> str:
-    """The text of a value in at most 60 characters."""
+    """Returns the text of a value in at most 60 characters."""
     if value is MISSING:
         return "nothing"
     if isinstance(value, torch.Tensor):
@@ -448,12 +448,12 @@ def brief(value: Any) -> str:
 
 
 def shorten_text(text: str) -> str:
-    """The text, or its two ends where it is longer than 60 characters."""
+    """Returns the text, or its two ends where it is longer than 60 characters."""
     return text if len(text) <= 60 else f"{text[:40]}...{text[-17:]}"
 
 
 def text_of(value: Any) -> str:
-    """The text of an argument, for messages."""
+    """Returns the text of an argument, for messages."""
     if isinstance(value, str):
         return repr(value)
     # Python's text of objects that refer to one another grows with the number of paths.
@@ -506,7 +506,7 @@ def _is_shared_memory(kind: type) -> bool:
 
 
 def read_raw_content(value: Any) -> Any:
-    """The content of an object now, to be compared with `==`."""
+    """Returns the content of an object now, to be compared with `==`."""
     if isinstance(value, _FILES):
         return "closed" if value.closed else (value.getvalue(), value.tell())
     if isinstance(value, decimal.Context):
@@ -553,7 +553,7 @@ def _is_of_items(value: Any) -> bool:
 
 
 def dict_of_view(value: Any) -> Any:
-    """The dictionary of a dictionary view; None for other objects."""
+    """Returns the dictionary of a dictionary view; None for other objects."""
     if not isinstance(value, _VIEWS):
         return None
     found = gc.get_referents(value)
@@ -604,7 +604,7 @@ class Place:
 
 
 def _writer(put: Callable[[Any], object], delete: Callable[[], object]) -> Callable[[Any], object]:
-    """A function that writes a value by `put`; where it is MISSING, calls `delete`."""
+    """Returns a function that writes a value by `put`; where it is MISSING, calls `delete`."""
     return lambda value: delete() if value is MISSING else put(value)
 
 
@@ -617,14 +617,14 @@ def _write_attribute(owner: Any, key: str, value: Any) -> None:
 
 
 def place_of_cell(name: str, where: types.CellType) -> Place:
-    """A closure cell."""
+    """Returns a closure cell."""
     at = where, "cell_contents"
     put = _writer(partial(setattr, *at), partial(delattr, *at))
     return Place(name, where, 0, partial(cell_content, where, MISSING), put)
 
 
 def place_of_slot(name: str, owner: Any, descriptor: Any) -> Place:
-    """An attribute in a `__slots__`."""
+    """Returns an attribute in a `__slots__`."""
 
     def get_slot() -> Any:
         try:
@@ -653,7 +653,7 @@ def place_of_class_attribute(kind: type, key: str) -> Place:
 
 
 def place_in_namespace(name: str, space: Any, key: str) -> Place:
-    """An attribute that a class, module, function or another object has itself."""
+    """Returns an attribute that a class, module, function or another object has itself."""
     if type(space) is dict:
         return Place(name, space, key)
     home = space if isinstance(space, type) else vars(space)
@@ -668,7 +668,7 @@ _OF_TENSOR: dict[str, Any] = gc.get_referents(vars(torch.Tensor))[0]
 
 
 def place_of_tensor_attribute(key: str) -> Place:
-    """An attribute of torch.Tensor, as a method, which a program may replace."""
+    """Returns an attribute of torch.Tensor, as a method, which a program may replace."""
     at = torch.Tensor, key
     put = _writer(partial(setattr, *at), partial(delattr, *at))
     return Place(f"torch.Tensor.{key}", _OF_TENSOR, key, None, put)
@@ -687,7 +687,7 @@ def place_of_dict(name: str, owner: Any) -> Place:
 
 
 def place_of_context_variable(name: str, variable: contextvars.ContextVar[Any]) -> Place:
-    """The value of a context variable."""
+    """Returns the value of a context variable."""
 
     def get_context_variable() -> Any:
         try:
@@ -762,7 +762,7 @@ class CacheEpoch:
         return float("inf") if most is None else most
 
     def _find_results(self) -> dict[Any, Any]:
-        """The results by key; of a bounded cache those used last at the end."""
+        """Returns the results by key; of a bounded cache those used last at the end."""
         table = _find_table(self._function)
         if self._most == float("inf") or not table:
             return {**table}
@@ -775,7 +775,7 @@ class CacheEpoch:
 
 
 def results_of_cache(function: Any) -> list[Any]:
-    """The results that a function of `functools.lru_cache` keeps now."""
+    """Returns the results that a function of `functools.lru_cache` keeps now."""
     return [*CacheEpoch(function)._find_results().values()]
 
 
@@ -819,7 +819,7 @@ INSIDE = ("_parameters", "_buffers", "_modules")  # dictionaries of an nn.Module
 
 
 def names_of_class(kind: type) -> frozenset[str]:
-    """The names that a class and its bases have now."""
+    """Returns the names that a class and its bases have now."""
     return _find_names_of_class(kind, tuple([len(vars(base)) for base in kind.__mro__]))
 
 
@@ -847,12 +847,12 @@ _FUNCTIONS_OF_DESCRIPTORS: dict[type, tuple[str, ...]] = {
 
 
 def variables_of(space: Any) -> dict[str, Any]:
-    """The variables of a namespace: a dictionary of globals, or what has a `__dict__`."""
+    """Returns the variables of a namespace: a dictionary of globals, or what has a `__dict__`."""
     return space if type(space) is dict else vars(space)
 
 
 def dict_of(value: Any) -> Any:
-    """The `__dict__` of an object, past its `__getattribute__`; None where it has none."""
+    """Returns the `__dict__` of an object, past its `__getattribute__`; None where it has none."""
     try:
         return object.__getattribute__(value, "__dict__")
     except AttributeError:  # a thread has a dictionary of its own of a `threading.local`
@@ -870,7 +870,7 @@ def find_module_dict(owner: Any, name: str) -> Any:
 
 
 def slots_of(kind: type) -> dict[str, Any]:
-    """The descriptors of the `__slots__` of a class, by name."""
+    """Returns the descriptors of the `__slots__` of a class, by name."""
     return {
         key: value
         for base in reversed(kind.__mro__)
@@ -913,7 +913,7 @@ def is_iterator(value: Any) -> bool:
 
 
 def cell_content(where: types.CellType, otherwise: Any = None) -> Any:
-    """The content of a closure cell; `otherwise` where nothing was assigned to it yet."""
+    """Returns the content of a closure cell; `otherwise` where nothing was assigned to it yet."""
     try:
         return where.cell_contents
     except ValueError:

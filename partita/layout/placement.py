@@ -47,7 +47,7 @@ class Mesh:
         return dict(zip(self.names, self.sizes, strict=True))
 
     def size(self, axis: str | None = None) -> int:
-        """The number of ranks along `axis`, or of all ranks."""
+        """Returns the number of ranks along `axis`, or of all ranks."""
         if axis is None:
             return math.prod(self.sizes)
         try:
@@ -56,7 +56,7 @@ class Mesh:
             raise self._no_axis(axis) from None
 
     def index(self, axis: str) -> int:
-        """The position of `axis` among the axes."""
+        """Returns the position of `axis` among the axes."""
         if axis not in self._size_of:
             raise self._no_axis(axis)
         return self.names.index(axis)
@@ -69,7 +69,7 @@ class Mesh:
         )
 
     def coordinates(self) -> tuple[Coordinate, ...]:
-        """Every rank's coordinate, in rank order."""
+        """Returns every rank's coordinate, in rank order."""
         return tuple(product(*(range(n) for n in self.sizes)))
 
     def group(self, axes: tuple[str, ...], at: Coordinate) -> tuple[Coordinate, ...]:

@@ -82,7 +82,7 @@ _SHOWN = 80
 
 
 def escape_controls(text: str) -> str:
-    r"""A name that comes from outside as one line that can do nothing: what is no printable
+    r"""Returns a name that comes from outside as one line that can do nothing: what is no printable
     character stands as Python writes it, "\x1b[31m".
 
     So a name of a module or of a file moves no cursor, begins no line and turns no text around.

@@ -283,12 +283,12 @@ def _parts_of(value: Any, mapping: type = dict) -> Iterable[tuple[Any, Any]]:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in a value: through tuples, lists, dicts and dataclasses."""
+    """Returns the tensors in a value: through tuples, lists, dicts and dataclasses."""
     return find_instances(value, torch.Tensor)
 
 
 def find_instances(value: Any, kind: type, mapping: type = dict) -> Iterator[Any]:
-    """The instances of `kind` in tuples, lists, dicts and dataclasses, in order.
+    """Yields the instances of `kind` in tuples, lists, dicts and dataclasses, in order.
 
     Args:
         mapping: what counts as a dict.
@@ -303,7 +303,7 @@ def find_instances(value: Any, kind: type, mapping: type = dict) -> Iterator[Any
 def replace_instances(
     value: Any, kind: type, change: Callable[[Any], Any], mapping: type = dict
 ) -> Any:
-    """A copy of `value` in which each instance of `kind` is changed, in order.
+    """Returns a copy of `value` in which each instance of `kind` is changed, in order.
 
     Dataclasses are not called, so that what they check of a tensor need not hold.
 
@@ -334,5 +334,5 @@ def replace_instances(
 
 
 def remake_sequence(like: Any, parts: list[Any]) -> Any:
-    """A tuple, named tuple or list as `like`, of other parts."""
+    """Returns a tuple, named tuple or list as `like`, of other parts."""
     return type(like)(*parts) if hasattr(like, "_fields") else type(like)(parts)

@@ -47,7 +47,7 @@ class PartialGradients:
     used: list[bool]
 
     def add(self, other: PartialGradients) -> PartialGradients:
-        """The sum of both, in the memory of this one."""
+        """Returns the sum of both, in the memory of this one."""
         used = [a or b for a, b in zip(self.used, other.used, strict=True)]
         return PartialGradients(self.sums.add_(other.sums), used)
 
@@ -118,7 +118,7 @@ class _FlatPiece:
         return pairs
 
     def padding(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        """The parts of `rows` that are padding."""
+        """Returns the parts of `rows` that are padding."""
         short = [run for run in self.runs if run.length < self.length]
         return [rows[slice(*run.ranks), run.length :] for run in short]
 
@@ -261,7 +261,7 @@ class FlatBuffer:
         return True
 
     def _own_row(self, out: torch.Tensor) -> torch.Tensor:
-        """The memory for this rank's flat shard: its row of `out` where that is allowed."""
+        """Returns the memory for this rank's flat shard: its row of `out` where that is allowed."""
         if not self.wire.gathers_in_place:
             return empty(self.length, dtype=self.dtype, device=self.device)
         _, members = self.wire.group(self.gather.axes)
@@ -332,7 +332,7 @@ class FlatBuffer:
         return out
 
     def views(self) -> list[torch.Tensor]:
-        """A new plain view of each parameter, in its true local shape."""
+        """Returns a new plain view of each parameter, in its true local shape."""
         storage = self._full.untyped_storage()
         return [
             empty(0, dtype=self.dtype, device=self.device).set_(
@@ -361,13 +361,13 @@ class FlatBuffer:
             self._full, self._rows = empty(0, dtype=self.dtype, device=self.device), []
 
     def find_piece(self, element: Any) -> int:
-        """The number of the parameter that has this element of the gathered storage."""
+        """Returns the number of the parameter that has this element of the gathered storage."""
         return bisect_right([piece.place for piece in self.pieces], element) - 1
 
     def make_view(
         self, dtype: torch.dtype, offset: Any, size: Sequence[int], stride: Sequence[int]
     ) -> torch.Tensor:
-        """A view of the gathered storage."""
+        """Returns a view of the gathered storage."""
         view = empty(0, dtype=dtype, device=self.device)
         return view.set_(self._full.untyped_storage(), offset, size, stride)
 
@@ -569,7 +569,7 @@ def _give_up_memory(own: Sequence[torch.Tensor], known: int, name_of: Callable[[
 def find_views_of_memory(
     own: Sequence[torch.Tensor], storage: torch.UntypedStorage, count: int
 ) -> list[Any]:
-    """The Python tensors, other than `own`, that lie in `storage`; `count` are looked for.
+    """Returns the Python tensors, other than `own`, that lie in `storage`; `count` are looked for.
 
     Young objects are searched first, where a running backward's tensors are. All objects are
     searched only for tensors that have outlived garbage collections, or that C++ holds.
@@ -585,7 +585,7 @@ def find_views_of_memory(
 
 
 def _kinds_of_tensors() -> set[int]:
-    """The ids of all tensor classes: `isinstance` could run code of the objects."""
+    """Returns the ids of all tensor classes: `isinstance` could run code of the objects."""
     kinds: dict[int, type] = {}
     ahead: list[type] = [torch.Tensor]
     while ahead:

@@ -231,7 +231,7 @@ class FsdpGroup:
         ]
 
     def shards(self) -> Sequence[DTensor]:
-        """The parameters at rest, as the modules hold them now."""
+        """Returns the parameters at rest, as the modules hold them now."""
         if self.installed:
             return self.gathered
         return [
@@ -399,7 +399,7 @@ class FsdpGroup:
     # -- gathered parameters in the modules --------------------------------------------------------
 
     def views(self) -> list[torch.Tensor]:
-        """The gathered parameters, plain and local, in the order of the flats."""
+        """Returns the gathered parameters, plain and local, in the order of the flats."""
         return [v for flat in self.flats for v in flat.views()]
 
     def install(self, plain: Sequence[torch.Tensor]) -> None:
@@ -545,7 +545,7 @@ _REPLACED = (
 
 
 def modified_error(what: str, now: int, expected: int, why: str = "") -> RuntimeError:
-    """The error of a saved tensor that has another version now, as autograd's own."""
+    """Returns the error of a saved tensor that has another version now, as autograd's own."""
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace "
         f"operation: {what} is at version {now}; expected version {expected}{why}"
@@ -739,7 +739,7 @@ class Zero(ShardedState):
         self.adopt_parameters(parameters)
 
     def make_unsharded_spec(self, spec: Spec) -> Spec:
-        """The layout of a parameter of `spec` when it is gathered."""
+        """Returns the layout of a parameter of `spec` when it is gathered."""
         found = self._unsharded.get(spec)
         if found is None:
             layout = spec.layout
@@ -867,7 +867,7 @@ class Zero(ShardedState):
                 self.release()  # what was prefetched and not used
 
     def token(self, group: FsdpGroup) -> Token:
-        """The token that ties the gathered parameters of `group` to their shards.
+        """Returns the token that ties the gathered parameters of `group` to their shards.
 
         One serves a whole forward of the model, so that its backward comes after every block's,
         and there waits for all gradients that are under way. A block that is called alone has its

@@ -115,7 +115,7 @@ class _BlockHooks:
         return prepared
 
     def _prepare_inputs(self, args: Any, kwargs: Any, call: _ForwardCall | None) -> Any:
-        """The inputs of a forward, cast and watched; None where they stay as they are."""
+        """Returns the inputs of a forward, cast and watched; None where they stay as they are."""
         precision = self.group.zero.precision
         dtype = precision.param_dtype
         cast = dtype is not None and precision.cast_inputs
@@ -484,7 +484,7 @@ class _SavedNote(SavedVersions):
             return self.make_again()
 
     def find_parameter(self) -> int:
-        """The number in the group of the parameter that it is made of."""
+        """Returns the number in the group of the parameter that it is made of."""
         raise NotImplementedError
 
     def make_again(self) -> torch.Tensor:

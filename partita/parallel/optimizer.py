@@ -56,7 +56,7 @@ def reduce_gradients(params: Iterable[torch.Tensor]) -> None:
 
 
 def _list_parameters(given: Any, by: str) -> list[Any]:
-    """The tensors `given`.
+    """Returns the tensors `given`.
 
     Raises:
         TypeError: a model, an optimizer, names with parameters, or what is no tensor.
@@ -250,7 +250,7 @@ def _after_step(optimizer: Optimizer, args: _Args, kwargs: _Kwargs) -> None:
 
 
 def _make_idle_step_args(optimizer: Optimizer, args: _Args, kwargs: _Kwargs) -> _StepCall:
-    """The arguments of the step that follows: an optimizer without parameters."""
+    """Returns the arguments of the step that follows: an optimizer without parameters."""
     idle = object.__new__(type(optimizer))  # `copy.copy` would walk the state of all parameters
     idle.__dict__.update(optimizer.__dict__)
     idle.param_groups = []

@@ -251,7 +251,7 @@ def find_blocks(model: nn.Module, chosen: Blocks = None) -> list[Block]:
 
 
 def block_modules(model: nn.Module, chosen: Blocks = None) -> list[nn.Module]:
-    """The modules that are blocks of `model`; see `find_blocks`."""
+    """Returns the modules that are blocks of `model`; see `find_blocks`."""
     if chosen is None:
         return list(_children_of_lists(model))
     if isinstance(chosen, str) or not isinstance(chosen, Iterable):

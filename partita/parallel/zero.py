@@ -387,7 +387,7 @@ class _Bucket:
         return self.flat_of(self.params)
 
     def flat_of(self, params: Sequence[DTensor]) -> FlatBuffer:
-        """The flat buffer of some of the parameters, in the dtype that they have now."""
+        """Returns the flat buffer of some of the parameters, in the dtype that they have now."""
         dtype, device = params[0].dtype, params[0].device
         key = () if params is self.params else tuple(params)
         flat = self._flats.get(key)
@@ -593,7 +593,7 @@ def _join_small_blocks(
 
 
 def _spec_after_reduction(spec: Spec, axes: tuple[str, ...], stage: int) -> Spec:
-    """The spec of a gradient reduced over `axes`; it may be partial over others."""
+    """Returns the spec of a gradient reduced over `axes`; it may be partial over others."""
     layout = spec.gradient.layout
     for a in axes:
         layout = layout.put(a, Shard(0) if stage == 2 else Replicate())

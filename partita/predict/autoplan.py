@@ -385,14 +385,14 @@ class WaySearch:
         return self._guessed[way]
 
     def _slowest_kept(self) -> float:
-        """Seconds that a way must undercut to be shown."""
+        """Returns seconds that a way must undercut to be shown."""
         fitting = sorted(self.found[way][0] for way, end in self.ended.items() if end == FITS)
         return fitting[self.keep - 1] if len(fitting) >= self.keep else math.inf
 
     # -- what it costs -----------------------------------------------------------------------------
 
     def _confirm_choices(self) -> tuple[PlannedWay, ...]:
-        """The first that fit when all of their blocks and micro-batches are simulated."""
+        """Returns the first that fit when all of their blocks and micro-batches are simulated."""
         fitting = [way for way, end in self.ended.items() if end == FITS]
         choices: list[PlannedWay] = []
         for way in sorted(fitting, key=lambda way: self.found[way][0]):

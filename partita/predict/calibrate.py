@@ -65,14 +65,14 @@ def calibrate(ranks: int) -> Machine:
 
 
 def machine_toml(machine: Machine) -> str:
-    """A machine as the text of a file that `load_machine` reads."""
+    """Returns a machine as the text of a file that `load_machine` reads."""
     said = {f.name: getattr(machine, f.name) for f in fields(machine)}
     usual = {f.name: f.default for f in fields(machine)}
     return "\n".join(_format_table({k: v for k, v in said.items() if v != usual[k]})) + "\n"
 
 
 def _format_table(table: Mapping[str, Any], above: str = "") -> Iterator[str]:
-    """The lines of a table of TOML: its values, and then the tables in it."""
+    """Yields the lines of a table of TOML: its values, and then the tables in it."""
     inner: dict[str, Mapping[str, Any]] = {}
     for key, value in table.items():
         if is_dataclass(value) or isinstance(value, Mapping):
@@ -393,7 +393,7 @@ class DeckCall:
 
 
 def make_deck() -> list[DeckCall]:
-    """All calls: by bytes, by operations, and those that only cost the host's time."""
+    """Returns all calls: by bytes, by operations, and those that only cost the host's time."""
     pools: dict[int, list[torch.Tensor]] = {}
     return [*_make_host_calls(), *_make_byte_calls(pools), *_make_work_calls()]
 
@@ -499,7 +499,7 @@ def _make_work_calls() -> Iterator[DeckCall]:
 
 
 def _make_products(size: int) -> Iterator[DeckCall]:
-    """A product of two matrices, as forward and as the gradient of a weight has it."""
+    """Yields a product of two matrices, as forward and as the gradient of a weight has it."""
     a, b = torch.rand(size, size), torch.rand(size, size)
     flops = 2.0 * size**3
     yield DeckCall("matmul", flops, lambda: _aten.mm.default(a, b.t()))
@@ -524,7 +524,7 @@ def _make_attention(length: int, width: int) -> Iterator[DeckCall]:
 def _make_convolutions(
     thin: str, flops: float, images: int, size: int, channels: int, more: int
 ) -> Iterator[DeckCall]:
-    """A convolution of 3 x 3 of square images, and its backward."""
+    """Yields a convolution of 3 x 3 of square images, and its backward."""
     x, weight = torch.rand(images, channels, size, size), torch.rand(more, channels, 3, 3)
     how = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
     gradient = torch.rand(images, more, size, size)

@@ -134,7 +134,7 @@ class MeasuredCurve:
 
 
 def fit_curve(points: Sequence[tuple[float, float]]) -> MeasuredCurve:
-    """The curve through points (amount, seconds) in any order, made to rise.
+    """Returns the curve through points (amount, seconds) in any order, made to rise.
 
     A point that is quicker than one of a smaller amount is noise: it gets the other's seconds.
     """
@@ -345,7 +345,7 @@ def load_machine(name: str | Path | Machine) -> Machine:
 
 
 def read_link(text: str) -> tuple[str, Link]:
-    """The axes and the link of "dp=10 us,50 GB/s".
+    """Returns the axes and the link of "dp=10 us,50 GB/s".
 
     Raises:
         MachineError: it says what is wrong with it.
@@ -541,7 +541,7 @@ def messages_of(kind: str, ranks: int) -> int:
 
 
 def collective_bytes(kind: str, ranks: int, whole: float) -> float:
-    """Bytes that one rank of a ring sends.
+    """Returns bytes that one rank of a ring sends.
 
     Args:
         whole: bytes of the unsharded tensor: what an all-gather gives, what a reduce-scatter or an
@@ -559,7 +559,7 @@ def collective_bytes(kind: str, ranks: int, whole: float) -> float:
 def collective_seconds(
     kind: str, ranks: int, nbytes: float, link: Link, *, each_on_its_host: bool = False
 ) -> float:
-    """Seconds from when the last rank begins to the end, by the quicker algorithm.
+    """Returns seconds from when the last rank begins to the end, by the quicker algorithm.
 
     A ring of n ranks has n - 1 messages one after the other; an all-reduce is a reduce-scatter and
     an all-gather, and has twice as many (Thakur, Rabenseifner and Gropp 2005, "Optimization of
@@ -643,7 +643,7 @@ _THIN = 4
 
 
 def rate_of(node: fx.Node, name: str, kind: str) -> str:
-    """The rate of a call; "" of one that costs nothing at all.
+    """Returns the rate of a call; "" of one that costs nothing at all.
 
     Args:
         name: of the operator.

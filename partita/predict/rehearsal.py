@@ -236,7 +236,7 @@ def read_mesh(text: str) -> dict[str, int]:
 
 
 def read_call(text: str, arguments: str, mesh: Any) -> tuple[Callable[..., Any], Any, Any]:
-    """The function, the positional and the named arguments that a text says.
+    """Returns the function, the positional and the named arguments that a text says.
 
     Args:
         text: a function of torch ("F.linear", "torch.matmul", "Tensor.sum") or of yours
@@ -450,7 +450,7 @@ class _Schedule(MemoryCount):
         return Buffer(f"{self._made_by}_{at}", nbytes, at, _NEVER, **about)
 
     def memory_with(self, held: tuple[HeldInput, ...]) -> Memory:
-        """The schedule as it is now."""
+        """Returns the schedule as it is now."""
         end = len(self._places)
         buffers = (replace(b, death=min(b.death, end)) for b in self._buffers if b.nbytes)
         return Memory(tuple(self._places), tuple(buffers), held)

@@ -48,7 +48,7 @@ class Shown:
         return "".join(parts)
 
     def __rich__(self) -> Any:
-        """The same in colours, for rich."""
+        """Returns the same in colours, for rich."""
         from rich.text import Text
 
         whole = Text(no_wrap=True)

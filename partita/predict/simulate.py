@@ -185,7 +185,7 @@ def _name_of_step(step: Any) -> str:
 
 
 def with_links(machine: Machine, links: Mapping[str, Link], axes: Collection[str]) -> Machine:
-    """The machine with these links in place of its own.
+    """Returns the machine with these links in place of its own.
 
     Raises:
         MachineError: names a link whose axes are not all among `axes`.
@@ -303,7 +303,7 @@ def _count_unread_bytes(step: Callable[..., Any], args: Sequence[Any], program: 
 
 
 def _find_wires(step: Callable[..., Any], args: Sequence[Any]) -> list[Wire]:
-    """The wires of the tensors that a step reaches, of those that it does not read, too."""
+    """Returns the wires of the tensors that a step reaches, of those that it does not read, too."""
     state = find_state(_function_of_step(step), (), args, {})
     leaves = tensors_of_call(state.slots, tuple(args), {})
     return list(dict.fromkeys(t._spec.wire for t in leaves if isinstance(t, DTensor)))
@@ -344,7 +344,7 @@ def _format_mesh(sizes: Mapping[str, int]) -> str:
 
 
 def _step_of(model: nn.Module) -> Callable[..., torch.Tensor]:
-    """A step of a model that gives its loss."""
+    """Returns a step of a model that gives its loss."""
     if not any(p.requires_grad for p in model.parameters()):
         has = "none of the model's parameters requires a gradient"
         has = has if any(True for _ in model.parameters()) else "the model has no parameters"
@@ -367,7 +367,7 @@ def _step_of(model: nn.Module) -> Callable[..., torch.Tensor]:
 
 
 def _sizes_of_mesh(mesh: Any) -> dict[str, int]:
-    """The size of each axis, outermost first."""
+    """Returns the size of each axis, outermost first."""
     if isinstance(mesh, str):
         return read_mesh(mesh)
     if isinstance(mesh, Mapping):
@@ -568,7 +568,7 @@ class Kernel:
     rate: str = ""
 
     def seconds(self, machine: Machine) -> float:
-        """Seconds on a machine: as measured where it was, else by the roofline."""
+        """Returns seconds on a machine: as measured where it was, else by the roofline."""
         curve = machine.kernels.get(self.rate)
         if curve is not None:
             slower = machine.peak_flops("float32") / machine.peak_flops(self.dtype)
@@ -643,7 +643,7 @@ def count_flops(node: fx.Node) -> float:
 
 
 def _operand_named(node: fx.Node, name: str) -> Any:
-    """The operand of this name of a call, by its schema; None where it is not given."""
+    """Returns the operand of this name of a call, by its schema; None where it is not given."""
     if name in node.kwargs or not isinstance(node.target, torch._ops.OpOverload):
         return node.kwargs.get(name)
     names = [argument.name for argument in node.target._schema.arguments]
@@ -734,7 +734,7 @@ def _phase_of_node(node: fx.Node) -> str:
 
 
 def _read_at_most(node: fx.Node, operand: fx.Node) -> float:
-    """Bytes that a call reads of an operand: of a table no more than it takes from it."""
+    """Returns bytes that a call reads of an operand: of a table no more than it takes from it."""
     name = _name_of_op(node)
     if "nll_loss" in name and operand in node.args[:2] and len(_shape_of_node(operand)) > 1:
         # Of the classes forward reads the target's, and backward none.
@@ -895,7 +895,7 @@ class Simulation:
         return f"{self.what} on {_format_mesh(self.mesh)} of {self.machine.name}"
 
     def _make_rows(self) -> list[tuple[str, str, str]]:
-        """Names, amounts, and what is in them and what is not."""
+        """Returns names, amounts, and what is in them and what is not."""
         said = "a roofline; no host, no stragglers, no data loading"
         rows = [("step", format_seconds(self.seconds), said)]
         said = f"{self.flops / 1e12:.4g} TFLOP a rank"

@@ -62,7 +62,7 @@ def _make_text(sequences: int, context: int) -> tuple[Tensor, Tensor]:
 
 
 def _loss_of_logits(result: Tensor, targets: Tensor) -> Tensor:
-    """The cross-entropy of logits (..., classes) in float32."""
+    """Returns the cross-entropy of logits (..., classes) in float32."""
     return F.cross_entropy(result.flatten(0, -2).float(), targets.flatten())
 
 
@@ -124,7 +124,7 @@ class ModelShape:
 def _shape_of_class(
     kind: str, layers: int, width: int, heads: int, context: int, vocab: int, **more: int
 ) -> ModelShape:
-    """The shape of a class of `partita.app.models`, which has `more` sizes."""
+    """Returns the shape of a class of `partita.app.models`, which has `more` sizes."""
     sizes = {"width": width, "heads": heads, "vocab": vocab, **more}
 
     def make(layers: int, context: int) -> nn.Module:
@@ -204,7 +204,7 @@ _PRECISIONS = "'bfloat16' or 'float32'"
 def make_step(
     model: str | ModelShape, mesh: Mapping[str, int], strategy: Strategy, on: Any = None
 ) -> tuple[Callable[..., Tensor], tuple[Any, ...], int]:
-    """A training step of a model: on a dry mesh over the meta device, or to be run.
+    """Returns a training step of a model: on a dry mesh over the meta device, or to be run.
 
     Args:
         mesh: sizes of "dp" and "tp".
@@ -346,7 +346,7 @@ class Way:
 def ways_of(
     shape: ModelShape, ranks: int, batch: int, machine: Machine, base: Strategy
 ) -> Iterator[Way]:
-    """All ways to step a model on so many ranks, `batch` sequences on all of them together.
+    """Yields all ways to step a model on so many ranks, `batch` sequences on all of them together.
 
     Tensor parallelism stays within a host, and divides the heads; micro-batches are powers of two.
     """
@@ -376,7 +376,7 @@ _BYTES = 256
 
 
 def write_code(shape: ModelShape, way: Way) -> str:
-    """A program for all ranks that trains a model as `make_step` did to simulate the way.
+    """Returns a program for all ranks that trains a model as `make_step` did to simulate the way.
 
     A model of one's own it takes from its shape, which it calls `shape`.
     """

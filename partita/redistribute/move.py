@@ -251,7 +251,7 @@ def seconds_of_work(operations: float) -> float:
 
 
 def price_of_move(move: Move, mesh: Mesh, itemsize: int) -> float:
-    """Seconds of `move`, and of its transpose if it has one; `itemsize` in bytes."""
+    """Returns seconds of `move`, and of its transpose if it has one; `itemsize` in bytes."""
     return seconds_both_ways(move.way, *_sizes_of(move, mesh, itemsize), move.op)
 
 
@@ -270,7 +270,7 @@ def pads_heavily(move: Move, mesh: Mesh, itemsize: int) -> bool:
 
 
 def _sizes_of(move: Move, mesh: Mesh, itemsize: int) -> tuple[int, int, int]:
-    """The ranks along its axes together, and the bytes that the first rank has and gets."""
+    """Returns the ranks along its axes together, and the bytes that the first rank has and gets."""
     have, got = (local_numel(m.shape, m.shards, mesh) * itemsize for m in (move.before, move.after))
     return math.prod(mesh.size(a) for a in move.axes), have, got
 
@@ -286,7 +286,7 @@ def local_numel(shape: tuple[int, ...], shards: tuple[tuple[str, ...], ...], mes
 
 
 def seconds_both_ways(way: str, n: int, have: float, got: float, op: str = "sum") -> float:
-    """Seconds of a move forward and of its transpose backward.
+    """Returns seconds of a move forward and of its transpose backward.
 
     Args:
         way: the letters of the placements before and after, such as "SR".

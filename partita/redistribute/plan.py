@@ -70,7 +70,7 @@ class Plan:
         return sum(bytes_sent(move, mesh, itemsize) for move in self.moves)
 
     def price(self, mesh: Mesh, itemsize: int = 4) -> float:
-        """The seconds of all moves and of those transposes that exist."""
+        """Returns the seconds of all moves and of those transposes that exist."""
         return sum(price_of_move(move, mesh, itemsize) for move in self.moves)
 
     def __str__(self) -> str:
@@ -79,7 +79,7 @@ class Plan:
 
 @lru_cache(maxsize=_PLANS_KEPT)
 def plan(before: Layout, after: Layout, mesh: Mesh, itemsize: int = 4) -> Plan:
-    """The cheapest path from `before` to `after`, its transpose counted too. Cached.
+    """Returns the cheapest path from `before` to `after`, its transpose counted too. Cached.
 
     Args:
         before, after: layouts of one global shape, over axes of `mesh`. Where `after` has no dtype

@@ -98,12 +98,12 @@ class MemoryCount:
         return held
 
     def live_of(self, name: str) -> int:
-        """Bytes under this label that are alive now."""
+        """Returns bytes under this label that are alive now."""
         self._look_again()
         return self._live.get(name, 0)
 
     def peak_of(self, name: str) -> int:
-        """The most bytes under this label that were alive at once."""
+        """Returns the most bytes under this label that were alive at once."""
         return self._peak.get(name, 0)
 
     # -- counting ------------------------------------------------------------------------------
@@ -308,7 +308,7 @@ _open = _Open()
 
 
 def open_reports() -> tuple[Report, ...]:
-    """The reports that are open on this thread."""
+    """Returns the reports that are open on this thread."""
     return _open.reports
 
 

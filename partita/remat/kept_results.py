@@ -32,7 +32,7 @@ class Candidate:
 
 
 def choose_kept(candidates: Sequence[Candidate], room: int) -> list[int]:
-    """The indices of the candidates to keep within `room` bytes.
+    """Returns the indices of the candidates to keep within `room` bytes.
 
     Those that save the most operations, and then those that save the most bytes written. More room
     never means more recomputed operations nor, of as many operations, more bytes written: the first

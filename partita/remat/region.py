@@ -200,23 +200,23 @@ class _RegionMarker:
             return run()
 
     def run_call(self, kind: FunctionKind, args: Any, kwargs: Any) -> Any:
-        """A function of torch, announced by the mode."""
+        """Returns a function of torch, announced by the mode."""
         keep = self._keeps(kind.func, args, kwargs, kind.op)
         return self._run_marked(keep, partial(kind.func, *args, **kwargs))
 
     def run_function(self, function: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
-        """An `autograd.Function`."""
+        """Returns an `autograd.Function`."""
         return self._run_marked(function in self.policy.functions, run)
 
     def run_one_call(self, function: OneCall, args: Any, kwargs: Any) -> Any:
-        """A function that `one_call` marked."""
+        """Returns a function that `one_call` marked."""
         keep = self._keeps(function, args, kwargs, function.title)
         return self._run_marked(keep, partial(function.__wrapped__, *args, **kwargs))
 
     def run_redistribution(
         self, op: str, reason: str, what: Any, x: torch.Tensor, run: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
-        """A redistribution."""
+        """Returns a redistribution."""
         keep = self.policy.keeps_redistribution(what, x, find_call_site())
         return self._run_marked(keep, run)
 
@@ -340,7 +340,7 @@ class Budget:
         return Budget, (self.nbytes, self.title)  # a copy has calls of its own to measure
 
     def begin(self, args: Any, kwargs: Any, module: nn.Module | None) -> _BudgetStep:
-        """The step for these inputs: measured the first time, planned from then on."""
+        """Returns the step for these inputs: measured the first time, planned from then on."""
         key = (*make_inputs_key(args, kwargs, TensorProducers(), []), _settings_of_module(module))
         step = self._steps.get(key)
         if step is not None:  # a result of a region was not used: its backward did not come

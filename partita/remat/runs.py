@@ -127,7 +127,7 @@ class SavedSlot:
         self.version = self.value._version
 
     def take(self) -> torch.Tensor:
-        """The tensor, recomputed if it is not here; the slot is empty afterwards."""
+        """Returns the tensor, recomputed if it is not here; the slot is empty afterwards."""
         if self.value is None:
             self.recompute(self)
         value, self.value = self.value, None
@@ -141,7 +141,7 @@ class SavedSlot:
 
 
 def _find_source(t: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """The tensor that holds the values of `t` at rest, and the version that was read.
+    """Returns the tensor that holds the values of `t` at rest, and the version that was read.
 
     A gathered parameter is a new tensor each time: its shard and the version of that, then.
     """
@@ -167,18 +167,18 @@ class _RegionRun:
         self._kernels: KernelsOfCall | None = None  # sees those of the call that runs now
 
     def _count_key(self, key: Any) -> int:
-        """The number of this occurrence of a key in the run."""
+        """Returns the number of this occurrence of a key in the run."""
         n = self._counts[key] = self._counts.get(key, -1) + 1
         return n
 
     def _make_key(self, what: Any, args: Any, kwargs: Any) -> tuple[Key, list[torch.Tensor]]:
-        """The key of a call, and its tensors."""
+        """Returns the key of a call, and its tensors."""
         tensors: list[torch.Tensor] = []
         inputs = make_inputs_key(args, kwargs, self.producers, tensors)
         return (what, find_call_site(), inputs), tensors
 
     def run_call(self, kind: FunctionKind, args: Any, kwargs: Any) -> Any:
-        """A function of torch, announced by the mode."""
+        """Returns a function of torch, announced by the mode."""
         if self._event is not None:
             return self._run_within(kind, args, kwargs)
         key, tensors = self._make_key(kind.op, args, kwargs)
@@ -229,7 +229,7 @@ class _RegionRun:
         return kind.func(*args, **kwargs)
 
     def _enter_call(self, key: Key, tensors: list[torch.Tensor]) -> RecordedCall:
-        """The entry of a call that is going to run."""
+        """Returns the entry of a call that is going to run."""
         raise NotImplementedError
 
     def _run_kernels(
@@ -404,7 +404,7 @@ class ForwardRecord(_RegionRun):
     def run_redistribution(
         self, op: str, reason: str, what: Any, x: torch.Tensor, run: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
-        """A redistribution, maybe within a call. The second run need not make it."""
+        """Returns a redistribution, maybe within a call. The second run need not make it."""
         out = self._run_unwatched(run)
         if isinstance(self._kernels, KeepMode) and out is not x:
             self._kernels.note_redistributed(out)
@@ -665,7 +665,7 @@ class Recomputation(_RegionRun):
     def run_redistribution(
         self, op: str, reason: str, what: Any, x: torch.Tensor, run: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
-        """A redistribution: its kept result; without one it is carried again."""
+        """Returns a redistribution: its kept result; without one it is carried again."""
         replaying = isinstance(self._kernels, ReplayMode)
         given = self._kernels.give_redistributed() if replaying else None  # type: ignore[union-attr]
         kept = self.forward.redistributed_results.get(self._count_redistribution(op, what, x))
@@ -784,7 +784,7 @@ class Recomputation(_RegionRun):
         )
 
     def make_missing_call_error(self, event: RecordedCall) -> RematError:
-        """The error where a slot was not filled, since its call was left out."""
+        """Returns the error where a slot was not filled, since its call was left out."""
         later = [e for e in self.forward.order if e.number > event.number and e in self._done]
         return self._make_error(
             "leaves out a call whose saved tensors backward needs",
@@ -827,7 +827,7 @@ def _name_of(t: torch.Tensor, module: nn.Module | None) -> str | None:
 
 
 def _describe_difference(event: RecordedCall | None, key: Key) -> tuple[str, ...]:
-    """A line that says what differs, where two calls have the same description."""
+    """Returns a line that says what differs, where two calls have the same description."""
     if event is None or describe_call(event.key) != describe_call(key):
         return ()
     if event.key[0] != key[0]:

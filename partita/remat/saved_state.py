@@ -234,7 +234,7 @@ _CARRIED: Place = ("carried", 0)
 
 
 def storage_id(t: torch.Tensor) -> int:
-    """An id of the storage of `t`.
+    """Returns an id of the storage of `t`.
 
     Not the address, which all empty storages share: a rank with an empty piece must find the same
     calls as the others. Private torch: there is no public name for it.
@@ -348,7 +348,7 @@ class KeptKernels(_KeptResult):
 
     @classmethod
     def of_redistributed(cls, x: torch.Tensor) -> KeptKernels:
-        """The kept result of a redistribution."""
+        """Returns the kept result of a redistribution."""
         return cls({_CARRIED: make_local_alias(x)}, x)
 
     @property
@@ -388,7 +388,7 @@ class ReplayMode(KernelsOfCall):
         return func(*args, **kwargs)
 
     def give_redistributed(self) -> torch.Tensor | None:
-        """The kept result of the next redistribution within the call, or None."""
+        """Returns the kept result of the next redistribution within the call, or None."""
         given: torch.Tensor | None = self._kept.give(self.count_run("carried"))
         return given
 
@@ -458,7 +458,7 @@ class KeptCall(_KeptResult):
         )
 
     def restore_output(self, what: str, ins: Sequence[torch.Tensor]) -> Any:
-        """The call's result for the second run."""
+        """Returns the call's result for the second run."""
         with Local():
             graded = [t for t in ins if t.requires_grad]
             results = self.results
@@ -479,7 +479,7 @@ class KeptCall(_KeptResult):
 
 
 def _sizes_of_storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    """The bytes of the storages of tensors, by `storage_id`."""
+    """Returns the bytes of the storages of tensors, by `storage_id`."""
     with Local():
         return {storage_id(t): t.untyped_storage().nbytes() for t in tensors}
 
@@ -527,11 +527,11 @@ class OpaqueSaves:
         return self._keeps
 
     def fresh(self, out: Any) -> list[torch.Tensor]:
-        """The tensors in `out` that are no views of inputs."""
+        """Returns the tensors in `out` that are no views of inputs."""
         return [t for t in tensors_in(out) if (storage_id(t), t.dtype) not in self._starts]
 
     def nbytes(self, out: Any) -> int:
-        """The bytes that keeping the call would take."""
+        """Returns the bytes that keeping the call would take."""
         return sum((self._sizes | _sizes_of_storages(tensors_in(out))).values())
 
 
@@ -577,7 +577,7 @@ class ResultsToName:
         self._offers: dict[Any, Any] = {}  # by call: what to keep, without its memory
 
     def name_of(self, event: Any) -> str | None:
-        """The name of a call's result, if it is known."""
+        """Returns the name of a call's result, if it is known."""
         return self._names.named.get(event.key[:2])
 
     def is_new(self, event: Any) -> bool:

@@ -224,7 +224,7 @@ def _classify_code(code: CodeType) -> tuple[CodeType, bool]:
 
 
 def find_call_site() -> tuple[int, ...]:
-    """The user's frames between the region and here: `(code, instruction, code, ...)`."""
+    """Returns the user's frames between the region and here: `(code, instruction, code, ...)`."""
     frame = sys._getframe(2)
     found: list[int] = []
     while frame is not None:
@@ -297,7 +297,7 @@ _PLAIN = frozenset(
 
 
 def _make_argument_key(value: Any, producers: TensorProducers, tensors: list[torch.Tensor]) -> Any:
-    """The key of an argument: hashable, and equal for equal calls. Appends its tensors to
+    """Returns the key of an argument: hashable, and equal for equal calls. Appends its tensors to
     `tensors`."""
     kind = type(value)
     if kind in _PLAIN:
@@ -353,7 +353,7 @@ def describe_call(key: Key) -> str:
 
 
 def _name_of_function(what: Any) -> str:
-    """The name of an `autograd.Function`, or of a wrapped function of the user's."""
+    """Returns the name of an `autograd.Function`, or of a wrapped function of the user's."""
     name: Any = getattr(what, "title", None) or getattr(what, "__qualname__", str(what))
     # The class by which torch applies what it has compiled.
     return "a compiled region" if name.endswith("CompiledFunction") else name
@@ -371,7 +371,7 @@ def _format_key_part(part: Any) -> str:
 
 
 def make_local_alias(t: torch.Tensor) -> torch.Tensor:
-    """A plain alias, without history, of `t`'s memory on this rank."""
+    """Returns a plain alias, without history, of `t`'s memory on this rank."""
     with Local():
         return t.detach()
 

@@ -77,7 +77,7 @@ def write_report(path: str | Path, *runs: RunFacts) -> None:
 
 
 def _tell_apart(runs: Sequence[RunFacts]) -> list[RunFacts]:
-    """The runs, those of a name that others have by name and number."""
+    """Returns the runs, those of a name that others have by name and number."""
     found: list[RunFacts] = []
     for i, run in enumerate(runs):
         before = sum(one.name == run.name for one in runs[:i])
@@ -129,7 +129,7 @@ def _escape(text: str) -> str:
 
 
 def _figure_html(figure: Any) -> str:
-    """The place of a figure, and after it what `_DRAW` draws there."""
+    """Returns the place of a figure, and after it what `_DRAW` draws there."""
     facts = figure.to_json().replace("<", "\\u003c")  # which would end the script
     return (
         f'<div class="figure" style="height:{figure.layout.height}px"></div>'
@@ -228,7 +228,7 @@ def _describe_steps(run: RunFacts) -> str:
 
 
 def _find_peak(memory: dict[str, Any]) -> int:
-    """Bytes of a rank at the place of the step at which most is held."""
+    """Returns bytes of a rank at the place of the step at which most is held."""
     totals = [sum(at) for at in zip(*memory["live"].values(), strict=True)]
     return int(sum(memory["held"].values()) + max(totals, default=0))
 
@@ -372,7 +372,7 @@ def _figure_layout(height: int, **more: Any) -> dict[str, Any]:
 
 
 def _new_figure(*titles: str) -> Any:
-    """A figure without data, of a column for each title; of one where there is no title."""
+    """Returns a figure without data, of a column for each title; of one where there is no title."""
     from plotly.subplots import make_subplots
 
     return make_subplots(rows=1, cols=len(titles) or 1, subplot_titles=titles or None)
@@ -472,7 +472,7 @@ def _describe_event(event: TimelineEvent) -> str:
 
 
 def _places_shown(totals: Sequence[int], count: int) -> list[int]:
-    """The places to draw: of each few that stand together the one at which most is held."""
+    """Returns the places to draw: of each few that stand together the one at which most is held."""
     if count <= _POINTS:
         return list(range(count))
     few = -(-count // _POINTS)

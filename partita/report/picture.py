@@ -99,7 +99,7 @@ class Picture:
 
 
 def draw(layout: Layout, mesh: Mesh) -> Picture:
-    """The picture of a tensor laid out so on `mesh`.
+    """Returns the picture of a tensor laid out so on `mesh`.
 
     Raises:
         LayoutError: an axis of the layout is not on the mesh.
@@ -271,7 +271,7 @@ _RULER = "opacity:.65; white-space:nowrap; padding:2px 6px; text-align:center; a
 
 
 def html_of(picture: Picture, width: int = 560) -> str:
-    """A `<div>` with inline styles alone. What stands in it is escaped.
+    """Returns a `<div>` with inline styles alone. What stands in it is escaped.
 
     Args:
         width: in pixels, at the most; a cell is never narrower than what it says.

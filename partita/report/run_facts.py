@@ -171,7 +171,7 @@ def _check_event(event: Any, facts: dict[str, Any]) -> None:
 
 
 def parse_mesh(text: str) -> Mesh:
-    """The mesh that prints so: "dp=2 tp=4". Raises ValueError."""
+    """Returns the mesh that prints so: "dp=2 tp=4". Raises ValueError."""
     axes = [axis.split("=") for axis in text.split()]
     return Mesh(tuple(name for name, _ in axes), tuple(int(size) for _, size in axes))
 
@@ -226,7 +226,7 @@ def _whole(at: str, value: Any) -> None:
 
 
 def _all_of(kind: Check, check: Check) -> Check:
-    """A list or an object whose values are alike."""
+    """Returns a list or an object whose values are alike."""
 
     def check_all(at: str, value: Any) -> None:
         kind(at, value)
@@ -253,7 +253,7 @@ def _row_of(*checks: Check, least: int | None = None) -> Check:
 
 
 def _object(also: dict[str, Check] | None = None, **checks: Check) -> Check:
-    """An object that has these, and may have those in `also`."""
+    """Returns an object that has these, and may have those in `also`."""
 
     def check_object(at: str, value: Any) -> None:
         _dict(at, value)

@@ -57,7 +57,7 @@ Dim = int | Sequence[int] | None
 
 @own_op
 def partial_max(x: torch.Tensor, dim: Dim, keepdim: bool, sign: int = 1) -> torch.Tensor:
-    """The maximum (`sign` -1: minimum) of this rank's piece, without gradient."""
+    """Returns the maximum (`sign` -1: minimum) of this rank's piece, without gradient."""
     x, dims = x.detach(), Names.of(x.ndim).dims(dim)
     if any(x.shape[d] == 0 for d in dims):
         shape = [1 if i in dims else n for i, n in enumerate(x.shape) if keepdim or i not in dims]
@@ -149,7 +149,7 @@ def argmax(x: Any, dim: int | None = None, keepdim: bool = False, sign: int = 1)
 
 
 def max_dim(x: Any, dim: int, keepdim: bool = False, sign: int = 1) -> Any:
-    """The maximum along `dim` and where it is; its gradient goes to that one place."""
+    """Returns the maximum along `dim` and where it is; its gradient goes to that one place."""
     at = reduced(argmax(x, dim, True, sign))
     if x.requires_grad and torch.is_grad_enabled():
         # gather would save x, which torch.max does not: x may be written afterwards.
@@ -266,7 +266,7 @@ def layer_norm(
     eps: float = 1e-5,
     *_: Any,
 ) -> Any:
-    """The input less its mean, over its deviation, along its last dimensions."""
+    """Returns the input less its mean, over its deviation, along its last dimensions."""
     dims = range(-len(normalized_shape), 0)
     x = widen(input)
     mean, variance = moments(x, tuple(dims), 0, keepdim=True)
@@ -278,7 +278,7 @@ def layer_norm(
 def rms_norm(
     input: Any, normalized_shape: Sequence[int], weight: Any = None, eps: float | None = None
 ) -> Any:
-    """The input over the root of the mean of its squares, along its last dimensions."""
+    """Returns the input over the root of the mean of its squares, along its last dimensions."""
     x = widen(input)
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     dims = tuple(range(-len(normalized_shape), 0))

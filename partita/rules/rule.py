@@ -240,7 +240,7 @@ _HANDLERS = {"handle_torch_function", "has_torch_function", "has_torch_function_
 
 
 def _names_in(function: FunctionType) -> set[str]:
-    """The names of globals that a function reads, and what it wraps."""
+    """Returns the names of globals that a function reads, and what it wraps."""
     found = set(function.__code__.co_names)
     inner = getattr(function, "__wrapped__", None)
     return found | (_names_in(inner) if isinstance(inner, FunctionType) else set())

@@ -136,7 +136,7 @@ def parse(text: str) -> Sentence:
 
 
 def _parse_dims(text: str, sentence: str, sizes: dict[str, int]) -> tuple[Dim, ...]:
-    """A term's dimensions; the sizes that it gives go into `sizes`."""
+    """Returns a term's dimensions; the sizes that it gives go into `sizes`."""
 
     def plain(name: str) -> str:
         name, given, size = name.partition("=")
@@ -179,7 +179,7 @@ class Names(tuple[str, ...]):
         return dim % n
 
     def dims(self, dim: int | Sequence[int] | None) -> tuple[int, ...]:
-        """The dimensions that a `dim` argument means; None and `()` mean all."""
+        """Returns the dimensions that a `dim` argument means; None and `()` mean all."""
         if dim is None or (not isinstance(dim, int) and len(dim) == 0):
             return tuple(range(len(self)))
         found = tuple(self.at(d) for d in ((dim,) if isinstance(dim, int) else dim))
@@ -195,12 +195,12 @@ class Names(tuple[str, ...]):
         return Names(n for i, n in enumerate(self) if i not in gone)
 
     def whole(self, dim: int | Sequence[int] | None = None) -> Names:
-        """The same names, those of `dim` marked `!`."""
+        """Returns the same names, those of `dim` marked `!`."""
         kept = self.dims(dim)
         return Names(f"{n}!" if i in kept and n[-1] not in "!1" else n for i, n in enumerate(self))
 
     def put(self, dim: int, text: str) -> Names:
-        """The same names with `text` in the place of dimension `dim`."""
+        """Returns the same names with `text` in the place of dimension `dim`."""
         i = self.at(dim)
         return Names((*self[:i], text, *self[i + 1 :]))
 

@@ -71,7 +71,7 @@ def mark_copies(out: Any, func: Function, args: Any, kwargs: Kwargs) -> Any:
 
 
 def _alias_of(x: DTensor) -> DTensor:
-    """An alias of `x`, which keeps its shape when that of `x` is changed in place."""
+    """Returns an alias of `x`, which keeps its shape when that of `x` is changed in place."""
     with Local():
         # `view_as` would make the stride of a dimension of one element anew.
         alias = tagged(torch.ops.aten.alias(x), x._spec)
@@ -302,7 +302,7 @@ def _fills_memory(x: torch.Tensor) -> bool:
 
 
 def make_meta_twin(x: DTensor) -> torch.Tensor:
-    """A tensor on "meta" with the global shape and strides of x."""
+    """Returns a tensor on "meta" with the global shape and strides of x."""
     copied: CopiedView | None = state_of(x).copied_view
     with Local():
         if copied is None:

@@ -82,7 +82,7 @@ class OpCall:
         return self.func(*self.args, **self.kwargs)
 
     def with_values(self, new: dict[Path, Any]) -> OpCall:
-        """The call with the values at the paths of `new` replaced."""
+        """Returns the call with the values at the paths of `new` replaced."""
         return OpCall(self.form, self.func, *replace_at_paths(self.args, self.kwargs, new))
 
     @cached_property
@@ -263,7 +263,7 @@ def locate_in_call(path: Path, names: Sequence[str], args: Args, kwargs: Kwargs)
 
 
 def get_at_path(args: Args, kwargs: Kwargs, path: Path) -> Any:
-    """The value at `path` of a call."""
+    """Returns the value at `path` of a call."""
     value = kwargs[path[0]] if isinstance(path[0], str) else args[path[0]]
     return value if len(path) == 1 else value[path[1]]
 
@@ -283,7 +283,7 @@ def replace_at_paths(args: Args, kwargs: Kwargs, new: dict[Path, Any]) -> tuple[
 
 
 def collect_tensors(out: Any) -> list[torch.Tensor]:
-    """The tensors of a result, through tuples and lists, in order."""
+    """Returns the tensors of a result, through tuples and lists, in order."""
     if isinstance(out, torch.Tensor):
         return [out]
     if isinstance(out, (tuple, list)):
@@ -363,7 +363,7 @@ def takes_numbers(func: Function) -> bool:
 
 
 def read_number(x: DTensor) -> Any:
-    """The value of a tensor of one element as a Python number."""
+    """Returns the value of a tensor of one element as a Python number."""
     has_index = not (x.is_floating_point() or x.is_complex() or x.dtype is torch.bool)
     return operator.index(x) if has_index else x.item()  # type: ignore[arg-type]
 
@@ -414,7 +414,7 @@ def _forms_of(func: Function) -> list[Parameters]:
 
 
 def _hint_of(parameter: inspect.Parameter) -> str:
-    """The annotation of a parameter as a schema would write it."""
+    """Returns the annotation of a parameter as a schema would write it."""
     if parameter.annotation in (None, type(None)):  # a BroadcastingList[int] of TorchScript
         return "List[int]"
     text = str(parameter.annotation)
@@ -559,7 +559,7 @@ def _is_made_of_leaves(value: torch.Tensor) -> bool:
 
 
 def spec_of_plain(x: torch.Tensor, wire: Wire) -> Spec:
-    """The spec of plain `x`, which every rank holds alike: Invariant, gradient and all."""
+    """Returns the spec of plain `x`, which every rank holds alike: Invariant, gradient and all."""
     return spec_of(Layout(tuple(x.shape), invariant=wire.mesh.names), wire)
 
 

@@ -582,7 +582,7 @@ def _require_placements(x: DTensor, wanted: Placements, i: int, name: str, move:
 
 
 def _wrap_result(out: Any, placements: Placements, wire: Wire, even: bool) -> Any:
-    """A result of `func` as a DTensor. Where pieces may be uneven the ranks exchange their
+    """Returns a result of `func` as a DTensor. Where pieces may be uneven the ranks exchange their
     sizes."""
     if placements is None or not isinstance(out, torch.Tensor):
         return out

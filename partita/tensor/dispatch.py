@@ -96,7 +96,7 @@ def _choose_run(op: Op) -> Run | None:
 
 
 def _calling_instead(function: Function) -> Run:
-    """A run that calls `function` in place of the function that was called."""
+    """Returns a run that calls `function` in place of the function that was called."""
     return lambda func, args, kwargs, op: function(*args, **kwargs)
 
 
@@ -222,7 +222,7 @@ def _plan_and_run(func: Function, args: Any, kwargs: Kwargs, op: Op) -> Any:
 
 
 def op_of(func: Function) -> Op:
-    """The Op of a function, made when the function is first called."""
+    """Returns the Op of a function, made when the function is first called."""
     op = OPS.get(func)
     if op is None:
         op = Op(func)
@@ -422,7 +422,7 @@ def run_gathered(call: OpCall) -> Any:
 
 
 def _run_into_out(op: Op, out: Any, args: Args, kwargs: Kwargs) -> Any:
-    """The op's result written into `out`, a tensor or a tuple of them, which is returned.
+    """Returns the op's result written into `out`, a tensor or a tuple of them, which is returned.
 
     The op runs without it, and its result is moved into the layout of `out` and copied. The
     refusals are torch's own: no gradient goes through `out`, and its dtype must be able to take the

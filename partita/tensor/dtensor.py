@@ -651,7 +651,7 @@ def _refuse_to_guess(grad: torch.Tensor, spec: Spec, op: str, line: str) -> None
 
 
 def _format_placement(p: Placement) -> str:
-    """The placement as a user writes it; `repr` names the fields, too."""
+    """Returns the placement as a user writes it; `repr` names the fields, too."""
     return f"Shard({p.dim})" if isinstance(p, Shard) else f"{type(p).__name__}()"
 
 
@@ -659,7 +659,7 @@ def _format_placement(p: Placement) -> str:
 
 
 def piece_held(x: torch.Tensor) -> Piece:
-    """The piece of `x` on this rank; of a plain tensor all of it. It shares x's memory.
+    """Returns the piece of `x` on this rank; of a plain tensor all of it. It shares x's memory.
 
     Raises:
         LayoutError: `x` is pending: its shares are no pieces of the value.
@@ -876,7 +876,7 @@ def shape_of_pieces(
 def _find_true_shape(
     pieces: Sequence[tuple[int, ...]], layout: Layout, mesh: Mesh
 ) -> tuple[int, ...] | None:
-    """The shape of the tensor that is cut into just these pieces, if there is one."""
+    """Returns the shape of the tensor that is cut into just these pieces, if there is one."""
     if any(len(shape) != len(layout.shape) for shape in pieces):
         return None
     shape = shape_of_pieces(pieces, layout.shards, mesh)

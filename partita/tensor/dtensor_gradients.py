@@ -75,7 +75,7 @@ def _alias_with_history(t: torch.Tensor) -> torch.Tensor:
 
 @implements(find_getter("grad"))
 def gradient_of(x: DTensor) -> DTensor | None:
-    """The gradient of this tensor, as a DTensor. Repeated reads return the same object."""
+    """Returns the gradient of this tensor, as a DTensor. Repeated reads return the same object."""
     _show_gradient(x)
     with Unheard():
         grad = _grad.__get__(x)
@@ -409,7 +409,7 @@ def user_hooks_of(t: torch.Tensor) -> tuple[Any, ...]:
 
 
 def select_user_hooks(hooks: Any) -> tuple[Any, ...]:
-    """The hooks that are not partita's own, which do not show in one process."""
+    """Returns the hooks that are not partita's own, which do not show in one process."""
     if not hooks:
         return ()
     found = [
@@ -446,7 +446,7 @@ class NodeOfPieces:
         return tuple((n and NodeOfPieces(n), i) for n, i in self.node.next_functions)
 
     def register_hook(self, fn: Callable[..., Any]) -> Any:
-        """A hook behind the node of a leaf, which gets `((), (gradient,))`.
+        """Returns a hook behind the node of a leaf, which gets `((), (gradient,))`.
 
         Raises:
             LayoutError: another node.
@@ -678,7 +678,7 @@ BUCKET_BYTES = 64 << 20
 
 
 def _find_owner(grad: torch.Tensor) -> DTensor | None:
-    """The tensor whose `.grad` this object is now, or None."""
+    """Returns the tensor whose `.grad` this object is now, or None."""
     reference = state_of(grad).gradient_of
     owner: DTensor | None = None if reference is None else reference()
     return owner if owner is not None and owner.grad is grad else None
@@ -904,12 +904,12 @@ def _remember_specs(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def specs_of_values(values: Iterable[Any]) -> tuple[Spec | None, ...]:
-    """The spec of each DTensor among `values`; None of all else."""
+    """Returns the spec of each DTensor among `values`; None of all else."""
     return tuple(v._spec if isinstance(v, DTensor) else None for v in values)
 
 
 def type_gradient(grad: torch.Tensor | None, spec: Spec | None) -> torch.Tensor | None:
-    """The local gradient of a value of `spec`, which may be none, as a DTensor."""
+    """Returns the local gradient of a value of `spec`, which may be none, as a DTensor."""
     if grad is None or spec is None:
         return grad
     return tagged(_alias_with_history(grad), spec.gradient)
@@ -927,7 +927,7 @@ def type_pieces(values: Iterable[Any], specs: Iterable[Spec | None]) -> tuple[An
 
 
 def _lay_out_returned_gradient(grad: Any, spec: Spec | None, name: str) -> Any:
-    """The local gradient of an input of `spec`, of the gradient that the user's backward
+    """Returns the local gradient of an input of `spec`, of the gradient that the user's backward
     returned."""
     if not isinstance(grad, torch.Tensor):
         return grad

@@ -174,7 +174,7 @@ def _kind_of_value(value: Any) -> Any:
 
 
 def _arguments_at_place(i: int, args: Sequence[Any]) -> list[Any]:
-    """The arguments of the op at place i: of each list its i-th, of all else itself."""
+    """Returns the arguments of the op at place i: of each list its i-th, of all else itself."""
     return [a[i] if type(a) in (list, tuple) else a for a in args]
 
 
@@ -322,7 +322,7 @@ def _hide_padding(t: torch.Tensor, ord: float) -> torch.Tensor:
 
 
 def _local_norms(tensors: Sequence[torch.Tensor], ord: float) -> list[torch.Tensor]:
-    """The norm of each piece, by one kernel for each dtype and device."""
+    """Returns the norm of each piece, by one kernel for each dtype and device."""
     parts: list[Any] = [None] * len(tensors)
     alike: dict[Any, list[int]] = {}
     for i, t in enumerate(tensors):

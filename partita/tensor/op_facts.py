@@ -185,7 +185,7 @@ def facts_of(target: Any) -> OpFacts:
 
 
 def declare_facts(facts: OpFacts) -> Callable[[F], F]:
-    """A decorator: these are the facts of a Python function that calls of a graph call."""
+    """Returns a decorator: these are the facts of a Python function that calls of a graph call."""
 
     def declare(function: F) -> F:
         function.facts = facts  # type: ignore[attr-defined]
@@ -415,7 +415,7 @@ _INSIDE = {"cross_entropy_loss": "nll_loss", "nll_loss_nd": "nll_loss"}
 
 @cache
 def _list_aten_overloads() -> dict[str, list[str]]:
-    """The overloads of each of torch's own operators; not those that name dimensions."""
+    """Returns the overloads of each of torch's own operators; not those that name dimensions."""
     found: dict[str, list[str]] = defaultdict(list)
     # Private: torch says nowhere else which ops its lists hold for a device.
     for name in torch._C._dispatch_get_all_op_names():
@@ -696,7 +696,7 @@ def runs_as_torch_has_it(func: Function) -> bool:
 
 
 def implements(*functions: Any) -> Callable[[Function], Function]:
-    """A decorator that puts a function into `OVERRIDES` for functions of torch."""
+    """Returns a decorator that puts a function into `OVERRIDES` for functions of torch."""
 
     def register_override(f: Function) -> Function:
         for function in functions:
@@ -707,7 +707,7 @@ def implements(*functions: Any) -> Callable[[Function], Function]:
 
 
 def find_getter(name: str) -> Any:
-    """The function that reads an attribute of a tensor, as `__torch_function__` gets it."""
+    """Returns the function that reads an attribute of a tensor, as `__torch_function__` gets it."""
     return getattr(torch.Tensor, name).__get__
 
 
@@ -731,7 +731,7 @@ class Operator:
 
 
 def overloads_of(func: Any) -> list[OpOverload]:
-    """The overloads of an operator, or the one that `func` is; none of another function."""
+    """Returns the overloads of an operator, or the one that `func` is; none of another function."""
     if isinstance(func, OpOverload):
         return [func]
     if isinstance(func, OpOverloadPacket):
@@ -804,7 +804,7 @@ _UPDATING = ("training", "use_input_stats")
 
 
 def written_by(func: Function) -> tuple[Written, ...]:
-    """The operands that `func` writes, as far as can be known."""
+    """Returns the operands that `func` writes, as far as can be known."""
     if isinstance(func, types.FunctionType):
         # As it is written: what it wraps, as Tensor.__pow__ does, may be a builtin without one.
         return _find_written_statistics(
@@ -895,7 +895,7 @@ def _has_questions(func: Any) -> bool:
 
 
 def copy_function(func: types.FunctionType, space: dict[str, Any], closure: Any = None) -> Any:
-    """A function with the code of `func` and the globals of `space`."""
+    """Returns a function with the code of `func` and the globals of `space`."""
     copy = types.FunctionType(
         func.__code__, space, func.__name__, func.__defaults__, closure or func.__closure__
     )

@@ -73,7 +73,7 @@ class Choice:
     splits: dict[str, tuple[str, ...]]
 
     def layout_of_output(self, bound: Bound, i: int, local: tuple[int, ...]) -> Layout:
-        """The layout of output i, where the kernel gives pieces of shape `local`."""
+        """Returns the layout of output i, where the kernel gives pieces of shape `local`."""
         shape = bound.output_shape(i, local)
         return Layout(shape, self.outputs[i], self.partial[i], self.invariant[i])
 
@@ -353,7 +353,7 @@ class PlanWork:
 
 
 def work_of_plan(plan: CallPlan, work: Sequence[Work], run: Function) -> PlanWork:
-    """The work of a call by `plan`, which has its kernel; `run` runs where that is None."""
+    """Returns the work of a call by `plan`, which has its kernel; `run` runs where that is None."""
     assert plan.choice is not None and plan.bound is not None
     wire, splits, sizes = plan.wire, plan.choice.splits, plan.bound.sizes
     products, is_even = [], True
@@ -452,7 +452,7 @@ class Unkeyed(TypeError):
 
 
 def operand_kind(value: Any) -> Any:
-    """The part of a key for an operand that is no DTensor."""
+    """Returns the part of a key for an operand that is no DTensor."""
     if value is None:
         return None
     if type(value) in NUMBERS or issubclass(type(value), _SYMBOLIC):
@@ -542,7 +542,7 @@ def operand_key(names: Sequence[str], flagged: bool = False) -> KeyFunction:
 
 
 def declared_key(params: Sequence[inspect.Parameter], flagged: bool = False) -> KeyFunction:
-    """The key of a rule that derives its sentence: the arguments that it declares."""
+    """Returns the key of a rule that derives its sentence: the arguments that it declares."""
     return _make_key([(p.name, _classify_parameter(p), p.default) for p in params], flagged)
 
 

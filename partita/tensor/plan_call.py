@@ -62,7 +62,7 @@ from .uneven_pieces import wrap_filling_padding, wrap_for_empty_pieces
 
 
 def make_plan(call: OpCall) -> CallPlan | None:
-    """The plan of a call, or None if its operands have to be gathered.
+    """Returns the plan of a call, or None if its operands have to be gathered.
 
     Raises:
         LayoutError: operands on two meshes, or an in-place op whose operand cannot keep its layout.
@@ -171,7 +171,7 @@ def _plan_rewrite(call: OpCall, answer: Decomposition) -> CallPlan:
 
 
 def _plan_like_call(call: OpCall, answer: LikeRule) -> CallPlan:
-    """A tensor of its own in the operand's layout; whole if its shape is another."""
+    """Returns a tensor of its own in the operand's layout; whole if its shape is another."""
     form, wire, spec = call.form, call.wire, call.args[0]._spec
     if answer.shape == spec.layout.shape:
         layout = spec.layout if answer.pending else spec.reduced.layout
@@ -243,7 +243,7 @@ def _plan_sentence(call: OpCall, answer: KernelRule) -> CallPlan | None:
 
 
 def _bind_sentence(call: OpCall, text: str) -> Bound | None:
-    """The sentence bound to the operands' shapes; None if they do not fit it."""
+    """Returns the sentence bound to the operands' shapes; None if they do not fit it."""
     rule, must_fit = call.form.rule, True
     try:
         sentence = parse(text)  # else it is of sizes that torch would refuse, or wrong itself
@@ -323,7 +323,7 @@ def _choose_rows(call: OpCall, bound: Bound, answer: KernelRule) -> Choice | Non
 
 
 def _find_targets(call: OpCall, choice: Choice) -> tuple[Target, ...]:
-    """The operands that have to be moved, and those that are plain tensors."""
+    """Returns the operands that have to be moved, and those that are plain tensors."""
     targets = []
     for (path, value), after in zip(call.operands, choice.inputs, strict=True):
         before = _layout_of_value(value)
@@ -568,7 +568,7 @@ class RowChooser:
     # -- prices ------------------------------------------------------------------------------------
 
     def _price_row(self, row: Row) -> float:
-        """The price of a row in seconds, forward and backward."""
+        """Returns the price of a row in seconds, forward and backward."""
         moves = self._price_moves(row)
         if not self.work or not self._is_spread():
             return moves

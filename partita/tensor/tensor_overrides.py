@@ -142,7 +142,7 @@ def _global_numel(x: DTensor) -> int:
 
 
 def _gather_full_value(x: Any, op: str) -> Any:
-    """The whole value as a plain tensor without history, on every rank."""
+    """Returns the whole value as a plain tensor without history, on every rank."""
     if not isinstance(x, DTensor):
         return x
     spec = x._spec
@@ -436,7 +436,7 @@ def _dim_order(x: DTensor, **options: Any) -> tuple[int, ...]:
 def _as_strided(
     x: DTensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> Any:
-    """The strides count elements of the global tensor, which is gathered.
+    """Returns the strides count elements of the global tensor, which is gathered.
 
     Raises:
         LayoutError: on one device this would reach into what `x` is a part of.
@@ -522,7 +522,7 @@ def _copy_into(x: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -
 
 
 def _fit_broadcast_spec(src: DTensor, spec: Spec) -> Spec:
-    """The spec in which `src`, which is broadcast, is copied into a tensor of `spec`.
+    """Returns the spec in which `src`, which is broadcast, is copied into a tensor of `spec`.
 
     Raises:
         RuntimeError: it cannot be broadcast.
@@ -562,7 +562,7 @@ def _deepcopy_dtensor(x: DTensor, memo: dict[int, Any]) -> DTensor:
 
 
 def _clone_piece(local: torch.Tensor, spec: Spec) -> torch.Tensor:
-    """A copy of a rank's piece, with room for padding where the piece has it."""
+    """Returns a copy of a rank's piece, with room for padding where the piece has it."""
     if find_padded(local, spec.padded_shape) is not None:
         return copy_with_room(local, spec)
     return local.clone()
@@ -610,7 +610,7 @@ torch.serialization.add_safe_globals([_rebuild])
 
 
 def _reduce_piece(x: DTensor) -> tuple[Callable[..., DTensor], tuple[Any, ...]]:
-    """The function that makes this rank's `x` again, and its arguments."""
+    """Returns the function that makes this rank's `x` again, and its arguments."""
     with Local():
         local = x.detach().requires_grad_(x.requires_grad)
     names = {k: v for k, v in x.__dict__.items() if k not in OURS}

@@ -41,12 +41,12 @@ Kwargs = dict[str, Any]
 
 
 def make_layout_error(fact: str, *fixes: Fix, **more: Any) -> LayoutError:
-    """A LayoutError that names the user's line."""
+    """Returns a LayoutError that names the user's line."""
     return LayoutError(fact, place=user_line(), fixes=fixes, **more)
 
 
 def make_argument_error(by: str, takes: str, given: Any, fix: str) -> TypeError:
-    """The error of an argument of another type than `by` takes; it names the user's line.
+    """Returns the error of an argument of another type than `by` takes; it names the user's line.
 
     Args:
         fix: what to write in its place.
@@ -200,7 +200,7 @@ ON_NEW_SPEC: list[Callable[[Spec], None]] = []
 
 
 def spec_of(layout: Layout, wire: Wire) -> Spec:
-    """The one Spec of `layout` on `wire`."""
+    """Returns the one Spec of `layout` on `wire`."""
     spec = _INTERNED.get((layout, wire))
     if spec is None:
         spec = _INTERNED.setdefault((layout, wire), Spec(layout, wire))
@@ -244,7 +244,7 @@ def spec_for_write_into(spec: Spec) -> Spec:
 
 
 def make_two_meshes_error(op: str, one: Wire, other: Wire) -> LayoutError:
-    """The error to raise where `op` is called with tensors of two meshes."""
+    """Returns the error to raise where `op` is called with tensors of two meshes."""
     shown = [f"mesh {one.mesh}", f"mesh {other.mesh}"]
     if len(set(shown)) == 1:  # they differ in what they are made for
         shown = [f"mesh {one.mesh} {one.kind}", f"mesh {other.mesh} {other.kind}"]
@@ -365,7 +365,7 @@ def states_of(tensors: Iterable[torch.Tensor]) -> list[TensorState]:
 
 
 def own_state(x: torch.Tensor) -> TensorState:
-    """The state of `x` alone, to be written."""
+    """Returns the state of `x` alone, to be written."""
     state: TensorState | None = x.__dict__.get(_STATE)
     if state is None:
         state = x.__dict__[_STATE] = TensorState()
@@ -583,7 +583,7 @@ def after_backward(call: Callable[[], None]) -> None:
 
 
 def next_node() -> int:
-    """The number of the next node that autograd makes in this thread: they count up."""
+    """Returns the number of the next node that autograd makes in this thread: they count up."""
     return torch._C._autograd._get_sequence_nr()  # type: ignore[attr-defined]
 
 

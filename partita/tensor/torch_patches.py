@@ -345,7 +345,7 @@ _LEAVES = frozenset((int, float, bool, complex))
 
 
 def _read_nested_values(data: Any) -> Any:
-    """A list, with the value of each DTensor in it."""
+    """Returns a list, with the value of each DTensor in it."""
     if isinstance(data, DTensor):
         return data.tolist()
     if isinstance(data, (list, tuple)) and not _LEAVES.issuperset(map(type, data)):
@@ -712,7 +712,7 @@ TOLD: list[str] = []
 
 
 def _refuse_dynamo(x: DTensor) -> Any:
-    """The attribute that Dynamo reads first: it raises what makes Dynamo skip the frame."""
+    """Returns the attribute that Dynamo reads first: it raises what makes Dynamo skip the frame."""
     if torch._guards.TracingContext.try_get() is None:  # somebody else asks
         raise AttributeError("_dynamo_static_input_type")
     from torch._dynamo.exc import Unsupported
@@ -806,7 +806,7 @@ def _find_compiled_flex() -> Function:
 
 
 def _with_wholes(mod: Any) -> Any:
-    """A score function whose closure has whole plain tensors in the place of DTensors."""
+    """Returns a score function whose closure has whole plain tensors in the place of DTensors."""
     cells = getattr(mod, "__closure__", None) or ()
     if not any(isinstance(c.cell_contents, DTensor) for c in cells):
         return mod
@@ -892,7 +892,7 @@ def _shifted_mask(mod: Function, row: int, head: int) -> Function:
 
 
 def _slice_block_mask(mask: BlockMask, rows: _Range, heads: _Range) -> BlockMask:
-    """The part of a block mask of a rank's samples and heads."""
+    """Returns the part of a block mask of a rank's samples and heads."""
     batch, count = mask.kv_num_blocks.shape[:2]
     if (
         (batch == 1 or rows == (0, batch))

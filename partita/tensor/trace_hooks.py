@@ -56,11 +56,11 @@ class TraceHooks:
         run()
 
     def region(self) -> AbstractContextManager[None]:
-        """A context in which calls belong to a remat region."""
+        """Returns a context in which calls belong to a remat region."""
         return nullcontext()
 
     def keeping(self, keep: bool) -> AbstractContextManager[None]:
-        """A context in which the region keeps what is made, if `keep`."""
+        """Returns a context in which the region keeps what is made, if `keep`."""
         return nullcontext()
 
     def keep(self, x: torch.Tensor) -> None:

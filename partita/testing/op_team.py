@@ -140,7 +140,7 @@ class Team:
         return count, refused, "" if count else "no sample runs on one device"
 
     def run(self, case: Case) -> list[Outcome]:
-        """The ranks' outcomes."""
+        """Returns the ranks' outcomes."""
         answers = self._ask_ranks(case, self.limit)
         return [answers] if isinstance(answers, Outcome) else [o for some in answers for o in some]
 

@@ -74,7 +74,7 @@ class Form:
 
 
 def _narrow_sample(sample: Any, turn: int) -> Any:
-    """A sample with its float32 tensors in bfloat16: all, none, or every other."""
+    """Returns a sample with its float32 tensors in bfloat16: all, none, or every other."""
     sample, places = copy.copy(sample), itertools.count(turn // 3)
 
     def narrow(t: torch.Tensor) -> torch.Tensor:
@@ -125,7 +125,7 @@ def _find_variants(info: Any) -> dict[str, Callable[..., Any]]:
 
 
 def list_names(variants: bool = False, autocast: bool = False) -> list[str]:
-    """The name of every OpInfo in torch's order.
+    """Returns the name of every OpInfo in torch's order.
 
     Args:
         variants: those of other forms instead.
@@ -141,7 +141,7 @@ def list_names(variants: bool = False, autocast: bool = False) -> list[str]:
 
 @lru_cache(maxsize=8)
 def form_of(name: str) -> Form:
-    """The form of an op that `name` means."""
+    """Returns the form of an op that `name` means."""
     op, _, variant = name.partition(":")
     info = _load_database()[op]
     call = _find_variants(info)[variant] if variant else info.op
@@ -164,7 +164,7 @@ def reason_to_skip(name: str) -> str:
 
 
 def collect_tensors(value: Any) -> list[torch.Tensor]:
-    """The tensors in nested tuples, lists and dicts, in order."""
+    """Returns the tensors in nested tuples, lists and dicts, in order."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, dict):
@@ -175,7 +175,7 @@ def collect_tensors(value: Any) -> list[torch.Tensor]:
 
 
 def map_tensors(value: Any, convert: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same nest with each tensor converted."""
+    """Returns the same nest with each tensor converted."""
     if isinstance(value, torch.Tensor):
         return convert(value)
     if isinstance(value, dict):

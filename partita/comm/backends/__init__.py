@@ -23,7 +23,7 @@ from .gloo import timeouts_of_job as timeouts_of_job
 
 
 def backend_of(device_type: str, native: Native = begin_in_group) -> Backend:
-    """The backend of meshes of this device type ("cpu", "cuda") in this job.
+    """Returns the backend of meshes of this device type ("cpu", "cuda") in this job.
 
     Args:
         native: as of a `Backend` whose waits block the processor.
@@ -52,7 +52,7 @@ def backend_named(name: str, device_type: str, native: Native = begin_in_group) 
 
 
 def installed_backends() -> list[str]:
-    """The names of the backends that this torch was built with."""
+    """Returns the names of the backends that this torch was built with."""
     if not dist.is_available():
         return []
     return [name for name in ("gloo", "nccl", "mpi", "ucc") if dist.is_backend_available(name)]

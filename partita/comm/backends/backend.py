@@ -79,15 +79,15 @@ class Backend:
     # -- memory beside the operands, while a collective is under way -------------------------------
 
     def staging_of_gather(self, out: torch.Tensor) -> int:
-        """Bytes that an all-gather takes beside `out`."""
+        """Returns bytes that an all-gather takes beside `out`."""
         return 0
 
     def staging_of_scatter(self, x: torch.Tensor) -> int:
-        """Bytes that a reduce-scatter takes beside `x`."""
+        """Returns bytes that a reduce-scatter takes beside `x`."""
         return 0
 
     def staging_of_sum(self, x: torch.Tensor, n: int) -> int:
-        """Bytes that an all-reduce over `n` ranks takes beside `x`."""
+        """Returns bytes that an all-reduce over `n` ranks takes beside `x`."""
         return 0
 
     # -- collectives -------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ class Backend:
     def exchange_and_sum(
         self, group: dist.ProcessGroup, out: torch.Tensor, x: torch.Tensor, request: Request
     ) -> PendingSum:
-        """A reduce_scatter of a sum: shares are exchanged, and added in rank order."""
+        """Returns a reduce_scatter of a sum: shares are exchanged, and added in rank order."""
         n, rank, each = group.size(), group.rank(), x.numel() // group.size()
         shares: Sequence[torch.Tensor]
         if n == 2:  # one message each, and no copy

@@ -161,7 +161,7 @@ def prepare_control(environment: Any, loopback: str) -> None:
 
 
 def timeouts_of_job() -> list[timedelta]:
-    """The timeouts of the job's default group, one for each kind of device."""
+    """Returns the timeouts of the job's default group, one for each kind of device."""
     # Private torch: a timeout that was given is kept by the backends only.
     world: Any = dist.group.WORLD
     found = []

@@ -50,7 +50,7 @@ from .executor import (
 def memory_of_code(
     sources: Mapping[Any, Sequence[str]], program: Program, cut: Sections | None
 ) -> Memory:
-    """The schedule of a program that runs as generated code.
+    """Returns the schedule of a program that runs as generated code.
 
     Args:
         sources: the generated code of the program, or of each different section; one text each,
@@ -98,11 +98,11 @@ class _GeneratedCode:
         return [self.lines[i].strip()[:80] for i in range(self.begin, self.end)]
 
     def name_at(self, line: int) -> str:
-        """The name that a line, counted from 1, assigns."""
+        """Returns the name that a line, counted from 1, assigns."""
         return self.lines[line - 1].strip().split(" ", 1)[0]
 
     def note_at(self, line: int) -> Note:
-        """The note of the last of the nodes that the comment nearest to a line names."""
+        """Returns the note of the last of the nodes that the comment nearest to a line names."""
         for text in (*self.lines[line - 1 :][:3], *reversed(self.lines[max(0, line - 4) : line])):
             found = re.search(r"Source Nodes: \[([^]]*)\]", text)
             if found:
@@ -141,7 +141,7 @@ class _FakeRun(TorchDispatchMode):
     def schedule_of(
         self, call: Callable[[Sequence[Any]], Any], constants: Sequence[torch.Tensor]
     ) -> Memory:
-        """The schedule of a call over the program's inputs, and then its constants."""
+        """Returns the schedule of a call over the program's inputs, and then its constants."""
         examples = self.program.example()
         mode = fake_mode_of(examples)
         inputs = [*examples, *map(mode.from_tensor, constants)]
@@ -162,7 +162,7 @@ class _FakeRun(TorchDispatchMode):
     # -- the code ----------------------------------------------------------------------------------
 
     def make_call(self, source: Sequence[str], graph: fx.GraphModule) -> SectionCall:
-        """A function that runs the code, any number of times, each at places of its own."""
+        """Returns a function that runs the code, any number of times, each at places of its own."""
         code = _GeneratedCode(source, graph)
         function = code.function()
 
@@ -176,7 +176,7 @@ class _FakeRun(TorchDispatchMode):
     def make_outer_call(
         self, sections: Sections, calls: Mapping[Any, SectionCall]
     ) -> Callable[[Sequence[Any]], Any]:
-        """A function that calls sections, over inputs and then constants."""
+        """Returns a function that calls sections, over inputs and then constants."""
         names = names_of_constants(sections.outer)
 
         def call(inputs: Sequence[Any]) -> Any:
@@ -192,7 +192,7 @@ class _FakeRun(TorchDispatchMode):
         return call
 
     def _find_position(self) -> tuple[_GeneratedCode | fx.Node | None, int, int]:
-        """The code or outer node that runs now, its line, and its place."""
+        """Returns the code or outer node that runs now, its line, and its place."""
         frame: Any = sys._getframe()
         while frame is not None:
             file = frame.f_code.co_filename
@@ -241,7 +241,7 @@ class _FakeRun(TorchDispatchMode):
             self.done.append(replace(found, death=max(self._find_position()[2], found.birth)))
 
     def _make_buffer(self, nbytes: int, by: str, passing: bool = False) -> Buffer:
-        """A buffer that is made now; its death is the next place until it is known."""
+        """Returns a buffer that is made now; its death is the next place until it is known."""
         what, line, at = self._find_position()
         if isinstance(what, fx.Node):
             name, note = what.name, note_of(what)

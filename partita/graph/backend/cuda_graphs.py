@@ -61,7 +61,7 @@ class NotRecorded(Exception):
 
 
 def find_device(program: Program) -> torch.device:
-    """The device whose kernels a program launches, where they can be recorded.
+    """Returns the device whose kernels a program launches, where they can be recorded.
 
     Raises:
         NotRecorded: its tensors lie elsewhere, it is half of a region, a collective goes by way of
@@ -160,7 +160,7 @@ class HostSplit:
         return tensors_in(node.meta.get("val"))
 
     def _find_crossing(self) -> list[fx.Node]:
-        """The values of the host that the device reads, in the graph's order."""
+        """Returns the values of the host that the device reads, in the graph's order."""
         found = set()
         for node in self._program.graph.graph.nodes:
             if node.op != "call_function":
@@ -211,7 +211,7 @@ class HostSplit:
         return copy_node(self._graph, node, self._values.__getitem__)
 
     def _add_widened(self, node: fx.Node) -> fx.Node:
-        """A call in half precision that reads a number, as one in float32.
+        """Returns a call in half precision that reads a number, as one in float32.
 
         A kernel computes so by itself with a number of the host. But a number on the device would
         be rounded to half precision first: a rate of 0.001 by 0.2 %.
@@ -431,7 +431,7 @@ class _ReplayResults:
                 self._shown.append((view, value if is_alone else value.untyped_storage()))
 
     def of_call(self, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The results of the call that was replayed last, whose inputs are `given`."""
+        """Returns the results of the call that was replayed last, whose inputs are `given`."""
         copies: dict[int, Any] = {}  # by address, of storages and of values
         found = []
         for view, source in self._shown:
@@ -448,7 +448,7 @@ class _ReplayResults:
 
 
 def _begin_of(x: torch.Tensor) -> int:
-    """The bytes of a tensor's storage before its first element."""
+    """Returns the bytes of a tensor's storage before its first element."""
     return int(x.storage_offset()) * x.itemsize
 
 

@@ -40,7 +40,7 @@ def function_of(
     groups: Groups | None,
     calls: Mapping[Section, SectionCall] | None = None,
 ) -> Callable[..., Sequence[torch.Tensor]]:
-    """A function of the graph's inputs that returns its outputs.
+    """Returns a function of the graph's inputs that returns its outputs.
 
     An error of a call gets a note with the node and the user's line, and keeps no values alive.
 
@@ -112,7 +112,7 @@ class GraphWriter:
         self.nodes: list[fx.Node] = []
 
     def function(self) -> Callable[[Sequence[Any]], Any]:
-        """The function of the code, which takes its inputs as one sequence."""
+        """Returns the function of the code, which takes its inputs as one sequence."""
         nodes = self.graph.graph.nodes
         inputs = [n for n in nodes if n.op == "placeholder"]
         self.names = {n: f"v{i}" for i, n in enumerate(nodes)}
@@ -148,7 +148,7 @@ class GraphWriter:
         return self._calls[section]
 
     def reads(self, node: fx.Node) -> Iterable[fx.Node]:
-        """The values that must live until a node has run."""
+        """Returns the values that must live until a node has run."""
         if self.groups is not None or node.target is not WAIT:
             return node.all_input_nodes
         (begun,) = node.all_input_nodes
@@ -157,7 +157,7 @@ class GraphWriter:
         return (begun, *begun.all_input_nodes)
 
     def line(self, node: fx.Node) -> str:
-        """The statement of a node."""
+        """Returns the statement of a node."""
         target: Any = node.target
         if node.op == "output":
             return f"return {self.text(node.args[0])}"
@@ -208,7 +208,7 @@ class GraphWriter:
         return found
 
     def text(self, value: Any) -> str:
-        """The text of an operand in the code."""
+        """Returns the text of an operand in the code."""
         if isinstance(value, fx.Node):
             return self.names[value]
         if isinstance(value, (list, tuple)):
@@ -219,7 +219,7 @@ class GraphWriter:
         return self.bind(value)
 
     def bind(self, value: Any) -> str:
-        """The name of an object in the code, which is bound to it."""
+        """Returns the name of an object in the code, which is bound to it."""
         name = self._of.get(id(value))
         if name is None:
             name = self._of[id(value)] = f"c{len(self._of)}"
@@ -305,7 +305,7 @@ class Sections:
 
 
 def constants_of(graph: fx.GraphModule) -> list[torch.Tensor]:
-    """The constants of a graph, in the order in which it reads them."""
+    """Returns the constants of a graph, in the order in which it reads them."""
     return [getattr(graph, name) for name in names_of_constants(graph)]
 
 
@@ -337,6 +337,6 @@ def with_constants(call: Call, graph: fx.GraphModule) -> Call:
 
 
 def names_of_constants(graph: fx.GraphModule) -> list[str]:
-    """The attribute names of a graph's constants, in the order in which it reads them."""
+    """Returns the attribute names of a graph's constants, in the order in which it reads them."""
     found = graph.graph.find_nodes(op="get_attr", sort=True)
     return list(dict.fromkeys(str(node.target) for node in found))

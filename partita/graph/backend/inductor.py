@@ -99,7 +99,7 @@ def build(
 
 
 def _cut_into_sections(program: Program, sections: bool | None) -> Sections | None:
-    """The sections of a program's graph; None where it is to be compiled whole.
+    """Returns the sections of a program's graph; None where it is to be compiled whole.
 
     A graph in which blocks are calls of sections is cut between these, too. One that checks a value
     is always cut: the check stands between sections and so keeps its
@@ -295,7 +295,7 @@ def _call_with_list(call: Call) -> SectionCall:
 
 
 def _identify_host() -> str:
-    """A text that is equal for processes of one machine, and for no others."""
+    """Returns a text that is equal for processes of one machine, and for no others."""
     try:
         started = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -604,7 +604,7 @@ _TEXTS = ("runnable_graph_str", "inductor_post_grad_graph_str")
 
 
 def remove_compiler_data(saved: bytes) -> bytes:
-    """A saved result without what only the compiler reads. Private torch: its format.
+    """Returns a saved result without what only the compiler reads. Private torch: its format.
 
     Torch saves what is needed to compile it again, and generated code imports the compiler for a
     few names: most of the time of a load. These are given here instead (`_LINES`). What a new torch
@@ -625,7 +625,7 @@ def remove_compiler_data(saved: bytes) -> bytes:
 
 
 def remove_input_checks(saved: bytes) -> bytes:
-    """A saved result whose code does not check the shapes and strides of its inputs.
+    """Returns a saved result whose code does not check the shapes and strides of its inputs.
 
     A call's guards have, and a tiny step spends as long around its kernels as in them.
     """
@@ -701,7 +701,7 @@ extern_kernels = _ExternKernels()
 
 
 def align(nbytes: Any) -> Any:
-    """The alignment function of code with planned memory."""
+    """Returns the alignment function of code with planned memory."""
     from torch._inductor.codegen.memory_planning import _align
 
     return _align(nbytes)

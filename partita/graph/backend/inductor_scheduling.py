@@ -88,12 +88,12 @@ def _count_bytes(scheduler: Any, dependencies: Iterable[Any]) -> int:
 
 
 def _marks_of_kernel(node: Any) -> set[str]:
-    """The marks of the graph's nodes that a kernel computes."""
+    """Returns the marks of the graph's nodes that a kernel computes."""
     return {o.meta.get("custom", {}).get(_OURS, "") for o in _list_origins(node)}
 
 
 def _list_origins(node: Any) -> list[fx.Node]:
-    """The graph's nodes that a kernel computes."""
+    """Returns the graph's nodes that a kernel computes."""
     parts = [part.node for part in node.get_nodes() if part.node is not None]
     return [origin for part in parts for origin in part.get_origins()]
 

@@ -60,7 +60,7 @@ _LEAST = 24
 
 
 def sections_of(program: Program, always: bool = False, least: int = _LEAST) -> Sections | None:
-    """A program's graph as sections; None where it has values that are no tensors.
+    """Returns a program's graph as sections; None where it has values that are no tensors.
 
     Args:
         always: whether to cut it also where the graph is not deep, or has too few equal parts.
@@ -130,7 +130,7 @@ class _GraphCutter:
         self._read: dict[fx.Node, None] = {}  # values of parts that are read from outside
 
     def cut_graph(self) -> Sections:
-        """The graph as sections. Raises UnsureOfSections where that cannot be."""
+        """Returns the graph as sections. Raises UnsureOfSections where that cannot be."""
         parts = [*self._split_into_parts()]
         for i, part in enumerate(parts):
             self.of.update(dict.fromkeys(part, i))
@@ -178,7 +178,7 @@ class _GraphCutter:
                 yield run
 
     def _with_packing_first(self, order: Sequence[fx.Node]) -> list[fx.Node]:
-        """The order in which what packs for gathers comes first between two collectives."""
+        """Returns the order in which what packs for gathers comes first between two collectives."""
         found: list[fx.Node] = []
         last = len(self._packs)
         for _, nodes in groupby(order, _stands_between):
@@ -186,7 +186,7 @@ class _GraphCutter:
         return found
 
     def _split_unpacking(self, run: list[fx.Node]) -> Iterator[list[fx.Node]]:
-        """A stretch of calls, cut behind those that unpack what was gathered before it.
+        """Yields a stretch of calls, cut behind those that unpack what was gathered before it.
 
         Then the packed parameters are freed, and the next block's gather begins, before what
         computes with the parameters.
@@ -201,7 +201,7 @@ class _GraphCutter:
         yield from (part for part in (run[:moves], run[moves:]) if part)
 
     def _split_repeats(self, run: list[fx.Node]) -> Iterator[list[fx.Node]]:
-        """A stretch of calls, cut into the repeats of the part that repeats itself in it."""
+        """Yields a stretch of calls, cut into the repeats of the part that repeats itself in it."""
         is_long = len(run) >= 2 * self.least
         found = repeats_of([*map(_key_of_call, run)], self.least) if is_long else None
         if found is None:
@@ -251,7 +251,7 @@ class _GraphCutter:
             yield node
 
     def _read_from_outside(self) -> dict[fx.Node, None]:
-        """The values of parts that other parts read, or that the graph returns."""
+        """Returns the values of parts that other parts read, or that the graph returns."""
         of = self.of
         return {
             owner: None
@@ -392,7 +392,7 @@ class _SectionGraph:
         return _devices_of(self.graph)
 
     def key(self) -> str:
-        """A hash of its text, equal for parts that compute the same."""
+        """Returns a hash of its text, equal for parts that compute the same."""
         number: dict[fx.Node, str] = {}
         lines = []
         for node in self.graph.nodes:
@@ -419,7 +419,7 @@ def _stands_between(node: fx.Node) -> bool:
 
 
 def _meta_of(node: fx.Node) -> dict[str, Any]:
-    """The metadata of a node that holds for its copy in another graph."""
+    """Returns the metadata of a node that holds for its copy in another graph."""
     return {k: node.meta[k] for k in ("val", NOTE) if k in node.meta}
 
 
@@ -430,7 +430,7 @@ def _copy_with_note(graph: fx.Graph, node: fx.Node, of: Mapping[fx.Node, fx.Node
 
 
 def _numel_of_node(node: fx.Node) -> int:
-    """The number of elements of a node's value."""
+    """Returns the number of elements of a node's value."""
     return sum(t.numel() for t in tensors_in(node.meta["val"]))
 
 
@@ -440,7 +440,7 @@ def _is_piece(node: fx.Node) -> bool:
 
 
 def _key_of_call(node: fx.Node) -> Hashable:
-    """The text of a call without its operands."""
+    """Returns the text of a call without its operands."""
     return line_of(node, dict.fromkeys(node.all_input_nodes, "%"))
 
 
@@ -448,7 +448,7 @@ def _key_of_call(node: fx.Node) -> Hashable:
 
 
 def _with_early_writes(graph: fx.Graph, storages: Storages) -> list[fx.Node]:
-    """The calls of a graph, each write into an input as early as it may be.
+    """Returns the calls of a graph, each write into an input as early as it may be.
 
     A write comes after its operands and the last use of the old value, and stays behind the checks
     before it, so that nothing is written where one raises. A `getitem` follows its call directly.

@@ -78,7 +78,7 @@ class Store:
         self.folder, self.limit = folder, limit
 
     def path(self, key: str) -> Path:
-        """The path of the file of a key."""
+        """Returns the path of the file of a key."""
         if not re.fullmatch("[0-9a-z-]+", key):
             raise ValueError(f"a key is of digits, small letters and dashes, not {key!r}")
         return self.folder / (key + SUFFIX)
@@ -86,7 +86,7 @@ class Store:
     # -- one artifact ------------------------------------------------------------------------------
 
     def get(self, key: str) -> Artifact | None:
-        """The artifact of a key. None, with a warning, where its file cannot be used."""
+        """Returns the artifact of a key. None, with a warning, where its file cannot be used."""
         path = self.path(key)
         try:
             check_folder(self.folder)
@@ -133,7 +133,7 @@ class Store:
     # -- all of them -------------------------------------------------------------------------------
 
     def entries(self, check: bool = False) -> list[Entry]:
-        """The files of the store, the last used first.
+        """Returns the files of the store, the last used first.
 
         Args:
             check: whether to read all of each file and compare its checksum.
@@ -234,7 +234,7 @@ def _write_atomically(path: Path, parts: tuple[bytes, ...]) -> None:
 
 
 def _read_header(file: BinaryIO, key: str) -> tuple[str, int, int]:
-    """The digest, and the numbers of bytes of metadata and of payload that follow."""
+    """Returns the digest, and the numbers of bytes of metadata and of payload that follow."""
     magic = file.readline(_HEADER_BYTES)
     if magic != _MAGIC:
         ours = magic.startswith(b"partita artifact ")

@@ -124,7 +124,7 @@ def _lower_all_reduce(graph: fx.Graph, node: fx.Node, n: int, way: WayOfSum) -> 
 
 
 def _sum_shares(make: Making, shares: fx.Node, n: int, dtype: torch.dtype) -> fx.Node:
-    """The sum of n shares that lie end to end, in rank order, in at least 32 bits."""
+    """Returns the sum of n shares that lie end to end, in rank order, in at least 32 bits."""
     if n > _MOST_ADDITIONS:
         return make(sum_of_shares, shares, n)
     rows = make(_aten.view.default, shares, [n, -1])

@@ -88,7 +88,7 @@ def _reduce_where_ready(graph: fx.Graph) -> None:
 
 
 def _least_bytes(groups: Iterable[list[fx.Node]]) -> int:
-    """The bytes of a bucket of an optimizer's step: an eighth of all, within bounds."""
+    """Returns the bytes of a bucket of an optimizer's step: an eighth of all, within bounds."""
     settled = [m for members in groups for m in members if note_of(m).reason == "settle"]
     total = sum(nbytes_of(_operand_of_collective(m)) for m in settled)
     return min(max(total // _BUCKETS_OF_STEP, _LEAST_BYTES), _MOST_BYTES)
@@ -178,7 +178,7 @@ def _is_ready_before(operand: fx.Node, place: fx.Node) -> bool:
 
 
 def _find_dependents(nodes: Iterable[fx.Node], last: fx.Node) -> set[fx.Node]:
-    """The nodes up to `last` that depend on one of `nodes`."""
+    """Returns the nodes up to `last` that depend on one of `nodes`."""
     found: set[fx.Node] = set()
     waiting = [*nodes]
     while waiting:
@@ -248,7 +248,7 @@ def _even_first(members: list[fx.Node], pieces: list[fx.Node]) -> list[fx.Node]:
 
 
 def _joint_note(members: list[fx.Node], one: fx.Node) -> Note:
-    """The note of a joint collective, in the place of `one`."""
+    """Returns the note of a joint collective, in the place of `one`."""
     nbytes = sum(note_of(m).nbytes for m in members)
     return replace(note_of(one), nbytes=nbytes, before="", after="")
 

@@ -92,7 +92,7 @@ def cancel(program: Program) -> str:
 
 
 def _find_move_input(nodes: list[fx.Node]) -> fx.Node | None:
-    """The one tensor that a move takes (what its nodes read and do not make), or None."""
+    """Returns the one tensor that a move takes (what its nodes read and do not make), or None."""
     outside = {a for n in nodes for a in n.all_input_nodes if a not in nodes}
     outside = {a for a in outside if a.meta.get("val") is None or a.meta["val"].ndim}
     return outside.pop() if len(outside) == 1 else None
@@ -122,13 +122,13 @@ def cast(program: Program) -> str:
 
 
 def _operands_moved_by(node: fx.Node, dtype: torch.dtype) -> set[fx.Node]:
-    """The operands of a node, without tensors of indices."""
+    """Returns the operands of a node, without tensors of indices."""
     values = {n: n.meta.get("val") for n in node.all_input_nodes}
     return {n for n, x in values.items() if not isinstance(x, torch.Tensor) or x.dtype == dtype}
 
 
 def _find_narrower_dtype(gather: fx.Node, readers: set[fx.Node]) -> torch.dtype | None:
-    """The one dtype to which all readers cast, if it has fewer bytes; else None."""
+    """Returns the one dtype to which all readers cast, if it has fewer bytes; else None."""
     wide = gather.meta["val"].dtype
     dtypes = set()
     for node in readers:

@@ -71,7 +71,7 @@ class _Order:
         self._live, self.peak = self._simulate_memory(self.nodes, 0, self._last)
 
     def _read_by(self, node: fx.Node) -> Set[int]:
-        """The storages that must be allocated when a node runs."""
+        """Returns the storages that must be allocated when a node runs."""
         reads = node.all_input_nodes
         if not reads:
             return _NOTHING
@@ -82,11 +82,11 @@ class _Order:
         return {s for read in reads for s in of[read]}
 
     def written_by(self, node: fx.Node) -> tuple[int, ...]:
-        """The storages that a node writes."""
+        """Returns the storages that a node writes."""
         return tuple(s for written in written_operands(node) for s in self._storages.of[written])
 
     def count_input_bytes(self) -> int:
-        """The bytes of the graph's inputs."""
+        """Returns the bytes of the graph's inputs."""
         inputs = (node for node in self.nodes if node.op == "placeholder")
         return sum(self._storages.nbytes[s] for node in inputs for s in self._made.get(node, ()))
 
@@ -218,7 +218,7 @@ def _try_wait_behind(order: _Order, wait: fx.Node, behind: fx.Node, limit: float
 
 
 def _end_of_backward(order: _Order, waits: Sequence[fx.Node]) -> fx.Node | None:
-    """The last node of backward that needs none of `waits`."""
+    """Returns the last node of backward that needs none of `waits`."""
     needing = set(waits)
     end = None
     for node in order.nodes:

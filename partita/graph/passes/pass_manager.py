@@ -67,7 +67,7 @@ OF_STEP_AND_UPDATES = ("lifetime",)
 
 
 def order_passes(options: StepOptions) -> dict[str, Pass]:
-    """The passes that run, by name.
+    """Returns the passes that run, by name.
 
     Raises:
         ValueError: `without`, or a place, names an unknown pass; two passes have one name.
@@ -331,7 +331,7 @@ _LABELS = {
 
 
 def format_figure(what: str, value: float) -> str:
-    """The text of a figure of a `Change`, given the name of its field."""
+    """Returns the text of a figure of a `Change`, given the name of its field."""
     if what in ("sent", "saved"):
         return "nothing" if not value else human(int(value))
     return f"{value * 1e6:.4g} us" if what == "seconds" else str(value)
@@ -362,7 +362,7 @@ class GraphFigures:
 
 
 def _saved_bytes_of_gathers(nodes: list[fx.Node]) -> int:
-    """Bytes that all-gathers of ZeRO in forward make and that backward reads."""
+    """Returns bytes that all-gathers of ZeRO in forward make and that backward reads."""
     total = 0
     for node in nodes:
         note = note_of(node)
@@ -376,7 +376,7 @@ def _saved_bytes_of_gathers(nodes: list[fx.Node]) -> int:
 
 
 def _diff_calls(before: list[str], after: list[str]) -> tuple[str, ...]:
-    """The calls that there are more or fewer of, collectives first."""
+    """Returns the calls that there are more or fewer of, collectives first."""
     counts: Counter[str] = Counter()
     counts.subtract(map(_describe_call, before))
     counts.update(map(_describe_call, after))
@@ -388,7 +388,7 @@ def _diff_calls(before: list[str], after: list[str]) -> tuple[str, ...]:
 
 
 def _describe_call(line: str) -> str:
-    """A line of a graph without its operands."""
+    """Returns a line of a graph without its operands."""
     called, typed, value = line.rpartition(" :")
     if typed:
         return called.split("(", 1)[0] + typed + value

@@ -57,7 +57,7 @@ def regather(program: Program) -> str:
 
 
 def _group_users(parameter: GatheredParameter, runs: Runs) -> list[list[fx.Node]]:
-    """The users of a parameter, in groups between which it is freed."""
+    """Returns the users of a parameter, in groups between which it is freed."""
     groups: list[list[fx.Node]] = []
     for user in parameter.users:
         if groups:
@@ -104,7 +104,7 @@ def _sink_to_first_use(parameter: GatheredParameter, first: fx.Node) -> None:
 
 
 def _from_shard(gather: fx.Node) -> list[fx.Node]:
-    """The views and casts between a parameter's shard and its gather, in order.
+    """Returns the views and casts between a parameter's shard and its gather, in order.
 
     They are repeated, too: the cast shard would otherwise live until backward.
     """
@@ -166,19 +166,19 @@ class Runs:
         self._begins = [self.place[node] for node in self._first]
 
     def number(self, one: GatheredParameter, user: fx.Node) -> int:
-        """The number of the run in which `user` uses a gathered parameter."""
+        """Returns the number of the run in which `user` uses a gathered parameter."""
         return self._number[user, one.block]
 
     def of(self, one: GatheredParameter) -> int:
-        """The number of its first run; -1 where nothing computes with it."""
+        """Returns the number of its first run; -1 where nothing computes with it."""
         return self.number(one, one.users[0]) if one.users else -1
 
     def at(self, node: fx.Node) -> int:
-        """The number of the run in which a call stands; -1 before the first."""
+        """Returns the number of the run in which a call stands; -1 before the first."""
         return bisect.bisect(self._begins, self.place[node]) - 1
 
     def first(self, number: int) -> fx.Node:
-        """The first call of a run."""
+        """Returns the first call of a run."""
         return self._first[number]
 
     def _make_gathered_parameter(self, gather: fx.Node) -> GatheredParameter:
@@ -232,7 +232,7 @@ def find_moved(
 
 
 def packing_of(collective: fx.Node) -> tuple[set[fx.Node], set[fx.Node]]:
-    """A collective with the nodes that pack its operand; the nodes that these read."""
+    """Returns a collective with the nodes that pack its operand; the nodes that these read."""
     packing, sources, waiting = {collective}, set(), [collective]
     while waiting:
         for read in waiting.pop().all_input_nodes:

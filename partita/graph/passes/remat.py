@@ -176,7 +176,7 @@ def _estimate_seconds(node: fx.Node) -> float:
 
 
 def _find_recomputed_in_regions(program: Program) -> set[fx.Node]:
-    """The nodes of regions that are to be recomputed."""
+    """Returns the nodes of regions that are to be recomputed."""
     graph = program.graph.graph
     inside = {n for n in graph.nodes if note_of(n).region and _can_be_made_again(n)}
     if not inside:

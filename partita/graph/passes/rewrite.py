@@ -19,7 +19,7 @@ from ..verify import IllegalGraph
 
 
 def find(program: Program, *targets: Any, **fields: Any) -> list[fx.Node]:
-    """The matching calls of a graph, in order; a list, so that the graph may be changed.
+    """Returns the matching calls of a graph, in order; a list, so that the graph may be changed.
 
     Args:
         targets: operators, `torch.ops.aten.mul.Tensor` or all of `torch.ops.aten.mul`; any where
@@ -89,6 +89,6 @@ class Making:
 
 
 def fake_value_of(node: fx.Node) -> Any:
-    """The fake value of a call, computed of the fake values of its operands."""
+    """Returns the fake value of a call, computed of the fake values of its operands."""
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     return call_without_memory(node.target, args, kwargs).value

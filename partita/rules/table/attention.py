@@ -90,7 +90,7 @@ def _make_causal_mask(
 
 
 def _mask(query: Arg, key: Arg, mask: Arg, names: list[str]) -> str:
-    """The names of a mask that is broadcast to the scores, which are `names`."""
+    """Returns the names of a mask that is broadcast to the scores, which are `names`."""
     scores = (*query.shape[:-1], key.shape[-2])
     if names[0] == "...":
         names, front = names[1:], ["..."] * (mask.ndim > 2)

@@ -247,7 +247,7 @@ class _Read:
 
 
 def _fill_ellipsis(entries: Sequence[Any], ndim: int) -> list[Any] | None:
-    """The entries with `...` written out; None if there are too many."""
+    """Returns the entries with `...` written out; None if there are too many."""
     used = sum(e is not None and e is not Ellipsis for e in entries)
     if used > ndim:
         return None

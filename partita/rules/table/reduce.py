@@ -24,7 +24,7 @@ _ALONG, _ALONG_IN_TWO = "{whole} -> {whole}", "{whole} -> {whole}, {whole}"
 
 
 def _sentence_of_whole(x: Arg, dim: Dim, keepdim: bool) -> str:
-    """The sentence of an op that needs all of `dim` to reduce it."""
+    """Returns the sentence of an op that needs all of `dim` to reduce it."""
     return f"{x.names.whole(dim)} -> {x.names.without(dim, keepdim)}"
 
 

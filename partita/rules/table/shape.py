@@ -455,7 +455,7 @@ def stack(tensors: Sequence[Any], dim: int = 0) -> str | None:
 
 
 def _make_stack_along(dim: int, ndim: int) -> Kernel:
-    """A stack in one direction, as `cat` of tensors of at least `ndim` dimensions."""
+    """Returns a stack in one direction, as `cat` of tensors of at least `ndim` dimensions."""
 
     def run(tensors: Sequence[Any]) -> Any:
         wide = [getattr(torch, f"atleast_{ndim}d")(t) for t in tensors]

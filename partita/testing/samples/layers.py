@@ -127,7 +127,7 @@ def losses() -> Part:
 
 
 def ours() -> Part:
-    """The small ops that others are written with."""
+    """Returns the small ops that others are written with."""
 
     def heads(
         q: Any, k: Any, v: Any, mask: Any = None, causal: bool = False, grouped: bool = False

@@ -15,5 +15,5 @@ In reading order:
   numbers as tensors), `functional_memory` (views).
 - Blocks: `block_choice` (which modules), `fold` (equal ones become calls of one program),
   `block_updates` (equal updates of optimizers are traced once, by `block_tracing`),
-  `update_programs` (these as graphs of their own).
+  `update_programs` (these as separate graphs).
 """

@@ -64,7 +64,7 @@ _capturing = 0  # threads
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Within, torch knows that a graph is made: optimizers read no number of a tensor.
+    """Make torch report that a graph is compiled: optimizers then read no number of a tensor.
 
     Private torch: `torch.compiler.is_compiling()` has no public way to be made true.
     """
@@ -266,13 +266,16 @@ def function_modes() -> list[Any]:
 
 
 def hearing_modes() -> list[Any]:
-    """Those of `function_modes` that hear calls: `torch.device` says where tensors are made."""
+    """Returns those of `function_modes` that intercept calls.
+
+    `torch.device` does not: it only sets the device.
+    """
     return [mode for mode in function_modes() if not isinstance(mode, DeviceMode)]
 
 
 @contextmanager
 def without_function_modes() -> Iterator[None]:
-    """Within, no TorchFunctionMode is active. Private torch: `_pop_mode_temporarily`."""
+    """Disable all TorchFunctionModes inside the block. Private torch: `_pop_mode_temporarily`."""
     with ExitStack() as stack:
         for _ in range(torch._C._len_torch_function_stack()):
             stack.enter_context(_pop_mode_temporarily())
@@ -280,7 +283,7 @@ def without_function_modes() -> Iterator[None]:
 
 
 def find_unheard_mode() -> Any:
-    """A TorchDispatchMode of the user's that is active now, if there is one.
+    """Returns an active TorchDispatchMode of the user, if there is one.
 
     Private torch: the stack of modes.
     """

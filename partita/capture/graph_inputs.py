@@ -1,12 +1,13 @@
-"""Inputs of a graph: for each tensor of the state and the arguments a fake, and what is read of it.
+"""Inputs of a graph: a fake for each tensor of the state and the arguments, and reads of their
+metadata.
 
 Inputs are the rank's coordinate on each mesh axis, the tensors of the step's slots and arguments,
 and their gradients. A leaf without a gradient gets a "mark" instead: a fake gradient that shows
-whether the step reads it. Floats are added as the trace meets them. A DTensor with uneven pieces
+whether the step reads it. Floats are added when the trace reads them. A DTensor with uneven pieces
 has a fake of the first rank's, largest, piece, so that all ranks trace the same graph.
 
 Whether an input is a leaf, a view, shared or conjugated becomes a condition of the program
-(`TensorFacts`). Where its memory lies and how often it was written is refused.
+(`TensorFacts`). Reading its address or its version counter is refused.
 """
 
 from __future__ import annotations
@@ -46,14 +47,13 @@ class GraphInputs:
 
     Attributes:
         all: in the graph's order: coordinates, tensors, gradients, numbers.
-        fakes: the fake tensor that stands for each.
+        fakes: the fake tensor of each.
         identities: the ids of the fakes.
-        marked: places of leaves that have a mark.
+        leaves: of the call, as `tensors_of_call` returns them.
+        marked: positions of leaves that have a mark.
 
     Args:
-        leaves: the tensors of the state and of the arguments, in order, among other values.
-        names: the name and kind of each leaf.
-        unmarked: places of leaves without a gradient that are given no mark.
+        unmarked: positions of leaves without a gradient that get no mark.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class GraphInputs:
         return nodes
 
     def drop_unread_marks(self, graph: fx.Graph) -> None:
-        """Take the marks that nobody reads off the traced graph."""
+        """Remove marks that are not read from the traced graph."""
         kept: list[tuple[Input, torch.Tensor]] = []
         nodes = graph.find_nodes(op="placeholder")
         for node, given, fake in zip(nodes, self.all, self.fakes, strict=True):
@@ -148,7 +148,8 @@ class GraphInputs:
     def tag_fakes(
         self, wires: Mapping[Wire, TraceWire], copy_attributes: Callable[..., None]
     ) -> list[Any]:
-        """Give the fakes the layout, gradient, hooks and attributes of what they stand for.
+        """Give the fakes the layout, gradient, hooks and attributes of the tensors that they
+        replace.
 
         Args:
             wires: for each wire of the inputs the one that traces.
@@ -189,7 +190,7 @@ class GraphInputs:
         return self._fakes_by_id.get(id(value), value) if isinstance(value, torch.Tensor) else value
 
     def input_of(self, fake: torch.Tensor) -> Input | None:
-        """The input, a leaf of the call, for which `fake` stands; None if for none."""
+        """Returns the input, a leaf of the call, that `fake` replaces; None if there is none."""
         return self._by_fake.get(id(fake))
 
     def coordinates(self, wire: Wire) -> dict[str, torch.Tensor]:
@@ -302,7 +303,7 @@ class TensorFacts:
 
 
 def is_fact(func: Any) -> bool:
-    """Does a function of torch read a fact of a tensor, rather than set one or anything else?"""
+    """True if a function of torch reads a fact of a tensor, and sets nothing."""
     asked = getattr(func, "__self__", func)
     reads = getattr(func, "__name__", "") not in ("__set__", "__delete__")
     return reads and (asked in _HELD or asked in _LOST)
@@ -315,7 +316,9 @@ def _is_asked_by_user(frame: FrameType | None) -> bool:
 
 
 def hang_hooks(tensor: torch.Tensor, fake: torch.Tensor) -> list[Any]:
-    """Register the user's hooks of a leaf on its fake, so that they are traced; the handles."""
+    """Register the user's hooks of a leaf on its fake, so that they are traced. Returns the
+    handles.
+    """
     if not tensor.is_leaf:  # autograd calls them outside the graph, when it goes on from there
         return []
     found = [fake.register_hook(hook) for hook in select_user_hooks(tensor._backward_hooks)]

@@ -439,7 +439,7 @@ class Tracer:
 def _noting_blocks(
     choice: BlockChoice, models: Iterable[nn.Module], recorder: Recorder, tracer: Any
 ) -> Iterator[None]:
-    """Within, the nodes of each block that `tracer` (fx's) meets are noted as its own."""
+    """Record, inside the block, which block each node belongs to that `tracer` (fx's) makes."""
     blocks, usual = choice.find(models), tracer.call_module
 
     def call_module(m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -197,7 +197,9 @@ def _note_guards(error: LayoutError, run: CaptureRun) -> None:
 
 
 def trace_once(run: CaptureRun) -> CapturedProgram | None:
-    """The program of one run, after which nothing is watched; None where `run.program()` is."""
+    """Returns the program of one run, after which nothing is watched; None if `run.program()` is
+    None.
+    """
     try:
         return run.program()
     finally:
@@ -240,23 +242,23 @@ class CaptureRun:
     """One run of a step over fake tensors.
 
     Args:
-        unmarked: places, among the leaves of the call, of tensors that are given no mark.
+        unmarked: positions, among the leaves of the call, of tensors that get no mark.
         plain: which floats stay Python numbers.
-        guesses: answers to what is asked of values.
+        guesses: assumed answers to branches on values.
         values: what is known of the call's values.
         blocks: which modules are blocks.
-        counts_apart: optimizers' step counts of parameters may differ: none stands for all.
+        counts_apart: as of `capture`.
 
     Attributes:
         record: what the step reads of Python.
-        writes: what it writes into Python objects and has to write again in each call.
+        writes: its writes into Python objects, which each call must repeat.
         slots, values: the places of the step's tensors, and of its plain Python values.
         inputs, outputs: of the graph.
-        read_marks: places of tensors whose marks (gradients that are not there) were read.
-        questions: what is asked of values.
+        read_marks: positions of tensors whose marks (gradients that do not exist) were read.
+        questions: the branches on values.
         numbers: the floats that the step reads.
-        raised: has the step raised an error of its own?
-        meets_unknown_tensors: was a function called of a tensor that is no input?
+        raised: True if the step has raised an error of its own.
+        meets_unknown_tensors: True if a function was called on a tensor that is not an input.
     """
 
     def __init__(
@@ -299,10 +301,10 @@ class CaptureRun:
         self.meets_unknown_tensors = False
 
     def program(self) -> CapturedProgram | None:
-        """Run the step, and make a program of what was traced.
+        """Run the step, and make a program of the trace.
 
         Returns:
-            None where the step has read marks: see `read_marks`.
+            None if the step has read marks: see `read_marks`.
         """
         tracer = self.tracer
         self._error_line, self._called_last, self.raised = "", "", False
@@ -361,10 +363,10 @@ class CaptureRun:
     def _make_program(
         self, made: fx.GraphModule, calls: tuple[BlockCalls, ...]
     ) -> CapturedProgram | None:
-        """Returns the program of a traced graph; None where the step has read marks.
+        """Returns the program of a traced graph; None if the step has read marks.
 
         Raises:
-            UnsureOfWrites: blocks that are calls in it have to be inlined.
+            UnsureOfWrites: blocks that are calls in it must be inlined.
         """
         tracer, inputs = self.tracer, self.inputs
         read = tracer.list_read_inputs(made)
@@ -395,7 +397,9 @@ class CaptureRun:
         return Conditions((*numbers, *facts, *self._gradient_conditions(), *counts))
 
     def _gradient_conditions(self) -> Iterator[GradientCondition]:
-        """Of each gradient that the step reads, whether it is there and of what metadata."""
+        """Yields for each gradient that the step reads the condition that it exists, with its
+        metadata.
+        """
         leaves = self.inputs.leaves
         for given in self.inputs.all:
             if given.kind not in WITHOUT_GRADIENT and given.index in self.read_gradients:
@@ -473,11 +477,12 @@ class CaptureRun:
         return self.questions.answer(question, self._predict_answer)
 
     def _follows_from_data(self, number: Any, only_integers: bool = False) -> bool:
-        """True if a number follows from arguments and the like, not from what steps update: that
-        would be another number, and another program, in each call.
+        """True if a number depends only on arguments and similar inputs, not on what steps update.
+
+        The latter would be another number, and need another program, in each call.
 
         Args:
-            only_integers: whether these must be integers or bools, as labels and masks are.
+            only_integers: True requires integers or bools, as labels and masks are.
         """
         ahead, done = [self._node_of_number(number)], set()
         while ahead:
@@ -501,9 +506,9 @@ class CaptureRun:
         return node
 
     def _predict_answer(self, question: Any) -> Answer | None:
-        """The likely answer to what is asked of a value; None where nothing predicts it.
+        """Returns the likely answer to a branch on a value; None if nothing predicts it.
 
-        It is a guess, which spares a run and a capture where it is right.
+        It is a guess. If it is right, it saves a run and a capture.
         """
         node = self._node_of_number(question)
         kind = question.node.pytype
@@ -516,7 +521,9 @@ class CaptureRun:
     def _make_symbolic_number(
         self, name: str, value: float, home: Any = None, path: Any = (), index: int = -1
     ) -> Any:
-        """Have a symbolic float, an input of the graph, stand for one that need not be plain."""
+        """Returns a symbolic float, an input of the graph, in place of one that need not stay
+        plain.
+        """
         given = Input(name, "number", NUMBER, index, home, tuple(path))
         found = self.numbers.stand_in(given, value)
         if found is not value:
@@ -539,7 +546,9 @@ class CaptureRun:
 
     @contextmanager
     def _swap_numbers(self) -> Iterator[list[tuple[Slot, Any]]]:
-        """Within, variables that hold floats hold symbolic floats; gives (slot, what it holds)."""
+        """Put symbolic floats into variables that hold floats, inside the block; yields (slot, old
+        value).
+        """
         found = [(slot, slot.value) for slot in self.values if isinstance(slot.value, float)]
         try:
             held = []
@@ -575,10 +584,10 @@ class CaptureRun:
             write.undo()
 
     def guards(self, refused: bool = False) -> Guards:
-        """The guards of what the step has read, with the values of now.
+        """Returns the guards of what the step has read, with the current values.
 
         Args:
-            refused: the step has no program, so that all tensors are equal to it.
+            refused: True if the step has no program, so that all tensors are equal to it.
         """
         numbers = [given for given, _ in self.numbers.met if given.home is not None]
         leaves, slots, written = dict[int, int](), frozenset[Any](), frozenset[int]()
@@ -657,7 +666,7 @@ class CaptureRun:
         outputs.add_left_gradients()
 
     def _is_returned_as_itself(self, leaf: Any) -> bool:
-        """Was this part of a result there before the step, so that it is returned as it is?"""
+        """True if this part of a result existed before the step, so it is returned unchanged."""
         return self.record.is_reached(leaf) and id(leaf) not in self._made_for_arguments
 
     def _check_result(self, leaf: Any) -> None:
@@ -673,9 +682,9 @@ def _must_be_kept(write: Write, known: set[int]) -> bool:
 
 
 def _drop_all_but(graph: fx.Graph, wanted: Iterable[fx.Node]) -> None:
-    """Erase the calls that have no part in the values of `wanted`, as far as calls tell.
+    """Erase the calls that do not affect the values of `wanted`, as far as the calls show.
 
-    A write through another view is missed: what is computed is a guess, which each run checks.
+    A write through another view is missed. The result is only a guess, which each run checks.
     """
     needed = set(wanted)
     for node in reversed(graph.nodes):

@@ -1,9 +1,9 @@
-"""Guards: may a program be used for another call, and if not, why is the step captured again?
+"""Guards: decide whether a program may be used for another call, and if not, why.
 
 A call has a signature (`signature_of`): the metadata of its tensors and of those that the step
 reaches, the keys of other arguments, torch's modes. Calls of equal signatures may run one program,
 if its guards hold: `Guards`, of what the step read of Python, and `TensorGuard`. `Guards.hold`
-first compares object identities, in a few passes that run in C; places that hold or reach other
+first compares object identities, in a few passes that run in C. Places that hold or reach other
 objects than before are then compared by type and content. What differs becomes the reason, as text:
 "x: shape (8, 4) became (6, 4); cfg['k']: 1 became 4" (`History`).
 """
@@ -70,14 +70,14 @@ class Guards:
     """What must be unchanged for a program to run again.
 
     Args:
-        places: what the step read; the values of now are expected there.
+        places: what the step read; the current values are expected there.
         types: objects whose type was read, with the type.
-        inputs: what of this the graph has as inputs.
+        inputs: which of these are inputs of the graph.
         huge: containers that are not compared deeply.
         classes: classes whose number of attributes is guarded: a new one may hide another.
         namespaces: name, variables and read names (None for all) of modules, functions and
-            objects: of the read names none may be added or removed.
-        owners: name and object, where attributes were read: its `__dict__`, the home of these
+            objects: none of the read names may be added or removed.
+        owners: name and object of which attributes were read: its `__dict__`, the home of these
             places, must stay the same one.
     """
 
@@ -133,7 +133,10 @@ class Guards:
         return Guards(places, [(o, type(o)) for o, _ in types], *self._arguments[2:])
 
     def digest(self) -> int:
-        """A hash of what is expected: equal for captures that have read the same of Python."""
+        """Returns a hash of what is expected.
+
+        It is equal for captures that have read the same of Python.
+        """
         return hash((tuple(place.name for place in self._places), tuple(self._keys)))
 
     def reads_only(self, count: int) -> bool:
@@ -169,7 +172,7 @@ class Guards:
         return ContentWalk(False, inputs.find_numbers(), leaves, self._huge, inputs.written)
 
     def _find_sharing(self) -> dict[int, tuple[int, ...]]:
-        """For each place, numbers of its parts: equal where two are one object."""
+        """Returns for each place the numbers of its parts: equal if two are one object."""
         first: dict[int, int] = {}
         return {
             at: tuple([first.setdefault(part, len(first)) for part in self._met[at]])
@@ -212,7 +215,7 @@ class Guards:
         return found
 
     def _look_at(self, at: int, walk: ContentWalk) -> tuple[Any, Parts]:
-        """The key of what stands in a place now, and what in it may change in place."""
+        """Returns the key of a place's current value, and its parts that may change in place."""
         place, before = self._places[at], len(walk.changeable)
         key = walk.make_part(place.value, place.home, place.key)
         found = walk.changeable[before:]
@@ -221,11 +224,11 @@ class Guards:
         return key, {id(part): (part, key) for part, key in found}
 
     def hold_by_identity(self) -> bool:
-        """Is everything the same objects?"""
+        """True if everything is the same objects."""
         return self._have_same_names() and not self._find_moved()
 
     def _have_same_names(self) -> bool:
-        """Are all types the same, and as many names in classes and namespaces?"""
+        """True if all types are the same, and classes and namespaces have as many names."""
         return (
             all(map(is_, map(type, self._objects), self._types))
             and [*map(len, self._class_dicts)] == self._class_sizes
@@ -351,10 +354,10 @@ Parts = dict[int, tuple[Any, Any]]
 
 
 class WatchedItems:
-    """What containers, arrays and their like hold now.
+    """The current contents of containers, arrays and similar objects.
 
     Args:
-        parts: of each place, what of these it reaches.
+        parts: for each place, which of these it reaches.
     """
 
     def __init__(self, parts: dict[int, Parts]):
@@ -394,7 +397,7 @@ class WatchedItems:
         self._places += [places for _ in sources]
 
     def unchanged(self) -> bool:
-        """Are these the same objects?"""
+        """True if these are the same objects."""
         return (
             not any(self._empty)
             and [*map(len, self._sources)] == self._lengths
@@ -482,11 +485,11 @@ class TensorGuard:
 def signature_of(
     state: State, tensors: list[Any], names: Sequence[str], call: Any
 ) -> tuple[Any, ...]:
-    """The signature of a call: a tuple of (name, value...) for each part.
+    """Returns the signature of a call: a tuple of (name, value...) for each part.
 
     Args:
-        tensors, names: the leaves of what the step reaches, then those of the call; their names,
-            which say on which path each is found.
+        tensors, names: the leaves of what the step reaches, then those of the call; and their
+            names, which describe the path to each.
         call: its (args, kwargs).
     """
     first: dict[int, int] = {}
@@ -505,11 +508,11 @@ def signature_of(
 
 
 def _strides_of_tensors(tensors: list[Any], arguments: int) -> list[tuple[int, ...]]:
-    """The strides of arguments and of results of other steps, which may differ from call to call;
-    of the step's own tensors only where they are not contiguous.
+    """Returns the strides of arguments and of results of other steps, which may vary between calls.
 
-    Not of uneven pieces, which enter a graph contiguous and padded: whether a piece of one row, or
-    of none, is contiguous may differ between ranks, and all must find the same program.
+    For the step's own tensors only if they are not contiguous. Not for uneven pieces, which enter a
+    graph contiguous and padded: whether a piece of one row, or of none, is contiguous may differ
+    between ranks, and all ranks must find the same program.
     """
     with Local():
         return [
@@ -528,7 +531,10 @@ def enters_padded(t: torch.Tensor) -> bool:
 
 
 def kind_of_tensor(t: torch.Tensor) -> tuple[Any, ...]:
-    """What a program is made for, of a tensor: shape, layout, dtype, hooks, not strides."""
+    """Returns the properties of a tensor that a program is made for.
+
+    These are shape, layout, dtype and hooks, but not strides.
+    """
     with Local():
         attributes = t.__dict__
         spec = attributes.get("_spec")
@@ -638,7 +644,10 @@ def _explain_difference(
     leaves: Sequence[Any],
     known: Iterable[tuple[Description, Guards | None]],
 ) -> str:
-    """How a call differs from the most similar one that has a program; of several, the latest."""
+    """Returns how a call differs from the most similar one with a program.
+
+    Of several it is the latest.
+    """
     nearest = min(
         reversed([*known]), key=lambda other: _count_differences(now, other[0]), default=None
     )
@@ -730,13 +739,13 @@ class History:
         numbers: int,
         keep: int,
     ) -> None:
-        """Note that a program was captured.
+        """Record that a program was captured.
 
         Args:
             reason: why.
-            key: the call's signature, and what tells programs of one signature apart.
+            key: the call's signature, and what distinguishes programs of one signature.
             numbers: `Conditions.identify_numbers`.
-            keep: how many programs the step keeps.
+            keep: the most programs that the step keeps.
         """
         self._look_for_counters(reason, description)
         identity = hash((key[0], None if guards is None else guards.digest(), numbers))
@@ -753,8 +762,9 @@ class History:
         self._changed_in_a_row.clear()
 
     def _look_for_counters(self, reason: str, description: Description) -> None:
-        """Warn of what differs in each call: a Python value, an int argument, a float that is read
-        as a number."""
+        """Warn about values that differ in each call: a Python value, an int argument, a float that
+        is read as a number.
+        """
         names = {text.split(": ")[0] for text in reason.split("; ") if " became " in text}
         values = {name: description.get(name, {}).get("value", "") for name in names}
         ints = {name for name, text in values.items() if text.removeprefix("-").isdigit()}

@@ -1,15 +1,15 @@
-"""The state of a step: what it reaches, and where that stands.
+"""The state of a step: what it reaches, and the place of each value.
 
-The state of a step is what it reads and writes that is not one of its arguments: modules,
-optimizers, tensors, and lists and dictionaries of them. `find_state` searches for them: it follows
-closures, defaults, globals that the code uses, and the object of a method; functions of the user
-that are reached so, likewise; places that functions were seen to read in a run; and what is given
-as `state=`. Each tensor stands in a slot. The leaves of a call are those of all slots, then those
-of the arguments (`tensors_of_call`); inputs of a graph refer to them by index.
+The state of a step is what it reads and writes besides its arguments: modules, optimizers, tensors,
+and lists and dictionaries of them. `find_state` searches for them. It follows closures, defaults,
+globals that the code uses, and the object of a method; the same for functions of the user that it
+reaches; places that functions read in a run; and `state=`. Each tensor is in a slot. The leaves of
+a call are those of all slots, then those of the arguments (`tensors_of_call`). Inputs of a graph
+refer to them by index.
 
-A slot is known by the path on which it was found. Where an object on the way has been exchanged,
-another search gives the slots their homes of now (`State.has_changed`). That each value that the
-step reads is the leaf that the graph takes for it is checked by the guards.
+A slot is identified by the path on which it was found. If an object on the path has been exchanged,
+another search gives the slots their new homes (`State.has_changed`). The guards check that each
+value that the step reads is the leaf that the graph uses for it.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class State:
             Not of optimizers, whose state comes and goes: see `optimizer_slots`.
         values: the slots of Python floats.
         by_path: the slots of this search and of earlier ones that a program refers to.
-        parts: each module, with all within it.
+        parts: each module, with all modules inside it.
         given: the modules and optimizers among the arguments of the call.
         links: the paths to slots: home, key, and the object there that was searched.
         lists: lists and dictionaries that were searched, and the length of each.
@@ -120,7 +120,7 @@ class State:
         return {id(v) for v in (*held, *self.parts, *self.optimizers.values())}
 
     def is_of(self, args: Any, kwargs: Any) -> bool:
-        """Are the modules and optimizers among these arguments those of the search?"""
+        """True if the modules and optimizers among these arguments are those of the search."""
         given = _modules_among(args, kwargs)
         return len(given) == len(self.given) and all(map(operator.is_, given, self.given))
 
@@ -150,7 +150,7 @@ class State:
         return found
 
     def settings(self) -> Iterator[tuple[str, Any]]:
-        """(name, value) of what else decides the program and is not among the guards."""
+        """Yields (name, value) of what else decides the program and is not among the guards."""
         for name, module in self.modules.items():
             yield f"{name}.training", tuple([m.training for m in module.modules()])
         for name, optimizer in self.optimizers.items():
@@ -386,12 +386,12 @@ class _Search:
                 self.state.reached.append(place)
 
     def name_parameters_of_optimizers(self) -> None:
-        """Have the places in optimizers' lists come last: a parameter has its module's name."""
+        """Put the places in optimizers' lists last, so that a parameter gets its module's name."""
         slots = self._of_optimizers
         self.state.slots += [s for s in slots if not isinstance(s.value, FakeTensor)]
 
     def count_found(self) -> int:
-        """How many slots, modules and optimizers were found."""
+        """Returns the number of slots, modules and optimizers that were found."""
         return len(self.state.slots) + len(self.state.modules) + len(self.state.optimizers)
 
     def _search_object(self, owner: Any) -> None:
@@ -543,7 +543,7 @@ def _unused_name(name: str, used: Container[str]) -> str:
 
 
 def _holds_tensor(value: Any, but_parameters: bool) -> bool:
-    """Is it a list or dictionary with a tensor, other than parameters if `but_parameters`?"""
+    """True for a list or dictionary with a tensor, other than parameters if `but_parameters`."""
     if not isinstance(value, (list, dict)) or len(value) > _SEARCHED:
         return False
     held = value.values() if isinstance(value, dict) else value
@@ -552,14 +552,16 @@ def _holds_tensor(value: Any, but_parameters: bool) -> bool:
 
 
 def _may_hold_tensors(value: Any) -> bool:
-    """Is it worth searching? Not functions and classes: what they read is seen when they run."""
+    """True if it is worth searching. Functions and classes are not: their reads are seen when they
+    run.
+    """
     if isinstance(value, (*_SIMPLE, type, types.ModuleType)):
         return False
     return isinstance(value, (nn.Module, functools.partial)) or not callable(value)
 
 
 def _is_of_run(value: Any) -> bool:
-    """Was it made in a capture run, so that it holds fakes?"""
+    """True if it was made in a capture run, so that it holds fakes."""
     if isinstance(value, nn.Module):
         value = [*value.parameters(), *value.buffers()]
     elif isinstance(value, Optimizer):

@@ -436,7 +436,7 @@ def _dim_order(x: DTensor, **options: Any) -> tuple[int, ...]:
 def _as_strided(
     x: DTensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> Any:
-    """Returns the strides count elements of the global tensor, which is gathered.
+    """The strides count elements of the global tensor, which is gathered.
 
     Raises:
         LayoutError: on one device this would reach into what `x` is a part of.

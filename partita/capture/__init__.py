@@ -13,7 +13,6 @@ In reading order:
   computed from constants alone; of attention, masks).
 - Writes become values: `functionalize`, `functional_calls` (what one call becomes, and
   numbers as tensors), `functional_memory` (views).
-- Blocks: `block_choice` (which modules), `fold` (equal ones become calls of one program),
-  `block_updates` (equal updates of optimizers are traced once, by `block_tracing`),
-  `update_programs` (these as separate graphs).
+- Blocks: `block_choice` (which modules), `block_updates` (an optimizer steps block by block),
+  `fold` (equal blocks and equal updates become calls of one program).
 """

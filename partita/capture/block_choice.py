@@ -1,6 +1,6 @@
 """The choice of blocks: `BlockChoice`, from the argument `blocks` of `pt.compile`.
 
-Equal blocks become calls of one program (`fold`), and the updates of their parameters, too
+Equal blocks become calls of one program (`fold`), and so do the updates of their parameters
 (`block_updates`). `BlocksTraced` lists which were, and why the others were not.
 """
 
@@ -22,10 +22,10 @@ _LEAST_BY_DEFAULT = 6
 
 @dataclass(frozen=True)
 class BlockCalls:
-    """Equal calls of a block in a step.
+    """Equal calls of a block in a step, or updates of its parameters.
 
     Attributes:
-        kind: the name of the block's class.
+        kind: the name of the block's class; of an update "AdamW of Block".
         count: how many calls are equal.
         reason: why they were left flat; "" if they are calls of one program.
     """
@@ -46,14 +46,11 @@ class BlocksTraced:
 
     Attributes:
         calls: the calls of blocks, by structure and by the reason why they were left flat.
-        apart: the names of optimizers whose updates were traced as they run, and why.
-        updates: for each update that was traced once its name ("AdamW of Block"), and how many are
-            like it.
+        updates: the updates of blocks, in the same way.
     """
 
     calls: tuple[BlockCalls, ...] = ()
-    apart: tuple[tuple[str, str], ...] = ()
-    updates: tuple[tuple[str, int], ...] = ()
+    updates: tuple[BlockCalls, ...] = ()
 
     @property
     def structures(self) -> tuple[tuple[str, int], ...]:
@@ -67,14 +64,14 @@ class BlocksTraced:
 
     def left_flat(self, reason: str) -> BlocksTraced:
         """Returns the same blocks where those that were folded are inlined again."""
-        calls = (c if c.reason else replace(c, reason=reason) for c in self.calls)
-        return replace(self, calls=tuple(calls))
+        found = (
+            tuple(c if c.reason else replace(c, reason=reason) for c in calls)
+            for calls in (self.calls, self.updates)
+        )
+        return BlocksTraced(*found)
 
     def __str__(self) -> str:
-        lines = [str(calls) for calls in self.calls]
-        lines += [f"{name}: {count} updates, traced once" for name, count in self.updates]
-        lines += [f"{kind}: each traced as it runs ({reason})" for kind, reason in self.apart]
-        return "\n".join(lines)
+        return "\n".join(map(str, (*self.calls, *self.updates)))
 
 
 @dataclass(frozen=True)
@@ -86,13 +83,11 @@ class BlockChoice:
             modules that are alike in class and in the names and shapes of their parameters.
         least: how many must be alike to be found by the search.
         outline_above: the nodes of a graph above which blocks stay calls; None for never.
-        apart: classes of optimizers whose updates cannot be blocks, and why.
     """
 
     named: tuple[nn.Module | type, ...] | None = None
     least: int = 2
     outline_above: int | None = None
-    apart: tuple[tuple[type, str], ...] = ()
 
     @classmethod
     def from_option(cls, blocks: bool | Iterable[nn.Module | type] | None) -> BlockChoice:
@@ -112,15 +107,6 @@ class BlockChoice:
             ):
                 raise ValueError(f"compile: a block is a module or a class of them, not {block!r}")
         return cls(named)
-
-    def without_class(self, kind: type, reason: str) -> BlockChoice:
-        """Returns the same choice without updates of this class of optimizers."""
-        return replace(self, apart=(*self.apart, (kind, reason)))
-
-    @property
-    def apart_by_name(self) -> tuple[tuple[str, str], ...]:
-        """The names of the classes in `apart`, and why."""
-        return tuple((kind.__name__, reason) for kind, reason in self.apart)
 
     def find(self, models: Iterable[nn.Module]) -> set[nn.Module]:
         """Returns the blocks of these models."""

@@ -9,8 +9,13 @@ the labels of calls, and floats where a tensor in their place gives the same bit
     f = block_forward(program, (), *operands)      block_output(f, number), for each result
     b = block_backward(program, f, *cotangents)    block_output(b, number), for each gradient
 
+The update of a block's parameters is a block call, too. It may write inputs of the step, if it is
+the last to use them. What it computes from step counts that are equal in all blocks is computed
+once, beside the calls.
+
 A block is left flat, as it was traced, where a call would change what the step computes. Examples
-are a block that writes memory from outside, and one whose parts something between its nodes needs.
+are a block that writes memory that others use, and one whose parts something between its nodes
+needs.
 `StepBlocks` decides on the nodes as they were traced which blocks it replaces. Only then does it
 replace the first, so that no decision depends on the result of another.
 """
@@ -31,7 +36,7 @@ from torch._C import DisableTorchFunctionSubclass as Local
 
 from partita.comm.device import HOST
 from partita.graph.block_calls import LABELS, block_backward, block_forward, block_output
-from partita.graph.block_programs import BlockProgram
+from partita.graph.block_programs import BlockProgram, find_base_of_alias
 from partita.graph.errors import CaptureError, UnsureOfWrites
 from partita.graph.fake_values import make_distinct, tensors_in
 from partita.graph.graph_nodes import (
@@ -55,7 +60,7 @@ from partita.graph.shared_memory import (
 )
 from partita.tensor.op_facts import facts_of
 
-from .block_choice import BlockCalls
+from .block_choice import BlockCalls, BlocksTraced
 from .fakes import is_symbolic
 from .functional_calls import takes_number_exactly
 from .functionalize import functionalize_graph
@@ -72,32 +77,29 @@ class StepBlocks:
 
     Args:
         step: as traced, without unused calls.
-        kinds: for each call of a block the class of the block.
+        kinds: for each call of a block its classes, as in `Recorder.block_kinds`.
         coordinates: the inputs that hold the rank's coordinates.
+        equal: groups of inputs that hold the same number.
         env: makes symbolic floats.
     """
 
     def __init__(
         self,
         step: fx.GraphModule,
-        kinds: Sequence[type],
+        kinds: Sequence[tuple[type, ...]],
         coordinates: Collection[fx.Node],
+        equal: Iterable[Iterable[fx.Node]],
         env: Any,
     ):
         self.step, self.graph, self._env = step, step.graph, env
         self._runs, self._odd_runs = _find_runs(step.graph, kinds, coordinates)
         self._by_key: defaultdict[Any, list[_BlockRun]] = defaultdict(list)
         self._exchanged: dict[fx.Node, fx.Node] = {}
-        if not self._runs:
-            return
-        self._memory = memory_that_is_written(step.graph)
+        self._equal = {n: group for group, inputs in enumerate(equal) for n in inputs}
+        self._memory: dict[fx.Node, int] = {}
         self._places: dict[fx.Node, int] = {}
         self._writers: defaultdict[int, list[fx.Node]] = defaultdict(list)
-        for place, node in enumerate(step.graph.nodes):
-            self._places[node] = place
-            for written in operands_written(node):
-                if written in self._memory:
-                    self._writers[self._memory[written]].append(node)
+        self._shows: defaultdict[int, list[fx.Node]] = defaultdict(list)
         for run in self._runs:
             run.absorb_between()
             with Local():
@@ -105,26 +107,131 @@ class StepBlocks:
             self._by_key[run.key].append(run)
 
     @property
-    def calls(self) -> tuple[BlockCalls, ...]:
+    def traced(self) -> BlocksTraced:
         """The calls of blocks by structure, and why those of a structure were left flat."""
-        found: Counter[tuple[Any, type, str]] = Counter()
+        found: Counter[tuple[Any, tuple[type, ...], str]] = Counter()
         for key, runs in self._by_key.items():
-            found.update((key, run.kind, run.reason) for run in runs)
-        found.update((None, run.kind, run.reason) for run in self._odd_runs)
-        return tuple(BlockCalls(kind.__name__, n, why) for (_, kind, why), n in found.items())
+            found.update((key, run.kinds, run.reason) for run in runs)
+        found.update((None, run.kinds, run.reason) for run in self._odd_runs)
+        calls: list[BlockCalls] = []
+        updates: list[BlockCalls] = []
+        for (_, kinds, why), n in found.items():
+            of = calls if len(kinds) == 1 else updates
+            of.append(BlockCalls(_name_of(kinds), n, why))
+        return BlocksTraced(tuple(calls), tuple(updates))
 
     def leave_flat(self, reason: str) -> None:
         """Note a reason for which no block is folded."""
         for run in self._runs:
             run.reason = run.reason or reason
 
-    def fold(self) -> bool:
-        """Replace equal blocks by calls of one program; returns whether there are any."""
+    def fold(self) -> None:
+        """Replace equal blocks by calls of one program."""
+        if self._runs:
+            self._describe_memory()
+            for equal in self._by_key.values():
+                for runs in _group_by_numbers(equal) if len(equal) > 1 else ():
+                    self._share_numbers(runs)
+            self._by_key.clear()
+            for run in self._runs:
+                self._by_key[run.key].append(run)
+            self._places = {node: place for place, node in enumerate(self.graph.nodes)}
         groups = self._plan_groups()  # all of it, before the first node is replaced
         for group in groups:
             for run in group.runs:
                 self._replace_run(run, group)
-        return bool(groups)
+
+    def _describe_memory(self) -> None:
+        self._memory = memory_that_is_written(self.graph)
+        for node in self.graph.nodes:
+            if node in self._memory:
+                self._shows[self._memory[node]].append(node)
+            for written in operands_written(node):
+                if written in self._memory:
+                    self._writers[self._memory[written]].append(node)
+
+    # -- numbers that equal updates share ----------------------------------------------------------
+
+    def _share_numbers(self, runs: Sequence[_BlockRun]) -> None:
+        """Have equal blocks read what the first computes from step counts, where these are equal.
+
+        The first computes it before anything else.
+        """
+        shared = self._find_shared_numbers(runs)
+        if not shared:
+            return
+        first, *others = runs
+        numbers = [first.forward[i] for i in shared]
+        start = next(n for n in first.forward if n not in numbers)
+        waiting, moved = [*numbers], {*numbers}
+        while waiting:
+            for node in waiting.pop().all_input_nodes:
+                if node > start and node not in moved:  # a number of the step
+                    moved.add(node)
+                    waiting.append(node)
+        for node in sorted(moved):
+            start.prepend(node)
+        for run in others:
+            for i, number in zip(shared, numbers, strict=True):
+                run.forward[i].replace_all_uses_with(number)
+            for i in reversed(shared):
+                self.graph.erase_node(run.forward[i])
+        for run in runs:
+            run.forward = [n for i, n in enumerate(run.forward) if i not in {*shared}]
+            run.own = {n: i for i, n in enumerate(run.forward)}
+            with Local():
+                run.describe()
+
+    def _find_shared_numbers(self, runs: Sequence[_BlockRun]) -> list[int]:
+        """The places of calls that compute one number in all blocks, from equal step counts."""
+        first, memory = runs[0], self._memory
+        taken = zip(*(run.taken for run in runs), strict=True)
+        other = {nodes[0] for nodes in taken if len({*nodes}) > 1}  # in other blocks
+        counts = {n for i, n in enumerate(first.taken) if self._is_one_count(i, runs)}
+        other -= counts
+        held = {memory.get(n) for n in counts}
+        shared = set(counts)
+        written: set[int | None] = set()  # memory that the block itself writes,
+        read: set[int | None] = set()  # and reads
+        for node in first.forward if counts else ():
+            reads = [n for n in node.all_input_nodes if n in first.own or n in counts]
+            into = operands_written(node)
+            of_into = {memory[n] for n in into}
+            if (
+                reads
+                and shared.issuperset(reads)
+                and held.isdisjoint(of_into)
+                and other.isdisjoint(node.all_input_nodes)
+                and not facts_of(node.target).draws
+                and all(t.ndim == 0 for t in tensors_in(node.meta.get("val")))
+            ):
+                if not written.isdisjoint(memory.get(n) for n in reads):
+                    return []
+                if not read.isdisjoint(of_into):
+                    return []
+                shared.add(node)
+                continue
+            written |= of_into
+            read.update(memory[n] for n in reads if n in memory)
+            if any(n in shared and n not in counts for n in into):
+                return []
+        found = [i for i, node in enumerate(first.forward) if node in shared]
+        are_own = (u in run.own for run in runs for i in found for u in run.forward[i].users)
+        return found if all(are_own) else []
+
+    def _is_one_count(self, operand: int, runs: Sequence[_BlockRun]) -> bool:
+        """True if an operand is an input of one number in all calls, which only its call writes.
+
+        Args:
+            operand: its place.
+        """
+        groups = set[int | None]()
+        for run in runs:
+            given = run.taken[operand]
+            if any(w not in run.own for w in self._writers.get(self._memory.get(given, -1), ())):
+                return False
+            groups.add(self._equal.get(find_base_of_alias(given)))
+        return len(groups) == 1 and None not in groups
 
     # -- which can be folded -----------------------------------------------------------------------
 
@@ -223,7 +330,8 @@ class StepBlocks:
         late_outside = outside | of_forward
         for nodes, others in ((run.forward, outside), (run.backward, late_outside)):
             for node in nodes:
-                if any(memory.get(n) in others for n in operands_written(node)):
+                into = {memory[n] for n in operands_written(node) if memory.get(n) in others}
+                if not all(self._is_last_to_use(run, m) for m in into):
                     return "it writes memory from outside"
         views = Counter(memory[n] for n in _nodes_read(run) if n in memory)
         for shown, times in views.items():
@@ -241,6 +349,22 @@ class StepBlocks:
                     if writer not in run.own and start < self._places[writer] < end:
                         return "what its backward reads is written after its forward"
         return ""
+
+    def _is_last_to_use(self, run: _BlockRun, memory: int) -> bool:
+        """True if memory is that of an input, and from a block's begin on used by the block alone.
+
+        A block with a backward is two calls, of which either may write.
+        """
+        shown = [n for n in run.taken if self._memory.get(n) == memory]
+        start = self._places[run.forward[0]]
+        users = (user for node in self._shows[memory] for user in node.users)
+        return (
+            not run.backward
+            and len(shown) == 1
+            and find_base_of_alias(shown[0]).op == "placeholder"
+            and all(w in run.own for w in self._writers[memory])
+            and all(u in run.own or self._places[u] < start for u in users)
+        )
 
     def _find_order(self, run: _BlockRun) -> str:
         """The reason why the nodes of a block cannot be moved next to each other; "" for none."""
@@ -295,7 +419,7 @@ class StepBlocks:
         made_graph = functionalize_graph(lazy_graph_module(self.step, graph))
         drop_unused(made_graph.graph)
         program = BlockProgram(
-            run.kind,
+            _name_of(run.kinds),
             made_graph,
             taken,
             [*results],
@@ -413,7 +537,7 @@ class _OrderMatters(Exception):
 
 def _make_number_like(run: _BlockRun) -> torch.Tensor:
     """Returns the value of a number in a graph without numbers, of the fake mode of a block."""
-    mode = next(t.fake_mode for n in run.forward for t in tensors_in(n.meta["val"]))  # type: ignore[attr-defined]
+    mode = next(t.fake_mode for n in run.forward for t in tensors_in(n.meta.get("val")))  # type: ignore[attr-defined]
     with mode:
         return torch.empty((), dtype=torch.float64, device=HOST)
 
@@ -439,8 +563,8 @@ class _BlockRun:
     """One call of a block in a traced step.
 
     Attributes:
-        kind: the class of the block.
-        forward, backward: its nodes, in order.
+        kinds: the class of the block; of an update behind that of the optimizer.
+        forward, backward: its nodes, in order; forward are also those of an update.
         own: all of them, with their places.
         taken: the nodes of others that it reads, in the order of first use.
         early_count: how many of these forward reads; the others only backward does.
@@ -454,7 +578,7 @@ class _BlockRun:
             those of backward.
     """
 
-    kind: type
+    kinds: tuple[type, ...]
     forward: list[fx.Node] = field(default_factory=list)
     backward: list[fx.Node] = field(default_factory=list)
     own: dict[fx.Node, int] = field(default_factory=dict)
@@ -533,7 +657,7 @@ class _BlockRun:
                 self.early_count = len(self._numbers)
                 lines.append(())
         self.taken, self.labels = [*self._numbers], [*self._labels]
-        self.key = self.kind, tuple(lines)
+        self.key = self.kinds, tuple(lines)
         if any(not _is_comparable(n.meta.get("val")) for n in self.taken):
             self.reason = "it takes a tensor that is not strided"
         try:
@@ -625,13 +749,18 @@ def _is_comparable(value: Any) -> bool:
     return is_symbolic(value)
 
 
+def _name_of(kinds: Sequence[type]) -> str:
+    """The name of a block, or of its update."""
+    return " of ".join(kind.__name__ for kind in kinds)
+
+
 def _find_runs(
-    graph: fx.Graph, kinds: Sequence[type], coordinates: Collection[fx.Node]
+    graph: fx.Graph, kinds: Sequence[tuple[type, ...]], coordinates: Collection[fx.Node]
 ) -> tuple[list[_BlockRun], list[_BlockRun]]:
     """The calls of blocks, in order, that have a forward before a backward and nothing else; and
     the other calls of blocks."""
     _release_shared(graph, coordinates)
-    runs = {number: _BlockRun(kind) for number, kind in enumerate(kinds)}
+    runs = {number: _BlockRun(of) for number, of in enumerate(kinds)}
     for node in graph.nodes:
         number = node.meta.get(BLOCK)
         if number is None or node.op != "call_function":
@@ -639,7 +768,7 @@ def _find_runs(
         phase, run = note_of(node).phase, runs[number]
         if phase == "backward":
             run.backward.append(node)
-        elif phase == "forward" and not run.backward:
+        elif phase == ("forward" if len(run.kinds) == 1 else "update") and not run.backward:
             run.forward.append(node)
         else:
             run.reason = "it computes outside its forward and backward, or forward again"
@@ -673,6 +802,15 @@ def _release_shared(graph: fx.Graph, coordinates: Collection[fx.Node]) -> None:
         if node.op == "call_function" and node.meta.get(BLOCK) is not None:
             node.meta[BLOCK] = None
             shared += node.all_input_nodes
+
+
+def _group_by_numbers(runs: Iterable[_BlockRun]) -> Iterable[list[_BlockRun]]:
+    """Equal blocks in groups that take the same numbers."""
+    groups: defaultdict[Any, list[_BlockRun]] = defaultdict(list)
+    for run in runs:
+        taken = tuple(n for n in run.taken if is_symbolic(n.meta.get("val")))
+        groups[taken, tuple(map(repr, run.floats))].append(run)
+    return groups.values()
 
 
 def _split_by_use(runs: Iterable[_BlockRun]) -> Iterator[list[_BlockRun]]:

@@ -218,7 +218,8 @@ class Recorder(TraceHooks, TorchDispatchMode):
         follows_from_integers: True for a number that depends only on integers and bools of the
             step's arguments.
         note_read: called with each number that is read of a tensor, and that tensor.
-        block_kinds: for each call of a block the class of the block.
+        block_kinds: for each call of a block the class of the block, and for each update of one the
+            classes of the optimizer and of the block.
     """
 
     is_tracing = True
@@ -244,7 +245,7 @@ class Recorder(TraceHooks, TorchDispatchMode):
         self._here = os.getcwd()
         self._settings = read_kernel_settings()
         self._made: list[tuple[fx.Node, torch.Tensor]] = []
-        self.block_kinds: list[type] = []
+        self.block_kinds: list[tuple[type, ...]] = []
         self._running_block: int | None = None
         self._last_block: int | None = None
         # The first and the last sequence number of the autograd nodes that each block call made.
@@ -486,14 +487,20 @@ class Recorder(TraceHooks, TorchDispatchMode):
     # -- blocks ------------------------------------------------------------------------------------
 
     @contextmanager
-    def block(self, kind: type) -> Iterator[None]:
-        """Within, nodes belong to one call of a block of class `kind`, and so do the nodes of its
-        backward. A block within a block belongs to the outer one."""
-        if self._running_block is not None:
+    def block(self, *kinds: type) -> Iterator[None]:
+        """Within, nodes belong to one call of a block, and so do the nodes of its backward.
+
+        A block within a block belongs to the outer one.
+
+        Args:
+            kinds: the class of the block; for its update behind that of the optimizer; nothing
+                where nodes belong to no block.
+        """
+        if self._running_block is not None or not kinds:
             yield
             return
         self._running_block = len(self.block_kinds)
-        self.block_kinds.append(kind)
+        self.block_kinds.append(kinds)
         self._first_numbers.append(next_node())
         self._last_numbers.append(sys.maxsize)
         try:

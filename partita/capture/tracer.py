@@ -52,7 +52,6 @@ from .graph_inputs import GraphInputs, TensorFacts
 from .graph_outputs import GraphOutputs, program_of_trace
 from .optimizers import CapturedOptimizers, find_equal_counts, places_of_equal
 from .recorder import Recorder, RepeatedMoves, StepFunctionMode
-from .update_programs import count_inlined_nodes, inline_updates, outline_updates
 
 # -- a function over declared state ----------------------------------------------------------------
 
@@ -194,7 +193,6 @@ class Tracer:
         nodes: of the inputs in the graph that is traced.
         root: the module of that graph, which holds its constants.
         slot_values: what each slot has held when the run began.
-        updates: makes the updates of blocks.
         called_last: the name of the function of torch that was called last.
     """
 
@@ -202,7 +200,6 @@ class Tracer:
     nodes: list[fx.Node]
     root: Any
     slot_values: list[Any]
-    updates: BlockUpdates
     called_last = ""
 
     def __init__(
@@ -270,10 +267,8 @@ class Tracer:
                 _noting_blocks(self.blocks, self.modules, recorder, self._fx_tracer)
             )
             self.slot_values = stack.enter_context(slots_swapped(self.slots, stand_in))
-            self.updates = BlockUpdates(recorder, self.inputs.mode, self.blocks, self.modules)
-            stack.enter_context(
-                self.optimizers.standing_in(stand_in, number, recorder, self.updates)
-            )
+            updates = BlockUpdates(recorder, self.blocks, self.modules)
+            stack.enter_context(self.optimizers.standing_in(stand_in, number, recorder, updates))
             yield
 
     def _make_wires(self) -> None:
@@ -296,7 +291,7 @@ class Tracer:
         """
         functions = StepFunctionMode(self.inputs, self.facts, reads_values)
         own = functions.calls.call_own
-        # A NotABlock, which is no Exception, does not run the hooks after a module's forward.
+        # ValuesWanted, which is no Exception, does not run the hooks after a module's forward.
         with (
             HERE.breaking_off(),
             attribute_set(self.recorder, "run_without_profiling", own),
@@ -361,32 +356,24 @@ class Tracer:
         Args:
             flat: why all blocks are inlined; "" to fold them.
         """
-        pairs = zip(made.graph.find_nodes(op="placeholder"), self.inputs.all, strict=True)
+        nodes, least = made.graph.find_nodes(op="placeholder"), self.blocks.outline_above
+        pairs = zip(nodes, self.inputs.all, strict=True)
         coordinates = {node for node, given in pairs if given.kind == "coordinate"}
+        equal = [[nodes[i] for i in places] for places in self._places_of_equal()]
         env = self.inputs.mode.shape_env
-        blocks = StepBlocks(made, self.recorder.block_kinds, coordinates, env)
+        blocks = StepBlocks(made, self.recorder.block_kinds, coordinates, equal, env)
         if self.outputs.seeds:
             flat = "a result of the step has a history"
-        if self.blocks.outline_above is None:
+        if least is None:
             flat = "sections=False, or passes of your own"
+        elif len(made.graph.nodes) < least:
+            flat = flat or f"the step has {len(made.graph.nodes)} calls, fewer than {least}"
         if flat:
             blocks.leave_flat(flat)
-        if flat or not self._outline(made, blocks, self.blocks.outline_above or 0):
-            inline_updates(made.graph)
-        return blocks
-
-    def _outline(self, made: fx.GraphModule, blocks: StepBlocks, least: int) -> bool:
-        """Replace blocks by calls; False where all have to be inlined."""
-        try:
+        else:
             with self.inputs.mode:
-                size = count_inlined_nodes(made.graph)
-                if size < least:
-                    blocks.leave_flat(f"the step has {size} calls, fewer than {least}")
-                    return False
-                are_folded = blocks.fold()
-                return outline_updates(made, self._places_of_equal()) or are_folded
-        except UnsureOfWrites:
-            return False
+                blocks.fold()
+        return blocks
 
     def inline_blocks(self, made: fx.GraphModule, blocks: StepBlocks) -> None:
         """Inline blocks around whose calls the graph cannot do without writes."""

@@ -3,8 +3,8 @@
     f = block_forward(block, (), *operands)        block_output(f, number), for each result
     b = block_backward(block, f, *cotangents)      block_output(b, number), for each gradient
 
-These targets are never called. `block` is a `BlockProgram`; of an update that is being traced, a
-`BlockTrace`. `inline_bodies` replaces block nodes by copies of the nodes of a `BlockBody`.
+These targets are never called. `block` is a `BlockProgram`. `inline_bodies` replaces block nodes
+by copies of the nodes of a `BlockBody`.
 """
 
 from __future__ import annotations

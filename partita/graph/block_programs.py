@@ -4,7 +4,7 @@ A block's forward and backward are one graph. Its inputs are the block's operand
 cotangents of its backward. Its outputs are the block's results, then the gradients of operands. So
 it is functionalized, rewritten by passes and compiled once, however many blocks have the structure.
 The rest of the step is an outer graph, in which each block is two nodes (`block_calls`). `fold`
-makes the programs of modules, `update_programs` those of optimizers' updates.
+makes the programs of modules and of the updates of their parameters.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class BlockProgram(GraphPart):
     """One block structure as a graph without writes but into inputs, at its end.
 
     Attributes:
-        kind: the class of the blocks.
+        name: of the class of the blocks; of their updates "AdamW of Block".
         graph: see above.
         taken: how many of the inputs forward takes; the others are given to backward.
         results: the numbers of the results, in the order of the outputs.
@@ -47,7 +47,7 @@ class BlockProgram(GraphPart):
         written: the places of the inputs that it writes.
     """
 
-    kind: type
+    name: str
     graph: fx.GraphModule
     taken: int
     results: list[int]
@@ -65,7 +65,7 @@ class BlockProgram(GraphPart):
             raise UnsureOfWrites
 
     def __repr__(self) -> str:
-        return f"'a {self.kind.__name__}'"  # as code: it stands among the operands of a node
+        return f"'a {self.name}'"  # as code: it stands among the operands of a node
 
     def mark_results(self) -> None:
         """Mark the calls that make its results, wherever they are copied to."""

@@ -249,7 +249,7 @@ class _Lowering:
             run_passes(part)
         else:
             changed = [change for change in record_changes(part) if change.changed]
-            self._recorded.append(RewrittenBlock(block.kind.__name__, len(calls), changed))
+            self._recorded.append(RewrittenBlock(block.name, len(calls), changed))
         late = find_late(part.graph.graph, block.taken) if block.has_backward else set()
         packing = [*_find_packing_of_gathers(part.graph.graph)]
         outer = sections_of_blocks(part, late, packing, self._sections)

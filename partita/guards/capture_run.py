@@ -18,8 +18,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils import _pytree as pytree
 
-from partita.capture.block_choice import BlockCalls, BlockChoice, BlocksTraced
-from partita.capture.block_tracing import NotABlock
+from partita.capture.block_choice import BlockChoice, BlocksTraced
 from partita.capture.capture_context import (
     taking_turns,
     without_function_modes,
@@ -30,7 +29,6 @@ from partita.capture.fakes import is_symbolic
 from partita.capture.graph_inputs import WITHOUT_GRADIENT, GraphInputs
 from partita.capture.graph_outputs import list_trained, program_of_trace
 from partita.capture.tracer import Tracer
-from partita.capture.update_programs import inline_updates
 from partita.comm import user_line
 from partita.graph.backend.executor import function_of
 from partita.graph.errors import (
@@ -145,9 +143,6 @@ def capture_step(
         run = make_run()
         try:
             program = trace_once(run)
-        except NotABlock as refusal:
-            blocks = blocks.without_class(refusal.kind, refusal.reason)
-            continue
         except Exception as error:
             if (more := state.find_more(run.record.places.values())) is not None:
                 raise more from error
@@ -321,10 +316,10 @@ class CaptureRun:
         tracer.check(made)
         blocks = tracer.fold(made, "the step reads values of tensors" * bool(self.questions.values))
         try:
-            program = self._make_program(made, blocks.calls)
+            program = self._make_program(made, blocks.traced)
         except UnsureOfWrites:
             tracer.inline_blocks(made, blocks)
-            program = self._make_program(made, blocks.calls)
+            program = self._make_program(made, blocks.traced)
         self.numbers.env.forget()
         return program
 
@@ -338,7 +333,6 @@ class CaptureRun:
                 Fix("return the tensor", "and read it outside"),
                 place=self.questions.last_line,
             )
-        inline_updates(made.graph)
         _drop_all_but(made.graph, made.graph.find_nodes(op="output")[0].all_input_nodes)
         made = self.tracer.functionalize(made)
         given = dict(zip(made.graph.find_nodes(op="placeholder"), inputs.all, strict=True))
@@ -360,9 +354,7 @@ class CaptureRun:
         wanted.compute = compute
         raise wanted
 
-    def _make_program(
-        self, made: fx.GraphModule, calls: tuple[BlockCalls, ...]
-    ) -> CapturedProgram | None:
+    def _make_program(self, made: fx.GraphModule, blocks: BlocksTraced) -> CapturedProgram | None:
         """Returns the program of a traced graph; None if the step has read marks.
 
         Raises:
@@ -386,8 +378,7 @@ class CaptureRun:
         program.answers, program.trained = self.questions.answers, self._trained
         if program.answers.numeric:
             program.asked = extract_answers(program, program.answers.numeric)
-        apart, updates = tracer.blocks.apart_by_name, tracer.updates.structures
-        program.blocks = BlocksTraced(calls, apart, updates)
+        program.blocks = blocks
         program.work = [work for wire in tracer.wires.values() for work in wire.work]
         return program
 

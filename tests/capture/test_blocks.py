@@ -335,7 +335,6 @@ ONCE = {"Block": 1, "Dropping": 1, "Numbered": 1, "Masked": 1, "WritingInside": 
 def test_equal_blocks_are_of_one_structure(name):
     _, step = made(lambda: Stack(PROGRAMS[name], 4), squares, None, True)
     assert step.program.blocks.structures == ((name, 4 // ONCE[name]),) * ONCE[name]
-    assert not step.program.blocks.apart
 
 
 @pytest.mark.slow
@@ -665,7 +664,6 @@ def test_what_a_block_asks_of_an_argument_is_asked_in_each_call():
     x = torch.randn(WIDTH, WIDTH)
     for given in (x, x.t(), x):
         torch.testing.assert_close(step(given), eager(given))
-    assert not step.forward.program.blocks.apart
     assert len(step.forward.reasons) == 2
 
 

@@ -15,13 +15,16 @@ from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch._C import DisableTorchFunctionSubclass as Local
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import _pop_mode_temporarily
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from partita.graph.slots import Slot
+from partita.tensor.tensor_overrides import show_same_memory
 from partita.tensor.tensor_state import HERE, saving_hooks, without_history
+from partita.tensor.trace_hooks import TraceHooks
 
 from .whose_code import is_user_module
 
@@ -35,6 +38,40 @@ def attribute_set(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, before)
+
+
+class FakeRunHooks(TraceHooks):
+    """The hooks of a run over fake tensors."""
+
+    is_tracing = True
+
+    def begin_block(self, gather: Any) -> bool:
+        HERE.unfinished.append(gather.end)
+        self.run_without_profiling(gather.begin)
+        return True
+
+    def end_block(self, gather: Any) -> bool:
+        if HERE.unfinished and HERE.unfinished[-1] == gather.end:
+            HERE.unfinished.pop()()
+        return True
+
+    def keep_missing_gradients(self, ctx: Any) -> None:
+        """Have the function get None for a gradient that does not exist.
+
+        A block is one node of a graph, and some of its parameters may not affect the loss. An
+        optimizer skips a parameter without a gradient, but not one with a gradient of zeros. The
+        graph is the same for all ranks.
+        """
+        ctx.set_materialize_grads(False)
+
+    def swap_contents(self, one: torch.Tensor, other: torch.Tensor) -> bool:
+        # `module.to(...)` swaps fake parameters, which the weak references of a tracer forbid. It
+        # means what `p.data = ...` means in eager.
+        with Local():
+            is_same = show_same_memory(one, other)
+        if not is_same:
+            one.data = other
+        return True
 
 
 class _InThisThread:

@@ -70,9 +70,9 @@ from partita.tensor.op_facts import (
 )
 from partita.tensor.tensor_overrides import is_read_in_part
 from partita.tensor.tensor_state import HERE, next_node, own_state
-from partita.tensor.trace_hooks import TraceHooks
 
 from .capture_context import (
+    FakeRunHooks,
     attribute_set,
     dispatch_listeners,
     function_modes,
@@ -202,7 +202,7 @@ def _other_settings() -> CaptureError:
     )
 
 
-class Recorder(TraceHooks, TorchDispatchMode):
+class Recorder(FakeRunHooks, TorchDispatchMode):
     """Traces each call and notes the nodes that it adds to `graph`.
 
     Calls see local shapes. Kernels that Python implements read shapes, and in backward, where torch
@@ -221,8 +221,6 @@ class Recorder(TraceHooks, TorchDispatchMode):
         block_kinds: for each call of a block the class of the block, and for each update of one the
             classes of the optimizer and of the block.
     """
-
-    is_tracing = True
 
     def __init__(self, graph: fx.Graph, mode: FakeTensorMode):
         super().__init__()

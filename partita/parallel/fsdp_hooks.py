@@ -28,7 +28,7 @@ from partita.graph.errors import not_captured
 from partita.layout import Fix, LayoutError
 from partita.redistribute import Plan, plan
 from partita.tensor.construct import keep_attributes
-from partita.tensor.dtensor import DTensor, carry_all, keep_missing_gradients, moved, tagged
+from partita.tensor.dtensor import DTensor, carry_all, moved, tagged
 from partita.tensor.tensor_state import (
     HERE,
     Spec,
@@ -86,9 +86,7 @@ class _BlockHooks:
         self._in_graph = _GraphGather(self.group)
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if HERE.trace.is_tracing:
-            HERE.unfinished.append(self._in_graph.end)
-            HERE.trace.run_without_profiling(self._in_graph.begin)
+        if HERE.trace.begin_block(self._in_graph):
             return self._prepare_inputs(args, kwargs, None)
         group = self.group
         group.open_forwards.append(None)
@@ -133,9 +131,7 @@ class _BlockHooks:
         return replace_instances((args, kwargs), torch.Tensor, prepared)
 
     def end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if HERE.trace.is_tracing:
-            if HERE.unfinished and HERE.unfinished[-1] == self._in_graph.end:
-                HERE.unfinished.pop()()
+        if HERE.trace.end_block(self._in_graph):
             return
         if not self.group.open_forwards:
             return
@@ -644,7 +640,7 @@ class _Gather(torch.autograd.Function):
         ctx: Any, p: torch.Tensor, moves: Plan, spec: Spec, name: str, dtypes: Any, reason: str
     ) -> torch.Tensor:
         ctx.moves, ctx.spec, ctx.name, ctx.dtypes, ctx.own = moves, spec, name, dtypes, p.dtype
-        keep_missing_gradients(ctx)
+        HERE.trace.keep_missing_gradients(ctx)
         return carry_all(moves, p.to(dtypes[0]), spec.wire, name, reason)
 
     @staticmethod

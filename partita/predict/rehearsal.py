@@ -40,6 +40,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from partita.capture.capture_context import (
+    FakeRunHooks,
     attribute_set,
     compiling,
     hidden_from_watchers,
@@ -58,7 +59,6 @@ from partita.remat.counters import HeldStorage, MemoryCount, told_of_resizes
 from partita.remat.watched_calls import KernelMode
 from partita.tensor.dtensor import DTYPES, DTensor, tagged
 from partita.tensor.tensor_state import HERE, in_backward, spec_of
-from partita.tensor.trace_hooks import TraceHooks
 
 VALUE_ASKED = (DataDependentOutputException, DynamicOutputShapeException)
 _RUNS_NOTHING = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
@@ -93,7 +93,7 @@ def rehearse(
         stack.enter_context(compiling())
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(hidden_from_watchers())
-        stack.enter_context(attribute_set(HERE, "trace", _RehearsalHooks()))
+        stack.enter_context(attribute_set(HERE, "trace", FakeRunHooks()))
         for optimizer in state.optimizers.values():  # whose state has no fakes
             stack.enter_context(optimizer.register_step_pre_hook(_refuse_step))
         stack.enter_context(ModuleAttributes(state).restored())
@@ -109,12 +109,6 @@ def rehearse(
                 raise asks_value(error) from None
 
         yield run, state
-
-
-class _RehearsalHooks(TraceHooks):
-    """Hooks of a rehearsal, which runs over fake tensors and makes no graph."""
-
-    is_tracing = True
 
 
 def runs_nothing(fn: Callable[..., Any]) -> bool:

@@ -463,18 +463,6 @@ def _run_moves(moves: Plan, x: torch.Tensor, wire: Wire, op: str, reason: str) -
     return x
 
 
-def keep_missing_gradients(ctx: Any) -> None:
-    """Make an autograd function get None, not zeros, for a gradient that does not exist.
-
-    Only in a captured step. A block is one node there, and some of its parameters may not affect
-    the loss. An optimizer skips a parameter without a gradient, but not one with a gradient of
-    zeros. The graph is the same for all ranks. In eager code a rank without a gradient must take
-    part in what the others send.
-    """
-    if HERE.trace.is_tracing:
-        ctx.set_materialize_grads(False)
-
-
 class _Moved(torch.autograd.Function):
     """Forward a plan of moves; backward its transpose."""
 
@@ -483,7 +471,7 @@ class _Moved(torch.autograd.Function):
         ctx.moves, ctx.wire, ctx.op = moves, wire, op
         if not x.is_floating_point() and not x.is_complex():
             ctx.set_materialize_grads(False)
-        keep_missing_gradients(ctx)
+        HERE.trace.keep_missing_gradients(ctx)
         return _carry_to_write(moves, x, wire, op, reason)
 
     @staticmethod
@@ -542,7 +530,7 @@ class _NoView(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        keep_missing_gradients(ctx)
+        HERE.trace.keep_missing_gradients(ctx)
         return x.detach()
 
     @staticmethod
@@ -562,7 +550,7 @@ class _OnGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, on_gradient: Function, *args: Any) -> Any:
         ctx.on_gradient, ctx.args = on_gradient, args
-        keep_missing_gradients(ctx)
+        HERE.trace.keep_missing_gradients(ctx)
         return x.view_as(x)
 
     @staticmethod

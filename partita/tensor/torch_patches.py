@@ -45,7 +45,6 @@ from partita.rules.rule import own_op
 from partita.rules.rule import table_rule as rule
 from partita.versions import frames_hold_inputs, name_of_checkpoint_generator
 
-from .tensor_overrides import show_same_memory  # isort: skip  what users hear comes first
 from .arguments import OpCall, make_transform_error
 from .dispatch import run_gathered
 from .dtensor import DTensor, alias_without_base, moved
@@ -113,13 +112,7 @@ _TABLES_OF_HOOKS = [
 
 
 def _swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
-    if HERE.trace.is_tracing:
-        # `module.to(...)` swaps fake parameters, which the weak references of a tracer forbid. It
-        # means what `p.data = ...` means in eager.
-        with Local():
-            is_same = show_same_memory(t1, t2)
-        if not is_same:
-            t1.data = t2
+    if HERE.trace.swap_contents(t1, t2):
         return
     # torch swaps no tensor with weak references; ours are set anew. Where ZeRO shards a parameter,
     # the object in the model stays the one that it shards.

@@ -55,6 +55,32 @@ class TraceHooks:
         """
         run()
 
+    def begin_block(self, gather: Any) -> bool:
+        """The forward of a block begins, whose parameters are gathered.
+
+        Args:
+            gather: has the methods `begin` and `end`, by which it is a part of the graph.
+
+        Returns:
+            True if the gather is a part of the graph.
+        """
+        return False
+
+    def end_block(self, gather: Any) -> bool:
+        """The forward of a block has ended; returns what `begin_block` does."""
+        return False
+
+    def keep_missing_gradients(self, ctx: Any) -> None:
+        """The forward of an autograd function runs, whose results may get no gradient.
+
+        In eager code it gets zeros then: a rank without a gradient takes part in what the others
+        send.
+        """
+
+    def swap_contents(self, one: torch.Tensor, other: torch.Tensor) -> bool:
+        """Two tensors exchange their contents (`torch.utils.swap_tensors`); True if it is done."""
+        return False
+
     def region(self) -> AbstractContextManager[None]:
         """Returns a context in which calls belong to a remat region."""
         return nullcontext()

@@ -2,7 +2,8 @@
 
 In reading order: `step` (`pt.compile`, `CompiledStep`; finds the program of a call), `pipeline`
 (how a program is made: `capture`, then what `graph` does with it), `region` (a part of an eager
-model: forward and backward), `progress` (shown while a first call takes minutes).
+model: forward and backward), `progress` (shown while a first call takes minutes). `passes` and
+`verify` offer names of `graph` at their former places.
 
 The rooms below: `guards` (Python made safe: what a step reads and writes, and when it is captured
 again), `capture` (the step as a graph) and `graph` (what a graph is, passes, memory, backends).

@@ -1,0 +1,5 @@
+"""Passes of one's own, at the former place of `partita.graph.passes`."""
+
+from partita.graph.passes import find, put, replace
+
+__all__ = ["find", "put", "replace"]

@@ -1,0 +1,350 @@
+"""torch's names for tensor parallelism over `pt.parallelize`.
+
+    from partita.tensor_parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+Two things differ. Activations stay DTensors of the global shape, so that a model keeps its global
+number of heads. A plain tensor that enters a module is the whole value, whatever `input_layouts`
+says, and ranks compare it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from partita.comm import find_root_mesh, init_mesh_of_all_ranks, sizes_of_mesh, user_line, wire_of
+from partita.layout import Fix, LayoutError, Replicate, Shard, own_placement
+from partita.parallel.parallelize import Inputs, Outputs, parallelize
+
+__all__ = [
+    "ColwiseParallel",
+    "ParallelStyle",
+    "PrepareModuleInput",
+    "PrepareModuleInputOutput",
+    "PrepareModuleOutput",
+    "RowwiseParallel",
+    "SequenceParallel",
+    "loss_parallel",
+    "parallelize_module",
+]
+
+
+class ParallelStyle:
+    """How one module is parallelized. A subclass implements `_apply`, as in torch."""
+
+    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
+        """Parallelize `module` over a mesh of one dimension. In place; returns the module."""
+        raise NotImplementedError(f"{type(self).__name__} has no _apply(module, device_mesh)")
+
+
+class _Layouts(ParallelStyle):
+    """A style that consists of the layouts of parameters, inputs and outputs."""
+
+    def _list_parameters(self, module: nn.Module) -> dict[str, Any]:
+        return {}
+
+    def _list_boundaries(self, module: nn.Module, axis: str) -> list[Inputs | Outputs]:
+        return []
+
+    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
+        (axis,) = _names_of(device_mesh)
+        plan: dict[str, Any] = {
+            name: {axis: placement} for name, placement in self._list_parameters(module).items()
+        }
+        whole = find_root_mesh(device_mesh)
+        parallelize(module, whole, {k: v for k, v in plan.items() if _has(module, k)})
+        boundaries = self._list_boundaries(module, axis)
+        return parallelize(module, whole, {"": boundaries}) if boundaries else module
+
+
+class _Linear(_Layouts):
+    """A style of nn.Linear and nn.Embedding.
+
+    Args:
+        input_layouts: not needed: a DTensor has its layout.
+        output_layouts: the layout of the result.
+        use_local_output: the result stays a DTensor in any case.
+    """
+
+    weight_of_linear: Shard
+    weight_of_embedding: Shard
+    bias: Any
+    output: Any
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Any = None,
+        output_layouts: Any = None,
+        use_local_output: bool = True,
+    ):
+        self.output_layouts = own_placement(output_layouts)
+        self.use_local_output = use_local_output
+
+    def _list_parameters(self, module: nn.Module) -> dict[str, Any]:
+        if isinstance(module, nn.Linear):
+            return {"weight": self.weight_of_linear, "bias": self.bias}
+        if isinstance(module, nn.Embedding):
+            return {"weight": self.weight_of_embedding}
+        raise NotImplementedError(
+            f"{type(self).__name__} is for nn.Linear and nn.Embedding, not for "
+            f"{type(module).__name__}; pt.parallelize takes a placement for each parameter"
+        )
+
+    def _input(self, module: nn.Module) -> Any:
+        raise NotImplementedError
+
+    def _list_boundaries(self, module: nn.Module, axis: str) -> list[Inputs | Outputs]:
+        output = self.output if self.output_layouts is None else self.output_layouts
+        return [Inputs({axis: self._input(module)}), Outputs({axis: output})]
+
+
+class ColwiseParallel(_Linear):
+    """Split the output features: weight `Shard(0)`, of an nn.Embedding `Shard(1)`.
+
+    The input is redistributed to Replicate and the output to `output_layouts`, by default
+    `Shard(-1)`.
+    """
+
+    weight_of_linear, weight_of_embedding, bias = Shard(0), Shard(1), Shard(0)
+    output = Shard(-1)
+
+    def _input(self, module: nn.Module) -> Any:
+        return Replicate()
+
+
+class RowwiseParallel(_Linear):
+    """Split the input features: weight `Shard(1)`, of an nn.Embedding the rows, `Shard(0)`.
+
+    The input is redistributed to `Shard(-1)`, of an nn.Embedding to Replicate, and the output to
+    `output_layouts`, by default Replicate.
+    """
+
+    weight_of_linear, weight_of_embedding, bias = Shard(1), Shard(0), Replicate()
+    output = Replicate()
+
+    def _input(self, module: nn.Module) -> Any:
+        return Replicate() if isinstance(module, nn.Embedding) else Shard(-1)
+
+
+class SequenceParallel(_Layouts):
+    """Compute a norm or a dropout on shards of the sequence; its parameters stay Replicate.
+
+    Args:
+        sequence_dim: the dimension of the input that is split.
+        use_local_output: the result stays a DTensor in any case.
+    """
+
+    def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False):
+        self.sequence_dim, self.use_local_output = sequence_dim, use_local_output
+
+    def _list_boundaries(self, module: nn.Module, axis: str) -> list[Inputs | Outputs]:
+        return [Inputs({axis: Shard(self.sequence_dim)})]
+
+
+class PrepareModuleInput(_Layouts):
+    """Redistribute the inputs of a module.
+
+    Args:
+        input_layouts, input_kwarg_layouts: not needed: a DTensor has its layout.
+        desired_input_layouts: a placement for each positional argument; None leaves one as it is.
+        desired_input_kwarg_layouts: by the name of the argument.
+        use_local_output: the inputs stay DTensors in any case.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Any = None,
+        desired_input_layouts: Any = None,
+        input_kwarg_layouts: Mapping[str, Any] | None = None,
+        desired_input_kwarg_layouts: Mapping[str, Any] | None = None,
+        use_local_output: bool = False,
+    ):
+        _check_lengths(input_layouts, desired_input_layouts)
+        _check_lengths(input_kwarg_layouts or {}, desired_input_kwarg_layouts or {})
+        self.wanted = _make_list(desired_input_layouts)
+        self.named = {k: own_placement(p) for k, p in (desired_input_kwarg_layouts or {}).items()}
+        self.use_local_output = use_local_output
+
+    def _list_boundaries(self, module: nn.Module, axis: str) -> list[Inputs | Outputs]:
+        each = [None if p is None else {axis: p} for p in self.wanted]
+        return [Inputs(*each, **{k: {axis: p} for k, p in self.named.items()})]
+
+
+class PrepareModuleOutput(_Layouts):
+    """Redistribute the outputs of a module.
+
+    Args:
+        output_layouts: not needed: a DTensor has its layout.
+        desired_output_layouts: a placement for each output; None leaves one as it is.
+        use_local_output: the outputs stay DTensors in any case.
+    """
+
+    def __init__(
+        self, *, output_layouts: Any, desired_output_layouts: Any, use_local_output: bool = True
+    ):
+        _check_lengths(output_layouts, desired_output_layouts)
+        self.wanted, self.use_local_output = _make_list(desired_output_layouts), use_local_output
+
+    def _list_boundaries(self, module: nn.Module, axis: str) -> list[Inputs | Outputs]:
+        return [Outputs(*[None if p is None else {axis: p} for p in self.wanted])]
+
+
+class PrepareModuleInputOutput(_Layouts):
+    """Redistribute the inputs and the outputs of a module; see the two styles of these names."""
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Any = None,
+        desired_input_layouts: Any = None,
+        input_kwarg_layouts: Mapping[str, Any] | None = None,
+        desired_input_kwarg_layouts: Mapping[str, Any] | None = None,
+        use_local_input: bool = False,
+        output_layouts: Any,
+        desired_output_layouts: Any,
+        use_local_output: bool = True,
+    ):
+        self.before = PrepareModuleInput(
+            input_layouts=input_layouts,
+            desired_input_layouts=desired_input_layouts,
+            input_kwarg_layouts=input_kwarg_layouts,
+            desired_input_kwarg_layouts=desired_input_kwarg_layouts,
+        )
+        self.after = PrepareModuleOutput(
+            output_layouts=output_layouts, desired_output_layouts=desired_output_layouts
+        )
+        self.use_local_output = use_local_output
+
+    def _list_boundaries(self, module: nn.Module, axis: str) -> list[Inputs | Outputs]:
+        before = self.before._list_boundaries(module, axis)
+        return before + self.after._list_boundaries(module, axis)
+
+
+def parallelize_module(
+    module: nn.Module,
+    device_mesh: Any = None,
+    parallelize_plan: ParallelStyle | str | Mapping[str, ParallelStyle | str] | None = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> nn.Module:
+    """Apply styles to the modules within `module`. In place; returns the module.
+
+    Every parameter and buffer of `module` becomes a DTensor; what no style names is Replicate.
+
+    Args:
+        device_mesh: a mesh of one dimension, such as `mesh["tp"]`; None takes all ranks.
+        parallelize_plan: a style for `module`, or styles by the names of modules within it. In a
+            name each part between dots is a pattern, as of `fnmatch`. The strings of a plan of
+            transformers (`config.base_model_tp_plan`) are styles, too.
+        src_data_rank: as of `pt.parallelize`.
+
+    Raises:
+        LayoutError: a mesh of several dimensions, or a name that no module has.
+        ValueError: an unknown string.
+    """
+    mesh = init_mesh_of_all_ranks() if device_mesh is None else device_mesh
+    axes = _names_of(mesh)
+    if len(axes) > 1:
+        raise LayoutError(
+            f"parallelize_module: the mesh has {len(axes)} dimensions: {' '.join(axes)}",
+            place=user_line(),
+            fixes=(Fix(f"parallelize_module(module, mesh[{axes[-1]!r}], plan)", "one of them"),),
+        )
+    plan = parallelize_plan if isinstance(parallelize_plan, Mapping) else {"": parallelize_plan}
+    found = [
+        (inner, _make_style(style))
+        for pattern, style in plan.items()
+        if style is not None
+        for inner in _find_modules(module, pattern)
+    ]
+    parallelize(module, find_root_mesh(mesh), src_data_rank=src_data_rank)
+    for inner, style in found:
+        style._apply(inner, mesh)
+    if any(getattr(style, "use_local_output", False) for _, style in found):
+        warnings.warn(
+            "parallelize_module: results stay DTensors of the global shape, also where "
+            "use_local_output=True; keep the global number of heads in views",
+            stacklevel=2,
+        )
+    return module
+
+
+@contextmanager
+def loss_parallel() -> Iterator[None]:
+    """Compute the loss of split classes. No effect: `F.cross_entropy` of a DTensor does so."""
+    yield
+
+
+_STYLES: dict[str, Any] = {
+    "colwise": ColwiseParallel,
+    "colwise_rep": lambda **o: ColwiseParallel(output_layouts=Replicate(), **o),
+    "colwise_gather_output": lambda **o: ColwiseParallel(output_layouts=Replicate(), **o),
+    "rowwise": RowwiseParallel,
+    "rowwise_rep": RowwiseParallel,
+    "rowwise_split_input": RowwiseParallel,
+    "embedding_rowwise": RowwiseParallel,
+    "embedding_colwise": lambda **o: ColwiseParallel(output_layouts=Replicate(), **o),
+    "sequence_parallel": SequenceParallel,
+    "replicate": lambda **_: None,
+    "replicated_with_grad_allreduce": lambda **_: None,
+}
+"""Styles by transformers' strings. Their variants say where torch's local tensors are gathered."""
+
+
+def _make_style(given: Any) -> Any:
+    if not isinstance(given, str):
+        return given
+    if given not in _STYLES:
+        raise ValueError(
+            f"parallelize_module: unknown style {given!r}; it is one of {', '.join(_STYLES)}"
+        )
+    return _STYLES[given](use_local_output=False) or _Layouts()
+
+
+def _names_of(mesh: Any) -> tuple[str, ...]:
+    return (*(sizes_of_mesh(mesh) or wire_of(mesh).mesh.names),)  # wire_of says what is no mesh
+
+
+def _find_modules(module: nn.Module, pattern: str) -> list[nn.Module]:
+    parts = pattern.split(".") if pattern else []
+    found = [
+        inner
+        for name, inner in module.named_modules()
+        if len(own := name.split(".") if name else []) == len(parts)
+        and all(map(fnmatchcase, own, parts))
+    ]
+    if not found:
+        raise LayoutError(
+            f"parallelize_module: no module of {type(module).__name__} is called {pattern!r}",
+            place=user_line(),
+            fixes=(Fix("a name of module.named_modules()", "`*` matches one part between dots"),),
+        )
+    return found
+
+
+def _has(module: nn.Module, name: str) -> bool:
+    return getattr(module, name, None) is not None
+
+
+def _make_list(given: Any) -> list[Any]:
+    each = given if isinstance(given, Sequence) else [] if given is None else [given]
+    return [own_placement(p) for p in each]
+
+
+def _check_lengths(given: Any, wanted: Any) -> None:
+    theirs, ours = _count(given), _count(wanted)
+    if theirs and theirs != ours:
+        raise ValueError(f"{theirs} layouts and {ours} desired ones: give one of each for a value")
+
+
+def _count(given: Any) -> int:
+    return len(given) if isinstance(given, (Mapping, Sequence)) else int(given is not None)

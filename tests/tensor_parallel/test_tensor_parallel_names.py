@@ -1,0 +1,329 @@
+"""A script of `torch.distributed.tensor.parallel` changes its imports, and trains as before."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import partita as pt
+from partita import tensor_parallel
+from partita.fsdp import fully_shard
+from partita.tensor_parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from tests.programs.gloo_ranks import run_ranks
+
+VOCABULARY, WIDTH, HEADS, LENGTH, ROWS, STEPS = 24, 16, 4, 8, 4, 3
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x):
+        # Both packages: the number of heads follows from the size of what a projection returns.
+        q, k, v = (
+            f(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
+            for f in (self.q, self.k, self.v)
+        )
+        return self.out(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
+
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x)))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.attention = nn.LayerNorm(WIDTH), Attention()
+        self.norm2, self.mlp = nn.LayerNorm(WIDTH), MLP()
+
+    def forward(self, x):
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, x):
+        x = self.words(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+def make_model():
+    torch.manual_seed(0)
+    return Model().double()
+
+
+def make_tokens():
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(0, VOCABULARY, (STEPS, ROWS, LENGTH), generator=generator)
+
+
+def train(model, prepare=lambda x: x):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)  # torch's cannot mix
+    losses = []
+    for tokens in map(prepare, make_tokens()):
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def apply_plan(model, mesh, names, placements, sequence):
+    """Both packages: torch's example of a transformer, with or without sequence parallelism."""
+    Shard, Replicate = placements.Shard, placements.Replicate
+    of_block = {
+        "attention": names.PrepareModuleInput(
+            input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+        ),
+        "norm1": names.SequenceParallel(),
+        "norm2": names.SequenceParallel(),
+        "mlp": names.PrepareModuleInput(
+            input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+        ),
+    }
+    for layer in model.layers:
+        names.parallelize_module(
+            layer,
+            mesh,
+            {
+                **(of_block if sequence else {}),
+                **{f"attention.{n}": names.ColwiseParallel() for n in "qkv"},
+                "mlp.up": names.ColwiseParallel(),
+                **{
+                    n: names.RowwiseParallel(output_layouts=Shard(1) if sequence else Replicate())
+                    for n in ("attention.out", "mlp.down")
+                },
+            },
+        )
+    return names.parallelize_module(
+        model,
+        mesh,
+        {
+            "words": names.RowwiseParallel(
+                input_layouts=Replicate(), output_layouts=Shard(1) if sequence else Replicate()
+            ),
+            **({"norm": names.SequenceParallel()} if sequence else {}),
+            "head": names.ColwiseParallel(
+                input_layouts=Shard(1) if sequence else Replicate(), output_layouts=Replicate()
+            ),
+        },
+    )
+
+
+def script(rank, package, placements, sequence):
+    mesh = init_device_mesh("cpu", (2,))
+    names = importlib.import_module(package)
+    with warnings.catch_warnings(record=True):
+        model = apply_plan(make_model(), mesh, names, importlib.import_module(placements), sequence)
+    return train(model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placements", ["torch.distributed.tensor", "partita"])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_losses_are_those_of_torch_and_of_one_device(sequence, placements):
+    wanted = train(make_model())
+    theirs = run_ranks(
+        script, 2, "torch.distributed.tensor.parallel", "torch.distributed.tensor", sequence
+    )
+    ours = run_ranks(script, 2, "partita.tensor_parallel", placements, sequence)
+    for one, other in zip(ours, theirs, strict=True):
+        assert one == pytest.approx(wanted, abs=1e-9)
+        assert one == pytest.approx(other, abs=1e-9)
+
+
+def on_a_mesh(mesh, sequence):
+    tp, dp = (mesh["tp"], mesh["dp"]) if mesh.ndim == 2 else (mesh, None)
+    model = apply_plan(make_model(), tp, tensor_parallel, pt, sequence)
+    if dp is None:
+        return train(model)
+    for layer in model.layers:
+        fully_shard(layer, mesh=dp)
+    fully_shard(model, mesh=dp)
+    return train(model, lambda x: pt.distribute_batch(x, mesh))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "sequence"),
+    [({"tp": 1}, True), ({"tp": 2}, False), ({"tp": 3}, True), ({"dp": 2, "tp": 2}, True)],
+)
+def test_a_transformer_trains_as_on_one_device(sizes, sequence):
+    wanted = train(make_model())
+    said = pytest.warns(UserWarning, match="keep the global number of heads")
+    with pt.ranks(**sizes) as world, said:
+        for losses in world.run(on_a_mesh, sequence):
+            assert losses == pytest.approx(wanted, abs=1e-9)
+
+
+class Twice(ParallelStyle):
+    """A user's own style."""
+
+    def _apply(self, module, device_mesh):
+        module.register_forward_hook(lambda m, args, out: 2 * out)
+        return module
+
+
+class Pair(nn.Module):
+    def forward(self, x, *, y):
+        return x, x + y
+
+
+def boundaries(mesh):
+    pair = parallelize_module(
+        Pair(),
+        mesh,
+        PrepareModuleInputOutput(
+            input_layouts=(pt.Replicate(),),
+            desired_input_layouts=(pt.Shard(0),),
+            input_kwarg_layouts={"y": pt.Replicate()},
+            desired_input_kwarg_layouts={"y": pt.Shard(0)},
+            output_layouts=(pt.Shard(0), pt.Shard(0)),
+            desired_output_layouts=(None, pt.Replicate()),
+            use_local_output=False,
+        ),
+    )
+    x = torch.arange(6.0).view(3, 2)
+    first, second = pair(x, y=x)
+    assert torch.equal(second.full_tensor(), 2 * x)
+    layer = parallelize_module(
+        nn.Linear(2, 2, bias=False), mesh, ColwiseParallel(use_local_output=False)
+    )
+    own = parallelize_module(nn.Sequential(nn.Linear(2, 2)), mesh, {"*": Twice()})
+    once = own[0].bias.detach() + x @ own[0].weight.detach().t()
+    assert torch.equal(own(x).full_tensor(), 2 * once.full_tensor())
+    return str(first.placements), str(second.placements), str(layer(x).placements)
+
+
+def test_inputs_and_outputs_are_redistributed_and_own_styles_are_applied():
+    with pt.ranks(tp=2) as world:
+        for found in world.run(boundaries):
+            assert found == ("(Shard(dim=0),)", "(Replicate(),)", "(Shard(dim=1),)")
+
+
+def refusals(mesh):
+    found = {}
+    for name, call in {
+        "name": lambda: parallelize_module(Model(), mesh, {"layers.*.wq": ColwiseParallel()}),
+        "mesh": lambda: parallelize_module(Model(), pt.dry_mesh(a=2, b=2), ColwiseParallel()),
+        "module": lambda: parallelize_module(Model(), mesh, {"norm": ColwiseParallel()}),
+        "string": lambda: parallelize_module(Model(), mesh, {"norm": "moe_tp_experts"}),
+        "counts": lambda: PrepareModuleOutput(
+            output_layouts=(pt.Shard(0), pt.Shard(0)), desired_output_layouts=pt.Shard(0)
+        ),
+        "rank's own": lambda: parallelize_module(nn.LayerNorm(2), mesh, SequenceParallel())(
+            torch.full((1, 2, 2), float(mesh.get_rank()))
+        ),
+    }.items():
+        try:
+            call()
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+EXPECTED = {
+    "name": ("LayoutError", "'layers.*.wq'"),
+    "mesh": ("LayoutError", "mesh['b']"),
+    "module": ("NotImplementedError", "LayerNorm"),
+    "string": ("ValueError", "colwise_gather_output"),
+    "counts": ("ValueError", "2 layouts and 1 desired ones"),
+    "rank's own": ("LayoutError", "rank"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:parallelize_module")
+def test_what_does_not_fit_is_an_error_with_a_reason():
+    with pt.ranks(tp=2) as world:
+        for found in world.run(refusals):
+            assert found.keys() == EXPECTED.keys()
+            for name, (kind, text) in EXPECTED.items():
+                assert found[name].startswith(f"{kind}: "), (name, found[name])
+                assert text in found[name], (name, found[name])
+
+
+def llama():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        use_cache=False,
+    )
+    return transformers.LlamaForCausalLM(config).double()
+
+
+def with_plan_of_transformers(mesh):
+    model = llama()
+    plan = {f"model.{k}": v for k, v in model.config.base_model_tp_plan.items()}
+    parallelize_module(model, mesh, plan | model._tp_plan)
+    with loss_parallel():
+        return train_llama(model), str(model.model.layers[0].self_attn.q_proj.weight.placements)
+
+
+def train_llama(model):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for tokens in make_tokens():
+        optimizer.zero_grad()
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.slow
+def test_the_plan_of_a_model_of_transformers_is_read():
+    wanted = train_llama(llama())
+    with pt.ranks(tp=2) as world:
+        for losses, placed in world.run(with_plan_of_transformers):
+            assert losses == pytest.approx(wanted, abs=1e-9)
+            assert placed == "(Shard(dim=0),)"
+
+
+def test_every_name_of_torch_is_here():
+    """Fails with the names that a new torch adds."""
+    import torch.distributed.tensor.parallel as theirs
+
+    assert [n for n in theirs.__all__ if not hasattr(tensor_parallel, n)] == []
+    assert sorted(tensor_parallel.__all__) == sorted(theirs.__all__)
+    assert PrepareModuleInput(desired_input_layouts=pt.Shard(0)).wanted == [pt.Shard(0)]
+    assert RowwiseParallel().output_layouts is None

@@ -222,7 +222,8 @@ def private_attributes(text, of_package):
 
 @pytest.fixture(scope="module")
 def of_package(modules):
-    return {name for m in modules for name in names_of_members(m.tree) if is_private(name)}
+    found = {name for m in modules for name in names_of_members(m.tree) if is_private(name)}
+    return found - {"_apply"}  # a method that torch's own classes have, which ours implement
 
 
 def test_tests_take_no_private_attribute_of_the_package(of_package):

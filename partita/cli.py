@@ -420,7 +420,7 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
     )
     _add_model(parser)
     parser.add_argument("--mesh", required=True, help="the ranks of each axis: dp=64,tp=8")
-    # What is not given is left out: the strategy has it, and what was given can be told to be idle.
+    # Omitted options keep the strategy's defaults, and passed ones without effect are reported.
     left_out: Any = argparse.SUPPRESS
     parser.add_argument("--zero", type=int, default=left_out, help="the stage of ZeRO over dp (3)")
     on_off = argparse.BooleanOptionalAction

@@ -90,7 +90,7 @@ class Logs:
             facts = {**facts, "tokens_per_second": round(self._tokens / seconds, 1)}
             if self._least_seconds is not None:
                 facts["mfu"] = round(self._least_seconds / seconds, 6)
-        if event == "job":  # the last that is told of a run, whose process may end before `end`
+        if event == "job":  # the last event of a run, whose process may end before `end`
             if self._begun:
                 self._call_each(lambda log: log.hear("stopped", facts))
             self.end()

@@ -171,7 +171,7 @@ def _make_compiled_step(model: GPT, optimizer: Any, options: Options, tell: Tell
             total: Tensor = graph(micro_batches)
         return total
 
-    run.graph = graph  # type: ignore[attr-defined]  # a report asks it what it is
+    run.graph = graph  # type: ignore[attr-defined]  # a report reads its facts
     return run
 
 

@@ -169,7 +169,7 @@ def _describe_repeated_work(work: RepeatedWork) -> str:
     )
 
 
-# -- the scope of a rank: which ledgers and checks its moves are told to ---------------------------
+# -- the scope of a rank: the ledgers and checks that get its moves --------------------------------
 
 
 class Scope:
@@ -310,7 +310,7 @@ class Check:
     def __init__(self, timeout: float):
         self.timeout = timeout
         # Wires that were used inside: leaving the region is compared on each. (`wire` knows this
-        # file, and not the other way round: they are asked for their `exchange` alone.)
+        # file, and not the other way round: only their `exchange` is used.)
         self.wires: dict[int, Any] = {}
         self.broken = False  # a comparison has failed: to wait for another rank again would hang
 

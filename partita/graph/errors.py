@@ -147,7 +147,7 @@ def is_of_number(error: BaseException | None) -> bool:
 
 _TORCH, _PARTITA = Path(torch.__file__).parent, Path(__file__).parents[1]
 
-# Parts of torch's messages where a fake tensor is asked for its memory.
+# Parts of torch's messages for reads of a fake tensor's memory.
 _OF_MEMORY = "torch.storage.UntypedStorage", "elem.device.type must be", ".numpy() is not supported"
 
 
@@ -184,7 +184,7 @@ def explain_error(error: Exception, line: str, function: str = "") -> Exception:
     ):
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         asking = file_of_torch(reversed(frames), _MACHINERY)
-        if not asking and hasattr(torch, function):  # not where a tensor's own method asks
+        if not asking and hasattr(torch, function):  # not if a tensor's own method reads it
             asking = f"torch.{function}"
         return not_captured(
             f"the step reads a value{asking and f', in {asking}'}",

@@ -49,7 +49,7 @@ def make_fake(mode: FakeTensorMode, meta: torch.Tensor, device: torch.device) ->
     Private torch: that constructor is Python, and most of it handles arguments that are never
     passed.
     """
-    is_unsure = device.index is None and device not in (HOST, _META)  # torch asks which is current
+    is_unsure = device.index is None and device not in (HOST, _META)  # torch reads which is current
     if FakeTensorConfig.debug or is_unsure or (device == _META and not mode.allow_meta):
         return FakeTensor(mode, meta, device)
     attributes, device = _attributes_of_fakes(device)

@@ -478,7 +478,7 @@ MEASURED: dict[Any, int] = {}
 def _measure_workspace(target: Any, args: Sequence[Any]) -> int:
     """Returns the workspace of a call with such arguments, measured by making one."""
     key = target, tuple(map(_signature_of_argument, args))
-    found = MEASURED.get(key)  # asked once: other threads clear it, too
+    found = MEASURED.get(key)  # read once, because other threads clear it, too
     if found is None:
         # Private torch: the caller's modes make fake tensors, and these here must be real.
         with _disable_current_modes(), torch.no_grad():

@@ -104,7 +104,7 @@ Groups = dict[str, tuple[Wire, Axes]]
 """By its name in a graph, each process group: its wire, and the axes over which it goes."""
 
 # Private torch. A graph has its own backward. Without this each collective would pass through
-# torch's Python code that asks whether it has to be differentiated, 8 us for each call.
+# torch's Python code that checks for differentiation, 8 us for each call.
 _BelowAutograd = torch._C._AutoDispatchBelowAutograd
 
 

@@ -262,6 +262,6 @@ def pad_to_bucket(x: T, lengths: Iterable[int], *, value: float, dim: int = -1) 
     more = fitting[0] - have
     if not more:
         return x
-    behind = x.dim() - 1 - dim % x.dim()  # dimensions behind it, of which F.pad is told first
+    behind = x.dim() - 1 - dim % x.dim()  # dimensions after it, which F.pad takes first
     padded: Any = F.pad(x, (0, 0) * behind + (0, more), value=value)
     return padded

@@ -247,7 +247,7 @@ class Calls:
         if what == "call":
             if kind == "recorded":
                 self._enter_frame(frame)
-            elif kind == "setting":  # of interest only where the user asks: torch does all the time
+            elif kind == "setting":  # matters only if the user reads it: torch does so all the time
                 caller = frame.f_back
                 if caller is not None and self._kinds.get(id(caller.f_code)) == "recorded":
                     self._handle_setting(frame.f_code, frame)
@@ -368,7 +368,7 @@ _CHANGED_BY_CAPTURE = (
 )
 
 
-# Functions that look up an object of the process: by name, or for the thread that asks.
+# Functions that look up an object of the process: by name, or for the calling thread.
 _PROCESS_OBJECTS = {
     f.__code__: f"{f.__module__}.{f.__name__}"
     for f in (logging.getLogger, threading.current_thread, threading.main_thread)

@@ -586,7 +586,7 @@ class CaptureRun:
             leaves, slots = find_first_leaves(self.inputs.leaves), self._slot_identities
             written = frozenset(id(w.place.home) for w in (*self.writes, *self._tensor_writes))
         inputs = ReadInputs(leaves, slots, numbers, written)
-        with without_function_modes():  # which would hear what is asked of tensors
+        with without_function_modes():  # which would intercept reads of tensors
             return self.record.make_guards(inputs, self.state.guarded_places())
 
     def undo(self) -> None:

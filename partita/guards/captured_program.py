@@ -318,7 +318,7 @@ def _line_of_node(node: fx.Node) -> str:
     return note_of(node).source
 
 
-# -- what ledgers, strict() and check_ranks() are told ---------------------------------------------
+# -- what ledgers, strict() and check_ranks() get --------------------------------------------------
 
 
 def list_sent_moves(program: Program) -> list[Record]:

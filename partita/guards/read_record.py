@@ -150,7 +150,7 @@ class ReadRecord(PlaceRecord):
         self._users_classes: list[type] = []  # whose number of attributes is guarded
         self._waiting: dict[int, list[Any]] = {}  # by code: functions that have not run
         self._codes_of_functions: set[int] = set()
-        # What is recorded by the names that code asks for, since reads of it are not seen: modules,
+        # What is recorded by the names that code may read, because its reads are not seen: modules,
         # classes, functions, and objects whose class cannot be instrumented. With their names.
         self._namespaces: dict[int, tuple[Any, str]] = {}
         self._unread_methods: dict[int, types.FunctionType] = {}  # reached with their class alone
@@ -337,7 +337,7 @@ class ReadRecord(PlaceRecord):
         if known_optimizer and name in ("state", "param_groups"):  # these are inputs
             return
         if isinstance(owner, logging.Logger):
-            # Its cache fills as it is asked; its handlers write what others log in the meantime.
+            # Its cache fills as it is read; its handlers write what others log in the meantime.
             if name == "_cache":
                 self.read_place(place_of_log_level(known.name, owner), shallow=True)
         elif name in known.attributes:
@@ -430,7 +430,7 @@ class ReadRecord(PlaceRecord):
             _read_registry(self, value, name)
             if is_user_module(value.__module__):
                 if any(base.__name__ == "Protocol" for base in value.__bases__):
-                    # `isinstance` asks objects for its members.
+                    # `isinstance` reads its members from objects.
                     annotations = vars(value).get("__annotations__", {})
                     self.note_asked_names({*annotations, *vars(value)})
                 self.reach_class(value)
@@ -758,7 +758,7 @@ class ReadRecord(PlaceRecord):
             self.read_place(place_of_slot(f"{name}.{key}", space, slots_of(type(space))[key]))
         held = space if type(space) is dict else dict_of(space)
         found = sorted(names & held.keys()) if held else ()
-        if not found:  # as of most: they are asked for the names of each new code
+        if not found:  # as for most: the names in each new code are looked up in them
             return
         of_globals = _is_of_globals(space)
         of_library = isinstance(space, types.ModuleType) and not is_user_module(space.__name__)

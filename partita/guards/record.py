@@ -96,7 +96,7 @@ class PlaceRecord:
     @contextmanager
     def without_recording(self) -> Iterator[None]:
         """Within, reads of attributes are not recorded."""
-        # Not by `attribute_set`: the profile function would hear of what it calls.
+        # Not by `attribute_set`: the profile function would see its calls.
         before, self._is_paused = self._is_paused, True
         try:
             yield

@@ -158,7 +158,7 @@ def _keys_of_members(kind: type, keys: list[Any] | None) -> Any:
 
 def argument_key(value: Any) -> Any:
     """Returns the key of an argument that is no tensor; of a float, a graph input, its type."""
-    if isinstance(value, float):  # what the step asks of it is in the program's conditions
+    if isinstance(value, float):  # branches on it are in the program's conditions
         return (type(value),)
     return whole_key(value)
 

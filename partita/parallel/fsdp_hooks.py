@@ -53,7 +53,7 @@ from .fsdp_group import (
 )
 from .parameters import find_hooked
 
-# Attributes as C has them: those of a DTensor are Python, which asks these.
+# Attributes as C has them: those of a DTensor are Python, and call these.
 _dtype = torch._C.TensorBase.dtype.__get__  # type: ignore[attr-defined]
 _grad_fn = torch._C.TensorBase.grad_fn.__get__  # type: ignore[union-attr]
 _requires_grad = torch._C.TensorBase.requires_grad.__get__  # type: ignore[attr-defined]

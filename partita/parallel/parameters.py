@@ -147,7 +147,7 @@ def replace_tensor(held: HeldParameter, new: torch.Tensor, *, by: str) -> None:
         if key not in OURS:
             new.__dict__[key] = value
     rest = state_of(old).rest
-    if rest is not None:  # whoever shards the training state knows it by identity
+    if rest is not None:  # the owner of the training state finds it by identity
         rest.owner.replaced(old, new)
     for home in held.homes:
         setattr(home.owner, home.attr, new)

@@ -529,7 +529,7 @@ def _make_convolutions(
     how = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
     gradient = torch.rand(images, more, size, size)
     forward, backward = _aten.convolution.default, _aten.convolution_backward.default
-    # The gradient of the images themselves is asked for by nobody.
+    # The gradient of the images themselves is not needed.
     wanted, times = ([False, True, False], 1) if thin else ([True, True, False], 2)
     yield DeckCall(f"{thin}convolution", flops, lambda: forward(x, weight, None, *how))
     given = (gradient, x, weight, None, *how, wanted)

@@ -294,7 +294,7 @@ def _layouts_of(values: Any) -> tuple[Layout, ...]:
     return tuple(leaf.layout_over_mesh for leaf in leaves if isinstance(leaf, DTensor))
 
 
-# -- what a row asks for ---------------------------------------------------------------------------
+# -- what a row needs ------------------------------------------------------------------------------
 
 
 def _describe_row(names: Sequence[str], chooser: RowChooser, one: Considered) -> ConsideredRow:

@@ -341,7 +341,7 @@ class ForwardRecord(_RegionRun):
     def _run_opaque(self, event: RecordedCall, tensors: list[torch.Tensor], run: Any) -> Any:
         function = event.key[0]
         title = getattr(function, "title", None) or function.__name__
-        keep, watch = True, False  # of what `_is_one_call` has asked the policy about
+        keep, watch = True, False  # `_is_one_call` has called the policy already
         if not isinstance(function, OneCall):
             keep, watch = self._is_result_kept(event, title, function)
         draws = RandomStates(tensors)

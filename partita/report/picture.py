@@ -212,7 +212,7 @@ class _Label:
 
     def __init__(self, layout: Layout, mesh: Mesh):
         self.layout, self.mesh, self.count = layout, mesh, 0
-        # Of a dimension without elements whoever would split it holds the same: nothing.
+        # All ranks that split a dimension without elements hold the same: nothing.
         pairs = zip(layout.shape, layout.shards, strict=True)
         split = {a for size, axes in pairs if size for a in axes}
         free = [a for a in mesh.names if a not in split and mesh.size(a) > 1]

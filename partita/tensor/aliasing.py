@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
 
-# Not public: what is asked of tensors without memory is no part of a step that is captured.
+# Not public: ops on tensors without memory are not part of a captured step.
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map, tree_map_only
 

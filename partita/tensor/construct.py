@@ -511,7 +511,7 @@ def local_map(
         for i, x in enumerate(flat):
             if isinstance(x, DTensor):
                 x = _require_placements(x, wanted[i], i, name, redistribute_inputs)
-                # By default the dual: nothing is asked, since `func` is said to compute on pieces.
+                # By default the dual: it is not ambiguous, because `func` computes on pieces.
                 given = grads[i]
                 flat[i] = x._piece() if given is None else x.to_local(grad_placements=given)
         lacks_elements = torch.is_grad_enabled() and not all(t._piece().numel() for t in tensors)

@@ -81,7 +81,7 @@ class DTensor(torch.Tensor):
 
     _spec: Spec
 
-    if TYPE_CHECKING:  # what `dtensor_gradients` gives it; and torch's own, of what it is asked of
+    if TYPE_CHECKING:  # added by `dtensor_gradients`; and attributes of torch's
         grad: DTensor | None
 
         def requires_grad_(self, requires_grad: bool = True) -> DTensor: ...
@@ -617,8 +617,8 @@ def _refuse_to_guess(grad: torch.Tensor, spec: Spec, op: str, line: str) -> None
         whose = f"a gradient {'may come' if ahead else 'came'} back to what left as Replicate"
     else:
         goes = "may go" if ahead else "goes"
-        whose = f"a gradient {goes} to a local tensor that was taken for Replicate"
-    # A region has its backward before anybody asks for it.
+        whose = f"a gradient {goes} to a value that entered as Replicate"
+    # A region's backward is traced before the program calls it.
     none = (Fix("x.detach().to_local()", "no gradient comes back"),) if ahead else ()
     raise LayoutError(
         f"{op}: {whose} on axis {axes}, and it may mean two things",

@@ -547,7 +547,7 @@ def update_spec(x: DTensor) -> Spec:
 
 def store_gradient(x: DTensor, grad: DTensor) -> None:
     """Make `grad` the gradient of x though its local shape is another, which torch would refuse."""
-    # Modes do not hear of it either: it is no write of the program's.
+    # Hidden from modes, too: the program did not make this write.
     with torch._C.DisableTorchFunction(), torch.no_grad():
         whole = x.data
         if whole.shape != grad.shape:
@@ -971,7 +971,7 @@ def _sum_to_shape(grad: DTensor, spec: Spec, giver: str) -> torch.Tensor:
     return torch.sum(grad, dims, keepdim=True).reshape(shape) if dims else grad
 
 
-# A Function is applied by a class method of its base; torch asks no override about it. Dynamo knows
+# A Function is applied by a class method of its base, without a torch-function hook. Dynamo knows
 # it by its name, and enters none of it.
 _apply_watched.__name__ = "apply"
 Function.apply = classmethod(_apply_watched)  # type: ignore[assignment]

@@ -882,7 +882,7 @@ def _make_globals_answering_no(space: dict[str, Any], through_torch: bool) -> di
             changed["overrides"] = _OVERRIDES
         _entered_globals[key] = changed
         for name, helper in space.items():
-            # A module's private helper asks on behalf of the public function that calls it.
+            # A module's private helper checks on behalf of the public function that calls it.
             if name.startswith("_") and _has_questions(helper) and helper.__globals__ is space:
                 changed[name] = copy_function(helper, changed)
     return _entered_globals[key]

@@ -465,7 +465,7 @@ def freeze_value(value: Any) -> Any:
     t = type(value)
     if t in HASHABLE or (t is tuple and HASHABLE.issuperset(map(type, value))):
         return value
-    if t is bool:  # told from int: x[True] is not x[1], nor x.var(True) x.var(1)
+    if t is bool:  # distinct from int: x[True] is not x[1], nor x.var(True) x.var(1)
         return (bool, value)
     if t is tuple or t is list:
         return (list, *[freeze_value(v) for v in value])

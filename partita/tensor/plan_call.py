@@ -345,7 +345,7 @@ def _make_kernel(call: OpCall, answer: KernelRule, plan: CallPlan) -> Function |
     kernel = form.local if form.operator is not None else None
     if answer.local is not None:
         kernel = answer.local(_make_kernel_call(run, plan, answer.beyond))
-        # A kernel is asked with the tensors' own shapes; it runs with torch-function disabled.
+        # A kernel is chosen with the tensors' own shapes; it runs with torch-function disabled.
         if kernel is not None:
             if not call.gives_view:
                 kernel = as_autocast_casts(kernel, form.name, form.inplace)

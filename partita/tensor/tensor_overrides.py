@@ -404,7 +404,7 @@ def _write_whole(x: DTensor, spec: Spec, index: Any, value: Any) -> None:
 
 
 # -- memory ----------------------------------------------------------------------------------------
-# Shape and size speak of the global tensor, so whoever reads that many elements from the address of
+# Shape and size are those of the global tensor. A read of so many elements from the address of
 # a piece reads memory that is not the tensor's. What has a global meaning is answered so: strides,
 # their order, whether they are contiguous. What has none (`ADDRESSES`) raises, on all ranks alike,
 # unless torch-function is disabled or every rank holds the whole value.

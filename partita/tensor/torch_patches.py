@@ -443,7 +443,7 @@ _set_default_type = torch.set_default_tensor_type
 
 
 def _set_default_tensor_type(t: Any) -> None:
-    if isinstance(t, str):  # C asks torch for what is called so
+    if isinstance(t, str):  # C looks up the name in torch
         home, _, name = t.rpartition(".")
         t = getattr({"torch": torch, "torch.cuda": torch.cuda}.get(home), name, t)
     _set_default_type(_plain_type(t))
@@ -643,7 +643,7 @@ torchs.CheckpointFunction.apply = classmethod(_apply_or_mark)  # type: ignore[as
 # the global ones. It must not trace one. Before anything else it reads an attribute of its own from
 # a tensor (is its address static?); of a DTensor that raises, after which the frame, with all that
 # it calls, runs as it would without `torch.compile`, with one warning. Where a whole graph was
-# asked for, that is the error. Of partita's own code Dynamo enters only what `_ENTERED` names.
+# requested, that is the error. Of partita's own code Dynamo enters only what `_ENTERED` names.
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -706,7 +706,7 @@ TOLD: list[str] = []
 
 def _refuse_dynamo(x: DTensor) -> Any:
     """Returns the attribute that Dynamo reads first: it raises what makes Dynamo skip the frame."""
-    if torch._guards.TracingContext.try_get() is None:  # somebody else asks
+    if torch._guards.TracingContext.try_get() is None:  # not Dynamo
         raise AttributeError("_dynamo_static_input_type")
     from torch._dynamo.exc import Unsupported
     from torch._dynamo.types import FrameAction, FrameExecStrategy
@@ -748,11 +748,11 @@ after_import("torch._dynamo.trace_rules", _skip_files)  # which takes seconds
 
 
 # -- flex_attention --------------------------------------------------------------------------------
-# It asks no class what it means, and goes by way of Dynamo even where nobody compiles it. So the
-# function that torch has, whoever holds it by now, gets code that asks first. Each rank runs the
-# kernel, compiled where asked, of its samples and heads. What score and mask functions are told of
-# these is shifted to the global place, and of a block mask a rank takes its part. Queries, keys and
-# values are not split along their sequence: pieces of it are exchanged for samples or heads.
+# It has no torch-function hook, and uses Dynamo even if nothing is compiled. So the code of torch's
+# function, which others may have imported, is replaced by code that checks for DTensors. Each rank
+# runs the kernel, compiled if requested, on its samples and heads. Score and mask functions get
+# global sample and head numbers, and a rank takes its part of a block mask. Queries, keys and values
+# are not split along their sequence: such pieces are exchanged for samples or heads.
 
 _found_flex: Any = flex_module.flex_attention
 _plain_flex = copy_function(_found_flex, _found_flex.__globals__)

@@ -35,7 +35,7 @@ from .tensor_state import HERE, Function, Spec, count_holders
 # -- room for padding behind a piece ---------------------------------------------------------------
 # What stays between steps (parameters, their gradients, an optimizer's state) is as large as the
 # first rank's piece on every rank. The storage that a tensor shows is as large as its piece and
-# begins at the same address: whoever copies it, shares it or writes it to a file never meets the
+# begins at the same address: copying it, sharing it or writing it to a file never touches the
 # padding. And what gives a tensor other memory (`p.data = x`, `model.to(dtype)`) leaves the room
 # behind.
 
@@ -292,7 +292,7 @@ def _find_refusal(
     refused: list[RuntimeError] = []
     for fill in (torch.zeros, torch.ones):
         try:
-            # Modes, as one that counts operations, do not hear of it.
+            # Hidden from modes, such as one that counts operations.
             with torch.no_grad(), _disable_current_modes():
                 filled = {p: fill(m.shape, dtype=m.dtype, device=device) for p, m in metas.items()}
                 given, named = replace_at_paths(args, kwargs, filled)
@@ -331,12 +331,12 @@ def _run_on_meta(
     """
     args, kwargs = replace_at_paths(args, kwargs, dict(metas))
     try:
-        # Nothing of it is saved: hooks that are set (remat's, an offload's) hear of the op alone.
+        # Nothing of it is saved: hooks that are set (remat's, an offload's) see only the op.
         with torch.enable_grad(), saved_tensors_hooks(_save_nothing, _save_nothing):
             outs = collect_tensors(run(*args, **kwargs))
     except (RuntimeError, TypeError) as error:
         # What torch's ops say may be of sizes that are not the first rank's. A user's op may be
-        # asked for values, which a tensor without storage lacks. Private torch: the text of it.
+        # reading values, which a tensor without storage lacks. Private torch: its text.
         if is_users and "meta" not in str(error).lower():
             raise
         return None

@@ -69,7 +69,7 @@ class Form:
 
             numpy.random.seed(0)
         graded = self.info.supports_autograd and self.dtype != torch.int64 and not self.fills
-        # `sample_inputs` itself asks the stack which test it is in, which takes longer than an op.
+        # `sample_inputs` itself inspects the stack for its test, which takes longer than an op.
         return iter(self.info.sample_inputs_func(self.info, "cpu", self.dtype, graded))
 
 

@@ -664,7 +664,7 @@ def _keep_compiler_away(stack: ExitStack) -> list[Any]:
     Torch imports it when a cached result is loaded, for its own tests of the cache; with Triton's
     kernels it is needed anyway. Private torch: `FxGraphCache.cache_hit_post_compile`.
     """
-    import torch._inductor.debug  # noqa: F401  each call of a result asks it whether it is traced
+    import torch._inductor.debug  # noqa: F401  each call of a result reads its trace settings
     from torch._inductor.codecache import FxGraphCache
 
     whole, loaded = FxGraphCache.cache_hit_post_compile, list[Any]()

@@ -117,7 +117,7 @@ def _product_by_rows(left: Arg, right: Arg) -> KernelRule:
     return KernelRule("... m k * ... k n -> ... m n", keeps="m")
 
 
-# Whether there is dropout is told by a float, which no key may hold: it is asked at each call.
+# Dropout depends on a float, which no key may hold: it is read at each call.
 @decomposed("query key value attn_mask=None", F.scaled_dot_product_attention)
 def scaled_dot_product_attention(
     query: Any,

@@ -120,7 +120,7 @@ for _n in (1, 2, 3):
 # -- resampling ------------------------------------------------------------------------------------
 
 
-# The size of the result may be told by a float, which no key holds: it is worked out each time.
+# The size of the result may depend on a float, which no key holds: it is computed each time.
 @decomposed("input", F.interpolate)
 def interpolate(
     input: Any, size: Any = None, scale_factor: Any = None, *args: Any, **more: Any

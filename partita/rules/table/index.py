@@ -527,7 +527,7 @@ def embedding(
 
         if call.is_split("v"):
             return run
-        # A layout speaks of tensors with strides: a gradient is dense, whatever `sparse` asks for.
+        # A layout describes tensors with strides: a gradient is dense, even with `sparse=True`.
         return dense if sparse or 0 in call.outputs[0] else None
 
     return KernelRule("[...] * v d -> ... d", make_embedding_kernel)

@@ -342,7 +342,7 @@ def _derive_pad(input: Arg, pad: Sequence[int], mode: str = "constant", value: A
         for d, name in enumerate(input.names):
             if left[d] == name:
                 left[d] = out[d] = f"{name}%"
-    # The value of a float is not in the key, so 0.0 cannot be told from another.
+    # The value of a float is not in the key, so 0.0 is not distinguished from others.
     linear = mode != "constant" or value is None or (isinstance(value, int) and value == 0)
     return f"{'+ ' * linear}{' '.join(left)} -> {' '.join(out)}"
 

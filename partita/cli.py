@@ -116,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _refuse(command: str, reason: object) -> int:
-    """Say why a command cannot be done; the exit code for that."""
+    """Print why a command is impossible. Returns its exit code."""
     _print_error(f"partita {command}: {reason}")
     return 2
 
@@ -549,8 +549,10 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def _showing_progress() -> Iterator[Callable[[int, int, str], None]]:
-    """Within, what is simulated next is shown on standard error: as a bar on a terminal where rich
-    is installed, else a line for each."""
+    """Show the next simulation on standard error inside the block.
+
+    As a bar on a terminal with rich, otherwise as a line for each.
+    """
     try:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn

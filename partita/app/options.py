@@ -110,10 +110,10 @@ def _option(
     metavar: str | None = None,
     alone: str | None = None,
 ) -> Any:
-    """One option: its default, what it is for, how text becomes its value and back.
+    """Returns one option: its default, its purpose, and how text becomes its value and back.
 
     Args:
-        alone: what the flag means without a value.
+        alone: the value of the flag without an argument.
     """
     facts = {"what": what, "read": read, "show": show, "metavar": metavar, "alone": alone}
     return field(default=default, metadata=facts)

@@ -440,7 +440,7 @@ class _StepTimeline:
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Within, the step runs."""
+        """Measure the step that runs inside the block."""
         with (
             _without_its_log(),
             profile(activities=activities_to_profile(), acc_events=True) as found,

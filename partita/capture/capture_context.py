@@ -31,7 +31,7 @@ from .whose_code import is_user_module
 
 @contextmanager
 def attribute_set(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Within, an attribute of `owner` has this value."""
+    """Set an attribute of `owner` to this value inside the block."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -123,7 +123,7 @@ def compiling() -> Iterator[None]:
 
 @contextmanager
 def hidden_from_watchers() -> Iterator[None]:
-    """Within, watchers of the program (remat, saved-tensor hooks) see no fake tensor."""
+    """Hide fake tensors from watchers (remat, saved-tensor hooks) inside the block."""
     own = saved_tensors_hooks(without_history, lambda t: t)
     hooks = own if saving_hooks() else nullcontext()
     with attribute_set(HERE, "watcher", None), hooks:
@@ -132,7 +132,8 @@ def hidden_from_watchers() -> Iterator[None]:
 
 @contextmanager
 def without_dispatch_modes() -> Iterator[None]:
-    """Within, no dispatch mode of the user's (a flop counter) is active; it sees the graph's ops.
+    """Disable the user's dispatch modes (a flop counter) inside the block; they see the graph's
+    ops.
 
     Private torch: the stack of modes. If torch's own are among them, all are left active.
     """
@@ -144,7 +145,8 @@ def without_dispatch_modes() -> Iterator[None]:
 
 @contextmanager
 def errors_not_logged() -> Iterator[None]:
-    """Within, errors of fake tensors are not logged in this thread: they are raised and explained.
+    """Keep errors of fake tensors out of the log of this thread, because they are raised and
+    explained.
 
     Private torch: the name of their logger.
     """
@@ -163,7 +165,7 @@ def errors_not_logged() -> Iterator[None]:
 
 @contextmanager
 def lstm_as_calls(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Within, nn.LSTM is captured as the calls that it is made of, as other recurrent layers are.
+    """Capture nn.LSTM as its individual calls inside the block, like other recurrent layers.
 
     oneDNN's own layer keeps memory for backward whose size only oneDNN knows.
     """
@@ -183,14 +185,14 @@ _ONE_AT_A_TIME = threading.RLock()
 
 @contextmanager
 def taking_turns() -> Iterator[None]:
-    """Within, no other thread captures, and no dispatch mode of the user's follows the calls."""
+    """Make other threads wait to capture, and disable the user's dispatch modes, in the block."""
     with _ONE_AT_A_TIME, without_dispatch_modes(), errors_not_logged():
         yield
 
 
 @contextmanager
 def set_for_capture(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Within, torch and partita are set as a capture of a step of `modules` needs them."""
+    """Set torch and partita as a capture of a step of `modules` needs them, inside the block."""
     with (
         compiling(),
         # A function that is wrapped by `torch.compile` is captured as the function itself.
@@ -204,7 +206,7 @@ def set_for_capture(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def slots_swapped(slots: Sequence[Slot], stand_in: Callable[[Any], Any]) -> Iterator[list[Any]]:
-    """Within, every slot holds `stand_in` of its value; gives what each holds."""
+    """Put `stand_in` of its value into every slot inside the block; yields the old values."""
     before = [slot.value for slot in slots]
     try:
         for slot, value in zip(slots, before, strict=True):

@@ -220,8 +220,11 @@ _OF_THE_CALL = ("parameter", "buffer", "optimizer", "value", "argument")
 
 
 class Sharing:
-    """Finds overlapping inputs in the calls of one program. Views of one storage are separate
-    values, too, as long as none of them is written or they do not overlap."""
+    """Finds overlapping inputs in the calls of one program.
+
+    Views of one storage may be separate inputs if none of them is written, or if they do not
+    overlap.
+    """
 
     def __init__(self, program: Program):
         self.program = program

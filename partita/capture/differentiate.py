@@ -198,7 +198,7 @@ def _edge_of(t: torch.Tensor) -> _Edge:
 
 @contextmanager
 def cut_history(results: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Within, gradients of `results` are returned, without their hooks, and go no further."""
+    """Stop gradients at `results` inside the block, and return them without running hooks."""
     handles, hidden = [], []
     try:
         with Local():

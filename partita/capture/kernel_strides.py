@@ -162,7 +162,7 @@ def _find_orders(func: Any, args: Any, kwargs: Any, made: Sequence[Any]) -> list
 
 
 def _smaller_sizes(operands: Sequence[torch.Tensor]) -> Iterator[dict[int, int]]:
-    """By size the one that replaces it: for small operands first, then their own sizes."""
+    """Yields replacements by size: for small operands first, then their own sizes."""
     large = sorted({n for t in operands for n in t.shape if n > _LARGEST_KEPT})
     yield {n: _LARGEST_KEPT + 1 + i for i, n in enumerate(large)}
     if large and sum(t.numel() for t in operands) <= _MOST_ELEMENTS:

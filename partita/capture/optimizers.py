@@ -224,13 +224,13 @@ class CapturedOptimizers:
         recorder: Recorder,
         updates: BlockUpdates,
     ) -> Iterator[None]:
-        """Within, the optimizers hold stand-ins for their parameters and floats.
+        """Give the optimizers fakes of their parameters and floats inside the block.
 
         Tensors of their state are exchanged elsewhere, as slots.
 
         Args:
-            stand_in: gives the fake of a tensor.
-            number: gives the symbolic float of a float, by name, value, home and path.
+            stand_in: returns the fake of a tensor.
+            number: returns the symbolic float of a float, by name, value, home and path.
             updates: makes the updates of blocks.
         """
         before = [(name, o, o.state, o.param_groups) for name, o in self.optimizers.items()]

@@ -350,7 +350,9 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
     def noting(
         self, wire: Wire, move: Move, itemsize: int, op: str, reason: str
     ) -> AbstractContextManager[None]:
-        """Within, nodes belong to `move`, with bytes as a ledger counts them."""
+        """Assign nodes that are made inside the block to `move`, with bytes as a ledger counts
+        them.
+        """
         self._moves += 1
         return self._noting(
             kind=move.kind,
@@ -364,11 +366,13 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         )
 
     def _noting(self, **fields: Any) -> AbstractContextManager[None]:
-        """Within, the notes of nodes have these fields."""
+        """Set these fields in the notes of nodes that are made inside the block."""
         return attribute_set(self, "_within", replace(self._within, **fields))
 
     def region(self) -> AbstractContextManager[None]:
-        """Within, nodes belong to a remat region; to the outermost where regions are nested."""
+        """Assign nodes that are made inside the block to a remat region, the outermost of nested
+        ones.
+        """
         if not self._within.region:
             self.regions_begun += 1
         return self._noting(region=self._within.region or self.regions_begun)
@@ -383,7 +387,7 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         )
 
     def keeping(self, keep: bool) -> AbstractContextManager[None]:
-        """Within, values are kept for backward if `keep`."""
+        """Mark values that are made inside the block as kept for backward, if `keep`."""
         return self._noting(kept=self._within.kept or keep)
 
     def keep(self, x: torch.Tensor) -> None:
@@ -419,7 +423,7 @@ class Recorder(FakeRunHooks, TorchDispatchMode):
         return super().__exit__(*error)
 
     def behind_forward(self) -> AbstractContextManager[None]:
-        """Within, nodes belong to backward."""
+        """Assign nodes that are made inside the block to backward."""
         return attribute_set(self, "is_behind_forward", True)
 
     def line(self) -> str:

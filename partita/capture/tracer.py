@@ -250,10 +250,10 @@ class Tracer:
     def tracing(
         self, number: Callable[..., Any], copy_attributes: Callable[..., None]
     ) -> Iterator[None]:
-        """Within, the state holds fakes, and calls of this thread become nodes.
+        """Put fakes into the state and record calls of this thread as nodes, inside the block.
 
         Args:
-            number: gives what stands for a float of an optimizer, by name, value, home and path.
+            number: returns the replacement of an optimizer's float, by name, value, home and path.
             copy_attributes: gives a fake the attributes of its input (`GraphInputs.tag_fakes`).
         """
         stand_in, recorder = self.inputs.stand_in, self.recorder
@@ -283,11 +283,11 @@ class Tracer:
 
     @contextmanager
     def following_functions(self, reads_values: bool = False) -> Iterator[StepFunctionMode]:
-        """Within, the function runs: the calls that it makes of torch by name are followed.
+        """Follow the torch functions that the step calls inside the block.
 
         Args:
-            reads_values: what `.item()` gives is the value, where that follows from the call's
-                data.
+            reads_values: True if `.item()` returns the value, if that depends on the call's data
+                alone.
         """
         functions = StepFunctionMode(self.inputs, self.facts, reads_values)
         own = functions.calls.call_own

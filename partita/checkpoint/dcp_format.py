@@ -143,7 +143,7 @@ _lock = Lock()
 
 @contextmanager
 def _allow_classes(classes: list[Any]) -> Iterator[None]:
-    """Within, `torch.load(weights_only=True)` makes objects of these classes."""
+    """Allow `torch.load(weights_only=True)` to make objects of these classes inside the block."""
     if not classes:
         yield
         return

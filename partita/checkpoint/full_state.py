@@ -497,8 +497,7 @@ def _save_once(
 
 @contextmanager
 def _held_whole(model: nn.Module, whole: Mapping[int, torch.Tensor]) -> Iterator[None]:
-    """Within, modules hold the values of `whole`, by the ids of their tensors, in place of
-    these."""
+    """Put the values of `whole` into the modules inside the block, by the ids of their tensors."""
     before: list[tuple[ParameterSlot, torch.Tensor]] = []
     for held in find_parameters_and_buffers(model):
         value = whole.get(id(held.tensor))
@@ -662,14 +661,14 @@ def _load_files(
 
 
 def _open_files(path: Path, held: contextlib.ExitStack, ranks: ControlPlane) -> dict[str, Any]:
-    """By the name of each tensor, the file that has it. The ranks divide the checking of checksums.
+    """Returns the file of each tensor by name. The ranks divide the check of checksums.
 
     Args:
         held: holds the locks that keep the files from being replaced.
 
     Raises:
-        OSError: there is nothing; the index names a file that is not there.
-        ValueError: it is no safetensors file, or is damaged; or no index.
+        OSError: there is nothing; the index names a file that does not exist.
+        ValueError: it is not a safetensors file, or is damaged; or it is not an index.
     """
     from safetensors import SafetensorError, safe_open
 

@@ -661,10 +661,10 @@ def find_mismatches(
         held: by name, the tensors and values of the state.
         there: by name, what the checkpoint has.
         strict: which names that only one side has are errors, as in `load`.
-        which: distinguishes the checkpoint from another that had its name before.
-        gives_memory: tensors on the meta device will get memory before they are loaded.
-        tied: by name, tensors of which one of several names is enough.
-        of_optimizers: the state, with what does not fit of the optimizers in it.
+        which: distinguishes the checkpoint from an earlier one with its name.
+        gives_memory: True if tensors on the meta device get memory before they are loaded.
+        tied: by name, shared tensors; one of the names of each is enough.
+        of_optimizers: the state, with mismatches of the optimizers in it.
     """
     opened = of_optimizers or OpenedState()
     values = list(opened.wrong)

@@ -217,8 +217,10 @@ def explain_no_gpu() -> str:
 
 
 def _list_kinds() -> list[str]:
-    """The kinds of devices that a tensor may lie on here. A step for "cuda" is captured where there
-    is none, too."""
+    """Returns the kinds of devices that a tensor may be on here.
+
+    A step for "cuda" can be captured without such a device, too.
+    """
     found = torch.accelerator.current_accelerator()
     kinds = [HOST.type, "cuda"] if found is None else [HOST.type, "cuda", found.type]
     return [*dict.fromkeys(kinds)]
@@ -231,8 +233,7 @@ def _kinds_that_cast() -> tuple[str, ...]:
 
 
 def keys_of_kernels() -> list[str]:
-    """By what the dispatcher finds the kernels of each kind of device that a tensor may lie on
-    here. Private torch: it has no public name for them."""
+    """Returns the dispatch keys of the kernels of each kind of device here. Private torch."""
     return [torch._C._dispatch_key_for_device(kind) for kind in _list_kinds()]
 
 

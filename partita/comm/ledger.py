@@ -229,7 +229,7 @@ def scope() -> Scope:
 
 @contextmanager
 def _set_within(**changes: Any) -> Iterator[None]:
-    """Within, the scope of the rank that runs here has these attributes."""
+    """Set these attributes of the running rank's scope inside the block."""
     here = scope()
     before = {name: getattr(here, name) for name in changes}
     here.set(**changes)
@@ -324,7 +324,7 @@ class Check:
             raise
 
     def announce_exit(self, text: str) -> None:
-        """Tell the ranks that may wait inside the region that this one has left it."""
+        """Notify ranks that may wait inside the region that this one has left it."""
         for wire in self.wires.values():
             if not self.broken:
                 self.compare(wire, text)
@@ -337,7 +337,7 @@ numbers that are given to ops."""
 
 @contextmanager
 def enter_check_hooks() -> Iterator[None]:
-    """Within, all of `ON_CHECK` is entered, for this thread."""
+    """Enter all of `ON_CHECK`, for this thread, inside the block."""
     with ExitStack() as entered:
         for enter in ON_CHECK:
             entered.enter_context(enter())

@@ -214,10 +214,11 @@ def end_graph() -> None:
 
 @contextlib.contextmanager
 def watched_collective(name: str, group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Within, this thread is in the collective `name` of torch's own, which blocks.
+    """Watch the collective `name` of torch's own that this thread runs in the block, and which
+    blocks.
 
     Raises:
-        LayoutError: it has failed since ranks were elsewhere, or one is gone.
+        LayoutError: it has failed because ranks were elsewhere, or one has ended.
     """
     global _now
     group = group or dist.group.WORLD

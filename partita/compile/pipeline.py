@@ -79,10 +79,10 @@ def make_program(
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Within, Python's cycle collector does not run.
+    """Pause Python's cycle collector inside the block.
 
-    A graph grows by thousands of nodes that are all alive, and each collection visits all of them:
-    a third of the time of a first step, and more the deeper the model is.
+    A graph grows by thousands of nodes that are all alive, and each collection visits all of them.
+    That is a third of the time of a first step, and more for a deeper model.
     """
     was = gc.isenabled()
     gc.disable()

@@ -36,14 +36,17 @@ def told_of_phases(tell: Callable[[str], None]) -> Iterator[None]:
 
 
 def begin_phase(name: str) -> None:
-    """Tell the listeners."""
+    """Call the listeners with a phase that begins."""
     for tell in _listeners:
         tell(name)
 
 
 @contextmanager
 def shown_progress(title: str) -> Iterator[None]:
-    """Within, a step of this title is captured and compiled. A listener shows it in its own way."""
+    """Show the progress of capturing and compiling a step of this title inside the block.
+
+    A listener shows it in its own way.
+    """
     is_first = os.environ.get("RANK", "0") == "0"
     if _listeners or not is_first or not _shows.acquire(blocking=False):
         yield

@@ -185,7 +185,7 @@ def lazy_graph_module(root: Any, graph: fx.Graph) -> fx.GraphModule:
 
 
 def lazy_graph_modules() -> AbstractContextManager[None]:
-    """Within, the modules that `make_fx` makes have their code made on use, too."""
+    """Make the modules of `make_fx` write their code on first use, too, inside the block."""
     found: AbstractContextManager[None] = _lazy_graph_module._use_lazy_graph_module(True)
     return found
 

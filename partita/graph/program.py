@@ -157,7 +157,7 @@ class Input:
         return border_of(self.spec, stays=stays, zeros=zeros, read=read)
 
     def now(self, tensors: Sequence[Any]) -> torch.Tensor:
-        """Its local value in a call with these leaves."""
+        """Returns its local value in a call with these leaves."""
         if self.kind == "coordinate":
             return self.tensor
         if self.kind == "number":
@@ -436,10 +436,10 @@ _NONE: frozenset[int] = frozenset()
 
 
 def find_cotangents(program: Program) -> dict[fx.Node, frozenset[int]]:
-    """By node, the numbers of the results from whose gradients it is computed, where there are any.
+    """Returns by node the numbers of the results whose gradients it depends on, if there are any.
 
-    Autograd gives None, not zeros, where none of these gradients is there. So passes must not join
-    nodes of different ones.
+    Autograd gives None, not zeros, if none of these gradients exists. So passes must not join nodes
+    that depend on different ones.
     """
     graph = program.graph.graph
     inputs = zip(graph.find_nodes(op="placeholder"), program.inputs, strict=True)

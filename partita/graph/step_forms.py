@@ -118,12 +118,12 @@ class CapturedForms:
 
 
 class FormSearch:
-    """The forms of one captured step, each rewritten when those before it take too much.
+    """The forms of one captured step, each rewritten when those before it take too much memory.
 
-    They are tried in one order, whatever the limit, so that a larger budget never takes one that
-    comes later. With blocks as calls a level is chosen in each structure's own program and in the
-    graph around them. Blocks are inlined where no level of that is enough: then what is made again
-    may go back through several of them.
+    They are tried in one order, whatever the limit, so that a larger budget never takes a later
+    one. If blocks are calls, a level is chosen in each structure's own program and in the graph
+    around them. If no such level is enough, blocks are inlined. Recomputation may then go back
+    through several of them.
     """
 
     def __init__(self, captured: CapturedForms):

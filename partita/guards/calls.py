@@ -198,7 +198,7 @@ class Calls:
 
     @contextmanager
     def listening(self, enabled: bool) -> Iterator[None]:
-        """Within, calls of this thread are handled; nothing is where not `enabled`."""
+        """Handle calls of this thread inside the block, if `enabled`."""
         if not enabled:
             yield
             return
@@ -212,9 +212,9 @@ class Calls:
 
     @contextmanager
     def _ignoring_garbage_collection(self) -> Iterator[None]:
-        """Within, calls made by the garbage collector (finalizers, callbacks) are not handled.
+        """Ignore calls made by the garbage collector (finalizers, callbacks) inside the block.
 
-        It runs at any time, in whichever thread allocates, and is no part of the step.
+        It runs at any time, in whichever thread allocates, and is not part of the step.
         """
         thread = threading.get_ident()
 

@@ -108,9 +108,9 @@ class CapturedProgram(Program):
             self.compared.check(tensors, function_of(self.compared.side.graph, self.groups))
 
     def prepare_memory(self, tensors: Sequence[Any]) -> None:
-        """Look at the memory of state, which may have been exchanged since the last call.
+        """Check the memory of state, which may have been exchanged since the last call.
 
-        Uneven shards get room for their padding, and `sharing` notes the storages.
+        Uneven shards get room for their padding, and `sharing` records the storages.
         """
         for i, border in self.entering.items():
             if border.in_place:
@@ -370,11 +370,12 @@ def record_moves(program: Program) -> None:
 
 
 def announce_run(program: CapturedProgram, title: str, tensors: Sequence[Any]) -> None:
-    """Tell ledgers, `strict()` and `check_ranks()` of a program that is going to run: the records
-    that the same moves give in eager.
+    """Report a program that is going to run to ledgers, `strict()` and `check_ranks()`.
+
+    They get the records that the same moves give in eager.
 
     Args:
-        title: how errors call the step.
+        title: the name of the step in errors.
         tensors: the leaves of the call.
 
     Raises:

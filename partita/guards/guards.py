@@ -180,10 +180,10 @@ class Guards:
         }
 
     def differences(self, leaves: Sequence[Any] | None, most: int = 3) -> list[str]:
-        """Up to `most` differences for a call, as text: "cfg['k']: 1 became 4".
+        """Returns up to `most` differences for a call, as text: "cfg['k']: 1 became 4".
 
         Args:
-            leaves: of the call; None for all tensors to count as equal.
+            leaves: of the call; None counts all tensors as equal.
         """
         found = self._list_other_names()
         walk = self._make_walk(find_first_leaves(leaves or ()))
@@ -339,12 +339,12 @@ class ReadInputs:
     written: frozenset[int] = frozenset()
 
     def find_numbers(self) -> dict[tuple[int, Any], int]:
-        """By the identity of the place where it stands now, the index of each number."""
+        """Returns the index of each number, by the identity of its current place."""
         return {given.place: i for i, given in enumerate(self.numbers)}
 
 
 def find_first_leaves(leaves: Sequence[Any]) -> dict[int, int]:
-    """By id, the first index of each tensor among the leaves of a call."""
+    """Returns by id the first index of each tensor among the leaves of a call."""
     last_first = reversed([*enumerate(leaves)])
     return {id(t): i for i, t in last_first if isinstance(t, torch.Tensor)}
 
@@ -725,7 +725,9 @@ class History:
         self._warned_of: set[str] = set()
 
     def reason(self, describe: Callable[[], Description], leaves: Sequence[Any]) -> str:
-        """Why a call with these leaves needs a new program; `describe` says what it is."""
+        """Returns why a call with these leaves needs a new program; `describe` returns its
+        description.
+        """
         if not self._described:
             return _FIRST_CALL
         return _explain_difference(describe(), leaves, self._described.values())

@@ -102,7 +102,7 @@ class State:
         return ReachedMore(found)
 
     def names_by_id(self) -> dict[int, str]:
-        """By id, the names of modules, of the modules within them, and of optimizers."""
+        """Returns by id the names of modules, of the modules inside them, and of optimizers."""
         names = {id(o): name for name, o in self.optimizers.items()}
         for name, module in self.modules.items():
             for prefix, part in module.named_modules():

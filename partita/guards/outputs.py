@@ -56,7 +56,9 @@ class ModuleAttributes:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Within, a step may set attributes; fake tensors are taken out again at the end."""
+        """Allow a step to set attributes inside the block; fake tensors are removed again at the
+        end.
+        """
         self._before = [dict(home) for _, home in self._homes]
         containers = [
             (value, dict(dict.items(value)) if isinstance(value, dict) else list(value))

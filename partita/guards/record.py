@@ -95,7 +95,7 @@ class PlaceRecord:
 
     @contextmanager
     def without_recording(self) -> Iterator[None]:
-        """Within, reads of attributes are not recorded."""
+        """Do not record reads of attributes inside the block."""
         # Not by `attribute_set`: the profile function would see its calls.
         before, self._is_paused = self._is_paused, True
         try:
@@ -104,7 +104,10 @@ class PlaceRecord:
             self._is_paused = before
 
     def reaching_by_name(self) -> AbstractContextManager[None]:
-        """Within, values are reached since code uses their names: the step may not read them."""
+        """Reach values inside the block because code uses their names.
+
+        The step may not read them.
+        """
         return attribute_set(self, "reached_by_name", True)
 
     def ignore(self, value: Any) -> None:

@@ -22,9 +22,10 @@ from .text import Fix, LayoutError
 
 
 def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
-    """`(offset, length)` in elements of piece `index` when `torch.chunk` cuts `size` into `parts`.
+    """Returns `(offset, length)` in elements of piece `index` if `torch.chunk` cuts `size` into
+    `parts`.
 
-    Where `torch.chunk` returns fewer pieces than asked for, the missing ones are empty.
+    If `torch.chunk` returns fewer pieces than requested, the missing ones are empty.
     """
     step = -(-size // parts)
     start = min(index * step, size)

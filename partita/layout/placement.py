@@ -206,7 +206,7 @@ class Invariant(Placement):
 
 
 def own_placement(given: Any) -> Any:
-    """Our placement for one of torch's that means the same; anything else as it is."""
+    """Returns our placement for one of torch's with the same meaning; anything else unchanged."""
     kind = type(given)
     if isinstance(given, Placement) or not kind.__module__.startswith("torch."):
         return given
@@ -222,13 +222,13 @@ def own_placement(given: Any) -> Any:
 def own_placements(
     mesh: Mesh, given: Sequence[Any], order: Sequence[str]
 ) -> tuple[list[Any], Sequence[str]]:
-    """Our placements for those that a user gave, and the order in which axes split a dimension.
+    """Returns our placements for a user's, and the order in which axes split a dimension.
 
-    torch says by a `_StridedShard` that axes after this one in the mesh split the dimension before
+    In torch a `_StridedShard` means that axes after this one in the mesh split the dimension before
     it: its split factor is the number of their pieces.
 
     Args:
-        order: as given; returned as it is where nothing is strided.
+        order: returned unchanged if nothing is strided.
     """
     out = [own_placement(p) for p in given]
     strided = {a: p for a, p in zip(mesh.names, out, strict=True) if _is_strided(p)}
@@ -249,7 +249,9 @@ def own_placements(
 
 
 def split_factors(mesh: Mesh, stacks: Sequence[Sequence[str]]) -> dict[str, int]:
-    """By axis, the pieces that later axes of the mesh have cut its dimension into before it."""
+    """Returns by axis the number of pieces into which later axes have split its dimension before
+    it.
+    """
     factors = {}
     for axes in stacks:
         for i, axis in enumerate(axes):

@@ -108,7 +108,10 @@ class ShardedState:
 
     @contextmanager
     def keeping_partial_gradients(self) -> Iterator[None]:
-        """Within, backward passes keep their gradients; the next one outside sends them all."""
+        """Keep gradients in backward passes inside the block.
+
+        The next pass outside sends them all.
+        """
         before, self.keeps_partial_gradients = self.keeps_partial_gradients, True
         try:
             yield
@@ -657,13 +660,14 @@ class _Reducing:
 
 
 class Zero(ShardedState):
-    """The state of ZeRO-3 for one model, whose parameters are sharded over `axes` at rest.
+    """The state of ZeRO-3 for one model, whose parameters are sharded over `axes` between steps.
 
     Attributes:
         groups: its blocks.
-        persistent: what was gathered once stays until its block begins after a parameter was
-            written; in a captured step, until its last use.
-        holds_partial_gradients: there may be unsharded gradients of this or an earlier pass.
+        persistent: True keeps gathered parameters until their block begins after a parameter was
+            written; in a captured step, until their last use.
+        holds_partial_gradients: True if there may be unsharded gradients of this or an earlier
+            pass.
         peak: the most bytes that were gathered at once.
     """
 

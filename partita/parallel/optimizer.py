@@ -347,7 +347,7 @@ def _lie_alike(optimizer: Optimizer, params: list[DTensor]) -> bool:
 
 @contextmanager
 def _step_on_parts(optimizer: Optimizer, params: list[DTensor]) -> Iterator[list[DTensor]]:
-    """Within, the optimizer holds the parts that this rank updates in place of `params`.
+    """Give the optimizer the parts that this rank updates, in place of `params`, inside the block.
 
     Afterwards the parts are gathered into the parameters.
     """
@@ -393,7 +393,9 @@ def _rekey_optimizer_state(optimizer: Optimizer, to: dict[Any, Any]) -> None:
 
 @contextmanager
 def _narrow_to_updated(params: list[DTensor]) -> Iterator[None]:
-    """Within, each of `params` and its gradient is the part that this rank updates."""
+    """Narrow each of `params` and its gradient to the part that this rank updates, inside the
+    block.
+    """
     before = []
     with Local(), torch.no_grad():
         for p in params:

@@ -493,7 +493,10 @@ def _find_matching(patterns: Iterable[str], names: Sequence[str]) -> list[str]:
 
 
 def _find_similar_names(pattern: str, known: Sequence[str]) -> list[str]:
-    """Up to three known names like `pattern`; where they differ in numbers only, as one pattern."""
+    """Returns up to three known names similar to `pattern`.
+
+    Names that differ only in numbers become one pattern.
+    """
     general = dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in known)
     # A leading "*." matches anything: only what follows it is compared.
     tail = pattern.removeprefix("*").removeprefix(".")

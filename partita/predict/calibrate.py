@@ -124,9 +124,9 @@ def _find_best_rate(curve: MeasuredCurve) -> float:
 # -- curves of kernels -----------------------------------------------------------------------------
 
 
-def _compare_clocks(told: Sequence[Mapping[str, Any]]) -> float:
-    """By what calls are slower than a processor works for them: ranks may share processors."""
-    calls = [call for one in told for call in one["kernels"]]
+def _compare_clocks(reports: Sequence[Mapping[str, Any]]) -> float:
+    """Returns the elapsed time of calls over the processor time: ranks may share processors."""
+    calls = [call for one in reports for call in one["kernels"]]
     return max(sum(sum(c["passed"]) for c in calls) / sum(sum(c["worked"]) for c in calls), 1.0)
 
 
@@ -335,7 +335,7 @@ def _make_collectives(ranks: int) -> list[_TimedCollective]:
 def _collectives_of(
     wire: Wire, axes: tuple[str, ...], ranks: int, elements: int
 ) -> list[_TimedCollective]:
-    """One of each kind that graphs have, as they are run there."""
+    """Returns one collective of each kind that graphs have, as they run there."""
     x = torch.ones(elements)
     part, each = x[: elements // ranks].clone(), Splits.evenly(ranks, elements // ranks)
 

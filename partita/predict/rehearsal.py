@@ -451,7 +451,7 @@ class _Schedule(MemoryCount):
 
     @contextmanager
     def told_of_updates(self) -> Iterator[None]:
-        """Within, `stepping` says which optimizer of this thread steps."""
+        """Set `stepping` to the optimizer of this thread that steps, inside the block."""
         thread = threading.get_ident()  # torch calls the hooks of all threads' optimizers
 
         def begin(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -510,7 +510,7 @@ class _EagerFakes(LocalFakes):
 
 @contextmanager
 def _errors_explained() -> Iterator[None]:
-    """Say what torch's errors of fake tensors mean here."""
+    """Explain torch's errors about fake tensors that occur inside the block."""
     try:
         yield
     except VALUE_ASKED as error:

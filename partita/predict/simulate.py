@@ -395,11 +395,11 @@ class PlayedStep:
     Attributes:
         seconds: until the last stream is done.
         events: in the order of the graph.
-        exposed: for each stream of links the seconds in which the processor waits for it.
-        busy: for each stream the seconds in which it works.
-        flops: operations of matrix products and attention, those that are made again among them.
-        model_flops: without those that are made again.
-        dtype: in which most of them are made.
+        exposed: for each stream of links, the seconds in which the processor waits for it.
+        busy: for each stream, the seconds in which it works.
+        flops: operations of matrix products and attention, including recomputation.
+        model_flops: without recomputation.
+        dtype: the dtype of most of them.
     """
 
     seconds: float = 0.0

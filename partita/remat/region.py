@@ -256,7 +256,7 @@ class _BudgetStep:
         return self._kept is None
 
     def counting(self) -> AbstractContextManager[Any]:
-        """Within, memory is counted where the step measures."""
+        """Count memory inside the block if the step measures."""
         return MemoryCountMode(self.count) if self.measures else nullcontext()
 
     def keeps(self, region: Any, event: RecordedCall) -> bool:

@@ -86,8 +86,7 @@ class _BufferWrites:
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """Within, the buffers have the values from before the first run; afterwards those of
-        now."""
+        """Give the buffers their values from before the first run inside the block."""
         found = [(ref(), before) for ref, before in self._before.values()]
         written = [(t, before) for t, before in found if t is not None]
         with Local(), torch.no_grad():
@@ -125,8 +124,9 @@ class AmbientState:
 
     @contextmanager
     def restored(self) -> Iterator[contextvars.Context]:
-        """Within, the state of the first run; afterwards the state of now. Yields the context to
-        run in."""
+        """Restore the ambient state of the first run inside the block. Yields the context to run
+        in.
+        """
         self._touched = {}
         with ExitStack() as modes:
             modes.enter_context(use_autocast_state(self._casting, cache=self._cached))
@@ -283,7 +283,7 @@ class KernelsOfCall(KernelMode):
 
     @contextmanager
     def pausing(self) -> Iterator[None]:
-        """Within, the kernels of a redistribution run, which is no part of the call."""
+        """Ignore the kernels of a redistribution inside the block: it is not part of the call."""
         self.paused = True
         try:
             yield

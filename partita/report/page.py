@@ -112,7 +112,7 @@ def _make_sections(runs: Sequence[RunFacts]) -> Iterator[str]:
 
 
 def _side_by_side(title: str, runs: Sequence[RunFacts], section: Callable[[RunFacts], str]) -> str:
-    """One section of each run; nothing where no run has it."""
+    """Returns one section of each run; nothing if no run has it."""
     found = [(run, section(run)) for run in runs]
     if not any(text for _, text in found):
         return ""

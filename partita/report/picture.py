@@ -163,7 +163,7 @@ def _splitting_axes(layout: Layout, mesh: Mesh, dim: int) -> tuple[str, ...]:
 def _find_dim_regions(
     layout: Layout, mesh: Mesh, dim: int
 ) -> Iterator[tuple[dict[str, int], int, int]]:
-    """Each place along the axes that split a dimension, and its offset and length there."""
+    """Yields each position along the axes that split a dimension, with its offset and length."""
     axes = _splitting_axes(layout, mesh, dim)
     for at in product(*(range(mesh.size(a)) for a in axes)):
         place = dict(zip(axes, at, strict=True))

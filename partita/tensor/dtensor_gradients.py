@@ -386,8 +386,9 @@ def type_accumulate_hook(x: torch.Tensor, hook: Callable[..., Any]) -> Callable[
 
 @contextmanager
 def requiring_grad(x: torch.Tensor) -> Iterator[None]:
-    """Within, the leaf `x` requires grad, so that hooks can be registered on it though it is frozen
-    now."""
+    """Make the leaf `x` require grad inside the block, so that hooks can be registered although it
+    is frozen.
+    """
     with Local():
         frozen = not _requires_grad(x)
         if frozen:

@@ -67,7 +67,7 @@ class Written:
     flag: tuple[int, str] | None = None
 
     def path(self, args: Args, kwargs: Kwargs) -> tuple[int | str] | None:
-        """Its path in a call; None if this call does not write it."""
+        """Returns its path in a call; None if this call does not write it."""
         if self.flag is not None:
             i, name = self.flag
             if not (args[i] if i < len(args) else kwargs.get(name, i and name != "training")):
@@ -448,7 +448,7 @@ def cast_of(op: str, device_type: str) -> Cast | None:
 
 @contextmanager
 def without_autocast(*device_types: str) -> Iterator[None]:
-    """Within, autocast does nothing on devices where it is on."""
+    """Disable autocast inside the block on devices where it is on."""
     for device_type in device_types:
         torch.set_autocast_enabled(device_type, False)
     try:

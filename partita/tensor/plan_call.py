@@ -452,18 +452,18 @@ too."""
 
 @dataclass
 class RowChooser:
-    """The cheapest legal way to run an op on operands laid out as these are.
+    """The cheapest legal way to run an op on operands with these layouts.
 
     Attributes:
-        layouts: the operands' layouts; None where one is absent or a number.
-        plain: which operands are plain tensors: whole on every rank and without a gradient, so
-            that each placement of them is free.
+        layouts: the operands' layouts; None if one is absent or a number.
+        plain: which operands are plain tensors. They are whole on every rank and have no gradient,
+            so every placement of them is free.
         itemsizes: bytes per element of each operand.
         work: the op's matrix products.
         inplace: operand 0 must keep its layout, and output 0 must have it too.
         keeps: a name that stays split by each axis that splits it in operand 0.
-        considered: if given, every row looked at is appended.
-        rows: those that are taken, of the axes before `axis`, whose turn it is.
+        considered: if given, every considered row is appended to it.
+        rows: those that are chosen, for the axes before `axis`, which is next.
     """
 
     bound: Bound

@@ -73,7 +73,7 @@ def counts_of(step: Callable[[], Any]) -> int:
 
 @contextmanager
 def _waiting_long() -> Iterator[None]:
-    """Within, what is called "wait" and written in C takes a while longer."""
+    """Make functions called "wait" that are written in C take longer inside the block."""
 
     def seen(frame: Any, event: str, function: Any) -> None:
         if event != "c_return":

@@ -109,7 +109,9 @@ class Reference:
 
 
 def references(name: str, count: int) -> tuple[list[Reference], int]:
-    """Up to `count` samples of an op with their results on one device, and how many it refused."""
+    """Returns up to `count` samples of an op with their results on one device, and how many it
+    refused.
+    """
     form = form_of(name)
     found, refused = [], 0
     for sample in choose_samples(form, count):

@@ -56,7 +56,7 @@ def distribute_argument(
 
 
 def _choose_placements(t: torch.Tensor, klass: str, turn: int, sizes: Sequence[int]) -> Any:
-    """One placement per axis; None to leave `t` a plain tensor."""
+    """Returns one placement per axis; None to leave `t` a plain tensor."""
     if t.layout is not torch.strided:
         return [pt.Replicate()] * len(sizes)
     # Nothing is added in 8 bits.

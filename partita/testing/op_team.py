@@ -145,7 +145,7 @@ class Team:
         return [answers] if isinstance(answers, Outcome) else [o for some in answers for o in some]
 
     def _ask_ranks(self, case: Case, limit: float) -> list[Any] | Outcome:
-        """Each rank's answer; an Outcome if they do not answer."""
+        """Returns each rank's answer; an Outcome if they do not answer."""
         if not self.ends:
             self.start()
         for end in self.ends:

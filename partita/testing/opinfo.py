@@ -150,7 +150,7 @@ def form_of(name: str) -> Form:
 
 
 def reason_to_skip(name: str) -> str:
-    """Why an op is not in the sweep; "" if it is."""
+    """Returns why an op is not in the sweep; "" if it is."""
     form = form_of(name)
     try:
         samples = list(itertools.islice(form.samples(), _MOST_SAMPLES))

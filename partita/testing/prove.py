@@ -179,7 +179,7 @@ def _make_kernel(trial: Trial, answer: KernelRule, bound: Bound, row: Row, n: in
 
 
 def _find_row_fault(trial: Trial, answer: KernelRule, bound: Bound, row: Row, n: int) -> str:
-    """Why the row is wrong; empty where it is right."""
+    """Returns why the row is wrong; "" if it is right."""
     kernels = [_make_kernel(trial, answer, bound, row, n, r) for r in range(n)]
     try:
         return _compare_outputs(trial, kernels, row.inputs, row.outputs, n)
@@ -255,7 +255,7 @@ def _wants_gradient(x: Any) -> bool:
 def _compute_gradients(
     outs: Sequence[torch.Tensor], inputs: Sequence[Any], given: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """One for each input that wants one; zeros where it is not used."""
+    """Returns a gradient for each input that requires one; zeros if it is not used."""
     wanted = [x for x in inputs if _wants_gradient(x)]
     pairs = [(o, g) for o, g in zip(outs, given, strict=True) if o.requires_grad]
     if not pairs or not wanted:

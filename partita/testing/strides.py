@@ -27,8 +27,10 @@ from partita.guards.captured_program import CapturedProgram
 
 @contextmanager
 def watch_strides(program: CapturedProgram) -> Iterator[list[str]]:
-    """Within, the program runs call by call; yields a list, which gets a line for each value whose
-    strides differ from its fake's."""
+    """Run the program call by call inside the block.
+
+    Yields a list, which gets a line for each value whose strides differ from its fake's.
+    """
     graphs: list[Program] = [program]
     if isinstance(program, Region):
         graphs = [program.halves.forward, *program.halves.backwards.values()]

@@ -714,11 +714,12 @@ _PREFIX = "partita-compiles-"
 
 @contextmanager
 def cleaning_up_libraries() -> Iterator[None]:
-    """Within, and after a failure, there is no half-written library in torch's folder.
+    """Remove half-written libraries from torch's folder, during the block and after a failure.
 
     A compile that is killed leaves one, and torch loads it as if it were complete, which crashes
-    the process. So while something is compiled, a locked marker file lies there. One without a lock
-    is of a process that was killed: half-written libraries that are not older are deleted.
+    the process. So there is a locked marker file while something is compiled. A marker without a
+    lock belongs to a process that was killed: half-written libraries that are not older are
+    deleted.
     """
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 

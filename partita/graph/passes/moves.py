@@ -64,8 +64,8 @@ _UNDONE_BY = {("all_gather", "slice"), ("all_to_all", "all_to_all")}
 def cancel(program: Program) -> str:
     """A move that is followed by its inverse is not made.
 
-    They are found by their layouts: the second takes what the first gives and gives what the
-    first took. The first move stays where others read its result.
+    Pairs are found by their layouts: the second starts from the result of the first and restores
+    its input. The first move stays if others read its result.
     """
     parts: dict[int, list[fx.Node]] = {}
     for node in program.graph.graph.nodes:

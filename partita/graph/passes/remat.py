@@ -128,8 +128,10 @@ def _find_narrow_points(
 
 
 def _find_saved_storages(graph: fx.Graph, storages: Storages) -> dict[fx.Node, set[int]]:
-    """The calls of forward that can be made again and whose results backward reads: for each those
-    of its storages. What one call makes is let go together, or not."""
+    """Returns the storages of calls of forward that can be made again and that backward reads.
+
+    All storages of one call are dropped together, or none.
+    """
     found: dict[fx.Node, set[int]] = {}
     for node in graph.nodes:
         if _is_late(node):
@@ -143,7 +145,7 @@ def _find_saved_storages(graph: fx.Graph, storages: Storages) -> dict[fx.Node, s
 def _close_over_inputs(
     graph: fx.Graph, storages: Storages, dropped: set[int], held: set[int]
 ) -> set[fx.Node]:
-    """The nodes that show what is dropped, and those that must run for them to be made again."""
+    """Returns the nodes that show what is dropped, and those that must run to make them again."""
     chosen = {
         n for n in graph.nodes if _can_be_made_again(n) and dropped.issuperset(storages.of[n])
     }

@@ -103,20 +103,21 @@ def capture_step(
     blocks: BlockChoice,
     counts_apart: bool,
 ) -> CapturedProgram:
-    """The program of `step(*args, **kwargs)`.
+    """Returns the program of `step(*args, **kwargs)`.
 
     Args:
         state: the modules, optimizers and tensors that the step reaches.
-        guesses: answers to what is asked of values.
+        guesses: assumed answers to branches on values.
         values: what is known of the call's values.
         blocks: which modules are blocks.
-        counts_apart: optimizers' step counts of parameters may differ: none stands for all.
+        counts_apart: True if step counts of an optimizer may differ between parameters, so that one
+            cannot represent all.
 
     Raises:
-        ValuesWanted: more values have to be computed, for another capture.
+        ValuesWanted: more values must be computed, for another capture.
         CaptureError: the step does what a graph cannot express; names the user's line.
-        ReachedMore: a run has read state that `state` does not have.
-        StepRaises: the step raises, on the way that the call's own answers lead.
+        ReachedMore: a run has read state that `state` lacks.
+        StepRaises: the step raises, on the path of the call's own answers.
     """
     # A first run gives a mark as the gradient of each tensor that has none, to see whether the
     # step reads it. Those whose marks were read are given none in the next run.

@@ -119,7 +119,7 @@ class NanWatch:
     def _record_culprit(self, title: str, module: nn.Module, fault: str, taken: Any) -> None:
         if any(_find_nan_or_inf(t) for t in tensors_in(taken)):
             return
-        what = f"the first {fault} is in the result of {title}, which took nothing like it"
+        what = f"the first {fault} is in the result of {title}, whose inputs had none"
         spoilt = [name for name, p in module.named_parameters() if _find_nan_or_inf(p)]
         if spoilt:
             what += f"; its {spoilt[0]} is not finite, since an earlier step"
@@ -185,6 +185,6 @@ def _format_message(loss: float, step: int, finds: _Finds) -> str:
     if not told:
         told = [find for (way, _), find in finds.items() if way == "backward"]
         if not math.isfinite(loss):
-            fact += ", though every module gave a finite result: what comes after the model made it"
+            fact += ", though every module gave a finite result: code after the model produced it"
     told.sort(key=lambda find: find.order)
     return "\n  ".join([fact, *(f"{find.what} (on rank {find.rank})" for find in told)])

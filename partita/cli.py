@@ -268,7 +268,7 @@ def _fit(mesh: Mesh | None, ranks: int | None, tp: int | None) -> Mesh:
     if ranks is not None and size != ranks:
         raise ValueError(f"--mesh {shown_mesh(mesh)} has {size} ranks, but there are {ranks}")
     if tp is not None and dict(mesh).get("tp", 1) != tp:
-        raise ValueError(f"--mesh {shown_mesh(mesh)} is at odds with --tp {tp}")
+        raise ValueError(f"--mesh {shown_mesh(mesh)} contradicts --tp {tp}")
     return mesh if size > 1 else ()
 
 

@@ -301,5 +301,5 @@ def _make_sharing_error(one: Input, other: Input, is_written: bool) -> CaptureEr
         f"{one.name} and {other.name} lie in the same memory",
         f"the step writes {(one if is_written else other).name}, and in a graph the other would "
         "not change with it",
-        Fix(f"{other.name}.clone()", "where it is made, for memory of its own"),
+        Fix(f"{other.name}.clone()", "where it is made, to get its own memory"),
     )

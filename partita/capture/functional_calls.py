@@ -124,7 +124,7 @@ def compute_scalar(target: Any, args: Sequence[Any], like: Any) -> Scalar:
     if compute is None:
         raise not_captured(
             f"the step asks for {name}(x) of a number that .item() gave",
-            "it is known when the graph has run, and tensors do not reckon this as Python does",
+            "it is known only after the graph has run, and tensors compute this differently",
             Fix("return x.item()", f"and take {name}(x) outside of the step"),
             place="",
         )

@@ -99,8 +99,8 @@ def refuse_lost_writes(graph: fx.Graph, traced: bool) -> None:
             if lost:
                 raise not_captured(
                     f"the step writes into memory that it shows by {lost}()",
-                    "a graph has values and no memory: what is written there would be lost",
-                    Fix("x = x.clone()", "before that, for memory of its own"),
+                    "a graph has values and no memory: such a write would be lost",
+                    Fix("x = x.clone()", "before that, to get its own memory"),
                     place=note_of(node).source,
                 )
         if getattr(node.target, "_opname", "") == "set_" and len(node.all_input_nodes) > 1:
@@ -280,9 +280,9 @@ def refuse_cut_views(graph: fx.Graph, cut: Collection[int]) -> None:
         if last is not None and not is_one_value and values[last].op != "placeholder":
             raise not_captured(
                 "the step returns a view whose pieces are uneven",
-                "in a graph pieces are padded, and what is left when the padding is cut off is a "
+                "in a graph pieces are padded, and the piece without padding is a "
                 "copy, which would not follow what it was a view of",
-                Fix("x.clone()", "of what is returned, for memory of its own"),
+                Fix("x.clone()", "of the result, to get its own memory"),
                 place=note_of(values[place]).source,
             )
 
@@ -335,8 +335,8 @@ def _call_view(call: fx.Node, shown: Any) -> Any:
 def _make_view_error(node: fx.Node) -> CaptureError:
     return not_captured(
         "the step returns a view of what it writes",
-        "a graph has values: this view cannot be told as one of what the memory holds at its end",
-        Fix("x.clone()", "of what is returned, for memory of its own"),
+        "a graph has values: this view cannot be expressed by the values at its end",
+        Fix("x.clone()", "of the result, to get its own memory"),
         place=note_of(node).source,
     )
 

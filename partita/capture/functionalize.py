@@ -191,7 +191,7 @@ class _Noting(fx.Interpreter):
             raise not_captured(
                 "the step writes through a view as a graph cannot express it",
                 f"torch's functionalization says: {str(error).partition('. ')[0]}",
-                Fix("x = x.clone()", "of what is written, for memory of its own"),
+                Fix("x = x.clone()", "of what is written, to get its own memory"),
                 place=note_of(n).source,
             ) from error
         if n in self._given:

@@ -60,7 +60,7 @@ HIDDEN = -1e30
 scores are of that size themselves. Of float16, whose numbers are smaller, only -inf does."""
 
 ROWS = 256
-"""Rows that are looked at together, at most."""
+"""The most rows that are compared at once."""
 _AT_ONCE = 2**22
 """Elements that are computed together, at most."""
 MOST = 2**30

@@ -95,8 +95,8 @@ def _check_state_is_apart(optimizer: Optimizer) -> None:
             if isinstance(value, torch.Tensor):
                 if id(value) in seen:
                     raise not_captured(
-                        f"two parameters of an optimizer have one tensor for their {name!r}",
-                        "what eager writes into it for one it reads for the next",
+                        f"two parameters of an optimizer share one tensor as their {name!r}",
+                        "in eager, the update of one parameter writes it and the next reads it",
                         Fix(f"state[{name!r}].clone()", "for each parameter"),
                     )
                 seen.add(id(value))
@@ -365,7 +365,7 @@ class CapturedOptimizers:
                     if isinstance(value, torch.Tensor) and real is None:
                         raise not_captured(
                             f"{name} has a state of a tensor that it does not update",
-                            "where it belongs after the step cannot be told",
+                            "it is unknown where it belongs after the step",
                         )
                     if isinstance(value, torch.Tensor) and real is not None:
                         slot = Slot(f"{name}.{key}", "optimizer", ParamState(optimizer, real), key)

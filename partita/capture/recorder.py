@@ -196,8 +196,8 @@ def _other_settings() -> CaptureError:
         "the step computes under another default dtype, precision of matrix products or "
         "determinism than it was called under",
         "the kernels of a graph run under the settings of its caller",
-        Fix("torch.set_default_dtype(...) and its kin", "outside of the step"),
-        Fix("dtype=...", "for what is made within"),
+        Fix("torch.set_default_dtype(...) and similar calls", "outside of the step"),
+        Fix("dtype=...", "for tensors made inside"),
         place=user_line(),
     )
 
@@ -683,7 +683,7 @@ class StepFunctionMode(TorchFunctionMode):
                 if id(x) not in self._written and x.untyped_storage()._cdata != memory:
                     raise not_captured(
                         "x.set_(y), or x.data = y within a backward pass",
-                        "what memory x is given then is not followed",
+                        "the memory that x gets then is not tracked",
                         Fix("x.data.copy_(y)", "keeps the memory of x"),
                     )
             self._refuse_shared_memory()
@@ -707,7 +707,7 @@ class StepFunctionMode(TorchFunctionMode):
                 raise not_captured(
                     "x.data = y, where y is another tensor that the step is given, or that it "
                     "gives to two",
-                    "both would lie in one memory afterwards, and a graph copies",
+                    "both would share memory afterwards, and a graph copies",
                     Fix("x.data.copy_(y)", "if each is to have values of its own"),
                 )
 
@@ -757,7 +757,7 @@ def _is_followed(func: Any) -> bool:
 def _shape_is_changed(name: str) -> CaptureError:
     return not_captured(
         f"the step changes the shape or the memory of a tensor that it is given ({name})",
-        "a graph writes what is in the memory of its inputs, and leaves that as it is",
+        "a graph writes values into the memory of its inputs, but does not change shapes or memory",
         Fix("do it outside the step", "before or after the call"),
         place=user_line(),
     )
@@ -773,7 +773,7 @@ def _check_function(func: Any) -> None:
         raise not_captured(
             f"the step calls a function of torch's through {func.__qualname__}, which stands in "
             "its place",
-            "who hears what torch calls is told that it is the latter, which would run twice",
+            "a mode that intercepts torch calls would see torch's function, which would run twice",
             Fix("a module or function of your own", "that calls torch's, rather than in its place"),
         )
 

@@ -297,7 +297,7 @@ def _problems_of(metadata: Metadata) -> Iterator[str]:
             yield f"it does not say where {index.fqn} is"
     for name, path in (metadata.planner_data or {}).items():
         if not isinstance(name, str) or name not in metadata.state_dict_metadata:
-            yield f"it has a path to {name!r}, which it does not have"
+            yield f"it has the path of {name!r}, which it does not have"
         if not all(isinstance(key, (str, int)) for key in path):
             yield f"the path to {name} is no path"
 
@@ -436,7 +436,7 @@ class SavePieces(DefaultSavePlanner):
                     others.setdefault(name, text)
                 if one.region is not None:
                     held.setdefault(name, set()).add(one.region)
-        _raise_listed("the ranks hold different things by one name", others.values())
+        _raise_listed("the ranks hold different things under one name", others.values())
         sizes = {name: math.prod(first[name][1].shape or ()) for name in held}
         counts = {
             name: sum(math.prod(length for _, length in region) for region in regions)

@@ -271,7 +271,7 @@ def begin_replacement(home: Path) -> Replacement:
     try:
         is_empty = home.is_dir() and not any(home.iterdir())
         if home.exists() and not (home / ".metadata").is_file() and not is_empty:
-            raise ValueError(f"{home} is there already, and is no checkpoint: it is left as it is")
+            raise ValueError(f"{home} exists already and is not a checkpoint: it was not changed")
         if _path_of_previous(home).exists():
             if home.exists():
                 shutil.rmtree(_path_of_previous(home))

@@ -320,7 +320,7 @@ class _TensorSender:
             raise LayoutError(
                 "rank0_only needs a model with a DTensor on a mesh of all ranks",
                 place=user_line(),
-                reason="its mesh is the way on which rank 0 sends",
+                reason="rank 0 sends over its mesh",
                 fixes=(Fix("rank0_only=False", "with the values on every rank"),),
             )
 

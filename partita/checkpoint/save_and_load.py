@@ -250,7 +250,7 @@ def _compare_fingerprints(fingerprints: list[dict[str, str]]) -> None:
                 problems.setdefault(name, f"{name} (ranks {where} and {rank})")
     if problems:
         raise LayoutError(
-            "the ranks hold different values by one name, and one of them would be lost",
+            "the ranks hold different values under one name, and one of them would be lost",
             operands=tuple(problems.values()),
             fixes=(
                 Fix("pt.distribute_tensor(t, mesh, placements)", "if rank 0's is the one to keep"),
@@ -540,7 +540,7 @@ class _LoadJob:
             checksums.check_metadata(path, content)
         self._reader = reader = Reader(folder, content, is_intact=checksums is not None)
         if reader.is_ours and checksums is None:
-            raise ValueError(f"{folder / NAME} is missing: nothing says whether the rest is whole")
+            raise ValueError(f"{folder / NAME} is missing: without it the rest cannot be checked")
         there = {name: Stored(*parts) for name, parts in reader.describe().items()}
         lists = [name for name, one in there.items() if is_list_of_parameters(one)]
         self._read_values(folder, lists, checksums)
@@ -675,7 +675,7 @@ def find_mismatches(
         if here != stored:
             values.append(f"{name}: {stored} in the checkpoint, {here} in the state")
         elif isinstance(value, torch.Tensor) and value.is_meta and not gives_memory:
-            values.append(f"{name}: on the meta device, where there is nothing to load into")
+            values.append(f"{name}: on the meta device, which has no memory to load into")
     found = {id(x) for name, x in (tied or {}).items() if name in there and torch.is_tensor(x)}
     optional = {name for name, x in (tied or {}).items() if id(x) in found}
     missing = [

@@ -112,8 +112,8 @@ def make_disagreement_error(
     what: str,
     texts: Sequence[str],
     *,
-    fact: str = "the ranks do not ask for the same",
-    reason: str = "a global tensor is one thing, of which each rank has a part",
+    fact: str = "the ranks pass different arguments",
+    reason: str = "a global tensor is one value, and each rank holds a part of it",
     fixes: Sequence[Fix] = (),
 ) -> LayoutError:
     """Returns the error for `texts` of all ranks, in mesh order, that are not all equal.
@@ -174,7 +174,7 @@ def unpack(data: bytes) -> Any:
     try:
         return _from_json(json.loads(data))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"a rank has sent what is no message: {error}") from None
+        raise ValueError(f"a rank has sent something that is not a message: {error}") from None
 
 
 _PLAIN = (str, int, float, bool, type(None))
@@ -599,7 +599,7 @@ def control_plane() -> ControlPlane:
     if not (dist.is_available() and dist.is_initialized()):
         return _alone
     if dist.get_backend() == "fake":
-        raise LayoutError("the ranks of the fake backend cannot agree: there is only this one")
+        raise LayoutError("the fake backend has only one rank, so ranks cannot be compared")
     if _of_groups is None or not _of_groups.is_current:
         _of_groups = _OfGroups()
     return _of_groups

@@ -278,7 +278,7 @@ class Transport:
     def _widen_for_reduction(self, x: torch.Tensor, reduce_op: str) -> torch.Tensor:
         if x.is_complex():
             if reduce_op != "sum":
-                raise LayoutError(f"complex numbers have no {reduce_op}")
+                raise LayoutError(f"complex numbers cannot be reduced by {reduce_op}")
             return torch.view_as_real(x)
         if x.dtype not in _WIDER:
             raise LayoutError(f"cannot reduce {x.dtype} over ranks")

@@ -155,8 +155,8 @@ class Device:
         found = torch.accelerator.device_count()
         if rank >= found:
             raise ValueError(
-                f"--device {self.type}: rank {rank} of this machine has none of its own, there are "
-                f"{found}; start at most {found} ranks here, or --device cpu"
+                f"--device {self.type}: rank {rank} of this machine has no device, because there "
+                f"are {found}; start at most {found} ranks here, or --device cpu"
             )
         torch.accelerator.set_device_index(rank)
 

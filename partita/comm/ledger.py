@@ -289,10 +289,10 @@ def refuse_implicit(move: Move, op: str, nbytes: int) -> None:
         f"{op} needs an implicit {move.kind} over {' '.join(move.axes)}, and strict() forbids it",
         place=user_line(),
         operands=(f"{move.before.brief()}  would become  {move.after.brief()}",),
-        reason="under strict() only what the program asks for is sent",
+        reason="under strict() only moves that the program requests are made",
         fixes=(
             Fix(f"redistribute({asked}) before {op}", cost),
-            Fix("leave strict() around this line", cost),
+            Fix("leave the strict() block around this line", cost),
         ),
     )
 

@@ -188,7 +188,7 @@ def wire_of(device_mesh: object) -> Wire:
         return active_wire(device_mesh.wire)
     if not isinstance(device_mesh, DeviceMesh):
         raise LayoutError(
-            f"device_mesh is {device_mesh!r}, which is no mesh",
+            f"device_mesh is {device_mesh!r}, which is not a mesh",
             place=user_line(),
             fixes=(
                 *[Fix(f"placements={device_mesh!r}")] * _are_placements(device_mesh),
@@ -199,7 +199,7 @@ def wire_of(device_mesh: object) -> Wire:
         raise LayoutError(
             f"{device_mesh} has no process groups: none are initialized",
             place=user_line(),
-            fixes=(Fix("pt.init_device_mesh(...)", "begins them where torchrun started the rank"),),
+            fixes=(Fix("pt.init_device_mesh(...)", "initializes them under torchrun"),),
         )
     if _world is not dist.group.WORLD:  # groups that were destroyed took theirs with them
         _wires.clear()
@@ -275,13 +275,13 @@ def find_saved_wire(saved: tuple[Any, ...]) -> Wire:
             return wire
     sizes = tuple(torch.tensor(ranks).shape)
     raise LayoutError(
-        f"a tensor was saved on a mesh that this rank is not on: {names or 'no names'} {sizes}",
+        f"a tensor was saved on a mesh that this process lacks: {names or 'no names'} {sizes}",
         place=user_line(),
         operands=(f"ranks  {ranks}",),
-        reason="a mesh is made by all ranks together, before a tensor on it is loaded",
+        reason="all ranks must make a mesh together, before they load a tensor on it",
         fixes=(
             Fix(f"pt.init_device_mesh({kind!r}, {sizes}, mesh_dim_names={names})", "before"),
-            Fix("pt.load(state, path)", "to load on another mesh what pt.save has saved"),
+            Fix("pt.load(state, path)", "to load on another mesh, after pt.save"),
         ),
     )
 

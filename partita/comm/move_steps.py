@@ -46,7 +46,7 @@ def prepare(move: Move, transport: Transport) -> Step:
         build = _BUILD[move.kind]
     except KeyError:
         raise LayoutError(
-            f"no move is called {move.kind!r}", reason=f"there are {', '.join(_BUILD)}"
+            f"there is no move called {move.kind!r}", reason=f"there are {', '.join(_BUILD)}"
         ) from None
     if not move.sends or transport.mesh_size(move.axes) > 1:
         return build(move, transport)
@@ -538,7 +538,7 @@ def find_cuts(move: Move, mesh: Mesh) -> tuple[list[Cut], list[Cut]]:
         raise LayoutError(
             f"one {move.kind} over {' '.join(move.axes)} cannot make "
             f"{move.after.brief()} of {move.before.brief()}",
-            reason="the pieces that its ranks hold do not tile what they are to hold",
+            reason="the pieces that its ranks hold do not tile the pieces that they need",
         )
     return joined, divided
 

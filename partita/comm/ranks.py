@@ -163,7 +163,7 @@ class World:
             raise LayoutError(
                 f"{call.request.describe()}: rank {r} of ranks({self.mesh}) is not running here",
                 place=user_line(),
-                reason="its tensors can meet the other ranks' only inside world.run, on its rank",
+                reason="its tensors can be exchanged with other ranks only inside world.run",
             )
         turn = self._turns[r]
         turn.raise_verdict()

@@ -160,7 +160,9 @@ class TraceWire(Wire):
             elif beyond or ends_last(size, parts):  # else padding would be where the next piece is
                 region.append((span(size, parts, places)[0], length))
             else:
-                raise uneven(f"{layout.brief()} is cut unevenly twice, and a kernel asks where")
+                raise uneven(
+                    f"{layout.brief()} is split unevenly twice, and a kernel needs its offset"
+                )
         return tuple(region)
 
     def is_first_along(self, of: Sequence[Sequence[str]], device: torch.device) -> torch.Tensor:
@@ -248,7 +250,7 @@ class TraceWire(Wire):
             raise LayoutError(
                 f"capture: the ranks of mesh {self.mesh} are not in order along {' '.join(axes)}",
                 place=user_line(),
-                reason="each rank's graph would put pieces together in another order",
+                reason="each rank's graph would join pieces in another order",
                 fixes=(Fix("a mesh whose ranks ascend along each axis"),),
             )
         return None

@@ -645,8 +645,8 @@ _PROCESS = struct.Struct("<8sqq")
 _TIME_TO_END, _LOOK_AT_PROCESSES = 0.5, 0.01
 """Seconds in which a process whose connections are closed has ended, and between two looks."""
 _FIXES_OF_GONE_RANKS = (
-    Fix("what that rank wrote last", "says why it ended, where it did so by an error of its own"),
-    Fix("the same calls on every rank, in the same order", "where it came to its end"),
+    Fix("what that rank wrote last", "says why it ended, if it raised an error"),
+    Fix("the same calls on every rank, in the same order", "where it ended"),
 )
 
 
@@ -738,7 +738,7 @@ def _make_late_ranks_error(
         "process groups",
         place=user_line(),
         operands=(f"rank {me}  {text}",),
-        reason=f"{format_ranks(ranks)} did not come there, and lives: it computes, or is elsewhere",
+        reason=f"{format_ranks(ranks)} did not arrive, but runs: it computes, or waits elsewhere",
         fixes=(
             Fix("with pt.check_ranks(): ...", "names the first place where ranks part"),
             Fix("init_process_group(timeout=...)", "a longer limit, if a rank is only slow"),
@@ -754,7 +754,7 @@ def make_rank_gone_error(ranks: Sequence[int], text: str, fate: str = "") -> Ran
         f"rank {me} waited for {format_ranks(ranks)}, {fate}",
         place=user_line(),
         operands=(f"rank {me}  {text}",),
-        reason="a rank that ends leaves the others where they wait for it",
+        reason="the other ranks wait for a rank that has ended",
         fixes=_FIXES_OF_GONE_RANKS,
     )
 

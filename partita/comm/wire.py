@@ -528,7 +528,7 @@ def find_handle(number: int) -> MeshHandle:
         return _known[number]
     except KeyError:
         raise LayoutError(
-            "this tensor was saved on a mesh of one process that is gone",
+            "this tensor was saved on a mesh of a process that has ended",
             reason="only meshes of process groups can be restored in another process",
         ) from None
 
@@ -686,7 +686,7 @@ def dry_mesh(
         raise LayoutError(
             "dry_mesh needs at least one axis",
             place=user_line(),
-            reason="an axis is named, and has a number of ranks",
+            reason="an axis has a name and a number of ranks",
             fixes=(Fix("pt.dry_mesh(dp=8)", "for 8 ranks"),),
         )
     mesh = Mesh(tuple(axes), tuple(axes.values()))
@@ -700,7 +700,7 @@ def dry_mesh(
         raise LayoutError(
             f"a dry mesh of {mesh.size():,} ranks is too large",
             place=user_line(),
-            reason="the number of each is kept",
+            reason="the numbers of all ranks are stored",
             fixes=(Fix(f"at most {_MOST_RANKS:,} ranks"),),
         )
     try:

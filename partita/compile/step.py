@@ -396,7 +396,7 @@ class CompiledStep:
             with attribute_set(HERE, "watcher", None):
                 found = self._find_program(args, kwargs, result)
         # A value is so near to where an answer changes that programs round to either side.
-        said = f"{self.title} finds other answers in each program ({result.reason})"
+        said = f"{self.title} gets other values in each program ({result.reason})"
         warnings.warn(f"runs eagerly: {said}", stacklevel=4)
         return self._run_eagerly(args, kwargs, found[2])
 

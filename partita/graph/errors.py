@@ -94,7 +94,7 @@ def of_anomalies() -> CaptureError:
     """Returns the error to raise where a backward pass runs in anomaly mode."""
     return not_captured(
         "the step has a backward pass in torch's anomaly mode",
-        "a graph has a backward pass of its own, in which nobody looks for NaN",
+        "a graph has a backward pass of its own, in which nothing checks for NaN",
         Fix("torch.autograd.set_detect_anomaly(False)", "before the step"),
     )
 
@@ -123,7 +123,7 @@ def cannot_be_kept(budget: int, least: int) -> CaptureError:
     return CaptureError(
         f"compile: a budget of {budget} bytes ({human(budget)}) cannot be kept: the step needs "
         f"{least} ({human(least)}) above what it holds between calls",
-        reason="what is recomputed is read from somewhere, and gradients and gathered weights stay",
+        reason="recomputation needs inputs, and gradients and gathered weights always stay",
         fixes=(Fix(f"budget={least}", "the least that was found"),),
     )
 
@@ -170,8 +170,8 @@ def explain_error(error: Exception, line: str, function: str = "") -> Exception:
     text = str(error).strip().split("\n")[0]
     if any(asks in text for asks in _OF_MEMORY):
         return not_captured(
-            "the step asks for a tensor's memory (copy.copy, copy.deepcopy, .numpy())",
-            "while it is captured tensors have none",
+            "the step reads a tensor's memory (copy.copy, copy.deepcopy, .numpy())",
+            "during capture tensors have none",
             Fix("x.detach().clone()", "a copy that is part of the graph"),
             place=line,
         )
@@ -188,7 +188,7 @@ def explain_error(error: Exception, line: str, function: str = "") -> Exception:
             asking = f"torch.{function}"
         return not_captured(
             f"the step reads a value{asking and f', in {asking}'}",
-            "while it is captured there are no values: float(x), a branch on x and text that x is "
+            "during capture there are no values. float(x), a branch on x and text that x is "
             "put into ask for one; what .item() gives may be reckoned with, and be returned",
             _WITHOUT_READING.get(asking, Fix("return the tensor", "and read it outside")),
             place=line,
@@ -197,15 +197,15 @@ def explain_error(error: Exception, line: str, function: str = "") -> Exception:
     if rest.startswith("attempted to run this operator with Meta tensors"):
         return not_captured(
             f"the step calls {op.removeprefix('aten::')}, which needs memory",
-            "nothing says which shape it gives, and while it is captured tensors have no values",
+            "the shape of its result is unknown, and during capture tensors have no values",
             Fix(f'torch.library.register_fake("{op}")', "for an op of your own"),
             Fix("call it before the step", "and give its result as an argument"),
             place=line,
         )
     if "a leaf Variable that requires grad is being used in an in-place" in text:
         return not_captured(
-            "the step writes in place what has a history",
-            "an argument's history would be another after the call, or a parameter would have one",
+            "the step writes in place into a tensor with a history",
+            "an argument's history would change in the call, or a parameter would get one",
             Fix("x = x.clone()", "first"),
             Fix("with torch.no_grad()", "around an update"),
             place=line,
@@ -263,7 +263,7 @@ def _has_functorch_frame(frames: Iterable[tuple[FrameType, int]]) -> bool:
 def _functorch_error(place: str) -> CaptureError:
     return not_captured(
         "the step takes gradients by torch.func (grad, vjp, jacrev, hessian)",
-        "what it makes of tensors for that is not what a graph is made of",
+        "it wraps tensors in a way that a graph does not support",
         Fix("torch.autograd.grad(...)", "of tensors with requires_grad_()"),
         place=place,
     )
@@ -275,7 +275,7 @@ def not_an_input(place: str, more: str = "") -> CaptureError:
         return _functorch_error(place)
     return not_captured(
         "the step uses a tensor that is not among its inputs",
-        f"it is not an argument, nor found by name where the step is defined{more}",
+        f"it is not an argument, and is not found by name where the step is defined{more}",
         Fix("pt.compile(step, state=[holder])", "names the object that holds it"),
         place=place,
     )

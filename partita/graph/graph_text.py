@@ -338,7 +338,7 @@ def agree_on_program(
     other = next((i for i, text in enumerate(texts) if text != texts[0]), 0)
     by = _find_diverging_pass(stages(), wire)
     raise LayoutError(
-        f"compile: the pass {by} has made different programs on the ranks"
+        f"compile: the pass {by} made different programs on different ranks"
         if by
         else "compile: the ranks have captured different programs",
         place=user_line(),
@@ -346,7 +346,7 @@ def agree_on_program(
         reason=f"line {same + 1} of the graph is the first that differs; nothing was compiled",
         fixes=(
             Fix("the same constants, layouts and options on every rank"),
-            Fix("a tensor, where ranks are to have different numbers"),
+            Fix("a tensor, if ranks should have different numbers"),
         ),
     )
 

@@ -76,10 +76,10 @@ def _find_faults(program: Program) -> Iterator[tuple[fx.Node | None, str]]:
             yield node, f"{node.name} shares its fake tensor with another input"
         fakes.add(id(node.meta["val"]))
     if len(inputs) != len(program.inputs):
-        yield None, f"{len(inputs)} inputs, and the program speaks of others"
+        yield None, f"{len(inputs)} inputs, and the program has others"
     (end,) = graph.find_nodes(op="output")
     if len(end.args[0]) != len(program.outputs):
-        yield end, "it returns more or less than the program speaks of"
+        yield end, "the number of results differs from the program's"
 
 
 def _find_faults_of_call(program: Program, node: fx.Node) -> Iterator[str]:
@@ -87,7 +87,7 @@ def _find_faults_of_call(program: Program, node: fx.Node) -> Iterator[str]:
     if target is operator.getitem or target is call_section or is_block_node(node):
         return
     if not isinstance(target, torch._ops.OpOverload):
-        yield f"{target} is no operator of torch"
+        yield f"{target} is not an operator of torch"
     if target.namespace not in SPACES and (effect := find_unknown_effect(target)):
         yield f"operators of {target.namespace} have no meaning here: {effect}"
     if target is _COPY:
@@ -96,6 +96,6 @@ def _find_faults_of_call(program: Program, node: fx.Node) -> Iterator[str]:
     elif facts_of(target).writes:
         yield f"{target} writes"
     if "val" not in node.meta:
-        yield "nothing says what it makes"
+        yield "it has no fake value"
     if is_collective(node) and node.args[-1] not in program.groups:
-        yield f"{node.args[-1]!r} is none of the program's groups"
+        yield f"{node.args[-1]!r} is not one of the program's groups"

@@ -196,7 +196,7 @@ def _describe_condition(expr: Any, names: dict[str, str]) -> str:
         if sign
         else str(expr)
     )
-    return f"the program asks whether {_name_symbols(text, names)}"
+    return f"the program checks whether {_name_symbols(text, names)}"
 
 
 def _name_symbols(expr: Any, names: dict[str, str]) -> str:
@@ -395,9 +395,9 @@ class AskedQuestions:
         number, kind = len(self._answers), question.pytype
         if number == _MOST_QUESTIONS:
             raise not_captured(
-                f"the step asks for more than {_MOST_QUESTIONS} values",
-                "each answer is one more way through it, and a graph of its own",
-                Fix("pt.compile(part of the step)", "leave out what asks"),
+                f"the step branches on more than {_MOST_QUESTIONS} values",
+                "each value of a branch needs its own graph",
+                Fix("pt.compile(part of the step)", "remove the branches"),
             )
         guesses = self._guesses.values
         value = as_symbol(question)
@@ -488,7 +488,7 @@ def gate_writes(graph: fx.Graph, answers: Sequence[Answer]) -> None:
         if writes and not (facts.draws or facts.checks):
             raise not_captured(
                 f"{node.target} writes, in a step that branches on a value",
-                "it would have written before the answer is known",
+                "it would write before the branch is known",
                 Fix("do it outside the step", "before or after the call"),
                 place=note_of(node).source,
             )

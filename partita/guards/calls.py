@@ -46,32 +46,32 @@ from .values import PLAIN, Place, place_of_answer
 # What no guard can cover: what the step does, why not, and what to give it as an argument instead.
 _SEEDS = (
     "seeds ({})",
-    "a graph draws from the generator as it finds it: it would be seeded once, at capture",
+    "a graph uses the generator's current state: it would be seeded only once, at capture",
     "",
 )
 _DRAWS = (
     "draws a number of Python's or numpy's ({})",
-    "a graph would always have the number of its capture",
+    "a graph would always use the number drawn at capture",
     "",
 )
 _READS_CLOCK = (
     "reads the clock ({})",
-    "a graph would always have the time of its capture",
+    "a graph would always use the time of its capture",
     "",
 )
 _COUNTS_CALLS = (
-    "asks how often a cache was asked ({}())",
+    "reads the statistics of a cache ({}())",
     "a graph does not call the cached function: the counts would be those of its capture",
     "its answer",
 )
 _SET_FOR_CAPTURE = (
     "calls {}()",
-    "while a step is captured it gives another answer than when the step runs",
+    "during capture it returns another value than when the step runs",
     "its answer",
 )
 _SHARES = (
     "calls {}",
-    "what other threads and files hold is no part of a graph: it would be read or written once, "
+    "other threads and files are not part of a graph: they would be read or written once, "
     "at capture, and not in each call",
     "what it reads",
 )
@@ -336,7 +336,7 @@ class Calls:
         if name not in self._warned_of:
             self._warned_of.add(name)
             warnings.warn(
-                f"{name} at {user_line(frame)} runs while the step is captured, not in later calls",
+                f"{name} at {user_line(frame)} runs only during capture, not in later calls",
                 stacklevel=2,
             )
 

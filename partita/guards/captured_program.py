@@ -100,7 +100,7 @@ class CapturedProgram(Program):
                 "compile",
                 "; ".join(f"{i.name} = {float(i.number(tensors))!r}" for i in numbers),
                 wire,
-                fact="the ranks bring other numbers to a step",
+                fact="the ranks pass different numbers to a step",
                 reason="a number is one value, equal on every rank",
                 fixes=(Fix("the same number", "on every rank, or a tensor that is split"),),
             )
@@ -254,7 +254,7 @@ def _make_difference_error(name: str, line: str, rank: int) -> LayoutError:
     return LayoutError(
         f"compile: {what} next to DTensors, differs between ranks 0 and {rank}",
         place=line,
-        reason="a plain tensor is taken as one whole value, equal on every rank",
+        reason="a plain tensor counts as one whole value, equal on every rank",
         fixes=(
             Fix("pt.DTensor.from_local(t, mesh, placements)", "a rank's piece"),
             Fix("pt.distribute_tensor(t, mesh, placements)", "to take rank 0's"),
@@ -398,7 +398,7 @@ def _make_strict_error(move: Record) -> LayoutError:
         "forbids it",
         place=move.source,
         operands=(f"{move.before}  would become  {move.after}",) if move.before else (),
-        reason="under strict() only what the program asks for is sent, by a graph too",
+        reason="under strict() only moves that the program requests are made, by a graph too",
         fixes=(
             Fix(f"redistribute before {move.op}", f"{move.kind} {human(move.nbytes)}"),
             Fix("leave strict() around the step"),

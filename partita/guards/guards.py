@@ -660,7 +660,7 @@ def _explain_difference(
         # Where leaves are new or gone, those of one index are not the same ones.
         found = guards.differences(leaves if now.keys() == was.keys() else None, _SHOWN)
         differences += [text for text in found if text.split(":")[0] not in names]
-    text = "; ".join(differences[:_SHOWN]) or "something is not as it was"
+    text = "; ".join(differences[:_SHOWN]) or "something changed"
     return text if len(differences) <= _SHOWN else f"{text}; and {len(differences) - _SHOWN} more"
 
 
@@ -784,7 +784,7 @@ class History:
             advice = f"Make a tensor of {names_text} outside of the step, and give the step that"
         else:
             advice = (
-                f"If the step does not need {names_text}, keep it apart from what the step reads; "
+                f"If the step does not need {names_text}, keep it out of what the step reads; "
                 "if it does, and it is a number, give it as an argument, as a float or a tensor; "
                 "if it is a function or an object, make it once, before the step"
             )

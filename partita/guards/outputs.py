@@ -145,7 +145,7 @@ class InputAttributes:
             if user_hooks_of(fake) != hooks:
                 raise not_captured(
                     f"the step changes the hooks of {given.name}",
-                    "a hook is no part of a graph: it would be registered once, at capture",
+                    "a hook is not part of a graph: it would be registered only once, at capture",
                     Fix("register it before the step"),
                     Fix("handle.remove()", "within the step, for a hook of this call alone"),
                 )
@@ -153,7 +153,7 @@ class InputAttributes:
                 if fake.__dict__.get(name, MISSING) is not before.get(name, MISSING):
                     raise not_captured(
                         f"the step sets {given.name}.{name}",
-                        "an attribute of a tensor is no part of a graph: it would be set once",
+                        "an attribute of a tensor is not part of a graph: it would be set once",
                         Fix("do it outside the step", "before or after the call"),
                     )
 
@@ -166,8 +166,8 @@ def check_result(value: Any, known: Container[int]) -> None:
     if is_text_of_unknown(value):
         raise not_captured(
             "the step returns text that a tensor, or what .item() gave, was put into",
-            "its values are known when the graph has run, and the text would be that of capture",
-            Fix("return the tensor", "and write it down outside"),
+            "its values are known after the graph has run; the text would be that of capture",
+            Fix("return the tensor", "and format it outside"),
         )
     if is_filled(value) or holds_made(value, known):
         kind = type(value).__name__
@@ -281,12 +281,12 @@ def make_left_error(name: str, value: Any = None) -> Exception:
         kind = type(value).__name__
         return not_captured(
             f"the step makes a {kind} that holds tensors, and leaves it in {name}",
-            "while a step is captured others stand for its tensors, which the object would keep",
+            "during capture fakes replace its tensors, and the object would keep them",
             Fix(f"make the {kind} before the step", "as in __init__; then the step may use it"),
         )
     return not_captured(
         f"the step leaves {what} in {name}",
-        "what it leaves in a list, a dictionary or a variable would be there once, not each time",
+        "a list, a dictionary or a variable would be written only once, not in each call",
         Fix("return it"),
         Fix("an attribute of a module", "which may hold what a step computes"),
     )
@@ -306,7 +306,7 @@ def unrepeated_write_error(write: Write, codes: list[CodeType], step: Any) -> Ca
     changed = f" ({was} became {now})" if was != now else ""
     return not_captured(
         f"the step changes {write.place.name}{changed}",
-        "a graph is of tensors: this would change once, at capture, and not in each call",
+        "a graph contains tensors: this would change only once, at capture, not in each call",
         Fix("do it outside the step", "before or after the call"),
         place=line_of_write(codes, write.place.key) or _line_of(step),
     )

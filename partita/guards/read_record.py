@@ -408,7 +408,7 @@ class ReadRecord(PlaceRecord):
         elif is_shared_memory(value):
             self.refuse(
                 f"the step reads {name}, memory that others may write ({kind.__name__})",
-                "a graph would always have what was there at its capture",
+                "a graph would always use the contents at capture",
                 name,
             )
         elif isinstance(value, types.CellType):
@@ -455,8 +455,8 @@ class ReadRecord(PlaceRecord):
             if not self.reached_by_name:
                 self.refuse(
                     f"the step reads {name}, an iterator ({kind.__name__})",
-                    "what it gives next is not the same in the next call, and a graph would always "
-                    "have the first",
+                    "its next item differs in the next call, and a graph would always "
+                    "use the first",
                     name,
                 )
         else:
@@ -856,8 +856,8 @@ def _record_entries(record: ReadRecord, value: Any, name: str) -> None:
     inner = next((v for v in entries if not holds_no_more(v)), None)
     if inner is not None and not record.reached_by_name:
         warnings.warn(
-            f"{name} has {len(value):,} entries: a compiled step sees when one is replaced, "
-            f"not when something within one changes ({brief(inner)}). Give what the step needs "
+            f"{name} has {len(value):,} entries: a compiled step detects when one is replaced, "
+            f"not when its contents change ({brief(inner)}). Pass what the step needs "
             "of it as an argument",
             stacklevel=2,
         )

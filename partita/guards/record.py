@@ -152,7 +152,7 @@ class PlaceRecord:
         if _has_tensor_keys(value) and not self.reached_by_name and not self._read_by_library:
             self.refuse(
                 f"the step reads {name}, which finds tensors by identity ({type(value).__name__})",
-                "while it is captured others stand for its tensors, which are not found there",
+                "during capture fakes replace its tensors, and they are not found there",
                 fix=Fix("names instead", "as named_parameters() gives them, or tensors in a list"),
             )
         if isinstance(value, torch.Tensor) or (
@@ -166,8 +166,8 @@ class PlaceRecord:
         if self._read_by_library:  # as recurrent layers refer to their weights, which they hold too
             return
         self.refuse(
-            f"the step reads {name}, which holds weakly ({type(value).__name__})",
-            "what only it refers to may be gone before the next call, and a graph would keep it",
+            f"the step reads {name}, which holds weak references ({type(value).__name__})",
+            "its objects may be freed before the next call, and a graph would keep them",
             name,
         )
 

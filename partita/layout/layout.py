@@ -114,7 +114,7 @@ class Layout:
                 invariant.append(axis)
             elif not isinstance(p, Replicate):
                 raise LayoutError(
-                    f"{p!r} on axis {axis} is no placement",
+                    f"{p!r} on axis {axis} is not a placement",
                     operands=(f"placements  {list(given)} on mesh {mesh}",),
                     fixes=(_fix_of_placements([_in_range(q, len(shape)) for q in placements]),),
                 )

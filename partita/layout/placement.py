@@ -34,7 +34,7 @@ class Mesh:
         if len(set(self.names)) != len(self.names):
             raise LayoutError(f"the axes of a mesh need different names, not {self.names}")
         if not all(isinstance(n, Integral) for n in self.sizes):
-            raise LayoutError(f"the size of a mesh's axis is a whole number: {self}")
+            raise LayoutError(f"the size of a mesh axis is an integer: {self}")
         if any(n < 1 for n in self.sizes):
             raise LayoutError(f"each axis of a mesh needs at least one rank: {self}")
 
@@ -64,7 +64,7 @@ class Mesh:
     def _no_axis(self, axis: object) -> LayoutError:
         return LayoutError(
             f"no axis {axis!r} on mesh {self}",
-            reason="an axis is called by the name that the mesh was made with",
+            reason="an axis has the name that the mesh was made with",
             fixes=tuple(Fix(repr(name), f"{n} ranks") for name, n in self._size_of.items()),
         )
 

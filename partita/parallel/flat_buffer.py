@@ -515,11 +515,11 @@ class _Released:
 
     def _raise_released(self) -> NoReturn:
         raise LayoutError(
-            f"{self._name} is released: this view of it was kept beyond the forward of its block",
+            f"{self._name} was released: this view of it was kept after the forward of its block",
             place=user_line(),
-            reason="between the uses of a block each rank holds its shard of a weight only",
+            reason="between uses of a block each rank holds only its shard of a weight",
             fixes=(
-                Fix("read the weight of the module anew", "its shards, where they are needed"),
+                Fix("read the weight of the module again", "its shards, where they are needed"),
                 Fix("keep w.detach().clone()", "made in the forward: the value of that step"),
                 Fix("compute with it in the forward", "and return what depends on it"),
             ),

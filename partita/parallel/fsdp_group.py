@@ -530,7 +530,7 @@ class InstalledParameter:
 
 
 WRITTEN_AS = "is written in the forward, where it is gathered as"
-DIGITS_LOST = "its shards would lose the digits that they have and this dtype has not"
+DIGITS_LOST = "its shards would lose digits that this dtype lacks"
 WRITE_AFTER = Fix("write it after the optimizer's step", "there it is what the ranks hold")
 
 

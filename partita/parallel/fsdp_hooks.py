@@ -247,7 +247,7 @@ class _ForwardCall:
                     f"a checkpoint in the block {group.name!r} would run again with other "
                     "parameters than in its forward",
                     place=user_line(),
-                    reason="it reads those that the modules hold now",
+                    reason="it reads the parameters that the modules hold now",
                     fixes=(
                         Fix("exchange parameters after backward"),
                         Fix("torch.func.functional_call(...)", "of a model without checkpoints"),
@@ -658,6 +658,6 @@ def refuse_no_sync() -> None:
     """Raise CaptureError: a graph cannot hold back gradients of ZeRO-3 for a later micro-batch."""
     raise not_captured(
         "no_sync under stage 3 of ZeRO",
-        "in a graph the gather of a parameter has a transpose, which scatters its gradient at once",
+        "in a graph the transpose of a gather reduce-scatters the gradient at once",
         Fix("leave no_sync out", "gradients add up as shards; each micro-batch sends its own"),
     )

@@ -278,7 +278,7 @@ def _redistribute_value(value: Any, places: Pairs, wire: Wire, what: str) -> DTe
     """
     if not isinstance(value, torch.Tensor):
         raise LayoutError(
-            f"{what} is a {type(value).__name__}, and a plan lays out tensors",
+            f"{what} is a {type(value).__name__}, and a plan is for tensors",
             place=user_line(),
             fixes=(Fix("None in its place", "leaves it as it is"),),
         )
@@ -367,7 +367,7 @@ class _ParsedPlan:
                 f"parallelize: {do_not} fit",
                 place=user_line(),
                 operands=tuple(wrong),
-                reason="the model is as it was",
+                reason="the model was not changed",
             )
 
     def _check_placements(self, pattern: str, said: Sequence[Places]) -> bool:
@@ -377,7 +377,7 @@ class _ParsedPlan:
             if axis not in self.wire.mesh.names:
                 self.wrong.append(f"{pattern!r}: the mesh ({self.wire.mesh}) has no axis {axis!r}")
             if not isinstance(own_placement(placement), Placement):
-                self.wrong.append(f"{pattern!r}: {placement!r} on {axis!r} is no placement")
+                self.wrong.append(f"{pattern!r}: {placement!r} on {axis!r} is not a placement")
         return len(self.wrong) == before
 
     # -- parameters --------------------------------------------------------------------------------

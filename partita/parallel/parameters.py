@@ -60,7 +60,7 @@ class ParameterSlot:
                 f"a {type(self.owner).__name__} no longer has the parameter {self.attr} that "
                 "pt.zero has sharded",
                 place=user_line(),
-                reason="pt.zero gathers and reduces the parameters that a model had when it came",
+                reason="pt.zero shards the parameters that the model had when it was called",
                 fixes=(Fix("pt.zero(model, mesh)", "last: after parametrizations, pruning, ..."),),
             )
         return found
@@ -182,7 +182,7 @@ def refuse_given_up(params: Iterable[torch.Tensor]) -> None:
         raise LayoutError(
             f"this optimizer was made before {by}: the model no longer has its {name}{more}",
             place=user_line(),
-            reason="it would update parameters that nothing computes with",
+            reason="it would update parameters that are not used",
             fixes=(Fix(f"optimizer = ...(model.parameters()) after {by}"),),
         )
 
@@ -262,7 +262,7 @@ def block_modules(model: nn.Module, chosen: Blocks = None) -> list[nn.Module]:
         if isinstance(one, str):
             found.update(dict.fromkeys(_find_matching_modules(names, one)))
         elif one not in names:
-            raise ValueError(f"blocks: {type(one).__name__} {one!r:.60} is no module of the model")
+            raise ValueError(f"blocks: {type(one).__name__} {one!r:.60} is not in the model")
         else:
             found[one] = None
     return list(found)
@@ -346,8 +346,8 @@ def materialize(
     _refuse_without_values(
         model,
         writes,
-        fact="materialize: nothing gave these a value",
-        reason="no reset_parameters and no init_weights wrote them, and memory is not zeros",
+        fact="materialize: nothing initialized these",
+        reason="no reset_parameters and no init_weights wrote them, and new memory is not zero",
         fixes=(
             Fix("pt.materialize(model, init_fn=...)", "a function that writes all of them"),
             Fix("def init_weights(self): ...", "in the model, called by its constructor too"),
@@ -452,8 +452,8 @@ def initialize_missing(model: nn.Module, init_fn: Callable[[nn.Module], Any] | N
     _refuse_without_values(
         model,
         writes,
-        fact="load_safetensors: no file has these, and nothing gave them a value",
-        reason="they are made where the model is made, which was on the meta device",
+        fact="load_safetensors: no file has these, and nothing initialized them",
+        reason="a model on the meta device has no values of its own",
         fixes=(
             Fix("load_safetensors(..., init_fn=...)", "called with the module that has them"),
             Fix("def reset_parameters(self): ...", "in that module"),

@@ -134,7 +134,7 @@ class ModelPlan:
 
 
 def _say_limit(simulated: int, left: int) -> str:
-    return f"{simulated} were simulated: with --most {simulated + left} (most=) all are looked at"
+    return f"{simulated} were simulated: with --most {simulated + left} (most=) all are simulated"
 
 
 def autoplan(
@@ -231,7 +231,7 @@ def _say_what_is_nearest(search: WaySearch, ways: list[Way]) -> str:
         nearest = min(ways, key=lambda way: least_bytes(shape, way))
         said += f"{nearest} holds {human(int(least_bytes(shape, nearest)))} between steps"
     if left := search.outcomes[LEFT]:
-        said += f"; {left} ways were not looked at: {_say_limit(len(search.found), left)}"
+        said += f"; {left} ways were not simulated: {_say_limit(len(search.found), left)}"
     return said
 
 

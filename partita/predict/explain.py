@@ -93,7 +93,7 @@ def _check_function(fn: Any) -> None:
     if runs_nothing(fn):
         raise make_refusal(
             f"fn is {_name_of_function(fn)}, a generator or a coroutine function",
-            "a function that goes through what it yields",
+            "a function that iterates over what it yields",
             reason="a call of it gives an object, and runs nothing",
         )
 
@@ -104,9 +104,9 @@ def _check_operands(given: Any) -> None:
     for value in pytree.tree_leaves(given):
         if isinstance(value, Iterator):
             raise make_refusal(
-                f"an argument is {describe_value(value)}, which can be gone through only once",
+                f"an argument is {describe_value(value)}, which can be iterated only once",
                 ("list(...)", "of it"),
-                reason="the tensors that it gives are not known before",
+                reason="the tensors that it returns are not known in advance",
             )
 
 

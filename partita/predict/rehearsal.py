@@ -172,7 +172,7 @@ def _refuse_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         "the explained function steps an optimizer",
         ("pt.explain(model, x)", "forward, or a function that ends in backward()"),
         ("pt.compile(step)", "then step.explain() and step.memory"),
-        reason="explain plans calls on tensors; an update is told by a step that is captured",
+        reason="explain plans calls on tensors; a captured step shows an update",
     )
 
 
@@ -193,9 +193,9 @@ def make_refusal(
 def asks_value(error: Exception) -> LayoutError:
     """Returns the error for a function that reads a tensor's value while it is not really run."""
     return make_refusal(
-        "the function asks for the value of a tensor",
+        "the function reads the value of a tensor",
         ("give the part before it", "and the part after it by itself"),
-        reason="nothing is computed, so that no value is known",
+        reason="nothing is computed, so no value is known",
         place=user_line_of(error),
     )
 
@@ -267,11 +267,11 @@ def _find_function(name: str) -> Callable[..., Any]:
         first, _, inner = name.partition(".")
         home = _HOMES.get(first)
         if home is None or not inner:
-            raise _no_function(name, "a function is said with where it is")
+            raise _no_function(name, "a function is given with its module")
     for part in inner.split("."):
         home = getattr(home, part, None)
     if not callable(home):
-        raise _no_function(name, f"nothing that can be called is there as {inner}")
+        raise _no_function(name, f"there is nothing callable at {inner}")
     return home  # type: ignore[no-any-return]
 
 
@@ -315,7 +315,7 @@ def _read_arguments(text: str, mesh: Any) -> tuple[list[Any], dict[str, Any]]:
         except ValueError:
             said = ast.unparse(node)
             raise _unreadable(
-                said, text, "it is no layout, and no number, text, list or None"
+                said, text, "it is not a layout, a number, text, a list or None"
             ) from None
 
     named = _LAYOUT.sub(name_tensor, text)
@@ -325,7 +325,7 @@ def _read_arguments(text: str, mesh: Any) -> tuple[list[Any], dict[str, Any]]:
     except (SyntaxError, ValueError) as error:
         raise _unreadable(text, text, getattr(error, "msg", str(error))) from None
     if not isinstance(call, ast.Call) or any(one.arg is None for one in call.keywords):
-        raise _unreadable(text, text, "these are no arguments of one call")
+        raise _unreadable(text, text, "these are not the arguments of one call")
     args = [value_of(one) for one in call.args]
     return args, {str(one.arg): value_of(one.value) for one in call.keywords}
 
@@ -521,7 +521,7 @@ def _errors_explained() -> Iterator[None]:
         raise make_refusal(
             "the step computes with a tensor that has memory",
             ("create it in make()", "model, optimizer and batch, on a dry mesh"),
-            reason="of what make() did not create no copy without memory is made",
+            reason="only tensors that make() created run without memory",
             place=user_line_of(error),
         ) from None
 

@@ -105,10 +105,10 @@ def show(x: Any, mesh: Any = None, *, out: TextIO | None = None) -> Shown | None
 def _draw_pictures(x: Any, mesh: Any) -> list[tuple[str, Picture]]:
     if mesh is not None and isinstance(x, DTensor | nn.Module):
         raise make_refusal(
-            f"mesh has no effect on {describe_value(x)}, whose tensors lie on a mesh of their own",
+            f"mesh has no effect on {describe_value(x)}, whose tensors have their own mesh",
             "pt.show(x)",
             "pt.show(layout, mesh)",
-            reason="what is drawn is where they lie; a layout by itself is drawn on any mesh",
+            reason="a tensor is drawn on its own mesh, and a layout by itself on any mesh",
         )
     if isinstance(x, DTensor):
         return [("", draw(x.layout_over_mesh, x._spec.wire.mesh))]

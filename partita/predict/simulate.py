@@ -880,7 +880,7 @@ class Simulation:
         """
         for one in others:
             is_right = isinstance(one, Simulation)
-            check_argument("what stands beside it", one, is_right, "a Simulation")
+            check_argument("each of the others", one, is_right, "a Simulation")
         write_report(path, *(one.make_run_facts() for one in (self, *others)))
 
     def make_run_facts(self) -> RunFacts:

@@ -121,14 +121,14 @@ def _check_layouts(before: Layout, after: Layout, mesh: Mesh) -> None:
             raise LayoutError(
                 f"shares of two kinds are pending at once in {layout.brief()}",
                 operands=asked,
-                reason="a maximum of sums is no sum of maxima, and the layout has no order of them",
+                reason="a maximum of sums is not a sum of maxima, and a layout has no order",
             )
     for axis, op in after.partial:
         if op != "sum" and (axis, op) not in before.partial:
             raise LayoutError(
                 f"nothing makes a pending {op} on axis {axis} of {before.brief()}",
                 operands=asked,
-                reason=f"a {op} becomes pending by an op that computes one; only a sum is a target",
+                reason=f"only an op makes a pending {op}; a redistribution makes only sums pending",
             )
 
 

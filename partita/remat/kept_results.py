@@ -58,7 +58,7 @@ def make_budget_error(budget: int, title: str, peak: int) -> RematError:
         reason="inputs of regions, what lies between them, and the recompute of one region",
         fixes=(
             Fix(f"policy={peak}", "the minimum"),
-            Fix("smaller regions, by blocks=", "less is there at once"),
+            Fix("smaller regions, by blocks=", "less is live at once"),
         ),
     )
 

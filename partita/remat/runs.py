@@ -527,7 +527,7 @@ def _unpack_slot(slot: SavedSlot | SavedInOpaque) -> torch.Tensor:
 
 # -- the second run --------------------------------------------------------------------------------
 
-_SAME = "a region that is run again may leave calls out, but makes no others"
+_SAME = "a region that runs again may skip calls, but must make no others"
 _FIXES = (
     Fix("pass what the region reads as an argument", "if it has changed since its forward"),
     Fix("policy=[...] with this call, by pt.one_call", "if it is not the same twice"),
@@ -747,8 +747,8 @@ class Recomputation(_RegionRun):
                     f"recompute  reads version {now}",
                 ),
                 reason="gradients would be of values that forward did not have; without remat "
-                "autograd says as much",
-                fixes=(Fix("go backward first, and write it then", "an optimizer's step, say"),),
+                "autograd raises, too",
+                fixes=(Fix("go backward first, and write it then", "such as an optimizer's step"),),
             )
 
     def _last_number(self) -> int:
@@ -790,8 +790,8 @@ class Recomputation(_RegionRun):
             "leaves out a call whose saved tensors backward needs",
             event,
             f"{later[0] if later else 'ended'}, without it",
-            reason="a result that the program remembers is not computed again, and what backward "
-            "needs of it is gone",
+            reason="a result that the program stores is not computed again, and what backward "
+            "needs of it was freed",
             fixes=(
                 Fix("compute it before the region, and pass it in"),
                 Fix("policy=[...] with this call", "its result is kept"),
@@ -811,7 +811,7 @@ class Recomputation(_RegionRun):
                     "makes a call less often than its forward did",
                     f"{call}, {n + 1} times or more",
                     f"{call}, {_times(self._counts[key] + 1)}",
-                    reason="which of them were left out cannot be told",
+                    reason="it is unknown which of them were skipped",
                 )
 
 

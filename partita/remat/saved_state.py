@@ -418,7 +418,7 @@ class _KeptOutputs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         raise RematError(
             f"{ctx.what} was kept, and is differentiated within the region that recomputes it",
-            reason="a kept call that is opaque is not made again: there is nothing to go through",
+            reason="a kept opaque call is not made again, so it has no graph to differentiate",
             fixes=(),
         )
 

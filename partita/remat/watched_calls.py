@@ -567,7 +567,7 @@ class Policy:
         else:
             name = getattr(item, "__qualname__", repr(item))
             raise ValueError(
-                f"policy names {name}, whose calls nobody can see; mark it first: "
+                f"policy names {name}, whose calls cannot be intercepted; mark it first: "
                 f"{getattr(item, '__name__', 'f')} = pt.one_call(...), and name that"
             )
 

@@ -545,7 +545,7 @@ def check_outputs(outputs: Mapping[str, str | Path | None], inputs: Iterable[Pat
     for option, path in asked.items():
         folder = path.absolute().parent
         if not folder.is_dir() or path.is_dir():
-            raise ValueError(f"{option}: {path} is no file in a folder that is there")
+            raise ValueError(f"{option}: {path} is not a file in an existing folder")
         if not os.access(path if path.exists() else folder, os.W_OK):
             raise ValueError(f"{option}: {path} may not be written by this user")
     taken = {os.path.realpath(path): "is what is read" for path in inputs}

@@ -227,8 +227,8 @@ def _check_is_asked(function: FunctionType) -> None:
         name = function.__name__
         raise LayoutError(
             f"rule: {name} is an ordinary Python function",
-            reason="partita enters it and asks for the rules of what it calls of torch: one of its "
-            "own would never be asked",
+            reason="partita uses the rules of the torch functions that it calls: a rule of its "
+            "own would never be used",
             fixes=(
                 Fix(f"torch.library.custom_op('mine::{name}', mutates_args=())", "around it"),
                 Fix(f"pt.local_map({name}, ...)", "to run it on each rank's piece"),

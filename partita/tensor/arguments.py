@@ -192,9 +192,9 @@ class OpCall:
     def make_changed_layout_error(self, x: DTensor) -> LayoutError:
         """The error to raise where it writes `x`, which would need another layout for it."""
         name = self.form.name
-        why = "a tensor that is written in place keeps its layout, since others may hold it too"
+        why = "a tensor that is written in place keeps its layout, for its other owners"
         return make_layout_error(
-            f"{name} in place: its operand would have to change its layout",
+            f"{name} in place: its operand would need another layout",
             Fix(f"x = x.{name}(...)", "not in place"),
             operands=(f"x  {x._spec.layout.brief()} on {x._spec.wire.mesh}",),
             reason=why,
@@ -430,9 +430,9 @@ def make_transform_error(name: str) -> LayoutError:
     """Returns the error for a function transform that gets a DTensor."""
     return make_layout_error(
         f"torch.func: {name} cannot take a DTensor",
-        Fix("torch.autograd.grad(f(x), x)", "for gradients: it knows of layouts"),
+        Fix("torch.autograd.grad(f(x), x)", "for gradients: it supports DTensors"),
         Fix("x.full_tensor()", "to transform a function of the whole value"),
-        Fix(f"pt.local_map(torch.func.{name}(f), placements)", "if f is meant for the pieces"),
+        Fix(f"pt.local_map(torch.func.{name}(f), placements)", "if f should run on the pieces"),
         reason="it would run the function on this rank's piece as if that were the whole tensor",
     )
 
@@ -471,19 +471,19 @@ def admit(
             Fix("pt.distribute_tensor(t, mesh, placements)", "one copy from rank 0"),
             Fix("pt.DTensor.from_local(t, mesh, placements)", "each rank's own piece"),
             Fix("t.detach()", "if no gradient is wanted"),
-            reason="its gradient would have no layout, and ranks would go apart unseen",
+            reason="its gradient would have no layout, and ranks would silently diverge",
         )
     if value.layout is not torch.strided:
         raise make_no_strides_error(op, value)
     scope = wire.scope
     if scope.strict:
         raise _make_plain_error(
-            f"{op}: a plain tensor stands next to a DTensor, which strict() refuses",
+            f"{op}: a plain tensor stands next to a DTensor, and strict() refuses this",
             value,
             wire,
             Fix("pt.distribute_tensor(t, mesh, placements)"),
             Fix("with pt.strict(False): ...", "around this line"),
-            reason="under strict() nothing is taken for equal on all ranks unless it is said to be",
+            reason="under strict() no plain tensor is assumed to be equal on all ranks",
         )
     if wire.mesh.size() == 1:
         return
@@ -505,7 +505,7 @@ def admit(
                     f"rank 0  {checksums[0][0]} dimensions, checksum {checksums[0][-1]:x}",
                     f"rank {rank}  {theirs[0]} dimensions, checksum {theirs[-1]:x}",
                 ),
-                reason="a plain tensor is taken as one whole value, the same on every rank",
+                reason="a plain tensor counts as one whole value, equal on every rank",
             )
     remember_agreed(wire, site)
 
@@ -623,7 +623,7 @@ class _NumberCheck(TorchFunctionMode):
                     name,
                     f"{name}({numbers})",
                     wire,
-                    fact="the ranks give it other numbers",
+                    fact="the ranks pass different numbers",
                     reason="each rank computes its part of one value, or its copy of it",
                     fixes=(
                         Fix("the same number on every rank"),

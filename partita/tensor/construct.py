@@ -117,7 +117,7 @@ def distribute_tensor(
         raise make_argument_error("distribute_tensor", "a torch.Tensor", tensor, fix)
     if not tensor.is_leaf:
         raise make_layout_error(
-            "distribute_tensor needs a leaf: the gradient of this tensor flows on",
+            "distribute_tensor needs a leaf: this tensor has a history",
             Fix("pt.distribute_tensor(t.detach(), ...)", "without a gradient"),
             Fix("pt.DTensor.from_local(t, ...)", "differentiable"),
         )
@@ -361,7 +361,7 @@ def refuse_lazy(model: nn.Module, by: str) -> None:
                 raise make_layout_error(
                     f"{by}: {name + '.' if name else ''}{key} has no shape yet",
                     Fix("model(batch)", f"once, of plain tensors, before {by}"),
-                    reason=f"{type(part).__name__} makes it when it meets its first batch",
+                    reason=f"{type(part).__name__} makes it in its first forward",
                 )
 
 
@@ -643,7 +643,7 @@ def _torch_placements(spec: Spec) -> list[tuple[str, Any]]:
                 f"to_torch: {size} elements in uneven pieces, over {' then '.join(axes)}",
                 Fix(f"x.redistribute(placements={list(spec.placements)})", "mesh order"),
                 operands=(f"x  {layout.brief()} on {mesh}",),
-                reason="torch cuts such a dimension in other places",
+                reason="torch cuts such a dimension at other positions",
             )
     placements_of_axes: list[tuple[str, Any]] = []
     for axis, p in spec.by_axis():
@@ -685,7 +685,7 @@ def from_torch(x: Any) -> DTensor:
     local = local_of_torch_dtensor(x, _torch_placements(given), gradient, divisor)
     if local.shape != spec.local_shape:
         raise make_layout_error(
-            "from_torch: torch has cut this tensor in other places",
+            "from_torch: torch has cut this tensor at other positions",
             Fix("from_torch(x.redistribute(placements=[Shard(0), Shard(0)]))"),
             operands=(
                 f"x  {x.placements} of {tuple(shape)}",

@@ -295,7 +295,7 @@ class DTensor(torch.Tensor):
         spec = self._spec
         if device_mesh is not None and wire_of(device_mesh) is not spec.wire:
             raise make_layout_error(
-                "redistribute moves along the tensor's own mesh, not to another one",
+                "redistribute works on the tensor's own mesh, not on another one",
                 Fix("pt.distribute_tensor(x.full_tensor(), other_mesh, placements)"),
             )
         if placements is None:
@@ -614,17 +614,18 @@ def _refuse_to_guess(grad: torch.Tensor, spec: Spec, op: str, line: str) -> None
     axes = " and ".join(spec.used_differently)
     ahead = HERE.trace.is_behind_forward
     if op == "to_local":
-        whose = f"a gradient {'may come' if ahead else 'came'} back to what left as Replicate"
+        comes = "may come" if ahead else "came"
+        whose = f"a gradient {comes} back to a value that left as Replicate"
     else:
         goes = "may go" if ahead else "goes"
         whose = f"a gradient {goes} to a value that entered as Replicate"
-    # A region's backward is traced before the program calls it.
+    # A region has its backward before anybody asks for it.
     none = (Fix("x.detach().to_local()", "no gradient comes back"),) if ahead else ()
     raise LayoutError(
-        f"{op}: {whose} on axis {axes}, and it may mean two things",
+        f"{op}: {whose} on axis {axes}, and its meaning is ambiguous",
         place=line,
         operands=(f"x  {spec.layout.brief()} on {spec.wire.mesh}",),
-        reason="each rank may have its own part of the gradient, or all of them the whole one",
+        reason="each rank may have its own part of the gradient, or all ranks the whole gradient",
         fixes=(
             Fix(
                 format_call(Partial()),
@@ -796,7 +797,7 @@ def _make_order_error(orders: Sequence[int]) -> LayoutError:
             f"rank {rank}  {'contiguous' if orders[rank] == 1 else 'with gaps, or transposed'}"
             for rank in sorted(ranks)
         ),
-        reason="strides, and what is a view or a copy of it, would be another on each rank",
+        reason="strides, and whether an op returns a view or a copy, would differ between ranks",
     )
 
 
@@ -805,7 +806,7 @@ def make_memory_error(name: str) -> LayoutError:
     return make_layout_error(
         f"{name} cannot take a DTensor",
         Fix(f"x.to_local().{name}(...)", "on this rank's piece"),
-        reason="it works on memory, of which each rank has another part",
+        reason="it works on memory, and each rank has a different part of it",
     )
 
 
@@ -820,7 +821,7 @@ def make_no_strides_error(what: str, t: torch.Tensor) -> LayoutError:
         Fix("t.to_dense()"),
         Fix("pt.local_map(f, out_placements)", "where f takes or makes a sparse tensor inside"),
         operands=(f"t  {tuple(t.shape)}",),
-        reason="placements speak of dimensions that can be cut, and a sparse tensor's cannot",
+        reason="placements split dimensions, and those of a sparse tensor cannot be split",
     )
 
 

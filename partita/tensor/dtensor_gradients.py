@@ -503,7 +503,7 @@ def _make_node_error(name: str) -> Exception:
         f"a hook on {name}, a node of autograd behind a DTensor",
         Fix("x.register_hook(hook)", "on the tensor: its gradient is a DTensor"),
         Fix("module.register_full_backward_hook(hook)", "in place of register_backward_hook"),
-        reason="autograd computes on pieces, and a node does not know of which tensors they are",
+        reason="autograd computes on pieces, and a node does not record their tensors",
     )
 
 
@@ -945,12 +945,12 @@ def _lay_out_returned_gradient(grad: Any, spec: Spec | None, name: str) -> Any:
         raise make_layout_error(
             f"{giver} returned a plain tensor as the gradient of a DTensor",
             Fix("pt.DTensor.from_local(g, mesh, placements)", "if it is a piece"),
-            Fix(f"pt.local_map({name}.apply, ...)", "to work on pieces altogether"),
+            Fix(f"pt.local_map({name}.apply, ...)", "to work on pieces only"),
             operands=(
                 f"gradient  plain {tuple(grad.shape)}",
                 f"input     {spec.layout.brief()} on {spec.wire.mesh}",
             ),
-            reason="a plain tensor is taken as one whole value, and this is not its shape",
+            reason="a plain tensor counts as one whole value, and this is not its shape",
         )
     if not isinstance(grad, DTensor) and grad.requires_grad:
         admit(grad.detach(), spec.wire, giver)

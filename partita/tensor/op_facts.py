@@ -761,16 +761,16 @@ def find_unknown_effect(target: Any) -> str:
     tag. So does a rule, because the operator then runs on a rank's piece.
     """
     if not isinstance(target, OpOverload):
-        return "no schema says what it does"
+        return "it has no schema"
     facts = facts_of(target)
     if facts.writes:
         return f"it writes {' and '.join(w.name for w in facts.writes)}"
     if facts.is_view:
-        return "what it gives shows memory of what it takes"
+        return "its result shares memory with an argument"
     if facts.draws:
-        return "it draws random numbers, in a way that a graph does not know"
+        return "it draws random numbers in a way that a graph does not support"
     if not target._schema.returns:
-        return "it gives nothing, so that what it is for is an effect"
+        return "it returns nothing, so it must have a side effect"
     if target._schema.name not in OPDEFS and form_of(target).rule is None:
         return "it is not made by torch.library.custom_op, and no rule says that it runs on pieces"
     return ""

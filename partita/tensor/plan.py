@@ -247,7 +247,7 @@ class CallPlan:
         assert self.bound is not None and self.choice is not None
         if len(outs) != len(self.bound.outputs):
             raise make_layout_error(
-                f"{self.op} returned {len(outs)} tensors where its rule speaks of "
+                f"{self.op} returned {len(outs)} tensors but its rule has "
                 f"{len(self.bound.outputs)}",
                 reason=f'rule "{self.bound.sentence}"',
             )

@@ -274,7 +274,7 @@ def check_call_fits_rule(call: OpCall) -> None:
     if undeclared:
         _let_torch_complain(call)
         name = _name_of_argument(call, undeclared[0])
-        raise _make_misfit_error(call, rule.text, f"it says nothing of {name}, a tensor")
+        raise _make_misfit_error(call, rule.text, f"it has no term for {name}, a tensor")
 
 
 def _name_of_argument(call: OpCall, path: Path) -> str:

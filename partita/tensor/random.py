@@ -240,6 +240,6 @@ def compare_draws(op: str, wire: Wire, generator: torch.Generator, before: torch
         reason="each rank draws one device's numbers and keeps its part of them",
         fixes=(
             Fix("torch.manual_seed(seed)", "the same on every rank"),
-            Fix("with torch.random.fork_rng(): ...", "around what draws on some ranks only"),
+            Fix("with torch.random.fork_rng(): ...", "around code that draws on some ranks only"),
         ),
     )

@@ -103,7 +103,7 @@ def _set_data(x: torch.Tensor, value: torch.Tensor) -> None:
         x._spec = value._spec
         return
     fixes = (
-        Fix("x.data.copy_(y)", "of a y that every rank has whole: x stays what it is"),
+        Fix("x.data.copy_(y)", "for a y that every rank has whole: x keeps its layout"),
         Fix("y = pt.distribute_tensor(y, mesh, placements)", "one copy from rank 0"),
         Fix("y = y.full_tensor()", "the whole value, plain"),
         Fix("y = y.to_local()", "this rank's piece"),
@@ -447,7 +447,7 @@ def _as_strided(
             Fix("x.contiguous().as_strided(...)", "counts in x's own elements"),
             Fix("x.full_tensor().as_strided(...)", "the whole value"),
             operands=(f"x  {x._spec.layout.brief()} on {x._spec.wire.mesh}",),
-            reason="it goes by memory, and x is a part of another tensor's, or not in its order",
+            reason="it addresses memory, and x is a part of a larger tensor, or in another order",
         )
     args = (x, size, stride) if storage_offset is None else (x, size, stride, storage_offset)
     return run_gathered(OpCall(form_of(torch.as_strided), torch.as_strided, args, {}))
@@ -480,7 +480,7 @@ def _make_piece_error(name: str, x: DTensor, fix: Fix) -> LayoutError:
     held = "share" if spec.is_pending else "piece"
     return make_layout_error(
         f"{name} of a DTensor of which this rank holds a {held}",
-        Fix("pt.full_state_dict(model)", "a model's whole values, for files of others"),
+        Fix("pt.full_state_dict(model)", "a model's whole values, for files of other programs"),
         Fix("x.full_tensor()", "one whole value"),
         fix,
         operands=(f"x  {spec.layout.brief()} on {spec.wire.mesh}",),
@@ -596,7 +596,7 @@ def _rebuild(
             operands=(
                 f"{spec.layout.brief()} on {where}, saved at {at}, loaded at {spec.wire.at}",
             ),
-            reason="torch.save writes the piece of one rank, and only that rank can take it back",
+            reason="torch.save writes the piece of one rank, and only that rank can load it",
         )
     mine = local.detach()
     if not is_seen_by_processes(mine.untyped_storage()):

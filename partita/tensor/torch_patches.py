@@ -241,7 +241,7 @@ def _get_gradient_edge(tensor: torch.Tensor) -> Any:
         raise make_layout_error(
             "get_gradient_edge of a DTensor",
             Fix("torch.autograd.grad(loss, x)", "x itself: its gradient is a DTensor"),
-            reason="autograd computes on pieces, and an edge does not know of which tensor",
+            reason="autograd computes on pieces, and an edge does not record their tensor",
         )
     return _plain_gradient_edge(tensor)
 
@@ -648,7 +648,7 @@ torchs.CheckpointFunction.apply = classmethod(_apply_or_mark)  # type: ignore[as
 F = TypeVar("F", bound=Callable[..., Any])
 
 _SAID = (
-    "torch.compile met a DTensor, which it cannot compile: what takes one runs as it is written "
+    "torch.compile cannot compile code with a DTensor: such code runs as it is written "
     "(with fullgraph=True that is an error). pt.compile(step) compiles a step over DTensors"
 )
 

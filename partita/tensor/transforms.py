@@ -217,7 +217,7 @@ def _make_closure_error(name: str) -> LayoutError:
         "that are threads",
         Fix(f"{name}(f, ...)", "with the DTensor among the arguments of f"),
         Fix("torchrun --nproc-per-node N", "for ranks that are processes"),
-        reason="torch counts the levels of forward mode for all threads at once, so that ranks "
+        reason="torch counts the levels of forward mode for all threads together, so ranks "
         "take turns, and none can wait for another",
     )
 

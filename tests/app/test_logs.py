@@ -298,7 +298,10 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(
 
     monkeypatch.setattr(work, begun)
     monkeypatch.chdir(tmp_path)
-    for path, said in (("no/x", "is no file in a folder"), (".", "is no file in a folder")):
+    for path, said in (
+        ("no/x", "is not a file in an existing folder"),
+        (".", "is not a file in an existing folder"),
+    ):
         assert main([*words.split(), option, path]) == 2
         assert f"partita {command}: {option}: {path} {said}" in capsys.readouterr().err
     monkeypatch.setattr("partita.report.page.os.access", lambda path, mode: False)
@@ -314,7 +317,7 @@ def test_a_file_of_a_bench_that_cannot_be_written_is_refused_before_it_measures(
     with pytest.raises(SystemExit, match="2"):
         main(["bench", bench, "--json", "no/x.json"])
     said = capsys.readouterr().err
-    assert "argument --json: no/x.json is no file in a folder that is there" in said
+    assert "argument --json: no/x.json is not a file in an existing folder" in said
 
 
 @pytest.mark.parametrize("words", ["train --log x --report x", "simulate --trace x --report ./x"])

@@ -450,8 +450,8 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("out", "said"),
         [
-            ("no/x.html", "is no file in a folder that is there"),
-            (".", "is no file in a folder that is there"),
+            ("no/x.html", "is not a file in an existing folder"),
+            (".", "is not a file in an existing folder"),
             ("run.jsonl", "is what is read: name another file"),
         ],
     )

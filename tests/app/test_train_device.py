@@ -54,7 +54,9 @@ def test_auto_is_a_gpu_for_each_rank_where_there_are_some(gpus, monkeypatch):
 def test_a_rank_without_a_gpu_of_its_own_is_an_error(gpus, monkeypatch):
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.setenv("RANK", "2")
-    with pytest.raises(ValueError, match="rank 2 of this machine has none of its own, there are 2"):
+    with pytest.raises(
+        ValueError, match="rank 2 of this machine has no device, because there are 2"
+    ):
         choose_device("cuda").select()
     assert gpus == []
 

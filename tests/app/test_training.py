@@ -221,7 +221,7 @@ def test_a_file_that_cannot_be_is_refused_with_its_name(toml, said, tmp_path, ca
         ("--compile --detect-nan", "--detect-nan looks into modules"),
         ("--resume", "--resume goes on from the checkpoint in --save DIR"),
         ("--tp 3", "--tp 3 does not divide 4 ranks"),
-        ("--mesh dp=2,tp=2 --tp 4", "--mesh dp=2,tp=2 is at odds with --tp 4"),
+        ("--mesh dp=2,tp=2 --tp 4", "--mesh dp=2,tp=2 contradicts --tp 4"),
         ("--verify --dtype bf16", "--verify compares losses in fp32"),
         ("--config /nowhere.toml", "/nowhere.toml"),
     ],

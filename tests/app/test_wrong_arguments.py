@@ -35,7 +35,7 @@ def test_one_pattern_or_module_of_blocks_needs_no_list(change):
         change(model, mesh, blocks=model.head)
         with pytest.raises(ValueError, match=r"no module is called 'block.*'; there are layers,"):
             change(Model(), mesh, blocks="block.*")
-        with pytest.raises(ValueError, match="blocks: int 3 is no module of the model"):
+        with pytest.raises(ValueError, match="blocks: int 3 is not in the model"):
             change(Model(), mesh, blocks=3)
 
     on_ranks(program)

@@ -146,7 +146,7 @@ def test_state_that_two_parameters_share_is_refused(name):
     one.step(ROWS)
     first, _, third, _ = one.optimizer.state.values()
     first[name] = third[name]
-    with pytest.raises(pt.CaptureError, match="two parameters of an optimizer have one tensor"):
+    with pytest.raises(pt.CaptureError, match="two parameters of an optimizer share one tensor"):
         one.step(ROWS)
 
 

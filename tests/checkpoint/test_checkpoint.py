@@ -380,7 +380,7 @@ def test_a_dtensor_in_a_tuple_is_refused(tmp_path):
 def test_a_folder_of_other_things_is_left_as_it_is(tmp_path):
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "thesis.txt").write_text("mine")
-    with pytest.raises(ValueError, match="is no checkpoint: it is left as it is"):
+    with pytest.raises(ValueError, match="is not a checkpoint: it was not changed"):
         pt.save({"a": 1}, tmp_path / "work")
     assert (tmp_path / "work" / "thesis.txt").read_text() == "mine"
 

@@ -253,7 +253,7 @@ def test_a_value_that_ranks_hold_differently_is_not_saved(save, tmp_path):
     for change in ("w", "large"):
         error = refused(
             lambda mesh, change=change: body(mesh, change),
-            "the ranks hold different values by one name",
+            "the ranks hold different values under one name",
             dp=2,
             tp=2,
         )
@@ -318,7 +318,7 @@ def test_numbers_that_a_compiled_step_takes_are_compared(when):
 
     refused(
         lambda mesh: body(mesh, lambda r: 1.5 + r),
-        "other numbers to a step",
+        "different numbers to a step",
         "= 1.5",
         "= 2.5",
         dp=2,

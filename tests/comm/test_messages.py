@@ -92,5 +92,5 @@ def test_what_has_no_place_in_a_message_is_not_sent():
     ids=str,
 )
 def test_what_is_no_message_is_an_error_and_makes_nothing(inside):
-    with pytest.raises(ValueError, match="a rank has sent what is no message"):
+    with pytest.raises(ValueError, match="a rank has sent something that is not a message"):
         unpack(json.dumps(inside).encode())

@@ -74,7 +74,7 @@ def test_a_ledger_prints_a_table_and_says_when_it_is_empty():
 
 
 def test_what_is_no_mesh_and_a_rank_that_is_not_there_are_refused():
-    with pytest.raises(LayoutError, match="device_mesh is 'cpu', which is no mesh"):
+    with pytest.raises(LayoutError, match="device_mesh is 'cpu', which is not a mesh"):
         comm.wire_of("cpu")
     with pytest.raises(LayoutError, match="rank 8 is not one of the 8 of mesh dp=4 tp=2"):
         pt.dry_mesh(8, dp=4, tp=2)

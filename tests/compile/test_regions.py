@@ -409,7 +409,7 @@ def test_writing_an_argument_in_place_is_done_or_an_error_where_it_has_a_history
     assert compiled(lambda x: x.mul_(2))(x) is x
     assert torch.equal(x, torch.full((3,), 2.0))
     h = torch.ones(3, requires_grad=True) * 1
-    with pytest.raises(pt.CaptureError, match="writes in place what has a history"):
+    with pytest.raises(pt.CaptureError, match="writes in place into a tensor with a history"):
         compiled(lambda x: x.mul_(2))(h)
 
 

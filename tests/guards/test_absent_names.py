@@ -257,7 +257,7 @@ def test_a_name_that_replaces_another_is_seen():
 
 def test_counts_of_a_cache_are_refused():
     cached = functools.lru_cache(lambda: 1)
-    with pytest.raises(pt.CaptureError, match="how often a cache was asked"):
+    with pytest.raises(pt.CaptureError, match="reads the statistics of a cache"):
         pt.compile(lambda: X.sum() * cached.cache_info().hits, backend="graph")()
 
 

@@ -216,7 +216,7 @@ def test_a_float_that_is_no_number_or_has_a_sign_is_another_value_of_the_input()
 
 
 BRANCHES = {
-    "a > b": (lambda x, a: x * a if a > 0.25 else x / a, "0.1 became 0.3, and the program asks"),
+    "a > b": (lambda x, a: x * a if a > 0.25 else x / a, "0.1 became 0.3, and the program checks"),
     "an eps": (lambda x, a: F.layer_norm(x, (6,), eps=a), "is read as a number"),
     "math": (lambda x, a: x * math.sqrt(a), "is read as a number"),
     "text": (lambda x, a: (x, f"{a:.2f}"), "is read as a number"),

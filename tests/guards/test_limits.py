@@ -173,7 +173,7 @@ def test_a_zero_that_is_asked_about_is_said_where_it_is_asked_and_the_newest_pro
     assert len(fast.reasons) == 3
     assert fast.reasons[1].startswith("argument[1]: 0.0 became 0.1, and argument[1] is read as a")
     assert fast.reasons[1].endswith(f"test_limits.py:{line}")
-    assert "0.1 became 0.7, and the program asks whether argument[1] <= 0.5" in fast.reasons[2]
+    assert "0.1 became 0.7, and the program checks whether argument[1] <= 0.5" in fast.reasons[2]
 
 
 def test_an_int_that_is_another_in_each_call_is_told_of():
@@ -654,7 +654,7 @@ def test_a_program_that_ranks_do_not_agree_on_leaves_no_trace():
 
         step = pt.compile(step, backend="graph")
         x = pt.distribute_tensor(torch.ones(4, 4), mesh, [pt.Shard(0)])
-        with pytest.raises(pt.LayoutError, match="the ranks bring other numbers"):
+        with pytest.raises(pt.LayoutError, match="the ranks pass different numbers"):
             step(x, 1.0 + mesh.get_local_rank())
         assert not holder.seen and not optimizer.state
         assert not step.programs and not step.reasons

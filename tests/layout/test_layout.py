@@ -141,7 +141,7 @@ def test_a_negative_shard_dimension_counts_from_the_end():
         ((4,), [Shard(1), Replicate()], r"Shard\(1\) on axis dp is out of range"),
         ((4,), [Shard(-2), Replicate()], r"Shard\(-2\) on axis dp is out of range"),
         ((), [Shard(0), Replicate()], "out of range"),
-        ((4,), ["S(0)", Replicate()], "is no placement"),
+        ((4,), ["S(0)", Replicate()], "is not a placement"),
     ],
 )
 def test_placements_that_do_not_fit_are_refused(shape, placements, fact):

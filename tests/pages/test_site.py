@@ -44,7 +44,7 @@ def test_the_first_line_of_every_error_is_on_the_page_of_errors():
         "distribute_batch: the ranks have not read the same batch",
         "capture: the step calls ..., an operator of a library of its own",
         "zero: this model is sharded already",
-        "the ranks do not ask for the same",
+        "the ranks pass different arguments",
         "...: its rule does not fit this call",
         "the recompute of ... makes a call that its forward did not make",
     ):

@@ -234,7 +234,7 @@ def test_what_nothing_gives_a_value_is_named_on_every_rank() -> None:
     with pt.ranks(tp=2) as world:
         errors = world.run(ranks)
     assert errors[0] == errors[1]
-    assert "nothing gave these a value" in errors[0]
+    assert "nothing initialized these" in errors[0]
     assert "\n  gain\n" in errors[0] and "\n  table\n" in errors[0] and "linear" not in errors[0]
 
 

@@ -482,7 +482,7 @@ WRONG = {
         ["'last.*': last.bias: Shard(1) on axis tp is out of range for shape (6,)"],
     ),
     "shares": ({"last.bias": {"tp": pt.Partial()}}, ["last.bias cannot be Partial"]),
-    "no placement": ({"last.bias": {"tp": 0}}, ["0 on 'tp' is no placement"]),
+    "no placement": ({"last.bias": {"tp": 0}}, ["0 on 'tp' is not a placement"]),
     "nothing of the kind": ({"last.bias": pt.Shard(0)}, ["is neither placements by axis"]),
     "no such argument": (
         {"": pt.Inputs(y={"tp": pt.Shard(0)})},

@@ -795,7 +795,7 @@ def test_a_name_that_a_table_shows_is_one_line_and_moves_no_cursor(tmp_path):
     found.report(path)
     page = path.read_text()
     assert "\x1b[2J" not in page and r"<h1>step\x1b[2J" in page
-    with pytest.raises(ValueError, match="what stands beside it is None: a Simulation"):
+    with pytest.raises(ValueError, match="each of the others is None: a Simulation"):
         found.report(path, None)
 
 
@@ -840,7 +840,10 @@ def test_the_command_prints_the_table(capsys):
         ("simulate --model gpt --mesh dp=0", "dp=0 in the mesh 'dp=0' has no rank"),
         ("simulate --model gpt --mesh dp=\N{SUPERSCRIPT TWO}", "cannot read"),
         ("simulate --model gpt --mesh dp=99999999999999999999", "ranks is too large"),
-        ("simulate --model gpt --mesh dp=2 --trace nowhere/x.json", "is no file in a folder"),
+        (
+            "simulate --model gpt --mesh dp=2 --trace nowhere/x.json",
+            "is not a file in an existing folder",
+        ),
         ("simulate --model gpt --mesh dp=2 --link dp=1s", "'dp=1s' is no link: write dp=10us"),
         ("simulate --model gpt --mesh dp=2 --link dp=1s,1s", "dp.bandwidth is '1s', no amount"),
         ("simulate --model gpt --mesh dp=2 --link pp=1s,1B/s", "a link of 'pp': the mesh has"),
@@ -854,7 +857,7 @@ def test_the_command_prints_the_table(capsys):
         ("simulate --model gpt --mesh tp=2,dp=2 --batch 6 --micro-batches 2", "--batch 8 does"),
         ("calibrate --ranks 99999999", "--ranks 99999999: at least 1, at most"),
         ("plan --model gpt --ranks 2 --memory 80", "80 is without a unit"),
-        ("calibrate --out nowhere/x.toml", "is no file in a folder"),
+        ("calibrate --out nowhere/x.toml", "is not a file in an existing folder"),
     ],
 )
 def test_a_wrong_command_is_one_line_at_once(asked, says, capsys):

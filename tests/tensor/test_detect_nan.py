@@ -57,11 +57,11 @@ def watched(mesh, fault: str, how: str = "plain") -> str:
 
 SAID = {
     "forward": "the loss of step 3 is nan\n  the first nan is in the result of 2 (Block), which "
-    "took nothing like it: not made by a module in it, but by its own forward (on rank 0)",
+    "inputs had none: not made by a module in it, but by its own forward (on rank 0)",
     "backward": "a gradient of step 3 is nan\n  the first nan gradient is that of the result of "
     "2.up (Linear); that of the result of 2 (Block), just before, is finite (on rank 0)",
-    "loss": "the loss of step 3 is nan, though every module gave a finite result: what comes after "
-    "the model made it",
+    "loss": "the loss of step 3 is nan, though every module gave a finite result: code after "
+    "the model produced it",
     "mask": "",
     "": "",
 }

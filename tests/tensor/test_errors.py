@@ -140,7 +140,7 @@ BAD_PLACEMENTS = {
     "not a list": (Shard(0), "1 placement for mesh dp=2 tp=2"),
     "out of range": ([Replicate(), Shard(2)], "Shard(2) on axis tp is out of range"),
     "below range": ([Shard(-3), Replicate()], "Shard(-3) on axis dp is out of range"),
-    "no placement": ([Shard(0), "tp"], "'tp' on axis tp is no placement"),
+    "no placement": ([Shard(0), "tp"], "'tp' on axis tp is not a placement"),
 }
 
 
@@ -285,7 +285,7 @@ def test_from_local_of_a_dtensor_is_refused_and_each_way_out_works():
 
 def test_ranks_that_spread_different_things_are_told_both():
     error = refused(lambda mesh: pt.distribute_tensor(torch.ones(4 - mesh.get_rank()), mesh), dp=2)
-    assert "distribute_tensor: the ranks do not ask for the same" in error.fact
+    assert "distribute_tensor: the ranks pass different arguments" in error.fact
     assert "rank 0  [4]" in error.operands[0] and "rank 1  [3]" in error.operands[1]
 
 

@@ -196,7 +196,7 @@ def unlike_tensors(rank):
 
 def test_ranks_that_spread_different_tensors_do_not_mix_them_up():
     (one, other) = run_ranks(unlike_tensors, 2)
-    assert one == other and "the ranks do not ask for the same" in one
+    assert one == other and "the ranks pass different arguments" in one
 
 
 def one_is_short(rank):

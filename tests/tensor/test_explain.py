@@ -310,7 +310,7 @@ class TestErrors:
     def test_an_iterator_among_the_arguments_is_named(self):
         x = spread(pt.dry_mesh(dp=2), S0)
         for given in ((t for t in [x]), iter([x]), {"rows": [map(torch.exp, [x])]}):
-            with pytest.raises(LayoutError, match="which can be gone through only once"):
+            with pytest.raises(LayoutError, match="which can be iterated only once"):
                 pt.explain(list, given)
 
     def test_a_function_of_which_a_call_runs_nothing_is_named(self):

@@ -26,7 +26,7 @@ DOCUMENTS = torch.tensor([[0] * 5 + [1] * 11, [0] * 16, [0] * 9 + [1] * 7, [0] *
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile"),
-    pytest.mark.filterwarnings("ignore:torch.compile met a DTensor"),
+    pytest.mark.filterwarnings("ignore:torch.compile cannot compile code with a DTensor"),
     # Dynamo's own, where it traces a mask function that reads a tensor at an index.
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
 ]

@@ -34,7 +34,9 @@ def test_a_gradient_that_comes_back_to_a_whole_value_is_asked_for(start):
         return str(caught.value)
 
     for error in on_ranks(body):
-        assert "to_local: a gradient came back to what left as Replicate on axis dp" in error
+        assert (
+            "to_local: a gradient came back to a value that left as Replicate on axis dp" in error
+        )
         assert "x.to_local(grad_placements=[Partial()])" in error
         assert "x.to_local(grad_placements=[Replicate()])" in error
         line = int(error.partition("test_local_gradients.py:")[2].partition(")")[0])
@@ -79,7 +81,7 @@ def test_a_gradient_that_leaves_for_a_local_tensor_is_asked_for():
         return error
 
     for error in on_ranks(body):
-        assert "from_local: a gradient goes to a local tensor that was taken for Replicate" in error
+        assert "from_local: a gradient goes to a value that entered as Replicate" in error
         assert "from_local(x, mesh, placements, grad_placements=[Partial()])" in error
         assert "test_local_gradients.py" in error
 
@@ -191,7 +193,10 @@ def test_a_region_says_that_a_gradient_may_come_back_and_how_none_does():
         with pytest.raises(pt.LayoutError) as raised:
             region()
         text = str(raised.value)
-        assert "to_local: a gradient may come back to what left as Replicate on axis dp" in text
+        assert (
+            "to_local: a gradient may come back to a value that left as Replicate on axis dp"
+            in text
+        )
         assert "x.detach().to_local()" in text
         region = pt.compile(lambda: ((w * 2).detach().to_local(), (w * 3).sum()), backend="graph")
         local, total = region()

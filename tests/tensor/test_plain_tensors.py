@@ -320,7 +320,7 @@ def test_strict_refuses_plain_tensors_and_lets_those_that_are_spread():
             return (x + t).full_tensor()
 
     error = refusal(body, place=__file__, dp=2, tp=2)
-    assert "add: a plain tensor stands next to a DTensor, which strict() refuses" in error.fact
+    assert "add: a plain tensor stands next to a DTensor, and strict() refuses this" in error.fact
     with pt.ranks(dp=2, tp=2) as world:
         assert all(torch.equal(out, T + 1) for out in world.run(body, True))
 

@@ -186,7 +186,7 @@ def check(program: Program) -> None:
         raise Unsuited from None
     except pt.LayoutError as error:
         # Said to be refused: a split dimension of 1 that `squeeze_` would take away.
-        if "its operand would have to change its layout" not in error.fact:
+        if "its operand would need another layout" not in error.fact:
             raise
         raise Unsuited from error
 
@@ -282,7 +282,7 @@ def check_region(program: Program) -> None:
         raise Unsuited from None
     except pt.LayoutError as error:  # said to be refused
         refused = isinstance(error, pt.CaptureError)
-        if not refused and "its operand would have to change its layout" not in error.fact:
+        if not refused and "its operand would need another layout" not in error.fact:
             raise
         raise Unsuited from error
 

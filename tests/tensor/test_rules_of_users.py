@@ -107,7 +107,7 @@ def test_shapes_that_the_sentence_does_not_fit_are_an_error_with_rule_shapes_and
 def test_a_tensor_of_which_the_sentence_says_nothing_is_named():
     pt.rule("... h, h -> ... h", bias_gelu)
     for more, named in (((BIAS, 0.5, MASK), {}), ((BIAS,), {"mask": MASK})):
-        with pytest.raises(pt.LayoutError, match="it says nothing of mask, a tensor"):
+        with pytest.raises(pt.LayoutError, match="it has no term for mask, a tensor"):
             run(*more, **named)
     assert run(BIAS, 0.5, None)[2] == 0
 

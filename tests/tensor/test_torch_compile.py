@@ -215,7 +215,7 @@ def afresh():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:torch.compile met a DTensor")
+@pytest.mark.filterwarnings("ignore:torch.compile cannot compile code with a DTensor")
 @pytest.mark.parametrize("compiled", ["step", "model", "module.compile", "optimizer"])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_what_torch_compile_meets_with_dtensors_runs_as_it_is_written(compiled, stage):
@@ -240,7 +240,7 @@ def test_what_torch_compile_meets_with_dtensors_runs_as_it_is_written(compiled, 
             assert mine == pytest.approx(right, rel=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore:torch.compile met a DTensor")
+@pytest.mark.filterwarnings("ignore:torch.compile cannot compile code with a DTensor")
 def test_a_compiled_function_makes_reads_and_returns_dtensors():
     def body(mesh):
         held = {"x": [pt.distribute_tensor(X, mesh, [Shard(0)])]}
@@ -257,7 +257,7 @@ def test_a_compiled_function_makes_reads_and_returns_dtensors():
         assert world.run(body) == [(pytest.approx(right), (2, 2), (2, 2))] * 2
 
 
-@pytest.mark.filterwarnings("ignore:torch.compile met a DTensor")
+@pytest.mark.filterwarnings("ignore:torch.compile cannot compile code with a DTensor")
 def test_a_compiled_function_takes_plain_tensors_and_dtensors_by_turns():
     def body(mesh):
         f = torch.compile(lambda x: (x * 2).sin().sum(), backend="eager")
@@ -283,11 +283,13 @@ def test_it_is_said_once_and_names_pt_compile(monkeypatch):
     assert len([w for w in said if "pt.compile(step)" in str(w.message)]) == 1
 
 
-@pytest.mark.filterwarnings("ignore:torch.compile met a DTensor")
+@pytest.mark.filterwarnings("ignore:torch.compile cannot compile code with a DTensor")
 def test_a_whole_graph_of_what_takes_a_dtensor_is_refused_in_our_words():
     def body(mesh):
         d = pt.distribute_tensor(X, mesh, [Shard(0)])
-        with pytest.raises(RuntimeError, match=r"torch.compile met a DTensor.*pt.compile"):
+        with pytest.raises(
+            RuntimeError, match=r"torch.compile cannot compile code with a DTensor.*pt.compile"
+        ):
             torch.compile(lambda x: x * 2, backend="eager", fullgraph=True)(d)
         return torch.compile(lambda x: x * 2, backend="eager")(d).sum().item()
 
@@ -407,7 +409,7 @@ def test_a_shipped_model_is_one_graph(name):
     torch.compile(model, backend="eager", fullgraph=True)(*batch)
 
 
-@pytest.mark.filterwarnings("ignore:torch.compile met a DTensor")
+@pytest.mark.filterwarnings("ignore:torch.compile cannot compile code with a DTensor")
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("how", ["whole", "blocks"])
 def test_a_shipped_model_of_dtensors_runs_under_torch_compile_as_it_is_written(how, stage):

@@ -296,7 +296,7 @@ def _raise_where_divided_by_zero(name: str, self: Any, others: tuple[Any, ...]) 
 
 
 def _number_of(value: Any) -> Any:
-    """The value of a symbolic float that is known, which becomes a condition of the program."""
+    """The value of a symbolic float that is known, which becomes a condition."""
     return float(value) if type(value) is SymbolicFloat and _has_value(value) else value
 
 

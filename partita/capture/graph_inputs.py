@@ -207,8 +207,8 @@ def _check_class(t: torch.Tensor, name: str) -> None:
     kind = type(t)
     if is_user_module(kind.__module__) and not isinstance(t, torch.nn.Parameter):
         raise not_captured(
-            f"the step takes {name}, which is of a class of its own ({kind.__name__})",
-            "what stands for a tensor in a graph has not its methods, nor its __torch_function__",
+            f"the step takes {name}, whose class is a subclass of Tensor ({kind.__name__})",
+            "its replacement in a graph has neither its methods nor its __torch_function__",
             Fix(f"{name}.as_subclass(torch.Tensor)", "is a plain tensor of the same memory"),
         )
 
@@ -263,8 +263,8 @@ class TensorFacts:
         if asked in _LOST:
             raise not_captured(
                 f"the step asks for {name} of a tensor",
-                "where memory lies, and how often it was written, is another thing in each call",
-                Fix("ask before the step", "and give the answer as an argument"),
+                "addresses and version counters differ in each call",
+                Fix("read it before the step", "and pass the result as an argument"),
                 place=user_line(),
             )
         return self._answer(name, args[0], func)
@@ -275,8 +275,8 @@ class TensorFacts:
             if name in _OF_MEMORY and self._shows_input(fake):
                 raise not_captured(
                     f"the step asks for {name} of a view of one of its inputs",
-                    "it depends on the memory of what the call brings, which a graph does not ask",
-                    Fix(f"ask the input itself for {name}", "which becomes a condition"),
+                    "it depends on the memory of the call's arguments, which a graph does not read",
+                    Fix(f"read {name} from the input itself", "which becomes a condition"),
                     place=user_line(),
                 )
             return ()

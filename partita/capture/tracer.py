@@ -485,7 +485,7 @@ def _check_operators(graph: fx.Graph) -> None:
                 effect,
                 Fix(
                     "torch.library.custom_op(..., mutates_args=())",
-                    "for what only gives new tensors",
+                    "if it only returns new tensors",
                 ),
                 Fix("call it outside the step", "before or after, or between compiled regions"),
                 place=note_of(node).source,

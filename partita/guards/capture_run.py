@@ -329,8 +329,8 @@ class CaptureRun:
         inputs = self.inputs
         if len(self._values_of_call.reads) >= len(self.questions.reads):  # all that there is
             raise not_captured(
-                "the step asks for a value that does not follow from the numbers that it reads",
-                "while it is captured there are no others",
+                "the step reads a value that does not follow from the numbers that it has read",
+                "during capture no other values are known",
                 Fix("return the tensor", "and read it outside"),
                 place=self.questions.last_line,
             )
@@ -711,7 +711,7 @@ def check_arguments(call: Any, record: ReadRecord) -> None:
                 raise not_captured(
                     f"{code.co_name} asks whether something is another object, an argument is a "
                     f"{type(value).__name__}, and so is {name}",
-                    "a step is given its arguments made anew: `is` would find two objects for one",
+                    "the arguments of a step are rebuilt: `is` would see two objects for one",
                     Fix("pass it, or read it by its name", "not both"),
                     place=f"{code.co_filename}:{code.co_firstlineno}",
                 )

@@ -174,7 +174,7 @@ class State:
         if self.has_parametrizations() and parametrize._cache_enabled:
             raise not_captured(
                 "the step runs within parametrize.cached()",
-                "what was computed before the call, and is kept for the next one, is no input",
+                "a value that was cached before the call is not an input",
                 Fix("with parametrize.cached():", "within the step, or not around it"),
             )
 

@@ -257,7 +257,7 @@ def test_a_log_that_fails_is_left_out_and_training_goes_on(run, monkeypatch, tmp
     [
         (("--wandb", "x"), "--wandb needs wandb, which is not installed"),
         (("--mlflow", "x"), "--mlflow needs mlflow, which is not installed"),
-        (("--log", "/nowhere/at/all"), "--log: /nowhere/at/all is no file"),
+        (("--log", "/nowhere/at/all"), "--log: /nowhere/at/all is not a file"),
     ],
 )
 def test_what_cannot_be_logged_to_is_an_error_before_a_rank_starts(

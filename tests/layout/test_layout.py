@@ -233,7 +233,7 @@ def test_a_group_varies_its_axes_and_keeps_the_others():
         (("a",), (2, 2), "a name for each axis"),
         (("a", "a"), (2, 2), "different names"),
         (("a", "b"), (2, 0), "at least one rank"),
-        (("a",), (2.5,), "a whole number"),
+        (("a",), (2.5,), "is an integer"),
     ],
 )
 def test_a_mesh_that_cannot_be_is_refused(names, sizes, fact):

@@ -65,7 +65,7 @@ def test_a_number_that_decides_is_no_count_of_steps():
 
         return step, (torch.ones(8),)
 
-    with pytest.raises(pt.LayoutError, match="asks for the value"):
+    with pytest.raises(pt.LayoutError, match="reads the value"):
         pt.eager_memory(choosing)
 
 
@@ -110,7 +110,7 @@ def test_a_step_that_reads_a_value_is_refused_and_nothing_is_left_behind():
         return more, args
 
     hooks = len(torch_optimizer._global_optimizer_pre_hooks)
-    with pytest.raises(pt.LayoutError, match="asks for the value"):
+    with pytest.raises(pt.LayoutError, match="reads the value"):
         pt.eager_memory(reading)
     assert len(torch_optimizer._global_optimizer_pre_hooks) == hooks and HERE.resized is None
     assert pt.eager_memory(make(zero=2)).peak > 0

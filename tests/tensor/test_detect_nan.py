@@ -56,7 +56,7 @@ def watched(mesh, fault: str, how: str = "plain") -> str:
 
 
 SAID = {
-    "forward": "the loss of step 3 is nan\n  the first nan is in the result of 2 (Block), which "
+    "forward": "the loss of step 3 is nan\n  the first nan is in the result of 2 (Block), whose "
     "inputs had none: not made by a module in it, but by its own forward (on rank 0)",
     "backward": "a gradient of step 3 is nan\n  the first nan gradient is that of the result of "
     "2.up (Linear); that of the result of 2 (Block), just before, is finite (on rank 0)",

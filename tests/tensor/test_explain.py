@@ -280,9 +280,9 @@ class TestErrors:
                 return x
             return -x
 
-        with pytest.raises(LayoutError, match=r"asks for the value of a tensor \(at .*explain.py"):
+        with pytest.raises(LayoutError, match=r"reads the value of a tensor \(at .*explain.py"):
             pt.explain(asks, spread(mesh, S0))
-        with pytest.raises(LayoutError, match="asks for the value"):
+        with pytest.raises(LayoutError, match="reads the value"):
             pt.explain(torch.nonzero, spread(mesh, S0))
         assert (spread(mesh, S0) + 1).placements == (S0,)  # and what was there is put back
 

@@ -181,10 +181,10 @@ def _format_message(loss: float, step: int, finds: _Finds) -> str:
     fact = f"the loss of step {step} is {loss}"
     if math.isfinite(loss):
         fact = f"a gradient of step {step} is nan"
-    told = [find for (way, _), find in finds.items() if way == "forward"]
-    if not told:
-        told = [find for (way, _), find in finds.items() if way == "backward"]
+    named = [find for (way, _), find in finds.items() if way == "forward"]
+    if not named:
+        named = [find for (way, _), find in finds.items() if way == "backward"]
         if not math.isfinite(loss):
             fact += ", though every module gave a finite result: code after the model produced it"
-    told.sort(key=lambda find: find.order)
-    return "\n  ".join([fact, *(f"{find.what} (on rank {find.rank})" for find in told)])
+    named.sort(key=lambda find: find.order)
+    return "\n  ".join([fact, *(f"{find.what} (on rank {find.rank})" for find in named)])

@@ -80,8 +80,8 @@ class _Child:
         """Returns the last known state of the rank when the job ends."""
         code = self.process.returncode if self.has_died() else None
         # A signal from outside says all; what was written before has nothing to do with it.
-        told = not self.has_died() or self.failed is not None or code in _ENDING
-        log = "" if told else _last_lines(self.log)
+        is_explained = not self.has_died() or self.failed is not None or code in _ENDING
+        log = "" if is_explained else _last_lines(self.log)
         stopped = self.stopped_by if self.has_stopped() else 0
         return _LastKnown(self.rank, self.at, code, self.failed, self.failed_when, log, stopped)
 
@@ -113,7 +113,7 @@ def launch(command: list[str], ranks: int, show: Show) -> int:
     children: list[_Child] = []
     saved: dict[str, Any] | None = None
 
-    def told(event: str, facts: dict[str, Any]) -> None:
+    def handle_event(event: str, facts: dict[str, Any]) -> None:
         nonlocal saved
         if event == "saved":
             saved = facts
@@ -127,13 +127,13 @@ def launch(command: list[str], ranks: int, show: Show) -> int:
                 children.append(child)
                 selector.register(child.events, selectors.EVENT_READ, child)
             while selector.get_map():
-                _read_events(selector, told)
+                _read_events(selector, handle_event)
                 for child in children:
                     child.note_stop()
                 has_died = any(child.has_died() for child in children)
                 if has_died or any(child.has_stopped() for child in children):
                     if has_died:  # of one that is stopped they wait
-                        _gather_last_words(selector, told)
+                        _gather_last_words(selector, handle_event)
                     ends = [child.make_last_known() for child in children]
                     message = _describe_end_of_job(ends, saved)
                     show("job", {"message": message})

@@ -21,7 +21,7 @@ from torch.profiler import profile, record_function
 
 import partita as pt
 from partita.comm.device import HOST, Device, activities_to_profile, choose_device, is_of_host
-from partita.compile.progress import told_of_phases
+from partita.compile.progress import phase_listener
 from partita.graph.step_report import facts_of_graph, facts_of_moves, facts_of_parameter
 from partita.report import TimelineEvent
 
@@ -167,7 +167,7 @@ def _make_compiled_step(model: GPT, optimizer: Any, options: Options, tell: Tell
 
     def run(micro_batches: MicroBatches, step: int) -> Tensor:
         tell("at", phase="graph", step=step)
-        with told_of_phases(lambda phase: tell("at", phase=phase, step=step)):
+        with phase_listener(lambda phase: tell("at", phase=phase, step=step)):
             total: Tensor = graph(micro_batches)
         return total
 
@@ -430,13 +430,13 @@ class _StepTimeline:
     def marking(self, tell: Callable[..., None]) -> Callable[..., None]:
         """Returns `tell` with a mark in the profile whenever a step enters another phase."""
 
-        def told(event: str, **facts: Any) -> None:
+        def mark_and_tell(event: str, **facts: Any) -> None:
             if event == "at":
                 with record_function(_MARK + facts["phase"]):
                     pass
             tell(event, **facts)
 
-        return told
+        return mark_and_tell
 
     @contextmanager
     def measuring(self) -> Iterator[None]:

@@ -249,7 +249,7 @@ _MAY_RAISE = ("__floordiv__", "__mod__", "__lshift__", "__rshift__")
 _MAY_RAISE_BY_SELF = ("__rfloordiv__", "__rmod__", "__rlshift__", "__rrshift__")
 _ZERO_WITH_ZERO = ("__mul__", "__rmul__", "__rtruediv__")
 
-RECKONED: dict[str, Callable[..., Any]] = {
+SCALAR_OPS: dict[str, Callable[..., Any]] = {
     **{name: getattr(operator, name) for name in ("add", "sub", "mul", "truediv", "neg", "pos")},
     **{name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge", "abs")},
     "pow": torch.pow,
@@ -261,7 +261,7 @@ RECKONED: dict[str, Callable[..., Any]] = {
 }
 """By the name of an operation on Python numbers, the same on zero-dimensional tensors."""
 
-RECKONED_OF_INTS: dict[str, Callable[..., Any]] = {
+SCALAR_OPS_OF_INTS: dict[str, Callable[..., Any]] = {
     "floordiv": torch.floor_divide,
     "mod": torch.remainder,
     "lshift": torch.bitwise_left_shift,
@@ -276,8 +276,8 @@ def _is_read_first(name: str) -> bool:
 
     Tensors do not compute it as Python does: rounding, remainders, `int(x)`.
     """
-    reckoned = {f"__{r}{done}__" for done in RECKONED for r in ("", "r")}
-    return name in vars(float) and name not in (*_ASKS, *reckoned)
+    computed = {f"__{r}{done}__" for done in SCALAR_OPS for r in ("", "r")}
+    return name in vars(float) and name not in (*_ASKS, *computed)
 
 
 def _has_value(number: Any) -> bool:

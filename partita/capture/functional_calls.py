@@ -31,7 +31,7 @@ from partita.graph.graph_nodes import drop_unused, key_of_operands, lazy_graph_m
 from partita.layout import Fix
 from partita.tensor.op_facts import facts_of
 
-from .fakes import RECKONED, RECKONED_OF_INTS, is_symbolic
+from .fakes import SCALAR_OPS, SCALAR_OPS_OF_INTS, is_symbolic
 
 # -- scalars in the graph --------------------------------------------------------------------------
 
@@ -118,9 +118,9 @@ def compute_scalar(target: Any, args: Sequence[Any], like: Any) -> Scalar:
     values = [*map(unwrap_scalar, args)]
     is_int = isinstance(like, (int, torch.SymInt))
     whole = all(isinstance(v, (int, torch.Tensor)) for v in values)
-    compute = RECKONED.get(name)
+    compute = SCALAR_OPS.get(name)
     if compute is None and is_int and whole and _cannot_raise(name, values):
-        compute = RECKONED_OF_INTS.get(name)
+        compute = SCALAR_OPS_OF_INTS.get(name)
     if compute is None:
         raise not_captured(
             f"the step asks for {name}(x) of a number that .item() gave",

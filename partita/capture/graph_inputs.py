@@ -177,7 +177,7 @@ class GraphInputs:
             elif given.tensor.requires_grad:
                 with Local():
                     fake.requires_grad_()
-                hooks += hang_hooks(given.tensor, fake)
+                hooks += copy_user_hooks_to_fake(given.tensor, fake)
             fake._is_param = isinstance(given.tensor, torch.nn.Parameter)  # type: ignore[attr-defined]
             if given.kind not in WITHOUT_GRADIENT and given.kind != "coordinate":
                 copy_attributes(given, fake, self.stand_in)
@@ -315,7 +315,7 @@ def _is_asked_by_user(frame: FrameType | None) -> bool:
     return frame is not None and is_recorded(frame.f_code.co_filename)
 
 
-def hang_hooks(tensor: torch.Tensor, fake: torch.Tensor) -> list[Any]:
+def copy_user_hooks_to_fake(tensor: torch.Tensor, fake: torch.Tensor) -> list[Any]:
     """Register the user's hooks of a leaf on its fake, so that they are traced. Returns the
     handles.
     """

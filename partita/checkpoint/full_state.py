@@ -204,10 +204,12 @@ def load_full_state_dict(
         _exchange_parameters(optimizer, {id(p): now[name] for name, p in before.items()})
     brings = not rank0_only or ranks.rank == 0
     given = attempt(lambda: _flatten_states(state, optimizer) if brings else {})
-    told = given if isinstance(given, Exception) else _describe_leaves(given)
+    description = given if isinstance(given, Exception) else _describe_leaves(given)
     if rank0_only:
-        told = decide(told if brings else None, lambda brought: brought[:1] * len(brought))
-    job = _WriteJob(model, optimizer, told)
+        description = decide(
+            description if brings else None, lambda brought: brought[:1] * len(brought)
+        )
+    job = _WriteJob(model, optimizer, description)
     passed_over = agree_on_mismatches(
         decide, attempt(lambda: job.check(strict)), "of whole values", line
     )
@@ -227,14 +229,14 @@ def _describe_leaves(given: dict[str, Leaf]) -> tuple[dict[str, Stored], dict[st
 class _WriteJob:
     """One rank's part of loading whole values: all is checked before anything changes."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, told: Any):
-        self._model, self._optimizer, self._told = model, optimizer, told
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, description: Any):
+        self._model, self._optimizer, self._description = model, optimizer, description
 
     def check(self, strict: Strict) -> Mismatches:
-        """Returns the mismatches. Raises `told` if it is an error."""
-        if isinstance(self._told, Exception):
-            raise self._told
-        self._there, self._values = self._told
+        """Returns the mismatches. Raises `description` if it is an error."""
+        if isinstance(self._description, Exception):
+            raise self._description
+        self._there, self._values = self._description
         states = _join_states(self._model, self._optimizer)
         self._target = open_state(states, self._there, self._values)
         held = {name: leaf.value for name, leaf in self._target.leaves.items()}
@@ -315,7 +317,7 @@ class _TensorSender:
         self._wire = spread[0]._spec.wire if spread else None
         here = None if self._wire is None else self._wire.rank
         decide = control_plane().decide_on("loads whole values (pt.load_full_state_dict)")
-        self._src, size = decide(here, lambda told: [(told[0], len(told))] * len(told))
+        self._src, size = decide(here, lambda brought: [(brought[0], len(brought))] * len(brought))
         if size > 1 and (self._wire is None or self._wire.mesh.size() != size):
             raise LayoutError(
                 "rank0_only needs a model with a DTensor on a mesh of all ranks",
@@ -468,9 +470,9 @@ def _save_once(
     wires: list[Wire] = [x._spec.wire for x in spread.values()]
     wire = max(wires, key=lambda one: one.mesh.size())
     is_main = bool(_find_argument(call, "is_main_process", True))
-    told = wire.meet_readers(Reading(_NAME), b"\1" if is_main else b"\0")
+    roles = wire.meet_readers(Reading(_NAME), b"\1" if is_main else b"\0")
     # The first rank writes, where all say that they are the main process.
-    writes = wire.rank == 0 if set(told) == {b"\1"} else is_main
+    writes = wire.rank == 0 if set(roles) == {b"\1"} else is_main
     copies = _FullCopies(writes, HOST)
     whole = {key: copies.of(x, f"{_NAME}: a tensor") for key, x in spread.items()}
 
@@ -487,10 +489,10 @@ def _save_once(
     result = attempt(write_whole) if writes else None
     failed = result if isinstance(result, Exception) else None
     # All ranks wait, so that any of them finds the files afterwards.
-    told = wire.exchange(f"has saved a model ({_NAME})", pack(failed))
+    errors = wire.exchange(f"has saved a model ({_NAME})", pack(failed))
     if failed is not None:
         raise failed
-    for raised in filter(None, map(unpack, told)):
+    for raised in filter(None, map(unpack, errors)):
         raise raised
     return result
 

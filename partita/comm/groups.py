@@ -221,10 +221,10 @@ class GroupWire(Wire):
         mine = b""
         if x.nbytes <= _SMALL_READ:
             mine = copy_bytes(x.detach().to(HOST).contiguous())
-        told = self.meet_readers(self._reading, mine)
+        gathered = self.meet_readers(self._reading, mine)
         if not mine:
             return False
-        by_place = dict(zip(self.mesh.coordinates(), told, strict=True))
+        by_place = dict(zip(self.mesh.coordinates(), gathered, strict=True))
         rows = [
             torch.frombuffer(bytearray(by_place[at]), dtype=x.dtype).view(x.shape).to(x.device)
             for at in self.group(axes)[1]
@@ -383,8 +383,8 @@ class ControlGroup:
 
         All ranks call this.
         """
-        told = [_append_user_line(text), history_of(self._ranks).describe(), compared]
-        mine = json.dumps(told).encode()
+        parts = [_append_user_line(text), history_of(self._ranks).describe(), compared]
+        mine = json.dumps(parts).encode()
         wait = functools.partial(self._wait, text, deadline, True)
         sizes = self._gather(_LENGTH.pack(len(mine)), wait)
         longest = max(n for (n,) in map(_LENGTH.unpack, sizes))
@@ -512,8 +512,8 @@ def explain_failed_collective(wire: Wire, failure: RuntimeError) -> LayoutError 
     group = wire.group_of_all()
     if group is None:
         return None
-    if (told := verdict_of_others()) is not None:
-        return told
+    if (verdict := verdict_of_others()) is not None:
+        return verdict
     ranks = dist.get_process_group_ranks(group)
     with contextlib.suppress(Exception):  # the store ends with the rank that holds it
         me, store = dist.get_rank(), group.get_group_store()

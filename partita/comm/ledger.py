@@ -191,15 +191,15 @@ class Scope:
         self.busy = False  # one look per move tells whether any of the above is set
 
     def set(self, **changes: Any) -> None:
-        told = bool(self.work_ledgers)
+        was_recorded = bool(self.work_ledgers)
         for name, value in changes.items():
             setattr(self, name, value)
         self.busy = bool(self.ledgers) or self.strict or self.check is not None
-        if told != bool(self.work_ledgers):
+        if was_recorded != bool(self.work_ledgers):
             for reference in self.listeners.valuerefs():  # a list: another thread may add one
                 listener = reference()
                 if listener is not None:
-                    listener.listen(not told)
+                    listener.listen(not was_recorded)
 
     @property
     def work_ledgers(self) -> tuple[Ledger, ...]:

@@ -146,8 +146,8 @@ def _world_size() -> int | None:
     """The number of ranks of the job; None where there is no job, which torch will report."""
     if dist.is_initialized():
         return dist.get_world_size()
-    told = os.environ.get("WORLD_SIZE", "")
-    return int(told) if told.isdigit() else None
+    text = os.environ.get("WORLD_SIZE", "")
+    return int(text) if text.isdigit() else None
 
 
 def _fit_sizes_to_world(sizes: tuple[int, ...], world: int) -> tuple[int, ...]:

@@ -407,12 +407,12 @@ class RankWire(Wire):
         # A move may gather pieces as they are.
         fixed = request.kind == "broadcast" or (request.kind == "all_gather" and not request.move)
         amount = x.numel() if fixed else None
-        told = out, x, request
+        payload = out, x, request
         read: tuple[str, ...] = ()
         if self._reading is not None:
             compared, shown = self._reading.at(place_of_user())
             read = compared, f", {self._reading.why}{shown}"
-        self._meet(axes, request, x.dtype, amount, told, _PERFORM[request.kind], *read)
+        self._meet(axes, request, x.dtype, amount, payload, _PERFORM[request.kind], *read)
 
     def _meet(
         self,

@@ -128,10 +128,10 @@ def wait_longer(work: Any, need: Need, deadline: float | None = None) -> None:
     except LayoutError:
         raise
     except RuntimeError as failure:
-        told = verdict_of_others() or make_lost_rank_error(failure, need.text, need.ranks)
-        if told is None:
+        error = verdict_of_others() or make_lost_rank_error(failure, need.text, need.ranks)
+        if error is None:
             raise
-        raise told from failure
+        raise error from failure
 
 
 def wait_with_others(
@@ -155,8 +155,8 @@ def wait_with_others(
     put_post(store, me, mine)
     try:
         while not over(_LOOK):
-            if (told := _read_verdict(store, me)) is not None:
-                raise told
+            if (verdict := _read_verdict(store, me)) is not None:
+                raise verdict
             posts = collect_posts(store, me, mine)
             if posts != before:
                 before, unchanged = posts, time.monotonic()
@@ -234,10 +234,10 @@ def watched_collective(name: str, group: dist.ProcessGroup | None) -> Iterator[N
         _begin_watch(text, ranks, (key, number), sys._getframe(2))
         yield
     except RuntimeError as failure:
-        told = verdict_of_others() or make_lost_rank_error(failure, text, ranks)
-        if told is None:
+        error = verdict_of_others() or make_lost_rank_error(failure, text, ranks)
+        if error is None:
             raise
-        raise told from failure
+        raise error from failure
     finally:
         _now = None
 
@@ -270,8 +270,8 @@ def _watch_for_deadlock() -> None:
             if first or post["begun"] != said["begun"]:
                 said, posted = post, now
                 put_post(store, me, post)
-            if (told := _read_verdict(store, me)) is not None:
-                warnings.warn(str(told), RuntimeWarning, stacklevel=1)
+            if (verdict := _read_verdict(store, me)) is not None:
+                warnings.warn(str(verdict), RuntimeWarning, stacklevel=1)
                 return
         except Exception:  # the groups are gone, or the rank that holds the store
             return
@@ -626,8 +626,8 @@ def verdict_of_others() -> LayoutError | None:
     with contextlib.suppress(Exception):
         store, me = _find_store(), dist.get_rank()
         for _ in range(3):
-            if (told := _read_verdict(store, me)) is not None:
-                return told
+            if (verdict := _read_verdict(store, me)) is not None:
+                return verdict
             time.sleep(0.1)
     return None
 

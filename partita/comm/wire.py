@@ -97,8 +97,8 @@ class Reading(NamedTuple):
         """Returns a text that must be equal on all ranks that read the value at `place`, and a text
         that errors show after `why`.
         """
-        told = ", ".join(filter(None, (self.value, str(self.made))))
-        return f"{self.why} {self.value} {self.origin} {place}", told and f": {told}"
+        shown = ", ".join(filter(None, (self.value, str(self.made))))
+        return f"{self.why} {self.value} {self.origin} {place}", shown and f": {shown}"
 
 
 class Wire(Transport):

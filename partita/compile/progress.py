@@ -26,7 +26,7 @@ _shows = threading.Lock()
 
 
 @contextmanager
-def told_of_phases(tell: Callable[[str], None]) -> Iterator[None]:
+def phase_listener(tell: Callable[[str], None]) -> Iterator[None]:
     """Call `tell` with "capture", "compile" and "graph" when each begins, inside the block."""
     _listeners.append(tell)
     try:
@@ -53,7 +53,7 @@ def shown_progress(title: str) -> Iterator[None]:
         return
     line = _Line(title, sys.stderr)
     try:
-        with told_of_phases(line.set_phase):
+        with phase_listener(line.set_phase):
             yield
     finally:
         line.end()

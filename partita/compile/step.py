@@ -518,7 +518,7 @@ class CompiledStep:
             others: as for `_find_program`.
         """
         self.call_guard = None
-        reason = self._call_roll(call, why)
+        reason = self._barrier_before_capture(call, why)
         guesses = others.guesses if others is not None else Guesses()
         made_state = make_optimizer_state(call.state.optimizers)
         try:
@@ -596,7 +596,7 @@ class CompiledStep:
         ready.guards, ready.writes, ready.work = program.guards, program.writes, program.work
         return ready, tensors
 
-    def _call_roll(self, call: _StepCall, why: str) -> str:
+    def _barrier_before_capture(self, call: _StepCall, why: str) -> str:
         """Wait until all ranks are about to capture; returns this rank's reason.
 
         Raises:

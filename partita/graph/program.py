@@ -154,7 +154,7 @@ class Input:
         # Nobody reads the padding of a parameter that ZeRO gathers, or of optimizer state.
         read = self.kind != "optimizer" and state_of(self.tensor).rest is None
         stays = self.kind not in ("argument", "cotangent")  # a caller's tensors are copied
-        return border_of(self.spec, stays=stays, zeros=zeros, read=read)
+        return padding_boundary(self.spec, stays=stays, zeros=zeros, read=read)
 
     def now(self, tensors: Sequence[Any]) -> torch.Tensor:
         """Returns its local value in a call with these leaves."""
@@ -296,7 +296,7 @@ class Program:
         self.written = [*written_inputs_of(self.graph.graph)]
         self.scope = self.wires[0].scope if self.wires else None
         self.entering = _index_borders([i.border for i in self.inputs])
-        self.leaving = _index_borders([border_of(o.spec) for o in self.outputs])
+        self.leaving = _index_borders([padding_boundary(o.spec) for o in self.outputs])
         self.taken = [i for i in self.inputs if i.kind != "cotangent"]
         self.given = [o for o in self.outputs if o.kind != "cotangent"]
 
@@ -563,7 +563,7 @@ class PaddingBoundary:
         return value
 
 
-def border_of(
+def padding_boundary(
     spec: Spec | None, *, stays: bool = True, zeros: bool = False, read: bool = True
 ) -> PaddingBoundary | None:
     """Returns the boundary of a tensor of `spec`; None if its pieces are even.

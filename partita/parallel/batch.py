@@ -167,7 +167,7 @@ def _agree_pieces(tensors: list[torch.Tensor], specs: list[Spec], wire: Wire) ->
     key = (call_site(), "distribute_batch", "piece")
     if is_agreed(wire, key):
         return
-    told = wire.gather_ints(
+    gathered = wire.gather_ints(
         tuple(n for t in tensors for n in checksum(t.detach())), "pieces of a batch"
     )
     coordinates = wire.mesh.coordinates()
@@ -175,7 +175,7 @@ def _agree_pieces(tensors: list[torch.Tensor], specs: list[Spec], wire: Wire) ->
         first: dict[object, int] = {}
         for rank, at in enumerate(coordinates):
             same = first.setdefault(spec.layout.local_region(wire.mesh, at), rank)
-            sums = {r: told[r][3 * i : 3 * i + 3] for r in (same, rank)}
+            sums = {r: gathered[r][3 * i : 3 * i + 3] for r in (same, rank)}
             if sums[rank] != sums[same]:
                 sampler = 'DistributedSampler(data, mesh.size("dp"), mesh.get_local_rank("dp"))'
                 raise _make_error(
@@ -207,11 +207,13 @@ def _find_global_specs(tensors: list[torch.Tensor], places: Places, wire: Wire) 
     mesh = wire.mesh
     specs: list[Spec] = []
     mine = tuple(n for t in tensors for n in t.shape)
-    told = [iter(sizes) for sizes in wire.gather_ints(mine, "shapes of a batch")] if mine else []
+    gathered = (
+        [iter(sizes) for sizes in wire.gather_ints(mine, "shapes of a batch")] if mine else []
+    )
     for t in tensors:
         sizes = {
             at: tuple(islice(of_rank, t.dim()))
-            for at, of_rank in zip(mesh.coordinates(), told, strict=bool(told))
+            for at, of_rank in zip(mesh.coordinates(), gathered, strict=bool(gathered))
         }
         split = _spec((math.prod(mesh.sizes),) * t.dim(), places, wire).layout.shards
         _refuse_other_lengths(sizes, split, len(specs))

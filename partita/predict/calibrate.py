@@ -54,14 +54,14 @@ def calibrate(ranks: int) -> Machine:
             pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
             processes.append(subprocess.Popen(called, env=environment, **pipes))  # type: ignore[call-overload]
         try:
-            told = [process.communicate(timeout=_TIMEOUT) for process in processes]
+            outputs = [process.communicate(timeout=_TIMEOUT) for process in processes]
         finally:
             for process in processes:
                 process.kill()
-    for rank, (process, (_, error)) in enumerate(zip(processes, told, strict=True)):
+    for rank, (process, (_, error)) in enumerate(zip(processes, outputs, strict=True)):
         if process.returncode:
             raise RuntimeError(f"rank {rank} ended with {process.returncode}: {error.strip()}")
-    return make_machine([json.loads(out.strip().splitlines()[-1]) for out, _ in told], ranks)
+    return make_machine([json.loads(out.strip().splitlines()[-1]) for out, _ in outputs], ranks)
 
 
 def machine_toml(machine: Machine) -> str:
@@ -89,12 +89,12 @@ def _format_table(table: Mapping[str, Any], above: str = "") -> Iterator[str]:
         yield from _format_table(held, f"{name}.")
 
 
-def make_machine(told: Sequence[Mapping[str, Any]], ranks: int) -> Machine:
+def make_machine(reports: Sequence[Mapping[str, Any]], ranks: int) -> Machine:
     """Returns the machine, from its ranks' measurements of calls and collectives."""
-    slower = _compare_clocks(told)
-    kernels = _fit_kernels(told, slower)
+    slower = _compare_clocks(reports)
+    kernels = _fit_kernels(reports, slower)
     bfloat16 = kernels.pop("matmul_bfloat16")
-    collectives, straggling = _fit_collectives(told, slower)
+    collectives, straggling = _fit_collectives(reports, slower)
     best = _find_best_rate(kernels["matmul"])
     same = kernels["matmul"].seconds_of(bfloat16.amounts[0])
     link = _fit_link(collectives, ranks)
@@ -125,19 +125,19 @@ def _find_best_rate(curve: MeasuredCurve) -> float:
 
 
 def _compare_clocks(reports: Sequence[Mapping[str, Any]]) -> float:
-    """Returns the elapsed time of calls over the processor time: ranks may share processors."""
+    """By what calls are slower than a processor works for them: ranks may share processors."""
     calls = [call for one in reports for call in one["kernels"]]
     return max(sum(sum(c["passed"]) for c in calls) / sum(sum(c["worked"]) for c in calls), 1.0)
 
 
-def _fit_kernels(told: Sequence[Mapping[str, Any]], slower: float) -> dict[str, MeasuredCurve]:
+def _fit_kernels(reports: Sequence[Mapping[str, Any]], slower: float) -> dict[str, MeasuredCurve]:
     """Returns the curve of each rate: at each amount, the mean over calls and ranks.
 
     For a call the median processor time counts, which excludes other processes. It is multiplied by
     `slower`.
     """
     points: dict[tuple[str, float], list[float]] = {}
-    for call in (call for one in told for call in one["kernels"]):
+    for call in (call for one in reports for call in one["kernels"]):
         seconds = median(call["worked"]) * slower
         points.setdefault((call["rate"], call["amount"]), []).append(seconds)
     return {
@@ -150,7 +150,7 @@ def _fit_kernels(told: Sequence[Mapping[str, Any]], slower: float) -> dict[str, 
 
 
 def _fit_collectives(
-    told: Sequence[Mapping[str, Any]], slower: float
+    reports: Sequence[Mapping[str, Any]], slower: float
 ) -> tuple[dict[str, MeasuredCurve], float]:
     """Returns the curve of each kind and number of ranks, and how far behind the slowest rank is.
 
@@ -167,7 +167,7 @@ def _fit_collectives(
     """
     points: dict[tuple[str, float], list[float]] = {}
     phases: dict[int, list[tuple[float, float]]] = {}
-    rows = zip(*(one["collectives"] for one in told), strict=True)
+    rows = zip(*(one["collectives"] for one in reports), strict=True)
     for before, now in pairwise([(), *rows]):
         ranks = now[0]["ranks"]
         # Neighbours are a group; each group has its own beginning and end.
@@ -258,8 +258,8 @@ def _measure(ranks: int) -> dict[str, Any]:
     kernels = []
     for call, pairs in zip(deck, found, strict=True):
         worked = [max(seconds - reading, 1e-9) for seconds, _ in pairs]
-        told = {"rate": call.rate, "amount": call.amount, "worked": worked}
-        kernels.append({**told, "passed": [passed for _, passed in pairs]})
+        row = {"rate": call.rate, "amount": call.amount, "worked": worked}
+        kernels.append({**row, "passed": [passed for _, passed in pairs]})
     return {"kernels": kernels, "collectives": met}
 
 
@@ -303,16 +303,16 @@ def _time_collective(collective: _TimedCollective) -> dict[str, Any]:
     worked, start = time.thread_time(), time.perf_counter()
     collective.run()
     end, worked_after = time.perf_counter(), time.thread_time()
-    told = {"kind": collective.kind, "ranks": collective.ranks, "nbytes": collective.nbytes}
-    return {**told, "start": start, "end": end, "worked": (worked, worked_after)}
+    row = {"kind": collective.kind, "ranks": collective.ranks, "nbytes": collective.nbytes}
+    return {**row, "start": start, "end": end, "worked": (worked, worked_after)}
 
 
 def _agree_on_passes(seconds: float, ranks: int) -> int:
     """As many as all ranks have time for."""
     if ranks > 1:
         wire = wire_of(init_device_mesh(HOST.type, (ranks,), mesh_dim_names=("all",)))
-        told = wire.gather_ints((round(seconds * 1e6),))
-        seconds = max(microseconds for (microseconds,) in told) * 1e-6
+        gathered = wire.gather_ints((round(seconds * 1e6),))
+        seconds = max(microseconds for (microseconds,) in gathered) * 1e-6
     return max(3, int(_SECONDS / seconds))
 
 

@@ -231,7 +231,9 @@ class Explainer:
     def _current_module(self) -> str:
         return self._modules[-1] if self._modules else ""
 
-    def hear_rows(self, places: Sequence[tuple[Path, Sequence[str]]], chooser: RowChooser) -> None:
+    def record_rows(
+        self, places: Sequence[tuple[Path, Sequence[str]]], chooser: RowChooser
+    ) -> None:
         """The rows that were priced for the call that is under way.
 
         Args:
@@ -248,15 +250,17 @@ class Explainer:
         """A move that the call under way makes, or the program itself."""
         call = self.calls[-1]
         graded = call.graded and (graded or reason == "gather")
-        told = _explained_move(mesh, move, x, reason, graded)
+        explained = _explained_move(mesh, move, x, reason, graded)
         self.goes_backward |= reason == "gradient"
         if len(self.calls) > 1:
-            call.moves.append(told)
+            call.moves.append(explained)
             return
         name = op if reason in ("explicit", "implicit") else f"{reason} {op}"
         rule = f"({move.kind} over {' '.join(move.axes)})"
         where = (name, user_line(), self._current_module(), rule)
-        call.inner.append(ExplainedOp(*where, (told.before,), (told.after,), moves=(told,)))
+        call.inner.append(
+            ExplainedOp(*where, (explained.before,), (explained.after,), moves=(explained,))
+        )
 
 
 def _share_that_is_done(name: str, args: Sequence[Any], out: Any) -> float:

@@ -55,12 +55,12 @@ from partita.graph.program import local_of
 from partita.guards.inputs import State, find_state, names_of_call, tensors_of_call
 from partita.guards.outputs import ModuleAttributes
 from partita.layout import Fix, Layout, LayoutError
-from partita.remat.counters import HeldStorage, MemoryCount, told_of_resizes
+from partita.remat.counters import HeldStorage, MemoryCount, resize_listener
 from partita.remat.watched_calls import KernelMode
 from partita.tensor.dtensor import DTYPES, DTensor, tagged
 from partita.tensor.tensor_state import HERE, in_backward, spec_of
 
-VALUE_ASKED = (DataDependentOutputException, DynamicOutputShapeException)
+VALUE_READ_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
 _RUNS_NOTHING = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
@@ -105,8 +105,8 @@ def rehearse(
         def run() -> Any:
             try:
                 return fn(*given, **named)
-            except VALUE_ASKED as error:
-                raise asks_value(error) from None
+            except VALUE_READ_ERRORS as error:
+                raise make_value_read_error(error) from None
 
         yield run, state
 
@@ -185,12 +185,12 @@ def make_refusal(
     Args:
         fixes: each a text, or what to write and an explanation.
     """
-    told = (Fix(fix) if isinstance(fix, str) else Fix(*fix) for fix in fixes)
+    listed = (Fix(fix) if isinstance(fix, str) else Fix(*fix) for fix in fixes)
     place = user_line() if place is None else place
-    return LayoutError(fact, place=place, reason=reason, fixes=tuple(told))
+    return LayoutError(fact, place=place, reason=reason, fixes=tuple(listed))
 
 
-def asks_value(error: Exception) -> LayoutError:
+def make_value_read_error(error: Exception) -> LayoutError:
     """Returns the error for a function that reads a tensor's value while it is not really run."""
     return make_refusal(
         "the function reads the value of a tensor",
@@ -387,7 +387,7 @@ def eager_memory(make: Callable[[], tuple[Callable[..., Any], Sequence[Any]]]) -
         step(*args)
         with _disable_current_modes():
             held = tuple(_list_held(find_state(step, (), args, {}), args))
-        with _ScheduleMode(schedule), told_of_resizes(schedule.note_resized):
+        with _ScheduleMode(schedule), resize_listener(schedule.note_resized):
             result = step(*args)
         found = schedule.memory_with(held)
         del result  # the caller of a step holds it
@@ -513,8 +513,8 @@ def _errors_explained() -> Iterator[None]:
     """Explain torch's errors about fake tensors that occur inside the block."""
     try:
         yield
-    except VALUE_ASKED as error:
-        raise asks_value(error) from None
+    except VALUE_READ_ERRORS as error:
+        raise make_value_read_error(error) from None
     except AssertionError as error:
         if "convert all Tensors to FakeTensors" not in str(error):
             raise

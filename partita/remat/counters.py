@@ -200,18 +200,18 @@ def count_memory() -> Iterator[MemoryCount]:
     count.
     """
     count = MemoryCount()
-    with MemoryCountMode(count), told_of_resizes(count.note_resized):
+    with MemoryCountMode(count), resize_listener(count.note_resized):
         yield count
 
 
-def told_of_resizes(
-    told: Callable[[torch.UntypedStorage], Any],
+def resize_listener(
+    listener: Callable[[torch.UntypedStorage], Any],
 ) -> AbstractContextManager[None]:
-    """Call `told` with each storage that ZeRO resizes in this thread, inside the block."""
+    """Call `listener` with each storage that ZeRO resizes in this thread, inside the block."""
     before = HERE.resized
 
     def tell(storage: torch.UntypedStorage) -> None:
-        told(storage)
+        listener(storage)
         if before is not None:
             before(storage)
 

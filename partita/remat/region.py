@@ -295,10 +295,10 @@ class _BudgetStep:
     def _choose_kept(self) -> set[Any]:
         """Returns what to keep, equal on all ranks, from the largest numbers of any rank."""
         measured = [(c.nbytes, c.flops, c.written) for c in self._candidates.values()]
-        told = [self.count.peak, *chain.from_iterable(measured)]
+        numbers = [self.count.peak, *chain.from_iterable(measured)]
         for wire in self.wires:
-            told = _max_over_ranks(wire, told)
-        peak, *rest = told
+            numbers = _max_over_ranks(wire, numbers)
+        peak, *rest = numbers
         each = [Candidate(*rest[i : i + 3]) for i in range(0, len(rest), 3)]
         budget, keys = self.budget, [*self._candidates]
         if peak > budget.nbytes:

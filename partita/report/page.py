@@ -283,8 +283,8 @@ def _passes_html(run: RunFacts) -> str:
     for one in run.passes:
         sizes = ([_format_size(n) for n in one[what]] for what in ("sent", "peak"))
         pairs = [one["collectives"], *sizes]
-        told = [f"{a} → {b}" if a != b else "=" for a, b in pairs]
-        rows.append((one["name"], one["did"] or one["promise"], *told))
+        figures = [f"{a} → {b}" if a != b else "=" for a, b in pairs]
+        rows.append((one["name"], one["did"] or one["promise"], *figures))
     note = "Peaks here are of the graph, run node by node, above what is held between steps. That "
     note += "of the memory over a step is of the code that was made of it, where fewer results are "
     note += "kept, and with what is held."

@@ -178,7 +178,7 @@ ON_NEW_RULE: list[Callable[[], None]] = []
 """Called after each new rule: whoever remembers what rules there were forgets it."""
 
 
-def teach_rule(function: Callable[..., Any], taught: Rule) -> None:
+def store_rule(function: Callable[..., Any], taught: Rule) -> None:
     """Register a rule for a function, and drop plans that were made without it."""
     RULES[function] = taught
     for forget in ON_NEW_RULE:
@@ -216,11 +216,11 @@ def rule(*what: Any) -> Any:
     """
     for function in what:
         if isinstance(function, FunctionType):
-            _check_is_asked(function)
+            _refuse_python_function(function)
     return _register_rule(what, must_fit=True)
 
 
-def _check_is_asked(function: FunctionType) -> None:
+def _refuse_python_function(function: FunctionType) -> None:
     """Raise LayoutError if calls of a function do not reach partita, but only those within it."""
     own = inspect.unwrap(function)
     if own.__module__.split(".")[0] != "torch" and not _names_in(function) & _HANDLERS:
@@ -329,13 +329,13 @@ def _register_rule(what: Sequence[Any], must_fit: bool) -> Any:
         for f in functions:
             if must_fit:
                 _check_terms(parse(text), f)
-            teach_rule(f, Rule(_name_of(f), text, must_fit=must_fit))
+            store_rule(f, Rule(_name_of(f), text, must_fit=must_fit))
         return None
 
     def register_derivation(derive: Callable[..., Any]) -> Callable[..., Any]:
         params = tuple(inspect.signature(derive).parameters.values())
         for f in what:
-            teach_rule(f, Rule(_name_of(f), derive=derive, params=params, must_fit=must_fit))
+            store_rule(f, Rule(_name_of(f), derive=derive, params=params, must_fit=must_fit))
         return derive
 
     return register_derivation

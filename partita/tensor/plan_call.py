@@ -110,12 +110,12 @@ def _ask_rule(call: OpCall) -> KernelRule | Decomposition | LikeRule | None:
             **{k: _convert_for_rule(v) for k, v in named.items()},
         )
     except (ValueError, IndexError, TypeError, ArithmeticError):
-        _let_torch_complain(call)
+        _raise_torch_error(call)
         raise
     return KernelRule(answer) if isinstance(answer, str) else answer
 
 
-def _let_torch_complain(call: OpCall) -> None:
+def _raise_torch_error(call: OpCall) -> None:
     """Run the call on tensors without storage, so that a bad shape raises torch's own error.
 
     A user's operator is not run, because it need not support such tensors.
@@ -250,7 +250,7 @@ def _bind_sentence(call: OpCall, text: str) -> Bound | None:
         must_fit = rule is not None and rule.must_fit
         return bind(sentence, tuple(_classify_operand(v) for _, v in call.operands))
     except SentenceError as error:
-        _let_torch_complain(call)
+        _raise_torch_error(call)
         if must_fit:
             raise _make_misfit_error(call, text, str(error)) from None
         return None
@@ -267,12 +267,12 @@ def check_call_fits_rule(call: OpCall) -> None:
         try:
             rule.check_given(len(positional), named)
         except LayoutError as error:
-            _let_torch_complain(call)
+            _raise_torch_error(call)
             raise error.located(user_line()) from None
     declared = [path for path, _ in call.operands]
     undeclared = [path for path in call.tensors if path not in declared]
     if undeclared:
-        _let_torch_complain(call)
+        _raise_torch_error(call)
         name = _name_of_argument(call, undeclared[0])
         raise _make_misfit_error(call, rule.text, f"it has no term for {name}, a tensor")
 
@@ -316,7 +316,7 @@ def _choose_rows(call: OpCall, bound: Bound, answer: KernelRule) -> Choice | Non
     )
     choice = chooser.choose()
     if HERE.explainer is not None:
-        HERE.explainer.hear_rows([(path, form.parameters) for path, _ in call.operands], chooser)
+        HERE.explainer.record_rows([(path, form.parameters) for path, _ in call.operands], chooser)
     if choice is not None and chooser.inplace and choice.inputs[0] != chooser.layouts[0]:
         return None
     return choice

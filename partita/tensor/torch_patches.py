@@ -751,7 +751,7 @@ after_import("torch._dynamo.trace_rules", _skip_files)  # which takes seconds
 # It has no torch-function hook, and uses Dynamo even if nothing is compiled. So the code of torch's
 # function, which others may have imported, is replaced by code that checks for DTensors. Each rank
 # runs the kernel, compiled if requested, on its samples and heads. Score and mask functions get
-# global sample and head numbers, and a rank takes its part of a block mask. Queries, keys and values
+# global sample and head numbers, and a rank takes its part of a block mask. Queries, keys, values
 # are not split along their sequence: such pieces are exchanged for samples or heads.
 
 _found_flex: Any = flex_module.flex_attention

@@ -163,7 +163,7 @@ class Team:
                 self.stop()
                 return Outcome("crash", "a rank died")
             if not ready:
-                told = [o.detail for some in answers.values() for o in some]
+                details = [o.detail for some in answers.values() for o in some]
                 self.stop()
-                return Outcome("hang", "; ".join(["no answer", *told]))
+                return Outcome("hang", "; ".join(["no answer", *details]))
         return [answers[end] for end in self.ends]

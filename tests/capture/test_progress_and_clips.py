@@ -63,7 +63,7 @@ def test_of_what_takes_seconds_nothing_is_shown(shown):
 
 def test_who_listens_to_phases_shows_them_alone(shown):
     heard = []
-    with progress.told_of_phases(heard.append):
+    with progress.phase_listener(heard.append):
         step = pt.compile(lambda x: x + 1, backend="graph")
         step(torch.ones(2))
     assert heard == ["capture"]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import partita as pt
-from partita.rules.rule import RULES, teach_rule
+from partita.rules.rule import RULES, store_rule
 from partita.testing.op_case import Outcome, Reference, merge_outcomes, references, run_case
 from partita.testing.op_layouts import CLASSES
 from partita.testing.opinfo import list_names
@@ -77,4 +77,4 @@ def test_the_sweep_finds_a_rule_that_is_wrong(op, function, wrong, klass) -> Non
         found, _ = outcomes([op], 3)
         assert found[op][klass].kind in ("wrong", "crash"), found[op]
     finally:
-        teach_rule(function, right)
+        store_rule(function, right)

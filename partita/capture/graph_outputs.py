@@ -21,7 +21,7 @@ from partita.comm import TraceWire, Wire
 from partita.graph.block_calls import is_block_node
 from partita.graph.errors import not_captured
 from partita.graph.graph_nodes import drop_unused, written_operands
-from partita.graph.program import Input, Output, Program, ResultPlace, border_of
+from partita.graph.program import Input, Output, Program, ResultPlace, padding_boundary
 from partita.graph.slots import Slot
 from partita.layout import Fix
 from partita.tensor.dtensor import DTensor, tagged
@@ -288,7 +288,7 @@ def program_of_trace(
     given = dict(zip(graph.find_nodes(op="placeholder"), inputs.all, strict=True))
     cleared = list(outputs.cleared)
     kept, admitted = _select_outputs(graph, given, wires, outputs, inputs.marked, cleared)
-    cut = [i for i, output in enumerate(kept) if border_of(output.spec) is not None]
+    cut = [i for i, output in enumerate(kept) if padding_boundary(output.spec) is not None]
     if cut:
         refuse_cut_views(graph, cut)
     used = {node: _without_memory(i, inputs) for node, i in given.items() if node.users}

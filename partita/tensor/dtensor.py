@@ -619,7 +619,7 @@ def _refuse_to_guess(grad: torch.Tensor, spec: Spec, op: str, line: str) -> None
     else:
         goes = "may go" if ahead else "goes"
         whose = f"a gradient {goes} to a value that entered as Replicate"
-    # A region has its backward before anybody asks for it.
+    # A region's backward is traced before the program calls it.
     none = (Fix("x.detach().to_local()", "no gradient comes back"),) if ahead else ()
     raise LayoutError(
         f"{op}: {whose} on axis {axes}, and its meaning is ambiguous",

@@ -279,7 +279,7 @@ def _find_gradient_fault(gradients: list[Any], reference: Reference) -> str:
 def _outcome_of_error(error: pt.LayoutError) -> Outcome:
     text = _format_error(error)
     if any(s in text for s in ("ranks ask for", "ranks wait", "which has ended")):
-        return Outcome("hang", text)  # simulated ranks that go apart are told; real ones wait
+        return Outcome("hang", text)  # simulated ranks that diverge get an error; real ones wait
     broken = "does not hold" in text or "but its rule has" in text
     return Outcome("crash" if broken or not (error.reason or error.fixes) else "raise", text)
 

@@ -351,10 +351,11 @@ class CompiledStep:
 
     @property
     def artifact(self) -> Built | None:
-        """The compiled code of the last program: "compiled in 10.3 s", "loaded in 0.4 s".
+        """The result of compiling the last program. Prints as "compiled in 10.3 s" or "loaded in
+        0.4 s".
 
-        None if the program runs without being compiled. For a region: the forward's and the
-        backward's (`.sections`). Raises like `program`.
+        None if the program runs without being compiled. For a region, `artifact.sections` has one
+        for the forward and one for the backward. Raises like `program`.
         """
         return self.program.artifact
 

@@ -54,7 +54,7 @@ class LayoutError(ValueError):
 
     @property
     def said(self) -> dict[str, Any]:
-        """The arguments of the constructor."""
+        """The parts of the message by name: the constructor's arguments."""
         return {name: getattr(self, name) for name in _PARTS}
 
     def located(self, place: str) -> LayoutError:

@@ -52,7 +52,9 @@ def row(*names: str, axis: str = "tp") -> dict[str, Any]:
 
 
 def vocabulary(*names: str, axis: str = "tp") -> dict[str, Any]:
-    """Plan of embeddings and heads split by words. `F.cross_entropy` takes the head's split logits.
+    """Plan of embeddings and heads split by words: each rank has the rows of some words.
+
+    `F.cross_entropy` takes the split logits of such a head.
 
     Args:
         names: patterns of the modules' names.

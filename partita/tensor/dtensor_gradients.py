@@ -511,7 +511,11 @@ _node = _base.grad_fn.__get__
 
 
 def _grad_fn_of(x: DTensor) -> Any:
-    """The autograd node that made this tensor. Code of torch and partita gets the node itself."""
+    """The autograd node that made this tensor, as in torch.
+
+    Users get a `NodeOfPieces`: the node sees local pieces, so hooks get DTensors or are refused.
+    Code of torch and partita gets the node itself.
+    """
     with Local():
         node = _node(x)
     if node is None:

@@ -191,8 +191,8 @@ noise.register_fake(torch.empty_like)
 
 @pytest.mark.parametrize(
     ("operator", "reason"),
-    [(double, "it writes x"), (tell, "it gives nothing"), (noise, "it draws random numbers")],
-    ids=["writes", "gives nothing", "draws"],
+    [(double, "it writes x"), (tell, "it returns nothing"), (noise, "it draws random numbers")],
+    ids=["writes", "returns nothing", "draws"],
 )
 def test_one_that_does_more_than_give_new_tensors_is_refused_with_the_reason(operator, reason):
     def step(x):

@@ -353,7 +353,7 @@ def test_ranks_that_bring_other_numbers_are_told_so():
         number = 0.1 * (1 + mesh.get_local_rank("dp"))
         graph_of(lambda x, a: x * a)(pt.distribute_tensor(x, mesh, [S(0)]), number)
 
-    match = "other numbers"
+    match = "different numbers"
     with pt.ranks(dp=2) as world, pytest.raises(pt.LayoutError, match=match) as caught:
         world.run(run)
     assert "argument[1] = 0.1" in str(caught.value) and "argument[1] = 0.2" in str(caught.value)

@@ -61,7 +61,9 @@ BENCHES = {
         *("faults", "simulate", "published", "plan", "steps"),
     )
 }
-"""What `partita bench NAME` runs: "module:function", called with the remaining arguments."""
+"""The function that `partita bench NAME` runs: "module:function", called with the remaining
+arguments.
+"""
 HOST_BENCHES = {
     "faults": "it kills ranks of the processor",
     "ops": "it compares ranks of the processor with it alone",

@@ -17,7 +17,7 @@ import torch
 __version__ = "0.2.0"
 
 _OLDEST, _NEWEST = (2, 11), (2, 14)
-"""The releases of torch of which tests have run: those that `pip install` accepts."""
+"""The oldest and newest release of torch that were tested; `pip install` accepts those."""
 
 INPUT_CHECK = re.compile(
     r"^ +assert_size_stride\((?:\w+, .*, 'input'|arg\d+_\d+, [^'\n]*)\)\n", re.MULTILINE

@@ -384,7 +384,7 @@ _DIVMOD = {
     "__divmod__": lambda self, by: (self // by, self % by),
     "__rdivmod__": lambda self, x: (x // self, x % self),
 }
-"""What torch's numbers do not have."""
+"""Operations that torch's numbers lack."""
 
 
 def is_text_of_unknown(value: Any) -> bool:

@@ -68,7 +68,7 @@ MOST = 2**30
 tokens takes a quarter of them, one of four times as many stays."""
 
 FindNode = Callable[[torch.Tensor], tuple[fx.Node, Mapping[fx.Node, fx.Node]] | None]
-"""Gives the node that makes a mask, and the nodes that others stand for (see `KnownNode`)."""
+"""Returns the node that makes a mask, and the nodes that others represent (see `KnownNode`)."""
 
 
 class KnownMasks:
@@ -248,8 +248,9 @@ LARGE = 2**20
 _MOST_NODES = 256
 """A value that depends on more nodes is not known."""
 _MOST_CALLS = 64
-"""A large value of which a part takes more calls is not known: what two calls read is computed for
-each of them."""
+"""A large value is unknown if a part of it takes more calls. Shared operands are computed again for
+each call.
+"""
 _SURE = 2**31
 """Sums and differences of whole numbers below it do not overflow."""
 

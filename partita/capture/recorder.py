@@ -608,7 +608,9 @@ class RepeatedMoves:
 
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _OF_LEAVES = {inspect.getattr_static(torch.Tensor, name) for name in STATE_OF_LEAVES}
-"""What a real tensor must not be asked in place of its fake: it would answer wrongly."""
+"""Attributes that must not be read from a real tensor in place of its fake: the result would be
+wrong.
+"""
 _READING, _ASKING = ("item", "tolist"), ("__bool__", "is_nonzero")
 
 
@@ -805,7 +807,7 @@ def _laid_out_like(x: Any, value: Any) -> Any:
 
 
 _Checks = Iterator[tuple[torch.Tensor, str]]
-"""What must be true, and torch's message where it is not."""
+"""Conditions that must hold, and torch's message if one does not."""
 
 
 def _check_values(func: Any, args: Any, kwargs: Any) -> None:

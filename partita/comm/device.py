@@ -21,7 +21,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
 DEVICES = ("auto", "cpu", "cuda")
-"""What a user may ask for."""
+"""Device names that a user may pass."""
 HOST = torch.device("cpu")
 """The CPU: files are read into its memory, and values of Python live there."""
 empty, empty_like, new_empty = torch.empty, torch.empty_like, torch.Tensor.new_empty

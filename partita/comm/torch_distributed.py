@@ -194,7 +194,8 @@ COLLECTIVES = (
 ).split()
 """By name."""
 _OF_TWO_RANKS = frozenset("batch_isend_irecv irecv isend recv send".split())
-"""Those of which ranks need not call equally many: while they block, others see nothing of it."""
+"""Collectives that ranks need not call equally often. Other ranks do not notice while they block.
+"""
 
 
 def inspect_collectives(inspect: Callable[[str, Any], Any]) -> None:
@@ -266,7 +267,7 @@ _WRAPPERS = {
     "torch.distributed._composable.replicate": "replicate",
     "torch.distributed._composable.replicate_with_fsdp": "replicate",
 }
-"""What takes a model to replicate or shard it, by its module."""
+"""Wrappers that replicate or shard a model, by their module."""
 
 
 InspectWrapper = Callable[[str, Any, Sequence[int], Any], None]

@@ -50,7 +50,7 @@ PATIENCE = 20.0
 _LOOK = 0.5
 """Seconds between two looks of a rank at the others' posts."""
 LEAVING = threading.Event()
-"""Is this process about to end?"""
+"""Set if this process is about to end."""
 TIME_SLICE = timedelta(seconds=SLICE)
 
 
@@ -280,7 +280,7 @@ def _watch_for_deadlock() -> None:
 # -- posts of waiting ranks and deadlocks ----------------------------------------------------------
 
 Post = dict[str, Any]
-"""What a waiting rank writes to the store, made by `make_post`."""
+"""The text that a waiting rank writes to the store, made by `make_post`."""
 _VERDICT = "partita/waits/verdict"
 _SAME_CALLS = Fix(
     "the same calls on every rank, in the same order",
@@ -295,7 +295,7 @@ _FIXES_BY_TEXT = {
     ),
     "(pt.": Fix("that call on every rank, not within `if rank == 0:`", "each has a part"),
 }
-"""What helps where a line of the error has this text."""
+"""Fixes by a text that occurs in a line of the error."""
 _post_numbers = itertools.count(1)
 BEGUN: dict[str, int] = {}
 """How many collectives this rank has begun, by the name of a group that torch does not list."""

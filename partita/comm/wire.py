@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 _PLANS_KEPT = 4096
 
 _waiting: list[Callable[[], None]] | None = []
-"""What is done when this process makes its first wire; None once it has."""
+"""Functions to call when this process makes its first wire; None afterwards."""
 _beginning = threading.Lock()
 
 
@@ -112,16 +112,17 @@ class Wire(Transport):
     device = HOST
     device_mesh: object
     gathers_in_place = False
-    """May the input of an all-gather lie in its own place in the output?"""
+    """True if the input of an all-gather may lie at its own position in the output."""
     padded = False
-    """Are shards padded to equal size, as they are while a step is captured?"""
+    """True if shards are padded to equal size, as while a step is captured."""
     backend = Backend()
-    """How its collectives are done, which passes over graphs ask."""
+    """The backend of its collectives. Passes over graphs read it."""
     has_peers = True
-    """Are there other ranks to compare with?"""
+    """True if there are other ranks to compare with."""
     runs_in_streams = False
-    """Are its collectives kernels of a device, which can be recorded? Not where ranks meet in
-    Python."""
+    """True if its collectives are kernels of a device, which can be recorded. False if ranks meet
+    in Python.
+    """
     kind = "of process groups"
     """In a few words, for errors."""
 

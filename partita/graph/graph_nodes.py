@@ -49,8 +49,9 @@ NOTE = "partita"
 """The key of the note in a node's `meta`."""
 
 BLOCK_RESULT = "result of a block"
-"""The key, in the `meta` of a node, of a mark: it makes what a block gives, and is under a budget
-the last to be let go (`passes.remat`)."""
+"""A key in the `meta` of a node that makes a block's result. Under a budget, such results are
+dropped last (`passes.remat`).
+"""
 
 
 BLOCK = "block"

@@ -350,7 +350,7 @@ def find_first_leaves(leaves: Sequence[Any]) -> dict[int, int]:
 
 
 Parts = dict[int, tuple[Any, Any]]
-"""What may change in place, with its key, by id."""
+"""Objects that may change in place, each with its key, by id."""
 
 
 class WatchedItems:
@@ -579,7 +579,9 @@ def _key_of_mode(mode: Any) -> Any:
 # -- recompile reasons -----------------------------------------------------------------------------
 
 Description = dict[str, dict[str, str]]
-"""Of a call: for the name of each part, the text of each respect: {"x": {"shape": "(8, 4)"}}."""
+"""The description of a call. By the name of each part and each property, a text: {"x": {"shape":
+"(8, 4)"}}.
+"""
 _FIRST_CALL = "the first call"
 _SHOWN = 3  # parts that differ, in a reason
 _REMEMBERED = 1000

@@ -141,7 +141,7 @@ _ALONE = 1 << 22
 """Bytes from which a parameter travels alone: one collective more costs less than its copies."""
 
 _SMALL = 8
-"""How many times less than the next a group must have to gather, to be gathered beside it."""
+"""A group is gathered beside the next one if it has at least so many times fewer bytes."""
 
 
 class FsdpGroup:

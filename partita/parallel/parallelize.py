@@ -310,9 +310,8 @@ def _place_on_axes(spec: Spec, places: Pairs) -> Spec:
 # -- what a plan says ------------------------------------------------------------------------------
 
 Plan = Mapping[str, Places | Inputs | Outputs | Sequence[Inputs | Outputs]]
-"""By pattern: placements of the parameters with such names, or the boundaries of such modules.
-
-`*` stands for any characters, dots too; `?` for one; `[ab]` for one of these (as `fnmatch`).
+"""By pattern of names: placements of parameters, or boundaries of modules. `*` matches any
+characters, dots too; `?` matches one; `[ab]` matches one of these (as `fnmatch`).
 """
 
 

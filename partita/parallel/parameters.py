@@ -37,7 +37,7 @@ from partita.tensor.tensor_state import (
 from partita.tensor.uneven_pieces import empty_with_room
 
 _WRAPPERS = frozenset(("_orig_mod", "_checkpoint_wrapped_module"))
-"""What torch.compile and torch's checkpoint wrapper put into the names of what they wrap."""
+"""Parts of names that torch.compile and torch's checkpoint wrapper add."""
 
 
 @dataclass(frozen=True)

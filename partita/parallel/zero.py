@@ -352,7 +352,7 @@ _data: Any = torch._C.TensorBase.data
 
 
 _BUCKET_BYTES = 25 << 20
-"""Where gradients stay whole, small blocks are joined up to about this size: DDP's default."""
+"""If gradients stay whole, small blocks are joined up to about this size: DDP's default."""
 
 
 _Held = tuple[ParameterSlot, DTensor]

@@ -44,7 +44,7 @@ from .strategy import (
 )
 
 MOST = 32
-"""Ways that are simulated, unless others are asked for."""
+"""The default of the most ways to simulate."""
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ FITS, TOO_BIG, BOUND = "fit", "too big", "too big by weights and optimizer"
 RULED_OUT = "hold more than one that is too big"
 SLOW, LEFT = "too slow by bound", "not looked at"
 OUTCOMES = (FITS, TOO_BIG, BOUND, RULED_OUT, SLOW, LEFT)
-"""How a way may end: each ends in one of them."""
+"""The possible outcomes of a way. Each way has exactly one."""
 
 _SMALL = 16
 """Blocks of all micro-batches together that are simulated whole to rank a way."""
@@ -263,7 +263,7 @@ _MARGIN = 1.02
 """A way that holds so much more than the limit rules out those that keep more than it does: a
 schedule that keeps less may hold half a percent more for a moment."""
 _DOUBT = 4
-"""How much faster must a way be that is thought to hold more than the limit: a tenth more, 1.8x."""
+"""The exponent of the speed that a way above the limit needs: 10 % above, a factor of 1.46."""
 
 
 @dataclass(frozen=True)

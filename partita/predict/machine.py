@@ -27,7 +27,7 @@ from partita.layout.text import describe_value
 
 _FOLDER = Path(__file__).with_name("machines")
 _EFFICIENCIES = ("matmul", "attention", "memory", "link")
-"""Kinds of which a machine says what part of the peak is reached."""
+"""Kinds of work for which a machine states the fraction of the peak that it reaches."""
 _POWERS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
 _UNITS: dict[str, dict[str, float]] = {

@@ -64,7 +64,7 @@ KINDS = {
     "RI": "retype",
     "IR": "retype",
 }
-"""What takes an axis from one placement (by its letter) to another."""
+"""The kind of move from one placement to another, by their letters."""
 
 DUAL = {"S": "S", "R": "P", "P": "R", "I": "I"}
 """`Placement.dual()`, by letter."""

@@ -192,7 +192,7 @@ Key = tuple[Any, tuple[int, ...], Any]
 """
 
 Producer = tuple[str, int, int] | tuple[str, int]
-"""What made a tensor of a run: ("call", number, output), or ("input", number)."""
+"""The origin of a tensor of a run: ("call", number, output), or ("input", number)."""
 
 
 # -- call sites ------------------------------------------------------------------------------------

@@ -354,7 +354,9 @@ _COLLECTIVES = {
 _KINDS |= _COLLECTIVES
 """Colours of what streams do, in the order of the legend."""
 _BARS = 400
-"""Parts of a timeline that are told apart: two pixels each, as bars of less cover others."""
+"""The number of parts of a timeline that are drawn separately. Each has two pixels, because bars of
+less would cover others.
+"""
 _POINTS = 2000
 """Places of a schedule that are drawn; of more, the highest of each few."""
 

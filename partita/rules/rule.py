@@ -175,7 +175,7 @@ RULES: dict[Callable[..., Any], Rule] = {}
 
 
 ON_NEW_RULE: list[Callable[[], None]] = []
-"""Called after each new rule: whoever remembers what rules there were forgets it."""
+"""Functions to call after each new rule; they clear caches of rules."""
 
 
 def store_rule(function: Callable[..., Any], taught: Rule) -> None:

@@ -451,7 +451,7 @@ class _Number:
 
 NUMBER = _Number()
 Operand = tuple[int, ...] | _Number | None
-"""What a sentence is bound to, per term: a global shape in elements, a number, or nothing."""
+"""An operand of a sentence, per term: a global shape in elements, a number, or nothing."""
 
 
 @dataclass(frozen=True)

@@ -45,10 +45,10 @@ from .tensor_state import (
 )
 
 Path = tuple[int | str, ...]
-"""Where in a call a tensor stands: (1,) or ("bias",), or (0, 3) for the fourth of a list.
-
-A plan has it from the call that it was made for; others of the same key may give by name what that
-gave by place (`locate_in_call`)."""
+"""The position of a tensor in a call: (1,) or ("bias",), or (0, 3) for the fourth of a list. A plan
+has the paths of the call that it was made for. Other calls of the same key may pass by name what
+that one passed by position (`locate_in_call`).
+"""
 
 
 def is_index_of_view(index: Any) -> bool:
@@ -382,8 +382,9 @@ def _kinds_of_arguments(func: Function) -> tuple[dict[int, Kinds], dict[str, Kin
 
 
 Parameters = list[tuple[str, str, bool]]
-"""Of each argument: its name, its type as a schema writes it ("" where it is not known), and
-whether it may be given by place."""
+"""For each argument: its name, its type as in a schema ("" if unknown), and True if it may be
+passed by position.
+"""
 
 
 def _forms_of(func: Function) -> list[Parameters]:
@@ -519,7 +520,7 @@ def _make_plain_error(
 
 _MOST_NODES = 1000
 WHOLE = "partita: a whole gradient"
-"""What the metadata of a node of autograd holds that takes a whole gradient, equal on all ranks."""
+"""A key in the metadata of an autograd node that takes a whole gradient, equal on all ranks."""
 
 
 def _is_made_of_leaves(value: torch.Tensor) -> bool:

@@ -273,7 +273,7 @@ DTensor.__torch_function__ = MethodType(handle, DTensor) if IN_C is None else IN
 # the call to torch.
 
 _installed: dict[str, Any] = {}
-"""The key function that each method was made with. A rule that is given later brings another."""
+"""The key function that each method was made with. A later rule replaces it."""
 
 
 def _install_fast_methods() -> None:

@@ -347,7 +347,7 @@ FACTS_THAT_STAY = """storage_offset is_leaf grad_fn grad _base _is_view is_share
 is_conj is_neg _backward_hooks retains_grad output_nr is_pinned""".split()
 """Attributes and methods of what a tensor is beside its values, the same in each call of a step."""
 FACTS_THAT_CHANGE = "_version data_ptr untyped_storage storage _typed_storage".split()
-"""Those of which each call may have others."""
+"""Facts that may differ in each call."""
 FREQUENT_METHODS = """
     abs neg exp log sqrt rsqrt tanh sigmoid relu sin cos square reciprocal detach t erf __neg__
     __abs__ __invert__ add sub mul div matmul mm pow maximum minimum bmm add_ mul_ sub_ div_
@@ -360,7 +360,7 @@ FREQUENT_METHODS = """
 METHOD_OF_OPERATOR = {f"__{name}__": name for name in "pow eq ne lt le gt ge neg abs".split()}
 """The builtin methods that operators of torch.Tensor written in Python end in."""
 OF_ONE_OPERAND = frozenset("relu silu mish selu relu6 hardswish hardsigmoid".split())
-"""Of torch.nn.functional: the builtins of their names take the operand alone, and no `inplace`."""
+"""Functions of torch.nn.functional whose builtins take only the operand, and no `inplace`."""
 
 _FACTS_OF_FUNCTIONS = {
     "is_view": """view reshape flatten unflatten ravel transpose permute t movedim unsqueeze squeeze
@@ -395,7 +395,7 @@ _FACTS_OF_FUNCTIONS = {
         log_softmax logsigmoid mish relu relu6 rms_norm selu silu softmax softplus softshrink
         tanhshrink""",
 }
-"""The names of the functions of which each fact of `FunctionFacts` is so."""
+"""For each fact of `FunctionFacts`, the names of the functions that have it."""
 _CASTS = {
     Cast.LOWER: """_addmm_activation _convolution _native_multi_head_attention addbmm addmm addmv
         addr baddbmm bmm chain_matmul conv1d conv2d conv3d conv_tbc conv_transpose1d
@@ -540,7 +540,9 @@ _BARE_CALLS: dict[Any, Function] = {
     getattr(torch.nn.functional, op): getattr(torch._C._nn, op, None) or getattr(torch, op)
     for op in OF_ONE_OPERAND
 } | {torch.nn.functional.embedding: lambda input, weight: torch.embedding(weight, input)}
-"""What functions of torch.nn.functional call on their operands where each flag is None or False."""
+"""The builtins that functions of torch.nn.functional call on their operands if each flag is None or
+False.
+"""
 
 
 @dataclass(frozen=True)
@@ -681,8 +683,8 @@ def parameter_names(func: Function, count: int) -> tuple[str, ...]:
 # -- what is called in place of a function ---------------------------------------------------------
 
 OVERRIDES: dict[Function, Function] = {}
-"""What is called in place of a function of torch, with its arguments, if a DTensor is among
-them."""
+"""The function that is called in place of a function of torch if a DTensor is among its arguments.
+"""
 
 
 def runs_as_torch_has_it(func: Function) -> bool:

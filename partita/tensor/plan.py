@@ -444,7 +444,7 @@ _RENAMED = frozenset(("axis", "keepdims", "input", "self", "x", "a", "x1", "x2",
 
 
 _FACTORS = frozenset(("alpha", "beta", "value"))
-"""Names of arguments by which `add`, `addmm`, `addcmul` and their kin multiply a term."""
+"""Names of arguments by which `add`, `addmm`, `addcmul` and similar ops multiply a term."""
 
 
 class Unkeyed(TypeError):
@@ -522,14 +522,15 @@ def _has_tensor(value: Any) -> bool:
 
 
 OPERAND, DECLARED, FLAG, UNREAD, REST = range(5)
-"""What a parameter is to the key: an operand of a fixed sentence; read by the rule; read, and a
-bool; not read; all arguments that are left."""
+"""How a parameter enters the key: an operand of a fixed sentence; read by the rule; read, and a
+bool; not read; all remaining arguments.
+"""
 
 KEYWORD = 8
 """Added to a parameter that can be given by name only."""
 
 KeyParameters = Sequence[tuple[str, int, Any]]
-"""Of each parameter its name, what it is to the key, and its default."""
+"""For each parameter its name, how it enters the key, and its default."""
 
 
 def operand_key(names: Sequence[str], flagged: bool = False) -> KeyFunction:

@@ -198,7 +198,7 @@ for _name in ("resize_", "resize_as_", "as_strided_", "apply_", "map_", "share_m
 # -- assignment to an index ------------------------------------------------------------------------
 
 _write = torch.Tensor.__setitem__
-"""Of DTensors it ends in `set_item`, with torch-function disabled in the shard."""
+"""For DTensors it calls `set_item`, with torch-function disabled in the shard."""
 
 
 @implements(torch.Tensor.__setitem__)
@@ -670,7 +670,9 @@ def _read_scalar(x: Any) -> Any:
 
 
 installed_libraries: list[torch.library.Library] = []
-"""What stands before torch\'s own kernels: nothing until a number is read that no rank holds."""
+"""Libraries that override torch's own kernels. There are none until a number is read that no rank
+holds.
+"""
 _installing = threading.Lock()
 
 

@@ -78,8 +78,9 @@ class Spec:
     __slots__ = ("__dict__", "__weakref__", "layout", "local_shape", "shape", "wire")
 
     is_copy = False
-    """Is a tensor of this spec a view copy: a copy of what would be a view on one device? See
-    `aliasing`."""
+    """True if a tensor of this spec is a view copy: a copy of what would be a view on one device.
+    See `aliasing`.
+    """
 
     def __init__(self, layout: Layout, wire: Wire):
         self.layout, self.wire = layout, wire
@@ -196,7 +197,7 @@ _INTERNED: weakref.WeakValueDictionary[tuple[Layout, Wire], Spec] = weakref.Weak
 
 
 ON_NEW_SPEC: list[Callable[[Spec], None]] = []
-"""What is called with each spec that is made."""
+"""Functions to call with each new spec."""
 
 
 def spec_of(layout: Layout, wire: Wire) -> Spec:

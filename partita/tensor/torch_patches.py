@@ -108,7 +108,7 @@ _TABLES_OF_HOOKS = [
     (slot.__get__, slot.__set__)
     for slot in (_base._backward_hooks, _base._post_accumulate_grad_hooks)
 ]
-"""What reads and sets a tensor's dictionaries of hooks. Private torch."""
+"""Functions that read and set a tensor's dictionaries of hooks. Private torch."""
 
 
 def _swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
@@ -657,9 +657,10 @@ _ENTERED = (
     *("tensor/torch_patches.py", "tensor/transforms.py", "parallel/optimizer.py", "remat/"),
     *("app/models/", "bench/"),
 )
-"""What Dynamo may enter: functions that stand in torch's own places, where plain programs are
-compiled, too; regions, which know what they are in a program that is compiled; and programs of
-plain PyTorch, which are compiled as a user's are: models, and benches with their rivals."""
+"""Files that Dynamo may enter. They are functions in torch's own places, where plain programs are
+compiled, too; regions, which handle compilation themselves; and programs of plain PyTorch, which
+are compiled like a user's: models, and benches with their rivals.
+"""
 
 
 def only_entered(function: F) -> F:
@@ -846,7 +847,7 @@ def _derive_flex_rule(
 
 
 _Range = tuple[int, ...]
-"""Where a rank's samples or heads begin, and how many they are."""
+"""The start and number of a rank's samples or heads."""
 
 
 def _make_flex_kernel(rows: _Range, heads: _Range) -> Kernel:

@@ -34,7 +34,7 @@ _DTYPES = (torch.float32, torch.int64, torch.complex64)
 """An op is run in the first that it takes."""
 
 _MOST_SAMPLES = 200
-"""How many samples of an op are considered."""
+"""The most samples of an op that are considered."""
 
 
 class Form:

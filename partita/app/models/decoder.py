@@ -31,7 +31,7 @@ class Decoder(nn.Module):
     cos: Tensor
     sin: Tensor
     adds: tuple[str, ...]
-    """How the names of those weights end whose products are added to the residual stream."""
+    """Suffixes of the names of weights whose products are added to the residual stream."""
 
     def __init__(
         self,

@@ -48,7 +48,7 @@ UNSAFE_TAGS = frozenset(
     (torch.Tag.cudagraph_unsafe, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 )
 _STATE = frozenset(("parameter", "buffer", "optimizer", "value"))
-"""Kinds of inputs that lie in one place as long as nobody exchanges them."""
+"""Kinds of inputs whose memory stays the same until it is exchanged."""
 _OF_REGIONS = frozenset(("cotangent", "saved", "kept"))
 """Kinds of inputs and outputs of regions, whose forward and backward autograd calls."""
 

@@ -18,7 +18,7 @@ from .pointwise import is_linear_cast
 
 Dim = int | Sequence[int] | None
 _DIMS, _ONE_DIM = "input dim=None keepdim=False", "input dim=-1"
-"""What most of these functions take."""
+"""The parameters of most of these functions."""
 _REDUCED, _REDUCED_TO_TWO = "{whole} -> {left}", "{whole} -> {left}, {left}"
 _ALONG, _ALONG_IN_TWO = "{whole} -> {whole}", "{whole} -> {whole}, {whole}"
 

@@ -21,7 +21,7 @@ from ..sentence import Bound
 from .index import picked
 
 EXTREME = object()
-"""Of a maximum the least value that there is, of a minimum the greatest."""
+"""For a maximum the least value of the dtype, for a minimum the greatest."""
 
 Identity = Any
 """A number, `EXTREME`, or a function of a call's arguments that gives one."""

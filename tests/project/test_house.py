@@ -115,6 +115,30 @@ def test_a_room_lists_its_files_in_reading_order(modules):
     assert len(rooms) > 15 and unlisted == []
 
 
+def test_the_readme_of_a_room_names_files_that_are_there():
+    package = Path(__file__).parents[2] / "partita"
+    readmes = [*package.glob("*/README.md")]
+    named = [
+        (readme.parent, file)
+        for readme in readmes
+        for file in re.findall(r"`([\w/]+\.py)`", readme.read_text())
+    ]
+    assert len(readmes) >= 3 and len(named) > 30
+    assert [f for at, f in named if not (at / f).exists() and not (package / f).exists()] == []
+
+
+def test_no_room_of_a_compiled_step_imports_one_above_it(house, modules):
+    names = {m.name for m in modules}
+    arrows = {m.name: house.imports_of(m, names) for m in modules}
+    assert house.find_upward_imports(arrows) == []
+    arrows["partita.graph.memory"] |= {"partita.capture.fakes"}
+    arrows["partita.capture.tracer"] |= {"partita.guards.record"}
+    assert house.find_upward_imports(arrows) == [
+        "partita.capture.tracer partita.guards.record",
+        "partita.graph.memory partita.capture.fakes",
+    ]
+
+
 def imports_of_tests():
     """Each import of a test module: its path, the module and the name that it takes."""
     tests = Path(__file__).parents[1]

@@ -26,7 +26,7 @@ def cut():
 
     def cut(step):
         def make_callable(program, wires):
-            sections = sections_of(program, always=True, least=4)
+            sections = sections_of(program, always=True)
             cut.found.append(sections)
             if sections is None:
                 return run.function_of(program.graph, program.groups)
@@ -42,7 +42,7 @@ def cut():
 
 
 def whole(step):
-    return pt.compile(step, backend="graph")
+    return pt.compile(step, backend="graph", blocks=True, sections=True)
 
 
 def emptying(function):

@@ -1,15 +1,14 @@
 """The section cutter: a graph is cut into sections, so that equal ones are compiled once.
 
-It is cut at collectives and at checks of values (which a compiler might drop). The parts between
-them are cut further where they repeat, as the layers of a model do. A section takes and returns
-only values that own their memory: views are made again in the section that reads them.
+It is cut at collectives, at checks of values (which a compiler might drop), and at the sections
+that blocks have become (`step_forms`). A section takes and returns only values that own their
+memory: views are made again in the section that reads them.
 """
 
 from __future__ import annotations
 
 import operator
-from collections import Counter
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -36,7 +35,7 @@ from ..graph_nodes import (
     note_of,
     section_of,
 )
-from ..graph_text import key_of, line_of, repeats_of
+from ..graph_text import key_of, line_of
 from ..memory import Storages, storages_of
 from ..program import Program
 from .executor import Sections
@@ -47,30 +46,22 @@ _COPY = _aten.copy_.default
 _LEFT = 0.5
 """The largest part of a deep graph that the different sections may be, for it to be cut."""
 
-_LONG = 600
-"""Calls between two collectives above which they are cut although an equal stretch exists: the
-number of layers in a stretch may depend on the depth of the model."""
-
 _PIECES = 0.5
 """The largest part of a value that a section may read to be passed only the pieces that it
 reads."""
 
-_LEAST = 24
-"""The least calls of a repeated part that is cut out."""
 
-
-def sections_of(program: Program, always: bool = False, least: int = _LEAST) -> Sections | None:
+def sections_of(program: Program, always: bool = False) -> Sections | None:
     """Returns a program's graph as sections; None where it has values that are no tensors.
 
     Args:
         always: whether to cut it also where the graph is not deep, or has too few equal parts.
-        least: the least calls of a repeated part that is cut out.
     """
     calls = len(program.graph.graph.nodes) - len(program.inputs)
     if not always and calls <= DEEP:
         return None
     try:
-        found = _GraphCutter(program, least).cut_graph()
+        found = _GraphCutter(program).cut_graph()
     except UnsureOfSections:
         return None
     worth = always or found.nodes <= _LEFT * calls
@@ -94,7 +85,7 @@ def sections_of_blocks(
     Raises:
         UnsureOfSections: a part gives another what is no tensor, or a view.
     """
-    return _GraphCutter(program, _LEAST, late, packing, known).cut_graph().outer.graph
+    return _GraphCutter(program, late, packing, known).cut_graph().outer.graph
 
 
 class UnsureOfSections(Exception):
@@ -107,12 +98,11 @@ class _GraphCutter:
     def __init__(
         self,
         program: Program,
-        least: int,
         late: Collection[fx.Node] = (),
         packing: Sequence[Collection[fx.Node]] = (),
         known: dict[Any, Section] | None = None,
     ):
-        self.program, self.least, self.late = program, least, late
+        self.program, self.late = program, late
         self.storages = storages_of(program)
         # Where two gathers share a node, it comes before the first.
         numbered = [*enumerate(packing)][::-1]
@@ -159,7 +149,8 @@ class _GraphCutter:
     # -- which calls are together ------------------------------------------------------------------
 
     def _split_into_parts(self) -> Iterator[list[fx.Node]]:
-        """The stretches between collectives; long and unique ones are cut into their repeats."""
+        """The stretches between collectives and calls of sections; those of a block are cut further
+        where it packs and unpacks what it gathers."""
         stretches = groupby(self.order, lambda n: (_stands_between(n), n in self.late))
         runs = [[*nodes] for (stands_between, _), nodes in stretches if not stands_between]
         if self.is_of_block:
@@ -169,13 +160,7 @@ class _GraphCutter:
                     yield [*part]
                 yield from self._split_unpacking(run[len(packing) :])
             return
-        keys = [tuple(map(_key_of_call, run)) for run in runs]
-        times = Counter(keys)
-        for run, key in zip(runs, keys, strict=True):
-            if times[key] == 1 or len(run) > _LONG:
-                yield from self._split_repeats(run)
-            else:
-                yield run
+        yield from runs
 
     def _with_packing_first(self, order: Sequence[fx.Node]) -> list[fx.Node]:
         """Returns the order in which what packs for gathers comes first between two collectives."""
@@ -199,36 +184,6 @@ class _GraphCutter:
                 break
             moves += 1
         yield from (part for part in (run[:moves], run[moves:]) if part)
-
-    def _split_repeats(self, run: list[fx.Node]) -> Iterator[list[fx.Node]]:
-        """Yields a stretch of calls, cut into the repeats of the part that repeats itself in it."""
-        is_long = len(run) >= 2 * self.least
-        found = repeats_of([*map(_key_of_call, run)], self.least) if is_long else None
-        if found is None:
-            if run:
-                yield run
-            return
-        part, period = found
-        alive = self._count_live_values(run)
-        second = [i for i in part[period : 2 * period] if not _is_piece(run[i])]
-        cut = min(second, key=lambda i: alive[i]) - period  # where the fewest values cross the cut
-        yield from self._split_repeats(run[:cut])
-        while (end := cut + period) <= part.stop and not (run[end:] and _is_piece(run[end])):
-            yield run[cut:end]
-            cut = end
-        yield from self._split_repeats(run[cut:])
-
-    def _count_live_values(self, run: list[fx.Node]) -> list[int]:
-        """Returns for each call of a run how many values of earlier calls are still read."""
-        place = {node: i for i, node in enumerate(run)}
-        change = [0] * (len(run) + 1)
-        for node, i in place.items():
-            read = [place[user] for user in node.users if user in place]
-            if read:
-                change[i + 1] += 1
-                change[max(read) + 1] -= 1
-        alive = 0
-        return [alive := alive + more for more in change[:-1]]
 
     # -- views -------------------------------------------------------------------------------------
 
@@ -432,16 +387,6 @@ def _copy_with_note(graph: fx.Graph, node: fx.Node, of: Mapping[fx.Node, fx.Node
 def _numel_of_node(node: fx.Node) -> int:
     """Returns the number of elements of a node's value."""
     return sum(t.numel() for t in tensors_in(node.meta["val"]))
-
-
-def _is_piece(node: fx.Node) -> bool:
-    """True for an item of another call's result, which must be in the same part."""
-    return node.target is operator.getitem
-
-
-def _key_of_call(node: fx.Node) -> Hashable:
-    """Returns the text of a call without its operands."""
-    return line_of(node, dict.fromkeys(node.all_input_nodes, "%"))
 
 
 # -- an order with early writes --------------------------------------------------------------------

@@ -12,6 +12,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV   := .venv
 READY  := $(VENV)/.ready
 CLIENTS := $(VENV)/.clients
+LOWERING := $(VENV)/.gpu-lowering
 SITE   := $(VENV)/.site
 BIN    := $(VENV)/bin
 ARGS   ?=
@@ -30,6 +31,10 @@ $(CLIENTS): $(READY)
 	$(PYTHON) -m pip --python $(BIN)/python install --quiet -c constraints.txt -e '.[clients]'
 	touch $@
 
+$(LOWERING): $(READY)
+	$(PYTHON) -m pip --python $(BIN)/python install --quiet -c constraints.txt -e '.[gpu-lowering]'
+	touch $@
+
 $(SITE): $(READY)
 	$(PYTHON) -m pip --python $(BIN)/python install --quiet -c constraints.txt -e '.[docs]'
 	touch $@
@@ -40,7 +45,7 @@ train: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 -m "not slow" $(ARGS)
 
-test-all: $(READY)
+test-all: $(READY) $(LOWERING)
 	$(BIN)/python -m pytest -n 2 $(ARGS)
 
 # Without a network and an environment: by any Python that has torch and what the tests need.

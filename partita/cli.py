@@ -58,13 +58,14 @@ BENCHES = {
     name: f"partita.bench.{name}:main"
     for name in (
         *("dispatch", "ops", "compile", "memory", "zero", "checkpoint"),
-        *("faults", "simulate", "published", "plan", "steps"),
+        *("faults", "simulate", "published", "plan", "steps", "kernels"),
     )
 }
 """The function that `partita bench NAME` runs: "module:function", called with the remaining
 arguments.
 """
 HOST_BENCHES = {
+    "kernels": "it lowers for a chip that is not there",
     "faults": "it kills ranks of the processor",
     "ops": "it compares ranks of the processor with it alone",
     "published": "it measures nothing",

@@ -69,12 +69,13 @@ class StepShape:
     vocab: int
     hidden: int = 0
 
-    def make(self) -> nn.Module:
+    def make(self, device: str | None = None) -> nn.Module:
+        """Make the model on a device, the bench's own if None."""
         torch.manual_seed(0)
         sizes: dict[str, Any] = {
             name: getattr(self, name) for name in ("layers", "width", "heads", "context", "vocab")
         }
-        with torch.device(bench_device().type):
+        with torch.device(device or bench_device().type):
             if self.hidden:
                 return Llama(**sizes, groups=self.heads // 4, hidden=self.hidden)
             return GPT(**sizes)

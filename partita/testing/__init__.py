@@ -2,5 +2,5 @@
 
 In reading order: `prove` with `trial`, `simulated_ranks` and `samples/` (the rules), `opinfo`,
 `op_layouts`, `op_case` and `op_team` (the sweep), `strides` (of captured graphs),
-`allocated_bytes`.
+`allocated_bytes`, `believed_gpu` (a GPU that is not there).
 """

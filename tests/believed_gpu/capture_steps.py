@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.amp import autocast_mode
 
 import partita as pt
 from partita.app.models import GPT
 from partita.capture.fakes import captured_for
+from partita.testing.believed_gpu import believe_in_autocast
 
 CONTEXT = 32
 _ATEN = torch.ops.aten
@@ -42,13 +42,6 @@ def cast() -> Any:
             return F.cross_entropy(model(x).flatten(0, 1), x.flatten())
 
     return model, loss
-
-
-def believe_in_autocast() -> None:
-    """Have autocast, too, take it for granted that there is a GPU, and that it knows bfloat16."""
-    # Private torch: where there is no GPU autocast warns, and does nothing.
-    autocast_mode.torch.cuda.amp.common.amp_definitely_not_available = lambda: False
-    torch.cuda.is_bf16_supported = lambda *args, **kwargs: True
 
 
 def llama() -> Any:

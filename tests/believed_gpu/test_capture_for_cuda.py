@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from partita.testing.believed_gpu import believing_environment
 
 HERE = Path(__file__).parent
 
@@ -22,16 +23,8 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def believing(tmp_path_factory):
     """The environment of a process whose torch believes in a GPU."""
-    home = Path(torch.__file__).parent
-    made = tmp_path_factory.mktemp("believed") / "believed_gpu.so"
-    include = [f"-I{home}/include", f"-I{home}/include/torch/csrc/api/include"]
-    libraries = [f"-L{home}/lib", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{home}/lib"]
-    source = str(HERE / "believed_gpu.cpp")
-    build = ["g++", "-std=c++20", "-O0", "-shared", "-fPIC", *include, source, "-o", str(made)]
-    done = subprocess.run([*build, *libraries], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, f"torch's headers are others:\n{done.stderr[-2000:]}"
     root = str(HERE.parents[1])
-    return {**os.environ, "LD_PRELOAD": str(made), "PYTHONPATH": root}
+    return {**believing_environment(tmp_path_factory.mktemp("believed")), "PYTHONPATH": root}
 
 
 def told_of(name, environment, *rest):

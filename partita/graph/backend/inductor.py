@@ -85,7 +85,7 @@ def build(
     """
     wires = sorted(wires, key=lambda w: -w.mesh.size())
     facts = _describe_build(program, what)
-    cut = _cut_into_sections(program, sections)
+    cut = cut_into_sections(program, sections)
     if cut is not None:
         return _build_sections(program, cut, facts, wires)
     flat = program.flat()
@@ -98,7 +98,7 @@ def build(
     )
 
 
-def _cut_into_sections(program: Program, sections: bool | None) -> Sections | None:
+def cut_into_sections(program: Program, sections: bool | None) -> Sections | None:
     """Returns the sections of a program's graph; None where it is to be compiled whole.
 
     A graph in which blocks are calls of sections is cut between these, too. One that checks a value
@@ -357,6 +357,7 @@ def compile_program(program: Program | Section) -> tuple[Call, bytes | None, lis
     constants_as_inputs(graph)
     for node in graph.graph.nodes:
         mark(node)
+    for node in graph.graph.nodes:
         node.meta.pop(NOTE, None)
         if node.target is _aten.view.dtype and node.meta["val"].dtype is torch.bool:
             # Of bytes, as which process groups carry bools: Inductor's vector code does not

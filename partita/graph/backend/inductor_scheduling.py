@@ -11,6 +11,9 @@ Order (`InOrder`): Inductor moves every write into an input, and so every update
 the end of the graph, where all gradients wait for it. It moves calls that need little to the
 beginning. Here kernels are put back into the order of the passes, and each write to where its
 operands are ready.
+
+Combination (`InOrder`): on a GPU, kernels that follow each other and do not need each other are
+launched as one, Inductor's combo kernel: those that pack a bucket, unpack it, or update parameters.
 """
 
 from __future__ import annotations
@@ -21,17 +24,24 @@ from typing import Any
 from torch import fx
 from torch._inductor import custom_graph_pass as torchs
 from torch._inductor.choices import InductorChoices
+from torch._inductor.ir import MutationLayoutSHOULDREMOVE, NonOwningLayout
+from torch._inductor.scheduler import (
+    ForeachKernelSchedulerNode,
+    NopKernelSchedulerNode,
+)
 from torch._inductor.virtualized import V
 
+from partita.comm.collective import WAIT
 from partita.versions import base_of_scheduler_passes
 
 from ..graph_nodes import note_of, order_by_needs
+from ..passes.regather import only_moves
 
 _SMALL = 1 << 16  # bytes, below which lifetimes do not matter
 _SHARED = 4  # large calls are fused only if one in so many of their bytes is shared
 
 
-_FORWARD, _AGAIN = "forward", "again"
+_FORWARD, _AGAIN, _UNPACKED = "forward", "again", "unpacked"
 _OURS = "partita"
 
 
@@ -42,8 +52,18 @@ def mark(node: fx.Node) -> None:
     """
     note = note_of(node)
     if node.op == "call_function" and (note.again or note.phase == "forward"):
-        mine = {_OURS: _AGAIN if note.again else _FORWARD}
+        again = _UNPACKED if _unpacks_gathered(node) else _AGAIN
+        mine = {_OURS: again if note.again else _FORWARD}
         node.meta["custom"] = node.meta.get("custom", {}) | mine
+
+
+def _unpacks_gathered(node: fx.Node) -> bool:
+    """True if it only moves elements of a gathered value, which no call of forward reads."""
+    while node.op == "call_function" and node.target is not WAIT:
+        if len(node.all_input_nodes) != 1 or not only_moves(node):
+            return False
+        (node,) = node.all_input_nodes
+    return note_of(node).kind == "all_gather"  # in a section the value is an input
 
 
 class Choices(InductorChoices):
@@ -53,12 +73,14 @@ class Choices(InductorChoices):
 
     def uuid(self) -> str:
         """Identifies these rules in Inductor's cache keys."""
-        return f"partita.graph.backend.inductor_scheduling fusion 4 {_SMALL} {_SHARED}"
+        return f"partita.graph.backend.inductor_scheduling fusion 5 {_SMALL} {_SHARED}"
 
     @staticmethod
     def can_fuse(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
         """True if two nodes may become one kernel, whether or not one needs the other."""
-        marks = _marks_of_kernel(node1), _marks_of_kernel(node2)
+        marks = [_marks_of_kernel(node1), _marks_of_kernel(node2)]
+        if not node1.is_gpu():  # where what is fused stays as it was measured
+            marks = [{_AGAIN if m == _UNPACKED else m for m in mine} for mine in marks]
         if any(_AGAIN in one and _FORWARD in other for one, other in (marks, marks[::-1])):
             return False
         return InductorChoices.can_fuse(scheduler, node1, node2, shared_data_score)
@@ -112,7 +134,7 @@ class InOrder(_Pass):  # type: ignore[misc]
 
     def uuid(self) -> str:
         """Identifies this order in Inductor's cache keys."""
-        return "partita.graph.backend.inductor_scheduling order 1"
+        return "partita.graph.backend.inductor_scheduling order 2"
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
         makers = {name: node for node in nodes for name in node.get_buffer_names()}
@@ -137,7 +159,95 @@ class InOrder(_Pass):  # type: ignore[misc]
                 order.append(node)
             order += order_by_needs(behind.get(i, []), needs, done)
         assert len(order) == len(nodes)
+        return _combine_kernels(order, needs)
+
+
+def _combine_kernels(order: list[Any], needs: dict[Any, list[Any]]) -> list[Any]:
+    """Returns the same order, in which kernels of a GPU that can run as one launch are one node.
+
+    Torch's own combination groups by depth in the graph, whatever lives longer for it, and sorts
+    anew. Here only neighbours are combined, and only where next to nothing lives longer.
+    """
+    if not any(node.is_gpu() for node in order):
         return order
+    summed = [n for n in order if type(n).__name__ == "FusedMixOrderReductions"]
+    parts = {name for node in summed for name in node.get_buffer_names()}
+    last = {dep.name: i for i, node in enumerate(order) for dep in node.read_writes.reads}
+    combined: list[Any] = []
+    group, behind = list[Any](), list[Any]()  # kernels, and what takes no kernel and follows
+    freed = 0
+    for i, node in enumerate([*order, None]):
+        if node is not None and _is_nothing(node) and group:
+            behind.append(node)
+            continue
+        ends = 0 if node is None else _count_freed_bytes(node, last, i)
+        if group and not (
+            node is not None
+            and _can_combine(node, parts)
+            and not {*group, *behind}.intersection(needs[node])
+            and (
+                _writes_input(node)  # what it makes lies there already
+                or min(freed + ends, _count_allocated_bytes(node)) <= _SMALL
+            )
+        ):
+            combined += [_one_launch(group), *behind]
+            group, behind, freed = [], [], 0
+        if node is None:
+            break
+        if _can_combine(node, parts):
+            group.append(node)
+            freed += ends
+        else:
+            combined.append(node)
+    scheduler = order[0].scheduler
+    for node in combined:
+        node.prune_redundant_deps(scheduler.name_to_fused_node)
+    return combined
+
+
+def _one_launch(kernels: list[Any]) -> Any:
+    """Returns kernels that do not need each other as one node. Private torch: its combo kernels."""
+    if len(kernels) == 1:
+        return kernels[0]
+    scheduler = kernels[0].scheduler
+    combo = ForeachKernelSchedulerNode(
+        scheduler, kernels, use_custom_partition_algo=True, enable_autotune=True
+    )
+    scheduler.name_to_fused_node.update({part.get_name(): combo for part in combo.get_nodes()})
+    return combo
+
+
+def _can_combine(node: Any, parts: set[str]) -> bool:
+    """True if Inductor can launch it together with others: generated code for a GPU.
+
+    Args:
+        parts: partial sums, whose reader Inductor drops: torch adds them up.
+    """
+    if not node.is_gpu() or parts.intersection(node.used_buffer_names()):
+        return False
+    return bool(ForeachKernelSchedulerNode.combinable_nodes([node]))
+
+
+def _is_nothing(node: Any) -> bool:
+    """True if no code runs for it: a buffer whose parts others write."""
+    return isinstance(node, NopKernelSchedulerNode)
+
+
+def _count_freed_bytes(node: Any, last: dict[str, int], place: int) -> int:
+    """Returns the bytes that it is the last to read."""
+    return _count_bytes(
+        node.scheduler, (d for d in node.read_writes.reads if last[d.name] == place)
+    )
+
+
+def _count_allocated_bytes(node: Any) -> int:
+    """Returns the bytes of its results that others read, without those in older memory."""
+    there = MutationLayoutSHOULDREMOVE, NonOwningLayout
+    inside = node.get_operation_names()
+    is_inside = node.scheduler.can_buffer_be_removed_through_fusion
+    results = (b for b in node.get_outputs() if not isinstance(b.node.layout, there))
+    made = {b.get_name() for b in results if not is_inside(b.get_name(), inside)}
+    return _count_bytes(node.scheduler, (d for d in node.read_writes.writes if d.name in made))
 
 
 def _as_in_graph(nodes: list[Any], needs: dict[Any, list[Any]]) -> list[Any]:

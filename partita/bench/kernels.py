@@ -1,0 +1,377 @@
+"""A bench of kernels: how many a training step launches on a GPU, and what they read and write.
+
+No GPU is needed. Each way is captured for a chip that is not there, and lowered by Inductor; the
+kernels of the generated code are counted, and none is run. A package `triton` has to stand beside
+torch: `pip install partita[gpu-lowering]`.
+
+The ways are the plain model by torch.compile, as its users run it (model and loss compiled, under
+autocast, so without the optimizer, which steps eagerly), and partita's compiled steps: plain, data
+parallel and ZeRO-3, with AdamW. Bytes are Inductor's: each operand and result of a kernel once.
+"a block" is what one block more adds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import re
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+import partita as pt
+from partita.capture.fakes import captured_for
+from partita.graph.backend.inductor import compile_program, cut_into_sections
+from partita.graph.graph_nodes import is_collective, section_of
+from partita.tensor.op_facts import facts_of
+from partita.testing.believed_gpu import (
+    CHIPS,
+    GPU,
+    believe_in_autocast,
+    believing_environment,
+    lower_for,
+)
+
+from .rivals import cross_entropy
+from .steps import MODELS, StepShape
+
+WAYS = {
+    "torch": "torch.compile, model and loss",
+    "plain": "pt.compile, one rank",
+    "dp": "pt.compile, data parallel",
+    "zero3": "pt.compile, ZeRO-3",
+}
+KINDS = (
+    *("products", "attention", "pointwise", "reductions", "packing", "optimizer"),
+    *("communication", "other"),
+)
+"""Kinds of kernels. Packing only moves or casts elements, next to a collective."""
+RANKS = 8
+_SUM_OF_PARTS = re.compile(r"= workspace_\d+\[.*\.sum\(dim=0\)")
+
+Counts = Counter[tuple[str, str]]
+"""For each ("launches" or "bytes", kind) a number."""
+
+
+# -- the kernels of generated code -----------------------------------------------------------------
+
+
+@contextmanager
+def counting_kernels(counts: Counts) -> Iterator[None]:
+    """Within, the kernels of the code that Inductor generates are added to `counts`.
+
+    Private torch: Inductor's scheduler, and the method that writes the launch of a Triton kernel.
+    """
+    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.virtualized import V
+
+    launched: list[Any] = []
+    write_call, generate = PythonWrapperCodegen.generate_kernel_call, GraphLowering.codegen
+
+    def record_launch(self: Any, *args: Any, **kwargs: Any) -> Any:
+        launched.append(V.graph.scheduler.current_node)
+        return write_call(self, *args, **kwargs)
+
+    def count_graph(self: Any) -> Any:
+        launched.clear()
+        code = generate(self)
+        counts.update(_count_kernels(self.scheduler, launched))
+        # What a kernel leaves in parts is added up by torch itself.
+        counts["launches", "reductions"] += len(_SUM_OF_PARTS.findall(code[0].value))
+        return code
+
+    with (
+        mock.patch.object(PythonWrapperCodegen, "generate_kernel_call", record_launch),
+        mock.patch.object(GraphLowering, "codegen", count_graph),
+    ):
+        yield
+
+
+def _count_kernels(scheduler: Any, launched: Sequence[Any]) -> Counts:
+    counts: Counts = Counter()
+    for node in launched:
+        counts["launches", _kind_of_triton(node)] += 1
+    for node in scheduler.nodes:
+        kind, is_launch = _kind_of(node)
+        counts["launches", kind] += is_launch
+        counts["bytes", kind] += _count_bytes(node)
+    return +counts
+
+
+def _kind_of(node: Any) -> tuple[str, bool]:
+    """The kind of what a node of the scheduler runs, and whether it is a kernel of a library."""
+    if not node.is_extern() and not node.is_template():
+        return _kind_of_triton(node), False
+    what = node.node
+    if type(what).__name__ == "MultiOutput":  # one result of a call with several
+        name, is_launch = str(getattr(what.inputs[0], "op_overload", "")), False
+    else:
+        called = getattr(what, "op_overload", None) or getattr(what, "python_kernel_name", "")
+        name, is_launch = str(called), "wait_tensor" not in str(called)
+    if "c10d" in name:
+        return "communication", is_launch
+    if "scaled_dot_product" in name:
+        return "attention", is_launch
+    is_product = node.is_template() or any(part in name for part in ("mm", "convolution"))
+    return "products" if is_product else "other", is_launch
+
+
+def _kind_of_triton(node: Any) -> str:
+    """The kind of a generated kernel; of one that does several things the first that fits."""
+    inputs = _graph_inputs()
+    if any(name in inputs for b in node.get_outputs() for name in b.get_mutations()):
+        return "optimizer"
+    if node.is_reduction():
+        return "reductions"
+    origins = [o for part in node.get_nodes() if part.node for o in part.node.get_origins()]
+    calls = [o for o in origins if o.op == "call_function"]
+    if calls and all(map(_only_moves, calls)) and any(map(_touches_collective, calls)):
+        return "packing"
+    return "pointwise"
+
+
+def _graph_inputs() -> Any:
+    from torch._inductor.virtualized import V
+
+    return V.graph.graph_inputs
+
+
+def _only_moves(node: torch.fx.Node) -> bool:
+    facts = facts_of(node.target)
+    return facts.moves or facts.casts or facts.is_view or is_collective(node)
+
+
+def _touches_collective(node: torch.fx.Node) -> bool:
+    """True if what it makes goes into a collective, or what it reads comes out of one."""
+    for around in (lambda n: n.all_input_nodes, lambda n: n.users):
+        seen, waiting = set[torch.fx.Node](), [node]
+        while waiting:
+            for other in around(waiting.pop()):
+                if "c10d" in str(other.target):
+                    return True
+                if other not in seen and other.op == "call_function" and _only_moves(other):
+                    seen.add(other)
+                    waiting.append(other)
+    return False
+
+
+def _count_bytes(node: Any) -> int:
+    """The bytes that it reads and writes; of a call with several results each counts by itself."""
+    result = node.node
+    if type(result).__name__ == "MultiOutput":
+        return math.prod(map(int, result.get_size())) * int(result.get_dtype().itemsize)
+    return int(node.get_read_write_buffers_sizes())
+
+
+# -- ways ------------------------------------------------------------------------------------------
+
+
+def count(shape: StepShape, way: str, chip: str, optimizer: dict[str, bool]) -> Counts:
+    """The kernels of a step, in a process that believes in a GPU (`believing_environment`)."""
+    believe_in_autocast()
+    if way == "torch":
+        return _count_of_torch(shape, chip)
+    step, batch = _make_step(shape, way, optimizer)
+    with captured_for(GPU):
+        program = step.capture(*batch)
+    with lower_for(chip, RANKS):
+        return _count_of_program(program)
+
+
+def _meta_tokens(shape: StepShape) -> torch.Tensor:
+    return torch.zeros(shape.batch, shape.context, dtype=torch.long, device="meta")
+
+
+def _make_step(shape: StepShape, way: str, how: dict[str, bool]) -> tuple[Any, list[Any]]:
+    model = shape.make("meta")
+    batch: list[Any] = [_meta_tokens(shape)] * 2
+    around: Any = partial(torch.autocast, GPU.type, dtype=torch.bfloat16)
+    if way != "plain":
+        mesh = pt.dry_mesh(dp=RANKS, device_type="meta")
+        if way == "zero3":
+            mixed = pt.MixedPrecision(
+                torch.bfloat16, grad_dtype=torch.float32, reduce_dtype=torch.float32
+            )
+            pt.zero(model, mesh, stage=3, precision=mixed)
+            around = nullcontext
+        else:
+            pt.zero(model, mesh, stage=0)
+        batch = [pt.DTensor.from_local(x, mesh, [pt.Shard(0)]) for x in batch]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, **how)  # type: ignore[arg-type]
+
+    def step(x: Any, y: Any) -> Any:
+        optimizer.zero_grad()
+        with around():
+            loss = cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return pt.compile(step, backend="graph"), batch
+
+
+def _count_of_program(program: Any) -> Counts:
+    cut = cut_into_sections(program, None)
+    if cut is None:
+        return _count_of_graph(program.flat())
+    of_section = {section: _count_of_graph(section) for section in cut.different}
+    counts: Counts = Counter()
+    for node in cut.outer.graph.nodes:
+        section = section_of(node)
+        if section is not None:
+            counts.update(of_section[section])
+        elif is_collective(node):
+            counts["launches", "communication"] += 1
+    return counts
+
+
+def _count_of_graph(program: Any) -> Counts:
+    counts: Counts = Counter()
+    with counting_kernels(counts), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it cannot be saved
+        compile_program(program)
+    return counts
+
+
+def _count_of_torch(shape: StepShape, chip: str) -> Counts:
+    """The kernels of the plain model and of the loss, by torch.compile.
+
+    Dynamo sees tensors on `meta`; the graphs that it makes are lowered for the chip, and what runs
+    is the graph on `meta`.
+    """
+    import torch._functorch.config as functorch_config
+    from torch._inductor.compile_fx import compile_fx
+
+    counts: Counts = Counter()
+
+    def lower(graph: Any, examples: list[Any]) -> Any:
+        mode = torch._guards.detect_fake_mode(examples)
+        given = [_move_fake(mode, x) if isinstance(x, torch.Tensor) else x for x in examples]
+        backward_too = functorch_config.patch(force_non_lazy_backward_lowering=True)
+        with counting_kernels(counts), lower_for(chip, RANKS), backward_too:
+            compile_fx(_copy_to_device(graph), given)
+        return graph.forward
+
+    compiled = torch.compile(shape.make("meta"), backend=lower, fullgraph=True)
+    loss = torch.compile(cross_entropy, backend=lower, fullgraph=True)
+    x = _meta_tokens(shape)
+    with torch.autocast(GPU.type, dtype=torch.bfloat16):
+        logits = compiled(x)
+        loss(logits.bfloat16().detach().requires_grad_(), x)
+    return counts
+
+
+def _copy_to_device(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """A copy of a graph of meta tensors that makes its new tensors on the GPU."""
+    moved = copy.deepcopy(graph)
+    for node in moved.graph.nodes:
+        if str(node.kwargs.get("device")) == "meta":
+            node.kwargs = {**node.kwargs, "device": GPU}
+    moved.recompile()
+    return moved
+
+
+def _move_fake(mode: Any, x: torch.Tensor) -> torch.Tensor:
+    with mode:
+        moved = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=GPU)
+    return torch.nn.Parameter(moved) if x.requires_grad and x.is_leaf else moved
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+def lower_in_process(
+    environment: dict[str, str], model: str, way: str, blocks: int, **options: str
+) -> dict[str, Counts]:
+    """The counts of a step, and of what one block more adds, from a process of its own.
+
+    Args:
+        options: `chip`, and `optimizer`, "foreach" or "fused".
+    """
+    how = [word for name, value in options.items() for word in (f"--{name}", value)]
+    run = [sys.executable, "-m", __spec__.name, "--model", model, "--blocks", str(blocks), *how]
+    done = subprocess.run([*run, "--lower", way], env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{WAYS[way]} was not lowered:\n{done.stderr[-3000:]}")
+    found = json.loads(done.stdout.splitlines()[-1])
+    return {
+        name: Counter({tuple(key.split()): n for key, n in counts.items()})
+        for name, counts in found.items()
+    }
+
+
+def _print_lowered(options: argparse.Namespace) -> None:
+    shape = replace(MODELS[options.model], layers=options.blocks)
+    optimizer = {options.optimizer: True}
+    less = count(shape, options.lower, options.chip, optimizer)
+    more = count(replace(shape, layers=options.blocks + 1), options.lower, options.chip, optimizer)
+    more.subtract(less)
+    found = {"step": less, "block": more}
+    print(json.dumps({n: {" ".join(k): v for k, v in c.items()} for n, c in found.items()}))
+
+
+def _print_table(found: dict[str, dict[str, Counts]], of: str) -> None:
+    print(f"\n| kernels of {of}; MB read and written |" + "|".join(WAYS[w] for w in found) + "|")
+    print("|---" * (len(found) + 1) + "|")
+    part = "block" if of == "a block" else "step"
+    for kind in KINDS:
+        cells = [_cell(c[part]["launches", kind], c[part]["bytes", kind]) for c in found.values()]
+        if any(cells):
+            print(f"| {kind} | " + " | ".join(cells) + " |")
+    cells = [
+        _cell(*(sum(c[part][what, k] for k in KINDS) for what in ("launches", "bytes")))
+        for c in found.values()
+    ]
+    print("| all | " + " | ".join(cells) + " |")
+
+
+def _cell(launches: int, nbytes: int) -> str:
+    return f"{launches}; {nbytes / 1e6:,.0f}" if launches or nbytes else ""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the bench."""
+    parser = argparse.ArgumentParser(
+        prog="partita bench kernels",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", choices=MODELS, default="gpt")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--blocks", type=int, default=2)
+    parser.add_argument("--chip", choices=CHIPS, default="h100")
+    parser.add_argument("--optimizer", choices=("foreach", "fused"), default="foreach")
+    parser.add_argument("--lower", choices=WAYS, help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if options.lower:
+        _print_lowered(options)
+        return 0
+    how = {"chip": options.chip, "optimizer": options.optimizer}
+    with tempfile.TemporaryDirectory() as folder:
+        environment = believing_environment(Path(folder))
+        found = {
+            way: lower_in_process(environment, options.model, way, options.blocks, **how)
+            for way in options.ways
+        }
+    print(f"{options.model}, {options.blocks} blocks, {options.chip}, {RANKS} ranks")
+    _print_table(found, "a step")
+    _print_table(found, "a block")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -160,8 +160,10 @@ class FsdpGroup:
         unseen_writes: the writes of the shards until then that autograd does not count.
         largest_nbytes: bytes of the gathered parameters, on the rank that has most.
         members: for each flat buffer, the numbers of the parameters in it; `order`: of all of them.
-        saves_unseen: True if the last forward saved tensors only through other hooks (a
-            checkpoint's); its recompute then uses these, too.
+        saves_unseen: for each kind of forward: True if the last one saved tensors only through
+            other hooks (a checkpoint's); its recompute then uses these, too.
+        is_of_other_values: True if the last forward found other values in the parameters' places
+            (`functional_call` with computed ones), which nothing gathers.
         open_forwards: for each forward that has begun: its hooks of saved tensors, or None.
     """
 
@@ -186,7 +188,8 @@ class FsdpGroup:
         self._specs: list[Spec] = []
         self.order: list[int] = []
         self._places: list[tuple[nn.Module, str, int, Spec]] = []
-        self.saves_unseen = False
+        self.saves_unseen: dict[tuple[bool, ...], bool] = {}
+        self.is_of_other_values = False
         self.open_forwards: list[Any] = []
 
     # A copied or unpickled model has groups of its own over its own modules, at rest.

@@ -93,8 +93,14 @@ class _BlockHooks:
         HERE.unfinished.append(self._finish_forward)
         # Nested: a tied weight's other module, or the same module again.
         if group.depth or not group.holds_shards:
+            if not group.depth and not in_backward():
+                group.is_of_other_values = True
             group.depth += 1
             return None
+        if not in_backward():
+            group.is_of_other_values = False
+        elif group.is_of_other_values:
+            raise _make_rerun_error(group)
         graded = any(t.requires_grad for t in tensors_in((args, kwargs)))
         is_recorded = torch.is_grad_enabled()
         # Hidden from an enclosing region, which would take these calls for the program's.
@@ -105,7 +111,7 @@ class _BlockHooks:
             if call is not None and not (graded or call.trains):
                 call = None
             _install_gathered(group, call)
-        if call is not None and not (in_backward() and group.saves_unseen):
+        if call is not None and not (in_backward() and group.saves_unseen.get(call.kind)):
             group.open_forwards[-1] = _SavedTensorHooks(call)
         prepared = self._prepare_inputs(args, kwargs, call)
         if call is not None:
@@ -141,7 +147,7 @@ class _BlockHooks:
         if forward is not None:
             call = forward.call
             if not in_backward():
-                self.group.saves_unseen = not forward.has_notes
+                self.group.saves_unseen[call.kind] = not forward.has_notes
             call.runs_again = HERE.rerunnable != call.rerunnable
             with Unheard():
                 for t in tensors_in(output):
@@ -184,6 +190,20 @@ def _counting_versions() -> Iterator[None]:
         yield
 
 
+def _make_rerun_error(group: FsdpGroup) -> LayoutError:
+    """Returns the error of a checkpoint that would rerun a block with other parameters."""
+    return LayoutError(
+        f"a checkpoint of the block {group.name!r}, or in it, would run again with other "
+        "parameters than in its forward",
+        place=user_line(),
+        reason="it reads the parameters that the modules hold now",
+        fixes=(
+            Fix("exchange parameters after backward"),
+            Fix("torch.func.functional_call(...)", "of a model without checkpoints"),
+        ),
+    )
+
+
 # -- backward of a block ---------------------------------------------------------------------------
 
 
@@ -200,6 +220,7 @@ class _ForwardCall:
         written: what the forward wrote in place; see `FsdpGroup.write_back`.
         shards: the parameters that the forward gathered.
         wanting: for each of them, True if it gets a gradient.
+        kind: what decides which tensors autograd saves: which inputs get gradients.
         since: autograd's sequence number of the first node that the block itself made.
         rerunnable: `HERE.rerunnable` when the block's own code began.
         runs_again: True if backward may run a part of the forward again (a checkpoint inside).
@@ -217,6 +238,7 @@ class _ForwardCall:
         with Local():
             self.wanting = [_requires_grad(p) for p in self.shards]
         self.trains = any(self.wanting)
+        self.kind = (graded, *self.wanting)
         self.since = self.rerunnable = 0
         self.runs_again = False
         self.written: dict[int, tuple[int, int]] = {}
@@ -243,16 +265,7 @@ class _ForwardCall:
         group.calls_in_backward[self] = None
         if self.runs_again and not group.installed:
             if not are_same(group.shards(), self.shards):
-                raise LayoutError(
-                    f"a checkpoint in the block {group.name!r} would run again with other "
-                    "parameters than in its forward",
-                    place=user_line(),
-                    reason="it reads the parameters that the modules hold now",
-                    fixes=(
-                        Fix("exchange parameters after backward"),
-                        Fix("torch.func.functional_call(...)", "of a model without checkpoints"),
-                    ),
-                )
+                raise _make_rerun_error(group)
             self._install_for_reruns()
 
     def _install_for_reruns(self) -> None:

@@ -32,7 +32,7 @@ import torch.distributed as dist
 import partita as pt
 from partita.comm.device import HOST, Device, finish_copies
 
-from .place import begin_ranks, bench_device, make_dp_mesh
+from .place import begin_ranks, bench_device, end_rank, make_dp_mesh
 
 MIB = 1 << 20
 COPY = "the copy alone"
@@ -128,7 +128,7 @@ def _rank(end: Any, folder: str, rank: int, ranks: int, rounds: int, mib: int) -
     end.send(seconds)
     end.close()
     dist.barrier()
-    os._exit(0)
+    end_rank()
 
 
 def measure(ranks: int, rounds: int, mib: int) -> dict[str, list[float]]:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .place import begin_ranks, bench_device
+from .place import begin_ranks, bench_device, end_rank
 from .rivals import CompiledRival
 
 Step = Callable[[], Any]
@@ -63,7 +63,7 @@ def _rank(
     end.send(body(rank, ranks, *args))
     end.close()
     dist.barrier()
-    os._exit(0)
+    end_rank()
 
 
 def measure(
@@ -156,7 +156,7 @@ def _serve(
     except BaseException:
         end.send((None, traceback.format_exc()))
     end.close()
-    os._exit(0)
+    end_rank()
 
 
 def _warm_up(steps: dict[str, Step], warm: int, prints: bool) -> None:

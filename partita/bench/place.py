@@ -6,8 +6,9 @@ too. What is timed on an accelerator is timed until it is done there.
 
 from __future__ import annotations
 
+import multiprocessing.util
 import os
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -43,3 +44,13 @@ def make_rival_mesh(ranks: int) -> Any:
 def make_dp_mesh(ranks: int) -> Any:
     """A mesh of one axis, over so many ranks."""
     return pt.init_device_mesh(bench_device().type, (ranks,), mesh_dim_names=("dp",))
+
+
+def end_rank() -> NoReturn:
+    """Ends the process of a rank, whose process group may have threads that never end.
+
+    The finalizers of multiprocessing run first. They remove semaphores, such as those of progress
+    bars in torch.compile, which the parent process would report as leaked.
+    """
+    multiprocessing.util._exit_function()  # type: ignore[attr-defined]
+    os._exit(0)

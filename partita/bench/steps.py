@@ -39,7 +39,7 @@ from partita.comm.device import accelerator_names, activities_to_profile, is_of_
 from partita.report import written_file
 from partita.testing.allocated_bytes import counted
 
-from .place import bench_device, make_dp_mesh, make_rival_mesh
+from .place import bench_device, end_rank, make_dp_mesh, make_rival_mesh
 from .rivals import (
     CompiledRival,
     Step,
@@ -182,7 +182,7 @@ def _measure_way(
     except BaseException:
         end.send((None, traceback.format_exc()))
     end.close()
-    os._exit(0)
+    end_rank()
 
 
 def _measure_step(

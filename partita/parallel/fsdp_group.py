@@ -125,6 +125,17 @@ class ShardedState:
         """The program reads a gradient, or clears it."""
 
 
+@contextmanager
+def counting_versions() -> Iterator[None]:
+    """Leave inference mode: its tensors count no versions, and what is gathered here may be used
+    after the mode."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
 # -- one block -------------------------------------------------------------------------------------
 
 
@@ -1044,7 +1055,7 @@ class Zero(ShardedState):
         """
         if in_backward():
             return
-        with Local(), torch.no_grad():
+        with Local(), counting_versions(), torch.no_grad():
             self._reduce_held_gradients(self.groups, None)
             for p, g in self.collect(self.groups, None).items():
                 held = torch._C.TensorBase.grad.__get__(p)  # type: ignore[union-attr]
@@ -1066,8 +1077,9 @@ class Zero(ShardedState):
 
     def release(self) -> None:
         """Free every block that is not in use."""
-        for group in self.groups:
-            group.release()
+        with counting_versions():
+            for group in self.groups:
+                group.release()
 
     def reset_after_abort(self) -> None:
         """Drop all of an earlier step, however it ended: release blocks, wait for reductions."""

@@ -10,8 +10,7 @@ executor drops a value after its last read (`graph/backend/executor`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +48,7 @@ from .fsdp_group import (
     SavedVersions,
     Zero,
     are_same,
+    counting_versions,
     modified_error,
 )
 from .parameters import find_hooked
@@ -104,7 +104,7 @@ class _BlockHooks:
         graded = any(t.requires_grad for t in tensors_in((args, kwargs)))
         is_recorded = torch.is_grad_enabled()
         # Hidden from an enclosing region, which would take these calls for the program's.
-        with Unheard(), _counting_versions():
+        with Unheard(), counting_versions():
             group.zero.enter_forward(group)
             group.depth = 1
             call = _ForwardCall(group, graded) if is_recorded else None
@@ -165,7 +165,7 @@ class _BlockHooks:
             forward.close()
         if group.depth:
             return
-        with Unheard(), _counting_versions():
+        with Unheard(), counting_versions():
             try:
                 written = group.write_back()
                 if forward is not None:
@@ -177,17 +177,6 @@ class _BlockHooks:
                     group.release()
                 elif not group.calls_in_backward:
                     group.put_shards_back()
-
-
-@contextmanager
-def _counting_versions() -> Iterator[None]:
-    """Leave inference mode: its tensors count no versions, and what is gathered here may be used
-    after the mode."""
-    if not torch.is_inference_mode_enabled():
-        yield
-        return
-    with torch.inference_mode(False), torch.no_grad():
-        yield
 
 
 def _make_rerun_error(group: FsdpGroup) -> LayoutError:

@@ -1,4 +1,4 @@
-"""Does a checkpoint rerun a ZeRO-3 block as it ran, whatever the block did in between?"""
+"""Does a ZeRO-3 block go on as on one device behind a checkpoint, or behind inference mode?"""
 
 from __future__ import annotations
 
@@ -70,3 +70,24 @@ def test_a_checkpoint_of_a_block_that_had_computed_parameters_is_refused_on_all_
     with pt.ranks(dp=3) as world:
         for found in world.run(program):
             torch.testing.assert_close(found, gradients_of(truth), rtol=1e-10, atol=1e-12)
+
+
+# -- reads in inference mode -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("what", ["grad", "zero_grad"])
+def test_gradients_that_are_read_or_cleared_in_inference_mode_can_be_added_to(stage, what):
+    def program(model, spread, no_sync):
+        found = []
+        with no_sync(model):
+            loss_of(model, spread(X)).backward()
+        with torch.inference_mode():
+            if what == "grad":
+                found += gradients_of(model)
+            else:
+                model.zero_grad(set_to_none=False)
+        loss_of(model, spread(Y)).backward()
+        return found + gradients_of(model)
+
+    run(program, stage)

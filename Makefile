@@ -12,7 +12,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV   := .venv
 READY  := $(VENV)/.ready
 CLIENTS := $(VENV)/.clients
-LOWERING := $(VENV)/.gpu-lowering
+LOWERING := $(VENV)/gpu-lowering
 SITE   := $(VENV)/.site
 BIN    := $(VENV)/bin
 ARGS   ?=
@@ -31,8 +31,10 @@ $(CLIENTS): $(READY)
 	$(PYTHON) -m pip --python $(BIN)/python install --quiet -c constraints.txt -e '.[clients]'
 	touch $@
 
+# Beside the environment: what runs on CPUs is tested without triton.
 $(LOWERING): $(READY)
-	$(PYTHON) -m pip --python $(BIN)/python install --quiet -c constraints.txt -e '.[gpu-lowering]'
+	$(PYTHON) -m pip --python $(BIN)/python install --quiet -c constraints.txt --no-deps \
+	  --target $@ triton
 	touch $@
 
 $(SITE): $(READY)

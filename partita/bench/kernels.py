@@ -35,6 +35,7 @@ import torch
 import partita as pt
 from partita.capture.fakes import captured_for
 from partita.graph.backend.inductor import compile_program, cut_into_sections
+from partita.graph.backend.inductor_scheduling import COMBINE
 from partita.graph.graph_nodes import is_collective, section_of
 from partita.tensor.op_facts import facts_of
 from partita.testing.believed_gpu import (
@@ -295,13 +296,21 @@ def _move_fake(mode: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def lower_in_process(
-    environment: dict[str, str], model: str, way: str, blocks: int, **options: str
+    environment: dict[str, str],
+    model: str,
+    way: str,
+    blocks: int,
+    *,
+    combine: bool = False,
+    **options: str,
 ) -> dict[str, Counts]:
     """The counts of a step, and of what one block more adds, from a process of its own.
 
     Args:
+        combine: launch kernels together that do not need each other.
         options: `chip`, and `optimizer`, "foreach" or "fused".
     """
+    environment = {**environment, COMBINE: "1" if combine else "0"}
     how = [word for name, value in options.items() for word in (f"--{name}", value)]
     run = [sys.executable, "-m", __spec__.name, "--model", model, "--blocks", str(blocks), *how]
     done = subprocess.run([*run, "--lower", way], env=environment, capture_output=True, text=True)
@@ -355,12 +364,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--blocks", type=int, default=2)
     parser.add_argument("--chip", choices=CHIPS, default="h100")
     parser.add_argument("--optimizer", choices=("foreach", "fused"), default="foreach")
+    parser.add_argument(
+        "--combine",
+        action="store_true",
+        help="launch small kernels together (not yet run on a GPU)",
+    )
     parser.add_argument("--lower", choices=WAYS, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.lower:
         _print_lowered(options)
         return 0
-    how = {"chip": options.chip, "optimizer": options.optimizer}
+    how = {"chip": options.chip, "optimizer": options.optimizer, "combine": options.combine}
     with tempfile.TemporaryDirectory() as folder:
         environment = believing_environment(Path(folder))
         found = {

@@ -12,12 +12,15 @@ the end of the graph, where all gradients wait for it. It moves calls that need 
 beginning. Here kernels are put back into the order of the passes, and each write to where its
 operands are ready.
 
-Combination (`InOrder`): on a GPU, kernels that follow each other and do not need each other are
-launched as one, Inductor's combo kernel: those that pack a bucket, unpack it, or update parameters.
+Combination (`InOrder`), with `PARTITA_COMBINE_KERNELS=1` in the environment: on a GPU, kernels that
+follow each other and do not need each other are launched as one, Inductor's combo kernel: those
+that pack a bucket, unpack it, or update parameters. It is off by default until it has run on a GPU:
+so far its code is only generated and counted (`partita bench kernels --combine`).
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -41,8 +44,15 @@ _SMALL = 1 << 16  # bytes, below which lifetimes do not matter
 _SHARED = 4  # large calls are fused only if one in so many of their bytes is shared
 
 
+COMBINE = "PARTITA_COMBINE_KERNELS"
+"""The environment variable that has kernels of a GPU combined."""
+
 _FORWARD, _AGAIN, _UNPACKED = "forward", "again", "unpacked"
 _OURS = "partita"
+
+
+def _combines_kernels() -> bool:
+    return os.environ.get(COMBINE) == "1"
 
 
 def mark(node: fx.Node) -> None:
@@ -73,13 +83,14 @@ class Choices(InductorChoices):
 
     def uuid(self) -> str:
         """Identifies these rules in Inductor's cache keys."""
-        return f"partita.graph.backend.inductor_scheduling fusion 5 {_SMALL} {_SHARED}"
+        rules = f"{_SMALL} {_SHARED} {_combines_kernels()}"
+        return f"partita.graph.backend.inductor_scheduling fusion 6 {rules}"
 
     @staticmethod
     def can_fuse(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
         """True if two nodes may become one kernel, whether or not one needs the other."""
         marks = [_marks_of_kernel(node1), _marks_of_kernel(node2)]
-        if not node1.is_gpu():  # where what is fused stays as it was measured
+        if not (_combines_kernels() and node1.is_gpu()):
             marks = [{_AGAIN if m == _UNPACKED else m for m in mine} for mine in marks]
         if any(_AGAIN in one and _FORWARD in other for one, other in (marks, marks[::-1])):
             return False
@@ -134,7 +145,7 @@ class InOrder(_Pass):  # type: ignore[misc]
 
     def uuid(self) -> str:
         """Identifies this order in Inductor's cache keys."""
-        return "partita.graph.backend.inductor_scheduling order 2"
+        return f"partita.graph.backend.inductor_scheduling order 3 {_combines_kernels()}"
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
         makers = {name: node for node in nodes for name in node.get_buffer_names()}
@@ -168,7 +179,7 @@ def _combine_kernels(order: list[Any], needs: dict[Any, list[Any]]) -> list[Any]
     Torch's own combination groups by depth in the graph, whatever lives longer for it, and sorts
     anew. Here only neighbours are combined, and only where next to nothing lives longer.
     """
-    if not any(node.is_gpu() for node in order):
+    if not (_combines_kernels() and any(node.is_gpu() for node in order)):
         return order
     summed = [n for n in order if type(n).__name__ == "FusedMixOrderReductions"]
     parts = {name for node in summed for name in node.get_buffer_names()}

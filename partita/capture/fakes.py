@@ -46,7 +46,8 @@ from .kernel_strides import KernelStridesMode
 
 def is_symbolic(value: Any) -> bool:
     """True for the replacement of a Python number that is known only when the graph runs."""
-    return isinstance(value, (torch.SymFloat, torch.SymInt, torch.SymBool))
+    # Not by `isinstance`, which may run the user's code: it reads `value.__class__`.
+    return issubclass(type(value), (torch.SymFloat, torch.SymInt, torch.SymBool))
 
 
 class NumberEnv(ShapeEnv):
@@ -389,7 +390,7 @@ _DIVMOD = {
 
 def is_text_of_unknown(value: Any) -> bool:
     """True if a fake tensor was formatted into a text."""
-    return isinstance(value, str) and "FakeTensor(" in value
+    return issubclass(type(value), str) and "FakeTensor(" in value
 
 
 def _value_of(number: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Progress of a first call: shown on standard error if it takes longer than five seconds.
+"""Progress of a call that captures: shown on standard error if it takes longer than five seconds.
 
 On a terminal one line shows the phase and its duration. Elsewhere one line is written, once. Only
 the first rank writes.
@@ -42,16 +42,19 @@ def begin_phase(name: str) -> None:
 
 
 @contextmanager
-def shown_progress(title: str) -> Iterator[None]:
+def shown_progress(title: str, is_first: bool = True) -> Iterator[None]:
     """Show the progress of capturing and compiling a step of this title inside the block.
 
     A listener shows it in its own way.
+
+    Args:
+        is_first: it has no program yet.
     """
-    is_first = os.environ.get("RANK", "0") == "0"
-    if _listeners or not is_first or not _shows.acquire(blocking=False):
+    is_first_rank = os.environ.get("RANK", "0") == "0"
+    if _listeners or not is_first_rank or not _shows.acquire(blocking=False):
         yield
         return
-    line = _Line(title, sys.stderr)
+    line = _Line(title, sys.stderr, "in its first call" if is_first else "again")
     try:
         with phase_listener(line.set_phase):
             yield
@@ -63,8 +66,9 @@ def shown_progress(title: str) -> Iterator[None]:
 class _Line:
     """The line, which a thread of its own writes."""
 
-    def __init__(self, title: str, stream: Any):
+    def __init__(self, title: str, stream: Any, when: str = "in its first call"):
         self._title, self._stream, self._phase = escape_controls(title), stream, "capture"
+        self._when = when
         self._began, self._ended = time.monotonic(), threading.Event()
         self._width = 0
         self._thread = threading.Thread(target=self._show, daemon=True, name="partita-progress")
@@ -82,8 +86,8 @@ class _Line:
         if self._ended.wait(SHOWN_AFTER):
             return
         if not self._stream.isatty():
-            text = f"partita: {self._title} {_DOES[self._phase]} in its first call; "
-            self._stream.write(text + "this may take minutes, later calls do not\n")
+            text = f"partita: {self._title} {_DOES[self._phase]} {self._when}; this may take "
+            self._stream.write(text + "minutes, calls that run its program do not\n")
             self._stream.flush()
             return
         while True:

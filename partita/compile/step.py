@@ -523,7 +523,7 @@ class CompiledStep:
         guesses = others.guesses if others is not None else Guesses()
         made_state = make_optimizer_state(call.state.optimizers)
         try:
-            with shown_progress(self.title):
+            with shown_progress(self.title, is_first=not self._made):
                 program, tensors = self._prepare_program(call, guesses, made_state)
         except BaseException as error:
             drop_unused_state(made_state, lambda t: False)

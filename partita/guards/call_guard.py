@@ -120,6 +120,8 @@ class CallGuard:
         new = [id(a) for a in arguments if isinstance(a, torch.Tensor)]
         if len(set(new)) < len(new) or not self._ids.isdisjoint(new):
             return None
+        if not self.program.guards.knows_no(new):  # type: ignore[union-attr]
+            return None
         if [_kind_of(a) for a in arguments] != self._arguments:
             return None
         tensors = self._held + arguments

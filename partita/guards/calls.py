@@ -39,7 +39,7 @@ from partita.graph.errors import of_anomalies
 from partita.layout import Fix
 
 from .record import PlaceRecord
-from .values import PLAIN, Place, place_of_answer
+from .values import PLAIN, Place, has_type, place_of_answer
 
 # -- calls -----------------------------------------------------------------------------------------
 
@@ -341,20 +341,25 @@ class Calls:
             )
 
 
+def is_random_generator(value: Any) -> bool:
+    """True if it is a random generator of torch, Python or numpy."""
+    numpy = sys.modules.get("numpy")
+    kinds = (numpy.random.Generator, numpy.random.RandomState) if numpy is not None else ()
+    return has_type(value, (torch._C.Generator, random.Random, *kinds))
+
+
 def refuse_if_random(record: PlaceRecord, value: Any, name: str) -> None:
     """Raise CaptureError if `value` is a random generator, whose calls may not be seen."""
-    if isinstance(value, torch._C.Generator):
+    if has_type(value, torch._C.Generator):
         record.refuse(
             f"the step reads {name}, a torch.Generator",
             "a graph draws from the generator of its own device alone",
             fix=Fix("torch.manual_seed(...)", "before the step, which draws without generator="),
         )
-    numpy = sys.modules.get("numpy")
-    kinds = (numpy.random.Generator, numpy.random.RandomState) if numpy is not None else ()
-    if isinstance(value, random.Random) or (kinds and isinstance(value, kinds)):
+    if is_random_generator(value):
         _refuse(record, _DRAWS, f"{name}, a generator")
     bound = type(value).__name__ == "cython_function_or_method"
-    if bound and kinds and isinstance(value.__self__, kinds):
+    if bound and is_random_generator(value.__self__):
         _refuse(record, _DRAWS, f"numpy.random.{value.__name__}")
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils import _pytree as pytree
 
@@ -87,7 +88,7 @@ from .outputs import (
 from .predicted_values import PredictedValues, ValuesOfCall, gather_small_integers
 from .record import exclusive_access
 from .slot_homes import PlaceAsItem
-from .values import MISSING, is_container, items_of
+from .values import HUGE, MISSING, PLAIN, count_items, has_type, is_container, items_of
 
 # -- runs until one is complete --------------------------------------------------------------------
 
@@ -165,12 +166,12 @@ def capture_step(
             plain.why = str(error).strip().split("\n")[0] or type(error).__name__
             tried_guesses, first_failure = guesses, None
             continue
-        if (
-            run.meets_unknown_tensors
-            and (more := state.find_more(run.record.places.values())) is not None
-        ):
+        if (run.meets_unknown_tensors or run.other_tensors) and (
+            more := state.find_more(run.record.places.values())
+        ) is not None:
             run.undo()
             raise more
+        run.check_other_tensors()
         if program is not None and not run.numbers.asked_zeros():
             if run.writes:
                 repetition = make_run()
@@ -248,6 +249,7 @@ class CaptureRun:
     Attributes:
         record: what the step reads of Python.
         writes: its writes into Python objects, which each call must repeat.
+        other_tensors: if code compares objects, tensors in places where no fake stands, with names.
         slots, values: the places of the step's tensors, and of its plain Python values.
         inputs, outputs: of the graph.
         read_marks: positions of tensors whose marks (gradients that do not exist) were read.
@@ -295,6 +297,7 @@ class CaptureRun:
         self.attributes = ModuleAttributes(state)
         self._input_attributes = InputAttributes(self.record)
         self.meets_unknown_tensors = False
+        self.other_tensors: list[tuple[torch.Tensor, str]] = []
 
     def program(self) -> CapturedProgram | None:
         """Run the step, and make a program of the trace.
@@ -442,8 +445,12 @@ class CaptureRun:
             except Exception as error:
                 self._error_line, self._called_last = user_line_of(error), tracer.called_last
                 self.raised = not isinstance(error, LayoutError)
+                if self.raised:  # perhaps since an argument was not found among others
+                    check_arguments((self.args, self.kwargs), self.record)
                 raise
             check_arguments((self.args, self.kwargs), self.record)
+            if self._compares():
+                self.other_tensors = [*self._find_other_tensors()]
             self._input_attributes.check_unchanged()
             functions.copy_back()
             self.meets_unknown_tensors = functions.meets_unknown_tensors
@@ -590,6 +597,47 @@ class CaptureRun:
         with without_function_modes():  # which would intercept reads of tensors
             return self.record.make_guards(inputs, self.state.guarded_places())
 
+    def check_other_tensors(self) -> None:
+        """Raise CaptureError if such a tensor is an input now."""
+        leaves = {id(t) for t in self.inputs.leaves if isinstance(t, torch.Tensor)}
+        name = next((name for t, name in self.other_tensors if id(t) in leaves), None)
+        if name is not None:
+            raise not_captured(
+                f"the step reads {name}, one of its tensors, where no stand-in for it can be",
+                "it may compare tensors by `is` or `in`, and would find two objects for one",
+                Fix("a variable, or an attribute of a module or an object", "can hold the tensor"),
+                place="",
+            )
+
+    def _compares(self) -> bool:
+        codes = self.record.codes.values()
+        return any(asks_which_object(code) or compares_objects(code) for code in codes)
+
+    def _find_other_tensors(self) -> Iterator[tuple[torch.Tensor, str]]:
+        """The tensors, and what they are called, that the step finds as they are in places that it
+        reads: no fake stands there. Called while fakes stand in slots."""
+        # Fakes of inputs have their attributes.
+        attributes = {id(given.tensor.__dict__) for given in self.inputs.all}
+        ahead = [
+            (place.value, place.name)
+            for place in self.record.places.values()
+            if id(place.home) not in attributes or not has_type(place.value, torch.Tensor)
+        ]
+        seen = set[int]()
+        while ahead:
+            value, name = ahead.pop()
+            if has_type(value, torch.Tensor):
+                if not has_type(value, FakeTensor):
+                    yield value, name
+            elif is_container(value) and id(value) not in seen and count_items(value) <= HUGE:
+                seen.add(id(value))
+                keys, values = items_of(value)
+                for key, v in zip(
+                    range(len(values)) if keys is None else keys, values, strict=False
+                ):
+                    if type(v) not in PLAIN:
+                        ahead.append((v, f"{name}[{key!r}]"))
+
     def undo(self) -> None:
         """Undo what the step has written into Python objects."""
         for write in reversed(self.writes):
@@ -702,7 +750,8 @@ def check_arguments(call: Any, record: ReadRecord) -> None:
     codes = record.codes.values()
     asking = next(filter(asks_which_object, codes), None)
     comparing = asking or next(filter(compares_objects, codes), None)
-    made_anew = _made_anew(call) if comparing else []
+    made_anew = _made_anew(call)
+    _check_keys([v for v in made_anew if _is_equal_by_identity(v)], record)
     # The `==` of other classes compares their contents, which the step has.
     asked = [(v, asking or (comparing if _is_equal_by_identity(v) else None)) for v in made_anew]
     for v, code in asked:
@@ -714,6 +763,21 @@ def check_arguments(call: Any, record: ReadRecord) -> None:
                     "the arguments of a step are rebuilt: `is` would see two objects for one",
                     Fix("pass it, or read it by its name", "not both"),
                     place=f"{code.co_filename}:{code.co_firstlineno}",
+                )
+
+
+def _check_keys(made_anew: Sequence[Any], record: ReadRecord) -> None:
+    """Raise CaptureError if a dictionary or set that the step reaches may have an argument as a
+    key, which is found by its identity."""
+    for container, name in record.values_reached() if made_anew else ():
+        keyed = has_type(container, (dict, set, frozenset)) and count_items(container) <= HUGE
+        for key in items_of(container)[0] or () if keyed else ():
+            if type(key) not in PLAIN and any(_may_be_argument(key, v) for v in made_anew):
+                raise not_captured(
+                    f"an argument is a {type(key).__name__}, and {name} has such objects as keys",
+                    "a step is given its arguments made anew: it would not be found among these",
+                    Fix("its tensors", "as arguments, and what stands under the key"),
+                    place="",
                 )
 
 

@@ -45,11 +45,14 @@ from .values import (
     LeafKey,
     Place,
     argument_key,
+    base_of_container,
     brief,
     content_key,
+    dict_of,
     find_difference,
     find_last_leaf,
     forget_leaves,
+    is_read_as_base,
     shorten_text,
     text_of,
     whole_key,
@@ -113,6 +116,8 @@ class Guards:
         self._shared: set[int] = set()  # ids of parts that were met more than once
         self._moving: set[int] | None = None  # places in which parts have been other objects
         self._met: dict[int, list[int]] = {}  # of each place, ids of its parts as they were met
+        # Of each place, ids of tensors that are no leaves: if one becomes a leaf, the key differs.
+        self._others: dict[int, frozenset[int]] = {}
         walk = self._make_walk(self._inputs.leaves)
         found = {}
         for at in range(len(places)):
@@ -158,7 +163,12 @@ class Guards:
             return False
         walk = self._make_walk(find_first_leaves(leaves))
         found = {}
-        for at in sorted(moved if are_the_same else moved | self._of_leaves):
+        compared = moved
+        if not are_the_same:
+            others = self._others.items()
+            now_leaves = {at for at, ids in others if not ids.isdisjoint(walk.leaves)}
+            compared = moved | self._of_leaves | now_leaves
+        for at in sorted(compared):
             key, found[at] = self._look_at(at, walk)
             if key != self._keys[at]:
                 return False
@@ -216,12 +226,19 @@ class Guards:
 
     def _look_at(self, at: int, walk: ContentWalk) -> tuple[Any, Parts]:
         """Returns the key of a place's current value, and its parts that may change in place."""
-        place, before = self._places[at], len(walk.changeable)
+        place, before, others = self._places[at], len(walk.changeable), len(walk.others)
         key = walk.make_part(place.value, place.home, place.key)
+        self._others.pop(at, None)
+        if len(walk.others) > others:
+            self._others[at] = frozenset(walk.others[others:])
         found = walk.changeable[before:]
         if found or at in self._met:
             self._met[at] = [id(part) for part, _ in found]
         return key, {id(part): (part, key) for part, key in found}
+
+    def knows_no(self, tensors: Iterable[int]) -> bool:
+        """True if no tensor of these ids was read that is no leaf of the call."""
+        return all(ids.isdisjoint(tensors) for ids in self._others.values())
 
     def hold_by_identity(self) -> bool:
         """True if everything is the same objects."""
@@ -260,7 +277,10 @@ class Guards:
         if self._moving:
             moved.update(self._moving_items.find_changed())
         for at, kind in self._typed:
-            if _type_of(self._places[at].value) is not kind:
+            value = self._places[at].value
+            if _type_of(value) is not kind or (
+                kind is torch.Tensor and id(value) not in self._others.get(at, ())
+            ):
                 moved.add(at)
         for at in self._answers:
             if content_key(self._places[at].value) != self._keys[at]:
@@ -378,19 +398,22 @@ class WatchedItems:
         self._items = [*chain.from_iterable(self._sources)]
 
     def _watch(self, part: Any, key: Any, places: list[int]) -> None:
-        if isinstance(part, (tuple, frozenset)):
+        kind: type = type(part)
+        if issubclass(kind, (tuple, frozenset)):
             return  # it cannot change
-        if isinstance(part, SimpleNamespace):
-            part = vars(part)
+        if issubclass(kind, SimpleNamespace):
+            part, kind = dict_of(part), dict
         by_identity = isinstance(key, (ContainerKey, EntriesKey))
-        if not by_identity or isinstance(part, (MappingProxyType, functools.partial)):
+        if not by_identity or issubclass(kind, (MappingProxyType, functools.partial)):
             self._compared.append((part, key, places))
             return
-        if not len(part):
-            self._empty.append(part)
+        base = base_of_container(part)
+        source = part if is_read_as_base(part) else _BaseItems(part, base)
+        if not len(source):
+            self._empty.append(source)
             self._places_of_empty.append(places)
             return
-        sources = [part, dict.values(part)] if isinstance(part, dict) else [part]
+        sources = [source, base.values(part)] if issubclass(base, dict) else [source]
         if isinstance(key, ContainerKey) and any(isinstance(k, ByType) for k in key.parts):
             sources[-1] = _ItemsWithInputs(sources[-1], key)
         self._sources += sources
@@ -418,6 +441,20 @@ class WatchedItems:
                 yield from places
 
 
+class _BaseItems:
+    """The items of a container, past overrides of a user's class."""
+
+    def __init__(self, container: Any, base: Any):
+        self._container = container
+        self._count, self._iterate = base.__len__, base.__iter__
+
+    def __len__(self) -> int:
+        return int(self._count(self._container))
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._iterate(self._container)  # type: ignore[no-any-return]
+
+
 class _ItemsWithInputs:
     """The items of a container now; of those that are graph inputs the types, behind the others."""
 
@@ -435,7 +472,7 @@ class _ItemsWithInputs:
 
 
 def _type_of(value: Any) -> type:
-    return torch.Tensor if isinstance(value, torch.Tensor) else type(value)
+    return torch.Tensor if issubclass(type(value), torch.Tensor) else type(value)
 
 
 # -- tensor guards ---------------------------------------------------------------------------------

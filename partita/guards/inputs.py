@@ -43,12 +43,16 @@ from partita.layout import Fix
 
 from .arguments import flatten_call
 from .bytecode import global_names
-from .slot_homes import Arguments, Attributes, Cell, Defaults, Members, PlaceAsItem
+from .slot_homes import Arguments, Attributes, Cell, Defaults, Items, Members, PlaceAsItem
 from .values import (
     INSIDE,
     MISSING,
     Place,
+    count_items,
     dict_of,
+    has_type,
+    is_read_as_base,
+    items_of,
     read_field,
     results_of_cache,
     slots_of,
@@ -132,7 +136,7 @@ class State:
                 return True
         except (LookupError, ValueError, AttributeError):  # nothing stands there any more
             return True
-        return any(len(held) != count for held, count in self.lists)
+        return any(count_items(held) != count for held, count in self.lists)
 
     def optimizer_slots(self) -> list[Slot]:
         """The slots of the tensors in optimizers' state now."""
@@ -305,31 +309,31 @@ class _Search:
 
     def _note_dict(self, owner: Any) -> dict[str, Any]:
         """The `__dict__` of an object that is searched."""
-        held = vars(owner)
+        held = dict_of(owner)
         self.state.links.append((Attributes(owner), "__dict__", held))
         return held
 
     def function(self, f: Any) -> None:
-        if isinstance(f, functools.partial):
+        if has_type(f, functools.partial):
             self.state.lists.append((f.keywords, len(f.keywords)))
             for i, value in enumerate(f.args):
                 at = self._slot(f"partial[{i}]", "value", Arguments(f), i)
-                self.value(at.name, value, None if isinstance(value, _SIMPLE) else at)
+                self.value(at.name, value, None if has_type(value, _SIMPLE) else at)
             for key, value in f.keywords.items():
                 self.value(f"partial[{key}]", value, self._slot(key, "value", f.keywords, key))
             return self.function(f.func)
-        if isinstance(f, types.MethodType):
+        if has_type(f, types.MethodType):
             self._search_object(f.__self__)
             return self.function(f.__func__)
-        if isinstance(f, functools._lru_cache_wrapper):
+        if has_type(f, functools._lru_cache_wrapper):
             if self._first_time(f):
                 self._search_attributes(f"{f.__name__}.", f, lambda _, v: _may_hold_tensors(v))
                 for v in results_of_cache(f):
                     if _may_hold_tensors(v) and not _is_of_run(v):
                         self.value(f"{f.__name__}()", v, None)
             return None
-        if not isinstance(f, types.FunctionType):
-            if callable(f) and not isinstance(f, type) and hasattr(type(f).__call__, "__code__"):
+        if not has_type(f, types.FunctionType):
+            if callable(f) and not has_type(f, type) and hasattr(type(f).__call__, "__code__"):
                 self._search_object(f)
                 return self.function(type(f).__call__)
             return None
@@ -350,7 +354,7 @@ class _Search:
                 self.value(name, value, self._slot(name, "value", f.__globals__, name))
         for i, value in enumerate(f.__defaults__ or ()):
             at = self._slot(f"default[{i}]", "value", Defaults(f), i)
-            self.value(at.name, value, None if isinstance(value, _SIMPLE) else at)
+            self.value(at.name, value, None if has_type(value, _SIMPLE) else at)
         self._search_attributes(
             f"{f.__name__}.",
             f,
@@ -369,13 +373,13 @@ class _Search:
             home, value = place.home, place.value
             if place.identity in known or not _may_hold_tensors(value) or _is_of_run(value):
                 continue
-            if isinstance(home, types.CellType):
+            if has_type(home, types.CellType):
                 home = Cell(home)
-            elif isinstance(home, type):
+            elif has_type(home, type):
                 home = Members(home)
-            elif isinstance(home, (contextvars.ContextVar, threading.local, enum.Enum)):
+            elif has_type(home, (contextvars.ContextVar, threading.local, enum.Enum)):
                 home = PlaceAsItem(place)
-            elif not isinstance(home, dict) or not {"__builtins__", "__import__"} & home.keys():
+            elif not has_type(home, dict) or not {"__builtins__", "__import__"} & home.keys():
                 continue
             known.add(place.identity)
             before, slots = self.count_found(), len(self.state.slots)
@@ -395,7 +399,7 @@ class _Search:
         return len(self.state.slots) + len(self.state.modules) + len(self.state.optimizers)
 
     def _search_object(self, owner: Any) -> None:
-        if isinstance(owner, (nn.Module, Optimizer)):
+        if has_type(owner, (nn.Module, Optimizer)):
             self.value(type(owner).__name__.lower(), owner, None)
         elif dict_of(owner) is not None and self._first_time(owner):
             self._search_attributes("", owner, lambda key, v: True)
@@ -415,52 +419,56 @@ class _Search:
         Raises:
             ValueError: it is a tensor, whose place is not known.
         """
-        if isinstance(value, torch.Tensor):
+        if has_type(value, torch.Tensor):
             raise ValueError(f"{name} is a tensor: give the object, list or dictionary it is in")
-        if isinstance(value, (nn.Module, Optimizer, list, dict)):
+        if has_type(value, (nn.Module, Optimizer, list, dict)):
             self.value(name, value, None)
         else:
             self._search_object(value)
 
     def value(self, name: str, value: Any, slot: Slot | None) -> None:
         """Search a value; `slot` is its place, None where it cannot be exchanged there."""
-        if slot is not None and not isinstance(value, (torch.Tensor, *_SIMPLE)):
+        if slot is not None and not has_type(value, (torch.Tensor, *_SIMPLE)):
             self.state.links.append((slot.home, slot.key, value))
-        if isinstance(value, nn.Module):
+        if has_type(value, nn.Module):
             if self._first_time(value):
                 name = _unused_name(name, self.state.modules)
                 self.state.modules[name] = value
                 self._module(name, value)
-        elif isinstance(value, Optimizer):
+        elif has_type(value, Optimizer):
             if self._first_time(value):
                 name = _unused_name(name, self.state.optimizers)
                 self.state.optimizers[name] = value
                 self._groups(name, value)
-        elif isinstance(value, torch.Tensor):
+        elif has_type(value, torch.Tensor):
             if slot is not None:
                 self.state.slots.append(slot)
-        elif isinstance(value, (list, dict, collections.deque)):
+        elif has_type(value, (list, dict, collections.deque)):
             if self._first_time(value):
-                self.state.lists.append((value, len(value)))
-                entries: Any = value.items() if isinstance(value, dict) else enumerate(value)
-                for key, v in entries:
-                    if not isinstance(v, _SIMPLE):
-                        at = self._slot(f"{name}[{key!r}]", "value", value, key)
+                self.state.lists.append((value, count_items(value)))
+                keys, values = items_of(value)
+                home = value if is_read_as_base(value) else Items(value)
+                for key, v in zip(
+                    range(len(values)) if keys is None else keys, values, strict=True
+                ):
+                    if not has_type(v, _SIMPLE):
+                        at = self._slot(f"{name}[{key!r}]", "value", home, key)
                         self.value(at.name, v, at)
-                if hasattr(value, "__dict__"):  # of a class of the user's
+                if dict_of(value) is not None:  # of a class of the user's
                     self._search_attributes(f"{name}.", value, lambda _, v: True)
-        elif isinstance(value, tuple):
-            if not any(isinstance(v, torch.Tensor) for v in value):
-                for i, v in enumerate(value):
+        elif has_type(value, tuple):
+            held = items_of(value)[1]
+            if not any(has_type(v, torch.Tensor) for v in held):
+                for i, v in enumerate(held):
                     self.value(f"{name}[{i}]", v, None)
             elif slot is not None:
                 self.state.slots.append(slot)
-        elif isinstance(value, float):
+        elif has_type(value, float):
             if slot is not None and not name.startswith("__"):
                 self.state.values.append(slot)
-        elif isinstance(value, _SIMPLE):
+        elif has_type(value, _SIMPLE):
             return
-        elif callable(value) and not isinstance(value, type):
+        elif callable(value) and not has_type(value, type):
             self.function(value)
         else:
             self._search_holder(name, value)
@@ -477,7 +485,7 @@ class _Search:
             links += [(groups, i, group), (group, "params", group["params"])]
             self.state.lists.append((group["params"], len(group["params"])))
             for key, v in group.items():
-                if isinstance(v, torch.Tensor):
+                if has_type(v, torch.Tensor):
                     at = f"{name}.param_groups[{i}][{key!r}]"
                     self.value(at, v, self._slot(at, "value", group, key))
             for j in range(len(group["params"])):
@@ -487,20 +495,20 @@ class _Search:
     def _search_holder(self, name: str, value: Any) -> None:
         """Search the attributes of an object of the user's, for tensors, modules and floats."""
         package = type(value).__module__.split(".")[0]
-        if isinstance(value, (type, types.ModuleType)):
+        if has_type(value, (type, types.ModuleType)):
             return
         library = package in _NOT_USERS or package in sys.stdlib_module_names - {"__main__"}
-        if library and not isinstance(value, _NAMESPACES):
+        if library and not has_type(value, _NAMESPACES):
             keeps_state = package == "torch" and hasattr(value, "load_state_dict")  # a GradScaler
             if keeps_state and dict_of(value) is not None and self._first_time(value):
-                self._search_attributes(f"{name}.", value, lambda _, v: isinstance(v, torch.Tensor))
+                self._search_attributes(f"{name}.", value, lambda _, v: has_type(v, torch.Tensor))
             return
         if id(value) in self._named or not self._first_time(value):
             return
 
         def is_wanted(_: str, v: Any) -> bool:
-            many = isinstance(v, (list, dict)) and len(v) > _SEARCHED
-            return isinstance(v, float) or not (many or isinstance(v, _SIMPLE))
+            many = has_type(v, (list, dict)) and count_items(v) > _SEARCHED
+            return has_type(v, float) or not (many or has_type(v, _SIMPLE))
 
         if dict_of(value) is not None:
             self._search_attributes(f"{name}.", value, is_wanted)
@@ -532,7 +540,7 @@ class _Search:
                     continue
                 # Recurrent layers put their parameters into a list of theirs again and again.
                 flat = isinstance(part, nn.RNNBase) and key == "_flat_weights"
-                if isinstance(held, torch.Tensor) or _holds_tensor(held, flat):
+                if has_type(held, torch.Tensor) or _holds_tensor(held, flat):
                     self.value(where + key, held, self._slot(where + key, "value", attributes, key))
 
 
@@ -544,26 +552,27 @@ def _unused_name(name: str, used: Container[str]) -> str:
 
 def _holds_tensor(value: Any, but_parameters: bool) -> bool:
     """True for a list or dictionary with a tensor, other than parameters if `but_parameters`."""
-    if not isinstance(value, (list, dict)) or len(value) > _SEARCHED:
+    kinds = (list, dict, collections.deque)
+    if not has_type(value, kinds) or count_items(value) > _SEARCHED:
         return False
-    held = value.values() if isinstance(value, dict) else value
+    held = items_of(value)[1]
     others = nn.Parameter if but_parameters else ()
-    return any(isinstance(v, torch.Tensor) and not isinstance(v, others) for v in held)
+    return any(has_type(v, torch.Tensor) and not has_type(v, others) for v in held)
 
 
 def _may_hold_tensors(value: Any) -> bool:
     """True if it is worth searching. Functions and classes are not: their reads are seen when they
     run.
     """
-    if isinstance(value, (*_SIMPLE, type, types.ModuleType)):
+    if has_type(value, (*_SIMPLE, type, types.ModuleType)):
         return False
-    return isinstance(value, (nn.Module, functools.partial)) or not callable(value)
+    return has_type(value, (nn.Module, functools.partial)) or not callable(value)
 
 
 def _is_of_run(value: Any) -> bool:
     """True if it was made in a capture run, so that it holds fakes."""
-    if isinstance(value, nn.Module):
+    if has_type(value, nn.Module):
         value = [*value.parameters(), *value.buffers()]
-    elif isinstance(value, Optimizer):
+    elif has_type(value, Optimizer):
         value = [group["params"] for group in value.param_groups]
-    return any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves(value))
+    return any(has_type(leaf, FakeTensor) for leaf in pytree.tree_leaves(value))

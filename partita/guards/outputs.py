@@ -34,13 +34,27 @@ from partita.tensor.tensor_state import state_of
 from . import ReadRecord, Write
 from .bytecode import line_of_write
 from .inputs import State
-from .values import MISSING, Place, brief
+from .values import (
+    MISSING,
+    Place,
+    base_of_container,
+    brief,
+    has_type,
+    items_of,
+    read_field,
+)
 
 # -- what a step leaves in attributes --------------------------------------------------------------
 
 _SLOTS = ("_parameters", "_buffers", "_modules")  # whose entries are slots
 _SHARED = (torch.Tensor, types.ModuleType, types.CodeType, types.FrameType)
 _MOST_OBJECTS = 10_000  # that a search looks into
+
+
+def _copy_items(container: Any) -> Any:
+    """A plain dictionary or list of the items."""
+    keys, values = items_of(container)
+    return values if keys is None else dict(zip(keys, values, strict=True))
 
 
 class ModuleAttributes:
@@ -61,7 +75,7 @@ class ModuleAttributes:
         """
         self._before = [dict(home) for _, home in self._homes]
         containers = [
-            (value, dict(dict.items(value)) if isinstance(value, dict) else list(value))
+            (value, _copy_items(value))
             for held in self._before
             for key, value in held.items()
             if isinstance(value, (list, dict)) and key not in _SLOTS
@@ -76,8 +90,9 @@ class ModuleAttributes:
                         home[key] = held[key]
             for container, copy in containers:
                 if is_filled(container):
-                    container.clear()
-                    (container.update if isinstance(container, dict) else container.extend)(copy)
+                    base = base_of_container(container)
+                    base.clear(container)
+                    (base.update if issubclass(base, dict) else base.extend)(container, copy)
 
     def is_of_module(self, home: Any) -> bool:
         """True if `home` is the `__dict__` of one of the modules."""
@@ -181,9 +196,10 @@ def check_result(value: Any, known: Container[int]) -> None:
 
 def is_held(value: Any, known: Collection[tuple[int, Any]]) -> bool:
     """True if it is a list or dictionary whose tensors all stand at known places."""
-    if not isinstance(value, (list, dict)):
+    if not has_type(value, (list, dict, collections.deque)):
         return False
-    items = value.items() if isinstance(value, dict) else enumerate(value)
+    keys, values = items_of(value)
+    items = enumerate(values) if keys is None else zip(keys, values, strict=True)
     return all((id(value), key) in known or not is_filled(v) for key, v in items)
 
 
@@ -230,23 +246,23 @@ def _walk_reachable(value: Any, held_by: Callable[[Any], Iterable[Any]]) -> Iter
 
 
 def _in_container(value: Any) -> Iterable[Any]:
-    if isinstance(value, dict):
-        return [*value, *value.values()]
-    if isinstance(value, (list, tuple, set, frozenset, collections.deque)):
-        return value
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [getattr(value, f.name, None) for f in dataclasses.fields(value)]
+    kind: type = type(value)
+    if issubclass(kind, (dict, list, tuple, set, frozenset, collections.deque)):
+        keys, values = items_of(value)
+        return [*(keys or ()), *values]
+    if dataclasses.is_dataclass(kind):
+        return [read_field(value, f.name) for f in dataclasses.fields(kind)]
     return ()
 
 
 def _in_object(value: Any) -> Iterable[Any]:
     """Returns what an object refers to, except what its code does."""
     kind = type(value)
-    if isinstance(value, type):
+    if has_type(value, type):
         return [*vars(value).values()] if is_user_module(value.__module__) else ()
-    if kind in _HOLDING_NOTHING or isinstance(value, _SHARED):
+    if kind in _HOLDING_NOTHING or has_type(value, _SHARED):
         return ()
-    if isinstance(value, types.FunctionType):
+    if has_type(value, types.FunctionType):
         return [value.__closure__, value.__defaults__, value.__kwdefaults__, vars(value)]
     if kind.__module__.startswith("partita."):
         return ()
@@ -254,9 +270,9 @@ def _in_object(value: Any) -> Iterable[Any]:
 
 
 def _stands_in(value: Any) -> bool:
-    if isinstance(value, weakref.ref):
+    if has_type(value, weakref.ref):
         value = value()
-    return isinstance(value, FakeTensor) or is_symbolic(value)
+    return has_type(value, FakeTensor) or is_symbolic(value)
 
 
 def _is_list_of_parameters(value: Any, before: Any) -> bool:
@@ -264,7 +280,7 @@ def _is_list_of_parameters(value: Any, before: Any) -> bool:
 
     nn.GRU makes such a list whenever its parameters are exchanged.
     """
-    if type(value) is not type(before) or not isinstance(value, (list, tuple)):
+    if type(value) is not type(before) or not has_type(value, (list, tuple)):
         return False
     return len(value) == len(before) and all(
         isinstance(v, torch.nn.Parameter)

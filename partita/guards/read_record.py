@@ -26,7 +26,7 @@ import threading
 import types
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
@@ -48,7 +48,14 @@ from .bytecode import (
     reflects,
     strings_of,
 )
-from .calls import Calls, read_ambient, read_environment_of, reads_for_user, refuse_if_random
+from .calls import (
+    Calls,
+    is_random_generator,
+    read_ambient,
+    read_environment_of,
+    reads_for_user,
+    refuse_if_random,
+)
 from .guards import Guards, ReadInputs
 from .record import (
     PlaceRecord,
@@ -69,12 +76,14 @@ from .values import (
     Place,
     brief,
     cell_content,
+    count_items,
     dict_of,
     dict_of_view,
     find_module_dict,
     functions_of_descriptor,
     has_raw_content,
     has_settings,
+    has_type,
     holds_no_more,
     is_container,
     is_iterator,
@@ -236,7 +245,7 @@ class ReadRecord(PlaceRecord):
             inputs: which of this the graph has as inputs.
             extra: places to guard beside those that were read.
         """
-        spaces = [(o, name) for o, name in self._namespaces.values() if not isinstance(o, type)]
+        spaces = [(o, name) for o, name in self._namespaces.values() if not has_type(o, type)]
         asked = frozenset(self._names_asked | {"__getattr__"})
         objects = [(known.name, known.value) for known in self._objects.values()]
         objects += [(name, o) for o, name in spaces if not _is_of_globals(o)]
@@ -256,7 +265,7 @@ class ReadRecord(PlaceRecord):
 
     def _names_asked_of(self, space: Any, asked: frozenset[str]) -> frozenset[str] | None:
         """Returns the names that code may read from a namespace; None for all."""
-        is_library = isinstance(space, types.ModuleType) and not is_user_module(space.__name__)
+        is_library = has_type(space, types.ModuleType) and not is_user_module(space.__name__)
         return asked if is_library or not self._all_names_asked else None
 
     def watch_new(self, value: Any, name: str) -> None:
@@ -312,13 +321,18 @@ class ReadRecord(PlaceRecord):
 
     def instrument_module(self, module: Any, name: str) -> None:
         """Make a module of the user report what is read from it."""
-        if not isinstance(module, types.ModuleType) or id(module) in self._modules:
+        if not has_type(module, types.ModuleType) or id(module) in self._modules:
             return
         if is_user_module(dict_of(module).get("__name__")) and instrument_module(module):
             self._modules[id(module)] = module, name
             self.snapshots.snapshot_namespace(module, name)
             if self._reads_unseen:
-                _read_all_names(self, module, name)
+                self._read_module_unseen(module, name)
+
+    def _read_module_unseen(self, module: types.ModuleType, name: str) -> None:
+        """Record all that a module has: code may read any of it past `__getattribute__`."""
+        with self.reaching_by_name():
+            _read_all_names(self, module, name)
 
     def find_modules(self) -> None:
         """Make all modules of the user report what is read from them, because code finds them by
@@ -331,12 +345,10 @@ class ReadRecord(PlaceRecord):
 
     def _record_read(self, known: _ReachedObject, name: str) -> None:
         owner, called, held = known.value, f"{known.name}.{name}", dict_of(known.value)
-        known_optimizer = (
-            isinstance(owner, torch.optim.Optimizer) and id(owner) in self._given_names
-        )
+        known_optimizer = has_type(owner, torch.optim.Optimizer) and id(owner) in self._given_names
         if known_optimizer and name in ("state", "param_groups"):  # these are inputs
             return
-        if isinstance(owner, logging.Logger):
+        if has_type(owner, logging.Logger):
             # Its cache fills as it is read; its handlers write what others log in the meantime.
             if name == "_cache":
                 self.read_place(place_of_log_level(known.name, owner), shallow=True)
@@ -352,7 +364,7 @@ class ReadRecord(PlaceRecord):
             if found is MISSING and not name.startswith("__"):  # a class may come to have it
                 self.read_place(place_of_class_attribute(type(owner), name), MISSING)
             if held is not None and may_be_hidden(name, found):
-                of_module = found is MISSING and isinstance(owner, nn.Module)
+                of_module = found is MISSING and has_type(owner, nn.Module)
                 for home in (held, *(held[within] for within in INSIDE if of_module)):
                     self.read_place(Place(called, home, name), MISSING)
 
@@ -370,7 +382,7 @@ class ReadRecord(PlaceRecord):
         value = place.value
         if place.identity in self.places or value is MISSING:
             return value
-        if not isinstance(value, types.MemberDescriptorType):
+        if not has_type(value, types.MemberDescriptorType):
             self.read_place(place, value)
             for function in functions_of_descriptor(value):
                 self.reach_value(function, place.name)
@@ -389,13 +401,13 @@ class ReadRecord(PlaceRecord):
         Raises:
             CaptureError: no guard can cover it: an iterator, shared memory, a generator.
         """
-        kind = type(value)
-        if isinstance(value, enum.Enum):
+        kind: Any = type(value)
+        if issubclass(kind, enum.Enum):
             if dict_of(value) is not None and is_user_module(kind.__module__):
                 self.read_place(place_of_dict(name, value))  # its value may be mutable
                 self.snapshots.snapshot_object(value, name)
                 self.reach_methods(kind, kind.__name__)
-        elif isinstance(value, threading.local):
+        elif issubclass(kind, threading.local):
             _reach_local(self, value, name)
         elif is_container(value):
             _reach_container(self, value, name)
@@ -411,20 +423,22 @@ class ReadRecord(PlaceRecord):
                 "a graph would always use the contents at capture",
                 name,
             )
-        elif isinstance(value, types.CellType):
+        elif issubclass(kind, types.CellType):
             self.read_place(place_of_cell(name, value))
-        elif isinstance(value, contextvars.ContextVar):
+        elif issubclass(kind, contextvars.ContextVar):
             self.read_place(place_of_context_variable(name, value))
-        elif isinstance(value, (operator.attrgetter, operator.methodcaller)):
+        elif issubclass(kind, (operator.attrgetter, operator.methodcaller)):
             self.note_asked_names(_names_asked_by(value))
-        elif isinstance(value, types.ModuleType):
+        elif issubclass(kind, types.MemberDescriptorType):  # which reads a slot of any instance
+            self.note_asked_names({value.__name__})
+        elif issubclass(kind, types.ModuleType):
             read_ambient(self, value.__name__)
             self.snapshots.snapshot_namespace(value, name)
             self.instrument_module(value, name)
             self.reach_namespace(value, name)
             if value.__name__ == "os" and self._reads_ahead:
                 read_environment_of(self, self._constants)
-        elif isinstance(value, type):
+        elif issubclass(kind, type):
             read_ambient(self, value.__module__)
             self.snapshots.snapshot_namespace(value, name)
             _read_registry(self, value, name)
@@ -436,12 +450,12 @@ class ReadRecord(PlaceRecord):
                 self.reach_class(value)
                 self.reach_methods(value, name)
                 self.reach_value(kind, kind.__name__)
-        elif isinstance(value, types.FunctionType):
+        elif issubclass(kind, types.FunctionType):
             self.reach_function(value, name)
-        elif isinstance(value, types.MethodType):
+        elif issubclass(kind, types.MethodType):
             self.reach_value(value.__self__, name)
             self.reach_value(value.__func__, name)
-        elif isinstance(value, (types.BuiltinMethodType, types.MethodWrapperType)):
+        elif issubclass(kind, (types.BuiltinMethodType, types.MethodWrapperType)):
             read_ambient(self, getattr(value, "__module__", None))
             if value in _READERS:
                 self._ask_all_names()
@@ -449,10 +463,10 @@ class ReadRecord(PlaceRecord):
             if not isinstance(value.__self__, (types.ModuleType, type)):
                 self.reach_value(value.__self__, f"the owner of {name}")
             self.read_all_attributes(value.__self__)  # code in C reads them unseen
-        elif isinstance(value, (staticmethod, classmethod)):
+        elif issubclass(kind, (staticmethod, classmethod)):
             self.reach_value(value.__func__, name)
         elif is_iterator(value):
-            if not self.reached_by_name:
+            if not self.note_unread(value):
                 self.refuse(
                     f"the step reads {name}, an iterator ({kind.__name__})",
                     "its next item differs in the next call, and a graph would always "
@@ -462,11 +476,13 @@ class ReadRecord(PlaceRecord):
         else:
             if not self.reached_by_name:
                 refuse_if_random(self, value, name)
+            elif is_random_generator(value):
+                self.note_unread(value)
             read_ambient(self, kind.__module__)
-            if isinstance(value, BaseException):
+            if issubclass(kind, BaseException):
                 self.read_place(place_of_special_attribute(f"{name}.args", value, "args"))
             self.reach_object(value, name)
-            if isinstance(value, functools._lru_cache_wrapper):
+            if issubclass(kind, functools._lru_cache_wrapper):
                 self.snapshots.snapshot_cache(value, name)
                 place = place_of_answer(f"the cache of {name}", CacheEpoch(value), value)
                 self.read_place(place, shallow=True)
@@ -500,7 +516,9 @@ class ReadRecord(PlaceRecord):
         Objects of partita keep what it computes, which no step reads. For a logger only the level
         counts, which `_record_read` records.
         """
-        if type(value).__module__.split(".")[0] == "partita" or isinstance(value, logging.Logger):
+        if type(value).__module__.split(".")[0] == "partita" or issubclass(
+            type(value), logging.Logger
+        ):
             return
         self._describe(value, name)
         if dict_of(value) is not None:
@@ -526,11 +544,13 @@ class ReadRecord(PlaceRecord):
             # A library's wrapper (as of torch.no_grad): what its closure has of the user's.
             for where in f.__closure__ or ():
                 inner = cell_content(where)
-                if isinstance(inner, (types.FunctionType, types.MethodType, functools.partial)):
+                if issubclass(
+                    type(inner), (types.FunctionType, types.MethodType, functools.partial)
+                ):
                     self.reach_value(inner, name)
                 elif type(inner) in (dict, list, set):  # as functools.singledispatch has them
                     self.read_place(place_of_cell(f"what {name} holds", where))
-                elif isinstance(inner, weakref.WeakKeyDictionary):
+                elif has_type(inner, weakref.WeakKeyDictionary):
                     self.snapshots.snapshot_cache(inner, name)
             return
         self._describe(f, f.__name__)
@@ -667,7 +687,7 @@ class ReadRecord(PlaceRecord):
                 self._read_bases(kind)
         if reflects(code):
             self._ask_all_names()
-        if not _UNSEEN_READS.isdisjoint(code.co_names):
+        if not _UNSEEN_READS.isdisjoint(names_asked_for(code)):
             self._read_objects_unseen()
         self.note_asked_names(names_asked_for(code))
 
@@ -693,14 +713,14 @@ class ReadRecord(PlaceRecord):
     def _read_special(self, value: Any, name: str, keys: set[str]) -> None:
         kind: Any = type(value)
         for key in sorted(keys & _names_in_c(kind)):
-            if key == "__subclasses__" and isinstance(value, type):
+            if key == "__subclasses__" and has_type(value, type):
                 at = f"{name}.{key}()"
                 get = functools.partial(type.__subclasses__, value)  # a new list each time
                 self.read_place(Place(at, value, key, get), shallow=True)
             elif key != "__subclasses__":
                 place = place_of_special_attribute(f"{name}.{key}", value, key)
                 with self.reaching_by_name():
-                    self.read_place(place, shallow=isinstance(value, type))
+                    self.read_place(place, shallow=has_type(value, type))
 
     def _enter_function(self, f: types.FunctionType, name: str) -> None:
         self._enter_code(f.__code__, f.__globals__)
@@ -708,7 +728,7 @@ class ReadRecord(PlaceRecord):
             value = self.read_place(place_of_cell(key, where))
             if reflects(f.__code__):
                 _read_all_names(self, value, key)
-            if isinstance(value, types.ModuleType):
+            if has_type(value, types.ModuleType):
                 self._read_libraries(f.__code__, {key: value})
         self.reach_namespace(f, f.__name__)
         self.read_place(place_of_special_attribute(name, f, "__code__"))
@@ -728,13 +748,14 @@ class ReadRecord(PlaceRecord):
     def _read_libraries(self, code: CodeType, variables: dict[str, Any]) -> None:
         """Record what code reads of modules of torch and Python, which a program may replace."""
         for root, *names in dotted_names(code):
-            value, called = variables.get(root), root
+            value: Any = variables.get(root)
+            called = root
             for key in names:
-                if not isinstance(value, types.ModuleType) or is_user_module(value.__name__):
+                if not has_type(value, types.ModuleType) or is_user_module(value.__name__):
                     break
                 held, called = vars(value), f"{called}.{key}"
                 value = held.get(key)
-                if isinstance(value, (type, types.ModuleType, types.FunctionType)):
+                if has_type(value, (type, types.ModuleType, types.FunctionType)):
                     self.snapshots.snapshot_namespace(value, called)
                 if value is sys.modules or value is importlib.import_module:
                     _read_modules(self, code)
@@ -750,7 +771,7 @@ class ReadRecord(PlaceRecord):
                     self.read_class_attribute(base, key)
 
     def _read_namespace(self, space: Any, name: str, names: set[str]) -> None:
-        if isinstance(space, type):
+        if has_type(space, type):
             for key in sorted(names & names_of_class(space)):
                 self.read_class_attribute(space, key)
             return
@@ -761,7 +782,7 @@ class ReadRecord(PlaceRecord):
         if not found:  # as for most: the names in each new code are looked up in them
             return
         of_globals = _is_of_globals(space)
-        of_library = isinstance(space, types.ModuleType) and not is_user_module(space.__name__)
+        of_library = has_type(space, types.ModuleType) and not is_user_module(space.__name__)
         with self.reaching_by_name():
             for key in found:
                 value = self.snapshots.value_before(held, key)
@@ -772,7 +793,7 @@ class ReadRecord(PlaceRecord):
 
     def _read_whole_namespace(self, space: Any, name: str) -> None:
         """Record all that a function, a class or an object has."""
-        if isinstance(space, type):
+        if has_type(space, type):
             users = [base for base in space.__mro__ if is_user_module(base.__module__)]
             self._read_namespace(space, name, {*itertools.chain(*map(vars, users))})
         elif not _is_of_globals(space):
@@ -792,24 +813,24 @@ class ReadRecord(PlaceRecord):
             for known in list(self._objects.values()):
                 self._reach_unseen(known)
             for module, name in list(self._modules.values()):
-                _read_all_names(self, module, name)
+                self._read_module_unseen(module, name)
 
     def _reach_unseen(self, known: _ReachedObject) -> None:
         self.reach_class(type(known.value))
-        if not isinstance(known.value, logging.Logger):
+        if not has_type(known.value, logging.Logger):
             self.reach_namespace(known.value, known.name)
 
 
 _READERS = (getattr, hasattr, vars, dir)
 """Functions that read attributes by any name, if code has them as values."""
 
-_UNSEEN_READS = frozenset(("__getattribute__", "getattr_static"))
+_UNSEEN_READS = frozenset(("__getattribute__", "getattr_static", "__get__"))
 """Names of functions that read an attribute past the `__getattribute__` of a class."""
 
 
 def _is_of_globals(space: Any) -> bool:
     """True if a namespace is a module or its dictionary, which has names of Python's own."""
-    return isinstance(space, types.ModuleType) or type(space) is dict
+    return has_type(space, types.ModuleType) or type(space) is dict
 
 
 def _is_users(value: Any) -> bool:
@@ -823,15 +844,15 @@ def _is_users(value: Any) -> bool:
 def _reach_container(record: ReadRecord, value: Any, name: str) -> None:
     """Record what a container holds, keys too."""
     record.snapshots.snapshot_container(value, name)
-    if isinstance(value, functools.partial):
+    if has_type(value, functools.partial):
         record.snapshots.snapshot_namespace(value, name)
-    if hasattr(type(value), "__len__") and len(value) > HUGE:
+    if count_items(value) > HUGE:
         _record_entries(record, value, name)
         return
-    if isinstance(value, collections.defaultdict):
+    if has_type(value, collections.defaultdict):
         _read_factory(record, value, name)
     keys, values = items_of(value)
-    dotted = isinstance(value, types.SimpleNamespace)
+    dotted = has_type(value, types.SimpleNamespace)
     for key in keys or ():
         record.reach_value(key, f"a key of {name}")
     for key, v in zip(range(len(values)) if keys is None else keys, values, strict=False):
@@ -852,8 +873,8 @@ def _read_factory(record: ReadRecord, value: collections.defaultdict[Any, Any], 
 def _record_entries(record: ReadRecord, value: Any, name: str) -> None:
     """Record a huge container by its entries, and warn where an entry may change in place."""
     record.huge[id(value)] = value
-    entries = value.values() if isinstance(value, Mapping) else value
-    inner = next((v for v in entries if not holds_no_more(v)), None)
+    keys, values = items_of(value)
+    inner = next((v for v in (values or keys or ()) if not holds_no_more(v)), None)
     if inner is not None and not record.reached_by_name:
         warnings.warn(
             f"{name} has {len(value):,} entries: a compiled step detects when one is replaced, "
@@ -902,16 +923,16 @@ def _names_in_c(kind: type) -> frozenset[str]:
 def _read_all_names(record: ReadRecord, space: Any, name: str) -> None:
     """Record all that a class, a module or a function has, and that it has no more."""
     special: list[str] = []
-    if isinstance(space, type):
+    if has_type(space, type):
         if not is_user_module(space.__module__):
             return
         special = _CLASS_ATTRIBUTES
         for key in _names_in_space(space):
             record.read_class_attribute(space, key)
-    elif isinstance(space, (types.ModuleType, types.FunctionType, dict)):
-        special = _FUNCTION_ATTRIBUTES if isinstance(space, types.FunctionType) else []
+    elif has_type(space, (types.ModuleType, types.FunctionType, dict)):
+        special = _FUNCTION_ATTRIBUTES if has_type(space, types.FunctionType) else []
         held = variables_of(space)
-        shallow = isinstance(space, types.ModuleType) and not is_user_module(space.__name__)
+        shallow = has_type(space, types.ModuleType) and not is_user_module(space.__name__)
         for key in _names_in_space(space):
             value = record.snapshots.value_before(held, key)
             if value is not MISSING:  # else the step has set it

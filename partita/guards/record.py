@@ -46,9 +46,12 @@ from .values import (
     MISSING,
     PLAIN,
     Place,
+    base_of_container,
     content_key,
     copy_raw_content,
+    count_items,
     dict_of,
+    has_type,
     is_container,
     items_of,
     may_have_attributes,
@@ -90,6 +93,7 @@ class PlaceRecord:
         self.reached_by_name = False
         self._kept_alive: dict[int, Any] = {}  # so that no other object gets its id
         self._reached: dict[int, Any] = {}
+        self._unread: dict[int, Any] = {}  # what is refused if it is read; reached by name alone
         self._is_paused = False
         self._read_by_library = False  # whether torch's code reads now
 
@@ -132,6 +136,10 @@ class PlaceRecord:
         """
         value = before[0] if before else place.value
         if place.identity in self.places:
+            if id(value) in self._unread and not self.reached_by_name:
+                del self._unread[id(value)]
+                self._reached.pop(id(value), None)
+                self.reach_value(value, place.name)
             return value
         self.places[place.identity] = place
         self._kept_alive[id(place.home)] = place.home
@@ -145,22 +153,31 @@ class PlaceRecord:
         """Record what `value`, which was there before the step, leads to."""
         if type(value) in PLAIN or id(value) in self._reached:
             return
-        if issubclass(type(value), _WEAK):
-            if not self.reached_by_name:
-                self._refuse_weak(value, name)
+        if has_type(value, _WEAK):
+            if self.note_unread(value):
+                return
+            self._refuse_weak(value, name)
             return
-        if _has_tensor_keys(value) and not self.reached_by_name and not self._read_by_library:
+        if _has_tensor_keys(value) and not (self._read_by_library or self.note_unread(value)):
             self.refuse(
                 f"the step reads {name}, which finds tensors by identity ({type(value).__name__})",
                 "during capture fakes replace its tensors, and they are not found there",
                 fix=Fix("names instead", "as named_parameters() gives them, or tensors in a list"),
             )
-        if isinstance(value, torch.Tensor) or (
-            isinstance(value, PLAIN) and not may_have_attributes(value)
+        # Not by `isinstance`, which asks an object for its `__class__`: the user's code may answer.
+        kind: type = type(value)
+        if issubclass(kind, torch.Tensor) or (
+            issubclass(kind, PLAIN) and not may_have_attributes(value)
         ):
             return
         self._reached[id(value)] = value
         self.reach_by_kind(value, name)
+
+    def note_unread(self, value: Any) -> bool:
+        """True if `value` is reached by name alone; it is noted, to be refused where it is read."""
+        if self.reached_by_name:
+            self._unread[id(value)] = value
+        return self.reached_by_name
 
     def _refuse_weak(self, value: Any, name: str) -> None:
         if self._read_by_library:  # as recurrent layers refer to their weights, which they hold too
@@ -182,9 +199,9 @@ class PlaceRecord:
 
 def _has_tensor_keys(value: Any) -> bool:
     """True if it is a set or a dictionary with tensors as keys."""
-    if not isinstance(value, (dict, set, frozenset)) or len(value) > HUGE:
+    if not has_type(value, (dict, set, frozenset)) or count_items(value) > HUGE:
         return False
-    return any(isinstance(key, torch.Tensor) for key in value)
+    return any(has_type(key, torch.Tensor) for key in items_of(value)[0] or ())
 
 
 # -- writes ----------------------------------------------------------------------------------------
@@ -244,15 +261,16 @@ class _Copied:
             yield Write(place, value, place.value, is_repeatable=False)
         elif not self.is_settings:
             yield from self._find_set_names()
-        elif isinstance(value, dict):
-            for key in dict.fromkeys([*before, *value]):
+        elif has_type(value, dict):
+            for key in dict.fromkeys([*before, *_copy(value)]):
                 was, now = before.get(key, MISSING), dict.get(value, key, MISSING)
                 if not _is_same_value(was, now) and not (dotted and key in INSIDE):
                     name = f"{self.name}.{key}" if dotted else f"{self.name}[{key!r}]"
                     yield Write(Place(name, value, key), was, now, is_attribute=dotted)
         elif not self.has_content(value):
-            is_set = isinstance(value, set)
-            repeatable = before <= value if is_set else len(value) == len(before)
+            is_set = has_type(value, set)
+            now = _copy(value)
+            repeatable = before <= now if is_set else len(now) == len(before)
             get, put = partial(_copy, value), partial(_refill, value)
             yield Write(Place(self.name, value, None, get, put), before, get(), repeatable)
 
@@ -298,7 +316,7 @@ class Snapshots:
             copied = self._containers.get(id(held))
             before = dict(held) if copied is None else copied.before
             self._containers[id(held)] = _Copied(name, held, before, value)
-            for inside in INSIDE if isinstance(value, nn.Module) else ():
+            for inside in INSIDE if has_type(value, nn.Module) else ():
                 if inside in held:  # a module sets its submodules there without reading it by name
                     self.snapshot_container(held[inside], f"{name}.{inside}")
         for key, descriptor in slots_of(type(value)).items():
@@ -308,7 +326,7 @@ class Snapshots:
     def snapshot_namespace(self, value: Any, name: str) -> None:
         """Copy the attributes that a class, module or function has itself; or its variables."""
         held = variables_of(value)
-        of = id(value if isinstance(value, type) else held)
+        of = id(value if has_type(value, type) else held)
         if of not in self._containers:
             self._containers[of] = _Copied(name, held, dict(held), value, is_settings=False)
 
@@ -320,7 +338,7 @@ class Snapshots:
             return tuple([v for v in _list_held(cache) if id(v) not in before])
 
         def forget(_: Any) -> None:
-            if isinstance(cache, functools._lru_cache_wrapper):
+            if has_type(cache, functools._lru_cache_wrapper):
                 cache.cache_clear()
             else:
                 cache.clear()
@@ -338,9 +356,9 @@ class Snapshots:
 
     def snapshot_container(self, value: Any, name: str) -> None:
         """Copy the items of a container, if it is mutable."""
-        if isinstance(value, types.SimpleNamespace):
+        if has_type(value, types.SimpleNamespace):
             self.snapshot_object(value, name)
-        elif isinstance(value, _MUTABLE):
+        elif has_type(value, _MUTABLE):
             self._containers.setdefault(id(value), _Copied(name, value, _copy(value)))
 
     def snapshot_new(self, value: Any, name: str, known: dict[int, Any]) -> None:
@@ -374,9 +392,9 @@ class Snapshots:
         for place, before in self._places.values():
             seen = (place.get is None and id(place.home) in with_owner) or self._is_in_copy(place)
             if not seen and place.key != "__dict__" and not _is_same_value(before, place.value):
-                is_global = isinstance(place.home, dict) and "__builtins__" in place.home
+                is_global = has_type(place.home, dict) and "__builtins__" in place.home
                 is_attribute = is_global or place.put is not None
-                is_cache = place.key == "cache" and isinstance(place.home, _CACHES)
+                is_cache = place.key == "cache" and has_type(place.home, _CACHES)
                 yield Write(
                     place,
                     before,
@@ -400,7 +418,7 @@ class Snapshots:
     def _is_in_copy(self, place: Place) -> bool:
         """True if `place` is an attribute that `snapshot_namespace` has copied."""
         home = place.home
-        owners = home.__mro__ if isinstance(home, type) else (home,)
+        owners = home.__mro__ if has_type(home, type) else (home,)
         copies = [self._containers.get(id(o)) for o in owners]
         found = [copied for copied in copies if copied is not None and not copied.is_settings]
         return any(place.key in copied.value or place.key in copied.before for copied in found)
@@ -426,9 +444,9 @@ def _is_of_user(space: Any) -> bool:
     of another object are: only a program sets them on an exception or another object of C."""
     if type(space) is dict:
         return is_user_module(space.get("__name__"))
-    if isinstance(space, types.ModuleType):
+    if has_type(space, types.ModuleType):
         return is_user_module(space.__name__)
-    if isinstance(space, (type, types.FunctionType)):
+    if has_type(space, (type, types.FunctionType)):
         return is_user_module(space.__module__)
     kind = type(space)
     return kind.__module__ in ("builtins", "functools", "_io") or is_user_module(kind.__module__)
@@ -439,7 +457,7 @@ _CACHES = (functools._lru_cache_wrapper, weakref.WeakKeyDictionary)
 
 def _list_held(cache: Any) -> list[Any]:
     """Returns the results that a cache keeps, among other objects."""
-    if isinstance(cache, weakref.WeakKeyDictionary):
+    if has_type(cache, weakref.WeakKeyDictionary):
         return [*cache.values()]
     held = [v for v in gc.get_referents(cache) if v is not vars(cache)]
     return [*held, *itertools.chain(*[v.values() for v in held if type(v) is dict])]
@@ -447,7 +465,7 @@ def _list_held(cache: Any) -> list[Any]:
 
 def _has_other_dict(owner: Any, held: Any) -> bool:
     """True if an object's `__dict__` is not `held`."""
-    return owner is not held and not isinstance(owner, type) and dict_of(owner) is not held
+    return owner is not held and not has_type(owner, type) and dict_of(owner) is not held
 
 
 _SET_BY_PYTHON = frozenset(
@@ -459,32 +477,34 @@ _SET_BY_PYTHON = frozenset(
 
 def _is_of_torch(owner: Any) -> bool:
     """True for an object of torch that is not a module: nobody else holds its containers."""
-    return type(owner).__module__.startswith("torch.") and not isinstance(owner, nn.Module)
+    return type(owner).__module__.startswith("torch.") and not has_type(owner, nn.Module)
 
 
 def _copy(value: Any) -> Any:
-    if isinstance(value, dict):
-        return dict(dict.items(value))  # past overrides of the user's class
-    return value.copy() if isinstance(value, set) else list(value)
+    keys, values = items_of(value)
+    if keys is None:
+        return values
+    return set(keys) if has_type(value, set) else dict(zip(keys, values, strict=True))
 
 
 def _is_same_value(a: Any, b: Any) -> bool:
     if a is b:
         return True
-    if isinstance(a, types.MethodType) and isinstance(b, types.MethodType):
+    if has_type(a, types.MethodType) and has_type(b, types.MethodType):
         return a.__self__ is b.__self__ and a.__func__ is b.__func__
     if type(a) is not type(b):
         return False
     if type(a) in PLAIN:
         return bool(content_key(a) == content_key(b))
-    if isinstance(a, tuple):
+    if has_type(a, tuple):
         return len(a) == len(b) and all(map(_is_same_value, a, b))
-    return isinstance(a, (*PLAIN, frozenset)) and bool(a == b)
+    return has_type(a, (*PLAIN, frozenset)) and bool(a == b)
 
 
 def _refill(container: Any, content: Any) -> None:
-    container.clear()
-    (container.update if isinstance(container, set) else container.extend)(content)
+    base = base_of_container(container)
+    base.clear(container)
+    (base.update if base is set else base.extend)(container, content)
 
 
 # -- instrumented classes --------------------------------------------------------------------------

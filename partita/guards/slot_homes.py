@@ -8,6 +8,8 @@ from typing import Any
 
 from partita.graph.slots import SlotHome
 
+from .values import base_of_container
+
 
 class Cell(SlotHome):
     """A closure's cell, read and written as a dictionary of one entry."""
@@ -17,6 +19,19 @@ class Cell(SlotHome):
 
     def __setitem__(self, _: Any, value: Any) -> None:
         self.owner.cell_contents = value
+
+
+class Items(SlotHome):
+    """The items of a dictionary, list or deque, past overrides of a user's class."""
+
+    def __getitem__(self, key: Any) -> Any:
+        base = base_of_container(self.owner)
+        if issubclass(base, dict) and not base.__contains__(self.owner, key):
+            raise KeyError(key)  # else `__missing__` may make it
+        return base.__getitem__(self.owner, key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        base_of_container(self.owner).__setitem__(self.owner, key, value)
 
 
 class Defaults:

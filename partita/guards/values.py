@@ -68,6 +68,7 @@ _CONTAINERS = (
     *(list, tuple, collections.deque, *_DICTS, *_SETS),
     *(functools.partial, types.SimpleNamespace),
 )
+_BASES_OF_CONTAINERS = (collections.OrderedDict, *_CONTAINERS)
 _METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
 
 # -- keys ------------------------------------------------------------------------------------------
@@ -136,7 +137,7 @@ class EntriesKey:
 def _key_of_entry(value: Any) -> Any:
     if type(value) is tuple:
         return tuple(map(_key_of_entry, value))
-    is_known = type(value) in PLAIN or isinstance(value, torch.Tensor)
+    is_known = type(value) in PLAIN or has_type(value, torch.Tensor)
     return content_key(value) if is_known else ByIdentity(value)
 
 
@@ -194,6 +195,7 @@ class ContentWalk:
         changeable: visited objects that may change in place, or hold such, each with its key, once
             for each visit.
         shared: ids of those that were visited more than once.
+        others: ids of tensors that were met and are no leaves.
     """
 
     is_whole: bool = False
@@ -203,10 +205,11 @@ class ContentWalk:
     written: Set[int] = frozenset()
     changeable: list[tuple[Any, Any]] = field(default_factory=list)
     shared: set[int] = field(default_factory=set)
+    others: list[int] = field(default_factory=list)
     # By id, of values that stay alive: those that are being walked over, with their numbers, and
     # those that were, with their keys, and whether they are changeable.
     _open: dict[int, tuple[Any, int]] = field(default_factory=dict)
-    _met: dict[int, tuple[Any, Any, bool]] = field(default_factory=dict)
+    _met: dict[int, tuple[Any, Any, bool, list[int]]] = field(default_factory=dict)
 
     def make_key(self, value: Any) -> Any:
         """Returns the key of a value that is not plain."""
@@ -218,26 +221,31 @@ class ContentWalk:
             if self.is_whole:
                 return (kind, ByIdentity(value))
             at = self.leaves.get(id(value))
-            return torch.Tensor if at is None else LeafKey(at)
+            if at is not None:
+                return LeafKey(at)
+            self.others.append(id(value))
+            return torch.Tensor
         if id(value) in self._open:  # the value holds itself, or is whole and holds this twice
             key = (_MET, self._open[id(value)][1])
             self.changeable.append((value, key))  # so that what holds it counts as changeable
             return key
         if id(value) in self._met:
-            _, key, parts = self._met[id(value)]
+            _, key, parts, others = self._met[id(value)]
+            self.others += others
             if parts:
                 self.shared.add(id(value))
                 self.changeable.append((value, key))
             return key
         if sort in ("container", "raw") or (sort == "object" and dataclasses.is_dataclass(kind)):
             self._open[id(value)] = value, len(self._open)
-            before = len(self.changeable)
+            before, others_before = len(self.changeable), len(self.others)
             key = self._make_changeable_key(value, sort)
-            if not isinstance(value, (tuple, frozenset)) or len(self.changeable) > before:
+            if not issubclass(kind, (tuple, frozenset)) or len(self.changeable) > before:
                 self.changeable.append((value, key))
             if not self.is_whole:
                 del self._open[id(value)]
-                self._met[id(value)] = value, key, len(self.changeable) > before
+                others = self.others[others_before:]
+                self._met[id(value)] = value, key, len(self.changeable) > before, others
             return key
         if sort == "view" and (under := dict_of_view(value)) is not None:
             return (kind, ByIdentity(value), self.make_key(under))
@@ -265,7 +273,8 @@ class ContentWalk:
             values = [read_field(value, key) for key in keys]
         else:
             keys, values = items_of(value)
-        home = vars(value) if isinstance(value, types.SimpleNamespace) else value
+        is_namespace = has_type(value, types.SimpleNamespace)
+        home = dict_of(value) if is_namespace else value
         places = range(len(values)) if keys is None else keys
         # A set has keys alone.
         parts = [self.make_part(v, home, key) for key, v in zip(places, values, strict=False)]
@@ -319,24 +328,59 @@ def holds_no_more(value: Any) -> bool:
     """True if an entry and all that it holds are immutable. Tensors count: they are inputs."""
     if type(value) is tuple:
         return all(map(holds_no_more, value))
-    return type(value) in PLAIN or isinstance(value, (torch.Tensor, enum.Enum))
+    return type(value) in PLAIN or has_type(value, (torch.Tensor, enum.Enum))
+
+
+def has_type(value: Any, kinds: Any) -> bool:
+    """`isinstance`, which does not read `value.__class__`: the user's code may compute that."""
+    return issubclass(type(value), kinds)
+
+
+def base_of_container(value: Any) -> Any:
+    """The builtin class of a container, whose methods read it past overrides of a user's class.
+
+    Such an override may run any code: a lazy mapping imports what it lists.
+    """
+    kind: type = type(value)
+    return _find_base(kind)[0]
+
+
+def is_read_as_base(value: Any) -> bool:
+    """True if the class of a container reads its items as its builtin base does."""
+    kind: type = type(value)
+    return _find_base(kind)[1]
+
+
+@lru_cache(maxsize=4096)
+def _find_base(kind: type) -> tuple[Any, bool]:
+    base = next(base for base in _BASES_OF_CONTAINERS if issubclass(kind, base))
+    names = ("__len__", "__iter__", "__bool__", "__getitem__", "__setitem__", "__missing__")
+    return base, all(getattr(kind, name, None) is getattr(base, name, None) for name in names)
 
 
 def items_of(value: Any) -> tuple[list[Any] | None, list[Any]]:
     """The keys of a container, None where it has none, and its values; a set has keys alone."""
-    if isinstance(value, dict):
-        return list(value), list(dict.values(value))
-    if isinstance(value, types.MappingProxyType):
-        return list(value), list(value.values())
-    if isinstance(value, _SETS):
-        return list(value), []
-    if isinstance(value, functools.partial):
-        held = vars(value)
-        own = [value.func, value.args, value.keywords]
+    base = base_of_container(value)
+    if base is types.MappingProxyType:
+        under = gc.get_referents(value)[0]  # which may be a mapping of the user's
+        return items_of(under) if is_container(under) else (None, [under])
+    if issubclass(base, dict):
+        return list(base.__iter__(value)), list(base.values(value))
+    if base in _SETS:
+        return list(base.__iter__(value)), []
+    if base is functools.partial:
+        held = dict_of(value)
+        own = [read_field(value, key) for key in ("func", "args", "keywords")]
         return ["func", "args", "keywords", *held], [*own, *held.values()]
-    if isinstance(value, types.SimpleNamespace):
-        return list(vars(value)), list(vars(value).values())
-    return None, list(value)
+    if base is types.SimpleNamespace:
+        return list(dict_of(value)), list(dict_of(value).values())
+    return None, list(base.__iter__(value))
+
+
+def count_items(value: Any) -> int:
+    """The number of items of a container; 0 where it has no length, as a namespace."""
+    base = base_of_container(value)
+    return int(base.__len__(value)) if hasattr(base, "__len__") else 0
 
 
 def is_container(value: Any) -> bool:
@@ -437,13 +481,15 @@ def brief(value: Any) -> str:
     """Returns the text of a value in at most 60 characters."""
     if value is MISSING:
         return "nothing"
-    if isinstance(value, torch.Tensor):
+    kind: type = type(value)
+    if issubclass(kind, torch.Tensor):
         return "a tensor"
-    if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
+    if issubclass(kind, (type, types.FunctionType, types.BuiltinFunctionType)):
         return shorten_text(getattr(value, "__qualname__", repr(value)))
-    if isinstance(value, PLAIN):
+    if issubclass(kind, PLAIN):
         return shorten_text(repr(value))
-    size = f" of {len(value)}" if is_container(value) and hasattr(value, "__len__") else ""
+    has_length = is_container(value) and hasattr(base_of_container(value), "__len__")
+    size = f" of {count_items(value)}" if has_length else ""
     return shorten_text(f"a {type(value).__name__}{size}")
 
 
@@ -554,18 +600,13 @@ def _is_of_items(value: Any) -> bool:
 
 def dict_of_view(value: Any) -> Any:
     """Returns the dictionary of a dictionary view; None for other objects."""
-    if not isinstance(value, _VIEWS):
+    if not has_type(value, _VIEWS):
         return None
     found = gc.get_referents(value)
-    return found[0] if found and isinstance(found[0], dict) else None
+    return found[0] if found and has_type(found[0], dict) else None
 
 
 # -- places ----------------------------------------------------------------------------------------
-
-
-def _builtin_kind_of(home: dict[Any, Any]) -> type[dict[Any, Any]]:
-    """The builtin class whose methods write a dictionary, past overrides of the user's class."""
-    return collections.OrderedDict if isinstance(home, collections.OrderedDict) else dict
 
 
 @dataclass(frozen=True, eq=False)
@@ -598,9 +639,9 @@ class Place:
         if self.put is not None:
             self.put(value)
         elif value is MISSING:
-            _builtin_kind_of(self.home).pop(self.home, self.key, None)
+            base_of_container(self.home).pop(self.home, self.key, None)
         else:
-            _builtin_kind_of(self.home).__setitem__(self.home, self.key, value)
+            base_of_container(self.home).__setitem__(self.home, self.key, value)
 
 
 def _writer(put: Callable[[Any], object], delete: Callable[[], object]) -> Callable[[Any], object]:
@@ -612,7 +653,7 @@ def _write_attribute(owner: Any, key: str, value: Any) -> None:
     """Set an attribute of an object or class; where `value` is MISSING, delete it."""
     if value is not MISSING:
         setattr(owner, key, value)
-    elif key in vars(owner):
+    elif key in dict_of(owner):
         delattr(owner, key)
 
 
@@ -656,10 +697,10 @@ def place_in_namespace(name: str, space: Any, key: str) -> Place:
     """Returns an attribute that a class, module, function or another object has itself."""
     if type(space) is dict:
         return Place(name, space, key)
-    home = space if isinstance(space, type) else vars(space)
+    home = space if isinstance(space, type) else dict_of(space)
 
     def get_attribute() -> Any:
-        return vars(space).get(key, MISSING)
+        return dict_of(space).get(key, MISSING)
 
     return Place(name, home, key, get_attribute, partial(_write_attribute, space, key))
 
@@ -831,7 +872,7 @@ def _find_names_of_class(kind: type, counts: tuple[int, ...]) -> frozenset[str]:
 def functions_of_descriptor(value: Any) -> list[Any]:
     """The functions that a descriptor of Python's in a class calls; none of other values."""
     for kind, names in _FUNCTIONS_OF_DESCRIPTORS.items():
-        if isinstance(value, kind):
+        if has_type(value, kind):
             return [f for name in names if (f := object.__getattribute__(value, name)) is not None]
     return []
 
@@ -848,7 +889,7 @@ _FUNCTIONS_OF_DESCRIPTORS: dict[type, tuple[str, ...]] = {
 
 def variables_of(space: Any) -> dict[str, Any]:
     """Returns the variables of a namespace: a dictionary of globals, or what has a `__dict__`."""
-    return space if type(space) is dict else vars(space)
+    return space if type(space) is dict else dict_of(space)
 
 
 def dict_of(value: Any) -> Any:
@@ -856,12 +897,12 @@ def dict_of(value: Any) -> Any:
     try:
         return object.__getattribute__(value, "__dict__")
     except AttributeError:  # a thread has a dictionary of its own of a `threading.local`
-        return value.__dict__ if isinstance(value, threading.local) else None
+        return value.__dict__ if has_type(value, threading.local) else None
 
 
 def find_module_dict(owner: Any, name: str) -> Any:
     """The dictionary of parameters, buffers or modules of an nn.Module that has a name, or None."""
-    if isinstance(owner, nn.Module):
+    if has_type(owner, nn.Module):
         held = dict_of(owner)
         for within in INSIDE:
             if name in held.get(within, ()):
@@ -904,12 +945,14 @@ def has_settings(kind: type) -> bool:
 def may_have_attributes(value: Any) -> bool:
     """True if a plain value is an enum or of a user's class, so that it may have attributes."""
     kind = type(value)
-    return isinstance(value, enum.Enum) or (kind not in PLAIN and is_user_module(kind.__module__))
+    return issubclass(kind, enum.Enum) or (kind not in PLAIN and is_user_module(kind.__module__))
 
 
 def is_iterator(value: Any) -> bool:
-    kind = type(value)
-    return hasattr(kind, "__next__") and not isinstance(value, (io.IOBase, nn.Module))
+    kind: type = type(value)
+    # Not by `hasattr`, which runs the `__getattr__` of a metaclass.
+    has_next = any("__next__" in vars(base) for base in kind.__mro__)
+    return has_next and not issubclass(kind, (io.IOBase, nn.Module))
 
 
 def cell_content(where: types.CellType, otherwise: Any = None) -> Any:

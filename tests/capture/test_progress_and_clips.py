@@ -57,6 +57,24 @@ def test_what_is_no_terminal_gets_one_line(shown):
     assert text.count("\n") == 1 and "my_step" in text and "first call" in text
 
 
+def test_a_later_capture_is_called_no_first_call(monkeypatch):
+    stream = Stream(False)
+    monkeypatch.setattr(progress, "SHOWN_AFTER", 0.0)
+
+    def wait(program):
+        until, lines = time.monotonic() + 20, stream.getvalue().count("\n")
+        while stream.getvalue().count("\n") == lines and time.monotonic() < until:
+            time.sleep(0.01)
+
+    step = pt.compile(lambda x: x * 2, passes=wait, backend="graph")
+    monkeypatch.setattr(progress.sys, "stderr", stream)
+    for rows in (2, 3):
+        step(torch.ones(rows))
+    monkeypatch.undo()
+    first, again = stream.getvalue().splitlines()
+    assert "captured in its first call" in first and "captured again" in again
+
+
 def test_of_what_takes_seconds_nothing_is_shown(shown):
     assert shown(is_terminal=True, after=60.0) == ""
 

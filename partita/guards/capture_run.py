@@ -621,7 +621,8 @@ class CaptureRun:
         ahead = [
             (place.value, place.name)
             for place in self.record.places.values()
-            if id(place.home) not in attributes or not has_type(place.value, torch.Tensor)
+            if place.identity not in self.record.places_by_name
+            and not (id(place.home) in attributes and has_type(place.value, torch.Tensor))
         ]
         seen = set[int]()
         while ahead:

@@ -93,6 +93,7 @@ class PlaceRecord:
         self.reached_by_name = False
         self._kept_alive: dict[int, Any] = {}  # so that no other object gets its id
         self._reached: dict[int, Any] = {}
+        self.places_by_name: set[Any] = set()  # identities of those that may not have been read
         self._unread: dict[int, Any] = {}  # what is refused if it is read; reached by name alone
         self._is_paused = False
         self._read_by_library = False  # whether torch's code reads now
@@ -136,12 +137,16 @@ class PlaceRecord:
         """
         value = before[0] if before else place.value
         if place.identity in self.places:
+            if not self.reached_by_name:
+                self.places_by_name.discard(place.identity)
             if id(value) in self._unread and not self.reached_by_name:
                 del self._unread[id(value)]
                 self._reached.pop(id(value), None)
                 self.reach_value(value, place.name)
             return value
         self.places[place.identity] = place
+        if self.reached_by_name:
+            self.places_by_name.add(place.identity)
         self._kept_alive[id(place.home)] = place.home
         if place.get is None or place.put is not None or not shallow:
             self.snapshots.snapshot_place(place, value)

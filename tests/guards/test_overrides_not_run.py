@@ -86,7 +86,8 @@ class Shy:
         object.__setattr__(self, "scale", 2)
 
     def __getattribute__(self, name):
-        assert name == "scale", f"{name} is read"
+        if name != "scale":
+            raise RuntimeError(f"{name} is read")
         return object.__getattribute__(self, name)
 
 

@@ -348,10 +348,8 @@ class ReadRecord(PlaceRecord):
         known_optimizer = has_type(owner, torch.optim.Optimizer) and id(owner) in self._given_names
         if known_optimizer and name in ("state", "param_groups"):  # these are inputs
             return
-        if has_type(owner, logging.Logger):
-            # Its cache fills as it is read; its handlers write what others log in the meantime.
-            if name == "_cache":
-                self.read_place(place_of_log_level(known.name, owner), shallow=True)
+        if has_type(owner, logging.Logger) and name in _CHANGED_BY_LOGGING:
+            self.read_place(place_of_log_level(known.name, owner), shallow=True)
         elif name in known.attributes:
             self.read_place(Place(called, held, name), known.attributes[name])
         elif name in known.slots:
@@ -513,12 +511,9 @@ class ReadRecord(PlaceRecord):
     def _reach_by_names(self, value: Any, name: str) -> None:
         """Record the attributes of an object by the names that code may read.
 
-        Objects of partita keep what it computes, which no step reads. For a logger only the level
-        counts, which `_record_read` records.
+        Objects of partita keep what it computes, which no step reads.
         """
-        if type(value).__module__.split(".")[0] == "partita" or issubclass(
-            type(value), logging.Logger
-        ):
+        if type(value).__module__.split(".")[0] == "partita":
             return
         self._describe(value, name)
         if dict_of(value) is not None:
@@ -778,6 +773,8 @@ class ReadRecord(PlaceRecord):
         for key in sorted(names & slots_of(type(space)).keys()):
             self.read_place(place_of_slot(f"{name}.{key}", space, slots_of(type(space))[key]))
         held = space if type(space) is dict else dict_of(space)
+        if has_type(space, logging.Logger):
+            names = names.difference(_CHANGED_BY_LOGGING)
         found = sorted(names & held.keys()) if held else ()
         if not found:  # as for most: the names in each new code are looked up in them
             return
@@ -817,9 +814,11 @@ class ReadRecord(PlaceRecord):
 
     def _reach_unseen(self, known: _ReachedObject) -> None:
         self.reach_class(type(known.value))
-        if not has_type(known.value, logging.Logger):
-            self.reach_namespace(known.value, known.name)
+        self.reach_namespace(known.value, known.name)
 
+
+_CHANGED_BY_LOGGING = ("_cache", "handlers", "manager")
+"""Attributes of a logger that change as others log. For a step only its level counts."""
 
 _READERS = (getattr, hasattr, vars, dir)
 """Functions that read attributes by any name, if code has them as values."""

@@ -55,8 +55,8 @@ def read(path: Path | None = None, *, context: int = 1) -> Text:
     """Returns the text files below `path`, or Python's standard library without its tests.
 
     Files are taken in the order of their names, so every rank on every machine reads the same. A
-    file with a zero byte in it is no text and is left out, and so is what is no file: a
-    pipe, a device, a link to nowhere. Reading ends at 512 MiB.
+    file with a zero byte in it is no text and is left out, and so is what is no file: a pipe, a
+    device, a link to nowhere. Reading ends at 512 MiB.
 
     Raises:
         ValueError: no such path; a file that cannot be read; fewer than `context + 2` bytes.

@@ -107,8 +107,7 @@ def launch(command: list[str], ranks: int, show: Show) -> int:
 
     Returns:
         The exit code: 0, a rank's own, 1 if a rank died, 130 after Ctrl-C. No rank outlives the
-            call,
-        even if the parent is killed.
+        call, even if the parent is killed.
     """
     children: list[_Child] = []
     saved: dict[str, Any] | None = None

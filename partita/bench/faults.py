@@ -4,8 +4,8 @@ A trial starts a small job, waits for a random moment, sends a signal to a rando
 whether the job ends in 15 seconds with an error that names the rank and where it was, without a
 traceback; whether the checkpoint, if there is one, is whole; whether a process is left. Half of the
 jobs are compiled: anew, or for moments within the steps as one of them left it in a cache. Moments
-are drawn from the start, from what follows it, and from
-the steps. Exits with 1 if a trial fails. Needs Linux, whose /proc tells of processes.
+are drawn from the start, from what follows it, and from the steps. Exits with 1 if a trial fails.
+Needs Linux, whose /proc tells of processes.
 """
 
 from __future__ import annotations

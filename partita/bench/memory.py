@@ -5,7 +5,8 @@ How many bytes does a step hold at most, predicted and counted, beside its rival
 Eight Linears of 16 MiB each train on two Gloo ranks by ZeRO-3: compiled, eager, and by FSDP2, in
 one run. Counted is every byte that torch's CPU allocator has out above what is held between steps.
 With `--uneven` the ranks' shards of each weight differ by a row.
-`partita bench memory predicted` holds predictions of many models against what is counted.
+
+`partita bench memory predicted` compares predictions of many models with what is counted.
 """
 
 from __future__ import annotations

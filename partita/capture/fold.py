@@ -16,6 +16,7 @@ once, beside the calls.
 A block is left flat, as it was traced, where a call would change what the step computes. Examples
 are a block that writes memory that others use, and one whose parts something between its nodes
 needs.
+
 `StepBlocks` decides on the nodes as they were traced which blocks it replaces. Only then does it
 replace the first, so that no decision depends on the result of another.
 """

@@ -9,10 +9,9 @@ move takes ten times as long as copying its nodes.
 
 `StepFunctionMode`, a torch-function mode, follows the functions that the step calls on tensors.
 
-- `x.data = y` exchanges the node that makes x. Reads of x from then on are reads of y; at the
-step's end
-  y's value is copied into the memory of x. Other views of that memory keep their values until then,
-  as in eager.
+- `x.data = y` exchanges the node that makes x. Reads of x from then on are reads of y. At the
+  step's end y's value is copied into the memory of x. Other views of that memory keep their values
+  until then, as in eager.
 - `.item()`, `bool(x)`: numbers that are known when the graph runs (`fakes`).
 - Metadata of inputs, such as `is_leaf`: conditions of the program (`inputs.TensorFacts`).
 - Checks of values that torch makes in eager and omits when it traces: nodes of the graph.

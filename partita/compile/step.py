@@ -354,8 +354,8 @@ class CompiledStep:
         """The result of compiling the last program. Prints as "compiled in 10.3 s" or "loaded in
         0.4 s".
 
-        None if the program runs without being compiled. For a region, `artifact.sections` has one
-        for the forward and one for the backward. Raises like `program`.
+        None if the program runs without being compiled. For a region, `artifact.sections` has such
+        a result of the forward, and of each part of the backward. Raises like `program`.
         """
         return self.program.artifact
 

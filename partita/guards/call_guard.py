@@ -2,6 +2,9 @@
 
 Describing hundreds of tensors takes longer than a small step computes. But most calls have the same
 tensor objects in the same storages as the call before, which identity comparisons show.
+
+The leaves of a call are what `tensors_of_call` lists: the tensors of the state, then tensors and
+values of the arguments. `t.is_leaf` is autograd's word: a tensor without a history.
 """
 
 from __future__ import annotations

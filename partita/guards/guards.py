@@ -6,6 +6,9 @@ if its guards hold: `Guards`, of what the step read of Python, and `TensorGuard`
 first compares object identities, in a few passes that run in C. Places that hold or reach other
 objects than before are then compared by type and content. What differs becomes the reason, as text:
 "x: shape (8, 4) became (6, 4); cfg['k']: 1 became 4" (`History`).
+
+A leaf is a leaf of the call here: one of the tensors and values that `tensors_of_call` lists. Only
+`t.is_leaf` is autograd's word.
 """
 
 from __future__ import annotations
@@ -114,7 +117,11 @@ class Guards:
         self._keys: list[Any] = [None for _ in places]
         self._parts: dict[int, Parts] = {}  # of each place, what may change in place
         self._shared: set[int] = set()  # ids of parts that were met more than once
-        self._moving: set[int] | None = None  # places in which parts have been other objects
+        # Places whose parts have been other objects in some call: they are expected to change
+        # again (a new container in each call). The other places with parts are at rest. The two
+        # are watched apart (`_moving_items`, `_resting_items`), so that a change of a moving place
+        # sets up again only the small watch of those.
+        self._moving: set[int] | None = None
         self._met: dict[int, list[int]] = {}  # of each place, ids of its parts as they were met
         # Of each place, ids of tensors that are no leaves: if one becomes a leaf, the key differs.
         self._others: dict[int, frozenset[int]] = {}

@@ -545,13 +545,16 @@ def _resize_storage(storage: torch.UntypedStorage, nbytes: int) -> None:
 
 
 def _give_up_memory(own: Sequence[torch.Tensor], known: int, name_of: Callable[[int], str]) -> bool:
-    """True if the memory of `own`, whose first tensor has all of it, may be freed.
+    """Make the user's views of a block raise; return True if the block's memory may be freed.
 
-    A view that outlives the forward of its block would read empty memory, or another step's values.
-    Views that are DTensors raise from now on. Other views (`to_local()`, NumPy arrays, C++) cannot
-    raise: they keep the memory, and the block gets new memory.
+    If the storage has holders that are not known, this searches the objects of Python's garbage
+    collector for the views (`find_views_of_memory`), which takes time. A view that outlives the
+    forward of its block would read empty memory, or another step's values. Views that are DTensors
+    raise from now on. Other views (`to_local()`, NumPy arrays, C++) cannot raise: they keep the
+    memory, and the block gets new memory.
 
     Args:
+        own: the block's own tensors in the memory; the first has all of it.
         known: the number of holders of the storage if no one keeps a view.
         name_of: returns the name of the weight at an element, for the error.
     """

@@ -391,8 +391,8 @@ class FsdpGroup:
         """Free what is gathered, unless a forward or backward uses it or the model is persistent.
 
         It is called where the block's forward ends, where backward has the gradients of all of its
-        parameters (and of its inputs, if those have history), where a backward pass ends, whatever
-        it came to, and after an abort.
+        parameters (and of its inputs, if those have history), where a backward pass ends, whichever
+        gradients it has computed, and after an abort.
         """
         if not self.depth and not self.calls_in_backward and not self.zero.persistent:
             for flat in self.flats:

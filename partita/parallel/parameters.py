@@ -223,8 +223,8 @@ def find_blocks(model: nn.Module, chosen: Blocks = None) -> list[Block]:
     Args:
         chosen: the modules that become blocks, one or several, or patterns of names. "layers.*"
             means, of nested matches, the outermost. "*" means each child of the model, and the
-            children of a
-            ModuleList. By default: the children of the outermost ModuleLists and Sequentials.
+            children of a ModuleList. By default: the children of the outermost ModuleLists and
+            Sequentials.
 
     Raises:
         ValueError: a pattern that matches no module, or only lists of modules; a module that is not

@@ -373,9 +373,9 @@ def eager_memory(make: Callable[[], tuple[Callable[..., Any], Sequence[Any]]]) -
             step that is not compiled, and its arguments.
 
     Returns:
-        A schedule like `step.memory` of a compiled step. It has a place for each kernel, and for
-        each time that ZeRO allocates or frees gathered memory. Gradients that existed before the
-        step and are freed in it are not included.
+        A schedule like `step.memory` of a compiled step. Its time has one step for each kernel, and
+        one for each time that ZeRO allocates or frees gathered memory. Gradients that existed
+        before the step and are freed in it are not included.
 
     Raises:
         LayoutError: the step reads the value of a tensor, or uses a tensor that `make` did not

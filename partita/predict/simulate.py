@@ -418,8 +418,8 @@ def play_graph(
 
     Args:
         mesh: the sizes of the axes, outermost first, of the mesh that contains the program's
-            meshes. It
-            determines the links between neighbours. None: the program's meshes are whole.
+            meshes. It determines the links between neighbours. None: the program's meshes are
+            whole.
     """
     return _Player(program, machine, mesh or {}).run()
 
@@ -793,8 +793,9 @@ class Simulation:
         machine: the machine.
         seconds: duration of a step.
         compute_seconds: time in which the processor computes.
-        exposed: by axes of collectives, seconds in which the processor waits for them. Collectives
-            are rings and trees with one link each; those of different axes do not slow each other.
+        exposed: by axes of collectives, seconds in which the processor waits for them. A collective
+            is priced as a ring or a tree over one link. It is assumed that collectives of different
+            axes do not slow each other.
         link_seconds: by axes, seconds in which the links are busy.
         nbytes: by axes, bytes that a rank sends. Equal to what `pt.ledger` counts for the step.
         flops: operations of matrix products and attention on a rank, recomputation included.

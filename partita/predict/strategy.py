@@ -161,7 +161,7 @@ class Strategy:
     Attributes:
         zero: the ZeRO stage over the axis "dp".
         remat: True recomputes blocks in backward.
-        remat_every: with `remat`, recompute one block in so many.
+        remat_every: n: with `remat`, recompute every n-th block (1: all).
         sequence: True adds sequence parallelism to tensor parallelism.
         batch: sequences per micro-batch, on each rank of "dp".
         micro_batches: micro-batches per step, one after the other.

@@ -314,7 +314,7 @@ def open_reports() -> tuple[Report, ...]:
 
 @contextmanager
 def remat_report() -> Iterator[Report]:
-    """Report what is recomputed inside the block, with its floating-point operations.
+    """Report what is recomputed while the `with` body runs, with its floating-point operations.
 
     with pt.remat_report() as report:
         loss = model(batch)

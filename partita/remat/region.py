@@ -153,8 +153,8 @@ def _remat_module(module: nn.Module, policy: Policy, blocks: Blocks) -> nn.Modul
 def checkpoint_name(x: torch.Tensor, name: str) -> torch.Tensor:
     """Give `x` a name that policies can use, as `jax.ad_checkpoint.checkpoint_name` does.
 
-    A policy with this name keeps the result of the call that made `x`. If `x` is a view, it keeps
-    the result of the call that made its memory. Outside of `pt.remat` this does nothing.
+    A policy that lists the name keeps `x`. If `x` is a view, it keeps the result whose memory `x`
+    shows. Outside of `pt.remat` this does nothing.
 
     Returns:
         `x`.

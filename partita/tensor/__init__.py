@@ -6,17 +6,17 @@ In reading order:
   `tensor_state` (its spec, that is, its layout and its rank's wire; what is stored for it and for a
   thread), `trace_hooks` (what a capture records)
 - a call: `dispatch` (also in C, in `in_c/`), `arguments` (the positions of its tensors), `plan`
-(how
-  its plan is found and run). For the first call of its kind: `plan_call` (its rule, and the
-  cheapest row for each axis) and `op_facts` (which op a function is, and properties of ops). `x +
-  y` runs through these five files, `dtensor` and `tensor_state`
+  (how its plan is found and run). For the first call of its kind: `plan_call` (its rule, and the
+  cheapest row for each axis) and `op_facts` (which op a function is, and properties of ops). For
+  example, `x + y` runs through these five files, `dtensor` and `tensor_state`
 - calls that need more: `foreach` (lists of tensors), `aliasing` (shared memory), `uneven_pieces`
   (padded or empty ones), `infinite_factors` (of partial values), `random` (one device's numbers on
   all ranks), `origins` (which call made a tensor that ranks read)
 - functions that are not ops: `tensor_overrides` (attributes, conversion to Python, `x[...] = y`,
   strides, addresses, copies), `dtensor_gradients` (`.grad`, `backward`, hooks, buckets)
-- making tensors: `construct` - functions of torch without `__torch_function__`: `torch_patches`;
-function transforms: `transforms`
+- making tensors: `construct`
+- functions of torch without `__torch_function__`: `torch_patches`; function transforms:
+  `transforms`
 """
 
 # Imported for what they put in place: methods of DTensor, overrides, patches of torch.

@@ -10,10 +10,9 @@ because a rank holds shares of it. Such a result is a *view copy*. Its spec mark
 - The view copy is written: it is written as a value, and then its place in x
   (`write_through_copy`).
 - An op copies only where it must (`contiguous`, `reshape`, `to`). One device's strides decide this,
-on
-  all ranks. A piece of one row is contiguous whatever the strides of the whole are. So a rank could
-  return the memory of its operand where other ranks, and one device, copy. What one device would
-  copy is copied here.
+  on all ranks. A piece of one row is contiguous whatever the strides of the whole are. So a rank
+  could return the memory of its operand where other ranks, and one device, copy. What one device
+  would copy is copied here.
 """
 
 from __future__ import annotations

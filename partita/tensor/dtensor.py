@@ -163,11 +163,11 @@ class DTensor(torch.Tensor):
         """Make a global tensor of which each rank's local tensor is one piece. Differentiable.
 
         The DTensor shares the memory of `local_tensor`. The ranks compare shapes and dtypes the
-        first time that a line of the program calls this. Under `check_ranks()` they compare every
-        time, and as with `run_check`.
+        first time that a line of the program calls this. Under `check_ranks()` each call compares
+        what `run_check` compares.
 
-        Pieces should have the same strides on all ranks. As in torch, do not write to an expanded
-        piece.
+        Pieces should have the same strides on all ranks. As in torch, do not write to a piece made
+        by `expand`: its elements share memory.
 
         Args:
             local_tensor: this rank's piece.
@@ -245,10 +245,8 @@ class DTensor(torch.Tensor):
         Args:
             grad_placements: the placements of the result's gradient. By default they follow from
                 this tensor's placements: Shard for Shard, Replicate for Partial, Invariant for
-                Invariant.
-                For Replicate there is no default: pass Partial if each rank computes its own part
-                    of
-                the gradient, and Replicate if all ranks compute the same.
+                Invariant. For Replicate there is no default: pass Partial if each rank computes its
+                own part of the gradient, and Replicate if all ranks compute the same.
 
         Raises:
             LayoutError: in backward, a gradient arrives at a result that was Replicate on an axis
@@ -341,8 +339,8 @@ class DTensor(torch.Tensor):
     def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """As torch.Tensor.set_. For a DTensor `y`, `x.set_(y)` means `x.data = y`.
 
-        For other arguments: torch.Tensor.set_ of the local piece with torch-function disabled, and
-        an error otherwise.
+        Raises for any other argument. While torch-function is disabled, it is torch.Tensor.set_ of
+        this rank's piece.
         """
         if not _global_view():
             return super().set_(*(() if source is None else (source,)), *args, **kwargs)
@@ -394,7 +392,7 @@ def _make_shard_property(name: str) -> property:
         with Local():
             attribute.__set__(self, value)
 
-    doc = f"`{name}` of this rank's piece, as of any tensor."
+    doc = f"As torch.Tensor.{name}, of this rank's piece."
     return property(read, write, doc=doc)
 
 

@@ -103,8 +103,7 @@ def tolerance_of(
         of: the operands; the coarsest of their dtypes counts.
         parts: the pieces or shares of the value, which may be larger than it is.
         terms: how many of them an element may be the sum of. Rounding errors of a sum grow like a
-            random
-            walk: with the square root of the number of terms.
+            random walk: with the square root of the number of terms.
     """
     floating = [x.dtype for x in of if _is_rounded(x)]
     if not floating:

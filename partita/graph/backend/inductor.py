@@ -102,8 +102,8 @@ def cut_into_sections(program: Program, sections: bool | None) -> Sections | Non
     """Returns the sections of a program's graph; None where it is to be compiled whole.
 
     A graph in which blocks are calls of sections is cut between these, too. One that checks a value
-    is always cut: the check stands between sections and so keeps its
-    place. A compiler may drop it, or run it behind what it is to prevent.
+    is always cut: the check stands between sections and so keeps its place. A compiler may drop it,
+    or run it behind what it is to prevent.
     """
     nodes = program.graph.graph.nodes
     checks = any(map(checks_value, nodes))

@@ -58,6 +58,9 @@ PASSES: dict[str, Pass] = {
 the gathers that it leaves. `merge_views` clears up behind moves and buckets. `backend_ways` is
 last: how a sum is made depends on where `overlap` has put its readers."""
 
+# A step with blocks as calls has three kinds of graphs. One is of the step; the others are of block
+# programs, which either compute (forward and backward) or update (they write parameters). All other
+# passes run over all three. A block program that computes has no updates for `lifetime` to move.
 OF_STEP = ("overlap", "backend_ways")
 """Passes that place what stands between blocks: where blocks are calls of sections, they run over
 the graph of the step alone."""

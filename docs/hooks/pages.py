@@ -22,6 +22,7 @@ SOURCE = re.compile(r"^<!-- source: (\S+) -->$", re.MULTILINE)
 LANGUAGES = {".py": "python", ".sbatch": "sh", ".yaml": "yaml"}
 LINKS = {**PAGES, "examples": "examples.md"}
 LINK = re.compile(r"\[([^\]]+)\]\((?!https?:|#)([^)]+)\)")
+OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./[^)]+\)")  # files of the sources, which the site lacks
 
 
 def follow_link(link: re.Match) -> str:
@@ -122,7 +123,7 @@ def show_source(named: re.Match) -> str:
 
 
 def on_page_markdown(markdown: str, **_) -> str:
-    markdown = SOURCE.sub(show_source, markdown)
+    markdown = SOURCE.sub(show_source, OUTSIDE.sub(r"`\1`", markdown))
     if EVERY_MESSAGE in markdown:
         lines = "\n".join(list_messages())
         markdown = markdown.replace(EVERY_MESSAGE, f"```text\n{lines}\n```")

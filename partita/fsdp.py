@@ -209,7 +209,7 @@ class FSDPModule:
         """
         state = _state_of(self)
         if state is not None:
-            if HERE.trace.is_tracing:
+            if not requires_gradient_sync and HERE.trace.is_tracing:
                 refuse_no_sync()
             state.keeps_partial_gradients = not requires_gradient_sync
             return
@@ -227,12 +227,15 @@ class FSDPModule:
         """No effect: each backward pass waits for its reductions when it ends."""
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Keep gathered parameters (False), or free them after their last use (True)."""
+        """Keep gathered parameters (False), or free them after their last use (True).
+
+        Call it on the model, for all its blocks. On a block within a model it has no effect: the
+        block keeps or frees its parameters as the model does. Numbers do not change.
+        """
         _refuse_other_options(self, reshard_after_forward)
         state = _state_of(self)
         if state is not None:
-            state.persistent = not reshard_after_forward
-        self._keeps_gathered = not reshard_after_forward
+            state.persistent = self._keeps_gathered = not reshard_after_forward
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True

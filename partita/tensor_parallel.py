@@ -260,12 +260,14 @@ def parallelize_module(
             fixes=(Fix(f"parallelize_module(module, mesh[{axes[-1]!r}], plan)", "one of them"),),
         )
     plan = parallelize_plan if isinstance(parallelize_plan, Mapping) else {"": parallelize_plan}
-    found = [
-        (inner, _make_style(style))
+    # A module that two names of the plan find gets one style once.
+    once = {
+        (inner, style if isinstance(style, str) else id(style)): style
         for pattern, style in plan.items()
         if style is not None
         for inner in _find_modules(module, pattern)
-    ]
+    }
+    found = [(inner, _make_style(style)) for (inner, _), style in once.items()]
     parallelize(module, find_root_mesh(mesh), src_data_rank=src_data_rank)
     for inner, style in found:
         style._apply(inner, mesh)
@@ -318,7 +320,8 @@ def _find_modules(module: nn.Module, pattern: str) -> list[nn.Module]:
     parts = pattern.split(".") if pattern else []
     found = [
         inner
-        for name, inner in module.named_modules()
+        # A module that has two names is found by either.
+        for name, inner in module.named_modules(remove_duplicate=False)
         if len(own := name.split(".") if name else []) == len(parts)
         and all(map(fnmatchcase, own, parts))
     ]
@@ -328,7 +331,7 @@ def _find_modules(module: nn.Module, pattern: str) -> list[nn.Module]:
             place=user_line(),
             fixes=(Fix("a name of module.named_modules()", "`*` matches one part between dots"),),
         )
-    return found
+    return list(dict.fromkeys(found))
 
 
 def _has(module: nn.Module, name: str) -> bool:

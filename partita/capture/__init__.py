@@ -9,8 +9,9 @@ In reading order:
 - The run: `capture_context` (what is exchanged and set otherwise meanwhile), `recorder` (the modes:
   a call becomes nodes, and what the step calls of tensors by name), `equal_calls` (traced once),
   `torch_settings`, `whose_code` (the user's, or a library's).
-- What comes out: `graph_outputs`, `differentiate` (gradients of a region), `known_masks` (what is
-  computed from constants alone; of attention, masks).
+- What comes out: `graph_outputs`, `differentiate` (gradients of a region), `left_attributes` (what
+  a function leaves in modules), `known_masks` (what is computed from constants alone; of attention,
+  masks).
 - Writes become values: `functionalize`, `functional_calls` (what one call becomes, and
   numbers as tensors), `functional_memory` (views).
 - Blocks: `block_choice` (which modules), `block_updates` (an optimizer steps block by block),

@@ -74,12 +74,17 @@ class GraphOutputs:
         self._places: dict[int, int] = {}
 
     def add_result(
-        self, leaves: Sequence[Any], structure: pytree.TreeSpec, check: Callable[[Any], None]
+        self,
+        leaves: Sequence[Any],
+        structure: pytree.TreeSpec,
+        check: Callable[[Any], None],
+        gives_inputs: bool = False,
     ) -> None:
         """Add what the step returns.
 
         Args:
             check: raises where a leaf that is no tensor cannot be returned by every call.
+            gives_inputs: a result that is an input is an output of the graph, too.
         """
         self.result = structure
         results: list[Any] = []
@@ -91,7 +96,7 @@ class GraphOutputs:
             elif not isinstance(leaf, torch.Tensor):
                 check(leaf)
                 self.constants.append(leaf)
-            elif (given := self._inputs.input_of(leaf)) is not None:
+            elif not gives_inputs and (given := self._inputs.input_of(leaf)) is not None:
                 self.constants.append(ResultPlace("input", given.index))  # the tensor itself
             else:
                 number = next((i for i, t in enumerate(results) if t is leaf), len(results))

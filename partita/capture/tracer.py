@@ -34,7 +34,7 @@ from partita.graph.errors import (
 )
 from partita.graph.graph_nodes import drop_unused, lazy_graph_modules, note_of
 from partita.graph.program import Input, Program
-from partita.graph.slots import Slot
+from partita.graph.slots import ParamState, Slot
 from partita.graph.verify import SPACES
 from partita.layout import Fix
 from partita.tensor.op_facts import facts_of, find_unknown_effect
@@ -50,7 +50,14 @@ from .fold import StepBlocks
 from .functionalize import functionalize_graph
 from .graph_inputs import GraphInputs, TensorFacts
 from .graph_outputs import GraphOutputs, program_of_trace
-from .optimizers import CapturedOptimizers, find_equal_counts, places_of_equal
+from .left_attributes import attributes_taken_back
+from .optimizers import (
+    CapturedOptimizers,
+    drop_unused_state,
+    find_equal_counts,
+    make_optimizer_state,
+    places_of_equal,
+)
 from .recorder import Recorder, RepeatedMoves, StepFunctionMode
 
 # -- a function over declared state ----------------------------------------------------------------
@@ -78,10 +85,16 @@ def capture(
     - Gradients that are there when the program is captured are there in each call, others are not.
     - What the function reads of Python otherwise is as at capture, in all calls, and what it writes
       of Python is written once. Whether that holds is the caller's business (`guards` finds out).
+    - Arguments that are one tensor at capture are one tensor in each call.
+    - State that the first step of an optimizer makes is made at capture. Then `list_slots` has it.
+    - A tensor that the function leaves in an attribute of a module is an error and is taken back.
+      So is new state of an optimizer that is not made at capture.
+    - A tensor that replaces one of the state is an output of the kind "slot".
 
-    `program.run_graph(leaves)` runs the program and gives this rank's values of its outputs; what
-    it writes is written in place. The leaves of a call are the values of `list_slots` and of
-    `slots`, then the tensors and numbers of the arguments.
+    `program.run_graph(leaves)` runs the program and gives this rank's values of its outputs,
+    without a history. A result that is an input is one of them. What the program writes is written
+    in place. The leaves of a call are the values of `list_slots` and of `slots`, then the tensors
+    and numbers of the arguments.
 
     Args:
         slots: where other tensors of the state stand.
@@ -91,15 +104,39 @@ def capture(
         CaptureError: the function does what a graph cannot express.
     """
     names = {f"optimizer[{i}]" if i else "optimizer": o for i, o in enumerate(optimizers)}
-    places = [*list_slots(modules, optimizers), *slots]
-    given, structure = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
+    call = function, args, kwargs or {}, modules, names, slots, blocks or BlockChoice(())
+    made_state = make_optimizer_state(names)
+    try:
+        program, read = _capture(*call)
+        if drop_unused_state(made_state, lambda t: id(t) in read):
+            # The program's inputs have indices among leaves of which some are gone now.
+            program, _ = _capture(*call)
+    except BaseException:
+        drop_unused_state(made_state, lambda t: False)
+        raise
+    return program
+
+
+def _capture(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    modules: Sequence[nn.Module],
+    optimizers: Mapping[str, Optimizer],
+    slots: Sequence[Slot],
+    blocks: BlockChoice,
+) -> tuple[Program, set[int]]:
+    """`capture` over the state as it is now; also the ids of the tensors that the program takes."""
+    places = [*list_slots(modules, [*optimizers.values()]), *slots]
+    given, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
     leaves = [*(slot.value for slot in places), *given]
     called = [(slot.name, slot.kind) for slot in places]
     called += [(f"argument[{i}]", "argument") for i, _ in enumerate(given)]
     for leaf, (name, _) in zip(leaves, called, strict=True):
         _check_leaf(leaf, name)
     inputs = GraphInputs(leaves, called, range(len(leaves)))
-    tracer = Tracer(inputs, places, modules, names, blocks or BlockChoice(()), counts_apart=True)
+    taken = {given.index: id(given.tensor) for given in inputs.all}
+    tracer = Tracer(inputs, places, modules, optimizers, blocks, counts_apart=True)
     line = ""
 
     def run() -> list[Any]:
@@ -115,14 +152,18 @@ def capture(
             functions.copy_back()
             with torch.no_grad():
                 found, of_result = pytree.tree_flatten(result)
-                tracer.outputs.add_result(found, of_result, partial(_check_leaf, name="a result"))
+                check = partial(_check_leaf, name="a result")
+                tracer.outputs.add_result(found, of_result, check, gives_inputs=True)
                 tracer.collect_state()
                 tracer.outputs.add_left_gradients()
+            tracer.outputs.differentiable.clear()  # no caller gives gradients of results
             tracer.finish_outputs()
         return tracer.outputs.values
 
     try:
-        made = tracer.trace(run)
+        with attributes_taken_back(modules):
+            made = tracer.trace(run)
+        _refuse_new_state(tracer.outputs)
     except Exception as error:
         explained = explain_error(error, line, tracer.called_last)
         if explained is error:
@@ -138,7 +179,7 @@ def capture(
         tracer.inline_blocks(made, folded)
         program, _ = tracer.make_program(made)
     program.call = function_of(program.graph, program.groups)
-    return program
+    return program, {taken[i.index] for i in program.inputs if i.index in taken}
 
 
 def list_slots(modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> list[Slot]:
@@ -158,6 +199,20 @@ def list_slots(modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) ->
                 if isinstance(value, torch.Tensor):
                     found.append(Slot(f"optimizer[{i}][{j}].{key}", "optimizer", state, key))
     return found
+
+
+def _refuse_new_state(outputs: GraphOutputs) -> None:
+    """Raise CaptureError if an optimizer holds state after the step that it did not hold before."""
+    for output in outputs.all:
+        slot = output.slot
+        if slot is None or not isinstance(slot.home, ParamState):
+            continue
+        if slot.key not in slot.home.optimizer.state.get(slot.home.p.value, {}):
+            raise not_captured(
+                f"the step makes {slot.name}, which the optimizer did not have",
+                "it is no input of the program, so each call would be the first step",
+                Fix("run one step before the capture", "which makes it"),
+            )
 
 
 def _check_leaf(leaf: Any, name: str) -> None:

@@ -173,8 +173,7 @@ class FsdpGroup:
         members: for each flat buffer, the numbers of the parameters in it; `order`: of all of them.
         saves_unseen: for each kind of forward: True if the last one saved tensors only through
             other hooks (a checkpoint's); its recompute then uses these, too.
-        is_of_other_values: True if the last forward found other values in the parameters' places
-            (`functional_call` with computed ones), which nothing gathers.
+        identity: of the group in the notes of forwards (`reruns`), which must not keep the model.
         open_forwards: for each forward that has begun: its hooks of saved tensors, or None.
     """
 
@@ -200,7 +199,7 @@ class FsdpGroup:
         self.order: list[int] = []
         self._places: list[tuple[nn.Module, str, int, Spec]] = []
         self.saves_unseen: dict[tuple[bool, ...], bool] = {}
-        self.is_of_other_values = False
+        self.identity = object()
         self.open_forwards: list[Any] = []
 
     # A copied or unpickled model has groups of its own over its own modules, at rest.

@@ -28,6 +28,7 @@ from partita.layout import Fix, LayoutError
 from partita.redistribute import Plan, plan
 from partita.tensor.construct import keep_attributes
 from partita.tensor.dtensor import DTensor, carry_all, moved, tagged
+from partita.tensor.reruns import find_forward_of_rerun, note_end_of_forward, note_forward
 from partita.tensor.tensor_state import (
     HERE,
     Spec,
@@ -92,15 +93,16 @@ class _BlockHooks:
         group.open_forwards.append(None)
         HERE.unfinished.append(self._finish_forward)
         # Nested: a tied weight's other module, or the same module again.
-        if group.depth or not group.holds_shards:
-            if not group.depth and not in_backward():
-                group.is_of_other_values = True
+        holds_shards = group.depth > 0 or group.holds_shards
+        if not group.depth:
+            rerun = find_forward_of_rerun(group.identity)
+            if holds_shards and rerun is not None and rerun.is_of_other_values:
+                raise _make_rerun_error(group)
+            # Also in backward: a rerun may have checkpoints within, which run again in their turn.
+            note_forward(group.identity, is_of_other_values=not holds_shards)
+        if group.depth or not holds_shards:
             group.depth += 1
             return None
-        if not in_backward():
-            group.is_of_other_values = False
-        elif group.is_of_other_values:
-            raise _make_rerun_error(group)
         graded = any(t.requires_grad for t in tensors_in((args, kwargs)))
         is_recorded = torch.is_grad_enabled()
         # Hidden from an enclosing region, which would take these calls for the program's.
@@ -165,6 +167,7 @@ class _BlockHooks:
             forward.close()
         if group.depth:
             return
+        note_end_of_forward()
         with Unheard(), counting_versions():
             try:
                 written = group.write_back()

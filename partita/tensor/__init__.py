@@ -16,7 +16,7 @@ In reading order:
   strides, addresses, copies), `dtensor_gradients` (`.grad`, `backward`, hooks, buckets)
 - making tensors: `construct`
 - functions of torch without `__torch_function__`: `torch_patches`; function transforms:
-  `transforms`
+  `transforms`; which forward a checkpoint runs again: `reruns`
 """
 
 # Imported for what they put in place: methods of DTensor, overrides, patches of torch.

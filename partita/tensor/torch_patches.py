@@ -50,6 +50,7 @@ from .dispatch import run_gathered
 from .dtensor import DTensor, alias_without_base, moved
 from .dtensor_gradients import drop_references, specs_of_values, type_gradient, type_pieces
 from .op_facts import OVERRIDES, copy_function, form_of
+from .reruns import Rerunnable
 from .tensor_state import (
     HERE,
     Function,
@@ -565,7 +566,8 @@ saved_tensors_hooks.__enter__ = _count_and_enter  # type: ignore[method-assign]
 # Torch runs a region again in backward, on its inputs, which it saves as autograd saves tensors.
 # Where saved tensors are packed by hooks (an offload, a sharded block) autograd hands them back as
 # plain tensors, so their layouts are kept beside them. And torch compares the metadata of what both
-# runs saved: it is shown this rank's pieces, whichever way they are saved. Releases that do not
+# runs saved: it is shown this rank's pieces, whichever way they are saved. ZeRO-3 must know which
+# forward is run again (`reruns`), so what torch calls for it is wrapped. Releases that do not
 # have `save_inputs` and `get_inputs` save the inputs by an autograd.Function, which is typed
 # anyway. Private torch: there is no public way. `checkpoint` makes a `_CheckpointFrame`, and calls
 # the two functions that are replaced below by their names.
@@ -576,8 +578,10 @@ _Frame: Any = _CheckpointFrame
 _begin_frame = _Frame.__init__
 
 
-def _begin_comparing_pieces(frame: Any, *args: Any, **kwargs: Any) -> None:
+def _begin_watched(frame: Any, *args: Any, **kwargs: Any) -> None:
     _begin_frame(frame, *args, **kwargs)
+    if frame.recompute_fn is not None:
+        frame.recompute_fn = Rerunnable(frame.recompute_fn, has_run=True)
     if frame.metadata_fn is not None:
         frame.metadata_fn = partial(_describe_piece, frame.metadata_fn)
 
@@ -601,7 +605,7 @@ def _describe_piece(describe: Any, x: torch.Tensor) -> Any:
         return describe(x)
 
 
-_Frame.__init__ = _begin_comparing_pieces
+_Frame.__init__ = _begin_watched
 if frames_hold_inputs(_Frame):
     _keep_layouts()
 
@@ -628,6 +632,7 @@ def _mark_remat_region() -> Iterator[None]:
 
 def _apply_or_mark(cls: type[Any], function: Any, preserve: bool, *args: Any) -> Any:
     if not HERE.trace.is_tracing:
+        function = Rerunnable(function, has_run=False)
         return super(torchs.CheckpointFunction, cls).apply(function, preserve, *args)
     # One that runs its forward without gradients has some where an argument has.
     trains = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)

@@ -115,3 +115,139 @@ OTHER = torch.ones(4, dtype=torch.float64)
 def test_all_else_is_an_error(function: Any, args: Any, said: str) -> None:
     with pytest.raises(pt.CaptureError, match=said):
         capture(function, args)
+
+
+def make_small(make: Any) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2).double()
+    return model, make(model.parameters())
+
+
+OPTIMIZERS = {
+    "Adam": lambda p: torch.optim.Adam(p, 0.1),
+    "momentum": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+    "plain": lambda p: torch.optim.SGD(p, 0.1),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_state_of_a_new_optimizer_goes_from_call_to_call(name: str) -> None:
+    model, optimizer = make_small(OPTIMIZERS[name])
+    step = make_step(model, optimizer)
+    wanted = [step(X)["loss"] for _ in range(4)]
+    model, optimizer = make_small(OPTIMIZERS[name])
+    made = capture(make_step(model, optimizer), (X,), modules=[model], optimizers=[optimizer])
+    slots = list_slots([model], [optimizer])
+    found = [run(made, slots, X)[0] for _ in range(4)]
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+    assert len(optimizer.state) == (0 if name == "plain" else 2)
+
+
+def test_state_that_a_step_does_not_use_is_not_made() -> None:
+    model, optimizer = make_small(OPTIMIZERS["Adam"])
+    made = capture(lambda x: model(x).sum(), (X,), modules=[model], optimizers=[optimizer])
+    assert not optimizer.state
+    slots = list_slots([model], [optimizer])
+    torch.testing.assert_close(run(made, slots, X)[0], model(X).sum())
+
+
+def test_a_capture_that_fails_makes_no_state() -> None:
+    model, optimizer = make_small(OPTIMIZERS["Adam"])
+    step = make_step(model, optimizer)
+
+    def fail(x: torch.Tensor) -> Any:
+        return step(x) if x.sum() > 0 else step(-x)
+
+    with pytest.raises(pt.CaptureError, match="reads a value"):
+        capture(fail, (X,), modules=[model], optimizers=[optimizer])
+    assert not optimizer.state
+
+
+class Counting(torch.optim.SGD):
+    """Makes state in its own way, in its first step."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state.setdefault("total", torch.zeros_like(p)).add_(p.grad)
+                p.sub_(state["total"], alpha=0.1)
+
+
+def dampened(parameters: Any) -> Any:
+    return torch.optim.SGD(parameters, 0.1, momentum=0.9, dampening=0.5)
+
+
+@pytest.mark.parametrize("make", [lambda p: Counting(p, 0.1), dampened])
+def test_state_that_only_the_first_step_makes_is_refused(make: Any) -> None:
+    model, optimizer = make_small(make)
+    step = make_step(model, optimizer)
+    with pytest.raises(pt.CaptureError, match="run one step before the capture"):
+        capture(step, (X,), modules=[model], optimizers=[optimizer])
+    assert not any(optimizer.state.values())
+    step(X)
+    made = capture(step, (X,), modules=[model], optimizers=[optimizer])
+    slots = list_slots([model], [optimizer])
+    found = [run(made, slots, X)[0] for _ in range(2)]
+    model, optimizer = make_small(make)
+    step = make_step(model, optimizer)
+    wanted = [step(X)["loss"] for _ in range(3)]
+    torch.testing.assert_close(found, wanted[1:], rtol=0, atol=1e-12)
+
+
+def keep(model: Any, x: torch.Tensor) -> None:
+    model.cache = model(x)
+
+
+def keep_in_list(model: Any, x: torch.Tensor) -> None:
+    model.kept.append(model(x))
+
+
+def register(model: Any, x: torch.Tensor) -> None:
+    model.register_buffer("cache", model(x))
+
+
+@pytest.mark.parametrize(
+    ("leave", "name"), [(keep, "cache"), (keep_in_list, "kept"), (register, "cache")]
+)
+def test_what_is_left_in_a_module_is_taken_back_and_refused(leave: Any, name: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 2).double())
+    inner: Any = model[0]
+    inner.kept = kept = [1]
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        leave(inner, x)
+        return x * 2
+
+    with pytest.raises(pt.CaptureError, match=rf"in the attribute 0\.{name} of a module"):
+        capture(step, (X,), modules=[model])
+    assert inner.kept is kept and kept == [1] and not hasattr(inner, "cache")
+    inner.cache = None
+    if leave is not register:
+        with pytest.raises(pt.CaptureError, match=rf"0\.{name}"):
+            capture(step, (X,), modules=[model])
+        assert inner.cache is None
+
+
+def test_modules_that_list_their_parameters_are_captured() -> None:
+    torch.manual_seed(0)
+    model = nn.GRU(4, 3).double()
+    made = capture(lambda x: model(x)[0], (X,), modules=[model])
+    torch.testing.assert_close(run(made, list_slots([model], []), X)[0], model(X)[0])
+
+
+def test_a_result_that_is_an_input_is_an_output() -> None:
+    model = nn.Linear(4, 2).double()
+
+    def step(a: torch.Tensor, b: torch.Tensor) -> Any:
+        return a.add_(b), b, model.weight, a * 2
+
+    made = capture(step, (X.clone(), X), modules=[model])
+    verify(made, "capture")
+    a, slots = X.clone(), list_slots([model], [])
+    found = run(made, slots, a, LATER)
+    wanted = [X + LATER, LATER, model.weight, 2 * (X + LATER)]
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(a, X + LATER)
+    assert made.result.unflatten(found) is not None and len(made.constants) == 4

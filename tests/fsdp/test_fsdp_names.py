@@ -147,6 +147,65 @@ def test_a_compiled_step_trains_as_on_one_device():
             assert losses == pytest.approx(wanted, abs=1e-9)
 
 
+def count_gathers(model, mesh):
+    """Of a second forward: none if parameters stay gathered."""
+    batch, _ = pt.distribute_batch((make_batches()[0][0, 0], make_batches()[1][0, 0]), mesh)
+    model(batch)
+    with pt.ledger() as log:
+        model(batch)
+    return log.count("all_gather")
+
+
+def options_of_a_block(mesh):
+    model = shard(make_net(), mesh)
+    gathers = [count_gathers(model, mesh)]
+    for method in ("set_reshard_after_forward", "set_reshard_after_backward"):
+        for module, reshards in ((model.blocks[0], False), (model, False), (model, True)):
+            getattr(module, method)(reshards)
+            gathers.append(count_gathers(model, mesh))
+    block = fully_shard(Block().double(), mesh=mesh)
+    block.set_reshard_after_forward(False)  # it is no part of a model yet
+    outer = fully_shard(nn.Sequential(block), mesh=mesh, reshard_after_forward=False)
+    gathers.append(count_gathers(outer, mesh))
+    return gathers, train(model, lambda batch: pt.distribute_batch(batch, mesh))
+
+
+def test_resharding_is_an_option_of_the_model_and_changes_no_number():
+    wanted = train(make_net())
+    with pt.ranks(dp=2) as world:
+        for gathers, losses in world.run(options_of_a_block):
+            assert gathers == [4, *[4, 0, 4] * 2, 0]
+            assert losses == pytest.approx(wanted, abs=1e-9)
+
+
+def synchronized_under_compile(mesh, synchronizes):
+    model = shard(make_net(), mesh)
+
+    @pt.compile(backend="graph")
+    def step(x, y):
+        for module in (model, *model.blocks):
+            module.set_requires_gradient_sync(synchronizes)
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        return loss.detach()
+
+    x, y = make_batches()
+    loss = step(*pt.distribute_batch((x[0, 0], y[0, 0]), mesh))
+    return loss.item(), [p.grad.full_tensor() for p in model.parameters()]
+
+
+def test_a_compiled_step_may_ask_for_what_it_does_anyway():
+    model, (x, y) = make_net(), make_batches()
+    loss = F.cross_entropy(model(x[0, 0]), y[0, 0])
+    loss.backward()
+    with pt.ranks(dp=2) as world:
+        for found, grads in world.run(synchronized_under_compile, True):
+            assert found == pytest.approx(loss.item(), abs=1e-9)
+            torch.testing.assert_close(grads, [p.grad for p in model.parameters()])
+        with pytest.raises(pt.CaptureError, match="no_sync"):
+            world.run(synchronized_under_compile, False)
+
+
 # -- beside FSDP2 ----------------------------------------------------------------------------------
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed._composable import checkpoint as composable_checkpoint
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import partita as pt
-from tests.programs.zero_stages import STAGES, X, Y, gradients_of, loss_of, run
+from tests.programs.zero_stages import STAGES, X, Y, gradients_of, loss_of, run, whole
 
 
 class Gated(nn.Module):
@@ -70,6 +74,148 @@ def test_a_checkpoint_of_a_block_that_had_computed_parameters_is_refused_on_all_
     with pt.ranks(dp=3) as world:
         for found in world.run(program):
             torch.testing.assert_close(found, gradients_of(truth), rtol=1e-10, atol=1e-12)
+
+
+class Rerun(nn.Module):
+    """Its blocks run again in backward, each in the way `kind`."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.blocks = nn.ModuleList([Gated(), Gated()])
+        if kind == "hook":
+            for block in self.blocks:
+                composable_checkpoint(block)
+
+    def run_block(self, block, x):
+        if self.kind == "remat":
+            return pt.remat(block)(x)
+        if self.kind == "hook":
+            return block(x)
+        return checkpoint(block, x, use_reentrant=self.kind == "reentrant")
+
+    def forward(self, x):
+        if self.kind == "nested":
+            return checkpoint(self.run_all, x, use_reentrant=False)
+        return self.run_all(x)
+
+    def run_all(self, x):
+        for block in self.blocks:
+            x = self.run_block(block, x)
+        return x
+
+
+KINDS = ("not reentrant", "reentrant", "nested", "hook", "remat")
+
+
+def make_rerun(kind):
+    torch.manual_seed(0)
+    return Rerun(kind).double()
+
+
+def student_and_teacher(before):
+    def program(model, spread, no_sync):
+        x = spread(X.clone()).requires_grad_()
+        values = {name: p.detach() * 0.9 for name, p in model.named_parameters()}
+
+        def teach():
+            with torch.no_grad():
+                return functional_call(model, values, (x,))
+
+        target = teach() if before else None
+        found = model(x)
+        if target is None:
+            target = teach()
+        (found - target).square().mean().backward()
+        return [*gradients_of(model), whole(x.grad)]
+
+    return program
+
+
+def another_with_gradients(order):
+    """Both forwards may go backward, and the one of the model's own parameters does."""
+
+    def program(model, spread, no_sync):
+        x = spread(X.clone()).requires_grad_()
+        losses = []
+        for own in order:
+            scaled = {name: p * 0.5 for name, p in model.named_parameters()}
+            out = model(x) if own else functional_call(model, scaled, (x,))
+            losses += [out.square().mean()] if own else []
+        sum(losses).backward()
+        return [*gradients_of(model), whole(x.grad)]
+
+    return program
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "program",
+    [
+        student_and_teacher(before=True),
+        student_and_teacher(before=False),
+        another_with_gradients([True, False]),
+        another_with_gradients([False, True]),
+        another_with_gradients([False, True, False, True]),
+    ],
+    ids=["teacher first", "student first", "own first", "own last", "own twice"],
+)
+def test_a_rerun_is_of_its_own_forward(program, kind, stage):
+    run(program, stage, ranks=2, make=partial(make_rerun, kind))
+
+
+class Distilled(nn.Module):
+    """Its checkpoint calls the block with its own and with other values."""
+
+    def __init__(self, reentrant, teacher_first):
+        super().__init__()
+        self.reentrant, self.teacher_first = reentrant, teacher_first
+        self.block = nn.Sequential(Gated())
+
+    def compare(self, x):
+        values = {name: p * 0.9 for name, p in self.block.named_parameters()}
+        calls = [lambda: functional_call(self.block, values, (x,)), lambda: self.block(x)]
+        one, other = (call() for call in (calls if self.teacher_first else calls[::-1]))
+        return one - 2 * other
+
+    def forward(self, x):
+        return checkpoint(self.compare, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("teacher_first", [False, True])
+def test_a_checkpoint_calls_a_block_with_its_own_and_with_other_values(reentrant, teacher_first):
+    def program(model, spread, no_sync):
+        x = spread(X.clone()).requires_grad_()
+        model(x).square().mean().backward()
+        return [*gradients_of(model), whole(x.grad)]
+
+    def make():
+        torch.manual_seed(0)
+        return Distilled(reentrant, teacher_first).double()
+
+    run(program, 3, ranks=2, make=make)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("own", ["", "before", "after"])
+def test_the_rerun_of_a_forward_with_other_values_is_refused_whatever_ran_since(kind, own):
+    def program(mesh):
+        model = pt.zero(make_rerun(kind), mesh)
+        x = pt.distribute_tensor(X.clone(), mesh, [pt.Shard(0)]).requires_grad_()
+        if own == "before":
+            model(x)
+        values = {name: p * 0.5 for name, p in model.named_parameters()}
+        loss = functional_call(model, values, (x,)).square().mean()
+        if own == "after":
+            model(x)
+        with pytest.raises(pt.LayoutError, match="other parameters"):
+            loss.backward()
+
+    with pt.ranks(dp=2) as world:
+        world.run(program)
 
 
 # -- reads in inference mode -----------------------------------------------------------------------

@@ -234,6 +234,36 @@ def test_inputs_and_outputs_are_redistributed_and_own_styles_are_applied():
             assert found == ("(Shard(dim=0),)", "(Replicate(),)", "(Shard(dim=1),)")
 
 
+class TwoNames(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = self.second = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x):
+        return self.second(x)
+
+
+def styled_by_name(mesh):
+    x = torch.arange(8.0).view(2, 4)
+    found = []
+    for names in (["first"], ["second"], ["first", "second"], ["*"]):
+        for own in (Twice(), "colwise"):
+            torch.manual_seed(0)
+            model = TwoNames()
+            wanted = model(x) * (2 if isinstance(own, Twice) else 1)
+            parallelize_module(model, mesh, dict.fromkeys(names, own))
+            torch.testing.assert_close(model(x).full_tensor(), wanted)
+            found.append(str(model.first.weight.placements))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:parallelize_module")
+def test_a_module_of_two_names_is_styled_once_by_either():
+    with pt.ranks(tp=2) as world:
+        for found in world.run(styled_by_name):
+            assert found == ["(Replicate(),)", "(Shard(dim=0),)"] * 4
+
+
 def refusals(mesh):
     found = {}
     for name, call in {

@@ -30,6 +30,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from partita.capture.capture_context import profiled_by
@@ -118,6 +119,7 @@ _REFUSED = {
     **{f.__code__: (_SHARES, f"{f.__module__}.{f.__qualname__}") for f in _SHARING_FUNCTIONS},
 }
 _BACKWARD = (torch.autograd.backward.__code__, torch.autograd.grad.__code__)
+_HASH = torch.Tensor.__hash__.__code__  # sets and dictionaries find a tensor by it
 _ENVIRONMENT = {getattr(os._Environ, f"__{name}__").__code__ for name in ("getitem", "iter", "len")}
 _PROPERTY = torch.backends.ContextProp.__get__.__code__  # torch.backends.cudnn.benchmark
 _SETTINGS = (
@@ -134,7 +136,8 @@ def _kind_of(frame: FrameType) -> str:
     """Returns how calls of a frame's code are handled.
 
     "recorded" is the user's code; "special" may have to be refused; "setting" reads a setting of
-    torch or the process; "stdlib" is Python's own library; "library" is ignored.
+    torch or the process; "hash" is that of tensors; "stdlib" is Python's own library; "library" is
+    ignored.
     """
     code = frame.f_code
     if is_recorded(code.co_filename) and not _is_made_by_library(frame):
@@ -144,6 +147,8 @@ def _kind_of(frame: FrameType) -> str:
         return "special"
     if code in _SETTINGS or code in _PROCESS_OBJECTS or _is_setting(code):
         return "setting"
+    if code is _HASH:
+        return "hash"
     return "stdlib" if _is_stdlib_file(code.co_filename) else "library"
 
 
@@ -251,6 +256,8 @@ class Calls:
                 caller = frame.f_back
                 if caller is not None and self._kinds.get(id(caller.f_code)) == "recorded":
                     self._handle_setting(frame.f_code, frame)
+            elif kind == "hash":
+                self._note_hash(frame)
             elif kind == "special":
                 self._handle_library_call(frame.f_code, frame)
         elif what == "c_call" and kind == "recorded":
@@ -278,6 +285,12 @@ class Calls:
             _read_environment(self._record, frame.f_locals.get("key"))
         else:
             _refuse(self._record, *_REFUSED[code])
+
+    def _note_hash(self, frame: FrameType) -> None:
+        t, caller = frame.f_locals["self"], frame.f_back
+        kind = None if caller is None else self._kinds.get(id(caller.f_code))
+        if kind in ("recorded", "stdlib") and not has_type(t, FakeTensor):
+            self._record.hashed[id(t)] = t
 
     def _handle_setting(self, code: CodeType, frame: FrameType) -> None:
         if code is _PROPERTY:

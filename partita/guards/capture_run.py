@@ -249,7 +249,8 @@ class CaptureRun:
     Attributes:
         record: what the step reads of Python.
         writes: its writes into Python objects, which each call must repeat.
-        other_tensors: if code compares objects, tensors in places where no fake stands, with names.
+        other_tensors: the tensors that code may compare by identity, with names, in places where no
+            fake stands.
         slots, values: the places of the step's tensors, and of its plain Python values.
         inputs, outputs: of the graph.
         read_marks: positions of tensors whose marks (gradients that do not exist) were read.
@@ -449,8 +450,7 @@ class CaptureRun:
                     check_arguments((self.args, self.kwargs), self.record)
                 raise
             check_arguments((self.args, self.kwargs), self.record)
-            if self._compares():
-                self.other_tensors = [*self._find_other_tensors()]
+            self.other_tensors = self._list_compared_tensors()
             self._input_attributes.check_unchanged()
             functions.copy_back()
             self.meets_unknown_tensors = functions.meets_unknown_tensors
@@ -604,14 +604,25 @@ class CaptureRun:
         if name is not None:
             raise not_captured(
                 f"the step reads {name}, one of its tensors, where no stand-in for it can be",
-                "it may compare tensors by `is` or `in`, and would find two objects for one",
+                "it may compare tensors by identity, and would find two objects for one",
                 Fix("a variable, or an attribute of a module or an object", "can hold the tensor"),
                 place="",
             )
 
-    def _compares(self) -> bool:
-        codes = self.record.codes.values()
-        return any(asks_which_object(code) or compares_objects(code) for code in codes)
+    def _list_compared_tensors(self) -> list[tuple[torch.Tensor, str]]:
+        """The tensors of `_find_other_tensors` that code may compare by identity.
+
+        It does so by `is` and `id`, and where it looks for one in a set or dictionary. `==`, and
+        `in` of a list, call an operator unless both are one object. The operator refuses a tensor
+        that is no input.
+        """
+        codes, hashed = self.record.codes.values(), self.record.hashed
+        asks = any(map(asks_which_object, codes))
+        # Where no call is seen, a hash is not.
+        asks = asks or (not self.record.sees_calls and any(map(compares_objects, codes)))
+        if not (asks or hashed):
+            return []
+        return [(t, name) for t, name in self._find_other_tensors() if asks or id(t) in hashed]
 
     def _find_other_tensors(self) -> Iterator[tuple[torch.Tensor, str]]:
         """The tensors, and what they are called, that the step finds as they are in places that it

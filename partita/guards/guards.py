@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from itertools import chain, compress, cycle, islice, repeat
 from operator import call, getitem, is_, is_not
 from types import MappingProxyType, SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as Local
@@ -114,7 +114,6 @@ class Guards:
         modules = [held for held in self._dicts if held.keys() >= _INSIDE]
         self._modules = [held for held in modules for _ in INSIDE]
         self._inside = [*map(dict.get, self._modules, cycle(INSIDE))]
-        self._keys: list[Any] = [None for _ in places]
         self._parts: dict[int, Parts] = {}  # of each place, what may change in place
         self._shared: set[int] = set()  # ids of parts that were met more than once
         # Places whose parts have been other objects in some call: they are expected to change
@@ -122,19 +121,19 @@ class Guards:
         # are watched apart (`_moving_items`, `_resting_items`), so that a change of a moving place
         # sets up again only the small watch of those.
         self._moving: set[int] | None = None
-        self._met: dict[int, list[int]] = {}  # of each place, ids of its parts as they were met
+        # Of each place that has parts, their ids as they were met.
+        self._met: dict[int, tuple[int, ...]] = {}
         # Of each place, ids of tensors that are no leaves: if one becomes a leaf, the key differs.
         self._others: dict[int, frozenset[int]] = {}
         walk = self._make_walk(self._inputs.leaves)
-        found = {}
-        for at in range(len(places)):
-            self._keys[at], found[at] = self._look_at(at, walk)
+        found = {at: self._look_at(at, walk) for at in range(len(places))}
+        self._keys = [content.key for content in found.values()]
         last_leaves = {at: find_last_leaf(key) for at, key in enumerate(self._keys)}
         self._last_leaf = max(last_leaves.values(), default=-1)
         self._of_leaves = {at for at, last in last_leaves.items() if last >= 0}
         self._choose_comparisons()
         self._expect_objects(found, walk, set())
-        self._sharing = self._find_sharing()
+        self._sharing = self._find_sharing({})
 
     def __len__(self) -> int:
         return len(self._places)
@@ -169,31 +168,37 @@ class Guards:
         if self._list_other_names():
             return False
         walk = self._make_walk(find_first_leaves(leaves))
-        found = {}
+        found: dict[int, PlaceContent] = {}
         compared = moved
         if not are_the_same:
             others = self._others.items()
             now_leaves = {at for at, ids in others if not ids.isdisjoint(walk.leaves)}
             compared = moved | self._of_leaves | now_leaves
         for at in sorted(compared):
-            key, found[at] = self._look_at(at, walk)
-            if key != self._keys[at]:
+            found[at] = self._look_at(at, walk)
+            if found[at].key != self._keys[at]:
                 return False
-        if moved and self._find_sharing() != self._sharing:
+        if moved and self._find_sharing(found) != self._sharing:
             return False
-        self._expect_objects(found, walk, {at for at in moved if found[at]})
+        self._expect_objects(found, walk, {at for at in moved if found[at].parts})
         return True
 
     def _make_walk(self, leaves: Mapping[int, int]) -> ContentWalk:
         inputs = self._inputs
         return ContentWalk(False, inputs.find_numbers(), leaves, self._huge, inputs.written)
 
-    def _find_sharing(self) -> dict[int, tuple[int, ...]]:
-        """Returns for each place the numbers of its parts: equal if two are one object."""
+    def _find_sharing(self, found: Mapping[int, PlaceContent]) -> dict[int, tuple[int, ...]]:
+        """Returns for each place the numbers of its parts: equal if two are one object.
+
+        Args:
+            found: what some places hold now; the others hold what they held.
+        """
         first: dict[int, int] = {}
+        met = {**self._met, **{at: content.met for at, content in found.items()}}
         return {
-            at: tuple([first.setdefault(part, len(first)) for part in self._met[at]])
-            for at in sorted(self._met)
+            at: tuple([first.setdefault(part, len(first)) for part in met[at]])
+            for at in sorted(met)
+            if met[at]
         }
 
     def differences(self, leaves: Sequence[Any] | None, most: int = 3) -> list[str]:
@@ -208,7 +213,7 @@ class Guards:
             if len(found) >= most:
                 break
             was = self._keys[at] if leaves is not None else forget_leaves(self._keys[at])
-            differs = find_difference(was, self._look_at(at, walk)[0])
+            differs = find_difference(was, self._look_at(at, walk).key)
             if differs is not None:
                 found.append(f"{place.name}{differs[0]}: {differs[1]} became {differs[2]}")
         return found[:most]
@@ -231,17 +236,11 @@ class Guards:
             found.append("the parameters, buffers or modules of a module are another dictionary")
         return found
 
-    def _look_at(self, at: int, walk: ContentWalk) -> tuple[Any, Parts]:
-        """Returns the key of a place's current value, and its parts that may change in place."""
+    def _look_at(self, at: int, walk: ContentWalk) -> PlaceContent:
+        """Returns what a place holds now. What is expected stays as it is, for it may differ."""
         place, before, others = self._places[at], len(walk.changeable), len(walk.others)
         key = walk.make_part(place.value, place.home, place.key)
-        self._others.pop(at, None)
-        if len(walk.others) > others:
-            self._others[at] = frozenset(walk.others[others:])
-        found = walk.changeable[before:]
-        if found or at in self._met:
-            self._met[at] = [id(part) for part, _ in found]
-        return key, {id(part): (part, key) for part, key in found}
+        return PlaceContent(key, walk.changeable[before:], frozenset(walk.others[others:]))
 
     def knows_no(self, tensors: Iterable[int]) -> bool:
         """True if no tensor of these ids was read that is no leaf of the call."""
@@ -324,14 +323,23 @@ class Guards:
         self._entry_keys = [self._places[at].key for at in entries]
         self._getters: list[Any] = [self._places[at].get for at in others]
 
-    def _expect_objects(self, found: dict[int, Parts], walk: ContentWalk, moving: set[int]) -> None:
+    def _expect_objects(
+        self, found: Mapping[int, PlaceContent], walk: ContentWalk, moving: set[int]
+    ) -> None:
         """Store the objects of now, for `hold_by_identity`.
 
         Args:
-            found: the parts of the places that `walk` has compared.
+            found: what the places hold that `walk` has compared.
             moving: of these the ones whose parts are watched apart, since they will move again.
         """
-        self._parts |= {at: parts for at, parts in found.items() if parts}
+        for at, content in found.items():
+            self._others.pop(at, None)
+            if content.others:
+                self._others[at] = content.others
+            if content.parts:
+                self._parts[at] = {id(part): (part, key) for part, key in content.parts}
+            if content.met or at in self._met:
+                self._met[at] = content.met
         if walk.shared:
             known = chain.from_iterable(self._parts.values())
             self._shared = (self._shared | walk.shared).intersection(known)
@@ -342,6 +350,24 @@ class Guards:
             resting = self._parts.keys() - self._moving
             self._resting_items = WatchedItems({at: self._parts[at] for at in resting})
         self._moving_items = WatchedItems({at: self._parts[at] for at in self._moving})
+
+
+class PlaceContent(NamedTuple):
+    """What a place holds.
+
+    Attributes:
+        parts: the objects that may change in place, each with its key, as they were met.
+        others: ids of tensors that are no leaves of the call.
+    """
+
+    key: Any
+    parts: Sequence[tuple[Any, Any]]
+    others: frozenset[int]
+
+    @property
+    def met(self) -> tuple[int, ...]:
+        """The ids of the parts."""
+        return tuple([id(part) for part, _ in self.parts])
 
 
 def _select_names(held: dict[str, Any], names: frozenset[str] | None) -> Set[str]:

@@ -476,7 +476,7 @@ class _Search:
     def _groups(self, name: str, optimizer: Optimizer) -> None:
         """Search the groups of an optimizer, for their parameters and for rates that are tensors.
 
-        `load_state_dict` replaces the dictionaries of all groups.
+        `load_state_dict` replaces the dictionaries of all groups. The defaults have the same rates.
         """
         links, groups = self.state.links, optimizer.param_groups
         links.append((vars(optimizer), "param_groups", groups))
@@ -491,6 +491,14 @@ class _Search:
             for j in range(len(group["params"])):
                 at = f"{name}.params[{i}][{j}]"
                 self._of_optimizers.append(self._slot(at, "parameter", group["params"], j))
+        defaults: Any = vars(optimizer).get("defaults")
+        if has_type(defaults, dict) and is_read_as_base(defaults):
+            links.append((vars(optimizer), "defaults", defaults))
+            self.state.lists.append((defaults, len(defaults)))
+            for key, v in defaults.items():
+                if has_type(v, torch.Tensor):
+                    at = f"{name}.defaults[{key!r}]"
+                    self.value(at, v, self._slot(at, "value", defaults, key))
 
     def _search_holder(self, name: str, value: Any) -> None:
         """Search the attributes of an object of the user's, for tensors, modules and floats."""

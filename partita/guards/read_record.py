@@ -226,6 +226,11 @@ class ReadRecord(PlaceRecord):
         known = self._objects.get(id(value))
         return known is not None and known.value is value
 
+    @property
+    def sees_calls(self) -> bool:
+        """False if another profiler listens."""
+        return not self._reads_ahead
+
     def values_reached(self) -> Iterator[tuple[Any, str]]:
         """Yields what was reached, with names: values of places, their contents, entries of huge
         ones.

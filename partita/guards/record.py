@@ -83,6 +83,9 @@ class PlaceRecord:
         snapshots: of what was reached, to find what the step writes.
         error: the refusal to raise when the step is over, even if the step caught it.
         reached_by_name: see `reaching_by_name`.
+        places_by_name: identities of places that may not have been read.
+        hashed: by id, the tensors that the user's code has looked for in a set or dictionary, or
+            has put there; not fakes.
     """
 
     def __init__(self) -> None:
@@ -93,7 +96,8 @@ class PlaceRecord:
         self.reached_by_name = False
         self._kept_alive: dict[int, Any] = {}  # so that no other object gets its id
         self._reached: dict[int, Any] = {}
-        self.places_by_name: set[Any] = set()  # identities of those that may not have been read
+        self.places_by_name: set[Any] = set()
+        self.hashed: dict[int, torch.Tensor] = {}
         self._unread: dict[int, Any] = {}  # what is refused if it is read; reached by name alone
         self._is_paused = False
         self._read_by_library = False  # whether torch's code reads now

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import types
 
 import pytest
 import torch
+from torch import nn
 
 import partita as pt
 
@@ -74,9 +76,144 @@ def test_an_argument_is_the_tensor_that_stands_elsewhere(way, order):
             found = compiled(x)
         except pt.CaptureError as error:
             assert way == "an exception" and "ERROR.args[0]" in str(error)
-            return
+            continue
         assert way != "an exception" or which == "0"
         torch.testing.assert_close(found, step(x))
+
+
+IN_VIEW = types.MappingProxyType({"one": ONE})
+IN_TUPLES = (7, (ONE,))
+IN_ERROR = ValueError({"one": ONE})
+NO_STAND_IN = {
+    "a view of a dictionary": lambda: IN_VIEW["one"],
+    "a tuple in a tuple": lambda: IN_TUPLES[1][0],
+    "a dictionary in an exception": lambda: IN_ERROR.args[0]["one"],
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*runs eagerly")
+@pytest.mark.parametrize("fallback", [None, "eager"])
+@pytest.mark.parametrize("place", NO_STAND_IN)
+def test_a_step_that_was_refused_once_is_right_or_refused_in_each_later_call(place, fallback):
+    find = NO_STAND_IN[place]
+
+    def step(x, y):
+        return x * 2 if find() is y else x * 3
+
+    compiled = pt.compile(step, backend="graph", fallback=fallback)
+    refused = []
+    for which in "0110101":
+        y = ONE if which == "1" else OTHER
+        try:
+            torch.testing.assert_close(compiled(GIVEN + 1, y), step(GIVEN + 1, y))
+        except pt.CaptureError:
+            refused.append(which)
+    assert refused == ([] if fallback else ["1"] * 4)
+
+
+@pytest.mark.parametrize(
+    "is_found",
+    [
+        lambda t, y: y in [t],
+        lambda t, y: (t,) == (y,),
+        lambda t, y: [7, t].count(y) > 0,
+        lambda t, y: {"a": t} == {"a": y},
+        lambda t, y: id(t) == id(y),
+        lambda t, y: len({t, y}) == 1,
+        lambda t, y: {t: True}.get(y, False),
+    ],
+)
+def test_other_comparisons_of_a_tensor_without_a_stand_in_are_refused(is_found):
+    one = torch.ones(1)
+    view = types.MappingProxyType({"one": one})
+    step = pt.compile(lambda x, y: x * 2 if is_found(view["one"], y) else x, backend="graph")
+    with pytest.raises(pt.CaptureError, match=r"no stand-in for it|not among its inputs"):
+        step(torch.ones(3), one)
+
+
+class Mode(enum.Enum):
+    TRAIN = "train"
+
+
+KIND, NAMES, MODE = "plain", {"weight"}, Mode.TRAIN
+
+
+def of_others(model, optimizer):
+    return sum(p.square().sum() for p in model.parameters() if p is not model.bias)
+
+
+def of_kind(model, optimizer):
+    kind = "".join(["pl", "ain"])
+    return model.weight.sum() * (2.0 if kind == KIND else 3.0)
+
+
+def of_names(model, optimizer):
+    return sum(p.sum() for name, p in model.named_parameters() if name in NAMES)
+
+
+def of_mode(model, optimizer):
+    mode = MODE
+    return model.weight.sum() * (2.0 if mode is Mode.TRAIN else 3.0)
+
+
+def of_rates(model, optimizer):
+    (group,) = optimizer.param_groups
+    return model.weight.sum() * (2.0 if group["lr"] is optimizer.defaults["lr"] else 3.0)
+
+
+def of_each_once(model, optimizer):
+    seen, total = set(), 0.0
+    for p in (*model.parameters(), model.weight):
+        if p not in seen:
+            seen.add(p)
+            total = total + p.sum()
+    return total
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("loss", [of_others, of_kind, of_names, of_mode, of_rates, of_each_once])
+def test_a_step_whose_rate_is_a_tensor_compares_other_things(loss, kind):
+    def make():
+        torch.manual_seed(0)
+        model = nn.Linear(3, 3)
+        optimizer = kind(model.parameters(), lr=torch.tensor(0.01))
+
+        def step(x):
+            optimizer.zero_grad()
+            total = model(x).square().mean() + loss(model, optimizer)
+            total.backward()
+            optimizer.step()
+            return total.detach()
+
+        return model, optimizer, step
+
+    model, optimizer, step = make()
+    expected_model, expected_optimizer, expected_step = make()
+    compiled = pt.compile(step, backend="graph")
+    for i in range(3):
+        for each in (optimizer, expected_optimizer):
+            each.param_groups[0]["lr"].mul_(0.5)
+        x = torch.full((2, 3), i + 1.0)
+        torch.testing.assert_close(compiled(x), expected_step(x))
+    assert compiled.reasons[0] == "the first call" and len(compiled.reasons) <= 2
+    torch.testing.assert_close(model.state_dict(), expected_model.state_dict())
+
+
+def test_a_rate_that_was_replaced_is_another_tensor_than_the_default():
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.01))
+
+    def step(x):
+        return x * (2.0 if optimizer.param_groups[0]["lr"] is optimizer.defaults["lr"] else 3.0)
+
+    compiled = pt.compile(step, backend="graph")
+    x = torch.ones(3)
+    for rate in (optimizer.defaults["lr"], torch.tensor(0.01), optimizer.defaults["lr"]):
+        optimizer.param_groups[0]["lr"] = rate
+        torch.testing.assert_close(compiled(x), step(x))
+    given = pt.compile(lambda x, t: x * 2 if optimizer.defaults["lr"] is t else x, backend="graph")
+    for t in (torch.tensor(0.01), optimizer.defaults["lr"], torch.tensor(0.01)):
+        torch.testing.assert_close(given(x, t), x * 2 if optimizer.defaults["lr"] is t else x)
 
 
 @dataclasses.dataclass(eq=False)

@@ -236,7 +236,7 @@ def test_a_view_of_a_weight_that_is_kept_beyond_its_block_names_the_weight_when_
             with pytest.raises(pt.LayoutError, match="weight of a Linear") as error:
                 READS[read](w)
             said = str(error.value)
-            assert "'blocks.1' is released" in said and "keep w.detach().clone()" in said
+            assert "'blocks.1' was released" in said and "keep w.detach().clone()" in said
         return zero_state(model).alive
 
     with pt.ranks(dp=2) as world:

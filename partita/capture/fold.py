@@ -198,9 +198,11 @@ class StepBlocks:
             reads = [n for n in node.all_input_nodes if n in first.own or n in counts]
             into = operands_written(node)
             of_into = {memory[n] for n in into}
+            outside = [n for n in node.all_input_nodes if n not in first.own and n not in counts]
             if (
                 reads
                 and shared.issuperset(reads)
+                and not any(self._writers.get(memory.get(n, -1)) for n in outside)
                 and held.isdisjoint(of_into)
                 and other.isdisjoint(node.all_input_nodes)
                 and not facts_of(node.target).draws
@@ -644,7 +646,8 @@ class _BlockRun:
     # -- what it does ------------------------------------------------------------------------------
 
     def describe(self) -> None:
-        """Set `taken`, `floats`, `labels` and `key`."""
+        """Set `taken`, `floats`, `labels` and `key`, anew where it is called again."""
+        self.floats, self.homes, self.moves, self.regions = [], [], {}, {}
         self._numbers: dict[fx.Node, int] = {}
         self._labels: dict[str, int] = {}
         self._notes: dict[int, Any] = {}

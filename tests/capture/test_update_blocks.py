@@ -674,20 +674,71 @@ SETTINGS = {
     "eps": lambda i: {"eps": 1e-3 * (i + 1)},
     "a rate in a tensor": lambda i: {"lr": torch.tensor(0.01 * (i + 1))},
     "amsgrad": lambda i: {"amsgrad": bool(i)},
+    "an integer": lambda i: {"eps": i + 1},
 }
+
+
+def with_settings(name, kind=optim.AdamW):
+    """Makes an optimizer whose blocks have one of two settings in turn."""
+
+    def optimize(model):
+        rest = [*model.first.parameters(), *model.last.parameters()]
+        parts = [[*model.blocks[i::2].parameters()] for i in range(2)]
+        groups = [{"params": p} | SETTINGS[name](i) for i, p in enumerate(parts)]
+        return kind([{"params": rest}, *groups], 1e-2)
+
+    return optimize
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings_that_differ_between_blocks_are_each_block_s_own(name):
-    def optimize(model):
-        rest = [*model.first.parameters(), *model.last.parameters()]
-        parts = [[*model.blocks[i::2].parameters()] for i in range(2)]
-        groups = [{"params": p} | SETTINGS[name](i) for i, p in enumerate(parts)]
-        return optim.AdamW([{"params": rest}, *groups], 1e-2)
-
     many = 2 if name == "amsgrad" else 1
-    assert folded(check(optimize=optimize)) == (("AdamW of Block", BLOCKS // many),) * many
+    blocks = check(optimize=with_settings(name))
+    assert folded(blocks) == (("AdamW of Block", BLOCKS // many),) * many
+
+
+@pytest.mark.parametrize("kind", [optim.AdamW, optim.Adagrad])
+def test_numbers_in_the_program_are_each_block_s_own(kind):
+    """Numbers stand in the graph as they are if one of them is an integer or is printed."""
+
+    def printing(model, optimizer):
+        step = squares(model, optimizer)
+
+        def printed(x):
+            float.hex(optimizer.param_groups[0]["lr"])
+            return step(x)
+
+        return printed
+
+    check(optimize=with_settings("an integer", kind))
+    check(optimize=with_settings("weight decay", kind), step_of=printing)
+
+
+@pytest.mark.parametrize(
+    "write", [lambda lr: torch._foreach_mul_([lr], 0.5), lambda lr: lr.data.mul_(0.5)]
+)
+def test_a_rate_that_is_written_between_the_updates_of_blocks_is_read_anew(write):
+    def step_of(model, optimizer):
+        early, late = ([*model.blocks[part].parameters()] for part in (slice(3), slice(3, None)))
+
+        def step(x):
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            halves = [(params, [p.grad for p in params]) for params in (early, late)]
+            for params, grads in halves:
+                optimizer.zero_grad()
+                for p, grad in zip(params, grads, strict=True):
+                    p.grad = grad
+                optimizer.step()
+                with torch.no_grad():
+                    write(optimizer.param_groups[0]["lr"])
+            return loss
+
+        return step
+
+    check(optimize=lambda m: optim.AdamW(m.parameters(), torch.tensor(1e-2)), step_of=step_of)
 
 
 class Seeing(Block):

@@ -268,7 +268,7 @@ def _step_as_plain(
 
     torch's kernels take lists of plain tensors a good deal faster than lists of a subclass.
 
-    _Args:
+    Args:
         originals: maps each tensor that the optimizer updates to the parameter that holds it.
     """
     state = optimizer.state

@@ -200,23 +200,23 @@ class _RegionMarker:
             return run()
 
     def run_call(self, kind: FunctionKind, args: Any, kwargs: Any) -> Any:
-        """Returns a function of torch, announced by the mode."""
+        """Run a function of torch that the mode announced."""
         keep = self._keeps(kind.func, args, kwargs, kind.op)
         return self._run_marked(keep, partial(kind.func, *args, **kwargs))
 
     def run_function(self, function: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
-        """Returns an `autograd.Function`."""
+        """Run an `autograd.Function`."""
         return self._run_marked(function in self.policy.functions, run)
 
     def run_one_call(self, function: OneCall, args: Any, kwargs: Any) -> Any:
-        """Returns a function that `one_call` marked."""
+        """Run a function that `one_call` marked."""
         keep = self._keeps(function, args, kwargs, function.title)
         return self._run_marked(keep, partial(function.__wrapped__, *args, **kwargs))
 
     def run_redistribution(
         self, op: str, reason: str, what: Any, x: torch.Tensor, run: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
-        """Returns a redistribution."""
+        """Run a redistribution."""
         keep = self.policy.keeps_redistribution(what, x, find_call_site())
         return self._run_marked(keep, run)
 

@@ -178,7 +178,7 @@ class _RegionRun:
         return (what, find_call_site(), inputs), tensors
 
     def run_call(self, kind: FunctionKind, args: Any, kwargs: Any) -> Any:
-        """Returns a function of torch, announced by the mode."""
+        """Run a function of torch that the mode announced."""
         if self._event is not None:
             return self._run_within(kind, args, kwargs)
         key, tensors = self._make_key(kind.op, args, kwargs)
@@ -404,7 +404,7 @@ class ForwardRecord(_RegionRun):
     def run_redistribution(
         self, op: str, reason: str, what: Any, x: torch.Tensor, run: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
-        """Returns a redistribution, maybe within a call. The second run need not make it."""
+        """Run a redistribution, maybe within a call. The second run need not make it."""
         out = self._run_unwatched(run)
         if isinstance(self._kernels, KeepMode) and out is not x:
             self._kernels.note_redistributed(out)
@@ -665,7 +665,7 @@ class Recomputation(_RegionRun):
     def run_redistribution(
         self, op: str, reason: str, what: Any, x: torch.Tensor, run: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
-        """Returns a redistribution: its kept result; without one it is carried again."""
+        """Returns the kept result of a redistribution. Without one it is run again."""
         replaying = isinstance(self._kernels, ReplayMode)
         given = self._kernels.give_redistributed() if replaying else None  # type: ignore[union-attr]
         kept = self.forward.redistributed_results.get(self._count_redistribution(op, what, x))

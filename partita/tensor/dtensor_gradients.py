@@ -786,9 +786,7 @@ def _reduce_scatter_gradient(p: DTensor, grad: DTensor) -> None:
 
 
 def _split_into_buckets(params: list[DTensor]) -> Iterable[list[DTensor]]:
-    if (
-        HERE.trace.is_tracing
-    ):  # when each gradient is there, and so which go together, its graph will tell
+    if HERE.trace.is_tracing:  # the graph decides which gradients go together
         yield from ([p] for p in params)
         return
     buckets: list[list[DTensor]] = []

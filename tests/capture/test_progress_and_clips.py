@@ -58,12 +58,13 @@ def test_what_is_no_terminal_gets_one_line(shown):
 
 
 def test_a_later_capture_is_called_no_first_call(monkeypatch):
-    stream = Stream(False)
+    stream, captures = Stream(False), []
     monkeypatch.setattr(progress, "SHOWN_AFTER", 0.0)
 
     def wait(program):
-        until, lines = time.monotonic() + 20, stream.getvalue().count("\n")
-        while stream.getvalue().count("\n") == lines and time.monotonic() < until:
+        captures.append(program)
+        until = time.monotonic() + 20
+        while stream.getvalue().count("\n") < len(captures) and time.monotonic() < until:
             time.sleep(0.01)
 
     step = pt.compile(lambda x: x * 2, passes=wait, backend="graph")

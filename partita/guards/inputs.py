@@ -565,7 +565,8 @@ def _holds_tensor(value: Any, but_parameters: bool) -> bool:
         return False
     held = items_of(value)[1]
     others = nn.Parameter if but_parameters else ()
-    return any(has_type(v, torch.Tensor) and not has_type(v, others) for v in held)
+    # A gathered weight is a parameter by `_is_param`, which `isinstance` reads.
+    return any(has_type(v, torch.Tensor) and not isinstance(v, others) for v in held)
 
 
 def _may_hold_tensors(value: Any) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from sys import stdlib_module_names
@@ -61,7 +62,9 @@ def _resolves(name: str) -> bool:
     parts = name.split(".")
     for length in range(len(parts), 0, -1):
         try:
-            found = importlib.import_module(".".join(parts[:length]))
+            with warnings.catch_warnings():  # torch's own modules warn of each other
+                warnings.simplefilter("ignore", DeprecationWarning)
+                found = importlib.import_module(".".join(parts[:length]))
         except ModuleNotFoundError:
             continue
         for part in parts[length:]:

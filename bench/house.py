@@ -414,7 +414,7 @@ def find_upward_imports(arrows: dict[str, set[str]]) -> list[str]:
 
 
 def count_reads_of_tracing(modules: list[Module]) -> int:
-    """How often rooms outside of a compiled step ask whether this thread traces."""
+    """The number of places in other rooms that read whether this thread traces."""
     others = (m for m in modules if m.is_runtime and not m.path.startswith(STEP_ROOMS))
     return sum(m.text.count("HERE.trace.is_tracing") for m in others)
 

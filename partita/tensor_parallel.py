@@ -59,7 +59,7 @@ class _Layouts(ParallelStyle):
             name: {axis: placement} for name, placement in self._list_parameters(module).items()
         }
         whole = find_root_mesh(device_mesh)
-        parallelize(module, whole, {k: v for k, v in plan.items() if _has(module, k)})
+        parallelize(module, whole, {k: v for k, v in plan.items() if _has_attribute(module, k)})
         boundaries = self._list_boundaries(module, axis)
         return parallelize(module, whole, {"": boundaries}) if boundaries else module
 
@@ -334,7 +334,7 @@ def _find_modules(module: nn.Module, pattern: str) -> list[nn.Module]:
     return list(dict.fromkeys(found))
 
 
-def _has(module: nn.Module, name: str) -> bool:
+def _has_attribute(module: nn.Module, name: str) -> bool:
     return getattr(module, name, None) is not None
 
 
@@ -344,10 +344,10 @@ def _make_list(given: Any) -> list[Any]:
 
 
 def _check_lengths(given: Any, wanted: Any) -> None:
-    theirs, ours = _count(given), _count(wanted)
+    theirs, ours = _count_layouts(given), _count_layouts(wanted)
     if theirs and theirs != ours:
         raise ValueError(f"{theirs} layouts and {ours} desired ones: give one of each for a value")
 
 
-def _count(given: Any) -> int:
+def _count_layouts(given: Any) -> int:
     return len(given) if isinstance(given, (Mapping, Sequence)) else int(given is not None)

@@ -1,4 +1,4 @@
-"""How is a GPT trained with partita's ZeRO-3? `before.py` is the same program with FSDP2.
+"""A GPT that is trained with partita's ZeRO-3. `before.py` is the same program with FSDP2.
 
 torchrun --nproc-per-node=2 examples/from_fsdp2/after.py
 """

@@ -1,4 +1,4 @@
-"""How is a GPT trained with torch's FSDP2? `after.py` is the same program with partita.
+"""A GPT that is trained with torch's FSDP2. `after.py` is the same program with partita.
 
 torchrun --nproc-per-node=2 examples/from_fsdp2/before.py
 """

@@ -176,7 +176,7 @@ def _make_compiled_step(model: GPT, optimizer: Any, options: Options, tell: Tell
 
 
 class _ReportedStep:
-    """What is reported if the options request a report: layouts, and one step's moves, graph and
+    """The parts of the report that the options request: layouts, and one step's moves, graph and
     timeline.
 
     It is the second step, because the first also plans and does other work once.

@@ -338,17 +338,19 @@ def _print_table(found: dict[str, dict[str, Counts]], of: str) -> None:
     print("|---" * (len(found) + 1) + "|")
     part = "block" if of == "a block" else "step"
     for kind in KINDS:
-        cells = [_cell(c[part]["launches", kind], c[part]["bytes", kind]) for c in found.values()]
+        cells = [
+            _format_cell(c[part]["launches", kind], c[part]["bytes", kind]) for c in found.values()
+        ]
         if any(cells):
             print(f"| {kind} | " + " | ".join(cells) + " |")
     cells = [
-        _cell(*(sum(c[part][what, k] for k in KINDS) for what in ("launches", "bytes")))
+        _format_cell(*(sum(c[part][what, k] for k in KINDS) for what in ("launches", "bytes")))
         for c in found.values()
     ]
     print("| all | " + " | ".join(cells) + " |")
 
 
-def _cell(launches: int, nbytes: int) -> str:
+def _format_cell(launches: int, nbytes: int) -> str:
     return f"{launches}; {nbytes / 1e6:,.0f}" if launches or nbytes else ""
 
 

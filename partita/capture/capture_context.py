@@ -56,7 +56,7 @@ class FakeRunHooks(TraceHooks):
         return True
 
     def keep_missing_gradients(self, ctx: Any) -> None:
-        """Have the function get None for a gradient that does not exist.
+        """Pass None to the function for a gradient that does not exist.
 
         A block is one node of a graph, and some of its parameters may not affect the loss. An
         optimizer skips a parameter without a gradient, but not one with a gradient of zeros. The

@@ -154,7 +154,7 @@ class StepBlocks:
     # -- numbers that equal updates share ----------------------------------------------------------
 
     def _share_numbers(self, runs: Sequence[_BlockRun]) -> None:
-        """Have equal blocks read what the first computes from step counts, where these are equal.
+        """Replace what equal blocks compute from equal step counts by what the first block computes.
 
         The first computes it before anything else.
         """
@@ -326,7 +326,7 @@ class StepBlocks:
         return {number for number, blocks in holders.items() if len(blocks) > 1}
 
     def _find_foreign_write(self, run: _BlockRun) -> str:
-        """Returns the write because of which a block cannot be a program without writes, or ""."""
+        """Returns the write that prevents a block from becoming a program without writes, or ""."""
         memory = self._memory
         of_forward = {memory[n] for n in run.forward if n in memory}
         outside = {memory[n] for n in run.taken if n in memory}
@@ -356,7 +356,7 @@ class StepBlocks:
     def _is_last_to_use(self, run: _BlockRun, memory: int) -> bool:
         """True if memory is that of an input, and from a block's begin on used by the block alone.
 
-        A block with a backward is two calls, of which either may write.
+        A block with a backward is two calls. Either may write.
         """
         shown = [n for n in run.taken if self._memory.get(n) == memory]
         start = self._places[run.forward[0]]

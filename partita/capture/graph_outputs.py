@@ -43,7 +43,7 @@ from .graph_inputs import WITHOUT_GRADIENT, GraphInputs, user_attributes_of
 from .recorder import Recorder
 
 _P = TypeVar("_P", bound=Program)
-_NO_RESULTS = ("mark", "gradient")  # inputs of which no gradient is left or asked for
+_NO_RESULTS = ("mark", "gradient")  # inputs that get no gradient
 
 _grad: Any = torch._C.TensorBase.grad
 

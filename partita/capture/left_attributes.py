@@ -42,7 +42,7 @@ def attributes_taken_back(modules: Iterable[nn.Module]) -> Iterator[None]:
                 if not _is_list_of_parameters(home[key], held.get(key)):
                     left.append(prefix + key)
                 if not any(home[key] is container for container, _ in containers):
-                    _restore(home, held, key)
+                    _restore_attribute(home, held, key)
             for container, items in containers:
                 if _holds_fake(container):
                     container.clear()
@@ -64,7 +64,7 @@ def _copies_of_containers(home: dict[str, Any]) -> list[tuple[Any, Any]]:
     ]
 
 
-def _restore(home: dict[str, Any], held: dict[str, Any], key: str) -> None:
+def _restore_attribute(home: dict[str, Any], held: dict[str, Any], key: str) -> None:
     if key in held:
         home[key] = held[key]
     else:

@@ -55,7 +55,7 @@ class _Thread(threading.local):
 _THREAD = _Thread()
 
 
-def _add(note: ForwardNote) -> None:
+def _append_note(note: ForwardNote) -> None:
     _THREAD.last.next = note
     _THREAD.last = note
 
@@ -66,12 +66,12 @@ def note_forward(block: object, is_of_other_values: bool) -> None:
     Args:
         block: identifies the block. The chain keeps it, so it must not refer to the model.
     """
-    _add(ForwardNote(block, is_of_other_values))
+    _append_note(ForwardNote(block, is_of_other_values))
 
 
 def note_end_of_forward() -> None:
     """A forward of a block has ended."""
-    _add(ForwardNote())
+    _append_note(ForwardNote())
 
 
 def place_in_forward() -> ForwardNote:

@@ -148,13 +148,13 @@ def lower_for(chip: str, ranks: int) -> Iterator[None]:
             answers.append((module, {name: "tma" not in name}))
     with ExitStack() as stack:
         stream = mock.patch.object(
-            torch._C, "_cuda_getCurrentRawStream", _answering(0), create=True
+            torch._C, "_cuda_getCurrentRawStream", _make_answer(0), create=True
         )
         stack.enter_context(stream)
         for owner, given in answers:
             for name, answer in given.items():
                 if hasattr(owner, name):
-                    stack.enter_context(mock.patch.object(owner, name, _answering(answer)))
+                    stack.enter_context(mock.patch.object(owner, name, _make_answer(answer)))
         options: dict[str, Any] = {
             "joint_graph_constant_folding": False,
             "triton.autotune_at_compile_time": False,
@@ -165,6 +165,6 @@ def lower_for(chip: str, ranks: int) -> Iterator[None]:
         yield
 
 
-def _answering(answer: Any) -> Any:
+def _make_answer(answer: Any) -> Any:
     """Returns a function that gives an answer, whatever it is called with."""
     return answer if isinstance(answer, classmethod) else lambda *args, **kwargs: answer

@@ -154,9 +154,9 @@ class StepBlocks:
     # -- numbers that equal updates share ----------------------------------------------------------
 
     def _share_numbers(self, runs: Sequence[_BlockRun]) -> None:
-        """Replace what equal blocks compute from equal step counts by what the first block computes.
+        """Compute numbers from step counts once, in the first of equal blocks whose counts agree.
 
-        The first computes it before anything else.
+        The first computes them before anything else.
         """
         shared = self._find_shared_numbers(runs)
         if not shared:

@@ -162,10 +162,14 @@ class PlaceRecord:
         """Record what `value`, which was there before the step, leads to."""
         if type(value) in PLAIN or id(value) in self._reached:
             return
-        if has_type(value, _WEAK):
+        # Not by `isinstance`, which asks an object for its `__class__`: the user's code may answer.
+        kind: Any = type(value)
+        if issubclass(kind, _WEAK):
             if self.note_unread(value):
                 return
             self._refuse_weak(value, name)
+            return
+        if _is_of_threads(kind) and self.note_unread(value):
             return
         if _has_tensor_keys(value) and not (self._read_by_library or self.note_unread(value)):
             self.refuse(
@@ -173,8 +177,6 @@ class PlaceRecord:
                 "during capture fakes replace its tensors, and they are not found there",
                 fix=Fix("names instead", "as named_parameters() gives them, or tensors in a list"),
             )
-        # Not by `isinstance`, which asks an object for its `__class__`: the user's code may answer.
-        kind: type = type(value)
         if issubclass(kind, torch.Tensor) or (
             issubclass(kind, PLAIN) and not may_have_attributes(value)
         ):
@@ -204,6 +206,18 @@ class PlaceRecord:
     def reach_by_kind(self, value: Any, name: str) -> None:
         """Record what `value`, which is reached for the first time, leads to."""
         raise NotImplementedError
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_of_threads(kind: type) -> bool:
+    """True for a thread, and for what threads share: an event, a queue, a pool.
+
+    Its state changes whenever another thread runs, as that of a progress bar's monitor.
+    """
+    if issubclass(kind, threading.local):
+        return False
+    homes = {base.__module__.split(".")[0].lstrip("_") for base in kind.__mro__}
+    return not homes.isdisjoint(("threading", "thread", "queue", "concurrent", "multiprocessing"))
 
 
 def _has_tensor_keys(value: Any) -> bool:

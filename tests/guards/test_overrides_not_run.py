@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import collections
+import queue
 import sys
+import threading
+import time
 import types
 import weakref
 
@@ -160,6 +163,52 @@ def test_names_of_a_module_that_are_not_read_refuse_nothing(monkeypatch):
         torch.testing.assert_close(compiled(x), step(x))
     with pytest.raises(pt.CaptureError, match="holds weak"):
         pt.compile(lambda x: x * len(module.known), backend="graph")(x)
+
+
+class Monitor(threading.Thread):
+    """A thread that changes what it holds at any time."""
+
+    def __init__(self):
+        super().__init__(daemon=True)
+        self.turns, self.lines, self.ended = 0, queue.Queue(), threading.Event()
+
+    def run(self):
+        while not self.ended.wait(1e-4):
+            self.turns += 1
+            self.lines.put(self.turns)
+
+
+def test_threads_that_are_not_read_are_no_state(monkeypatch):
+    """Names of a module are read ahead: a progress bar's monitor is none of the step's state."""
+    monitor, module = Monitor(), types.ModuleType("module_with_a_thread")
+    module.monitor, module.held, module.scale = monitor, {"lines": monitor.lines}, 2
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    class Past:
+        scale = 3
+
+        def __getattribute__(self, name):
+            return object.__getattribute__(self, name)
+
+    past = Past()
+
+    def step(x):
+        import module_with_a_thread
+
+        return x * past.scale * module_with_a_thread.scale
+
+    compiled, x = pt.compile(step, backend="graph"), torch.ones(3)
+    monitor.start()
+    try:
+        for scale in (2, 5, 5):
+            module.scale = scale
+            torch.testing.assert_close(compiled(x), step(x))
+            before = monitor.turns
+            while monitor.turns == before:
+                time.sleep(1e-3)
+    finally:
+        monitor.ended.set()
+    assert len(compiled.programs) == 2
 
 
 class Slotted:

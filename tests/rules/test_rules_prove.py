@@ -228,9 +228,12 @@ def test_statistics_that_are_written_in_place_are_never_moved():
     )
 
 
-@pytest.fixture
-def weigh():
-    """An operator of torch.library, with gradients of its own, and with a rule."""
+@pytest.fixture(scope="module")
+def operator():
+    """An operator of torch.library, with gradients of its own.
+
+    It is defined once: torch forgets the name of an operator when one that it replaced is freed.
+    """
 
     @torch.library.custom_op("partita_proved::weigh", mutates_args=())
     def weigh(x: torch.Tensor, w: torch.Tensor, scale: float) -> torch.Tensor:
@@ -246,8 +249,13 @@ def weigh():
         ctx.scale = inputs[2]
 
     weigh.register_autograd(backward, setup_context=keep)
-    yield weigh
-    RULES.pop(weigh, None)
+    return weigh
+
+
+@pytest.fixture
+def weigh(operator):
+    yield operator
+    RULES.pop(operator, None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

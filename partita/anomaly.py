@@ -1,8 +1,8 @@
 """Anomaly detection: which module produced the first NaN.
 
-Hooks check the results of every module, and the gradients that it gets. A module is to blame if its
-result is not finite although all its inputs are. One that got a NaN is not. Ranks check their own
-pieces and exchange their findings in `check`, where all ranks raise the earliest one.
+Hooks check the results of every module, and the gradients of these results. The culprit is a module
+whose result is not finite although all its inputs are. Each rank checks its own pieces. In `check`
+the ranks exchange what they found, and all raise an error that names the earliest.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .parallel.batch import tensors_in
 
 
 class NanError(ValueError):
-    """A loss or a gradient is not finite. The message names the step and what made it so."""
+    """Raised if a loss is not finite or a gradient is NaN. Names the step and the first module."""
 
 
 @message
@@ -34,10 +34,10 @@ class _Find:
     """A tensor that is not finite.
 
     Attributes:
-        order: how many tensors the rank had looked at before. Ranks look at the same ones, so the
-            least of all ranks is the earliest.
+        order: how many tensors the rank had checked before. All ranks check the same ones in the
+            same order, so the smallest number of all ranks is the earliest.
         what: a sentence: where it was found, and what is known of its cause.
-        rank: who found it; filled in where ranks compare.
+        rank: the rank that found it; set when ranks exchange what they found.
     """
 
     order: int
@@ -50,7 +50,7 @@ _Finds = Mapping[tuple[str, str], _Find]
 
 
 class NanWatch:
-    """Watches one model. Made by `detect_nan`; a context manager that stops watching at its end."""
+    """The NaN hooks of one model. Made by `detect_nan`; a `with` block removes them at its end."""
 
     def __init__(self, model: nn.Module):
         self._seen = self._steps = 0
@@ -65,8 +65,8 @@ class NanWatch:
     def check(self, loss: float | torch.Tensor, step: int | None = None) -> None:
         """Raise on every rank if the loss is not finite, or a gradient of this step is NaN.
 
-        Every rank calls this once a step, after backward and before the optimizer's step, which
-        would spread the NaN to the parameters. It costs one small exchange between all ranks.
+        Every rank calls this once per step, after backward and before the optimizer's step, which
+        would write the NaN into the parameters. It costs one small collective of all ranks.
 
         Args:
             step: the step's number, for the message; by default counted from 0.
@@ -85,7 +85,7 @@ class NanWatch:
         self._finds = {}  # what the loss does not see, such as the -inf of a mask, is no fault
 
     def remove(self) -> None:
-        """Stop watching."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
@@ -141,10 +141,11 @@ class NanWatch:
 
 
 def detect_nan(model: nn.Module) -> NanWatch:
-    """Watch a model for the module that produces the first NaN, in forward or in backward.
+    """Find the module that produces the first NaN of a step, in forward or in backward.
 
     Works with any model: plain, parallel, sharded, recomputed. It reads each result and each
     gradient once more, and on a GPU waits for them. Use it to find a fault, not in every run.
+    It returns a `NanWatch`, which has hooks on all modules until the `with` block ends.
 
         with pt.detect_nan(model) as watch:
             for step, (x, y) in enumerate(batches):

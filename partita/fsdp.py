@@ -6,9 +6,9 @@
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
 
-One thing differs. A DTensor of partita is the whole batch's, so each rank's rows become one batch
-before the forward, and the loss is the mean of all rows. A forward that gets rows of one rank alone
-raises an error with the line to write.
+One thing differs. An input is a DTensor that holds the rows of all ranks (`pt.distribute_batch`),
+and the loss is the mean over all these rows. If forward gets a plain tensor with one rank's rows,
+it raises an error that shows the line to write.
 
 Options that change how FSDP2 overlaps or allocates, but no number, are accepted and have no effect:
 partita frees each gathered parameter after its last use and prefetches the next block by itself.
@@ -58,10 +58,12 @@ class MixedPrecisionPolicy:
     """The dtypes of a step, with FSDP2's names.
 
     Attributes:
-        param_dtype: of gathered parameters and of the computation; the parameters' own if None.
-        reduce_dtype: in which gradients are sent and summed; `param_dtype` if None.
-        output_dtype: to which the module's floating-point outputs are cast; not cast if None.
-        cast_forward_inputs: cast each block's floating-point inputs to `param_dtype`.
+        param_dtype: the dtype of gathered parameters and of the computation. None: the
+            parameters' own dtype.
+        reduce_dtype: the dtype in which gradients are sent and summed. None: `param_dtype`.
+        output_dtype: the dtype to which the module's floating-point outputs are cast. None: they
+            are not cast.
+        cast_forward_inputs: True casts each block's floating-point inputs to `param_dtype`.
     """
 
     param_dtype: torch.dtype | None = None
@@ -81,7 +83,7 @@ class OffloadPolicy:
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Offloading to the host, which `fully_shard` refuses."""
+    """Offloading to host memory. `fully_shard` raises an error for it."""
 
     pin_memory: bool = True
 
@@ -90,7 +92,7 @@ class UnshardHandle:
     """The result of `FSDPModule.unshard(async_op=True)`."""
 
     def wait(self) -> None:
-        """Return at once: a parameter is gathered where it is used."""
+        """Return at once: parameters are gathered when they are used."""
 
 
 def fully_shard(
@@ -116,13 +118,13 @@ def fully_shard(
         reshard_after_forward: False, for the model and for all its blocks, keeps gathered
             parameters until the optimizer has changed them (`persistent` of `pt.zero`). Otherwise
             each block is freed after its last use. An integer raises an error.
-        shard_placement_fn: it may return `Shard(0)` or None; partita shards dimension 0.
-        mp_policy: the same for the model and its blocks, but for `output_dtype`.
-        offload_policy: `OffloadPolicy()`.
-        ignored_params: none may be given.
+        shard_placement_fn: must return `Shard(0)` or None; partita shards dimension 0.
+        mp_policy: must be equal for the model and its blocks, except for `output_dtype`.
+        offload_policy: must be `OffloadPolicy()`.
+        ignored_params: must be empty.
 
     Returns:
-        `module`. It is an `FSDPModule` now, too.
+        `module`, whose class is now also a subclass of `FSDPModule`.
 
     Raises:
         LayoutError: the model and its blocks are on different meshes or have different policies.
@@ -176,7 +178,7 @@ def get_mesh(model: nn.Module) -> Any:
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let a method other than `forward` use sharded parameters; they can be used anywhere here.
+    """No effect: in partita every method can use sharded parameters, not only `forward`.
 
     Raises:
         ValueError: the module has no such method.
@@ -186,11 +188,11 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
-    """Share streams between models. It has no effect here."""
+    """No effect: partita chooses streams itself. In FSDP2, models then share their streams."""
 
 
 class FSDPModule:
-    """A module to which `fully_shard` was applied: FSDP2's methods.
+    """A module to which `fully_shard` was applied, with the methods of FSDP2.
 
     Methods that change only how FSDP2 overlaps or allocates have no effect.
     """
@@ -200,9 +202,10 @@ class FSDPModule:
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Send gradients in the next backward passes, or keep them until a pass that sends.
+        """Reduce gradients in the next backward passes (True), or accumulate them locally (False).
 
-        Call it on the model; on a block, it must repeat the model's value.
+        Accumulated gradients are reduced by the next backward pass that reduces. Call this on the
+        model. A call on a block must pass the same value.
 
         Raises:
             ValueError: a block's value differs from the model's.
@@ -221,7 +224,7 @@ class FSDPModule:
                 )
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """No effect: over replicas, gradients are summed once, in the optimizer's step."""
+        """No effect: gradients are all-reduced over replicas once, in the optimizer's step."""
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """No effect: each backward pass waits for its reductions when it ends."""
@@ -229,8 +232,8 @@ class FSDPModule:
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Keep gathered parameters (False), or free them after their last use (True).
 
-        Call it on the model, for all its blocks. On a block within a model it has no effect: the
-        block keeps or frees its parameters as the model does. Numbers do not change.
+        Call it on the model, for all its blocks. On a block it has no effect: a block keeps or
+        frees its parameters as the model does. Results do not change.
         """
         _refuse_other_options(self, reshard_after_forward)
         state = _state_of(self)
@@ -240,7 +243,7 @@ class FSDPModule:
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """As `set_reshard_after_forward`: parameters that stay after backward stay altogether."""
+        """Same as `set_reshard_after_forward`: both set whether parameters stay gathered."""
         self.set_reshard_after_forward(reshard_after_backward, recurse)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
@@ -248,34 +251,34 @@ class FSDPModule:
         return UnshardHandle() if async_op else None
 
     def reshard(self) -> None:
-        """No effect: gathered parameters do not outlive their use."""
+        """No effect: gathered parameters are freed after their last use."""
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """No effect: the next block in the order of the last step is prefetched."""
+        """No effect: blocks are prefetched in the order in which the last step used them."""
         _check_modules("set_modules_to_forward_prefetch", modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """No effect: the next block in the order of the last step is prefetched."""
+        """No effect: blocks are prefetched in the order in which the last step used them."""
         _check_modules("set_modules_to_backward_prefetch", modules)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """No effect: a block is gathered in backward if one of its weights is needed."""
+        """No effect: backward gathers a block only if it needs the block's weights."""
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """No effect."""
+        """No effect: partita always reduces gradients with a sum."""
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """No effect."""
+        """No effect: partita allocates the buffers of collectives itself."""
 
     def set_post_optim_event(self, event: Any) -> None:
         """No effect: gathers wait for the stream on which the optimizer ran."""
 
     def set_gradient_divide_factor(self, factor: float) -> NoReturn:
-        """Raise NotImplementedError: a loss of all rows has no factor of ranks."""
+        """Raise NotImplementedError: partita does not divide gradients. Scale the loss."""
         raise _make_scale_error("set_gradient_divide_factor")
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> NoReturn:
-        """Raise NotImplementedError: a loss of all rows has no factor of ranks."""
+        """Raise NotImplementedError: partita does not divide gradients. Scale the loss."""
         raise _make_scale_error("set_reduce_scatter_divide_factor")
 
     def set_all_reduce_hook(self, hook: Any, *, stream: Any = None) -> NoReturn:
@@ -286,11 +289,11 @@ class FSDPModule:
         )
 
     def set_custom_all_gather(self, comm: Any) -> NoReturn:
-        """Raise NotImplementedError: collectives run in partita, which records them."""
+        """Raise NotImplementedError: partita runs its own collectives, which `ledger` records."""
         raise NotImplementedError("set_custom_all_gather: partita runs its own collectives")
 
     def set_custom_reduce_scatter(self, comm: Any) -> NoReturn:
-        """Raise NotImplementedError: collectives run in partita, which records them."""
+        """Raise NotImplementedError: partita runs its own collectives, which `ledger` records."""
         raise NotImplementedError("set_custom_reduce_scatter: partita runs its own collectives")
 
     def __reduce_ex__(self, protocol: Any) -> Any:

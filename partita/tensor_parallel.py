@@ -4,9 +4,9 @@
 
     parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
-Two things differ. Activations stay DTensors of the global shape, so that a model keeps its global
-number of heads. A plain tensor that enters a module is the whole value, whatever `input_layouts`
-says, and ranks compare it.
+Two things differ. Activations stay DTensors with the global shape, so a model keeps its global
+number of heads. A plain tensor that is passed to a module counts as the whole value, whatever
+`input_layouts` says. The ranks check that it is equal on all of them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 
 
 class ParallelStyle:
-    """How one module is parallelized. A subclass implements `_apply`, as in torch."""
+    """A way to parallelize one module. A subclass implements `_apply`, as in torch."""
 
     def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
         """Parallelize `module` over a mesh of one dimension. In place; returns the module."""
@@ -45,7 +45,7 @@ class ParallelStyle:
 
 
 class _Layouts(ParallelStyle):
-    """A style that consists of the layouts of parameters, inputs and outputs."""
+    """A style that gives layouts to parameters, inputs and outputs."""
 
     def _list_parameters(self, module: nn.Module) -> dict[str, Any]:
         return {}
@@ -68,9 +68,9 @@ class _Linear(_Layouts):
     """A style of nn.Linear and nn.Embedding.
 
     Args:
-        input_layouts: not needed: a DTensor has its layout.
-        output_layouts: the layout of the result.
-        use_local_output: the result stays a DTensor in any case.
+        input_layouts: ignored, because an input DTensor has its own layout.
+        output_layouts: the placement of the result. None: the style's default.
+        use_local_output: ignored; the result is always a DTensor.
     """
 
     weight_of_linear: Shard
@@ -107,9 +107,9 @@ class _Linear(_Layouts):
 
 
 class ColwiseParallel(_Linear):
-    """Split the output features: weight `Shard(0)`, of an nn.Embedding `Shard(1)`.
+    """Shard the output features: the weight is `Shard(0)`, or `Shard(1)` of an nn.Embedding.
 
-    The input is redistributed to Replicate and the output to `output_layouts`, by default
+    The input is redistributed to Replicate, and the output to `output_layouts`, by default
     `Shard(-1)`.
     """
 
@@ -121,10 +121,10 @@ class ColwiseParallel(_Linear):
 
 
 class RowwiseParallel(_Linear):
-    """Split the input features: weight `Shard(1)`, of an nn.Embedding the rows, `Shard(0)`.
+    """Shard the input features: the weight is `Shard(1)`, or `Shard(0)` of an nn.Embedding.
 
-    The input is redistributed to `Shard(-1)`, of an nn.Embedding to Replicate, and the output to
-    `output_layouts`, by default Replicate.
+    The input is redistributed to `Shard(-1)`, or to Replicate for an nn.Embedding. The output is
+    redistributed to `output_layouts`, by default Replicate.
     """
 
     weight_of_linear, weight_of_embedding, bias = Shard(1), Shard(0), Replicate()
@@ -135,11 +135,11 @@ class RowwiseParallel(_Linear):
 
 
 class SequenceParallel(_Layouts):
-    """Compute a norm or a dropout on shards of the sequence; its parameters stay Replicate.
+    """Compute a norm or a dropout on shards of the sequence. Its parameters are Replicate.
 
     Args:
-        sequence_dim: the dimension of the input that is split.
-        use_local_output: the result stays a DTensor in any case.
+        sequence_dim: the dimension of the input that is sharded.
+        use_local_output: ignored; the result is always a DTensor.
     """
 
     def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False):
@@ -153,10 +153,10 @@ class PrepareModuleInput(_Layouts):
     """Redistribute the inputs of a module.
 
     Args:
-        input_layouts, input_kwarg_layouts: not needed: a DTensor has its layout.
-        desired_input_layouts: a placement for each positional argument; None leaves one as it is.
-        desired_input_kwarg_layouts: by the name of the argument.
-        use_local_output: the inputs stay DTensors in any case.
+        input_layouts, input_kwarg_layouts: ignored, because a DTensor has its own layout.
+        desired_input_layouts: a placement for each positional argument. None leaves it unchanged.
+        desired_input_kwarg_layouts: a placement for each keyword argument, by name.
+        use_local_output: ignored; the inputs are always DTensors.
     """
 
     def __init__(
@@ -183,9 +183,9 @@ class PrepareModuleOutput(_Layouts):
     """Redistribute the outputs of a module.
 
     Args:
-        output_layouts: not needed: a DTensor has its layout.
-        desired_output_layouts: a placement for each output; None leaves one as it is.
-        use_local_output: the outputs stay DTensors in any case.
+        output_layouts: ignored, because a DTensor has its own layout.
+        desired_output_layouts: a placement for each output. None leaves it unchanged.
+        use_local_output: ignored; the outputs are always DTensors.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class PrepareModuleOutput(_Layouts):
 
 
 class PrepareModuleInputOutput(_Layouts):
-    """Redistribute the inputs and the outputs of a module; see the two styles of these names."""
+    """Redistribute inputs as `PrepareModuleInput` does, and outputs as `PrepareModuleOutput`."""
 
     def __init__(
         self,
@@ -236,20 +236,21 @@ def parallelize_module(
     *,
     src_data_rank: int | None = 0,
 ) -> nn.Module:
-    """Apply styles to the modules within `module`. In place; returns the module.
+    """Apply styles to `module`, or to modules in it, in place. Returns `module`.
 
-    Every parameter and buffer of `module` becomes a DTensor; what no style names is Replicate.
+    Every parameter and buffer of `module` becomes a DTensor. Those that no style names are
+    Replicate.
 
     Args:
-        device_mesh: a mesh of one dimension, such as `mesh["tp"]`; None takes all ranks.
-        parallelize_plan: a style for `module`, or styles by the names of modules within it. In a
-            name each part between dots is a pattern, as of `fnmatch`. The strings of a plan of
-            transformers (`config.base_model_tp_plan`) are styles, too.
-        src_data_rank: as of `pt.parallelize`.
+        device_mesh: a mesh of one dimension, such as `mesh["tp"]`. None: all ranks.
+        parallelize_plan: a style for `module`, or styles by the names of modules in it. In a name
+            each part between dots is an `fnmatch` pattern. A style may also be one of the strings
+            that Hugging Face transformers uses in `config.base_model_tp_plan`.
+        src_data_rank: as in `pt.parallelize`.
 
     Raises:
         LayoutError: a mesh of several dimensions, or a name that no module has.
-        ValueError: an unknown string.
+        ValueError: a string that names no style.
     """
     mesh = init_mesh_of_all_ranks() if device_mesh is None else device_mesh
     axes = _names_of(mesh)
@@ -282,7 +283,7 @@ def parallelize_module(
 
 @contextmanager
 def loss_parallel() -> Iterator[None]:
-    """Compute the loss of split classes. No effect: `F.cross_entropy` of a DTensor does so."""
+    """No effect: `F.cross_entropy` takes DTensor logits that are sharded over the classes."""
     yield
 
 
@@ -299,7 +300,7 @@ _STYLES: dict[str, Any] = {
     "replicate": lambda **_: None,
     "replicated_with_grad_allreduce": lambda **_: None,
 }
-"""Styles by transformers' strings. Their variants say where torch's local tensors are gathered."""
+"""Styles by the strings of Hugging Face transformers."""
 
 
 def _make_style(given: Any) -> Any:

@@ -225,7 +225,7 @@ def _error_to_json(error: BaseException) -> dict[str, Any]:
     if name != type(error).__name__:
         parts["text"] = f"{type(error).__name__}: {error}"
     if isinstance(error, LayoutError):
-        parts["said"] = {key: _to_json(value) for key, value in error.said.items()}
+        parts["said"] = {key: _to_json(value) for key, value in error.parts.items()}
     elif isinstance(error, OSError) and error.errno is not None:
         file = None if error.filename is None else str(error.filename)
         parts["args"] = [error.errno, error.strerror, file]

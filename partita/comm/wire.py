@@ -508,7 +508,7 @@ class MeshHandle:
         try:
             return self._layout.index(mesh_dim)  # type: ignore[arg-type]  # a bad one is named
         except LayoutError as error:
-            raise error.located(user_line()) from None
+            raise error.with_place(user_line()) from None
 
     def __copy__(self) -> MeshHandle:
         return self

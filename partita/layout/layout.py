@@ -22,10 +22,9 @@ from .text import Fix, LayoutError
 
 
 def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
-    """Returns `(offset, length)` in elements of piece `index` if `torch.chunk` cuts `size` into
-    `parts`.
+    """Returns `(offset, length)` in elements of piece `index` when `size` is cut into `parts`.
 
-    If `torch.chunk` returns fewer pieces than requested, the missing ones are empty.
+    Sizes are those of `torch.chunk`. Where that returns fewer than `parts`, the missing are empty.
     """
     step = -(-size // parts)
     start = min(index * step, size)
@@ -39,7 +38,8 @@ class Layout:
     Attributes:
         shape: the global shape, in elements.
         shards: for each dimension the axes that split it, outermost first: `(("dp", "tp"), ())`
-            splits dimension 0 over dp and each piece over tp. The order is part of the layout.
+            shards dimension 0 over dp and each of these pieces over tp. The order is part of
+            the layout.
         partial: `(axis, reduce_op)` for each Partial axis, sorted by axis.
         invariant: the Invariant axes, sorted.
         dtype: a short name such as "f32", or "" if no dtype is given.
@@ -75,7 +75,8 @@ class Layout:
         """Returns the layout in which axis i of `mesh` has `placements[i]`.
 
         Args:
-            order: the order in which axes split a shared dimension; by default mesh order.
+            order: axis names: if several axes shard one dimension, the outermost first. By default
+                mesh order.
 
         Raises:
             LayoutError: wrong number of placements, or a shard dimension out of range.
@@ -143,9 +144,9 @@ class Layout:
         return tuple(self.placement(a) for a in mesh.names)
 
     def put(self, axis: str, placement: Placement) -> Layout:
-        """Returns this layout with another placement on `axis`.
+        """Returns a copy of this layout with `placement` on `axis`.
 
-        A new Shard becomes the innermost split of its dimension.
+        If other axes shard the same dimension already, `axis` splits their pieces further.
         """
         placement = own_placement(placement)
         shards = tuple(tuple(a for a in dim if a != axis) for dim in self.shards)
@@ -183,7 +184,7 @@ class Layout:
     # -- what one rank holds -------------------------------------------------------------------
 
     def local_shape(self, mesh: Mesh, at: Coordinate) -> tuple[int, ...]:
-        """Returns the shape in elements of the piece of the rank at coordinates `at`."""
+        """Returns the local shape, in elements, on the rank at coordinates `at`."""
         return tuple(length for _, length in self.local_region(mesh, at))
 
     def is_empty_at(self, mesh: Mesh, at: Coordinate) -> bool:
@@ -191,9 +192,7 @@ class Layout:
         return 0 not in self.shape and 0 in self.local_shape(mesh, at)
 
     def local_region(self, mesh: Mesh, at: Coordinate) -> tuple[tuple[int, int], ...]:
-        """Returns `(offset, length)` per dimension: where the piece of rank `at` lies in the global
-        tensor.
-        """
+        """Returns `(offset, length)` for each dimension: the slice that the rank at `at` holds."""
         region = []
         for size, axes in zip(self.shape, self.shards, strict=True):
             start, length = 0, size
@@ -210,9 +209,7 @@ class Layout:
         return f"{self.dtype}[{', '.join(self._dims())}]{self._rest()}"
 
     def brief(self) -> str:
-        """Returns the layout without its dtype, as errors and tables show it: `8@dp 16 64 {sum
-        tp}`.
-        """
+        """Returns the layout without its dtype, as errors show it: `8@dp 16 64 {sum tp}`."""
         return (" ".join(self._dims()) or "scalar") + self._rest()
 
     def _dims(self) -> list[str]:
@@ -225,7 +222,7 @@ class Layout:
     @staticmethod
     @lru_cache(maxsize=1024)
     def parse(text: str) -> Layout:
-        """Read what `str` prints. Raises LayoutError with the part that it cannot read."""
+        """Returns the layout that `str` printed. LayoutError shows the part that is wrong."""
         match = _TEXT.fullmatch(text.strip())
         if match is None:
             raise LayoutError(

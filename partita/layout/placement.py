@@ -23,7 +23,7 @@ Coordinate = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Mesh:
-    """Named axes of ranks, row-major: `Mesh(("dp", "tp"), (2, 4))` arranges eight."""
+    """Named axes and their sizes: `Mesh(("dp", "tp"), (2, 4))` has eight ranks, row-major."""
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -73,7 +73,10 @@ class Mesh:
         return tuple(product(*(range(n) for n in self.sizes)))
 
     def group(self, axes: tuple[str, ...], at: Coordinate) -> tuple[Coordinate, ...]:
-        """The coordinates of the ranks that share all but `axes` with `at`, first axis slowest."""
+        """Returns the coordinates of the ranks that differ from `at` only along `axes`.
+
+        The first of `axes` varies slowest.
+        """
         where = [self.index(a) for a in axes]
         members = []
         for steps in product(*(range(self.sizes[i]) for i in where)):
@@ -97,8 +100,7 @@ class Placement:
     def dual(self) -> Placement:
         """Returns the placement of the gradient of a value with this placement.
 
-        A gradient's placement depends on nothing but its value's placement. This method is the only
-        place that defines it.
+        A gradient's placement depends only on its value's placement. Only this method defines it.
         """
         raise NotImplementedError
 
@@ -121,7 +123,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Shard(Placement):
-    """Every rank of the axis holds a slice of tensor dimension `dim`. Its gradient is Shard."""
+    """Every rank of the axis holds a slice of tensor dimension `dim`. The gradient is Shard."""
 
     dim: int
 
@@ -146,7 +148,7 @@ class Shard(Placement):
 
 @dataclass(frozen=True)
 class Replicate(Placement):
-    """Every rank holds the whole value and may use it differently. Its gradient is Partial."""
+    """Every rank holds the whole value and may use it differently. The gradient is Partial."""
 
     def dual(self) -> Placement:
         return Partial()
@@ -162,7 +164,8 @@ class Replicate(Placement):
 class Partial(Placement):
     """Every rank holds a share. The value is the sum, max or min (`reduce_op`) of the shares.
 
-    Only a sum has a gradient. There is no "avg": a mean is a sum divided by the global count.
+    Only a sum has a gradient, which is Replicate. There is no "avg": a mean is a sum divided by
+    the global number of elements.
     """
 
     reduce_op: str = "sum"
@@ -188,7 +191,7 @@ class Partial(Placement):
 
 @dataclass(frozen=True)
 class Invariant(Placement):
-    """Every rank holds the whole value and computes the same with it. Its gradient is Invariant."""
+    """Every rank holds the whole value and computes the same with it. The gradient is Invariant."""
 
     def dual(self) -> Placement:
         return self
@@ -201,12 +204,12 @@ class Invariant(Placement):
 
 
 # -- torch's placements ----------------------------------------------------------------------------
-# Known by their class's name, since to import torch's classes takes half a second. What torch has
-# and we have not (a pending average, a product) stays what it is, and is refused as no placement.
+# Recognized by the name of their class, because importing torch's classes takes half a second. A
+# Partial average or product, which partita lacks, is returned unchanged, and refused later.
 
 
 def own_placement(given: Any) -> Any:
-    """Returns our placement for one of torch's with the same meaning; anything else unchanged."""
+    """Returns partita's placement for one of torch's. Returns anything else unchanged."""
     kind = type(given)
     if isinstance(given, Placement) or not kind.__module__.startswith("torch."):
         return given
@@ -222,13 +225,13 @@ def own_placement(given: Any) -> Any:
 def own_placements(
     mesh: Mesh, given: Sequence[Any], order: Sequence[str]
 ) -> tuple[list[Any], Sequence[str]]:
-    """Returns our placements for a user's, and the order in which axes split a dimension.
+    """Returns partita's placements for a user's, and the order in which axes split a dimension.
 
-    In torch a `_StridedShard` means that axes after this one in the mesh split the dimension before
-    it: its split factor is the number of their pieces.
+    In torch a `_StridedShard` means that later axes of the mesh split the same dimension before
+    this one. Its split factor is the number of pieces that they make.
 
     Args:
-        order: returned unchanged if nothing is strided.
+        order: returned unchanged if there is no `_StridedShard`.
     """
     out = [own_placement(p) for p in given]
     strided = {a: p for a, p in zip(mesh.names, out, strict=True) if _is_strided(p)}
@@ -249,8 +252,12 @@ def own_placements(
 
 
 def split_factors(mesh: Mesh, stacks: Sequence[Sequence[str]]) -> dict[str, int]:
-    """Returns by axis the number of pieces into which later axes have split its dimension before
-    it.
+    """Returns torch's split factor of each axis whose dimension a later mesh axis splits first.
+
+    The factor is the number of pieces that those axes make.
+
+    Args:
+        stacks: for each dimension, the axes that split it, outermost first.
     """
     factors = {}
     for axes in stacks:

@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Fix:
-    """One way out that works: what to write, and what it moves ("all_reduce 12 MiB")."""
+    """A correction that works: the code to write, and what it sends ("all_reduce 12 MiB")."""
 
     write: str
     moves: str = ""
@@ -53,26 +53,26 @@ class LayoutError(ValueError):
         super().__init__("\n".join(lines))
 
     @property
-    def said(self) -> dict[str, Any]:
-        """The parts of the message by name: the constructor's arguments."""
+    def parts(self) -> dict[str, Any]:
+        """The constructor's arguments, by name."""
         return {name: getattr(self, name) for name in _PARTS}
 
-    def located(self, place: str) -> LayoutError:
-        """Returns this error with `place` added; the same error if it has a place already."""
+    def with_place(self, place: str) -> LayoutError:
+        """Returns a copy of this error with `place`, or the error itself if it has a place."""
         if self.place or not place:
             return self
-        return _rebuild_error(type(self), self.said | {"place": place})
+        return _rebuild_error(type(self), self.parts | {"place": place})
 
-    # An error crosses process boundaries whole.
+    # By default an exception is pickled with its message alone; this keeps the parts.
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild_error, (type(self), self.said)
+        return _rebuild_error, (type(self), self.parts)
 
 
 _PARTS = "fact", "place", "operands", "reason", "fixes"
 
 
-def _rebuild_error(kind: type[LayoutError], said: dict[str, Any]) -> LayoutError:
-    return kind(**said)
+def _rebuild_error(kind: type[LayoutError], parts: dict[str, Any]) -> LayoutError:
+    return kind(**parts)
 
 
 # -- amounts, names, values and tables -------------------------------------------------------------
@@ -82,10 +82,9 @@ _SHOWN = 80
 
 
 def escape_controls(text: str) -> str:
-    r"""Returns a name that comes from outside as one line that can do nothing: what is no printable
-    character stands as Python writes it, "\x1b[31m".
+    r"""Returns `text` with each unprintable character as a Python escape: "\x1b[31m".
 
-    So a name of a module or of a file moves no cursor, begins no line and turns no text around.
+    Names of modules and files may contain line breaks or codes that control a terminal.
     """
     if text.isprintable():
         return text
@@ -93,10 +92,9 @@ def escape_controls(text: str) -> str:
 
 
 def describe_value(value: object) -> str:
-    """Returns a description of a refused argument: numbers and text as they are, otherwise the
-    type.
+    """Returns a wrong argument as errors show it: numbers and text as they are, else the type.
 
-    The value of a tensor must not be read here, and the `repr` of an object may be long.
+    Reading the value of a tensor may wait for other ranks, and a `repr` may be long.
     """
     kind = type(value)
     if isinstance(value, type):
@@ -111,7 +109,7 @@ def describe_value(value: object) -> str:
 
 
 def human(nbytes: float, nothing: str = "-") -> str:
-    """`1536` as "1.5 KiB"; 0 as `nothing`."""
+    """Returns an amount of bytes as text: 1536 is "1.5 KiB", and 0 is `nothing`."""
     if nbytes == 0:
         return nothing
     size, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB"]
@@ -121,7 +119,7 @@ def human(nbytes: float, nothing: str = "-") -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """`4.1e-05` as "41 us"; less than a tenth of a microsecond as "0"."""
+    """Returns a time as text: 4.1e-05 is "41 us". Less than a tenth of a microsecond is "0"."""
     for size, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"
@@ -129,7 +127,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_count(number: float, unit: str = "") -> str:
-    """`65536.0` as "65.5 k"; of a unit, as "65.5 kFLOP"."""
+    """Returns a number as text: 65536.0 is "65.5 k", and with the unit "FLOP" "65.5 kFLOP"."""
     for size, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= size:
             return f"{number / size:.3g} {prefix}{unit}"
@@ -139,10 +137,11 @@ def format_count(number: float, unit: str = "") -> str:
 def format_table(
     rows: Sequence[Sequence[str]], right: Container[int] = (), widest: int = 1 << 20
 ) -> str:
-    """Rows of equally many cells as lines; the columns of the numbers in `right` end in line.
+    """Returns rows of equally many cells as lines of aligned text. Unprintable text is escaped.
 
-    No column is made wider than `widest`: a longer cell stands out of it. What is no printable
-    character in a cell is escaped.
+    Args:
+        right: the indices of the columns that are aligned to the right.
+        widest: the largest width of a column, in characters. A longer cell is not cut.
     """
     rows = [[escape_controls(cell) for cell in row] for row in rows]
     widths = [min(widest, max(map(len, column))) for column in zip(*rows, strict=True)]
@@ -158,7 +157,7 @@ def format_table(
 
 
 class _Uncallable(ModuleType):
-    """A package that has the name of a function of torch's; a call says what to write."""
+    """A package with the name of a torch function. A call raises the code to write instead."""
 
     _instead = ""
 
@@ -167,9 +166,9 @@ class _Uncallable(ModuleType):
 
 
 def explain_calls(package: str, instead: str) -> None:
-    """Make a call of the package `package` raise an error that shows what to write `instead`.
+    """Make a call of the package `package` raise an error that shows the code to write, `instead`.
 
-    The package is being imported.
+    Call this while the package is being imported.
     """
     module = sys.modules[package]
     module.__class__ = _Uncallable

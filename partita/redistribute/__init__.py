@@ -1,7 +1,10 @@
 """Redistribution: how a layout changes, and what that costs. This package does not import torch.
 
-In reading order: `move` (one collective, its transpose, and the cost of both in bytes and
-seconds), `plan` (the cheapest moves from one layout to another).
+A *move* is one step of a redistribution: one collective, or one local change such as a slice. Its
+*transpose* is the move that its gradient makes in backward.
+
+In reading order: `move` (moves, their transposes, and the cost of both in bytes and seconds),
+`plan` (the cheapest moves from one layout to another).
 """
 
 from .move import Move as Move

@@ -1,5 +1,4 @@
-"""Moves: what one collective, or one local copy, does to a layout, what undoes it in backward, and
-what both cost.
+"""Moves: what one collective or local copy does to a layout, its transpose, and what both cost.
 
 | kind           | on each of its axes | sends | its transpose                        |
 |----------------|---------------------|-------|--------------------------------------|
@@ -12,17 +11,14 @@ what both cost.
 | mask           | R -> P, I -> P      | no    | mask R -> P, retype R -> I           |
 | retype         | R -> I, I -> R      | no    | mask I -> P, all_reduce P -> I       |
 
-The last column is no second table: a transpose goes from the dual of where the move ends to the
-dual of where it begins, and `KINDS` names what does that. The axes that split one dimension are a
-stack, so that only the innermost ones can leave it and a new one comes innermost. A move over
-several axes is one collective over all their ranks, whichever dimensions those split: each rank
-puts the pieces in their places, or cuts them out, by itself.
+S is Shard, R Replicate, P Partial, I Invariant. The last column follows from the others: a
+transpose goes from the dual of the placement after the move to the dual of the placement before it,
+and `KINDS` names that move. The axes that split one dimension form a stack: only the innermost can
+leave it, and a new one becomes the innermost. A move over several axes is one collective over all
+their ranks, even if they split different dimensions. Each rank then cuts out its pieces, or puts
+them in their places.
 
-A pair of placements has one kind, so that a new kind comes with a new placement: a line of `KINDS`,
-and of `COLLECTIVES` and the costs if it sends; `redistribute.plan` says when to take it,
-`comm.move_steps` (for padded shards `comm.trace`) what a rank does. A new collective is a case of
-`begin_in_group`, `ranks` and `wire` in `comm/`, too, and of the tables of
-`graph/backend/executor`, `graph/passes/pass_manager` and `predict/machine`.
+Each pair of placements has one kind. CONTRIBUTING.md says how to add one.
 
 Bytes are those of ring algorithms (Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective
 Communication Operations in MPICH", section 4), over a group of n ranks:
@@ -34,11 +30,12 @@ Communication Operations in MPICH", section 4), over a group of n ranks:
 
 All sizes are those of the mesh's first rank, which holds the largest piece of an uneven split.
 
-Seconds only rank one way against another: a collective takes `LATENCY` and its bytes over
-`BANDWIDTH`, an all-to-all `LATENCY` for each `AT_ONCE` other ranks; a local copy takes `LAUNCH` and
-its bytes over `MEMORY`. The constants are round figures for a node of GPUs; where the machine is
-slower, both latency and bandwidth usually are, and only their ratio (about 1 MB: below it the
-number of collectives counts, above it the bytes) decides a choice. So it is with
+Seconds only serve to compare plans. A collective takes `LATENCY` plus its bytes divided by
+`BANDWIDTH`; an all-to-all takes `LATENCY` once for each `AT_ONCE` other ranks. A local copy takes
+`LAUNCH` plus its bytes divided by `MEMORY`. The constants are round figures for a node of GPUs. On
+a slower machine latency and bandwidth are usually both worse, and a choice depends only on their
+ratio,
+about 1 MB: below it the number of collectives counts, above it the bytes. The same holds for
 `OPERATIONS_PER_BYTE` and the work of matrix products.
 """
 
@@ -67,26 +64,28 @@ KINDS = {
 """The kind of move from one placement to another, by their letters."""
 
 DUAL = {"S": "S", "R": "P", "P": "R", "I": "I"}
-"""`Placement.dual()`, by letter."""
+"""The letter of `Placement.dual()`, by the placement's letter."""
 
 LETTERS = {"S": "S", "R": "R", "I": "I", "sum": "P", "max": "P", "min": "P"}
-"""The letter of a placement, by what `find_changed_axes` calls it."""
+"""The letter of a placement, by its name in `find_changed_axes`."""
 
 COLLECTIVES = frozenset(("all_gather", "reduce_scatter", "all_reduce", "all_to_all"))
 
 
 @dataclass(frozen=True)
 class Move:
-    """One step from layout to layout: at most one collective.
+    """One step of a redistribution, from one layout to another: at most one collective.
 
     Attributes:
         kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "slice" (keep this rank's
-            piece), "place" (this rank's piece among zeros), "mask" (the first rank of the axes
-            keeps the value, the others hold zeros) or "retype" (nothing happens).
-        axes: the mesh axes that change, outermost first where they split one dimension.
+            piece), "place" (put this rank's piece into a tensor of zeros), "mask" (the first rank
+            of the axes keeps the value, the others get zeros) or "retype" (only the layout
+            changes).
+        axes: the mesh axes whose placement changes. Those that split one dimension are in order,
+            outermost first.
         before: the layout of the input.
         after: the layout of the result, which has the same global value.
-        op: how shares are reduced: "sum", "max" or "min".
+        op: how Partial values are reduced: "sum", "max" or "min".
     """
 
     kind: str
@@ -102,15 +101,14 @@ class Move:
 
     @property
     def way(self) -> str:
-        """The letters of the placements on its axes before and after, such as "SR"."""
+        """The letters of the placements of its axes before and after it, such as "SR"."""
         axis = self.axes[0]
         start = placement_of_each_axis(self.before).get(axis, "R")
         end = placement_of_each_axis(self.after).get(axis, "R")
         return LETTERS[start] + LETTERS[end]
 
     def transpose(self, mesh: Mesh) -> Move:
-        """Returns the exact adjoint, which maps the gradient of `after` to the gradient of
-        `before`.
+        """Returns the move that maps the gradient of `after` to the gradient of `before`.
 
         Raises:
             LayoutError: a Partial max or min has no gradient.
@@ -129,10 +127,11 @@ class Move:
 
 
 def find_changed_axes(before: Layout, after: Layout) -> dict[str, tuple[str, str]]:
-    """Returns the placements before and after, by axis, of each axis that must move.
+    """Returns `{axis: (placement before, placement after)}` for each axis that must change.
 
-    Placements are "S", "R", "I" or a reduce op. An axis that stays a shard must move if it is
-    outside the common outer part of its dimension's two stacks.
+    Placements are "S", "R", "I" or a reduce op. The axes that split a dimension are a stack,
+    outermost first. An axis that is a Shard before and after must change, too, if the two stacks
+    differ at its position or outside of it.
     """
     start, end = placement_of_each_axis(before), placement_of_each_axis(after)
     out = {}
@@ -152,7 +151,7 @@ def find_changed_axes(before: Layout, after: Layout) -> dict[str, tuple[str, str
 
 
 def find_single_move(before: Layout, after: Layout, mesh: Mesh) -> Move | None:
-    """The one move from `before` to `after`, if one does it: none is cheaper but by its padding."""
+    """Returns the single move from `before` to `after`, or None if there is none."""
     moved = find_changed_axes(before, after)
     start, end = next(iter(moved.values()))
     way = f"{LETTERS[start]}{LETTERS[end]}"
@@ -224,42 +223,41 @@ RETYPE = 1e-7
 
 
 def bytes_sent(move: Move, mesh: Mesh, itemsize: int) -> int:
-    """Bytes that the first rank of `mesh` sends in `move`, of elements of `itemsize` bytes."""
+    """Returns the bytes that the first rank sends in `move`; `itemsize` is bytes per element."""
     n = math.prod(mesh.size(a) for a in move.axes)
     have = local_numel(move.before.shape, move.before.shards, mesh) * itemsize
     return bytes_of(move.kind, n, have)
 
 
 def bytes_of(kind: str, n: int, have: int) -> int:
-    """Returns the bytes that one of `n` ranks sends in a collective to which each passes `have`
-    bytes.
-    """
+    """Returns the bytes that each of `n` ranks sends in a collective of `have` bytes a rank."""
     return int(_ring_bytes_sent(kind, n, have))
 
 
 def seconds_of(nbytes: int) -> float:
-    """Seconds of a collective in which a rank sends `nbytes`; its transpose is not in them."""
+    """Returns the seconds of a collective in which a rank sends `nbytes`, without its transpose."""
     return LATENCY + nbytes / BANDWIDTH
 
 
 def seconds_of_work(operations: float) -> float:
-    """Returns the seconds of a product of so many multiplications and additions on a rank.
+    """Returns the seconds that a matrix product takes on a rank, forward and backward.
 
-    The two products of its gradients, each as large, are included.
+    Args:
+        operations: multiplications and additions of the forward. Backward has twice as many.
     """
     return 3 * operations / (OPERATIONS_PER_BYTE * BANDWIDTH)
 
 
 def price_of_move(move: Move, mesh: Mesh, itemsize: int) -> float:
-    """Returns seconds of `move`, and of its transpose if it has one; `itemsize` in bytes."""
+    """Returns the seconds of `move` plus its transpose; `itemsize` is bytes per element."""
     return seconds_both_ways(move.way, *_sizes_of(move, mesh, itemsize), move.op)
 
 
 def pads_heavily(move: Move, mesh: Mesh, itemsize: int) -> bool:
     """True if `move` or its transpose sends so much padding that several moves might cost less.
 
-    Uneven pieces are sent padded to the size of the largest. Another path has at least one more
-    collective.
+    Uneven pieces are padded to the size of the largest. The padding must cost more than the
+    latency of one more collective, which any other path needs.
     """
     way = move.way
     kinds = KINDS[way], KINDS[DUAL[way[1]] + DUAL[way[0]]]
@@ -286,14 +284,14 @@ def local_numel(shape: tuple[int, ...], shards: tuple[tuple[str, ...], ...], mes
 
 
 def seconds_both_ways(way: str, n: int, have: float, got: float, op: str = "sum") -> float:
-    """Returns seconds of a move forward and of its transpose backward.
+    """Returns the seconds of a move in forward and of its transpose in backward.
 
     Args:
         way: the letters of the placements before and after, such as "SR".
-        n: the number of ranks along all its axes.
+        n: the number of ranks along all its axes together.
         have: bytes that a rank holds before.
         got: bytes that a rank holds after.
-        op: how shares are reduced; a maximum or minimum has no backward.
+        op: how Partial values are reduced; "max" and "min" have no backward.
     """
     cost = _seconds_one_way(KINDS[way], n, have, got)
     if op == "sum":
@@ -303,10 +301,10 @@ def seconds_both_ways(way: str, n: int, have: float, got: float, op: str = "sum"
 
 
 def estimate_price(before: Layout, after: Layout, mesh: Mesh, itemsize: int = 4) -> float:
-    """Estimates the seconds, forward and backward, from `before` to `after`, without a search.
+    """Estimates the seconds of a redistribution, forward and backward, without a search.
 
-    Exact if one move is enough. Otherwise each kind of change counts once for all its axes, in the
-    order of increasing piece size, as if no axis blocked another.
+    Exact if one move is enough. Otherwise axes with the same change count as one move, those with
+    small results first, as if every axis could change at any time.
 
     Args:
         itemsize: bytes per element.

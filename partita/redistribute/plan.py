@@ -1,16 +1,17 @@
 """Redistribution plans: the cheapest path of moves from one layout to another.
 
-One move is tried first: it is what nearly all redistributions need, and then no path is cheaper,
-unless uneven pieces are padded so much that two moves send less. Else a uniform-cost search goes
-from layout to layout, one legal move at a time. Four rules keep it small, and its traffic what a
-reader expects of a tensor of any size:
+A single move is tried first. Nearly all redistributions need just one, and then no path is cheaper,
+unless uneven pieces are padded so much that two moves send less. Otherwise a uniform-cost search
+goes from layout to layout, one legal move at a time. Four rules keep the search small. They also
+make the moves independent of the tensor's size, as a reader expects:
 
-- an axis that is where it belongs (same placement, same outer part of its stack) is not touched;
-- only what shall be pending is made pending, and only what shall be a shard is sliced or scattered;
-- shares that shall be shards are reduced and scattered, not reduced whole and sliced; nor does an
-  Invariant axis become a shard by way of Replicate, which is the same thing backward;
-- only what shall be Invariant is made so, or shares that can then become Replicate together with an
-  axis that is Invariant: one all_reduce backward serves both.
+- An axis that needs no change (same placement, same outer part of its stack) is not touched.
+- An axis becomes Partial, or is sliced or scattered, only if that is its final placement.
+- Partial becomes Shard by reduce-scatter, not by all-reduce and slice. Invariant does not become
+  Shard by way of Replicate, which would be the same detour in backward.
+- An axis becomes Invariant only if that is its final placement. The exception is a Partial axis
+  that
+  can then become Replicate together with an Invariant axis: one all-reduce in backward serves both.
 """
 
 from __future__ import annotations
@@ -53,8 +54,7 @@ class Plan:
     _transposes: dict[Mesh, Plan] = field(default_factory=dict, compare=False, repr=False)
 
     def transpose(self, mesh: Mesh) -> Plan:
-        """Returns the exact adjoint: each move transposed, in reverse. Returns the same object each
-        time.
+        """Returns the plan of the gradient: each move transposed, in reverse order. Cached.
 
         Raises:
             LayoutError: a move reduces a max or a min, which has no gradient.
@@ -70,7 +70,7 @@ class Plan:
         return sum(bytes_sent(move, mesh, itemsize) for move in self.moves)
 
     def price(self, mesh: Mesh, itemsize: int = 4) -> float:
-        """Returns the seconds of all moves and of those transposes that exist."""
+        """Returns the seconds of all moves and their transposes. `itemsize`: bytes an element."""
         return sum(price_of_move(move, mesh, itemsize) for move in self.moves)
 
     def __str__(self) -> str:
@@ -79,16 +79,16 @@ class Plan:
 
 @lru_cache(maxsize=_PLANS_KEPT)
 def plan(before: Layout, after: Layout, mesh: Mesh, itemsize: int = 4) -> Plan:
-    """Returns the cheapest path from `before` to `after`, its transpose counted too. Cached.
+    """Returns the path from `before` to `after` that is cheapest with its transpose. Cached.
 
     Args:
-        before, after: layouts of one global shape, over axes of `mesh`. Where `after` has no dtype
-            the moves carry that of `before`.
+        before, after: layouts with one global shape, over axes of `mesh`. If `after` has no dtype,
+            the moves have the dtype of `before`.
         itemsize: bytes per element.
 
     Raises:
-        LayoutError: the shapes or dtypes differ, an axis is not on the mesh, something other than
-            a sum would have to become pending, or shares of two reduce ops are pending at once.
+        LayoutError: the shapes or dtypes differ; an axis is not on the mesh; an axis would have to
+            become Partial with max or min; or a layout is Partial with two different reduce ops.
     """
     if before == after:
         return Plan()

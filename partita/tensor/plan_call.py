@@ -268,7 +268,7 @@ def check_call_fits_rule(call: OpCall) -> None:
             rule.check_given(len(positional), named)
         except LayoutError as error:
             _raise_torch_error(call)
-            raise error.located(user_line()) from None
+            raise error.with_place(user_line()) from None
     declared = [path for path, _ in call.operands]
     undeclared = [path for path in call.tensors if path not in declared]
     if undeclared:

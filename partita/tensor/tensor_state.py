@@ -224,7 +224,7 @@ def spec_on_mesh(mesh: Any, shape: Sequence[int], placements: Sequence[Placement
     try:
         wire = wire_of(mesh)
     except LayoutError as error:
-        raise error.located(user_line()) from None
+        raise error.with_place(user_line()) from None
     if placements is None:
         placements = [Replicate()] * wire.mesh.ndim
     return spec_on_wire(wire, shape, placements)
@@ -235,7 +235,7 @@ def spec_on_wire(wire: Wire, shape: Sequence[int], placements: Sequence[Placemen
     try:
         return spec_of(Layout.of(wire.mesh, shape, placements), wire)
     except LayoutError as error:
-        raise error.located(user_line()) from None
+        raise error.with_place(user_line()) from None
 
 
 def spec_for_write_into(spec: Spec) -> Spec:
